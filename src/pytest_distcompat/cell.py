@@ -1,0 +1,155 @@
+"""One point of the matrix, and how a few lists become many points."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+OptionValue = bool | str
+
+
+@dataclass(frozen=True)
+class Option:
+    """One further axis of a cell: its name, the values it takes (the first is the default), what it means."""
+
+    name: str
+    values: tuple[OptionValue, ...]
+    meaning: str
+
+    @property
+    def default(self) -> OptionValue:
+        return self.values[0]
+
+    def token(self, value: OptionValue) -> str:
+        """How the value reads in a cell's id: ``compile``, ``model_plain``."""
+        return self.name if value is True else f"{self.name}_{value}"
+
+
+OPTIONS: dict[str, Option] = {
+    option.name: option
+    for option in (
+        Option("model", ("llama", "llama_tied", "plain"), "which tiny model the built-in drivers train"),
+        Option("state_dict", ("sharded", "full"), "the form in which FSDP writes a checkpoint"),
+        Option("compile", (False, True), "torch.compile around the model"),
+        Option("activation_checkpointing", (False, True), "recompute activations in the backward pass"),
+        Option("offload", (False, True), "keep optimizer state (and shards, where the strategy can) in host memory"),
+    )
+}
+
+#: What an expectation may name besides the options.
+FACETS = ("strategy", "precision", "world_size", *OPTIONS)
+
+
+def check_option(name: str, value: OptionValue) -> None:
+    """Raise ValueError, listing what exists, for an option or a value that does not."""
+    if name not in OPTIONS:
+        raise ValueError(f"no option named {name!r}. Known: {', '.join(OPTIONS)}")
+    if value not in OPTIONS[name].values:
+        known = ", ".join(repr(known) for known in OPTIONS[name].values)
+        raise ValueError(f"option {name!r} has no value {value!r}. Known: {known}")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point strategy x precision x world size x options.
+
+    Options at their default are left out, so that two cells that mean the same are equal and have one id.
+    """
+
+    strategy: str
+    precision: str
+    world_size: int = 2
+    options: tuple[tuple[str, OptionValue], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {self.world_size}")
+        for name, value in self.options:
+            check_option(name, value)
+        told = {name: value for name, value in self.options if value != OPTIONS[name].default}
+        ordered = tuple((name, told[name]) for name in OPTIONS if name in told)
+        object.__setattr__(self, "options", ordered)
+
+    @classmethod
+    def of(cls, strategy: str, precision: str, world_size: int = 2, **options: OptionValue) -> Cell:
+        """The same with options as keyword arguments: ``Cell.of("fsdp2", "fp32", model="plain")``."""
+        return cls(strategy, precision, world_size, tuple(options.items()))
+
+    @classmethod
+    def parse(cls, cell_id: str) -> Cell:
+        """The cell that has this id; the inverse of ``id``. Raises ValueError."""
+        strategy, _, rest = cell_id.partition("-")
+        precision, _, rest = rest.partition("-")
+        world, *tokens = rest.split("-")
+        if not (precision and world.startswith("w") and world[1:].isdigit()):
+            raise ValueError(f"{cell_id!r} is no cell id; one reads like 'fsdp2-bf16_mixed-w2-compile'")
+        known = {option.token(value): (option.name, value) for option in OPTIONS.values() for value in option.values}
+        wrong = [token for token in tokens if token not in known]
+        if wrong:
+            raise ValueError(f"cell id {cell_id!r}: unknown part {wrong[0]!r}. Known: {', '.join(known)}")
+        return cls(strategy, precision, int(world[1:]), tuple(known[token] for token in tokens))
+
+    @property
+    def id(self) -> str:
+        """Reads aloud: ``fsdp2-bf16_mixed-w2-compile``."""
+        tokens = [OPTIONS[name].token(value) for name, value in self.options]
+        return "-".join([self.strategy, self.precision, f"w{self.world_size}", *tokens])
+
+    def option(self, name: str) -> OptionValue:
+        """The value of an option, the default if the cell does not say. Raises ValueError for an unknown name."""
+        if name not in OPTIONS:
+            raise ValueError(f"no option named {name!r}. Known: {', '.join(OPTIONS)}")
+        return dict(self.options).get(name, OPTIONS[name].default)
+
+    def facets(self) -> dict[str, OptionValue | int]:
+        """Every facet with its value, options at their default included."""
+        plain: dict[str, OptionValue | int] = {
+            "strategy": self.strategy,
+            "precision": self.precision,
+            "world_size": self.world_size,
+        }
+        return plain | {name: self.option(name) for name in OPTIONS}
+
+    def __str__(self) -> str:
+        return self.id
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The cells a suite claims: every strategy with every precision, world size and set of options.
+
+    ``strategies`` and ``precisions`` left out mean all that are known; ``world_sizes`` left out means the one of this
+    run (``--distcompat-world-size``). ``extra`` adds single cells beside the product.
+    """
+
+    strategies: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    world_sizes: tuple[int, ...] = ()
+    options: tuple[Mapping[str, OptionValue], ...] = ({},)
+    extra: tuple[Cell, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("strategies", "precisions", "world_sizes", "options", "extra"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Iterable):
+                raise TypeError(f"Matrix({name}=...) takes a tuple, got {value!r}")
+            object.__setattr__(self, name, tuple(value))
+        for options in self.options:
+            for name, value in options.items():
+                check_option(name, value)
+
+    def cells(self, strategies: Iterable[str], precisions: Iterable[str], world_size: int) -> Iterator[Cell]:
+        """The cells in a fixed order; the arguments stand in for what the matrix leaves open."""
+        product = itertools.product(
+            self.strategies or tuple(strategies),
+            self.precisions or tuple(precisions),
+            self.world_sizes or (world_size,),
+            self.options,
+        )
+        seen: set[Cell] = set()
+        cells = (Cell(s, p, w, tuple(options.items())) for s, p, w, options in product)
+        for cell in itertools.chain(cells, self.extra):
+            if cell not in seen:
+                seen.add(cell)
+                yield cell

@@ -1,0 +1,76 @@
+"""What a check is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.failures import Incompatible
+from pytest_distcompat.scenario import Scenario
+from pytest_distcompat.trace import Moment, Trace
+
+Claim = Callable[[Cell, Trace], Iterable[str]]
+
+#: How many findings a message shows; a model that is all wrong has hundreds alike.
+SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Check:
+    """A claim with a stable name.
+
+    ``until`` names, for each life that it reads, the last verb whose moments it needs: (life, verb, nth). A life that
+    broke off earlier leaves the check without its evidence, which is a failure; one that broke off later does not
+    concern it.
+    """
+
+    name: str
+    scenario: Scenario
+    until: tuple[tuple[str, str, int], ...]
+    claim: Claim
+    order: int = 0
+
+    @property
+    def text(self) -> str:
+        """The claim and what to do if it fails, in words."""
+        return inspect.getdoc(self.claim) or ""
+
+    def findings(self, cell: Cell, trace: Trace) -> list[str]:
+        """What is wrong; empty if the claim holds."""
+        return list(dict.fromkeys(self.claim(cell, trace)))
+
+    def verify(self, cell: Cell, trace: Trace) -> None:
+        """Raise Incompatible with all findings if the claim does not hold. For use without the suite."""
+        found = self.findings(cell, trace)
+        if found:
+            raise Incompatible(message(found))
+
+    def __call__(self, cell: Cell, trace: Trace) -> Iterator[str]:
+        """The bare function."""
+        return iter(self.claim(cell, trace))
+
+
+def check(*, scenario: Scenario, until: tuple[tuple[str, str, int], ...], order: int = 0) -> Callable[[Claim], Check]:
+    """Make a Check of a function whose name is the check's and whose docstring is its claim."""
+
+    def make(claim: Claim) -> Check:
+        return Check(claim.__name__.rstrip("_"), scenario, until, claim, order)
+
+    return make
+
+
+def message(findings: list[str]) -> str:
+    """All findings, a line each, cut where they repeat themselves."""
+    shown = findings[:SHOWN]
+    if len(findings) > SHOWN:
+        shown.append(f"... and {len(findings) - SHOWN} more")
+    return "\n".join(shown)
+
+
+def every_rank(moments: tuple[Moment, ...], world_size: int, what: str) -> Iterator[str]:
+    """A finding if a rank did not report: silence is no proof."""
+    missing = sorted(set(range(world_size)) - {moment.rank for moment in moments})
+    if missing:
+        yield f"rank {', '.join(map(str, missing))}: no report after {what}"

@@ -1,0 +1,106 @@
+"""Does the strategy that was asked for really run?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.scenario import TRAIN
+from pytest_distcompat.strategies import STRATEGIES, Strategy
+from pytest_distcompat.trace import LifeTrace, ModelFact, Moment, Trace
+
+#: Collectives that add gradients up.
+REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor",
+                        "reduce_scatter_tensor_coalesced", "allreduce_coalesced", "all_reduce"})  # fmt: skip
+
+
+@check(scenario=TRAIN, until=(("train", "step", 2),), order=0)
+def active(cell: Cell, trace: Trace) -> Iterator[str]:
+    """The strategy really runs: its wrapper is there, parameters are of its kind, the ZeRO stage asked is the one
+    running, the world is as large as asked, shards are shards, and gradients are reduced.
+
+    If it fails: the stack silently ran something else. Compare what the message says is running with what the trainer
+    was told; accelerate on CPU, for one, replaces FSDP and DeepSpeed by plain DDP or by nothing.
+    """
+    strategy = STRATEGIES.get(cell.strategy)
+    life = trace.life()
+    built = life.at("build")
+    yield from every_rank(built, cell.world_size, "build")
+    for moment in built:
+        if moment.model is None:
+            yield f"rank {moment.rank}: no model after build; the driver must set self.model"
+            continue
+        yield from _wrapped(strategy, moment.rank, moment.model)
+        yield from _worlds(cell, moment.rank, moment.model)
+    yield from _shards(strategy, cell, life)
+    trained = life.at("step", 2)
+    yield from every_rank(trained, cell.world_size, "three steps")
+    if cell.world_size > 1:
+        for moment in trained:
+            yield from _reduced(moment)
+        if not strategy.shards:
+            yield from _same_everywhere(trained)
+
+
+def _wrapped(strategy: Strategy, rank: int, model: ModelFact) -> Iterator[str]:
+    running = ", ".join(f"{name} x {count}" for name, count in model.wrappers.items()) or "a bare model"
+    if strategy.wrapper not in model.wrappers:
+        yield f"rank {rank}: {model.type} runs as {running}; expected {strategy.wrapper} for {strategy.name}"
+    # torch.compile wraps too and is no strategy. DeepSpeed engines hold no wrapper of torch's.
+    others = set(model.wrappers) - {strategy.wrapper, "OptimizedModule"}
+    if others and strategy.wrapper in model.wrappers:
+        yield f"rank {rank}: also wrapped by {', '.join(sorted(others))}; expected {strategy.wrapper} alone"
+    if model.zero_stage != strategy.zero_stage:
+        yield f"rank {rank}: ZeRO stage {model.zero_stage} is running; expected {strategy.zero_stage}"
+    wrong = [fact for fact in model.parameters if fact.kind not in {strategy.kind, "FlatParameter"}]
+    if wrong or not model.parameters:
+        first = wrong[0] if wrong else None
+        what = f"{first.name!r} is a {first.kind}" if first else "there is none"
+        total = len(model.parameters)
+        yield f"rank {rank}: {len(wrong)} of {total} parameters are not of kind {strategy.kind}, {what}"
+
+
+def _worlds(cell: Cell, rank: int, model: ModelFact) -> Iterator[str]:
+    if model.world_size != cell.world_size:
+        yield f"rank {rank}: the process group has {model.world_size} ranks; expected {cell.world_size}"
+    if model.trainer_world_size not in {None, cell.world_size}:
+        yield f"rank {rank}: the trainer believes in {model.trainer_world_size} ranks; expected {cell.world_size}"
+
+
+def _shards(strategy: Strategy, cell: Cell, life: LifeTrace) -> Iterator[str]:
+    """Sharded: all ranks together store each parameter about once. Replicated: each rank stores all of it."""
+    built, oracle = life.at("build"), life.first("plain")
+    total = sum(math.prod(fact.shape) for fact in oracle.plain.parameters) if oracle and oracle.plain else 0
+    if not total:
+        yield "the plain model has no parameters, or was not seen"
+        return
+    stored = sum(fact.local_numel for moment in built if moment.model for fact in moment.model.parameters)
+    copies = stored / total
+    # Between one copy and all of them lies rounding up: ZeRO-3 pads every shard, which shows on tiny parameters.
+    if strategy.shards and cell.world_size > 1 and not 0.99 <= copies < (1 + cell.world_size) / 2:
+        yield f"all ranks together store {copies:.2f} copies of the parameters; expected 1, each rank its shard"
+    if not strategy.shards and abs(copies - cell.world_size) > 0.01:
+        yield f"all ranks together store {copies:.2f} copies of the parameters; expected {cell.world_size}, one a rank"
+
+
+def _reduced(moment: Moment) -> Iterator[str]:
+    seen = [fact for fact in moment.collectives if fact.op in REDUCTIONS and fact.numel > 1]
+    if not seen:
+        ops = ", ".join(sorted({fact.op for fact in moment.collectives})) or "none"
+        yield f"rank {moment.rank}: no gradient was reduced in a step (collectives seen: {ops}); ranks train on their own"
+
+
+def _same_everywhere(trained: tuple[Moment, ...]) -> Iterator[str]:
+    first, *others = trained or (None,)
+    if first is None or first.model is None:
+        return
+    values = {fact.name: fact.digest for fact in first.model.parameters}
+    for moment in others:
+        apart = [f.name for f in (moment.model.parameters if moment.model else ()) if values.get(f.name) != f.digest]
+        if apart:
+            yield (
+                f"rank {moment.rank}: {len(apart)} parameters differ from rank {first.rank}'s after three steps, "
+                f"first {apart[0]!r}; replicas must stay equal"
+            )

@@ -1,0 +1,83 @@
+"""Are storage, compute, reduction, gradients, masters and optimizer state in the dtypes that the mode promises?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks.active import REDUCTIONS
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.scenario import TRAIN
+from pytest_distcompat.strategies import STRATEGIES, Dtypes
+from pytest_distcompat.trace import Moment, Trace
+
+#: A reduction of fewer elements is a norm, a count or a flag, no gradient.
+SMALLEST_GRADIENT = 2
+
+
+@check(scenario=TRAIN, until=(("train", "step", 2),), order=3)
+def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
+    """On every rank, stored parameters, matrix products, gradients on the wire, gradients that the optimizer sees, what
+    the optimizer updates and its state have the dtypes of the strategy's row in the table.
+
+    If it fails: master and state in bfloat16 where float32 is promised is the case of
+    https://huggingface.co/blog/deepspeed-to-fsdp-and-back: the same learning rate then trains another model. Load in
+    float32, or let the trainer upcast before it shards.
+    """
+    row = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
+    trained = trace.life().at("step", 2)
+    yield from every_rank(trained, cell.world_size, "three steps")
+    for moment in trained:
+        yield from _stored(row, moment)
+        yield from _computed(row, moment, compiled=bool(cell.option("compile")))
+        if cell.world_size > 1:
+            yield from _reduced(row, moment)
+    yield from _stepped(row, trained)
+
+
+def _stored(row: Dtypes, moment: Moment) -> Iterator[str]:
+    facts = [fact for fact in (moment.model.parameters if moment.model else ()) if fact.trainable and fact.local_numel]
+    wrong = [fact for fact in facts if fact.dtype != row.storage]
+    if wrong:
+        yield (
+            f"rank {moment.rank}: {len(wrong)} of {len(facts)} trainable parameters are stored in {_list(f.dtype for f in wrong)}, "
+            f"first {wrong[0].name!r}; expected {row.storage}"
+        )
+
+
+def _computed(row: Dtypes, moment: Moment, *, compiled: bool) -> Iterator[str]:
+    if compiled:
+        return  # no hook can look inside a compiled graph
+    found = {fact.output for fact in moment.compute}
+    if found != {row.compute}:
+        yield f"rank {moment.rank}: matrix products ran in {_list(found)}; expected {row.compute}"
+
+
+def _reduced(row: Dtypes, moment: Moment) -> Iterator[str]:
+    found = {
+        fact.dtype
+        for fact in moment.collectives
+        if fact.op in REDUCTIONS and fact.numel >= SMALLEST_GRADIENT and "float" in fact.dtype
+    }
+    if found != {row.reduce}:
+        yield f"rank {moment.rank}: gradients were reduced in {_list(found)}; expected {row.reduce}"
+
+
+def _stepped(row: Dtypes, trained: tuple[Moment, ...]) -> Iterator[str]:
+    for moment in trained:
+        if not moment.steps:
+            yield f"rank {moment.rank}: no optimizer stepped"
+        for step in moment.steps[:1]:
+            for what, found, expected in (
+                ("updates", step.master, row.master),
+                ("is given gradients in", step.gradient, row.gradient),
+                ("keeps state in", step.state, row.state),
+            ):
+                if set(found) != {expected}:
+                    who = f"rank {moment.rank}: {step.optimizer}"
+                    yield f"{who} {what} {_list(found)}{' masters' if what == 'updates' else ''}; expected {expected}"
+
+
+def _list(dtypes: Iterable[str]) -> str:
+    return " and ".join(sorted(set(dtypes))) or "nothing"

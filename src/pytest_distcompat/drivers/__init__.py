@@ -1,0 +1,27 @@
+"""The shelf of drivers: the trainers under test. Each module is named after the library it drives."""
+
+from __future__ import annotations
+
+import importlib
+
+from pytest_distcompat.drivers._base import Driver
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.shelf import Shelf
+
+DRIVERS: Shelf[type[Driver]] = Shelf(__name__, Driver, "driver")  # type: ignore[arg-type]  # holds the classes themselves
+
+__all__ = ["DRIVERS", "Driver", "find_driver"]
+
+
+def find_driver(name: str) -> type[Driver]:
+    """The driver of that name, or the class behind ``module:attribute``. Raises UsageProblem."""
+    if ":" not in name:
+        return DRIVERS.get(name)
+    module_name, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UsageProblem(f"driver {name!r}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Driver)):
+        raise UsageProblem(f"driver {name!r} is {found!r}; expected a subclass of pytest_distcompat.Driver")
+    return found

@@ -1,0 +1,103 @@
+"""Check, trace and expectations together: one verdict a cell and check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import Check
+from pytest_distcompat.checks._base import message
+from pytest_distcompat.expect import Expectation
+from pytest_distcompat.trace import LifeEnd, LifeTrace, Trace
+
+#: The verdicts that are a success.
+GOOD = frozenset({"passed", "refused"})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came out, and why.
+
+    ``status``: ``passed``; ``failed``; ``known`` (fails, as declared); ``fixed?`` (declared to fail, and does not);
+    ``refused`` (as declared, at build); ``late`` (refused, but after build); ``crashed``; ``hung``; ``skipped``.
+    """
+
+    check: str
+    cell: str
+    status: str
+    message: str = ""
+    reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is a success, known failures not counted."""
+        return self.status in GOOD
+
+
+def skipped(check: str, cell: Cell, reason: str) -> Verdict:
+    """The verdict of a cell that was not run: it says why."""
+    return Verdict(check, cell.id, "skipped", reason, reason)
+
+
+def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation] = ()) -> Verdict:
+    """One verdict. Never better than what the ranks did: a crash or a hang is no known failure, whatever is declared."""
+    covering = [expectation for expectation in expectations if expectation.covers(cell, check.name)]
+    refusal = next((expectation for expectation in covering if expectation.kind == "refuses"), None)
+    known = next((expectation for expectation in covering if expectation.kind == "fails"), None)
+    end = _broken_off(check, trace)
+    if end is not None and end.kind != "raised":
+        return Verdict(check.name, cell.id, end.kind, end.text)
+    if refusal is not None:
+        return _refusal(check, cell, refusal, end or _any_end(trace))
+    text = end.text if end is not None else message(check.findings(cell, trace))
+    if known is not None:
+        return _known(check, cell, known, text)
+    return Verdict(check.name, cell.id, "failed" if text else "passed", text)
+
+
+def _broken_off(check: Check, trace: Trace) -> LifeEnd | None:
+    """How the evidence that the check needs was cut short, if it was."""
+    for life in trace:
+        if life.end is None:
+            continue
+        places = [_place(life, verb, nth) for name, verb, nth in check.until if name == life.name]
+        if places and (life.end.index < 0 or any(place < 0 or life.end.index <= place for place in places)):
+            return life.end
+    return None
+
+
+def _place(life: LifeTrace, verb: str, nth: int) -> int:
+    """The index of the nth such verb in the life; -1 if no rank got there."""
+    moments = life.at(verb, nth)
+    return moments[0].index if moments else -1
+
+
+def _any_end(trace: Trace) -> LifeEnd | None:
+    return next((life.end for life in trace if life.end is not None), None)
+
+
+def _refusal(check: Check, cell: Cell, refusal: Expectation, end: LifeEnd | None) -> Verdict:
+    said = f"declared: {refusal}"
+    if end is None:
+        text = f"expected to be refused at build with a message like {refusal.match!r}, but it ran to the end\n{said}"
+        return Verdict(check.name, cell.id, "failed", text, refusal.reason)
+    if end.kind != "raised":
+        return Verdict(check.name, cell.id, end.kind, end.text, refusal.reason)
+    if not refusal.matches(end.message + "\n" + end.text):
+        text = f"refused with another message than {refusal.match!r}\n{said}\n\n{end.text}"
+        return Verdict(check.name, cell.id, "failed", text, refusal.reason)
+    if end.verb not in {"plain", "build"}:
+        text = f"refused only at {end.verb!r}, after build; expected at build\n{said}\n\n{end.text}"
+        return Verdict(check.name, cell.id, "late", text, refusal.reason)
+    return Verdict(check.name, cell.id, "refused", end.message, refusal.reason)
+
+
+def _known(check: Check, cell: Cell, known: Expectation, text: str) -> Verdict:
+    if not text:
+        told = f"declared to fail, but it passes: fixed? Then remove {known}"
+        return Verdict(check.name, cell.id, "fixed?", told, known.reason)
+    if not known.matches(text):
+        told = f"fails otherwise than declared ({known})\n\n{text}"
+        return Verdict(check.name, cell.id, "failed", told, known.reason)
+    return Verdict(check.name, cell.id, "known", text, known.reason)

@@ -1,0 +1,17 @@
+"""Starts ranks, waits for them, ends them, and says how they ended. Knows neither strategies nor checks nor pytest.
+
+``request`` and ``ending`` are plain data; ``warm`` and ``cold`` are the two launchers of the parent; ``server``, ``agent``
+and ``preload`` run in the launcher process and in the fork server; ``rank`` is the main of every rank.
+"""
+
+from pytest_distcompat.launch.cold import TorchrunLauncher
+from pytest_distcompat.launch.ending import Ending, RankEnd
+from pytest_distcompat.launch.request import Launcher, RankLog, Request, Warmth
+from pytest_distcompat.launch.warm import WarmLauncher
+
+LAUNCHERS: dict[str, type[WarmLauncher] | type[TorchrunLauncher]] = {
+    "warm": WarmLauncher,
+    "torchrun": TorchrunLauncher,
+}
+
+__all__ = ["LAUNCHERS", "Ending", "Launcher", "RankEnd", "RankLog", "Request", "TorchrunLauncher", "WarmLauncher", "Warmth"]

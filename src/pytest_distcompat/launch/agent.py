@@ -1,0 +1,103 @@
+"""torchrun's own agent, on a store whose port cannot race. Runs in the launcher process, on its main thread."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from pytest_distcompat.launch.process import sweep_shared_memory
+from pytest_distcompat.launch.request import Request
+
+#: How often the agent looks at its ranks, in seconds. torchrun's default of 0.1 would be most of a warm life.
+MONITOR_INTERVAL = 0.005
+
+
+class OneNode(RendezvousHandler):  # type: ignore[misc]  # torch leaves the base class untyped
+    """A rendezvous of one agent with itself, on a store bound to port 0: the kernel chooses, nobody can race for it.
+
+    torchrun's static back end needs a port chosen beforehand, and its c10d one backs off at random (0.1 to 0.4 s). Ranks meet on
+    this very store, as they do under torchrun (``TORCHELASTIC_USE_AGENT_STORE``).
+    https://pytorch.org/docs/stable/elastic/rendezvous.html
+    """
+
+    def __init__(self) -> None:
+        self._run_id = str(uuid.uuid4())
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks connect to the agent's store."""
+        return True
+
+    def get_backend(self) -> str:
+        """The name in logs."""
+        return "distcompat"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """At once: the only node is here."""
+        where = RendezvousStoreInfo("127.0.0.1", self.store.port)
+        return RendezvousInfo(PrefixStore(self._run_id, self.store), 0, 1, where)
+
+    def is_closed(self) -> bool:
+        """Never: it lives as long as the agent."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to close."""
+
+    def num_nodes_waiting(self) -> int:
+        """No other node ever comes."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """A new id for each life."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """The store goes with the object."""
+        return True
+
+
+def run(request: Request, entrypoint: Callable[[str], None], start_method: str) -> dict[str, Any]:
+    """One life under torchrun's agent. Returns the ranks' exit codes (None: still alive) and what was swept."""
+    # As torchrun's own command does (torch/distributed/run.py); ranks see both.
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    meeting = OneNode()
+    port = meeting.store.port
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=request.world_size,
+        entrypoint=entrypoint,
+        args=(str(request.path),),
+        rdzv_handler=meeting,
+        max_restarts=0,
+        monitor_interval=MONITOR_INTERVAL,
+    )
+    logs = DefaultLogsSpecs(log_dir=str(Path(request.directory) / "logs"), redirects=Std.ALL)
+    Path(request.directory, "logs").mkdir(exist_ok=True)
+    agent = LocalElasticAgent(spec, logs, start_method=start_method)
+    agent.run()
+    codes = _exit_codes(agent)
+    swept = sweep_shared_memory(range(request.world_size), port)
+    return {"exit_codes": codes, "swept": swept}
+
+
+def _exit_codes(agent: LocalElasticAgent) -> list[int | None]:
+    """Each rank's exit code, negative for a signal.
+
+    ``agent.run()`` tells only of the rank that it noticed first, which need not be the one that failed first. The
+    processes themselves are private to the agent; ``tests/spawn/test_private_names.py`` says when they move.
+    """
+    context: Any = agent._pcontext  # noqa: SLF001 - see the docstring
+    processes: list[multiprocessing.Process] = context._pc.processes  # noqa: SLF001
+    return [process.exitcode for process in processes]

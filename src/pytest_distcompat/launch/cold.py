@@ -1,0 +1,99 @@
+"""The cross-check: the very same work through the ``torchrun`` command, cold each time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from pytest_distcompat.launch.ending import Ending, conclude
+from pytest_distcompat.launch.process import descendants, kill
+from pytest_distcompat.launch.request import Request, Warmth
+from pytest_distcompat.launch.supervise import Watch
+
+#: A failed rank as torchrun's final report shows it.
+_FAILURE = re.compile(r"rank\s+:\s+(\d+)\s+\(local_rank.*?exitcode\s+:\s+(-?\d+)", re.DOTALL)
+
+
+class TorchrunLauncher:
+    """Runs ``python -m torch.distributed.run`` for each life."""
+
+    def __init__(self, warmth: Warmth, *, device: str = "cpu") -> None:
+        self._warmth = warmth
+        self._device = device
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def warm_up(self) -> None:
+        """Nothing can be prepared: that is the point."""
+
+    def run(self, request: Request) -> Ending:
+        """Start the ranks, wait until they ended or were ended; never raises for what the ranks do."""
+        try:
+            return self._run(request)
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, request: Request) -> Ending:
+        request = dataclasses.replace(request, cwd=request.cwd or str(Path.cwd()))
+        path = request.write()
+        logs = Path(request.directory) / "logs"
+        logs.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(request.world_size)]
+        command += ["--log-dir", str(logs), "--redirects", "3", "-m", "pytest_distcompat.launch.rank", str(path)]
+        environment = dict(os.environ)
+        environment.pop("PYTEST_CURRENT_TEST", None)
+        if self._device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+            environment.setdefault("DS_ACCELERATOR", "cpu")
+        watch = Watch(request)
+        output = Path(request.directory) / "torchrun.log"
+        with output.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                cwd=request.cwd,
+            )
+        patience: float | None = None
+        while self._process.poll() is None:
+            time.sleep(0.02)
+            watch.look()
+            if watch.acted:
+                patience = patience or time.monotonic() + 5.0
+                if time.monotonic() > patience:
+                    break
+        text = output.read_text(encoding="utf-8", errors="replace")
+        failed = self._process.returncode != 0
+        self.close()
+        codes = {int(rank): int(code) for rank, code in _FAILURE.findall(text)}
+        # torchrun lists the ranks that failed; the others it ended by SIGTERM, and says so only in its log.
+        others = -15 if failed else 0
+        exit_codes = [codes.get(rank, others) for rank in range(request.world_size)]
+        started = any(Path(request.directory).glob("rank-*.jsonl"))
+        return conclude(
+            request.directory,
+            request.world_size,
+            exit_codes,
+            timed_out=watch.timed_out,
+            ended_by_us=watch.ended_by_us,
+            launch_error="" if started or not failed else text[-4000:],
+            seconds=time.monotonic() - watch.began,
+            timeout=request.timeout,
+            command=request.command(),
+        )
+
+    def close(self) -> None:
+        """Kill torchrun and its ranks, if they still run."""
+        if self._process is not None:
+            kill(descendants(self._process.pid))
+            self._process.kill()
+            self._process.wait()
+            self._process = None

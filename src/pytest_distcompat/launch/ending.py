@@ -1,0 +1,250 @@
+"""How a life ended, from what its ranks wrote and how their processes went: never weaker than the worst rank.
+
+The rank that failed first is the cause and is shown first; ranks that only lost their peer, or were ended because of
+it, are folded under it.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.launch.request import read_events
+
+#: What an exception says when all that went wrong is that another rank is gone.
+LOST_PEER = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Socket closed|"
+    r"remote process exited|recvValue failed|sendBytes failed|failed to recv|Socket Timeout|DistNetworkError|"
+    r"NCCL communicator was aborted|connectFullMesh failed|wait timeout after|Application timeout caused pair closure",
+    re.IGNORECASE,
+)
+
+#: The last lines of a rank's own output that a report shows.
+TAIL = 40
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended.
+
+    ``status``: ``done``; ``raised`` (it reported an exception); ``killed`` and ``exited`` (it could not report);
+    ``stuck`` (the time limit found it running); ``lost peer`` and ``stopped`` (consequences of another rank's end);
+    ``missing`` (it never started).
+    """
+
+    rank: int
+    status: str
+    message: str = ""
+    text: str = ""
+    kind: str = ""
+    time: float = 0.0
+    stack: str = ""
+    output: str = ""
+    last: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How all ranks of a life ended, and what each wrote."""
+
+    ranks: tuple[RankEnd, ...]
+    events: Mapping[int, Sequence[Mapping[str, Any]]]
+    seconds: float = 0.0
+    timeout: float = 0.0
+    timed_out: bool = False
+    launch_error: str = ""
+    notice: str = ""
+    left_over: tuple[str, ...] = ()
+    command: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether anything at all went wrong."""
+        return bool(self.launch_error) or self.timed_out or any(end.status != "done" for end in self.ranks)
+
+    @property
+    def kind(self) -> str:
+        """``ok``, ``raised``, ``crashed`` or ``hung``: the worst that happened first."""
+        if not self.failed:
+            return "ok"
+        if self.launch_error:
+            return "crashed"
+        cause = self.cause
+        if cause is not None and cause.status == "raised":
+            return "raised"
+        return "hung" if self.timed_out and (cause is None or cause.status == "stuck") else "crashed"
+
+    @property
+    def cause(self) -> RankEnd | None:
+        """The rank that failed first."""
+        ordered = self.in_order()
+        return ordered[0] if ordered else None
+
+    def in_order(self) -> list[RankEnd]:
+        """The ranks that did not end well: causes by time, then those that hang, then mere consequences."""
+        weight = {"raised": 0, "killed": 0, "exited": 0, "missing": 1, "stuck": 2, "lost peer": 3, "stopped": 4}
+        bad = [end for end in self.ranks if end.status != "done"]
+        return sorted(bad, key=lambda end: (weight[end.status], end.time, end.rank))
+
+    def headline(self) -> str:
+        """One line: which rank, what happened."""
+        if self.launch_error:
+            return "the ranks could not be started: " + self.launch_error.strip().splitlines()[-1]
+        cause = self.cause
+        if cause is None:
+            return "all ranks ended well"
+        if self.timed_out and cause.status == "stuck":
+            stuck = [str(end.rank) for end in self.ranks if end.status == "stuck"]
+            word = "rank" if len(stuck) == 1 else "ranks"
+            return f"time limit of {self.timeout:g} s: {word} {', '.join(stuck)} still running"
+        return f"rank {cause.rank} {cause.message}"
+
+    def text(self) -> str:
+        """The whole story, first cause first."""
+        parts = [self.headline()]
+        if self.launch_error:
+            parts.append(self.launch_error)
+        ordered = self.in_order()
+        for end in ordered:
+            if end.status in {"lost peer", "stopped"}:
+                continue
+            parts.append(_section(end))
+        folded = [end for end in ordered if end.status in {"lost peer", "stopped"}]
+        if folded:
+            parts.append("consequences:\n" + "\n".join(f"  rank {end.rank} {_first_line(end.message)}" for end in folded))
+        if self.left_over:
+            parts.append("left running by a rank, now killed: " + ", ".join(self.left_over))
+        return "\n\n".join(part.rstrip() for part in parts)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else ""
+
+
+def _section(end: RankEnd) -> str:
+    lines = [f"--- rank {end.rank}: {_first_line(end.message)} ---"]
+    if end.text:
+        lines.append(end.text.rstrip())
+    if end.stack:
+        lines.append("Python stack at the time limit (most recent call first):\n" + _without_launcher(end.stack))
+    if end.output and end.status in {"killed", "exited", "stuck", "missing"}:
+        lines.append("last output:\n" + end.output.rstrip())
+    return "\n".join(lines)
+
+
+def _without_launcher(stack: str) -> str:
+    """The stack without the frames below the rank's own main: agent, multiprocessing and fork server."""
+    kept: list[str] = []
+    below = False
+    for line in stack.rstrip().splitlines():
+        if not line.startswith("  "):
+            below = False
+        elif "pytest_distcompat/launch/rank.py" in line:
+            below = True
+        if not below:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def conclude(
+    directory: str | Path,
+    world_size: int,
+    exit_codes: Sequence[int | None] | None,
+    *,
+    timed_out: bool = False,
+    ended_by_us: Sequence[int] = (),
+    **more: Any,
+) -> Ending:
+    """Put together what is known of each rank.
+
+    ``exit_codes`` are negative for signals, None where unknown; ``ended_by_us`` the ranks killed at the time limit.
+    """
+    events = {rank: read_events(directory, rank) for rank in range(world_size)}
+    codes = list(exit_codes or [None] * world_size)
+    ends = [
+        _rank_end(directory, rank, events[rank], codes[rank], stuck=timed_out and rank in ended_by_us)
+        for rank in range(world_size)
+    ]
+    return Ending(tuple(_fold(ends)), events, timed_out=timed_out, **more)
+
+
+def _rank_end(
+    directory: str | Path, rank: int, events: Sequence[Mapping[str, Any]], code: int | None, *, stuck: bool
+) -> RankEnd:
+    names = {event["event"]: event for event in events}
+    last = events[-1] if events else {}
+    known: dict[str, Any] = {"rank": rank, "time": float(last.get("time", 0.0)), "last": last}
+    known["output"] = _tail(directory, rank)
+    if "error" in names:
+        error = names["error"]
+        message = f"raised {error['message']}"
+        return RankEnd(**{**known, "time": error["time"]}, status="raised", message=message, text=error["text"], kind=error["kind"])
+    after = " after it had finished its work" if "done" in names else _where(events)
+    if stuck:
+        stack = Path(directory) / f"rank-{rank}.stack"
+        known["stack"] = stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else ""
+        return RankEnd(**known, status="stuck", message=f"was still running at the time limit{after}")
+    if "done" in names and code in {0, None}:
+        return RankEnd(**known, status="done")
+    if "start" not in names:
+        ending = f" ({_code(code)})" if code else ""
+        return RankEnd(**known, status="missing", message=f"never started{ending}")
+    if code is not None and code < 0:
+        return RankEnd(**known, status="killed", message=f"was killed by {_code(code)}{after}")
+    if code is None:
+        return RankEnd(**known, status="exited", message=f"ended without a report{after}")
+    return RankEnd(**known, status="exited", message=f"exited with code {code} without a report{after}")
+
+
+def _where(events: Sequence[Mapping[str, Any]]) -> str:
+    """The verb that a rank was in, where it said so."""
+    verbs = [event for event in events if event["event"] in {"verb", "moment"}]
+    return f" in verb {verbs[-1]['verb']!r}" if verbs and verbs[-1]["event"] == "verb" else ""
+
+
+def _code(code: int | None) -> str:
+    if code is None:
+        return "exit code unknown"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _fold(ends: Sequence[RankEnd]) -> list[RankEnd]:
+    """Mark as consequence what another rank's end explains; what nothing explains stays a cause."""
+    from dataclasses import replace
+
+    def consequence(end: RankEnd) -> str:
+        if end.status == "raised" and LOST_PEER.search(f"{end.message}\n{end.text}"):
+            return "lost peer"
+        # The agent ends the other ranks by SIGTERM once one has failed.
+        if end.status == "killed" and "SIGTERM" in end.message:
+            return "stopped"
+        # gloo throws from a thread that nobody catches in: abort() in a rank whose peer went away.
+        if end.status == "killed" and "SIGABRT" in end.message and LOST_PEER.search(end.output):
+            return "lost peer"
+        return ""
+
+    roots = [end for end in ends if end.status not in {"done", "stuck"} and not consequence(end)]
+    if not roots:
+        return list(ends)
+    return [replace(end, status=consequence(end) or end.status) for end in ends]
+
+
+def _tail(directory: str | Path, rank: int) -> str:
+    """The last lines that the rank wrote to its real stdout and stderr."""
+    parts = []
+    for name in ("stdout.log", "stderr.log"):
+        for path in sorted(Path(directory).glob(f"logs/*/attempt_0/{rank}/{name}")):
+            with path.open("rb") as file:
+                file.seek(0, 2)
+                file.seek(max(0, file.tell() - 20_000))
+                parts.append(file.read().decode("utf-8", "replace"))
+    return "\n".join("\n".join(parts).splitlines()[-TAIL:])

@@ -1,0 +1,61 @@
+"""Gets the fork server ready: imports the heavy modules, calls one function, checks that it may still be forked from.
+
+A JSON file names the modules, the function (the pytest session is collected so) and the file to which the outcome
+goes. The fork server must stay fit to fork: no CUDA context, no threads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.launch.process import native_threads
+
+#: What ``call`` returned, for the ranks, which inherit it by fork.
+collected: Any = None
+
+
+def main(path: str) -> None:
+    """Import, call, and write how it went."""
+    global collected  # noqa: PLW0603 - a fork server hands things over by being forked
+    wanted = json.loads(Path(path).read_text(encoding="utf-8"))
+    began = time.monotonic()
+    status: dict[str, Any] = {"missing": [], "unfit": "", "error": ""}
+    for name in wanted["modules"]:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            # Not installed, or not for this torch: whoever needs it will say so better.
+            status["missing"].append(name)
+        except Exception:
+            status["missing"].append(name)
+            traceback.print_exc()
+    threads = native_threads()
+    try:
+        if wanted["call"]:
+            module, _, function = wanted["call"].partition(":")
+            collected = getattr(importlib.import_module(module), function)(wanted["payload"])
+    except BaseException:  # noqa: BLE001 - a conftest may raise anything; the ranks will meet it again and report it
+        status["error"] = traceback.format_exc()
+    status["unfit"] = _unfit(threads)
+    status["seconds"] = time.monotonic() - began
+    waiting = Path(f"{wanted['status']}.new")
+    waiting.write_text(json.dumps(status), encoding="utf-8")
+    waiting.rename(wanted["status"])
+
+
+def _unfit(threads_of_libraries: int) -> str:
+    """Why this process must not be forked from, as one sentence; empty if it may."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "it initialised CUDA, which does not survive a fork"
+    extra = native_threads() - threads_of_libraries
+    if extra > 0:
+        return f"it started {extra} thread{'s' if extra > 1 else ''}, which do not survive a fork and may hold locks"
+    return ""
+

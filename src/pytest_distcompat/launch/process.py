@@ -1,0 +1,79 @@
+"""Processes: who dies with whom, how a tree is killed, what a dead rank leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+#: Makes a rank write the Python stack of each of its threads. A real-time signal: programs leave those alone.
+STACK_SIGNAL = signal.SIGRTMIN + 7
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies, even if it is stuck in C (Linux; elsewhere nothing)."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what our descendants leave behind, so that it can be found and ended (Linux)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def descendants(pid: int, *, keep: Iterable[int] = ()) -> list[psutil.Process]:
+    """All processes below ``pid``, without those in ``keep`` (whose own descendants count)."""
+    kept = set(keep)
+    try:
+        return [child for child in psutil.Process(pid).children(recursive=True) if child.pid not in kept]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def kill(processes: Iterable[psutil.Process], *, wait: float = 2.0) -> None:
+    """SIGKILL all of them and wait until they are gone."""
+    doomed = list(processes)
+    for process in doomed:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(doomed, timeout=wait)
+
+
+def ask_for_stack(pid: int) -> None:
+    """Have a rank write its stacks; it needs neither the GIL nor the main thread's attention for that."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, STACK_SIGNAL)
+
+
+def native_threads() -> int:
+    """How many threads this process has, those of C libraries included."""
+    return psutil.Process().num_threads()
+
+
+def sweep_shared_memory(ranks: Iterable[int], master_port: int) -> list[str]:
+    """Remove what DeepSpeed's CPU collectives leave in /dev/shm; the names of the files removed.
+
+    They are named ``deepspeed_allreduce_buffer_<uid>_<addr>_<port>_<rank>`` and never unlinked
+    (https://github.com/deepspeedai/DeepSpeed, csrc/cpu/comm/shm.cpp). Uid, port and rank make sure that they are ours.
+    """
+    removed = []
+    for rank in ranks:
+        for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer*_{os.getuid()}_*_{master_port}_{rank}"):  # noqa: S108 - that is where they are
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed.append(path.name)
+    return removed

@@ -1,0 +1,79 @@
+"""The main of every rank, warm or cold: sets the process up, calls the target, reports how it ended.
+
+``torchrun --nproc-per-node N -m pytest_distcompat.launch.rank REQUEST`` runs it without a fork server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent
+from pytest_distcompat.launch.request import RankLog, Request, has_ended, read_events
+
+#: How long a failed rank waits for the others to report a failure of their own before it tears their connections.
+GRACE = 0.3
+
+
+def main(path: str) -> None:
+    """Run one request on this rank; returns only if all went well."""
+    request = Request.read(path)
+    die_with_parent()
+    rank = int(os.environ["RANK"])
+    log = RankLog(request.directory, rank)
+    # A file of its own, kept open: at the time it is needed this process may be unable to open one.
+    stacks = (Path(request.directory) / f"rank-{rank}.stack").open("w", encoding="utf-8")
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+    os.environ.update(request.set)
+    for name in request.unset:
+        os.environ.pop(name, None)
+    if request.cwd:
+        os.chdir(request.cwd)
+    log.write("start", pid=os.getpid())
+    try:
+        module, _, function = request.target.partition(":")
+        getattr(importlib.import_module(module), function)(request.payload, log)
+    except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt end a rank like any other error
+        if not has_ended(read_events(request.directory, rank)):
+            log.error(type(error).__name__, _message(error), "".join(traceback.format_exception(error)))
+        leave_failed(request)
+    log.write("done")
+    _flush()
+
+
+def leave_failed(request: Request) -> None:
+    """End this rank so that its peers notice, without barrier and without destroying the process group.
+
+    Both would wait for peers who may be waiting for this rank. The grace lets ranks that fail at the same moment
+    report their own failure, not the loss of this peer.
+    """
+    deadline = time.monotonic() + GRACE
+    while time.monotonic() < deadline:
+        if all(has_ended(read_events(request.directory, rank)) for rank in range(request.world_size)):
+            break
+        time.sleep(0.01)
+    _flush()
+    os._exit(1)
+
+
+def _message(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+if __name__ == "__main__":
+    # Default dispositions, as a warm rank has them: torchrun's agent ends ranks by SIGTERM.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    main(sys.argv[1])

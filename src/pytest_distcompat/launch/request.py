@@ -1,0 +1,121 @@
+"""What is asked of the ranks, and the log in which each rank answers: files, since stdout belongs to the tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from pytest_distcompat.launch.ending import Ending
+
+
+@dataclass(frozen=True)
+class Request:
+    """One life: what to call on every rank, and where its files go.
+
+    ``target`` is ``module:function``, called with ``payload`` and the rank's log. ``directory`` holds the request itself, the ranks'
+    logs and their output. ``set`` and ``unset`` bring the rank's environment to that of the process that asks.
+    """
+
+    target: str
+    payload: Mapping[str, Any]
+    world_size: int
+    directory: str
+    timeout: float = 300.0
+    set: Mapping[str, str] = field(default_factory=dict)
+    unset: Sequence[str] = ()
+    cwd: str = ""
+
+    @property
+    def path(self) -> Path:
+        """The file that holds this request."""
+        return Path(self.directory) / "request.json"
+
+    def write(self) -> Path:
+        """Store the request in its directory, made if need be."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        return self.path
+
+    @classmethod
+    def read(cls, path: str | Path) -> Request:
+        """The request in that file."""
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+    def command(self) -> str:
+        """The command line that runs this one life alone, without pytest and without a fork server."""
+        return f"torchrun --nproc-per-node {self.world_size} -m pytest_distcompat.launch.rank '{self.path}'"
+
+
+@dataclass(frozen=True)
+class Warmth:
+    """What the fork server has ready: imported ``modules``, and what ``call`` ("module:function") left behind."""
+
+    modules: tuple[str, ...] = ()
+    call: str = ""
+    payload: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Launcher(Protocol):
+    """What starts ranks."""
+
+    def warm_up(self) -> None:
+        """Begin to get ready, without waiting for it."""
+
+    def run(self, request: Request) -> Ending:
+        """Start the ranks, wait until they ended or were ended; never raises for what the ranks do."""
+
+    def close(self) -> None:
+        """End what is still running."""
+
+
+class RankLog:
+    """One rank's answers: a line of JSON each, written at once, so that a killed rank leaves all it said.
+
+    Times are CLOCK_MONOTONIC, which all processes of a machine share, so that they order events across ranks.
+    """
+
+    def __init__(self, directory: str | Path, rank: int) -> None:
+        self.path = Path(directory) / f"rank-{rank}.jsonl"
+        self.rank = rank
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, event: str, **data: Any) -> None:
+        """Append one event."""
+        line = json.dumps({"event": event, "rank": self.rank, "time": time.monotonic(), **data}) + "\n"
+        raw = line.encode("utf-8", "surrogatepass")
+        while raw:
+            raw = raw[os.write(self._file, raw) :]
+
+    def error(self, kind: str, message: str, text: str, **data: Any) -> None:
+        """The last thing a failing rank says: the exception's type, its message, and the whole text to show."""
+        self.write("error", kind=kind, message=message, text=text, **data)
+
+
+def read_events(directory: str | Path, rank: int) -> list[dict[str, Any]]:
+    """What that rank wrote so far; a line that a dying rank left unfinished is dropped."""
+    try:
+        raw = (Path(directory) / f"rank-{rank}.jsonl").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    events = []
+    for line in raw.splitlines():
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue
+    return events
+
+
+TERMINAL = frozenset({"done", "error"})
+
+
+def has_ended(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the rank said its last word."""
+    return any(event["event"] in TERMINAL for event in events)

@@ -1,0 +1,107 @@
+"""Watches over a life from outside: its time limit, ranks that vanished, and what has to be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+
+from pytest_distcompat.launch.process import ask_for_stack, kill
+from pytest_distcompat.launch.request import Request, has_ended, read_events
+
+#: A rank whose process is gone, with code 0 and without a last word, is noticed by nobody else (``os._exit(0)``).
+VANISHED_AFTER = 1.0
+#: How long the others may live on after a rank failed.
+FAILED_AFTER = 5.0
+#: How long a rank gets to write its stack.
+STACK_TIME = 1.0
+
+
+class Watch:
+    """One life's watch. Call ``look`` now and then; it kills what must be killed and remembers why."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.began = time.monotonic()
+        self.timed_out = False
+        self.ended_by_us: list[int] = []
+        self._suspect_since: float | None = None
+        self._failed_since: float | None = None
+        self._next_look = self.began + 0.2
+
+    @property
+    def acted(self) -> bool:
+        """Whether it killed anything."""
+        return self.timed_out or bool(self.ended_by_us)
+
+    def look(self) -> None:
+        """Kill the ranks if the time is up, if one vanished, or if they outlive a failure."""
+        now = time.monotonic()
+        if self.acted or now < self._next_look:
+            return
+        self._next_look = now + 0.2
+        if now - self.began > self.request.timeout:
+            self._end(timed_out=True)
+            return
+        self._suspect_since = (self._suspect_since or now) if self._vanished() else None
+        self._failed_since = (self._failed_since or now) if self._failed() else None
+        for since, patience in ((self._suspect_since, VANISHED_AFTER), (self._failed_since, FAILED_AFTER)):
+            if since is not None and now - since > patience:
+                self._end(timed_out=False)
+                return
+
+    def _events(self) -> dict[int, list[dict[str, object]]]:
+        return {rank: read_events(self.request.directory, rank) for rank in range(self.request.world_size)}
+
+    def _pids(self) -> dict[int, int]:
+        started = {rank: events[0] for rank, events in self._events().items() if events}
+        return {rank: int(str(event["pid"])) for rank, event in started.items() if event.get("event") == "start"}
+
+    def _vanished(self) -> bool:
+        events = self._events()
+        return any(not has_ended(events[rank]) and not _alive(pid) for rank, pid in self._pids().items())
+
+    def _failed(self) -> bool:
+        return any(event["event"] == "error" for events in self._events().values() for event in events)
+
+    def _end(self, *, timed_out: bool) -> None:
+        self.timed_out = timed_out
+        pids = {rank: pid for rank, pid in self._pids().items() if _alive(pid)}
+        self.ended_by_us = list(pids)
+        if timed_out:
+            self._take_stacks(pids.values())
+        kill(_with_children(pids.values()))
+
+    def _take_stacks(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            ask_for_stack(pid)
+        files = [Path(self.request.directory) / f"rank-{rank}.stack" for rank in self.ended_by_us]
+        # Written by a signal handler: give it a moment, and no more, for a rank in an uninterruptible call never will.
+        _wait_until(lambda: all(path.exists() and path.stat().st_size > 0 for path in files), STACK_TIME)
+        time.sleep(0.05)
+
+
+def _wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _with_children(pids: Iterable[int]) -> list[psutil.Process]:
+    """Children first found, then killed together: a child of a dead parent could no longer be found."""
+    found: list[psutil.Process] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            found += [*process.children(recursive=True), process]
+    return found

@@ -1,0 +1,25 @@
+"""bfloat16 with float32 masters, and bfloat16 alone.
+
+Both load in bfloat16, as https://huggingface.co/blog/deepspeed-to-fsdp-and-back does: that is where FSDP without
+upcasting and DeepSpeed part ways, which a float32 load would hide.
+"""
+
+from pytest_distcompat.precisions._base import Precision
+
+BF16_MIXED = Precision(
+    "bf16_mixed",
+    load="bfloat16",
+    compute="bfloat16",
+    master="float32",
+    meaning="loaded and computed in bfloat16, master weights and optimizer state in float32",
+    order=1,
+)
+
+BF16_PURE = Precision(
+    "bf16_pure",
+    load="bfloat16",
+    compute="bfloat16",
+    master="bfloat16",
+    meaning="everything in bfloat16, the optimizer too",
+    order=2,
+)

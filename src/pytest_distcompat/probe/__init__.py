@@ -1,0 +1,12 @@
+"""The probe: reads the live model, the optimizer and the files on disk, never through the trainer's own code.
+
+It takes part in no collective and changes nothing, so that it can look after any verb on any rank, also when the others
+are elsewhere. It knows no driver: what it needs is a model, an optimizer and a directory.
+"""
+
+from pytest_distcompat.probe.files import read_files
+from pytest_distcompat.probe.live import read_model, read_plain
+from pytest_distcompat.probe.observe import Observer
+from pytest_distcompat.probe.optimizer import read_optimizer, read_scheduler
+
+__all__ = ["Observer", "read_files", "read_model", "read_optimizer", "read_plain", "read_scheduler"]

@@ -1,0 +1,138 @@
+"""Watches single steps through torch's public hooks: what computed, what was reduced, what the optimizer stepped on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pytest_distcompat.probe.tensors import dtype_name
+from pytest_distcompat.trace import CollectiveFact, ComputeFact, StepFact
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+#: How many leaf modules are watched: the first tells the compute dtype as well as all of them.
+WATCHED = 3
+
+
+class Observer:
+    """Hooks that write down dtypes. Made once a life; ``watching()`` around a step says when.
+
+    The step hooks are torch's global ones (``register_optimizer_step_pre_hook``): they see the optimizer that really
+    steps, at the time it steps, through any number of wrappers, and for ZeRO the flat partitions, which no param_group
+    shows between steps.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[StepFact] = []
+        self.compute: list[ComputeFact] = []
+        self.collectives: Counter[tuple[str, str]] = Counter()
+        self.sizes: dict[tuple[str, str], int] = {}
+        self._active = False
+        self._before: dict[int, tuple[set[str], set[str]]] = {}
+        register_optimizer_step_pre_hook(self._pre_step)  # type: ignore[arg-type]  # torch types the hook as returning
+        register_optimizer_step_post_hook(self._post_step)  # type: ignore[arg-type]
+
+    def attach(self, model: Module) -> None:
+        """Watch the first leaf modules with a floating-point matrix; before anything wraps the model."""
+        leaves = [
+            (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and not list(module.children())
+        ]
+        for name, module in leaves[:WATCHED]:
+            module.register_forward_hook(self._forward_hook(name))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what happens inside; each time starts afresh."""
+        self.steps.clear()
+        self.compute.clear()
+        self.collectives.clear()
+        self.sizes.clear()
+        self._active = True
+        try:
+            with _Collectives(self):
+                yield
+        finally:
+            self._active = False
+
+    def facts(self) -> dict[str, Any]:
+        """The keyword arguments of a Moment that come from here."""
+        collectives = tuple(
+            CollectiveFact(op, dtype, calls, self.sizes[op, dtype])
+            for (op, dtype), calls in sorted(self.collectives.items())
+        )
+        return {"steps": tuple(self.steps), "compute": tuple(self.compute), "collectives": collectives}
+
+    def _forward_hook(self, name: str) -> Any:
+        def hook(module: Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if self._active and inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
+                weight = getattr(module, "weight", None)
+                kept = dtype_name(weight.dtype) if isinstance(weight, torch.Tensor) else ""
+                self.compute.append(ComputeFact(name, kept, dtype_name(inputs[0].dtype), dtype_name(output.dtype)))
+
+        return hook
+
+    def _pre_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._active:
+            return
+        tensors = [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
+        master = {dtype_name(p.dtype) for p in tensors}
+        gradient = {dtype_name(p.grad.dtype) for p in tensors if p.grad is not None}
+        self._before[id(optimizer)] = (master, gradient)
+
+    def _post_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if id(optimizer) not in self._before:
+            return
+        master, gradient = self._before.pop(id(optimizer))
+        state = {
+            dtype_name(value.dtype)
+            for values in optimizer.state.values()
+            for key, value in values.items()
+            if key != "step" and isinstance(value, torch.Tensor) and value.numel()
+        }
+        facts = (tuple(sorted(master)), tuple(sorted(gradient)), tuple(sorted(state)))
+        self.steps.append(StepFact(type(optimizer).__name__, *facts))
+
+    def saw(self, op: str, tensors: list[torch.Tensor]) -> None:
+        """Write down one collective."""
+        for tensor in tensors:
+            key = (op, dtype_name(tensor.dtype))
+            self.collectives[key] += 1
+            self.sizes[key] = max(self.sizes.get(key, 0), tensor.numel())
+
+
+class _Collectives(TorchDispatchMode):
+    """Sees every c10d operator that this thread dispatches, from Python or from DDP's reducer in C++.
+
+    The mechanism of torch's own CommDebugMode, which counts them but does not tell dtypes.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in {"c10d", "_c10d_functional"}:
+            self._observer.saw(func._schema.name.split("::")[1].strip("_"), _tensors(args))  # noqa: SLF001 - no public way to an operator's name
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(args: Any) -> list[torch.Tensor]:
+    """Input tensors of a c10d operator: the last of its tensor arguments (outputs come first)."""
+    found: list[list[torch.Tensor]] = []
+    for argument in args:
+        if isinstance(argument, torch.Tensor):
+            found.append([argument])
+        elif isinstance(argument, (list, tuple)):
+            flat = [x for x in argument if isinstance(x, torch.Tensor)]
+            if flat:
+                found.append(flat)
+    return found[-1] if found else []

@@ -1,0 +1,106 @@
+"""Reads an optimizer and a scheduler."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
+from pytest_distcompat.trace import OptimizerFact, StateFact
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+def chain(optimizer: Any) -> list[Any]:
+    """From the outermost wrapper to the torch optimizer that steps.
+
+    AcceleratedOptimizer, DeepSpeedOptimizerWrapper and DeepSpeed's ZeRO optimizers all keep the inner one as
+    ``.optimizer``.
+    """
+    links = [optimizer]
+    while (inner := getattr(links[-1], "optimizer", None)) is not None and inner not in links:
+        links.append(inner)
+    return links
+
+
+def torch_optimizer(optimizer: Any) -> Any:
+    """The torch optimizer at the end of the chain; None for None."""
+    return None if optimizer is None else chain(optimizer)[-1]
+
+
+def read_optimizer(model: Module, optimizer: Any) -> OptimizerFact:
+    """Whose tensors the optimizer holds, and every tensor of its state.
+
+    Never through ``get_optimizer_state_dict``: on a fresh optimizer that takes a step
+    (https://github.com/pytorch/pytorch/pull/125708).
+    """
+    inner = torch_optimizer(optimizer)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    entries = [parameter for group in inner.param_groups for parameter in group["params"]]
+    partitioned = _partitioned(model)
+    states: list[StateFact] = []
+    for number, (parameter, state) in enumerate(inner.state.items()):
+        owner = names.get(id(parameter), f"partition {number}")
+        if owner not in names.values():
+            states.append(_state(owner, "master", parameter))
+        states.extend(_state(owner, key, value) for key, value in state.items() if _is_number(value))
+    return OptimizerFact(
+        chain=tuple(type(link).__name__ for link in chain(optimizer)),
+        entries=len(entries),
+        foreign=0 if partitioned else sum(id(parameter) not in names for parameter in entries),
+        states=tuple(states),
+        partitioned=partitioned,
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, int, float)) and not isinstance(value, bool)
+
+
+def _state(owner: str, key: str, value: Any) -> StateFact:
+    if not isinstance(value, torch.Tensor):
+        return StateFact(owner, key, type(value).__name__, 1, digest(value))
+    return StateFact(owner, key, dtype_name(value.dtype), local_of(value).numel(), digest(value))
+
+
+def _partitioned(model: Module) -> dict[str, int]:
+    """How many elements of each live parameter this rank's flat masters hold, where DeepSpeed keeps such.
+
+    ZeRO-3 tells it by the public ``ds_tensor`` and ``ds_numel``. ZeRO-1 and 2 keep it in ``_hp_mapping``, private: the public accessors
+    (``deepspeed.utils.safe_get_full_fp32_param``) take part in an all_reduce, which a probe must not, and always answer
+    in float32. ``tests/spawn/test_private_names.py`` says when it goes away.
+    """
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if hasattr(parameter, "ds_tensor"):
+            found[name] = _unpadded(parameter)
+        elif hasattr(parameter, "_hp_mapping"):
+            mapping = parameter._hp_mapping  # noqa: SLF001 - see the docstring
+            found[name] = 0 if mapping is None else int(mapping.lp_fragment_address.numel)
+    return found
+
+
+def _unpadded(parameter: Any) -> int:
+    """What a ZeRO-3 shard really holds: every rank stores the same rounded-up size, the last one with padding."""
+    from torch import distributed
+
+    part = parameter.ds_tensor.numel()
+    start = part * distributed.get_rank()
+    return max(0, min(part, int(parameter.ds_numel) - start))
+
+
+def read_scheduler(scheduler: Any) -> str:
+    """A digest of the scheduler's state and of the learning rates it set; empty for None."""
+    if scheduler is None:
+        return ""
+    state = {key: value for key, value in scheduler.state_dict().items() if isinstance(value, (int, float, list, str))}
+    # One shared scheduler counts its calls inside a run; that count is no state of training.
+    state.pop("_step_count", None)
+    text = json.dumps(state, sort_keys=True, default=repr)
+    return f"last_epoch={state.get('last_epoch')} lr={scheduler.get_last_lr()} {hashlib.sha256(text.encode()).hexdigest()[:12]}"

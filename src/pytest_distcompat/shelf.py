@@ -1,0 +1,55 @@
+"""A shelf is a package whose every module holds things of one kind; adding a thing is adding one file."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from typing import Generic, TypeVar
+
+from pytest_distcompat.failures import UsageProblem
+
+T = TypeVar("T")
+
+
+class Shelf(Generic[T]):
+    """The things of one kind that the modules of a package hold, by name, in the order of ``rank``.
+
+    A module whose name begins with an underscore holds none. The modules import nothing heavy at module level.
+    """
+
+    def __init__(self, package: str, kind: type[T], word: str) -> None:
+        self._package, self._kind, self._word = package, kind, word
+
+    @functools.cached_property
+    def things(self) -> dict[str, T]:
+        """Name to thing. Raises TypeError for a module that holds none."""
+        package = importlib.import_module(self._package)
+        found: dict[str, T] = {}
+        for info in pkgutil.iter_modules(package.__path__):
+            if info.name.startswith("_"):
+                continue
+            module = importlib.import_module(f"{self._package}.{info.name}")
+            here = [value for value in vars(module).values() if self._belongs(value, module.__name__)]
+            if not here:
+                raise TypeError(f"{module.__name__} holds no {self._kind.__name__}")
+            found |= {getattr(thing, "name"): thing for thing in here}  # noqa: B009 - T is any class with a name
+        return dict(sorted(found.items(), key=lambda pair: (getattr(pair[1], "order", 0), pair[0])))
+
+    def _belongs(self, value: object, module: str) -> bool:
+        """An instance of the kind, or a subclass of it that the module itself defines."""
+        if isinstance(value, type):
+            return issubclass(value, self._kind) and value.__module__ == module
+        return isinstance(value, self._kind)
+
+    def names(self) -> tuple[str, ...]:
+        """All names."""
+        return tuple(self.things)
+
+    def get(self, name: str) -> T:
+        """The thing of that name. Raises UsageProblem, listing what there is."""
+        try:
+            return self.things[name]
+        except KeyError:
+            known = ", ".join(self.things)
+            raise UsageProblem(f"no {self._word} named {name!r}. Known: {known}.") from None

@@ -1,0 +1,94 @@
+"""What a strategy is: what is true of it, and its dialects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.cell import OPTIONS, Cell
+from pytest_distcompat.precisions import Precision
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """One row of the dtype table: what each kind of tensor is, once the trainer is built, on every rank.
+
+    ``storage``: the live parameter as this rank keeps it. ``compute``: the output of a matrix product in forward.
+    ``reduce``: what gradients travel in. ``gradient``: the gradient that the optimizer sees. ``master``: what the
+    optimizer updates. ``state``: its moments.
+    """
+
+    storage: str
+    compute: str
+    reduce: str
+    gradient: str
+    master: str
+    state: str
+
+
+#: Segments that options, not strategies, put into live names.
+OPTION_WRAPPERS = {"compile": "_orig_mod", "activation_checkpointing": "_checkpoint_wrapped_module"}
+
+#: (model, precision, cell, device) -> the model as plain torch trains it.
+TorchDialect = Callable[["Module", Precision, Cell, "torch.device"], "Module"]
+#: (precision, cell) -> keyword arguments for accelerate.Accelerator.
+AccelerateDialect = Callable[[Precision, Cell], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How state is split.
+
+    ``wrappers``: segments that the strategy puts into live names; ``leading``: those it puts in front of them.
+    ``active``: what the probe must see, by the words of ``trace.ModelFact``: the wrapper, and the kind of the live
+    parameters. ``shards``: whether each rank stores only its part of the live parameters.
+    ``dtypes`` gives the row of the dtype table.
+
+    A dialect is None where the library does not speak the strategy.
+    """
+
+    name: str
+    meaning: str
+    dtypes: Callable[[Precision], Dtypes]
+    wrapper: str
+    kind: str
+    shards: bool
+    leading: tuple[str, ...] = ()
+    wrappers: tuple[str, ...] = ()
+    zero_stage: int | None = None
+    flat_masters: bool = False
+    torch: TorchDialect | None = None
+    accelerate: AccelerateDialect | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    order: int = 0
+
+    def canonical(self, name: str, cell: Cell, plain: Iterable[str]) -> str:
+        """The plain model's name for a live one: without the segments that the cell's wrappers are known to put in.
+
+        Only those: a wrapper that the cell does not ask for leaves its segment in the name, which is then no plain
+        name. A segment that the plain model has itself (a submodule called ``module``) stays.
+        """
+        known = set(plain)
+        removable = set(self.wrappers)
+        removable |= {segment for option, segment in OPTION_WRAPPERS.items() if cell.option(option)}
+        segments = [segment for segment in name.split(".") if segment not in removable]
+        for leading in self.leading:
+            if segments and segments[0] == leading and ".".join(segments) not in known:
+                segments = segments[1:]
+        return ".".join(segments)
+
+    def refuses(self, cell: Cell) -> str:
+        """Why this strategy cannot be run with the cell's options; empty if it can.
+
+        ``options`` maps an option's token ("state_dict_full") to the reason it makes no sense here.
+        """
+        for name, value in cell.options:
+            reason = self.options.get(OPTIONS[name].token(value))
+            if reason:
+                return reason
+        return ""

@@ -1,0 +1,43 @@
+"""What FSDP1 and FSDP2 share: the dtype table and accelerate's plugin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.strategies._base import Dtypes
+
+if TYPE_CHECKING:
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.precisions import Precision
+
+
+def dtypes(precision: Precision) -> Dtypes:
+    """Shards and optimizer in the master dtype, products and reduction in the compute dtype.
+
+    The table of https://huggingface.co/blog/deepspeed-to-fsdp-and-back; accelerate sets the reduce dtype to the
+    compute dtype (``FullyShardedDataParallelPlugin.set_mixed_precision``).
+    """
+    master, compute = precision.master, precision.compute
+    return Dtypes(storage=master, compute=compute, reduce=compute, gradient=master, master=master, state=master)
+
+
+def plugin(version: int, cell: Cell) -> dict[str, Any]:
+    """Keyword arguments for Accelerator: an FSDP plugin of that version that wraps the model's blocks."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    from pytest_distcompat.models import MODELS
+
+    form = {"sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"}[str(cell.option("state_dict"))]
+    settings: dict[str, Any] = {
+        "fsdp_version": version,
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": list(MODELS.get(str(cell.option("model"))).blocks),
+        "state_dict_type": form,
+        "cpu_ram_efficient_loading": False,
+        "cpu_offload": bool(cell.option("offload")),
+        "activation_checkpointing": bool(cell.option("activation_checkpointing")),
+    }
+    if version == 1:
+        # Synchronising module states needs a GPU; the ranks start from the same seed anyway.
+        settings |= {"use_orig_params": True, "sync_module_states": False}
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin(**settings)}

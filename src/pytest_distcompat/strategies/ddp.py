@@ -1,0 +1,51 @@
+"""Every rank holds the whole model; gradients are all-reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.strategies._base import Dtypes, Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.precisions import Precision
+
+
+def _dtypes(precision: Precision) -> Dtypes:
+    # Mixed precision is autocast here: storage and gradients keep the master's dtype, so that is what travels too.
+    master = precision.master
+    return Dtypes(
+        storage=master, compute=precision.compute, reduce=master, gradient=master, master=master, state=master
+    )
+
+
+def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model.to(device)
+    return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+
+
+def _accelerate(precision: Precision, cell: Cell) -> Mapping[str, Any]:
+    return {}
+
+
+_NO_FORMS = "DDP has one form of state dict, the full one"
+
+DDP = Strategy(
+    "ddp",
+    meaning="DistributedDataParallel: replicas, gradients all-reduced",
+    dtypes=_dtypes,
+    wrapper="DDP",
+    kind="Tensor",
+    shards=False,
+    leading=("module",),
+    torch=_torch,
+    accelerate=_accelerate,
+    options={"state_dict_full": _NO_FORMS, "offload": "DDP has nothing to offload"},
+    order=0,
+)

@@ -1,0 +1,53 @@
+"""FullyShardedDataParallel: flat parameters, sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.strategies import _fsdp
+from pytest_distcompat.strategies._base import Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.precisions import Precision
+
+
+def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    from pytest_distcompat.models import MODELS
+
+    blocks = MODELS.get(str(cell.option("model"))).block_modules(model)
+    compute = getattr(torch, precision.compute)
+    mixed = MixedPrecision(param_dtype=compute, reduce_dtype=compute, buffer_dtype=compute)
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks}),
+        mixed_precision=mixed if precision.mixed else None,
+        device_id=device,
+        use_orig_params=True,
+    )
+
+
+def _accelerate(precision: Precision, cell: Cell) -> Mapping[str, Any]:
+    return _fsdp.plugin(1, cell)
+
+
+FSDP1 = Strategy(
+    "fsdp1",
+    meaning="torch.distributed.fsdp.FullyShardedDataParallel (use_orig_params=True)",
+    dtypes=_fsdp.dtypes,
+    wrapper="FSDP1",
+    kind="FSDP1 shard",
+    shards=True,
+    wrappers=("_fsdp_wrapped_module",),
+    torch=_torch,
+    accelerate=_accelerate,
+    order=1,
+)

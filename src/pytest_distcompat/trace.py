@@ -1,0 +1,247 @@
+"""What the probes of all ranks wrote: plain data, JSON in and out, the only thing that leaves the ranks.
+
+Dtypes are torch's names without the prefix (``"float32"``, ``"bfloat16"``), shapes are tuples of ints, a digest is a
+hash of a tensor's local bytes: equal digests mean equal values, bit by bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ParameterFact:
+    """One live parameter (or buffer) on one rank.
+
+    ``kind`` is ``Tensor``, ``DTensor``, ``FSDP1 shard``, ``FlatParameter`` or ``ZeRO-3``; ``shape`` the global shape, ``local_numel`` what this
+    rank stores of it, ``dtype`` that of the local storage. ``held`` says how many entries of the optimizer's
+    param_groups are this very tensor, or None where the optimizer holds flat copies (ZeRO).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    kind: str = "Tensor"
+    placement: str = ""
+    local_numel: int = 0
+    digest: str = ""
+    held: int | None = None
+
+
+@dataclass(frozen=True)
+class PlainFact:
+    """The model before anything wrapped it: the oracle for names, shapes and what is trainable."""
+
+    parameters: tuple[ParameterFact, ...]
+    buffers: tuple[ParameterFact, ...] = ()
+    state_dict: tuple[str, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelFact:
+    """The live model on one rank.
+
+    ``wrappers`` counts what wraps it (``DDP``, ``FSDP1``, ``FSDP2``, ``DeepSpeedEngine``). ``zero_stage`` is the stage
+    that the engine runs, None without an engine. ``world_size`` is the process group's, ``trainer_world_size`` what the
+    trainer believes.
+    """
+
+    type: str
+    wrappers: Mapping[str, int]
+    parameters: tuple[ParameterFact, ...]
+    buffers: tuple[ParameterFact, ...] = ()
+    world_size: int = 1
+    trainer_world_size: int | None = None
+    backend: str = ""
+    zero_stage: int | None = None
+    canonical: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StateFact:
+    """One tensor (or number) of the optimizer's state: ``exp_avg`` of a parameter or of a flat partition."""
+
+    owner: str
+    key: str
+    dtype: str
+    numel: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class OptimizerFact:
+    """The optimizer on one rank: ``chain`` from the outermost wrapper to the torch optimizer that steps.
+
+    ``foreign`` counts entries that are no live parameter of the model (a stale optimizer has nothing but these).
+    ``partitioned`` maps a live parameter's name to how many of its elements this rank's flat master holds (ZeRO).
+    """
+
+    chain: tuple[str, ...]
+    entries: int
+    foreign: int = 0
+    states: tuple[StateFact, ...] = ()
+    partitioned: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepFact:
+    """What the stepping torch optimizer held at the time of a step: the dtypes of masters, their gradients, states."""
+
+    optimizer: str
+    master: tuple[str, ...]
+    gradient: tuple[str, ...]
+    state: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ComputeFact:
+    """One forward of one leaf module: the dtypes that took part."""
+
+    module: str
+    weight: str
+    input: str
+    output: str
+
+
+@dataclass(frozen=True)
+class CollectiveFact:
+    """One kind of collective inside a step: how often, in which dtype, how many elements at most in a call."""
+
+    op: str
+    dtype: str
+    calls: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class FileFact:
+    """One saved file: its path relative to the checkpoint, what it holds and under which keys."""
+
+    path: str
+    format: str
+    holds: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one rank's probe saw after one verb."""
+
+    rank: int
+    life: str
+    verb: str
+    index: int
+    seconds: float = 0.0
+    loss: float | None = None
+    plain: PlainFact | None = None
+    model: ModelFact | None = None
+    optimizer: OptimizerFact | None = None
+    scheduler: str = ""
+    steps: tuple[StepFact, ...] = ()
+    compute: tuple[ComputeFact, ...] = ()
+    collectives: tuple[CollectiveFact, ...] = ()
+    files: tuple[FileFact, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; ``from_json`` reads it back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Moment:
+        """The moment that ``to_json`` wrote."""
+        return _decode(cls, data)
+
+
+@dataclass(frozen=True)
+class LifeEnd:
+    """How a life ended when it did not reach its end: what the reader sees, and how bad it is.
+
+    ``kind`` is ``raised``, ``crashed`` or ``hung``; ``verb`` the verb that the first failing rank was in ("" = outside
+    any verb, at start or at exit), ``index`` its place in the life; ``message`` the exception's one line; ``text`` the
+    whole story, first cause first.
+    """
+
+    kind: str
+    message: str
+    text: str
+    verb: str = ""
+    index: int = -1
+
+
+@dataclass(frozen=True)
+class LifeTrace:
+    """One life on all its ranks."""
+
+    name: str
+    world_size: int
+    moments: tuple[Moment, ...]
+    end: LifeEnd | None = None
+
+    def at(self, verb: str, nth: int = 0) -> tuple[Moment, ...]:
+        """The moments after the nth such verb, one a rank in rank order; empty if it was never reached."""
+        places = sorted({moment.index for moment in self.moments if moment.verb == verb})
+        if not -len(places) <= nth < len(places):
+            return ()
+        return self.at_index(places[nth])
+
+    def at_index(self, index: int) -> tuple[Moment, ...]:
+        """The moments after the verb in that place of the life."""
+        return tuple(sorted((m for m in self.moments if m.index == index), key=lambda m: m.rank))
+
+    def first(self, verb: str) -> Moment | None:
+        """What the lowest rank saw after the first such verb."""
+        moments = self.at(verb)
+        return moments[0] if moments else None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All lives of a scenario, as the checks read them."""
+
+    driver: str
+    lives: Mapping[str, LifeTrace]
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def life(self, name: str = "train") -> LifeTrace:
+        """The life of that name. Raises KeyError where the scenario has none."""
+        return self.lives[name]
+
+    def __iter__(self) -> Iterator[LifeTrace]:
+        return iter(self.lives.values())
+
+    @classmethod
+    def of(cls, driver: str, lives: Iterable[LifeTrace]) -> Trace:
+        """A trace from its lives, in order."""
+        return cls(driver, {life.name: life for life in lives})
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _decode(kind: Any, data: Any) -> Any:
+    """Read back what ``dataclasses.asdict`` and JSON made of a value of type ``kind``."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if data is None or kind is Any:
+        return data
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = _hints(kind)
+        return kind(**{name: _decode(hints[name], value) for name, value in data.items() if name in hints})
+    if origin is tuple:
+        return tuple(_decode(arguments[0], value) for value in data)
+    if origin is types.UnionType or origin is typing.Union:
+        return _decode(next(one for one in arguments if one is not type(None)), data)
+    if origin is not None and isinstance(data, Mapping):
+        return {key: _decode(arguments[1], value) for key, value in data.items()}
+    return data
