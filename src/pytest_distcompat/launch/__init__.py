@@ -14,4 +14,14 @@ LAUNCHERS: dict[str, type[WarmLauncher] | type[TorchrunLauncher]] = {
     "torchrun": TorchrunLauncher,
 }
 
-__all__ = ["LAUNCHERS", "Ending", "Launcher", "RankEnd", "RankLog", "Request", "TorchrunLauncher", "WarmLauncher", "Warmth"]
+__all__ = [
+    "LAUNCHERS",
+    "Ending",
+    "Launcher",
+    "RankEnd",
+    "RankLog",
+    "Request",
+    "TorchrunLauncher",
+    "WarmLauncher",
+    "Warmth",
+]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
-import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +12,15 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from pytest_distcompat.launch.process import sweep_shared_memory
 from pytest_distcompat.launch.request import Request
+
+# Formatting the traceback of a failed life makes torch import torch._dynamo, more than a second that no one reads: what
+# the ranks did is told by themselves.
+logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
 #: How often the agent looks at its ranks, in seconds. torchrun's default of 0.1 would be most of a warm life.
 MONITOR_INTERVAL = 0.005
@@ -69,9 +73,10 @@ class OneNode(RendezvousHandler):  # type: ignore[misc]  # torch leaves the base
 
 
 def run(request: Request, entrypoint: Callable[[str], None], start_method: str) -> dict[str, Any]:
-    """One life under torchrun's agent. Returns the ranks' exit codes (None: still alive) and what was swept."""
-    # As torchrun's own command does (torch/distributed/run.py); ranks see both.
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    """One life under torchrun's agent.
+
+    Returns the ranks' exit codes (None: still alive), the rank that the agent saw fail first, and what was swept.
+    """
     meeting = OneNode()
     port = meeting.store.port
     spec = WorkerSpec(
@@ -86,10 +91,16 @@ def run(request: Request, entrypoint: Callable[[str], None], start_method: str) 
     logs = DefaultLogsSpecs(log_dir=str(Path(request.directory) / "logs"), redirects=Std.ALL)
     Path(request.directory, "logs").mkdir(exist_ok=True)
     agent = LocalElasticAgent(spec, logs, start_method=start_method)
-    agent.run()
+    first: int | None = None
+    try:
+        result = agent.run()
+        first = next(iter(result.failures), None) if result is not None else None
+    except SignalException:
+        # Our parent knows that no rank is left; an agent whose ranks all left by os._exit(0) would wait for ever.
+        pass
     codes = _exit_codes(agent)
     swept = sweep_shared_memory(range(request.world_size), port)
-    return {"exit_codes": codes, "swept": swept}
+    return {"exit_codes": codes, "first": first, "swept": swept}
 
 
 def _exit_codes(agent: LocalElasticAgent) -> list[int | None]:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from pytest_distcompat.launch.ending import Ending, conclude
 from pytest_distcompat.launch.process import descendants, kill
-from pytest_distcompat.launch.request import Request, Warmth
+from pytest_distcompat.launch.request import Request, Warmth, read_events
 from pytest_distcompat.launch.supervise import Watch
 
 #: A failed rank as torchrun's final report shows it.
 _FAILURE = re.compile(r"rank\s+:\s+(\d+)\s+\(local_rank.*?exitcode\s+:\s+(-?\d+)", re.DOTALL)
+#: The process of a rank that torchrun ended because of another.
+_ENDED = re.compile(r"Sending process (\d+) closing signal SIGTERM")
 
 
 class TorchrunLauncher:
@@ -43,7 +45,9 @@ class TorchrunLauncher:
         path = request.write()
         logs = Path(request.directory) / "logs"
         logs.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(request.world_size)]
+        # Standalone: a port that the kernel chooses. Before torch 2.13 the default was 29500 for everybody.
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(request.world_size)]
         command += ["--log-dir", str(logs), "--redirects", "3", "-m", "pytest_distcompat.launch.rank", str(path)]
         environment = dict(os.environ)
         environment.pop("PYTEST_CURRENT_TEST", None)
@@ -74,9 +78,8 @@ class TorchrunLauncher:
         failed = self._process.returncode != 0
         self.close()
         codes = {int(rank): int(code) for rank, code in _FAILURE.findall(text)}
-        # torchrun lists the ranks that failed; the others it ended by SIGTERM, and says so only in its log.
-        others = -15 if failed else 0
-        exit_codes = [codes.get(rank, others) for rank in range(request.world_size)]
+        first = _FAILURE.search(text, max(0, text.find("Root Cause")))
+        exit_codes = [codes.get(rank, _unlisted(request, rank, text)) for rank in range(request.world_size)]
         started = any(Path(request.directory).glob("rank-*.jsonl"))
         return conclude(
             request.directory,
@@ -84,6 +87,7 @@ class TorchrunLauncher:
             exit_codes,
             timed_out=watch.timed_out,
             ended_by_us=watch.ended_by_us,
+            first=int(first.group(1)) if first else None,
             launch_error="" if started or not failed else text[-4000:],
             seconds=time.monotonic() - watch.began,
             timeout=request.timeout,
@@ -97,3 +101,9 @@ class TorchrunLauncher:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+def _unlisted(request: Request, rank: int, text: str) -> int:
+    """The exit code of a rank that torchrun does not count as failed; some versions leave out those that it ended."""
+    pids = {event["pid"] for event in read_events(request.directory, rank) if event["event"] == "start"}
+    return -15 if pids & {int(pid) for pid in _ENDED.findall(text)} else 0

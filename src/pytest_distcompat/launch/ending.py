@@ -115,7 +115,9 @@ class Ending:
             parts.append(_section(end))
         folded = [end for end in ordered if end.status in {"lost peer", "stopped"}]
         if folded:
-            parts.append("consequences:\n" + "\n".join(f"  rank {end.rank} {_first_line(end.message)}" for end in folded))
+            parts.append(
+                "consequences:\n" + "\n".join(f"  rank {end.rank} {_first_line(end.message)}" for end in folded)
+            )
         if self.left_over:
             parts.append("left running by a rank, now killed: " + ", ".join(self.left_over))
         return "\n\n".join(part.rstrip() for part in parts)
@@ -137,7 +139,7 @@ def _section(end: RankEnd) -> str:
 
 
 def _without_launcher(stack: str) -> str:
-    """The stack without the frames below the rank's own main: agent, multiprocessing and fork server."""
+    """The stack without pytest's frames and those below the rank's main: agent, multiprocessing and fork server."""
     kept: list[str] = []
     below = False
     for line in stack.rstrip().splitlines():
@@ -145,7 +147,8 @@ def _without_launcher(stack: str) -> str:
             below = False
         elif "pytest_distcompat/launch/rank.py" in line:
             below = True
-        if not below:
+        # pytest's way to the test is the same in every stack.
+        if not below and "/_pytest/" not in line and "/pluggy/" not in line:
             kept.append(line)
     return "\n".join(kept)
 
@@ -157,23 +160,26 @@ def conclude(
     *,
     timed_out: bool = False,
     ended_by_us: Sequence[int] = (),
+    first: int | None = None,
     **more: Any,
 ) -> Ending:
     """Put together what is known of each rank.
 
-    ``exit_codes`` are negative for signals, None where unknown; ``ended_by_us`` the ranks killed at the time limit.
+    ``exit_codes`` are negative for signals, None where unknown; ``ended_by_us`` the ranks killed at the time limit, or
+    because they outlived another rank's failure; ``first`` the rank that the agent saw fail first.
     """
     events = {rank: read_events(directory, rank) for rank in range(world_size)}
     codes = list(exit_codes or [None] * world_size)
+    ended = "stuck" if timed_out else "stopped"
     ends = [
-        _rank_end(directory, rank, events[rank], codes[rank], stuck=timed_out and rank in ended_by_us)
+        _rank_end(directory, rank, events[rank], codes[rank], ended=ended if rank in ended_by_us else "")
         for rank in range(world_size)
     ]
-    return Ending(tuple(_fold(ends)), events, timed_out=timed_out, **more)
+    return Ending(tuple(_fold(ends, first)), events, timed_out=timed_out, **more)
 
 
 def _rank_end(
-    directory: str | Path, rank: int, events: Sequence[Mapping[str, Any]], code: int | None, *, stuck: bool
+    directory: str | Path, rank: int, events: Sequence[Mapping[str, Any]], code: int | None, *, ended: str
 ) -> RankEnd:
     names = {event["event"]: event for event in events}
     last = events[-1] if events else {}
@@ -182,9 +188,13 @@ def _rank_end(
     if "error" in names:
         error = names["error"]
         message = f"raised {error['message']}"
-        return RankEnd(**{**known, "time": error["time"]}, status="raised", message=message, text=error["text"], kind=error["kind"])
+        return RankEnd(
+            **{**known, "time": error["time"]}, status="raised", message=message, text=error["text"], kind=error["kind"]
+        )
     after = " after it had finished its work" if "done" in names else _where(events)
-    if stuck:
+    if ended == "stopped":
+        return RankEnd(**known, status="stopped", message=f"outlived another rank's failure and was killed{after}")
+    if ended == "stuck":
         stack = Path(directory) / f"rank-{rank}.stack"
         known["stack"] = stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else ""
         return RankEnd(**known, status="stuck", message=f"was still running at the time limit{after}")
@@ -217,25 +227,33 @@ def _code(code: int | None) -> str:
         return f"signal {-code}"
 
 
-def _fold(ends: Sequence[RankEnd]) -> list[RankEnd]:
+def _fold(ends: Sequence[RankEnd], first: int | None) -> list[RankEnd]:
     """Mark as consequence what another rank's end explains; what nothing explains stays a cause."""
     from dataclasses import replace
 
     def consequence(end: RankEnd) -> str:
         if end.status == "raised" and LOST_PEER.search(f"{end.message}\n{end.text}"):
             return "lost peer"
-        # The agent ends the other ranks by SIGTERM once one has failed.
-        if end.status == "killed" and "SIGTERM" in end.message:
+        # The agent ends the other ranks by SIGTERM once one has failed; that one may have got its SIGTERM elsewhere.
+        if end.status == "killed" and "SIGTERM" in end.message and end.rank != first:
             return "stopped"
         # gloo throws from a thread that nobody catches in: abort() in a rank whose peer went away.
         if end.status == "killed" and "SIGABRT" in end.message and LOST_PEER.search(end.output):
             return "lost peer"
         return ""
 
-    roots = [end for end in ends if end.status not in {"done", "stuck"} and not consequence(end)]
+    working = [end for end in ends if end.status == "stuck" and not _said(end, "done")]
+    if working:
+        # torchrun keeps ranks that are done until the last one is: those did not hang.
+        ends = [replace(end, status="done") if end.status == "stuck" and _said(end, "done") else end for end in ends]
+    roots = [end for end in ends if end.status not in {"done", "stuck", "stopped"} and not consequence(end)]
     if not roots:
         return list(ends)
     return [replace(end, status=consequence(end) or end.status) for end in ends]
+
+
+def _said(end: RankEnd, event: str) -> bool:
+    return bool(end.last.get("event") == event)
 
 
 def _tail(directory: str | Path, rank: int) -> str:

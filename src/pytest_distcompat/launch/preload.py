@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.launch.process import native_threads
 
 #: What ``call`` returned, for the ranks, which inherit it by fork.
@@ -42,6 +43,8 @@ def main(path: str) -> None:
             collected = getattr(importlib.import_module(module), function)(wanted["payload"])
     except BaseException:  # noqa: BLE001 - a conftest may raise anything; the ranks will meet it again and report it
         status["error"] = traceback.format_exc()
+    if wanted["device"] == "cpu":
+        without_shared_memory()
     status["unfit"] = _unfit(threads)
     status["seconds"] = time.monotonic() - began
     waiting = Path(f"{wanted['status']}.new")
@@ -58,4 +61,3 @@ def _unfit(threads_of_libraries: int) -> str:
     if extra > 0:
         return f"it started {extra} thread{'s' if extra > 1 else ''}, which do not survive a fork and may hold locks"
     return ""
-

@@ -21,6 +21,8 @@ from pytest_distcompat.launch.request import RankLog, Request, has_ended, read_e
 #: How long a failed rank waits for the others to report a failure of their own before it tears their connections.
 GRACE = 0.3
 
+_THREADS = "OMP_NUM_THREADS"
+
 
 def main(path: str) -> None:
     """Run one request on this rank; returns only if all went well."""
@@ -31,9 +33,12 @@ def main(path: str) -> None:
     # A file of its own, kept open: at the time it is needed this process may be unable to open one.
     stacks = (Path(request.directory) / f"rank-{rank}.stack").open("w", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+    threads = os.environ.get(_THREADS)
     os.environ.update(request.set)
     for name in request.unset:
         os.environ.pop(name, None)
+    if os.environ.get(_THREADS) != threads:
+        _use_threads()
     if request.cwd:
         os.chdir(request.cwd)
     log.write("start", pid=os.getpid())
@@ -46,6 +51,14 @@ def main(path: str) -> None:
         leave_failed(request)
     log.write("done")
     _flush()
+
+
+def _use_threads() -> None:
+    """As many threads as the environment says: OpenMP read its variable when the fork server loaded it."""
+    import torch
+
+    wanted = os.environ.get(_THREADS, "")
+    torch.set_num_threads(int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0)))
 
 
 def leave_failed(request: Request) -> None:

@@ -21,21 +21,20 @@ STACK_TIME = 1.0
 
 
 class Watch:
-    """One life's watch. Call ``look`` now and then; it kills what must be killed and remembers why."""
+    """One life's watch. Call ``look`` now and then; it kills what must be killed and remembers why.
+
+    Once it has ``acted`` no rank is left, as far as it can know.
+    """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.began = time.monotonic()
+        self.acted = False
         self.timed_out = False
         self.ended_by_us: list[int] = []
         self._suspect_since: float | None = None
         self._failed_since: float | None = None
         self._next_look = self.began + 0.2
-
-    @property
-    def acted(self) -> bool:
-        """Whether it killed anything."""
-        return self.timed_out or bool(self.ended_by_us)
 
     def look(self) -> None:
         """Kill the ranks if the time is up, if one vanished, or if they outlive a failure."""
@@ -62,14 +61,15 @@ class Watch:
 
     def _vanished(self) -> bool:
         events = self._events()
-        return any(not has_ended(events[rank]) and not _alive(pid) for rank, pid in self._pids().items())
+        return any(not has_ended(events[rank]) and not alive(pid) for rank, pid in self._pids().items())
 
     def _failed(self) -> bool:
         return any(event["event"] == "error" for events in self._events().values() for event in events)
 
     def _end(self, *, timed_out: bool) -> None:
+        self.acted = True
         self.timed_out = timed_out
-        pids = {rank: pid for rank, pid in self._pids().items() if _alive(pid)}
+        pids = {rank: pid for rank, pid in self._pids().items() if alive(pid)}
         self.ended_by_us = list(pids)
         if timed_out:
             self._take_stacks(pids.values())
@@ -90,7 +90,8 @@ def _wait_until(holds: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
+    """Whether that process still runs."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -7,23 +7,36 @@ import dataclasses
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from pytest_distcompat.launch.ending import Ending, conclude
 from pytest_distcompat.launch.process import descendants, kill
 from pytest_distcompat.launch.request import Request, Warmth
-from pytest_distcompat.launch.supervise import Watch
+from pytest_distcompat.launch.supervise import Watch, alive
 
 #: How long the first imports may take, in seconds; no test's time limit runs meanwhile.
 WARM_TIME = 600.0
 #: How long the agent may take to notice that its ranks are gone.
 AGENT_TIME = 5.0
+#: How long until it is told.
+AGENT_NOTICES = 0.5
+
+#: What the agent alone gives to ranks, whatever the environment says.
+_OF_THE_AGENT = frozenset(
+    "RANK LOCAL_RANK GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE WORLD_SIZE LOCAL_WORLD_SIZE "
+    "MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID "
+    "TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_ERROR_FILE".split()
+)
 
 
 class WarmLauncher:
@@ -43,14 +56,16 @@ class WarmLauncher:
 
     def warm_up(self) -> None:
         """Start the launcher process, without waiting until it is ready."""
-        if self._process is not None and self._process.poll() is None:
+        if self._intact():
             return
+        self.close()
         self._directory = tempfile.TemporaryDirectory(prefix="distcompat-")
         warmth = Path(self._directory.name) / "warmth.json"
-        wanted = {**dataclasses.asdict(self._warmth), "status": f"{self._directory.name}/status.json"}
+        wanted = {**dataclasses.asdict(self._warmth), "device": self._device}
+        wanted["status"] = f"{self._directory.name}/status.json"
         warmth.write_text(json.dumps(wanted), encoding="utf-8")
         ours, theirs = socket.socketpair()
-        self._base = dict(os.environ)
+        self._base = _of_launcher(os.environ, self._device)
         script = "import sys; from pytest_distcompat.launch.server import main; main(int(sys.argv[1]), sys.argv[2])"
         log = (Path(self._directory.name) / "server.log").open("wb")
         with theirs, log:
@@ -60,11 +75,15 @@ class WarmLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(self._base, self._device),
+                env=self._base,
                 # Ctrl-C is for pytest, which then ends us.
                 start_new_session=True,
             )
         self._channel, self._buffer, self._status = ours, b"", None
+
+    def _intact(self) -> bool:
+        """Whether the launcher process is there, and its fork server too: one whose server died must be replaced."""
+        return self._process is not None and self._process.poll() is None and all(alive(pid) for pid in self._own)
 
     def run(self, request: Request) -> Ending:
         """Start the ranks, wait until they ended or were ended; never raises for what the ranks do."""
@@ -94,20 +113,25 @@ class WarmLauncher:
     def _run(self, request: Request) -> Ending:
         assert self._process is not None
         assert self._channel is not None
-        request = dataclasses.replace(request, **self._changes(), cwd=request.cwd or str(Path.cwd()))
+        changes = self._changes(request.world_size)
+        request = dataclasses.replace(request, **changes, cwd=request.cwd or str(Path.cwd()))
         path = request.write()
         watch = Watch(request)
         self._channel.sendall(f"{path}\n".encode())
-        patience: float | None = None
+        acted: float | None = None
+        told = False
         while (answer := self._receive(time.monotonic() + 0.1)) is None:
             watch.look()
             if self._process.poll() is not None:
                 answer = {"launch_error": "the launcher process died:\n" + self._server_log()}
                 break
             if watch.acted:
-                patience = patience or time.monotonic() + AGENT_TIME
-                if time.monotonic() > patience:
+                acted = acted or time.monotonic()
+                if time.monotonic() > acted + AGENT_TIME:
                     break
+                if not told and time.monotonic() > acted + AGENT_NOTICES:
+                    told = True
+                    self._process.send_signal(signal.SIGTERM)
         left_over = self._clear_up(request)
         ending = conclude(
             request.directory,
@@ -115,6 +139,7 @@ class WarmLauncher:
             (answer or {}).get("exit_codes"),
             timed_out=watch.timed_out,
             ended_by_us=watch.ended_by_us,
+            first=(answer or {}).get("first"),
             launch_error=(answer or {}).get("launch_error", ""),
             seconds=time.monotonic() - watch.began,
             timeout=request.timeout,
@@ -122,16 +147,18 @@ class WarmLauncher:
             notice=self._notice(),
             command=request.command(),
         )
-        if answer is None or "exit_codes" not in answer:
+        if answer is None or "launch_error" in answer:
             self.close()
         return ending
 
-    def _changes(self) -> dict[str, Any]:
-        """What this process changed in its environment since the launcher process was started."""
-        now = dict(os.environ)
+    def _changes(self, world_size: int) -> dict[str, Any]:
+        """What makes of the launcher process's environment that which torchrun, started now, would give to ranks."""
+        now = _of_ranks(os.environ, self._device, world_size)
         changed = {name: value for name, value in now.items() if self._base.get(name) != value}
-        changed.pop("PYTEST_CURRENT_TEST", None)
-        return {"set": changed, "unset": [name for name in self._base if name not in now]}
+        return {
+            "set": {name: value for name, value in changed.items() if name not in _OF_THE_AGENT},
+            "unset": [name for name in self._base if name not in now and name not in _OF_THE_AGENT],
+        }
 
     def _clear_up(self, request: Request) -> list[str]:
         """Kill what the ranks left running; who they were."""
@@ -184,10 +211,15 @@ class WarmLauncher:
     def close(self) -> None:
         """Kill the launcher process and all below it."""
         if self._process is not None:
-            kill(descendants(self._process.pid))
+            below = descendants(self._process.pid)
+            # Python's resource tracker unlinks the semaphores of those we kill, and then ends by itself.
+            trackers = [process for process in below if _tracks_resources(process)]
+            kill(process for process in below if process not in trackers)
             self._process.kill()
             self._process.wait()
             self._process = None
+            psutil.wait_procs(trackers, timeout=2.0)
+            kill(trackers)
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -195,16 +227,34 @@ class WarmLauncher:
             self._directory.cleanup()
             self._directory = None
         self._status = None
+        self._own = set()
 
 
-def _environment(base: dict[str, str], device: str) -> dict[str, str]:
-    """The launcher process's environment: torchrun's default, and nothing that could start CUDA or threads."""
-    environment = dict(base)
-    # torchrun sets it for more than one rank; here it also keeps OpenMP and OpenBLAS in the fork server from threads.
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    # So that torch.cuda.is_available() asks NVML and leaves the fork server without a CUDA context.
-    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+def _tracks_resources(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+    return False
+
+
+def _of_ranks(now: Mapping[str, str], device: str, world_size: int) -> dict[str, str]:
+    """What ranks inherit from the torchrun command, and it from ``now`` (torch/distributed/run.py)."""
+    environment = dict(now)
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if world_size > 1:
+        environment.setdefault("OMP_NUM_THREADS", "1")
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
         environment.setdefault("DS_ACCELERATOR", "cpu")
+    return environment
+
+
+def _of_launcher(now: Mapping[str, str], device: str) -> dict[str, str]:
+    """The launcher process's environment: nothing in it starts CUDA or threads, unless the user asks for threads."""
+    environment = _of_ranks(now, device, 1)
+    # Keeps OpenMP and OpenBLAS in the fork server from threads, whatever ranks get.
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    # So that torch.cuda.is_available() asks NVML and leaves the fork server without a CUDA context.
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return environment

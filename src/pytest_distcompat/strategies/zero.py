@@ -39,8 +39,12 @@ def config(stage: int, precision: Precision, micro_batch: int = 2) -> dict[str, 
 
 
 def _accelerate(stage: int, precision: Precision, cell: Cell) -> Mapping[str, Any]:
+    import deepspeed  # noqa: F401 - so that there is something to switch off
     from accelerate import DeepSpeedPlugin
 
+    from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
+
+    without_shared_memory()
     return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config(stage, precision))}
 
 

@@ -1,0 +1,213 @@
+"""The pytest plugin: hooks only. What they decide is decided elsewhere, and imported when it is needed.
+
+A session without distributed tests imports this file and ``options``, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.plugin import options
+
+if TYPE_CHECKING:
+    from pytest_distcompat.plugin.session import DistcompatSession
+
+_MARK = "distcompat"
+# Kept apart from session.ON_RANK & co.: those modules are not imported in a session without distributed tests.
+_IN_USE: pytest.StashKey[bool] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options and ini keys."""
+    options.add(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Mark, fixtures, and a first look at what was given, so that a wrong word ends the run before it starts."""
+    from pytest_distcompat.plugin import fixtures
+
+    config.addinivalue_line(
+        "markers",
+        "distcompat(world_size=N, strategies=[...], precisions=[...], options=[{...}], timeout=SECONDS): run the test on "
+        "every rank of a torchrun process group; with strategies, precisions or options once for each cell.",
+    )
+    config.pluginmanager.register(fixtures, "distcompat-fixtures")
+    if options.given(config):
+        for name in options.given(config):
+            options.setting(config, name)
+        _session(config).world_size  # noqa: B018 - resolving it is the check
+
+
+def _session(config: pytest.Config) -> DistcompatSession:
+    """This process's session of ours, made at the first call."""
+    from pytest_distcompat.plugin.session import ON_RANK, SESSION, DistcompatSession
+
+    if SESSION not in config.stash:
+        session = config.stash[SESSION] = DistcompatSession(config)
+        config.add_cleanup(session.close)
+        if ON_RANK not in config.stash and not hasattr(config, "workerinput"):
+            from pytest_distcompat.plugin.results import Results
+
+            config.pluginmanager.register(Results(session), "distcompat-results")
+    return config.stash[SESSION]
+
+
+def _on_rank(config: pytest.Config) -> bool:
+    from pytest_distcompat.plugin.session import ON_RANK
+
+    return ON_RANK in config.stash
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """What was set, and where; nothing was, nothing is said."""
+    names = options.given(config)
+    if not names:
+        return []
+    session = _session(config)
+    told = [f"{name.removeprefix('distcompat_')} {found.text} (from {found.origin})" for name in names for found in [options.setting(config, name)]]
+    return [f"distcompat: {', '.join(told)}; {session.device} x {session.world_size}"]
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    """On what the distributed tests will run, if there are any."""
+    if _IN_USE not in config.stash:
+        return []
+    session = _session(config)
+    where = f"{session.gpus} GPUs, nccl" if session.gpus else "CPU, gloo"
+    origin = session.setting("world_size").origin
+    return [
+        f"distcompat: {where}, world size {session.world_size} ({origin}), "
+        f"time limit {session.timeout:g} s ({session.setting('timeout').origin}), {session.setting('launcher').value} launcher"
+    ]
+
+
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> pytest.Class | None:
+    """A suite is collected whatever its name, and its mistakes are errors of collection."""
+    if not isinstance(obj, type):
+        return None
+    from pytest_distcompat.suite import CompatSuite
+
+    if not issubclass(obj, CompatSuite):
+        return None
+    from pytest_distcompat.failures import UsageProblem
+    from pytest_distcompat.plugin import cases
+
+    if not cases.is_suite(obj):
+        return None
+    try:
+        cases.validate(obj, _session(collector.config).world_size)
+    except UsageProblem as problem:
+        raise pytest.Collector.CollectError(str(problem)) from None
+    made: pytest.Class = pytest.Class.from_parent(collector, name=name, obj=obj)
+    return made
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Suites and marked tests become one item a cell."""
+    mark = next(metafunc.definition.iter_markers(_MARK), None)
+    if mark is not None:
+        _generate_marked(metafunc, mark)
+    elif "distcompat_case" in metafunc.fixturenames and metafunc.cls is not None:
+        from pytest_distcompat.plugin import cases
+
+        session = _session(metafunc.config)
+        chosen = cases.cases(metafunc.cls, session) if cases.is_suite(metafunc.cls) else []
+        if chosen:
+            session.modules += tuple(cases.modules_of(metafunc.cls, chosen))
+        metafunc.parametrize("distcompat_case", chosen, ids=[case.id for case in chosen], indirect=True)
+
+
+def _generate_marked(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
+    from pytest_distcompat.plugin import marked
+
+    try:
+        read = marked.read_mark(mark)
+    except ValueError as problem:
+        raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {problem}") from None
+    if read.has_cells:
+        session = _session(metafunc.config)
+        selected = session.setting("strategies").value, session.setting("precisions").value
+        marked.parametrize(metafunc, read, selected, session.world_size)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Notice whether we are needed at all; and if so, let the fork server get ready while other tests run."""
+    marked_items = [item for item in items if item.get_closest_marker(_MARK) is not None]
+    if marked_items:
+        from pytest_distcompat.plugin import marked
+
+        marked.check_items(marked_items)
+    ours = marked_items or [item for item in items if "distcompat_case" in getattr(item, "fixturenames", ())]
+    if not ours or _on_rank(config):
+        return
+    config.stash[_IN_USE] = True
+    _session(config).collects = bool(marked_items)
+
+
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Begin to warm up, if a test of ours will run in this process."""
+    config = session.config
+    will_run = _IN_USE in config.stash and not config.option.collectonly and not session.testsfailed
+    if will_run and (hasattr(config, "workerinput") or not _is_controller(config)):
+        _session(config).launcher.warm_up()
+
+
+def _is_controller(config: pytest.Config) -> bool:
+    """Whether xdist runs the tests in other processes."""
+    return getattr(config.option, "dist", "no") != "no"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fixtures of a marked test are the ranks' business: here there is nothing to set up."""
+    if item.get_closest_marker(_MARK) is not None and isinstance(item, pytest.Function) and not _on_rank(item.config):
+        item.fixturenames = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A marked test is run on its ranks instead of here."""
+    if pyfuncitem.get_closest_marker(_MARK) is None or _on_rank(pyfuncitem.config):
+        return None
+    from pytest_distcompat.plugin import marked
+
+    __tracebackhide__ = True
+    mark = marked.mark_of(pyfuncitem)
+    assert mark is not None
+    _session(pyfuncitem.config)
+    marked.run_on_ranks(pyfuncitem, mark)
+    return True
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what the ranks said, not our own frames; let a verdict travel with its report."""
+    report = yield
+    if item.get_closest_marker(_MARK) is not None and not _on_rank(item.config):
+        from pytest_distcompat.plugin import marked
+
+        marked.finish_report(item, call, report)
+    elif call.when == "call" and "distcompat_case" in getattr(item, "fixturenames", ()):
+        from pytest_distcompat.plugin.cases import VERDICT, VerdictFailure
+        from pytest_distcompat.plugin.results import ATTRIBUTE
+
+        setattr(report, ATTRIBUTE, item.stash.get(VERDICT, None))
+        if call.excinfo is not None and isinstance(call.excinfo.value, VerdictFailure):
+            report.longrepr = str(call.excinfo.value)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Nothing of ours outlives the session."""
+    from pytest_distcompat.plugin.session import SESSION
+
+    found = session.config.stash.get(SESSION, None)
+    if found is not None:
+        found.close()
+

@@ -1,0 +1,154 @@
+"""The items of a suite: which there are, what is wrong with the class, and one of them run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS, Check
+from pytest_distcompat.drivers import Driver, find_driver
+from pytest_distcompat.expect import Expectation
+from pytest_distcompat.failures import DistcompatError, UsageProblem
+from pytest_distcompat.judge import Verdict, judge, skipped
+from pytest_distcompat.plugin.session import SESSION, DistcompatSession
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.suite import CompatSuite
+
+VERDICT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
+
+
+class VerdictFailure(DistcompatError):
+    """An item's verdict is no success; the message is the text to show."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One check in one cell of one suite."""
+
+    suite: type[CompatSuite]
+    cell: Cell
+    check: Check
+
+    @property
+    def id(self) -> str:
+        """``fsdp2-bf16_mixed-w2:names``."""
+        return f"{self.cell.id}:{self.check.name}"
+
+
+def is_suite(obj: object) -> bool:
+    """Whether this is a suite that somebody filled in, not the base class nor an abstract one between."""
+    return isinstance(obj, type) and issubclass(obj, CompatSuite) and obj is not CompatSuite and bool(obj.driver)
+
+
+def validate(suite: type[CompatSuite], world_size: int) -> None:
+    """Raise UsageProblem for an override, an unknown name, or an expectation that covers no cell."""
+    for name in vars(CompatSuite):
+        if name.startswith("test") and getattr(suite, name, None) is not getattr(CompatSuite, name):
+            raise UsageProblem(
+                f"{suite.__name__} overrides {name!r}. A standard test is not overridden: say what does not hold with "
+                "expect = (fails(...), refuses(...))"
+            )
+    driver = find_driver(suite.driver)
+    for expectation in suite.expect:
+        if not isinstance(expectation, Expectation):
+            raise UsageProblem(f"{suite.__name__}.expect holds {expectation!r}; expected fails(...) or refuses(...)")
+        if expectation.check != "*":
+            CHECKS.get(expectation.check)
+        _facets(expectation)
+    cells = list(_all_cells(suite, world_size))
+    for cell in cells:
+        STRATEGIES.get(cell.strategy)
+        PRECISIONS.get(cell.precision)
+    for expectation in suite.expect:
+        if not any(expectation.covers(cell, check) for cell in cells for check in CHECKS.names()):
+            raise UsageProblem(f"{suite.__name__}.expect: {expectation} covers no cell of the matrix ({driver.name or suite.driver})")
+
+
+def _facets(expectation: Expectation) -> None:
+    known = {"strategy": STRATEGIES, "precision": PRECISIONS}
+    for name, wanted in expectation.facets:
+        if name in known:
+            for value in wanted if isinstance(wanted, tuple) else (wanted,):
+                known[name].get(str(value))
+
+
+def _all_cells(suite: type[CompatSuite], world_size: int) -> Iterator[Cell]:
+    return suite.matrix.cells(STRATEGIES.names(), PRECISIONS.names(), world_size)
+
+
+def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
+    """The cases of a suite in this run: its matrix, narrowed by the options."""
+    drivers = session.setting("drivers").value
+    if drivers and suite.driver not in drivers:
+        return []
+    strategies, precisions = session.setting("strategies").value, session.setting("precisions").value
+    return [
+        Case(suite, cell, check)
+        for cell in _all_cells(suite, session.world_size)
+        if (not strategies or cell.strategy in strategies) and (not precisions or cell.precision in precisions)
+        for check in CHECKS.things.values()
+    ]
+
+
+def modules_of(suite: type[CompatSuite], chosen: list[Case]) -> list[str]:
+    """What the fork server should import for the suite."""
+    from pytest_distcompat.models import MODELS
+
+    driver: type[Driver] = find_driver(suite.driver)
+    models = {str(case.cell.option("model")) for case in chosen} if "model" in driver.options else set()
+    return [*driver.preload, *(module for model in sorted(models) for module in MODELS.get(model).preload)]
+
+
+class BoundCase:
+    """What the fixture ``distcompat_case`` gives: call it to run the case and to end as its verdict says."""
+
+    def __init__(self, case: Case, item: pytest.Item) -> None:
+        self.case, self.item = case, item
+
+    def __call__(self) -> None:
+        """Raise VerdictFailure, or skip, or xfail, or return."""
+        __tracebackhide__ = True
+        verdict, command = self._verdict()
+        case = self.case
+        self.item.stash[VERDICT] = {
+            "suite": case.suite.__name__,
+            "driver": case.suite.driver,
+            "cell": verdict.cell,
+            "check": verdict.check,
+            "status": verdict.status,
+            "message": verdict.message,
+            "reason": verdict.reason,
+            "nodeid": self.item.nodeid,
+        }
+        if verdict.status == "skipped":
+            pytest.skip(verdict.reason)
+        if verdict.status == "known":
+            pytest.xfail(verdict.reason)
+        if not verdict.ok:
+            raise VerdictFailure(self._text(verdict, command))
+
+    def _verdict(self) -> tuple[Verdict, str]:
+        case = self.case
+        session = self.item.config.stash[SESSION]
+        reason = find_driver(case.suite.driver).unable(case.cell) or session.too_large(case.cell.world_size)
+        if reason:
+            return skipped(case.check.name, case.cell, reason), ""
+        trace = session.runner.trace(case.suite.driver, case.cell, case.check.scenario)
+        broken = next((life.name for life in trace if life.end is not None), "")
+        command = trace.notes.get(broken) or next(reversed(list(trace.notes.values())), "")
+        return judge(case.check, case.cell, trace, case.suite.expect), command
+
+    def _text(self, verdict: Verdict, command: str) -> str:
+        session = self.item.config.stash[SESSION]
+        lines = [f"{verdict.cell}: {verdict.check}: {verdict.status}", verdict.message.rstrip(), ""]
+        if verdict.status == "failed":
+            lines += [f"the claim: {self.case.check.text}", ""]
+        lines.append(f"reproduce: {session.reproduce(self.item.nodeid)}")
+        if command:
+            lines.append(f"this life alone: {command}")
+        return "\n".join(lines)

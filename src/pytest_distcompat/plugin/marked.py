@@ -1,0 +1,166 @@
+"""The parent's side of ``@pytest.mark.distcompat``: what the mark says, and one item run on all ranks."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.cell import Cell, Matrix, OptionValue
+from pytest_distcompat.plugin.outcome import Outcome, RankFailure, merge
+from pytest_distcompat.plugin.session import SESSION
+
+MARK = "distcompat"
+OUTCOME: pytest.StashKey[Outcome] = pytest.StashKey()
+_ARGUMENTS = ("world_size", "strategies", "precisions", "options", "timeout")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What ``@pytest.mark.distcompat(...)`` says, read and checked."""
+
+    world_size: int | None = None
+    strategies: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    options: tuple[Mapping[str, OptionValue], ...] = ()
+    timeout: float | None = None
+
+    @property
+    def has_cells(self) -> bool:
+        """Whether the test is to run once for each cell."""
+        return bool(self.strategies or self.precisions or self.options)
+
+
+def read_mark(mark: pytest.Mark) -> Mark:
+    """Raises ValueError, saying what is right, for a wrong argument."""
+    from pytest_distcompat.precisions import PRECISIONS
+    from pytest_distcompat.strategies import STRATEGIES
+
+    if mark.args:
+        raise ValueError(f"@pytest.mark.{MARK} takes keyword arguments only: {', '.join(_ARGUMENTS)}")
+    for name in mark.kwargs:
+        if name not in _ARGUMENTS:
+            raise ValueError(f"@pytest.mark.{MARK} has no argument {name!r}. Known: {', '.join(_ARGUMENTS)}")
+    read = dict(mark.kwargs)
+    for name in ("strategies", "precisions", "options"):
+        if isinstance(read.get(name, ()), (str, Mapping)):
+            raise ValueError(f"@pytest.mark.{MARK}({name}=...) takes a list, got {read[name]!r}")
+        read[name] = tuple(read.get(name, ()))
+    world_size = read.get("world_size")
+    if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
+        raise ValueError(f"@pytest.mark.{MARK}(world_size={world_size!r}): expected a whole number of at least 1")
+    timeout = read.get("timeout")
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+        raise ValueError(f"@pytest.mark.{MARK}(timeout={timeout!r}): expected a number of seconds above 0")
+    for strategy in read["strategies"]:
+        STRATEGIES.get(strategy)
+    for precision in read["precisions"]:
+        PRECISIONS.get(precision)
+    for options in read["options"]:
+        Matrix(options=(options,))
+    return Mark(**read)
+
+
+def parametrize(metafunc: pytest.Metafunc, mark: Mark, selected: tuple[Iterable[str], Iterable[str]], default: int) -> None:
+    """Run the test once for each cell of its mark; ``selected`` are the strategies and precisions of this run."""
+    from pytest_distcompat.precisions import PRECISIONS
+    from pytest_distcompat.strategies import STRATEGIES
+
+    matrix = Matrix(mark.strategies, mark.precisions or ("fp32",), (), mark.options or ({},))
+    only_strategies, only_precisions = tuple(selected[0]), tuple(selected[1])
+    cells = [
+        cell
+        for cell in matrix.cells(STRATEGIES.names(), PRECISIONS.names(), mark.world_size or default)
+        if (not only_strategies or cell.strategy in only_strategies)
+        and (not only_precisions or cell.precision in only_precisions)
+    ]
+    if "cell" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("cell")
+    metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells], indirect=True)
+
+
+def check_items(items: Iterable[pytest.Item]) -> None:
+    """Raise pytest.UsageError for a mark on something that cannot run on ranks."""
+    for item in items:
+        if item.get_closest_marker(MARK) is None:
+            continue
+        test_class = getattr(item, "cls", None)
+        if not isinstance(item, pytest.Function) or (test_class and issubclass(test_class, unittest.TestCase)):
+            raise pytest.UsageError(
+                f"{item.nodeid}: @pytest.mark.{MARK} works on functions and on methods of plain classes, "
+                f"not on {'unittest.TestCase methods' if test_class else type(item).__name__}"
+            )
+
+
+def mark_of(item: pytest.Item) -> Mark | None:
+    """The item's mark, None for an ordinary test."""
+    mark = item.get_closest_marker(MARK)
+    return None if mark is None else read_mark(mark)
+
+
+def cell_of(item: pytest.Item) -> Cell | None:
+    """The cell that the item is parametrized over."""
+    found: Any = getattr(item, "callspec", None)
+    cell = found.params.get("cell") if found is not None else None
+    return cell if isinstance(cell, Cell) else None
+
+
+def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
+    """Run the real item on all ranks, and end here as the worst of them did."""
+    from pytest_distcompat.launch import Request
+    from pytest_distcompat.plugin import rank_session
+
+    session = item.config.stash[SESSION]
+    cell = cell_of(item)
+    world_size = cell.world_size if cell else mark.world_size or session.world_size
+    problem = session.too_large(world_size)
+    if problem:
+        pytest.skip(problem)
+    directory = session.new_directory(item.originalname)
+    request = Request(
+        target=rank_session.RUN,
+        payload={
+            "nodeid": item.nodeid,
+            "device": session.device,
+            "directory": str(directory),
+            "world_size": world_size,
+            "session": rank_session.describe(item.config),
+        },
+        world_size=world_size,
+        directory=str(directory),
+        timeout=mark.timeout or session.timeout,
+    )
+    ending = session.launcher.run(request)
+    if ending.notice:
+        session.notice(ending.notice)
+    outcome = merge(ending)
+    item.stash[OUTCOME] = outcome
+    item.user_properties.extend(outcome.properties)
+    if outcome.kind == "failed":
+        lines = (outcome.text, f"reproduce: {session.reproduce(item.nodeid)}", f"this life alone: {ending.command}")
+        raise RankFailure("\n".join(lines), hard=outcome.hard)
+    if outcome.kind == "skipped":
+        pytest.skip(outcome.text)
+    if outcome.kind == "xfailed":
+        pytest.xfail(outcome.text)
+
+
+def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Put the ranks' own words into the parent's report."""
+    if report.when != "call":
+        return
+    outcome = item.stash.get(OUTCOME, None)
+    if outcome is None:
+        return
+    report.sections.extend(outcome.sections)
+    if call.excinfo is not None and isinstance(call.excinfo.value, RankFailure):
+        report.longrepr = str(call.excinfo.value)
+        if call.excinfo.value.hard and hasattr(report, "wasxfail"):
+            # A crash or a hang is no expected failure, whatever the mark says.
+            report.outcome = "failed"
+            del report.wasxfail
+    elif outcome.kind == "skipped" and outcome.location is not None:
+        report.longrepr = outcome.location

@@ -1,0 +1,204 @@
+"""Options: command line, then ini, then default; a wrong value is a usage error that lists the right ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.failures import UsageProblem
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option and the ini key of the same name. ``read`` turns its text into its value or raises UsageProblem."""
+
+    name: str
+    metavar: str
+    default: str
+    help: str
+    read: Callable[[str], Any]
+
+    @property
+    def flag(self) -> str:
+        """On the command line."""
+        return "--" + self.name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An option's effective value and where it came from: ``option``, ``ini`` or ``default``."""
+
+    value: Any
+    text: str
+    origin: str
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in allowed:
+            raise UsageProblem(f"no such value: {text!r}. Known: {', '.join(allowed)}.")
+        return text
+
+    return read
+
+
+def _count(*, least: int, words: tuple[str, ...] = ()) -> Callable[[str], int | str]:
+    def read(text: str) -> int | str:
+        if text in words:
+            return text
+        if not text.isdigit() or int(text) < least:
+            also = "".join(f", or {word!r}" for word in words)
+            raise UsageProblem(f"{text!r} is not right: expected a whole number of at least {least}{also}.")
+        return int(text)
+
+    return read
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageProblem(f"{text!r} is not right: expected a number of seconds above 0.")
+    return seconds
+
+
+def _names(shelf: str) -> Callable[[str], tuple[str, ...]]:
+    """A list of names from a shelf, by commas or white space; empty means all."""
+
+    def read(text: str) -> tuple[str, ...]:
+        from pytest_distcompat.drivers import DRIVERS, find_driver
+        from pytest_distcompat.precisions import PRECISIONS
+        from pytest_distcompat.strategies import STRATEGIES
+
+        get = {"strategies": STRATEGIES.get, "precisions": PRECISIONS.get, "drivers": find_driver}[shelf]
+        names = tuple(dict.fromkeys(text.replace(",", " ").split()))
+        for name in names:
+            if shelf == "drivers" and ":" not in name:
+                DRIVERS.get(name)
+            get(name)
+        return names
+
+    return read
+
+
+def _report(text: str) -> Any:
+    from pathlib import Path
+
+    from pytest_distcompat.report import FORMATS
+
+    if not text:
+        return None
+    path = Path(text)
+    if path.suffix not in FORMATS:
+        raise UsageProblem(f"{text!r}: the suffix says the format. Known: {', '.join(FORMATS)}.")
+    if not path.absolute().parent.is_dir():
+        raise UsageProblem(f"{text!r}: there is no directory {path.absolute().parent}.")
+    return path
+
+
+def _launcher(text: str) -> str:
+    return _choice("warm", "torchrun")(text)
+
+
+# Help begins with a verb, says the unit, and names the default; the words are those of docs/words.md.
+OPTIONS: dict[str, Option] = {
+    option.name: option
+    for option in (
+        Option(
+            "distcompat_gpus",
+            "N|auto|0",
+            "auto",
+            "Use N of the visible GPUs; more than there are is an error. auto: all, or the CPU where there are none. 0: the CPU.",
+            _count(least=0, words=("auto",)),
+        ),
+        Option(
+            "distcompat_device",
+            "auto|cuda|cpu",
+            "auto",
+            "Run ranks on this device. auto: cuda if there are GPUs to use.",
+            _choice("auto", "cuda", "cpu"),
+        ),
+        Option(
+            "distcompat_world_size",
+            "N",
+            "auto",
+            "Start N ranks where a test does not say how many. auto: one a GPU, 2 on the CPU.",
+            _count(least=1, words=("auto",)),
+        ),
+        Option(
+            "distcompat_strategies",
+            "NAMES",
+            "",
+            "Run only these strategies of each suite's matrix (default: all).",
+            _names("strategies"),
+        ),
+        Option(
+            "distcompat_precisions",
+            "NAMES",
+            "",
+            "Run only these precisions of each suite's matrix (default: all).",
+            _names("precisions"),
+        ),
+        Option(
+            "distcompat_drivers",
+            "NAMES",
+            "",
+            "Run only suites of these drivers, by name or module:attribute (default: all).",
+            _names("drivers"),
+        ),
+        Option(
+            "distcompat_timeout",
+            "SECONDS",
+            "300",
+            "End a process group that lives longer than this; imports of the fork server do not count (default: 300).",
+            _seconds,
+        ),
+        Option(
+            "distcompat_report",
+            "FILE",
+            "",
+            "Write the verdicts of all suites to this file, .json or .md.",
+            _report,
+        ),
+        Option(
+            "distcompat_launcher",
+            "warm|torchrun",
+            "warm",
+            "Start ranks by torchrun's agent on a warm fork server, or by the cold torchrun command (default: warm).",
+            _launcher,
+        ),
+    )
+}
+
+PRELOAD = "distcompat_preload"
+
+
+def add(parser: pytest.Parser) -> None:
+    """Register all options, each on the command line and as an ini key."""
+    group = parser.getgroup("distcompat", "distributed compatibility")
+    for option in OPTIONS.values():
+        group.addoption(option.flag, dest=option.name, default=None, metavar=option.metavar, help=option.help)
+        parser.addini(option.name, option.help, default=None)
+    parser.addini(PRELOAD, "Modules that the fork server imports before any rank starts.", type="linelist", default=[])
+
+
+def setting(config: pytest.Config, name: str) -> Setting:
+    """The effective value of an option. Raises pytest.UsageError for a wrong one."""
+    option = OPTIONS[name]
+    given, ini = config.getoption(name), config.getini(name)
+    sources = [(given, "option", option.flag), (ini, "ini", f"ini {name}"), (option.default, "default", name)]
+    text, origin, where = next(source for source in sources if source[0] not in {None, ""} or source[1] == "default")
+    try:
+        return Setting(option.read(str(text)), str(text), origin)
+    except UsageProblem as problem:
+        raise pytest.UsageError(f"{where}: {problem}") from None
+
+
+def given(config: pytest.Config) -> Sequence[str]:
+    """The options that command line or ini set."""
+    return [name for name in OPTIONS if config.getoption(name) is not None or config.getini(name)]

@@ -1,0 +1,188 @@
+"""The rank's side of a marked test: the session collected in the fork server, one item of it run on every rank."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import difflib
+import os
+import pickle
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.plugin.outcome import Phase, SkipElsewhere, XFailed, phase_of
+from pytest_distcompat.plugin.session import ON_RANK
+from pytest_distcompat.world import World
+
+if TYPE_CHECKING:
+    from pytest_distcompat.launch import RankLog
+
+COLLECT = f"{__name__}:collect"
+RUN = f"{__name__}:run"
+
+WORLD: pytest.StashKey[World] = pytest.StashKey()
+SHARED: pytest.StashKey[Path] = pytest.StashKey()
+
+#: How long a rank that skipped waits for the others to skip too.
+SKIP_GRACE = 5.0
+
+#: Options that select, report or distribute: the parent's business. Those that a plugin is not there for are not set.
+_PARENTS = {
+    "keyword": "", "markexpr": "", "deselect": None, "lf": False, "failedfirst": False, "newfirst": False,
+    "stepwise": False, "stepwise_skip": False, "collectonly": False, "maxfail": 0, "xmlpath": None, "usepdb": False,
+    "trace": False, "basetemp": None, "durations": None, "dist": "no", "numprocesses": None, "maxprocesses": None,
+    "tx": [], "distload": False, "looponfail": False, "no_cov": True, "distcompat_report": None,
+}  # fmt: skip
+
+
+def describe(config: pytest.Config) -> dict[str, Any]:
+    """Plain data from which ``collect`` makes the same session in another process."""
+    options = {}
+    for name, value in vars(config.option).items():
+        with contextlib.suppress(Exception):  # what cannot be pickled cannot be meant for another process
+            options[name] = base64.b64encode(pickle.dumps(value)).decode()
+    worker = getattr(config, "workerinput", {"workerid": "master", "testrunuid": ""})
+    plain = {name: value for name, value in worker.items() if isinstance(value, (str, int, float))}
+    return {
+        "options": options,
+        "args": [str(argument) for argument in config.args],
+        "path": [entry for entry in sys.path if entry],
+        "worker": plain,
+        "cwd": str(config.invocation_params.dir),
+    }
+
+
+def collect(payload: Mapping[str, Any]) -> pytest.Session:
+    """Collect the whole session, ready to run single items after a fork.
+
+    Options come as values, not as a command line (``Config.fromdictargs``, made for subprocesses). ``workerinput`` makes
+    other plugins behave as in an xdist worker: no report files, no terminal.
+    """
+    os.chdir(payload["cwd"])
+    sys.path.extend(entry for entry in payload["path"] if entry not in sys.path)
+    options = {name: pickle.loads(base64.b64decode(value)) for name, value in payload["options"].items()}  # noqa: S301 - our parent wrote it
+    options |= {name: value for name, value in _PARENTS.items() if name in options}
+    config = pytest.Config.fromdictargs(options, ["-p", "no:terminal", *payload["args"]])
+    config.workerinput = dict(payload["worker"])  # type: ignore[attr-defined]
+    config.stash[ON_RANK] = True
+    return _collected(config)
+
+
+def _collected(config: pytest.Config) -> pytest.Session:
+    """Configure and collect, as ``pytest.main`` does before it runs tests.
+
+    ``Config._do_configure`` is private, and the global capture is stopped through the capture manager, whose class is:
+    a fork would share its temporary file between ranks. ``tests/plugin/test_private_names.py`` says when they change.
+    """
+    config._do_configure()  # noqa: SLF001 - see the docstring
+    session = pytest.Session.from_config(config)
+    config.hook.pytest_sessionstart(session=session)
+    config.hook.pytest_collection(session=session)
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if capture is not None:
+        capture.stop_global_capturing()
+    return session
+
+
+@contextlib.contextmanager
+def _capturing(config: pytest.Config) -> Iterator[None]:
+    """Capture this rank's output as pytest does, into files of its own."""
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if capture is None:
+        yield
+        return
+    capture.start_global_capturing()
+    try:
+        yield
+    finally:
+        capture.stop_global_capturing()
+
+
+def run(payload: Mapping[str, Any], log: RankLog) -> None:
+    """Run one item on this rank. ``payload``: ``nodeid``, ``device``, ``directory``, ``session`` (from ``describe``)."""
+    from pytest_distcompat.launch import preload
+
+    session: pytest.Session = preload.collected if preload.collected is not None else collect(payload["session"])
+    item = _find(session, payload["nodeid"])
+    directory = Path(payload["directory"])
+    _own_temporary_directory(directory, log.rank)
+    config = item.config
+    config.stash[WORLD] = World.from_environment(payload["device"])
+    config.stash[SHARED] = directory / "shared"
+    config.stash[SHARED].mkdir(exist_ok=True)
+    reporter = _Reporter(log, payload["world_size"], directory)
+    config.pluginmanager.register(reporter, "distcompat-rank")
+    with _capturing(config):
+        config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+
+
+def _find(session: pytest.Session, nodeid: str) -> pytest.Item:
+    items = {item.nodeid: item for item in session.items}
+    if nodeid not in items:
+        close = difflib.get_close_matches(nodeid, items, n=3)
+        hint = f"; close to it: {', '.join(close)}" if close else ""
+        raise LookupError(
+            f"this rank collected no item {nodeid!r} ({len(items)} others{hint}). Collection must not depend on the "
+            "process: no random or time-dependent parameters, no plugin that exists in one process only"
+        )
+    return items[nodeid]
+
+
+def _own_temporary_directory(directory: Path, rank: int) -> None:
+    """tmp_path of this rank is below the life's directory: two ranks must not clean up after each other.
+
+    https://docs.pytest.org/en/stable/reference/reference.html#envvar-PYTEST_DEBUG_TEMPROOT
+    """
+    root = directory / f"tmp-{rank}"
+    root.mkdir(exist_ok=True)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(root)
+
+
+class _Reporter:
+    """Writes the phases of the item to the rank's log; ends the rank at the first failure.
+
+    A rank that failed runs no teardown: fixtures of distributed tests synchronise there, with peers who are elsewhere.
+    """
+
+    def __init__(self, log: RankLog, world_size: int, directory: Path) -> None:
+        self.log, self.world_size, self.directory = log, world_size, directory
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        phase = phase_of(report)
+        self.log.write("phase", **phase.to_json())
+        if phase.outcome == "failed":
+            where = "" if phase.when == "call" else f" in {phase.when}"
+            raise_from_report = f"failed{where}: {phase.message}"
+            self._leave("failed", raise_from_report, phase)
+        elif phase.outcome == "xfailed":
+            self._leave(XFailed.KIND, f"xfailed: {phase.message}", phase)
+        elif phase.outcome == "skipped" and not self._all_skipped():
+            self._leave(SkipElsewhere.KIND, f"skipped ({phase.message}) while other ranks went on", phase)
+
+    def _leave(self, kind: str, message: str, phase: Phase) -> None:
+        from pytest_distcompat.launch import Request
+        from pytest_distcompat.launch.rank import leave_failed
+
+        self.log.error(kind, message, phase.text)
+        leave_failed(Request.read(self.directory / "request.json"))
+
+    def _all_skipped(self) -> bool:
+        """Whether all ranks skip, waiting a while for the slower ones."""
+        from pytest_distcompat.launch.request import has_ended, read_events
+
+        deadline = time.monotonic() + SKIP_GRACE
+        while time.monotonic() < deadline:
+            events = [read_events(self.directory, rank) for rank in range(self.world_size)]
+            skipped = [any(e["event"] == "phase" and e["outcome"] == "skipped" for e in one) for one in events]
+            if all(skipped):
+                return True
+            if any(has_ended(one) and not skip for one, skip in zip(events, skipped, strict=True)):
+                return False
+            time.sleep(0.01)
+        return False

@@ -1,0 +1,82 @@
+"""Gathers the verdicts of all workers: the matrix in the terminal and the report file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.plugin.options import OPTIONS
+from pytest_distcompat.plugin.session import DistcompatSession
+from pytest_distcompat.report import Result, matrix_text, write_report
+
+#: The attribute of a report that carries a verdict from an xdist worker to the controller.
+ATTRIBUTE = "distcompat"
+
+_VERSIONS = ("pytest-distcompat", "torch", "accelerate", "transformers", "deepspeed", "pytest")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what is under test, without importing any of it."""
+    found = {"python": platform.python_version()}
+    for name in _VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class Results:
+    """Registered in the process that talks to the user."""
+
+    def __init__(self, session: DistcompatSession) -> None:
+        self.session = session
+        self.found: dict[str, Result] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the verdict that a report carries."""
+        data = getattr(report, ATTRIBUTE, None)
+        if data is not None:
+            self.found[data["nodeid"]] = Result(**data, seconds=report.duration)
+
+    def ordered(self) -> list[Result]:
+        """In the order of the matrix, whichever worker was first."""
+        from pytest_distcompat.checks import CHECKS
+
+        rank = {name: number for number, name in enumerate(CHECKS.names())}
+        return sorted(self.found.values(), key=lambda result: rank.get(result.check, 99))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """The matrix; and where the report went."""
+        if not self.found:
+            return
+        results = self.ordered()
+        lives = self.lives()
+        terminalreporter.section("distributed compatibility")
+        for line in matrix_text(results):
+            terminalreporter.write_line(line)
+        terminalreporter.write_line(f"{len(results)} verdicts from {lives} process-group lives")
+        path = self.session.setting("report").value
+        if path is not None:
+            write_report(path, results, self._run(lives))
+            terminalreporter.write_line(f"report: {path}")
+
+    def lives(self) -> int:
+        """How many lives all workers ran together."""
+        return sum(1 for _ in (self.session.store / "lives").glob("*/life.json"))
+
+    def _run(self, lives: int) -> dict[str, Any]:
+        session = self.session
+        names = [name.removeprefix("distcompat_") for name in OPTIONS]
+        settings = {name: {"value": session.setting(name).text, "from": session.setting(name).origin} for name in names}
+        return {
+            "versions": versions(),
+            "device": session.device,
+            "world_size": session.world_size,
+            "lives": lives,
+            "settings": settings,
+        }

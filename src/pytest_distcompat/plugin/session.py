@@ -1,0 +1,165 @@
+"""What one pytest session knows of us: the device, the world size, the launcher, the runner. Made when first needed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.plugin.options import OPTIONS, PRELOAD, Setting, setting
+
+if TYPE_CHECKING:
+    from pytest_distcompat.launch import Launcher
+    from pytest_distcompat.runner import Runner
+
+#: Set in the configuration of a session that runs inside ranks.
+ON_RANK: pytest.StashKey[bool] = pytest.StashKey()
+SESSION: pytest.StashKey[DistcompatSession] = pytest.StashKey()
+
+#: Ranks on the CPU where nobody says how many: the least with which anything is distributed.
+CPU_WORLD_SIZE = 2
+
+
+class DistcompatWarning(pytest.PytestWarning):
+    """Something the user should know, once."""
+
+
+class DistcompatSession:
+    """Settings and machinery of one pytest process."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.modules: tuple[str, ...] = ("torch", "torch.distributed")
+        self.collects = False
+        self._launcher: Launcher | None = None
+
+    def setting(self, name: str) -> Setting:
+        """The effective value of ``distcompat_<name>``."""
+        return setting(self.config, f"distcompat_{name}")
+
+    @functools.cached_property
+    def gpus(self) -> int:
+        """How many GPUs to use. Raises pytest.UsageError when more are asked for than are visible."""
+        asked, device = self.setting("gpus"), self.setting("device").value
+        if device == "cpu":
+            if asked.value not in {"auto", 0}:
+                raise pytest.UsageError(f"--distcompat-gpus {asked.value} and --distcompat-device cpu exclude each other")
+            return 0
+        if asked.value == 0 and device == "auto":
+            return 0
+        from pytest_distcompat.devices import visible_gpus
+
+        visible = visible_gpus()
+        if asked.value == "auto":
+            if device == "cuda" and not visible:
+                raise pytest.UsageError("--distcompat-device cuda: no GPU is visible (NVML, CUDA_VISIBLE_DEVICES)")
+            return visible
+        if asked.value == 0 or asked.value > visible:
+            raise pytest.UsageError(
+                f"--distcompat-gpus {asked.value} ({asked.origin}): {visible} visible "
+                f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); "
+                "use auto for what there is, 0 for the CPU"
+            )
+        return int(asked.value)
+
+    @property
+    def device(self) -> str:
+        """``cuda`` or ``cpu``."""
+        return "cuda" if self.gpus else "cpu"
+
+    @functools.cached_property
+    def world_size(self) -> int:
+        """The number of ranks where a test does not say. Raises pytest.UsageError for more than there are GPUs."""
+        asked = self.setting("world_size")
+        if asked.value == "auto":
+            return self.gpus or CPU_WORLD_SIZE
+        problem = self.too_large(asked.value)
+        if problem:
+            raise pytest.UsageError(f"--distcompat-world-size {asked.value} ({asked.origin}): {problem}")
+        return int(asked.value)
+
+    def too_large(self, world_size: int) -> str:
+        """Why a group of that size cannot be had, empty if it can."""
+        if self.gpus and world_size > self.gpus:
+            return f"{world_size} ranks need {world_size} GPUs, {self.gpus} to use"
+        return ""
+
+    @property
+    def timeout(self) -> float:
+        """The time limit of a life in seconds."""
+        return float(self.setting("timeout").value)
+
+    @functools.cached_property
+    def store(self) -> Path:
+        """A directory for this session's lives, the same for all xdist workers."""
+        base = session_basetemp(self.config)
+        store = (base.parent if hasattr(self.config, "workerinput") else base) / "distcompat"
+        store.mkdir(parents=True, exist_ok=True)
+        return store
+
+    @property
+    def launcher(self) -> Launcher:
+        """The launcher of this process."""
+        from pytest_distcompat.launch import LAUNCHERS, Warmth
+        from pytest_distcompat.plugin import rank_session
+
+        if self._launcher is None:
+            preload: list[str] = self.config.getini(PRELOAD)
+            call, payload = "", {}
+            if self.collects:
+                call = rank_session.COLLECT
+                payload = rank_session.describe(self.config)
+            warmth = Warmth(tuple(dict.fromkeys((*self.modules, *preload))), call, payload)
+            kind: Any = LAUNCHERS[self.setting("launcher").value]
+            self._launcher = kind(warmth, device=self.device)
+        assert self._launcher is not None
+        return self._launcher
+
+    @functools.cached_property
+    def runner(self) -> Runner:
+        """What runs the lives of suites."""
+        from pytest_distcompat.runner import Runner
+
+        return Runner(self.store / "lives", self.launcher, device=self.device, timeout=self.timeout, notice=self.notice)
+
+    def new_directory(self, name: str) -> Path:
+        """A fresh directory for one life of a marked test."""
+        items = self.store / "items"
+        items.mkdir(exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=items))
+
+    def notice(self, text: str) -> None:
+        """Tell the user, as a warning in pytest's summary."""
+        warnings.warn(DistcompatWarning(text), stacklevel=2)
+
+    def reproduce(self, nodeid: str) -> str:
+        """The command that runs that one item again, as it was run."""
+        flags = [f"{option.flag}={self.config.getoption(name)}" for name, option in OPTIONS.items() if _matters(self.config, name)]
+        return " ".join(["pytest", *(["--pyargs"] if self.config.getoption("pyargs") else []), f"'{nodeid}'", *flags])
+
+    def close(self) -> None:
+        """End the launcher."""
+        if self._launcher is not None:
+            self._launcher.close()
+            self._launcher = None
+
+
+def _matters(config: pytest.Config, name: str) -> bool:
+    """Whether an option given on the command line changes what one item does."""
+    selecting = {"distcompat_report", "distcompat_strategies", "distcompat_precisions", "distcompat_drivers"}
+    return name not in selecting and config.getoption(name) is not None
+
+
+def session_basetemp(config: pytest.Config) -> Path:
+    """The base temporary directory of this run, kept as long as pytest keeps it.
+
+    Outside a fixture only the private ``config._tmp_path_factory`` tells (pytest-xdist reads it too);
+    ``tests/plugin/test_private_names.py`` says when it goes away.
+    """
+    base: Path = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # noqa: SLF001
+    return base

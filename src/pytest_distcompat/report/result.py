@@ -1,0 +1,56 @@
+"""One item's result, as the reports know it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+#: How each status reads in the matrix. Capitals are for what makes the run red.
+WORDS = {
+    "passed": "ok",
+    "refused": "refused",
+    "known": "known",
+    "skipped": "-",
+    "failed": "FAIL",
+    "fixed?": "FIXED?",
+    "late": "LATE",
+    "crashed": "CRASH",
+    "hung": "HUNG",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check in one cell of one suite."""
+
+    suite: str
+    driver: str
+    cell: str
+    check: str
+    status: str
+    message: str = ""
+    reason: str = ""
+    nodeid: str = ""
+    seconds: float = 0.0
+
+    @property
+    def word(self) -> str:
+        """As it reads in the matrix."""
+        return WORDS.get(self.status, self.status)
+
+
+def by_suite(results: Iterable[Result]) -> dict[str, list[Result]]:
+    """Grouped, in the order of first appearance."""
+    suites: dict[str, list[Result]] = {}
+    for result in results:
+        suites.setdefault(result.suite, []).append(result)
+    return suites
+
+
+def table(results: Iterable[Result]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of one suite's matrix: a row a cell, a column a check."""
+    found = list(results)
+    checks = list(dict.fromkeys(result.check for result in found))
+    cells = list(dict.fromkeys(result.cell for result in found))
+    word = {(result.cell, result.check): result.word for result in found}
+    return ["", *checks], [[cell, *(word.get((cell, check), "") for check in checks)] for cell in cells]

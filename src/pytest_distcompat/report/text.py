@@ -1,0 +1,36 @@
+"""The matrix for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from pytest_distcompat.report.result import Result, by_suite, table
+
+
+def matrix_text(results: Iterable[Result]) -> Iterator[str]:
+    """Lines: each suite's matrix, then the reason of everything that is known or was not run, each once."""
+    for suite, found in by_suite(results).items():
+        header, rows = table(found)
+        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+        yield f"{suite} (driver {found[0].driver})"
+        for row in (header, *rows):
+            yield "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for status, title in (("known", "known"), ("skipped", "not run"), ("refused", "refused")):
+            for reason, names in _reasons(found, status).items():
+                yield f"  {title}: {reason} [{_short(names)}]"
+
+
+def _reasons(results: Iterable[Result], status: str) -> dict[str, list[str]]:
+    """Reason to the cells (and checks) that have it."""
+    found: dict[str, list[str]] = {}
+    for result in results:
+        if result.status == status:
+            name = result.cell if status == "skipped" else f"{result.cell}:{result.check}"
+            names = found.setdefault(result.reason or result.message.splitlines()[0], [])
+            if name not in names:
+                names.append(name)
+    return found
+
+
+def _short(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,57 @@
+"""The report file: JSON for machines, Markdown for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.report.result import Result, by_suite, table
+
+#: Raised when a key changes its meaning or goes away; new keys may come at any time.
+FORMAT = 1
+
+
+def _json(results: Iterable[Result], run: Mapping[str, Any]) -> str:
+    data = {"format": FORMAT, "run": dict(run), "results": [dataclasses.asdict(result) for result in results]}
+    return json.dumps(data, indent=1) + "\n"
+
+
+def _markdown(results: Iterable[Result], run: Mapping[str, Any]) -> str:
+    return "\n".join(_markdown_lines(list(results), run)) + "\n"
+
+
+def _markdown_lines(results: list[Result], run: Mapping[str, Any]) -> Iterator[str]:
+    yield "# Distributed compatibility"
+    yield ""
+    versions = ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items())
+    yield f"{len(results)} results, {run.get('lives', 0)} process-group lives, device {run.get('device', '?')}; {versions}"
+    for suite, found in by_suite(results).items():
+        header, rows = table(found)
+        yield ""
+        yield f"## {suite} (driver {found[0].driver})"
+        yield ""
+        yield "| " + " | ".join(header) + " |"
+        yield "|" + " --- |" * len(header)
+        for row in rows:
+            yield "| " + " | ".join(row) + " |"
+        reasons = [result for result in found if result.status not in {"passed"}]
+        if reasons:
+            yield ""
+        for line in dict.fromkeys(f"- {r.cell}:{r.check}: {r.word}: {_one_line(r)}" for r in reasons):
+            yield line
+
+
+def _one_line(result: Result) -> str:
+    return result.reason or (result.message.splitlines() or [""])[0]
+
+
+#: Suffix of the file to what writes it.
+FORMATS: dict[str, Callable[[Iterable[Result], Mapping[str, Any]], str]] = {".json": _json, ".md": _markdown}
+
+
+def write_report(path: Path, results: Iterable[Result], run: Mapping[str, Any]) -> None:
+    """Write the file in the format of its suffix. Raises KeyError for a suffix that is not in FORMATS."""
+    path.write_text(FORMATS[path.suffix](results, run), encoding="utf-8")
