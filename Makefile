@@ -1,0 +1,32 @@
+# The two commands of the README. Each makes its own virtual environment, so that nothing left on a machine helps it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check install clean
+
+# The main job on CPU: a real tiny Llama, six strategies, three precisions, 2-rank gloo groups.
+demo: install
+	HF_HUB_OFFLINE=1 $(BIN)/pytest --pyargs pytest_distcompat.suite --distcompat-gpus 0 -q
+
+# All checks of the code itself, then all tests, the fast ones first.
+test: install check
+	HF_HUB_OFFLINE=1 $(BIN)/pytest tests
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+install: $(VENV)/installed
+
+# torch first and pinned: on its own it would come in the newest version with gigabytes of CUDA.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]' --group dev
+	touch $(VENV)/installed
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

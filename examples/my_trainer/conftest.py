@@ -1,0 +1,1 @@
+"""Nothing to do: the directory of a conftest.py is importable, in the ranks too."""
