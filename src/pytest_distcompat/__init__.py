@@ -1,17 +1,25 @@
 """pytest-distcompat: does your trainer still train the same model under DDP, FSDP1, FSDP2 and ZeRO, in every precision?
 
 Importing this package imports neither torch nor pytest.
+
+PYTEST_DONT_REWRITE: our checks raise their own messages, and the fork server has us imported before pytest could rewrite.
 """
 
-from pytest_distcompat.cell import Cell, Matrix
-from pytest_distcompat.checks import CHECKS, Check, check
-from pytest_distcompat.drivers import Driver
-from pytest_distcompat.expect import fails, refuses
-from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, LifeFailure, UsageProblem
-from pytest_distcompat.judge import Verdict, judge
-from pytest_distcompat.suite import CompatSuite
-from pytest_distcompat.trace import Trace
-from pytest_distcompat.world import World
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pytest_distcompat.cell import Cell, Matrix
+    from pytest_distcompat.checks import CHECKS, Check, check
+    from pytest_distcompat.drivers import Driver
+    from pytest_distcompat.expect import fails, refuses
+    from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, LifeFailure, UsageProblem
+    from pytest_distcompat.judge import Verdict
+    from pytest_distcompat.suite import CompatSuite
+    from pytest_distcompat.trace import Trace
+    from pytest_distcompat.world import World
 
 __all__ = [
     "CHECKS",
@@ -30,7 +38,28 @@ __all__ = [
     "World",
     "check",
     "fails",
-    "judge",
     "refuses",
 ]
 __version__ = "0.1.0"
+
+# Loaded when first asked for: every pytest run imports this package to find the plugin, and few use it.
+_HOME = {
+    **dict.fromkeys(("Cell", "Matrix"), "cell"),
+    **dict.fromkeys(("CHECKS", "Check", "check"), "checks"),
+    **dict.fromkeys(("fails", "refuses"), "expect"),
+    **dict.fromkeys(("DistcompatError", "Incompatible", "LateFailure", "LifeFailure", "UsageProblem"), "failures"),
+    "CompatSuite": "suite",
+    "Driver": "drivers",
+    "Trace": "trace",
+    "Verdict": "judge",
+    "World": "world",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Fetch a public name from its module (https://peps.python.org/pep-0562/)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

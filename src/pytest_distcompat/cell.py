@@ -19,6 +19,7 @@ class Option:
 
     @property
     def default(self) -> OptionValue:
+        """What a cell means that does not name the option."""
         return self.values[0]
 
     def token(self, value: OptionValue) -> str:
@@ -67,7 +68,9 @@ class Cell:
             raise ValueError(f"world_size must be at least 1, got {self.world_size}")
         for name, value in self.options:
             check_option(name, value)
-        told = {name: value for name, value in self.options if value != OPTIONS[name].default}
+        # The option's own value: 1 equals True, and would read otherwise in the id.
+        own = {name: OPTIONS[name].values[OPTIONS[name].values.index(value)] for name, value in self.options}
+        told = {name: value for name, value in own.items() if value != OPTIONS[name].default}
         ordered = tuple((name, told[name]) for name in OPTIONS if name in told)
         object.__setattr__(self, "options", ordered)
 
@@ -82,7 +85,7 @@ class Cell:
         strategy, _, rest = cell_id.partition("-")
         precision, _, rest = rest.partition("-")
         world, *tokens = rest.split("-")
-        if not (precision and world.startswith("w") and world[1:].isdigit()):
+        if not (strategy and precision and world.startswith("w") and world[1:].isdecimal()):
             raise ValueError(f"{cell_id!r} is no cell id; one reads like 'fsdp2-bf16_mixed-w2-compile'")
         known = {option.token(value): (option.name, value) for option in OPTIONS.values() for value in option.values}
         wrong = [token for token in tokens if token not in known]
@@ -132,9 +135,12 @@ class Matrix:
     def __post_init__(self) -> None:
         for name in ("strategies", "precisions", "world_sizes", "options", "extra"):
             value = getattr(self, name)
-            if isinstance(value, str) or not isinstance(value, Iterable):
+            if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
                 raise TypeError(f"Matrix({name}=...) takes a tuple, got {value!r}")
             object.__setattr__(self, name, tuple(value))
+        if not self.options:
+            # No set of options at all would be no cell at all; what is meant is no option.
+            object.__setattr__(self, "options", ({},))
         for options in self.options:
             for name, value in options.items():
                 check_option(name, value)

@@ -67,6 +67,8 @@ def _expectation(kind: str, check: str, reason: str, match: str, facets: dict[st
         if name not in FACETS:
             raise UsageProblem(f"{kind}({check!r}): no facet named {name!r}. Known: {', '.join(FACETS)}")
         values = wanted if isinstance(wanted, tuple) else (wanted,)
+        if not all(isinstance(value, (str, int)) for value in values):
+            raise UsageProblem(f"{kind}({check!r}): {name} takes one value or a tuple of them, got {wanted!r}")
         wrong = [value for value in values if name in OPTIONS and value not in OPTIONS[name].values]
         if wrong:
             known = ", ".join(repr(value) for value in OPTIONS[name].values)

@@ -50,10 +50,13 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
         return Verdict(check.name, cell.id, end.kind, end.text)
     if refusal is not None:
         return _refusal(check, cell, refusal, end or _any_end(trace))
-    text = end.text if end is not None else message(check.findings(cell, trace))
+    if end is not None:
+        found = [end.text or end.message or "broke off without a word"]
+    else:
+        found = check.findings(cell, trace)
     if known is not None:
-        return _known(check, cell, known, text)
-    return Verdict(check.name, cell.id, "failed" if text else "passed", text)
+        return _known(check, cell, known, found)
+    return Verdict(check.name, cell.id, "failed" if found else "passed", message(found))
 
 
 def _broken_off(check: Check, trace: Trace) -> LifeEnd | None:
@@ -90,14 +93,17 @@ def _refusal(check: Check, cell: Cell, refusal: Expectation, end: LifeEnd | None
     if end.verb not in {"plain", "build"}:
         text = f"refused only at {end.verb!r}, after build; expected at build\n{said}\n\n{end.text}"
         return Verdict(check.name, cell.id, "late", text, refusal.reason)
-    return Verdict(check.name, cell.id, "refused", end.message, refusal.reason)
+    # Without the rank: which of them was first to refuse is chance.
+    said = end.message.partition(" raised ")[2] or end.message
+    return Verdict(check.name, cell.id, "refused", end.message, refusal.reason or said)
 
 
-def _known(check: Check, cell: Cell, known: Expectation, text: str) -> Verdict:
-    if not text:
+def _known(check: Check, cell: Cell, known: Expectation, found: list[str]) -> Verdict:
+    if not found:
         told = f"declared to fail, but it passes: fixed? Then remove {known}"
         return Verdict(check.name, cell.id, "fixed?", told, known.reason)
-    if not known.matches(text):
-        told = f"fails otherwise than declared ({known})\n\n{text}"
+    # All of it, not only what a message shows of it.
+    if not known.matches("\n".join(found)):
+        told = f"fails otherwise than declared ({known})\n\n{message(found)}"
         return Verdict(check.name, cell.id, "failed", told, known.reason)
-    return Verdict(check.name, cell.id, "known", text, known.reason)
+    return Verdict(check.name, cell.id, "known", message(found), known.reason)

@@ -23,7 +23,7 @@ class Shelf(Generic[T]):
 
     @functools.cached_property
     def things(self) -> dict[str, T]:
-        """Name to thing. Raises TypeError for a module that holds none."""
+        """Name to thing. Raises TypeError for a module that holds none, or one of a name that there is already."""
         package = importlib.import_module(self._package)
         found: dict[str, T] = {}
         for info in pkgutil.iter_modules(package.__path__):
@@ -33,7 +33,10 @@ class Shelf(Generic[T]):
             here = [value for value in vars(module).values() if self._belongs(value, module.__name__)]
             if not here:
                 raise TypeError(f"{module.__name__} holds no {self._kind.__name__}")
-            found |= {getattr(thing, "name"): thing for thing in here}  # noqa: B009 - T is any class with a name
+            for thing in here:
+                name = getattr(thing, "name")  # noqa: B009 - T is any class with a name
+                if found.setdefault(name, thing) is not thing:
+                    raise TypeError(f"{module.__name__} holds a second {self._word} named {name!r}")
         return dict(sorted(found.items(), key=lambda pair: (getattr(pair[1], "order", 0), pair[0])))
 
     def _belongs(self, value: object, module: str) -> bool:

@@ -5,6 +5,7 @@ A session without distributed tests imports this file and ``options``, nothing e
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
         for name in options.given(config):
             options.setting(config, name)
         _session(config).world_size  # noqa: B018 - resolving it is the check
+    elif _is_controller(config):
+        # Collection happens in the workers: this process learns from their reports that there were tests of ours.
+        _session(config)
 
 
 def _session(config: pytest.Config) -> DistcompatSession:
@@ -86,11 +90,9 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
 
 def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> pytest.Class | None:
     """A suite is collected whatever its name, and its mistakes are errors of collection."""
-    if not isinstance(obj, type):
-        return None
-    from pytest_distcompat.suite import CompatSuite
-
-    if not issubclass(obj, CompatSuite):
+    # Who inherits the suite has imported it; nobody else is to pay for that.
+    suite = sys.modules.get("pytest_distcompat.suite")
+    if suite is None or not isinstance(obj, type) or not issubclass(obj, suite.CompatSuite):
         return None
     from pytest_distcompat.failures import UsageProblem
     from pytest_distcompat.plugin import cases
@@ -183,6 +185,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    """Take pytest-timeout's limit over: for a process group it does not count the warm-up, and a hang shows its stacks.
+
+    Its own timer would end our launcher and show our frames, or end the whole session. The lives of suites are shared by
+    items and have ``--distcompat-timeout``. https://github.com/pytest-dev/pytest-timeout#extending-pytest-timeout-with-plugins
+    """
+    if item.get_closest_marker(_MARK) is not None:
+        from pytest_distcompat.plugin.marked import TIME_LIMIT
+
+        item.stash[TIME_LIMIT] = settings.timeout
+        return True
+    return True if "distcompat_case" in getattr(item, "fixturenames", ()) else None
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
@@ -205,9 +222,10 @@ def pytest_runtest_makereport(
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Nothing of ours outlives the session."""
-    from pytest_distcompat.plugin.session import SESSION
+    if "pytest_distcompat.plugin.session" in sys.modules:
+        from pytest_distcompat.plugin.session import SESSION
 
-    found = session.config.stash.get(SESSION, None)
-    if found is not None:
-        found.close()
+        found = session.config.stash.get(SESSION, None)
+        if found is not None:
+            found.close()
 

@@ -107,7 +107,7 @@ def modules_of(suite: type[CompatSuite], chosen: list[Case]) -> list[str]:
 class BoundCase:
     """What the fixture ``distcompat_case`` gives: call it to run the case and to end as its verdict says."""
 
-    def __init__(self, case: Case, item: pytest.Item) -> None:
+    def __init__(self, case: Case, item: pytest.Function) -> None:
         self.case, self.item = case, item
 
     def __call__(self) -> None:
@@ -135,7 +135,7 @@ class BoundCase:
     def _verdict(self) -> tuple[Verdict, str]:
         case = self.case
         session = self.item.config.stash[SESSION]
-        reason = find_driver(case.suite.driver).unable(case.cell) or session.too_large(case.cell.world_size)
+        reason = find_driver(case.suite.driver).unable(case.cell, session.device) or session.too_large(case.cell.world_size)
         if reason:
             return skipped(case.check.name, case.cell, reason), ""
         trace = session.runner.trace(case.suite.driver, case.cell, case.check.scenario)
@@ -148,7 +148,7 @@ class BoundCase:
         lines = [f"{verdict.cell}: {verdict.check}: {verdict.status}", verdict.message.rstrip(), ""]
         if verdict.status == "failed":
             lines += [f"the claim: {self.case.check.text}", ""]
-        lines.append(f"reproduce: {session.reproduce(self.item.nodeid)}")
+        lines.append(f"reproduce: {session.reproduce(self.item)}")
         if command:
             lines.append(f"this life alone: {command}")
         return "\n".join(lines)

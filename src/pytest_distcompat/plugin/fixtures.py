@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.cell import Cell
-from pytest_distcompat.world import World
-
 if TYPE_CHECKING:
     import torch
 
+    from pytest_distcompat.cell import Cell
     from pytest_distcompat.plugin.cases import BoundCase
+    from pytest_distcompat.world import World
 
 
 def _on_rank(request: pytest.FixtureRequest) -> None:
@@ -31,6 +30,8 @@ def _on_rank(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def cell(request: pytest.FixtureRequest) -> Cell:
     """The cell of this run of the test: strategy, precision, world size, options."""
+    from pytest_distcompat.cell import Cell
+
     found = getattr(request, "param", None)
     if not isinstance(found, Cell):
         pytest.fail("fixture 'cell' needs @pytest.mark.distcompat(strategies=[...]) or precisions=, options=", pytrace=False)

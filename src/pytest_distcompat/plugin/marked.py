@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import unittest
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,12 +12,14 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
-from pytest_distcompat.plugin.outcome import Outcome, RankFailure, merge
+from pytest_distcompat.plugin.outcome import UNCAPTURED, Outcome, RankFailure, merge
 from pytest_distcompat.plugin.session import SESSION
 
 MARK = "distcompat"
 OUTCOME: pytest.StashKey[Outcome] = pytest.StashKey()
-_ARGUMENTS = ("world_size", "strategies", "precisions", "options", "timeout")
+#: What pytest-timeout allows the item, in seconds.
+TIME_LIMIT: pytest.StashKey[float] = pytest.StashKey()
+ARGUMENTS = ("world_size", "strategies", "precisions", "options", "timeout")
 
 
 @dataclass(frozen=True)
@@ -40,17 +44,17 @@ def read_mark(mark: pytest.Mark) -> Mark:
     from pytest_distcompat.strategies import STRATEGIES
 
     if mark.args:
-        raise ValueError(f"@pytest.mark.{MARK} takes keyword arguments only: {', '.join(_ARGUMENTS)}")
+        raise ValueError(f"@pytest.mark.{MARK} takes keyword arguments only: {', '.join(ARGUMENTS)}")
     for name in mark.kwargs:
-        if name not in _ARGUMENTS:
-            raise ValueError(f"@pytest.mark.{MARK} has no argument {name!r}. Known: {', '.join(_ARGUMENTS)}")
+        if name not in ARGUMENTS:
+            raise ValueError(f"@pytest.mark.{MARK} has no argument {name!r}. Known: {', '.join(ARGUMENTS)}")
     read = dict(mark.kwargs)
     for name in ("strategies", "precisions", "options"):
-        if isinstance(read.get(name, ()), (str, Mapping)):
+        if isinstance(read.get(name, ()), (str, Mapping)) or not isinstance(read.get(name, ()), Iterable):
             raise ValueError(f"@pytest.mark.{MARK}({name}=...) takes a list, got {read[name]!r}")
         read[name] = tuple(read.get(name, ()))
     world_size = read.get("world_size")
-    if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
+    if world_size is not None and (type(world_size) is not int or world_size < 1):
         raise ValueError(f"@pytest.mark.{MARK}(world_size={world_size!r}): expected a whole number of at least 1")
     timeout = read.get("timeout")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
@@ -60,6 +64,8 @@ def read_mark(mark: pytest.Mark) -> Mark:
     for precision in read["precisions"]:
         PRECISIONS.get(precision)
     for options in read["options"]:
+        if not isinstance(options, Mapping):
+            raise ValueError(f"@pytest.mark.{MARK}(options=...) takes a list of dicts like {{'compile': True}}, got {options!r}")  # noqa: TRY004 - a usage mistake
         Matrix(options=(options,))
     return Mark(**read)
 
@@ -131,21 +137,34 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
         },
         world_size=world_size,
         directory=str(directory),
-        timeout=mark.timeout or session.timeout,
+        timeout=min(mark.timeout or session.timeout, item.stash.get(TIME_LIMIT, math.inf)),
     )
     ending = session.launcher.run(request)
     if ending.notice:
         session.notice(ending.notice)
     outcome = merge(ending)
+    if item.config.getoption("capture") in {"no", "tee-sys"} and not hasattr(item.config, "workerinput"):
+        outcome = _printed(outcome)
     item.stash[OUTCOME] = outcome
     item.user_properties.extend(outcome.properties)
     if outcome.kind == "failed":
-        lines = (outcome.text, f"reproduce: {session.reproduce(item.nodeid)}", f"this life alone: {ending.command}")
+        lines = (outcome.text, f"reproduce: {session.reproduce(item)}", f"this life alone: {ending.command}")
         raise RankFailure("\n".join(lines), hard=outcome.hard)
     if outcome.kind == "skipped":
         pytest.skip(outcome.text)
     if outcome.kind == "xfailed":
         pytest.xfail(outcome.text)
+
+
+def _printed(outcome: Outcome) -> Outcome:
+    """Uncaptured output printed here, as pytest's -s asks; the rest of the outcome."""
+    kept = []
+    for title, content in outcome.sections:
+        if title.startswith(UNCAPTURED):
+            print(f"\n{title}:\n{content}")  # noqa: T201 - it is what the ranks printed
+        else:
+            kept.append((title, content))
+    return dataclasses.replace(outcome, sections=tuple(kept))
 
 
 def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
@@ -155,6 +174,8 @@ def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest
     outcome = item.stash.get(OUTCOME, None)
     if outcome is None:
         return
+    if outcome.kind == "passed" and outcome.text and report.passed and not hasattr(report, "wasxfail"):
+        report.outcome, report.longrepr = "failed", outcome.text
     report.sections.extend(outcome.sections)
     if call.excinfo is not None and isinstance(call.excinfo.value, RankFailure):
         report.longrepr = str(call.excinfo.value)

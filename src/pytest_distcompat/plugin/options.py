@@ -49,7 +49,7 @@ def _count(*, least: int, words: tuple[str, ...] = ()) -> Callable[[str], int | 
     def read(text: str) -> int | str:
         if text in words:
             return text
-        if not text.isdigit() or int(text) < least:
+        if not text.isdecimal() or int(text) < least:
             also = "".join(f", or {word!r}" for word in words)
             raise UsageProblem(f"{text!r} is not right: expected a whole number of at least {least}{also}.")
         return int(text)

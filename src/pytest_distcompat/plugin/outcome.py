@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 #: Captured output beyond this many characters is cut in the middle; the whole is in the life's directory.
 SECTION = 65536
 
+#: The title of what a rank wrote past pytest's capture.
+UNCAPTURED = "Uncaptured output"
+
+#: How pytest begins the text of a test that passed although a strict xfail mark says otherwise.
+STRICT_XPASS = "[XPASS(strict)]"
+
 
 class SkipElsewhere:
     """The kind of a rank that ended because it skipped and the others did not."""
@@ -48,19 +54,20 @@ class Phase:
 def phase_of(report: pytest.TestReport) -> Phase:
     """What a rank's log keeps of a report.
 
-    ``outcome`` is ``passed``, ``failed``, ``skipped`` or ``xfailed``. A strict xpass counts as passed: the parent
-    evaluates the same mark on the outcome of all ranks.
+    ``outcome`` is ``passed``, ``failed``, ``skipped`` or ``xfailed``. A strict xpass counts as passed, with its text: the
+    parent decides on the outcome of all ranks.
     """
     outcome: str = report.outcome
     text = report.longreprtext
     message, location = _last_line(report, text), None
     if hasattr(report, "wasxfail"):
         outcome, message = ("xfailed", str(report.wasxfail)) if report.outcome == "skipped" else ("passed", "")
-    elif report.outcome == "failed" and text.startswith("[XPASS(strict)]"):
+    elif report.outcome == "failed" and text.startswith(STRICT_XPASS):
         outcome = "passed"
     elif report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         path, line, reason = report.longrepr
         location, message = (str(path), int(line), str(reason)), str(reason).removeprefix("Skipped: ")
+        text = f"{path}:{line}: {reason}"
     sections = tuple((title, _cut(content)) for title, content in report.sections if report.when == "teardown" or outcome != "passed")
     properties = tuple((name, value) for name, value in report.user_properties if _is_plain(value))
     return Phase(report.when or "", outcome, message, text, location, sections, properties)
@@ -74,8 +81,10 @@ def _last_line(report: pytest.TestReport, text: str) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
         return str(crash.message).splitlines()[0] if crash.message else ""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # What has no crash location (an unknown fixture) still marks its error as pytest does.
+    marked = [line.removeprefix("E").strip() for line in lines if line.startswith("E  ")]
+    return (marked[:1] or lines[-1:] or [""])[0]
 
 
 def _cut(text: str) -> str:
@@ -95,7 +104,10 @@ class RankFailure(Exception):  # noqa: N818 - it stands for a test's failure, an
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the parent reports: ``passed``, ``failed``, ``skipped`` or ``xfailed``."""
+    """What the parent reports: ``passed``, ``failed``, ``skipped`` or ``xfailed``.
+
+    ``passed`` with a text is a strict xfail mark that a rank added to its item, and that did not come true.
+    """
 
     kind: str
     text: str = ""
@@ -109,14 +121,15 @@ def merge(ending: Ending) -> Outcome:
     """One outcome from all ranks."""
     phases = {rank: [_phase(event) for event in events if event["event"] == "phase"] for rank, events in ending.events.items()}
     shown: dict[str, Any] = {"sections": _sections(phases, ending)}
-    shown["properties"] = tuple(p for phase in phases.get(0, []) for p in phase.properties)
+    # Each phase's report has all properties so far.
+    shown["properties"] = tuple(p for phase in phases.get(0, [])[-1:] for p in phase.properties)
     if ending.failed:
         kinds = {end.kind for end in ending.ranks if end.status not in {"done", "lost peer", "stopped"}}
         cause = ending.cause
         if kinds == {XFailed.KIND} and cause is not None and not ending.timed_out:
             return Outcome("xfailed", cause.message.removeprefix("raised xfailed: "), **shown)
         text = ending.text().replace("raised failed", "failed").replace("raised skipped", "skipped")
-        return Outcome("failed", text, hard=ending.kind != "raised", **shown)
+        return Outcome("failed", text, hard=_crashed(ending), **shown)
     skips = {rank: phase for rank, found in phases.items() for phase in found if phase.outcome == "skipped"}
     if len(skips) == len(phases) and skips:
         first = skips[min(skips)]
@@ -127,7 +140,14 @@ def merge(ending: Ending) -> Outcome:
     silent = [str(rank) for rank, found in phases.items() if not any(phase.when == "teardown" for phase in found)]
     if silent:
         return Outcome("failed", f"rank {', '.join(silent)} ended without running the test to its end", hard=True, **shown)
-    return Outcome("passed", **shown)
+    unexpected = (phase.text for found in phases.values() for phase in found if phase.text.startswith(STRICT_XPASS))
+    return Outcome("passed", next(unexpected, ""), **shown)
+
+
+def _crashed(ending: Ending) -> bool:
+    """Whether any rank did worse than to raise, even if another one raised before it."""
+    worse = {"killed", "exited", "missing", "stuck"}
+    return bool(ending.launch_error) or ending.timed_out or any(end.status in worse for end in ending.ranks)
 
 
 def _phase(event: Mapping[str, Any]) -> Phase:
@@ -142,5 +162,5 @@ def _sections(phases: Mapping[int, list[Phase]], ending: Ending) -> tuple[tuple[
         (f"{title} (rank {rank})", content) for rank, all_phases in phases.items() for phase in all_phases for title, content in phase.sections
     ]
     # What went past pytest's capture: the C library's and a dying interpreter's words.
-    found += [(f"Uncaptured output (rank {end.rank})", end.output) for end in ending.ranks if end.output.strip()]
+    found += [(f"{UNCAPTURED} (rank {end.rank})", end.output) for end in ending.ranks if end.output.strip()]
     return tuple(dict.fromkeys(found))

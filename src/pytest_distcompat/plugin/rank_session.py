@@ -31,13 +31,18 @@ SHARED: pytest.StashKey[Path] = pytest.StashKey()
 #: How long a rank that skipped waits for the others to skip too.
 SKIP_GRACE = 5.0
 
-#: Options that select, report or distribute: the parent's business. Those that a plugin is not there for are not set.
-_PARENTS = {
-    "keyword": "", "markexpr": "", "deselect": None, "lf": False, "failedfirst": False, "newfirst": False,
-    "stepwise": False, "stepwise_skip": False, "collectonly": False, "maxfail": 0, "xmlpath": None, "usepdb": False,
-    "trace": False, "basetemp": None, "durations": None, "dist": "no", "numprocesses": None, "maxprocesses": None,
-    "tx": [], "distload": False, "looponfail": False, "no_cov": True, "distcompat_report": None,
-}  # fmt: skip
+#: Options that select, distribute, debug or write files: the parent's business. Only those that a plugin is there for are set.
+_PARENTS: dict[str, Any] = {
+    **dict.fromkeys(("keyword", "markexpr"), ""),
+    **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset"), False),
+    **dict.fromkeys(("collectonly", "usepdb", "trace", "looponfail", "distload", "json_report", "cacheclear"), False),
+    # These print through the terminal plugin, which ranks do not have.
+    **dict.fromkeys(("setupshow", "setuponly", "setupplan", "debug"), False),
+    **dict.fromkeys(("deselect", "basetemp", "durations", "numprocesses", "maxprocesses", "distcompat_report"), None),
+    # Report files that pytest and its better-known plugins open, some already when they are configured.
+    **dict.fromkeys(("xmlpath", "log_file", "pastebin", "report_log", "htmlpath", "allure_report_dir"), None),
+    **{"maxfail": 0, "dist": "no", "tx": [], "no_cov": True},
+}
 
 
 def describe(config: pytest.Config) -> dict[str, Any]:
@@ -46,13 +51,12 @@ def describe(config: pytest.Config) -> dict[str, Any]:
     for name, value in vars(config.option).items():
         with contextlib.suppress(Exception):  # what cannot be pickled cannot be meant for another process
             options[name] = base64.b64encode(pickle.dumps(value)).decode()
-    worker = getattr(config, "workerinput", {"workerid": "master", "testrunuid": ""})
-    plain = {name: value for name, value in worker.items() if isinstance(value, (str, int, float))}
+    worker = {name: value for name, value in getattr(config, "workerinput", {}).items() if isinstance(value, (str, int))}
     return {
         "options": options,
         "args": [str(argument) for argument in config.args],
         "path": [entry for entry in sys.path if entry],
-        "worker": plain,
+        "worker": worker,
         "cwd": str(config.invocation_params.dir),
     }
 
@@ -60,15 +64,17 @@ def describe(config: pytest.Config) -> dict[str, Any]:
 def collect(payload: Mapping[str, Any]) -> pytest.Session:
     """Collect the whole session, ready to run single items after a fork.
 
-    Options come as values, not as a command line (``Config.fromdictargs``, made for subprocesses). ``workerinput`` makes
-    other plugins behave as in an xdist worker: no report files, no terminal.
+    Options come as values, not as a command line (``Config.fromdictargs``, made for subprocesses). A rank of an xdist
+    worker looks like that worker to other plugins; any other looks like a plain pytest without terminal. To pretend to
+    be a worker would break plugins that had their controller's half send them something (pytest-randomly, pytest-cov).
     """
     os.chdir(payload["cwd"])
     sys.path.extend(entry for entry in payload["path"] if entry not in sys.path)
     options = {name: pickle.loads(base64.b64decode(value)) for name, value in payload["options"].items()}  # noqa: S301 - our parent wrote it
     options |= {name: value for name, value in _PARENTS.items() if name in options}
     config = pytest.Config.fromdictargs(options, ["-p", "no:terminal", *payload["args"]])
-    config.workerinput = dict(payload["worker"])  # type: ignore[attr-defined]
+    if payload["worker"]:
+        config.workerinput = dict(payload["worker"])  # type: ignore[attr-defined]
     config.stash[ON_RANK] = True
     return _collected(config)
 
@@ -103,6 +109,17 @@ def _capturing(config: pytest.Config) -> Iterator[None]:
         capture.stop_global_capturing()
 
 
+def _fault_handler(config: pytest.Config) -> None:
+    """Have a crash's stack written to this rank's stderr: pytest's own plugin kept the fork server's.
+
+    Its two hooks are called again, for it has no other way to change the file.
+    """
+    plugin = config.pluginmanager.getplugin("faulthandler")
+    if plugin is not None:
+        plugin.pytest_unconfigure(config)
+        plugin.pytest_configure(config)
+
+
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
     """Run one item on this rank. ``payload``: ``nodeid``, ``device``, ``directory``, ``session`` (from ``describe``)."""
     from pytest_distcompat.launch import preload
@@ -117,6 +134,7 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     config.stash[SHARED].mkdir(exist_ok=True)
     reporter = _Reporter(log, payload["world_size"], directory)
     config.pluginmanager.register(reporter, "distcompat-rank")
+    _fault_handler(config)
     with _capturing(config):
         config.hook.pytest_runtest_protocol(item=item, nextitem=None)
 

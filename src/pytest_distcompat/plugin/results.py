@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pytest_distcompat.cell import Cell
 from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.plugin.session import DistcompatSession
 from pytest_distcompat.report import Result, matrix_text, write_report
@@ -43,11 +44,19 @@ class Results:
             self.found[data["nodeid"]] = Result(**data, seconds=report.duration)
 
     def ordered(self) -> list[Result]:
-        """In the order of the matrix, whichever worker was first."""
+        """In the order of the matrix, whichever worker was first and however the tests were shuffled."""
         from pytest_distcompat.checks import CHECKS
+        from pytest_distcompat.precisions import PRECISIONS
+        from pytest_distcompat.strategies import STRATEGIES
 
-        rank = {name: number for number, name in enumerate(CHECKS.names())}
-        return sorted(self.found.values(), key=lambda result: rank.get(result.check, 99))
+        strategies, precisions, checks = STRATEGIES.names(), PRECISIONS.names(), CHECKS.names()
+
+        def place(result: Result) -> tuple[object, ...]:
+            cell = Cell.parse(result.cell)
+            axes = (strategies.index(cell.strategy), precisions.index(cell.precision), cell.world_size)
+            return (result.suite, len(cell.options), str(cell.options), *axes, checks.index(result.check))
+
+        return sorted(self.found.values(), key=place)
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import tempfile
 import warnings
 from pathlib import Path
@@ -46,11 +47,9 @@ class DistcompatSession:
     def gpus(self) -> int:
         """How many GPUs to use. Raises pytest.UsageError when more are asked for than are visible."""
         asked, device = self.setting("gpus"), self.setting("device").value
-        if device == "cpu":
-            if asked.value not in {"auto", 0}:
-                raise pytest.UsageError(f"--distcompat-gpus {asked.value} and --distcompat-device cpu exclude each other")
-            return 0
-        if asked.value == 0 and device == "auto":
+        if (device == "cpu" and asked.value not in {"auto", 0}) or (device == "cuda" and asked.value == 0):
+            raise pytest.UsageError(f"--distcompat-gpus {asked.value} and --distcompat-device {device} exclude each other")
+        if device == "cpu" or asked.value == 0:
             return 0
         from pytest_distcompat.devices import visible_gpus
 
@@ -59,7 +58,7 @@ class DistcompatSession:
             if device == "cuda" and not visible:
                 raise pytest.UsageError("--distcompat-device cuda: no GPU is visible (NVML, CUDA_VISIBLE_DEVICES)")
             return visible
-        if asked.value == 0 or asked.value > visible:
+        if asked.value > visible:
             raise pytest.UsageError(
                 f"--distcompat-gpus {asked.value} ({asked.origin}): {visible} visible "
                 f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); "
@@ -137,10 +136,18 @@ class DistcompatSession:
         """Tell the user, as a warning in pytest's summary."""
         warnings.warn(DistcompatWarning(text), stacklevel=2)
 
-    def reproduce(self, nodeid: str) -> str:
-        """The command that runs that one item again, as it was run."""
-        flags = [f"{option.flag}={self.config.getoption(name)}" for name, option in OPTIONS.items() if _matters(self.config, name)]
-        return " ".join(["pytest", *(["--pyargs"] if self.config.getoption("pyargs") else []), f"'{nodeid}'", *flags])
+    def reproduce(self, item: pytest.Function) -> str:
+        """The command that runs that one item again, as it was run, from the same directory."""
+        here = self.config.invocation_params.dir
+        _, _, inside = item.nodeid.partition("::")
+        flags = [
+            f"{option.flag}={self.config.getoption(name)}" for name, option in OPTIONS.items() if _matters(self.config, name)
+        ]
+        # A node id is relative to the root directory, which need not be where pytest was started. And a module given by
+        # its import name may lie anywhere.
+        if self.config.getoption("pyargs") and not item.path.is_relative_to(here):
+            return shlex.join(["pytest", "--pyargs", f"{item.module.__name__}::{inside}", *flags])
+        return shlex.join(["pytest", f"{os.path.relpath(item.path, here)}::{inside}", *flags])
 
     def close(self) -> None:
         """End the launcher."""

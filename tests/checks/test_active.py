@@ -1,0 +1,204 @@
+"""Does ``active`` see that something else runs than was asked for?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.trace import CollectiveFact, Moment, PlainFact
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound
+
+CELLS = [
+    f"{strategy}-{precision}-w2"
+    for strategy in ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
+    for precision in ("fp32", "bf16_mixed", "bf16_pure")
+]
+OTHERS = [f"{one}-fp32-{rest}" for one in ("ddp", "fsdp2", "zero3") for rest in ("w1", "w4", "w2-compile")]
+
+
+@pytest.mark.parametrize("check", ["active", "names", "optimizer", "dtypes", "resume"])
+@pytest.mark.parametrize("cell", [*CELLS, *OTHERS])
+def test_a_sound_trace_has_no_findings(sound: Sound, cell: str, check: str) -> None:
+    assert sound(cell).findings(check) == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "wrappers", "finding"),
+    [
+        ("ddp-fp32-w2", {}, "rank 1: Toy runs as a bare model; expected DDP for ddp"),
+        ("fsdp2-fp32-w2", {"DDP": 1}, "rank 1: Toy runs as DDP x 1; expected FSDP2 for fsdp2"),
+        ("zero3-fp32-w2", {"DDP": 1}, "rank 1: Toy runs as DDP x 1; expected DeepSpeedEngine for zero3"),
+        ("fsdp1-fp32-w2", {"FSDP2": 3}, "rank 1: Toy runs as FSDP2 x 3; expected FSDP1 for fsdp1"),
+        ("fsdp2-fp32-w2", {"FSDP2": 3, "DDP": 1}, "rank 1: also wrapped by DDP; expected FSDP2 alone"),
+    ],
+)
+def test_the_wrapper(sound: Sound, cell: str, wrappers: dict[str, int], finding: str) -> None:
+    assert sound(cell).model({"wrappers": wrappers}, verb="build", rank=1).findings("active") == [finding]
+
+
+@pytest.mark.parametrize(
+    ("cell", "changes", "finding"),
+    [
+        ("zero3-fp32-w2", {"zero_stage": 2}, "rank 0: ZeRO stage 2 is running; expected 3"),
+        ("zero1-fp32-w2", {"zero_stage": 0}, "rank 0: ZeRO stage 0 is running; expected 1"),
+        ("zero1-fp32-w2", {"zero_stage": None}, "rank 0: ZeRO stage None is running; expected 1"),
+        ("ddp-fp32-w2", {"zero_stage": 1}, "rank 0: ZeRO stage 1 is running; expected None"),
+        ("ddp-fp32-w2", {"world_size": 1}, "rank 0: the process group has 1 ranks; expected 2"),
+        ("fsdp2-fp32-w2", {"trainer_world_size": 1}, "rank 0: the trainer believes in 1 ranks; expected 2"),
+    ],
+)
+def test_stage_and_world(sound: Sound, cell: str, changes: dict[str, Any], finding: str) -> None:
+    assert sound(cell).model(changes, verb="build", rank=0).findings("active") == [finding]
+
+
+def test_a_trainer_without_an_opinion_on_the_world_is_fine(sound: Sound) -> None:
+    assert sound("ddp-fp32-w2").model({"trainer_world_size": None}, verb="build").findings("active") == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "kind", "finding"),
+    [
+        ("fsdp2-fp32-w2", "Tensor", "rank 0: 1 of 3 parameters are not of kind DTensor, 'outlet.weight' is a Tensor"),
+        (
+            "zero3-fp32-w2",
+            "Tensor",
+            "rank 0: 1 of 3 parameters are not of kind ZeRO-3, 'module.outlet.weight' is a Tensor",
+        ),
+        (
+            "zero1-fp32-w2",
+            "ZeRO-3",
+            "rank 0: 1 of 3 parameters are not of kind Tensor, 'module.outlet.weight' is a ZeRO-3",
+        ),
+    ],
+)
+def test_the_kind_of_a_parameter(sound: Sound, cell: str, kind: str, finding: str) -> None:
+    story = sound(cell).parameters({"kind": kind}, only="outlet.weight", verb="build", rank=0)
+    assert story.findings("active") == [finding]
+
+
+def test_fsdp1_may_keep_flat_parameters(sound: Sound) -> None:
+    assert sound("fsdp1-fp32-w2").parameters({"kind": "FlatParameter"}, verb="build").findings("active") == []
+
+
+def test_no_live_parameter_at_all(sound: Sound) -> None:
+    assert sound("fsdp2-fp32-w2").model({"parameters": ()}, verb="build").findings("active") == [
+        "rank 0: 0 of 0 parameters are not of kind DTensor, there is none",
+        "rank 1: 0 of 0 parameters are not of kind DTensor, there is none",
+        "all ranks together store 0.00 copies of the parameters; expected 1, each rank its shard",
+    ]
+
+
+def test_no_model(sound: Sound) -> None:
+    assert sound("ddp-fp32-w2").moment("build", {"model": None}, rank=1).findings("active") == [
+        "rank 1: no model after build; the driver must set self.model",
+        "all ranks together store 1.00 copies of the parameters; expected 2, one a rank",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cell", "numel", "finding"),
+    [
+        (
+            "fsdp2-fp32-w2",
+            16,
+            "all ranks together store 1.50 copies of the parameters; expected 1, each rank its shard",
+        ),
+        ("zero3-fp32-w2", 0, "all ranks together store 0.50 copies of the parameters; expected 1, each rank its shard"),
+        ("zero1-fp32-w2", 8, "all ranks together store 1.50 copies of the parameters; expected 2, one a rank"),
+        ("ddp-fp32-w2", 0, "all ranks together store 1.00 copies of the parameters; expected 2, one a rank"),
+    ],
+)
+def test_shards_are_shards_and_replicas_replicas(sound: Sound, cell: str, numel: int, finding: str) -> None:
+    # The frozen parameter is half of the model.
+    story = sound(cell).parameters({"local_numel": numel}, only="frozen.weight", verb="build")
+    assert story.findings("active") == [finding]
+
+
+@pytest.mark.parametrize("cell", ["fsdp1-fp32-w2", "fsdp2-fp32-w2", "zero3-fp32-w2"])
+@pytest.mark.parametrize(("outlet", "frozen", "stored"), [(8, 8, 16), (3, 9, 6)])
+def test_each_parameter_is_sharded(sound: Sound, cell: str, outlet: int, frozen: int, stored: int) -> None:
+    # In the sum over all parameters it does not show.
+    story = sound(cell).parameters({"local_numel": outlet}, only="outlet.weight", verb="build")
+    story = story.parameters({"local_numel": frozen}, only="frozen.weight", verb="build")
+    assert story.findings("active") == [
+        f"all ranks together store {stored} elements of 'outlet.weight', which has 8; expected each one once"
+    ]
+
+
+def test_zero3_may_pad_its_shards(sound: Sound) -> None:
+    story = sound("zero3-fp32-w2").parameters({"local_numel": 6}, only="outlet.weight", verb="build")
+    assert story.findings("active") == []
+
+
+@pytest.mark.parametrize("plain", [None, PlainFact(())])
+def test_no_plain_model_to_compare_with(sound: Sound, plain: PlainFact | None) -> None:
+    story = sound("ddp-fp32-w2").moment("plain", {"plain": plain})
+    assert story.findings("active") == ["the plain model has no parameters, or was not seen"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "collectives", "seen"),
+    [
+        ("ddp-fp32-w2", (), "none"),
+        # A sum of one element is a norm or a count.
+        ("ddp-fp32-w2", (CollectiveFact("allreduce", "float32", 3, 1),), "allreduce"),
+        ("fsdp2-fp32-w2", (CollectiveFact("allgather_base", "float32", 3, 16),), "allgather_base"),
+        ("zero3-fp32-w2", (CollectiveFact("allgather_base", "float32", 3, 16),), "allgather_base"),
+    ],
+)
+def test_gradients_must_be_reduced(sound: Sound, cell: str, collectives: tuple[CollectiveFact, ...], seen: str) -> None:
+    story = sound(cell).moment("step", {"collectives": collectives}, nth=2, rank=1)
+    assert story.findings("active") == [
+        f"rank 1: no gradient was reduced in a step (collectives seen: {seen}); ranks train on their own"
+    ]
+
+
+def test_what_is_reduced_must_be_about_as_large_as_the_model(sound: Sound) -> None:
+    flags = (CollectiveFact("allreduce", "int64", 9, 16), CollectiveFact("allreduce", "float32", 9, 1))
+    story = sound("zero1-fp32-w2").moment("step", {"collectives": flags}, nth=2, rank=0)
+    assert story.findings("active") == [
+        "rank 0: only 0 elements were reduced in a step, of 16 trainable ones; that is no gradient, ranks train on their own"
+    ]
+
+
+def test_one_rank_alone_reduces_nothing(sound: Sound) -> None:
+    assert sound("ddp-fp32-w1").moment("step", {"collectives": ()}).findings("active") == []
+
+
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "zero1-fp32-w2"])
+def test_replicas_stay_equal(sound: Sound, cell: str) -> None:
+    story = sound(cell).parameters({"digest": "other"}, only="outlet.weight", verb="step", nth=2, rank=1)
+    assert story.findings("active") == [
+        "rank 1: 1 parameters differ from rank 0's after three steps, first 'module.outlet.weight'; replicas must stay equal"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("verb", "nth", "finding"),
+    [("build", 0, "rank 1: no report after build"), ("step", 2, "rank 1: no report after three steps")],
+)
+def test_silence_is_no_proof(sound: Sound, verb: str, nth: int, finding: str) -> None:
+    assert finding in sound("fsdp2-fp32-w2").without(verb, nth=nth, rank=1).findings("active")
+
+
+def test_all_ranks_silent(sound: Sound) -> None:
+    def nothing(moment: Moment) -> Moment | None:
+        return moment if moment.verb == "plain" else None
+
+    assert sound("ddp-fp32-w2").alter(nothing).findings("active") == [
+        "rank 0, 1: no report after build",
+        "all ranks together store 0.00 copies of the parameters; expected 2, one a rank",
+        "rank 0, 1: no report after three steps",
+    ]
+
+
+def test_findings_alike_are_one(sound: Sound) -> None:
+    def double(moment: Moment) -> Moment:
+        return replace(moment, rank=0, model=moment.model and replace(moment.model, zero_stage=1))
+
+    found = sound("ddp-fp32-w2").alter(double, verb="build").findings("active")
+    assert found == ["rank 1: no report after build", "rank 0: ZeRO stage 1 is running; expected None"]

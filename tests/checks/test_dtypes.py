@@ -1,0 +1,150 @@
+"""Does ``dtypes`` see what is kept, computed, reduced or optimized in another dtype than the mode promises?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.trace import CollectiveFact, ComputeFact, StepFact
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound
+
+
+@pytest.mark.parametrize(
+    ("cell", "found", "expected"),
+    [
+        ("ddp-bf16_mixed-w2", "bfloat16", "float32"),
+        ("fsdp2-bf16_mixed-w2", "bfloat16", "float32"),
+        ("zero1-bf16_mixed-w2", "float32", "bfloat16"),
+        ("zero3-bf16_pure-w2", "float32", "bfloat16"),
+    ],
+)
+def test_storage(sound: Sound, cell: str, found: str, expected: str) -> None:
+    story = sound(cell)
+    name = story.live("outlet.weight")
+    wrong = story.parameters({"dtype": found}, only="outlet.weight", verb="step", nth=2, rank=1)
+    assert wrong.findings("dtypes") == [
+        f"rank 1: 1 of 2 trainable parameters are stored in {found}, first {name!r}; expected {expected}"
+    ]
+
+
+@pytest.mark.parametrize(("only", "changes"), [("frozen.weight", {}), ("outlet.weight", {"local_numel": 0})])
+def test_what_is_frozen_or_empty_may_be_stored_otherwise(sound: Sound, only: str, changes: dict[str, Any]) -> None:
+    story = sound("fsdp2-bf16_mixed-w2").parameters({"dtype": "bfloat16", **changes}, only=only, verb="step")
+    assert story.findings("dtypes") == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "outputs", "text"),
+    [
+        ("ddp-bf16_mixed-w2", ("float32",), "float32; expected bfloat16"),
+        ("fsdp2-bf16_mixed-w2", ("bfloat16", "float32"), "bfloat16 and float32; expected bfloat16"),
+        ("zero3-fp32-w2", ("bfloat16",), "bfloat16; expected float32"),
+        # Nothing seen is no proof.
+        ("zero1-fp32-w2", (), "nothing; expected float32"),
+    ],
+)
+def test_compute(sound: Sound, cell: str, outputs: tuple[str, ...], text: str) -> None:
+    facts = tuple(ComputeFact("inlet", "float32", "float32", output) for output in outputs)
+    story = sound(cell).moment("step", {"compute": facts}, nth=2, rank=0)
+    assert story.findings("dtypes") == [f"rank 0: matrix products ran in {text}"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "op", "found", "expected"),
+    [
+        ("ddp-bf16_mixed-w2", "allreduce", "bfloat16", "float32"),
+        ("fsdp2-bf16_mixed-w2", "reduce_scatter_base", "float32", "bfloat16"),
+        ("fsdp1-bf16_mixed-w2", "allreduce", "float32", "bfloat16"),
+        ("zero1-bf16_mixed-w2", "allreduce", "float32", "bfloat16"),
+        ("zero3-bf16_mixed-w2", "reduce_scatter_tensor_coalesced", "float32", "bfloat16"),
+    ],
+)
+def test_gradients_on_the_wire(sound: Sound, cell: str, op: str, found: str, expected: str) -> None:
+    story = sound(cell).moment("step", {"collectives": (CollectiveFact(op, found, 1, 16),)}, nth=2, rank=1)
+    assert story.findings("dtypes") == [f"rank 1: gradients were reduced in {found}; expected {expected}"]
+
+
+@pytest.mark.parametrize("cell", ["ddp-bf16_mixed-w2", "zero1-bf16_mixed-w2"])
+@pytest.mark.parametrize("numel", [1, 3])
+def test_metrics_are_no_gradients(sound: Sound, cell: str, numel: int) -> None:
+    # Half of the smallest trainable parameter has four elements.
+    story = sound(cell)
+    sent = next(iter(story.trace.life().at("step", 2))).collectives
+    for dtype in ("float32", "bfloat16", "float64"):
+        metric = CollectiveFact("allreduce", dtype, 5, numel)
+        assert story.moment("step", {"collectives": (*sent, metric)}, nth=2).findings("dtypes") == []
+
+
+def test_without_a_plain_model_all_but_flags_are_gradients(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").without("plain")
+    assert story.findings("dtypes") == []
+    metric = CollectiveFact("allreduce", "bfloat16", 1, 2)
+    assert story.moment("step", {"collectives": (metric,)}, nth=2, rank=0).findings("dtypes") == [
+        "rank 0: gradients were reduced in bfloat16; expected float32"
+    ]
+
+
+def test_one_rank_alone_sends_nothing(sound: Sound) -> None:
+    assert sound("ddp-fp32-w1").moment("step", {"collectives": ()}).findings("dtypes") == []
+    assert sound("ddp-fp32-w2").moment("step", {"collectives": ()}).findings("dtypes") == [
+        "rank 0: gradients were reduced in nothing; expected float32",
+        "rank 1: gradients were reduced in nothing; expected float32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        ("master", "AdamW updates bfloat16 masters; expected float32"),
+        ("gradient", "AdamW is given gradients in bfloat16; expected float32"),
+        ("state", "AdamW keeps state in bfloat16; expected float32"),
+    ],
+)
+@pytest.mark.parametrize(
+    "cell", ["ddp-bf16_mixed-w2", "fsdp2-bf16_mixed-w2", "zero1-bf16_mixed-w2", "zero3-bf16_mixed-w2"]
+)
+def test_what_the_optimizer_works_in(sound: Sound, cell: str, part: str, text: str) -> None:
+    story = sound(cell).stepped({part: ("bfloat16",)}, verb="step", nth=2, rank=1)
+    assert story.findings("dtypes") == [f"rank 1: {text}"]
+
+
+def test_two_dtypes_in_one_optimizer(sound: Sound) -> None:
+    story = sound("fsdp2-bf16_mixed-w2").stepped({"state": ("bfloat16", "float32")}, verb="step", nth=2, rank=0)
+    assert story.findings("dtypes") == ["rank 0: AdamW keeps state in bfloat16 and float32; expected float32"]
+
+
+def test_every_step_in_a_step_counts(sound: Sound) -> None:
+    good = StepFact("AdamW", ("float32",), ("float32",), ("float32",))
+    other = StepFact("SGD", ("bfloat16",), ("float32",), ("float32",))
+    story = sound("ddp-bf16_mixed-w2").moment("step", {"steps": (good, other)}, nth=2, rank=0)
+    assert story.findings("dtypes") == ["rank 0: SGD updates bfloat16 masters; expected float32"]
+
+
+def test_a_rank_that_holds_nothing_steps_on_nothing(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w2").stepped({"master": (), "gradient": (), "state": ()}, verb="step", rank=1)
+    assert story.findings("dtypes") == [
+        "rank 1: AdamW updates nothing masters; expected float32",
+        "rank 1: AdamW is given gradients in nothing; expected float32",
+        "rank 1: AdamW keeps state in nothing; expected float32",
+    ]
+    empty = story.parameters({"local_numel": 0}, rank=1)
+    assert empty.findings("dtypes") == []
+
+
+def test_pure_bfloat16_is_pure(sound: Sound) -> None:
+    # The silent upcast: everything is right but the dtype of the masters.
+    story = sound("fsdp1-bf16_pure-w2").stepped({"master": ("float32",)}, verb="step", nth=2, rank=0)
+    assert story.findings("dtypes") == ["rank 0: AdamW updates float32 masters; expected bfloat16"]
+
+
+def test_no_optimizer_stepped(sound: Sound) -> None:
+    story = sound("zero1-fp32-w2").moment("step", {"steps": ()}, nth=2, rank=1)
+    assert story.findings("dtypes") == ["rank 1: no optimizer stepped"]
+
+
+def test_a_rank_is_silent(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").without("step", nth=2, rank=0)
+    assert story.findings("dtypes") == ["rank 0: no report after three steps"]

@@ -1,0 +1,231 @@
+"""Does ``names`` see names that do not map back to the plain model's?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound
+
+    from pytest_distcompat.trace import Moment
+
+CELLS = ("ddp-fp32-w2", "fsdp2-fp32-w2", "zero1-fp32-w2", "zero3-fp32-w2")
+
+
+@pytest.mark.parametrize(
+    ("cell", "live", "maps_to"),
+    [
+        # Segments of a wrapper that the cell does not ask for.
+        ("fsdp2-fp32-w2", "_orig_mod.outlet.weight", "_orig_mod.outlet.weight"),
+        ("fsdp2-fp32-w2", "_fsdp_wrapped_module.outlet.weight", "_fsdp_wrapped_module.outlet.weight"),
+        ("fsdp2-fp32-w2", "module.outlet.weight", "module.outlet.weight"),
+        ("ddp-fp32-w2", "module.module.outlet.weight", "module.outlet.weight"),
+        ("zero1-fp32-w2", "module._orig_mod.outlet.weight", "_orig_mod.outlet.weight"),
+        ("fsdp1-fp32-w2", "outlet._checkpoint_wrapped_module.weight", "outlet._checkpoint_wrapped_module.weight"),
+        ("ddp-fp32-w2", "module.output.weight", "output.weight"),
+    ],
+)
+def test_a_live_name_that_maps_to_nothing(sound: Sound, cell: str, live: str, maps_to: str) -> None:
+    story = sound(cell).renamed("outlet.weight", live, verb="step", nth=2, rank=1)
+    assert [finding for finding in story.findings("names") if finding.startswith("rank")] == [
+        f"rank 1: live parameter {live!r} maps to {maps_to!r}, which is no name of the plain model",
+        "rank 1: parameter 'outlet.weight' of the plain model has no live counterpart",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cell", "live"),
+    [
+        ("fsdp2-fp32-w2-compile", "_orig_mod.outlet.weight"),
+        ("ddp-fp32-w2-compile", "module._orig_mod.outlet.weight"),
+        ("fsdp1-fp32-w2", "_fsdp_wrapped_module.outlet._fsdp_wrapped_module.weight"),
+        ("fsdp2-fp32-w2-activation_checkpointing", "outlet._checkpoint_wrapped_module.weight"),
+        ("zero3-fp32-w2", "outlet.weight"),
+    ],
+)
+def test_the_cells_own_segments_are_taken_off(sound: Sound, cell: str, live: str) -> None:
+    assert sound(cell).renamed("outlet.weight", live).findings("names") == []
+
+
+def test_a_tied_parameter_may_live_under_either_name(sound: Sound) -> None:
+    assert sound("fsdp2-fp32-w2").renamed("inlet.weight", "head.weight").findings("names") == []
+
+
+def test_two_live_parameters_of_one_name(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").renamed("outlet.weight", "inlet.weight", verb="step", nth=2)
+    assert "rank 0: 2 live parameters map to 'inlet.weight'; expected one" in story.findings("names")
+
+
+def test_flat_parameters_have_no_names(sound: Sound) -> None:
+    story = sound("fsdp1-fp32-w2").renamed("outlet.weight", "_flat_param")
+    assert story.parameters({"kind": "FlatParameter"}).findings("names") == []
+
+
+def test_a_live_parameter_is_missing(sound: Sound) -> None:
+    def first(moment: Moment) -> Moment:
+        assert moment.model is not None
+        return replace(moment, model=replace(moment.model, parameters=moment.model.parameters[:2]))
+
+    assert sound("fsdp2-fp32-w2").alter(first, verb="step", nth=2, rank=0).findings("names") == [
+        "rank 0: parameter 'outlet.weight' of the plain model has no live counterpart"
+    ]
+
+
+def test_no_model(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").moment("step", {"model": None}, nth=2, rank=1)
+    assert story.findings("names") == ["rank 1: no model to read names from"]
+
+
+def test_no_plain_model(sound: Sound) -> None:
+    for story in (sound("ddp-fp32-w2").without("plain"), sound("ddp-fp32-w2").moment("plain", {"plain": None})):
+        assert story.findings("names") == ["the plain model was not seen"]
+
+
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
+def test_no_rank_keeps_state_for_a_parameter(sound: Sound, cell: str) -> None:
+    def without_outlet(moment: Moment) -> Moment:
+        assert moment.optimizer is not None
+        states = tuple(state for state in moment.optimizer.states if "outlet" not in state.owner)
+        return replace(moment, optimizer=replace(moment.optimizer, states=states))
+
+    story = sound(cell)
+    # One rank may hold no element of it.
+    assert story.alter(without_outlet, verb="step", nth=2, rank=0).findings("names") == []
+    assert story.alter(without_outlet, verb="step", nth=2).findings("names") == [
+        "the optimizer of no rank keeps state for 'outlet.weight'"
+    ]
+
+
+@pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero3-fp32-w2"])
+def test_no_rank_holds_masters_of_a_parameter(sound: Sound, cell: str) -> None:
+    masters = {"module.inlet.weight": 4, "module.outlet.weight": 0}
+    story = sound(cell)
+    assert story.optimizer({"partitioned": masters}, verb="step", nth=2, rank=0).findings("names") == []
+    assert story.optimizer({"partitioned": masters}, verb="step", nth=2).findings("names") == [
+        "the optimizer of no rank keeps state for 'outlet.weight'"
+    ]
+
+
+def test_state_under_a_name_that_is_no_trainable_parameters(sound: Sound) -> None:
+    story = sound("zero1-fp32-w2")
+    masters = {**dict.fromkeys(map(story.live, ("inlet.weight", "outlet.weight")), 4), story.live("frozen.weight"): 16}
+    assert story.optimizer({"partitioned": masters}, verb="step", nth=2, rank=1).findings("names") == [
+        "the optimizer keeps state for 'frozen.weight', which is no trainable parameter of the plain model"
+    ]
+
+
+def test_no_optimizer(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w2").moment("step", {"optimizer": None}, nth=2, rank=1)
+    assert story.findings("names") == ["rank 1: no optimizer to read names from"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "key", "hint"),
+    [
+        ("fsdp2-fp32-w2-compile", "_orig_mod.outlet.weight", "; expected 'outlet.weight'"),
+        ("fsdp2-fp32-w2", "_orig_mod.outlet.weight", ""),
+        ("ddp-fp32-w2", "module.outlet.weight", "; expected 'outlet.weight'"),
+        ("zero3-fp32-w2", "module.outlet.weight", "; expected 'outlet.weight'"),
+        ("fsdp1-fp32-w2", "outlet._fsdp_wrapped_module.weight", "; expected 'outlet.weight'"),
+    ],
+)
+def test_a_key_in_a_model_file(sound: Sound, cell: str, key: str, hint: str) -> None:
+    story = sound(cell).file(0, keys=("inlet.weight", "frozen.weight", "scale", key))
+    assert story.findings("names") == [
+        f"file 'model.safetensors': key {key!r} is no name of the plain model{hint}",
+        "1 of 3 parameters stand in no saved file, first 'outlet.weight'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "finding"),
+    [
+        ("module.outlet.weight", "key 'module.outlet.weight' is no name of the plain model; expected 'outlet.weight'"),
+        # Names of the plain model, but nothing that an optimizer has state of.
+        ("frozen.weight", "key 'frozen.weight' is no name of the plain model"),
+        ("scale", "key 'scale' is no name of the plain model"),
+    ],
+)
+def test_a_key_in_an_optimizer_file(sound: Sound, key: str, finding: str) -> None:
+    story = sound("ddp-fp32-w2").file(1, keys=("inlet.weight", "outlet.weight", key))
+    assert story.findings("names") == [f"file 'optimizer.bin': {finding}"]
+
+
+def test_a_tied_parameter_may_be_saved_under_either_name(sound: Sound) -> None:
+    story = sound("zero3-fp32-w2").file(0, keys=("head.weight", "frozen.weight", "outlet.weight", "scale"))
+    assert story.file(1, keys=("head.weight", "outlet.weight")).findings("names") == []
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_nothing_was_saved(sound: Sound, cell: str) -> None:
+    for story in (sound(cell).moment("files", {"files": ()}), sound(cell).without("files")):
+        assert story.findings("names") == [
+            "3 of 3 parameters stand in no saved file, first 'frozen.weight', 'inlet.weight', 'outlet.weight'",
+            "1 of 1 persistent buffers stand in no saved file, first 'scale'",
+        ]
+
+
+def test_an_optimizer_file_holds_no_model(sound: Sound) -> None:
+    assert sound("ddp-fp32-w2").file(0, keys=("outlet.weight",), holds="optimizer").findings("names") == [
+        "3 of 3 parameters stand in no saved file, first 'frozen.weight', 'inlet.weight', 'outlet.weight'",
+        "1 of 1 persistent buffers stand in no saved file, first 'scale'",
+    ]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_buffer_was_not_saved(sound: Sound, cell: str) -> None:
+    story = sound(cell).file(0, keys=("inlet.weight", "frozen.weight", "outlet.weight"))
+    assert story.findings("names") == ["1 of 1 persistent buffers stand in no saved file, first 'scale'"]
+
+
+def test_state_of_a_parameter_was_not_saved(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w2").file(1, keys=("inlet.weight",))
+    assert story.findings("names") == [
+        "1 of 2 trainable parameters' optimizer states stand in no saved file, first 'outlet.weight'"
+    ]
+    # Some formats number their parameters: no key is no claim.
+    assert sound("fsdp2-fp32-w2").file(1, keys=()).findings("names") == []
+
+
+def test_a_saved_tensor_of_another_shape(sound: Sound) -> None:
+    story = sound("zero3-fp32-w2").file(0, shapes={"outlet.weight": (1, 4), "head.weight": (4, 2)})
+    assert story.findings("names") == [
+        "file 'model.safetensors': 'outlet.weight' has shape (1, 4); (2, 4) in the plain model"
+    ]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="what is neither parameter nor buffer has no plain shape, and no file can have None"
+)
+def test_a_saved_tensor_that_is_neither_parameter_nor_buffer(sound: Sound) -> None:
+    # Module.get_extra_state() may return a tensor; state_dict() has it under "_extra_state".
+    def with_extra(moment: Moment) -> Moment:
+        assert moment.plain is not None
+        keys = (*moment.plain.state_dict, "outlet._extra_state")
+        return replace(moment, plain=replace(moment.plain, state_dict=keys))
+
+    story = sound("ddp-fp32-w2").alter(with_extra, verb="plain")
+    keys = ("inlet.weight", "frozen.weight", "outlet.weight", "scale", "outlet._extra_state")
+    assert story.file(0, keys=keys).findings("names") == []
+    assert story.file(0, keys=keys, shapes={"outlet._extra_state": (3,)}).findings("names") == []
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_live_parameter_of_another_shape(sound: Sound, cell: str) -> None:
+    story = sound(cell)
+    other = story.parameters({"shape": (1, 4)}, only="outlet.weight", verb="step", nth=2, rank=1)
+    assert other.findings("names") == [
+        f"rank 1: live parameter {story.live('outlet.weight')!r} has shape (1, 4); (2, 4) in the plain model"
+    ]
+
+
+def test_a_flat_shard_has_a_shape_of_its_own(sound: Sound) -> None:
+    assert sound("fsdp1-fp32-w2").parameters({"shape": (4,)}).findings("names") == []
+
+
+def test_a_rank_is_silent(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").without("step", nth=2, rank=1)
+    assert story.findings("names") == ["rank 1: no report after three steps"]

@@ -1,0 +1,145 @@
+"""Does ``optimizer`` see an optimizer that holds something else than the model computes with?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound
+
+CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-bf16_mixed-w2", "zero1-fp32-w2", "zero3-bf16_mixed-w2")
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
+def test_no_optimizer_after_build(sound: Sound, cell: str, part: str) -> None:
+    story = sound(cell).moment("build", {part: None}, rank=1)
+    assert story.findings("optimizer") == [
+        "rank 1: no optimizer after build; the driver must set self.model and self.optimizer"
+    ]
+
+
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-fp32-w2"])
+def test_a_stale_optimizer(sound: Sound, cell: str) -> None:
+    story = sound(cell)
+    stale = story.optimizer({"foreign": 2}, verb="build", rank=0)
+    stale = stale.parameters({"held": 0}, only="outlet.weight", verb="build", rank=0)
+    assert stale.findings("optimizer") == [
+        "rank 0: 2 of 2 tensors in the optimizer are no parameters of the live model (stale)",
+        f"rank 0: trainable parameter {story.live('outlet.weight')!r} is not in the optimizer; expected once",
+    ]
+
+
+def test_a_parameter_in_two_groups(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w2").parameters({"held": 2}, only="outlet.weight", verb="build")
+    assert story.findings("optimizer") == [
+        "rank 0: trainable parameter 'outlet.weight' is in the optimizer 2 times; expected once",
+        "rank 1: trainable parameter 'outlet.weight' is in the optimizer 2 times; expected once",
+    ]
+
+
+def test_a_frozen_parameter_may_be_in_the_optimizer(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").parameters({"held": 1}, only="frozen.weight", verb="build")
+    assert story.findings("optimizer") == []
+
+
+@pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero2-fp32-w2", "zero3-fp32-w2"])
+@pytest.mark.parametrize(("numel", "held"), [(0, 4), (8, 12)])
+def test_masters_hold_each_element_once(sound: Sound, cell: str, numel: int, held: int) -> None:
+    partitioned = {"module.inlet.weight": 4, "module.outlet.weight": numel}
+    story = sound(cell).optimizer({"partitioned": partitioned}, verb="build", rank=1)
+    found = f"{held} of 8 elements of trainable parameter 'module.outlet.weight' are in the optimizer"
+    assert story.findings("optimizer") == [f"all ranks together: {found}; expected each one once"]
+
+
+def test_masters_may_be_split_unevenly(sound: Sound) -> None:
+    story = sound("zero1-fp32-w2")
+    for rank, (inlet, outlet) in enumerate([(8, 1), (0, 7)]):
+        partitioned = {"module.inlet.weight": inlet, "module.outlet.weight": outlet}
+        story = story.optimizer({"partitioned": partitioned}, verb="build", rank=rank)
+    assert story.findings("optimizer") == []
+
+
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
+def test_frozen_by_the_trainer(sound: Sound, cell: str) -> None:
+    # The plain model says what is to be trained.
+    story = sound(cell)
+    frozen = story.parameters({"trainable": False, "held": 0, "digest": "where it was"}, only="outlet.weight")
+    name = story.live("outlet.weight")
+    assert frozen.findings("optimizer") == [
+        f"rank 0: trainable parameter {name!r} is not in the optimizer; expected once",
+        f"rank 1: trainable parameter {name!r} is not in the optimizer; expected once",
+        f"trainable parameter {name!r} did not move in three steps, on any rank",
+    ]
+
+
+def test_without_a_plain_model_the_trainer_is_believed(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w2").without("plain")
+    assert story.findings("optimizer") == []
+    frozen = story.parameters({"trainable": False, "held": 0, "digest": "where it was"}, only="outlet.weight")
+    assert frozen.findings("optimizer") == []
+
+
+def test_thawed_by_the_trainer(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w2").parameters({"trainable": True, "held": 1}, only="frozen.weight")
+    assert story.findings("optimizer") == []
+    moved = story.parameters({"digest": "elsewhere"}, only="frozen.weight", verb="step")
+    assert moved.findings("optimizer") == ["frozen parameter 'frozen.weight' moved"]
+
+
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
+def test_moved_by_weight_decay_alone(sound: Sound, cell: str) -> None:
+    story = sound(cell)
+    zero = story.state("exp_avg", {"digest": "zero:4"}, only="outlet.weight", verb="step", nth=2)
+    assert zero.findings("optimizer") == []
+    zero = zero.state("exp_avg_sq", {"digest": "zero:4"}, only="outlet.weight", verb="step", nth=2)
+    found = f"trainable parameter {story.live('outlet.weight')!r} had no gradient in three steps"
+    assert zero.findings("optimizer") == [f"{found}: its state in the optimizer is all zero"]
+    # A rank may hold none of it, or none but padding.
+    one = story.state("", {"digest": "zero:4"}, only="outlet.weight", verb="step", nth=2, rank=1)
+    assert one.findings("optimizer") == []
+
+
+@pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero3-fp32-w2"])
+def test_a_partition_without_a_gradient(sound: Sound, cell: str) -> None:
+    story = sound(cell).state("", {"digest": "zero:4"}, verb="step", nth=2)
+    assert story.findings("optimizer") == [
+        "partition 0 of the optimizer had no gradient in three steps: its state is all zero"
+    ]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_parameter_that_stays_where_it_was(sound: Sound, cell: str) -> None:
+    story = sound(cell)
+    still = story.parameters({"digest": "where it was"}, only="outlet.weight")
+    assert still.findings("optimizer") == [
+        f"trainable parameter {story.live('outlet.weight')!r} did not move in three steps, on any rank"
+    ]
+
+
+@pytest.mark.parametrize("cell", ["fsdp2-fp32-w2", "zero3-fp32-w2"])
+def test_one_rank_may_hold_none_of_it(sound: Sound, cell: str) -> None:
+    story = sound(cell).parameters({"digest": "nothing", "local_numel": 0}, only="outlet.weight", rank=1)
+    assert story.findings("optimizer") == []
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_frozen_parameter_that_moves(sound: Sound, cell: str) -> None:
+    story = sound(cell)
+    moved = story.parameters({"digest": "elsewhere"}, only="frozen.weight", verb="step", nth=2, rank=1)
+    assert moved.findings("optimizer") == [f"frozen parameter {story.live('frozen.weight')!r} moved"]
+
+
+def test_a_rank_is_silent(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").without("step", nth=2, rank=0)
+    assert story.findings("optimizer") == ["rank 0: no report after three steps"]
+
+
+def test_silence_hides_no_parameter_that_stays(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").parameters({"digest": "where it was"}, only="outlet.weight")
+    assert story.without("step", nth=2, rank=0).findings("optimizer") == [
+        "rank 0: no report after three steps",
+        "trainable parameter 'module.outlet.weight' did not move in three steps, on any rank",
+    ]

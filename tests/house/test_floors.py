@@ -1,0 +1,191 @@
+"""The house holds its plan: who imports whom, what stays light, which names and options are promised."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pytest_distcompat
+from pytest_distcompat.plugin.options import OPTIONS
+
+SOURCE = Path(pytest_distcompat.__file__).parent
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+#: Room to floor, as docs/architecture.md draws it. A module imports only from lower floors or from its own room.
+FLOORS = {
+    **dict.fromkeys(["failures", "cell", "trace", "scenario", "expect", "shelf", "world"], 0),
+    **dict.fromkeys(["precisions", "models", "launch", "report", "devices"], 1),
+    **dict.fromkeys(["strategies", "runner", "probe"], 2),
+    **dict.fromkeys(["checks", "drivers"], 3),
+    **dict.fromkeys(["judge", "suite", "worker"], 4),
+    **dict.fromkeys(["plugin", "__init__"], 5),
+}
+#: Words that build on one another, in order: the only imports inside floor 0.
+WORDS = ["failures", "cell", "trace", "scenario", "shelf", "world", "expect"]
+#: Started by name in another process; an import would run it in the wrong one.
+BY_NAME = {"worker", "launch.warming", "launch.server"}
+#: The only modules that need torch to be defined at all.
+NEED_TORCH = {"models._plain_module", "launch.agent"} | {f"probe.{m}" for m in ("tensors", "live", "optimizer", "observe", "files")}
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+def room_of(name: str) -> str:
+    return name.split(".")[0]
+
+
+def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
+    """Every module that the file imports; ours without the package's name. Imports for the type checker do not count."""
+    found: set[str] = set()
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def ours(imports: set[str]) -> set[str]:
+    prefix = "pytest_distcompat."
+    return {name.removeprefix(prefix) for name in imports if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_imports_only_from_lower_floors_or_its_own_room(path: Path) -> None:
+    room = room_of(name_of(path))
+    for other in {room_of(name) for name in ours(imports_of(path))} & set(FLOORS):
+        if other == room:
+            continue
+        if FLOORS[room] == FLOORS[other] == 0:
+            assert WORDS.index(other) < WORDS.index(room), f"{room} imports {other}, which is defined on top of it"
+        else:
+            assert FLOORS[other] < FLOORS[room], f"{room} imports {other} of the same or a higher floor"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_every_module_has_a_room_with_a_floor(path: Path) -> None:
+    assert room_of(name_of(path)) in FLOORS
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if room_of(name_of(path)) != "plugin"], ids=name_of)
+def test_pytest_stays_on_its_floor(path: Path) -> None:
+    assert not {name for name in imports_of(path) if name.split(".")[0] in {"pytest", "_pytest"}}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_torch_is_imported_inside_functions_only(path: Path) -> None:
+    heavy = {"torch", "accelerate", "transformers", "deepspeed", "numpy"}
+    found = {name.split(".")[0] for name in imports_of(path, top_level_only=True)} & heavy
+    assert not found or name_of(path) in NEED_TORCH
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_nothing_imports_what_is_started_by_name(path: Path) -> None:
+    assert not ours(imports_of(path)) & BY_NAME
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_says_in_one_sentence_what_it_is_for_and_stays_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+    assert len(text.splitlines()) <= 300
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_public_things_have_docstrings(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    bare = [
+        node.name
+        for parent in ast.walk(tree)
+        if isinstance(parent, (ast.Module, ast.ClassDef)) and not getattr(parent, "name", "").startswith("_")
+        for node in parent.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_") and not ast.get_docstring(node)
+    ]
+    assert not [name for name in bare if not name.startswith("pytest_")]
+
+
+def test_no_room_for_odds_and_ends() -> None:
+    assert not {name_of(path).split(".")[-1] for path in MODULES} & {"utils", "util", "helpers", "common", "misc", "tools"}
+
+
+def test_importing_everything_the_parent_needs_imports_no_torch() -> None:
+    script = (
+        "import sys, pytest_distcompat, pytest_distcompat.plugin, pytest_distcompat.plugin.session\n"
+        "import pytest_distcompat.plugin.cases, pytest_distcompat.plugin.marked, pytest_distcompat.runner\n"
+        "from pytest_distcompat import CHECKS\n"
+        "from pytest_distcompat.drivers import DRIVERS\n"
+        "from pytest_distcompat.models import MODELS\n"
+        "from pytest_distcompat.strategies import STRATEGIES\n"
+        "assert CHECKS.names() and DRIVERS.names() and MODELS.names() and STRATEGIES.names()\n"
+        "heavy = {'torch', 'numpy', 'accelerate', 'transformers', 'deepspeed'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_importing_the_package_imports_no_pytest() -> None:
+    script = "import sys, pytest_distcompat\nassert not {'pytest', '_pytest', 'torch'} & set(sys.modules)\n"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_list_of_options_is_frozen() -> None:
+    """A new option is a promise: think before you add one, then change CHANGELOG.md, docs/options.md and this list."""
+    assert [option.flag for option in OPTIONS.values()] == [
+        "--distcompat-gpus",
+        "--distcompat-device",
+        "--distcompat-world-size",
+        "--distcompat-strategies",
+        "--distcompat-precisions",
+        "--distcompat-drivers",
+        "--distcompat-timeout",
+        "--distcompat-report",
+        "--distcompat-launcher",
+    ]
+
+
+def test_the_list_of_public_names_is_frozen() -> None:
+    assert sorted(pytest_distcompat.__all__) == [
+        "CHECKS",
+        "Cell",
+        "Check",
+        "CompatSuite",
+        "DistcompatError",
+        "Driver",
+        "Incompatible",
+        "LateFailure",
+        "LifeFailure",
+        "Matrix",
+        "Trace",
+        "UsageProblem",
+        "Verdict",
+        "World",
+        "check",
+        "fails",
+        "refuses",
+    ]
+    assert all(hasattr(pytest_distcompat, name) for name in pytest_distcompat.__all__)
+
+
+def test_the_fixtures_and_the_mark_are_frozen() -> None:
+    from pytest_distcompat.plugin import fixtures, marked
+
+    source = Path(fixtures.__file__).read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    names = [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(d) for d in node.decorator_list)
+    ]
+    assert names == ["cell", "world", "rank", "world_size", "device", "shared_dir", "process_group", "distcompat_case"]
+    assert marked.ARGUMENTS == ("world_size", "strategies", "precisions", "options", "timeout")

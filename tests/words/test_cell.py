@@ -1,0 +1,149 @@
+"""Cells have one id each, and a matrix says which there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.cell import FACETS, OPTIONS, Cell, Matrix
+
+
+@pytest.mark.parametrize(
+    ("cell", "cell_id"),
+    [
+        (Cell("ddp", "fp32"), "ddp-fp32-w2"),
+        (Cell.of("fsdp2", "bf16_mixed", compile=True), "fsdp2-bf16_mixed-w2-compile"),
+        (Cell.of("zero3", "fp32", 4, model="plain"), "zero3-fp32-w4-model_plain"),
+        # In the order of OPTIONS, whatever the order given.
+        (
+            Cell.of("fsdp1", "fp32", 2, offload=True, state_dict="full", model="llama_tied"),
+            "fsdp1-fp32-w2-model_llama_tied-state_dict_full-offload",
+        ),
+    ],
+)
+def test_an_id_reads_aloud_and_back(cell: Cell, cell_id: str) -> None:
+    assert cell.id == str(cell) == cell_id
+    assert Cell.parse(cell_id) == cell
+
+
+def test_options_at_their_default_are_left_out() -> None:
+    told = Cell.of("ddp", "fp32", model="llama", compile=False)
+    assert told == Cell("ddp", "fp32")
+    assert hash(told) == hash(Cell("ddp", "fp32"))
+    assert Cell.parse("ddp-fp32-w2-model_llama-compile_False") == told
+    assert (told.option("model"), told.option("compile")) == ("llama", False)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_value_of_every_option_has_a_token_of_its_own(name: str) -> None:
+    option = OPTIONS[name]
+    for value in option.values:
+        cell = Cell("ddp", "fp32", 2, ((name, value),))
+        assert Cell.parse(cell.id) == cell
+        assert cell.option(name) == value
+    assert len({option.token(value) for value in option.values}) == len(option.values)
+
+
+def test_facets_are_all_there_is_to_say() -> None:
+    facets = Cell.of("ddp", "fp32", 4, compile=True).facets()
+    assert tuple(facets) == FACETS
+    assert (facets["strategy"], facets["precision"], facets["world_size"]) == ("ddp", "fp32", 4)
+    assert (facets["compile"], facets["model"]) == (True, "llama")
+
+
+@pytest.mark.parametrize(
+    ("cell_id", "message"),
+    [
+        ("fsdp2", "'fsdp2' is no cell id; one reads like 'fsdp2-bf16_mixed-w2-compile'"),
+        ("fsdp2-fp32", "'fsdp2-fp32' is no cell id"),
+        ("fsdp2-fp32-2", "'fsdp2-fp32-2' is no cell id"),
+        ("fsdp2-fp32-wx", "'fsdp2-fp32-wx' is no cell id"),
+        ("fsdp2-fp32-w0", "world_size must be at least 1, got 0"),
+        (
+            "fsdp2-fp32-w2-fast",
+            "cell id 'fsdp2-fp32-w2-fast': unknown part 'fast'. Known: model_llama, model_llama_tied, model_plain,",
+        ),
+        ("-fp32-w2", "'-fp32-w2' is no cell id"),
+        ("fsdp2-fp32-w²", "'fsdp2-fp32-w²' is no cell id"),
+    ],
+)
+def test_what_is_no_cell_id(cell_id: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is what is tested
+        Cell.parse(cell_id)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"zap": True}, "no option named 'zap'. Known: model, state_dict, compile, activation_checkpointing, offload"),
+        ({"model": "gpt"}, "option 'model' has no value 'gpt'. Known: 'llama', 'llama_tied', 'plain'"),
+        ({"compile": "yes"}, "option 'compile' has no value 'yes'. Known: False, True"),
+    ],
+)
+def test_a_wrong_option_lists_the_right_ones(options: dict[str, Any], message: str) -> None:
+    for make in (lambda: Cell.of("ddp", "fp32", 2, **options), lambda: Matrix(options=(options,))):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is what is tested
+            make()
+        assert str(caught.value) == message
+
+
+def test_asking_for_an_unknown_option() -> None:
+    with pytest.raises(ValueError, match=r"^no option named 'zap'. Known: model, "):
+        Cell("ddp", "fp32").option("zap")
+
+
+def test_equal_cells_have_one_id() -> None:
+    told: Any = 1
+    assert Cell.of("ddp", "fp32", compile=told).id == Cell.of("ddp", "fp32", compile=True).id
+
+
+def ids(matrix: Matrix) -> list[str]:
+    """The cells where the run knows two strategies and one precision, at world size 2."""
+    return [cell.id for cell in matrix.cells(("ddp", "fsdp2"), ("fp32",), 2)]
+
+
+@pytest.mark.parametrize(
+    ("matrix", "cells"),
+    [
+        (Matrix(), ["ddp-fp32-w2", "fsdp2-fp32-w2"]),
+        (Matrix(strategies=("zero1",)), ["zero1-fp32-w2"]),
+        (Matrix(strategies=("ddp",), precisions=("bf16_pure", "fp32")), ["ddp-bf16_pure-w2", "ddp-fp32-w2"]),
+        (Matrix(strategies=("ddp",), world_sizes=(4, 1)), ["ddp-fp32-w4", "ddp-fp32-w1"]),
+        (
+            Matrix(options=({}, {"compile": True})),
+            ["ddp-fp32-w2", "ddp-fp32-w2-compile", "fsdp2-fp32-w2", "fsdp2-fp32-w2-compile"],
+        ),
+        # Beside the product, once each.
+        (
+            Matrix(strategies=("ddp",), extra=(Cell("zero3", "fp32", 4), Cell("ddp", "fp32"))),
+            ["ddp-fp32-w2", "zero3-fp32-w4"],
+        ),
+        # Two ways to say one cell.
+        (Matrix(strategies=("ddp",), options=({}, {"model": "llama"})), ["ddp-fp32-w2"]),
+    ],
+)
+def test_the_cells_of_a_matrix(matrix: Matrix, cells: list[str]) -> None:
+    assert ids(matrix) == cells
+
+
+def test_a_matrix_takes_any_iterable_but_keeps_tuples() -> None:
+    wanted: Any = ["ddp"]
+    assert Matrix(strategies=wanted) == Matrix(strategies=("ddp",))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("strategies", "ddp"),
+        ("precisions", "fp32"),
+        ("world_sizes", 2),
+        ("options", {"compile": True}),
+        ("options", {}),
+    ],
+)
+def test_what_is_no_tuple_is_turned_away(name: str, value: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        Matrix(**{name: value})
+    assert str(caught.value) == f"Matrix({name}=...) takes a tuple, got {value!r}"

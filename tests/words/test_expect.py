@@ -1,0 +1,110 @@
+"""What an adopter may declare, and which cells it covers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.cell import FACETS, Cell
+from pytest_distcompat.expect import Expectation, fails, refuses
+from pytest_distcompat.failures import UsageProblem
+
+CELL = Cell.of("fsdp2", "bf16_mixed", 2, compile=True)
+
+
+@pytest.mark.parametrize(
+    ("facets", "covered"),
+    [
+        ({}, True),
+        ({"strategy": "fsdp2"}, True),
+        ({"strategy": "fsdp1"}, False),
+        ({"strategy": ("ddp", "fsdp2")}, True),
+        ({"strategy": ()}, False),
+        ({"strategy": "fsdp2", "precision": "fp32"}, False),
+        ({"world_size": 2}, True),
+        ({"world_size": (4, 8)}, False),
+        ({"compile": True}, True),
+        ({"compile": False}, False),
+        ({"compile": (False, True)}, True),
+        # An option that the cell does not name is at its default.
+        ({"model": "llama"}, True),
+        ({"model": "plain"}, False),
+    ],
+)
+def test_an_expectation_covers_cells_by_their_facets(facets: dict[str, Any], *, covered: bool) -> None:
+    assert fails("names", reason="a bug", **facets).covers(CELL, "names") is covered
+    assert refuses("names", match="no", **facets).covers(CELL, "names") is covered
+
+
+def test_an_expectation_is_of_one_check_or_of_all() -> None:
+    assert not fails("names", reason="a bug").covers(CELL, "dtypes")
+    assert refuses(match="no").covers(CELL, "dtypes")
+    assert fails("*", reason="a bug").covers(CELL, "anything")
+
+
+@pytest.mark.parametrize(
+    ("match", "message", "matches"),
+    [
+        ("", "whatever", True),
+        ("SHARDED", "cannot write SHARDED_STATE_DICT", True),
+        (r"^rank \d:", "rank 1: stale", True),
+        ("sharded", "cannot write SHARDED_STATE_DICT", False),
+    ],
+)
+def test_a_match_is_searched_for(match: str, message: str, *, matches: bool) -> None:
+    assert fails("names", reason="a bug", match=match).matches(message) is matches
+
+
+@pytest.mark.parametrize(
+    ("expectation", "text"),
+    [
+        (
+            fails("names", reason="org/repo#1", strategy="fsdp2", compile=True),
+            "fails('names', compile=True, strategy='fsdp2', reason='org/repo#1', match='')",
+        ),
+        (
+            refuses(match="no offload", strategy=("ddp", "zero1")),
+            "refuses('*', strategy=('ddp', 'zero1'), reason='', match='no offload')",
+        ),
+    ],
+)
+def test_an_expectation_reads_as_it_was_written(expectation: Expectation, text: str) -> None:
+    assert str(expectation) == text
+
+
+def make(kind: str, **facets: Any) -> Expectation:
+    if kind == "fails":
+        return fails("names", **{"reason": "a bug", **facets})
+    return refuses("names", **{"match": "no", **facets})
+
+
+@pytest.mark.parametrize("kind", ["fails", "refuses"])
+@pytest.mark.parametrize(
+    ("facets", "message"),
+    [
+        (
+            {"stratgy": "ddp"},
+            f"no facet named 'stratgy'. Known: {', '.join(FACETS)}",
+        ),
+        ({"model": "gpt"}, "model has no value 'gpt'. Known: 'llama', 'llama_tied', 'plain'"),
+        ({"model": ("llama", "gpt")}, "model has no value 'gpt'. Known: 'llama', 'llama_tied', 'plain'"),
+        ({"compile": "yes"}, "compile has no value 'yes'. Known: False, True"),
+        ({"match": "("}, "match='(' is no regular expression: missing ), unterminated subpattern at position 0"),
+        ({"strategy": ["ddp", "fsdp2"]}, "strategy takes one value or a tuple of them, got ['ddp', 'fsdp2']"),
+    ],
+)
+def test_a_wrong_word_lists_the_right_ones(kind: str, facets: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageProblem) as caught:
+        make(kind, **facets)
+    assert str(caught.value) == f"{kind}('names'): {message}"
+
+
+def test_a_known_failure_needs_a_reason() -> None:
+    with pytest.raises(UsageProblem, match=r"^fails\('names'\): say why, best with a link: reason='org/repo#1234'$"):
+        fails("names", reason="")
+
+
+def test_a_refusal_needs_a_message() -> None:
+    with pytest.raises(UsageProblem, match=r"^refuses\('\*'\): give match=, the message that the user is to see$"):
+        refuses(match="")

@@ -1,0 +1,225 @@
+"""One verdict from a check, a trace and what was declared."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import Check
+from pytest_distcompat.expect import Expectation, fails, refuses
+from pytest_distcompat.judge import Verdict, judge, skipped
+from pytest_distcompat.scenario import RESUME, RESUME_LIFE, TRAIN, TRAIN_LIFE, Life
+from pytest_distcompat.trace import LifeEnd, LifeTrace, Moment, Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+CELL = Cell("fsdp2", "fp32")
+KNOWN = fails("toy", reason="org/repo#1")
+REFUSED = refuses("toy", match="not supported", reason="by design")
+
+
+def lived(life: Life, end: LifeEnd | None = None) -> LifeTrace:
+    """A life on two ranks; where it broke off, rank 0 had done the verb and rank 1 had not."""
+    moments = [
+        Moment(rank, life.name, verb, index)
+        for index, verb in enumerate(life.verbs)
+        for rank in range(2)
+        if end is None or index < end.index or (index == end.index and rank == 0)
+    ]
+    return LifeTrace(life.name, 2, tuple(moments), end)
+
+
+def toy(*findings: str, until: tuple[str, int] = ("step", 2)) -> Check:
+    return Check("toy", TRAIN, (("train", *until),), lambda cell, trace: findings)
+
+
+def ended(kind: str, verb: str = "", message: str = "boom", life: Life = TRAIN_LIFE, nth: int = 0) -> LifeEnd:
+    """Broken off in the nth such verb; outside of any without one."""
+    index = [place for place, name in enumerate(life.verbs) if name == verb][nth] if verb else -1
+    return LifeEnd(kind, f"rank 1 raised {message}", f"the whole story of {message}", verb, index)
+
+
+def verdict(check: Check, *declared: Expectation, end: LifeEnd | None = None) -> Verdict:
+    return judge(check, CELL, Trace.of("hand-made", [lived(TRAIN_LIFE, end)]), declared)
+
+
+def test_what_holds_passes() -> None:
+    found = verdict(toy())
+    assert found == Verdict("toy", "fsdp2-fp32-w2", "passed")
+    assert found.ok
+
+
+def test_what_does_not_hold_fails_with_all_findings() -> None:
+    found = verdict(toy("rank 0: stale", "rank 1: stale"))
+    assert (found.status, found.message, found.ok) == ("failed", "rank 0: stale\nrank 1: stale", False)
+
+
+def test_hundreds_of_findings_are_cut() -> None:
+    lines = verdict(toy(*(f"finding {number}" for number in range(300)))).message.splitlines()
+    assert lines[-2:] == ["finding 11", "... and 288 more"]
+
+
+def test_a_cell_that_was_not_run_says_why() -> None:
+    found = skipped("toy", CELL, "needs 4 GPUs")
+    assert (found.status, found.message, found.reason, found.ok) == ("skipped", "needs 4 GPUs", "needs 4 GPUs", False)
+    assert (found.check, found.cell) == ("toy", CELL.id)
+
+
+def test_a_known_failure() -> None:
+    found = verdict(toy("rank 0: stale"), KNOWN)
+    assert (found.status, found.message, found.reason) == ("known", "rank 0: stale", "org/repo#1")
+    assert not found.ok
+
+
+def test_a_known_failure_that_passes_is_told() -> None:
+    found = verdict(toy(), KNOWN)
+    assert (found.status, found.reason, found.ok) == ("fixed?", "org/repo#1", False)
+    assert found.message == f"declared to fail, but it passes: fixed? Then remove {KNOWN}"
+
+
+def test_a_failure_other_than_the_known_one() -> None:
+    other = fails("toy", reason="org/repo#1", match="masters")
+    assert verdict(toy("rank 0: bfloat16 masters"), other).status == "known"
+    found = verdict(toy("rank 0: stale"), other)
+    assert (found.status, found.ok) == ("failed", False)
+    assert found.message == f"fails otherwise than declared ({other})\n\nrank 0: stale"
+
+
+def test_an_exception_may_be_a_known_failure() -> None:
+    matching = fails("toy", reason="org/repo#1", match="story of boom")
+    assert verdict(toy(), KNOWN, end=ended("raised", "step")).status == "known"
+    assert verdict(toy(), matching, end=ended("raised", "step")).status == "known"
+    assert verdict(toy(), matching, end=ended("raised", "step", "bang")).status == "failed"
+
+
+@pytest.mark.parametrize("kind", ["crashed", "hung"])
+@pytest.mark.parametrize("declared", [(), (KNOWN,), (REFUSED,), (fails("*", reason="all is known"),)])
+@pytest.mark.parametrize("verb", ["", "build", "step"])
+def test_nothing_covers_a_crash_or_a_hang(kind: str, declared: Iterable[Expectation], verb: str) -> None:
+    found = verdict(toy(), *declared, end=ended(kind, verb, "not supported"))
+    assert (found.status, found.message, found.ok) == (kind, "the whole story of not supported", False)
+
+
+@pytest.mark.parametrize("kind", ["raised", "crashed", "hung"])
+@pytest.mark.parametrize(
+    ("verb", "nth", "concerned"),
+    [("build", 0, True), ("step", 1, True), ("step", 2, True), ("save", 0, False), ("step", 3, False)],
+)
+def test_a_life_broken_off_after_the_evidence_does_not_concern_the_check(
+    kind: str, verb: str, nth: int, *, concerned: bool
+) -> None:
+    found = verdict(toy(until=("step", 2)), end=ended(kind, verb, nth=nth))
+    expected = {"raised": "failed"}.get(kind, kind) if concerned else "passed"
+    assert found.status == expected
+    # Evidence that was found before the end stays evidence.
+    assert verdict(toy("stale"), end=ended(kind, verb, nth=nth)).message.startswith(
+        "the whole" if concerned else "stale"
+    )
+
+
+def test_a_check_of_the_plain_model_needs_no_more() -> None:
+    assert verdict(toy(until=("plain", 0)), end=ended("crashed", "build")).status == "passed"
+    assert verdict(toy(until=("plain", 0)), end=ended("crashed", "plain")).status == "crashed"
+
+
+@pytest.mark.parametrize(("kind", "status"), [("raised", "failed"), ("crashed", "crashed"), ("hung", "hung")])
+@pytest.mark.parametrize("until", [("plain", 0), ("step", 2), ("files", 0)])
+def test_an_end_outside_of_any_verb_concerns_every_check(kind: str, status: str, until: tuple[str, int]) -> None:
+    # All moments are there: it happened at exit.
+    whole = LifeTrace("train", 2, lived(TRAIN_LIFE).moments, ended(kind))
+    found = judge(toy(until=until), CELL, Trace.of("hand-made", [whole]))
+    assert (found.status, found.message) == (status, "the whole story of boom")
+
+
+def both(train: LifeEnd | None, resume: LifeEnd | None) -> Verdict:
+    check = Check("toy", RESUME, (("train", "step", 4), ("resume", "step", 1)), lambda cell, trace: ())
+    return judge(check, CELL, Trace.of("hand-made", [lived(TRAIN_LIFE, train), lived(RESUME_LIFE, resume)]))
+
+
+def test_a_check_of_two_lives_needs_both() -> None:
+    assert both(None, None).status == "passed"
+    assert both(ended("raised", "save"), None).status == "failed"
+    assert both(None, ended("hung", "load", life=RESUME_LIFE)).status == "hung"
+    assert both(ended("raised", "files"), None).status == "passed"
+
+
+def test_a_life_that_was_never_begun_for_the_one_before_it() -> None:
+    # As the runner writes it: no moments, and the end of the life whose checkpoint it would have loaded.
+    end = ended("raised", "files")
+    check = Check("toy", RESUME, (("train", "step", 4), ("resume", "step", 1)), lambda cell, trace: ())
+    trace = Trace.of("hand-made", [lived(TRAIN_LIFE, end), LifeTrace("resume", 2, (), end)])
+    assert judge(check, CELL, trace).status == "failed"
+
+
+@pytest.mark.parametrize("verb", ["plain", "build"])
+def test_refused_at_build_as_declared(verb: str) -> None:
+    found = verdict(toy(), REFUSED, end=ended("raised", verb, "ValueError: not supported"))
+    assert (found.status, found.message, found.reason) == (
+        "refused",
+        "rank 1 raised ValueError: not supported",
+        "by design",
+    )
+    assert found.ok
+
+
+def test_a_refusal_without_a_reason_gives_the_error_for_one() -> None:
+    bare = refuses("toy", match="not supported")
+    found = verdict(toy(), bare, end=ended("raised", "build", "ValueError: not supported"))
+    assert (found.status, found.reason) == ("refused", "ValueError: not supported")
+
+
+def test_refused_with_another_message() -> None:
+    found = verdict(toy(), REFUSED, end=ended("raised", "build"))
+    assert (found.status, found.ok) == ("failed", False)
+    assert found.message.startswith(f"refused with another message than 'not supported'\ndeclared: {REFUSED}\n\n")
+    assert found.message.endswith("the whole story of boom")
+
+
+@pytest.mark.parametrize("verb", ["step", "save", "files"])
+def test_refused_late(verb: str) -> None:
+    # In any verb after build, whether or not the check itself has all it needs by then.
+    found = verdict(toy(), REFUSED, end=ended("raised", verb, "not supported"))
+    assert (found.status, found.ok) == ("late", False)
+    assert found.message.startswith(
+        f"refused only at {verb!r}, after build; expected at build\ndeclared: {REFUSED}\n\n"
+    )
+
+
+@pytest.mark.parametrize("findings", [(), ("stale",)])
+def test_never_refused(findings: tuple[str, ...]) -> None:
+    found = verdict(toy(*findings), REFUSED)
+    assert (found.status, found.ok) == ("failed", False)
+    assert found.message == (
+        "expected to be refused at build with a message like 'not supported', but it ran to the end\n"
+        f"declared: {REFUSED}"
+    )
+
+
+@pytest.mark.parametrize("kind", ["crashed", "hung"])
+def test_a_refusal_is_no_crash_later(kind: str) -> None:
+    found = verdict(toy(), REFUSED, end=ended(kind, "save", "not supported"))
+    assert (found.status, found.ok) == (kind, False)
+
+
+def test_a_refusal_goes_before_a_known_failure() -> None:
+    assert verdict(toy(), KNOWN, REFUSED, end=ended("raised", "build", "not supported")).status == "refused"
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        fails("other", reason="a bug"),
+        fails("toy", reason="a bug", strategy="ddp"),
+        refuses("toy", match="x", world_size=4),
+    ],
+)
+def test_what_is_declared_of_others_is_no_excuse(declared: Expectation) -> None:
+    assert verdict(toy("stale"), declared).status == "failed"
+    assert verdict(toy(), declared).status == "passed"
+
+
+def test_an_exception_without_a_text_is_a_failure() -> None:
+    assert verdict(toy(), end=LifeEnd("raised", "", "", "build", 1)).status == "failed"

@@ -1,0 +1,129 @@
+"""Shelves: what stands on them, in which order, and what a wrong name is told."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.cell import OPTIONS, Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.drivers import DRIVERS, Driver, find_driver
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.models import MODELS
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.shelf import Shelf
+from pytest_distcompat.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SHELVES: dict[str, tuple[Shelf[Any], tuple[str, ...]]] = {
+    "strategy": (STRATEGIES, ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")),
+    "precision": (PRECISIONS, ("fp32", "bf16_mixed", "bf16_pure")),
+    "driver": (DRIVERS, ("torch", "accelerate")),
+    "check": (CHECKS, ("active", "names", "optimizer", "dtypes", "resume")),
+    "model": (MODELS, ("llama", "llama_tied", "plain")),
+}
+
+
+@pytest.mark.parametrize("word", SHELVES)
+def test_what_stands_there_in_order(word: str) -> None:
+    shelf, known = SHELVES[word]
+    # Others may be added at any place; these come in this order.
+    assert tuple(name for name in shelf.names() if name in known) == known
+    assert all(shelf.get(name).name == name for name in shelf.names())
+
+
+@pytest.mark.parametrize("word", SHELVES)
+def test_a_wrong_name_is_told_the_right_ones(word: str) -> None:
+    shelf, _ = SHELVES[word]
+    with pytest.raises(UsageProblem) as caught:
+        shelf.get("zero9")
+    assert str(caught.value) == f"no {word} named 'zero9'. Known: {', '.join(shelf.names())}."
+
+
+def test_the_model_option_takes_the_models_that_there_are() -> None:
+    assert OPTIONS["model"].values == MODELS.names()
+
+
+@pytest.mark.parametrize("name", CHECKS.names())
+def test_a_check_says_what_to_do_if_it_fails(name: str) -> None:
+    assert "If it fails:" in CHECKS.get(name).text
+
+
+class Thing:
+    """What the shelf of the tests below holds."""
+
+    def __init__(self, name: str, order: int = 0) -> None:
+        self.name, self.order = name, order
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """An empty package of a name of its own, importable."""
+    folder = tmp_path / f"shelf_of_{request.node.name}"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    # The modules below find the class there: under importlib mode this file has no name to import.
+    monkeypatch.setitem(sys.modules, "the_things", sys.modules[__name__])
+    return folder
+
+
+def test_one_file_adds_one_thing(package: Path) -> None:
+    (package / "b.py").write_text("from the_things import Thing\nB, C = Thing('b', 1), Thing('c', -1)")
+    (package / "a.py").write_text("from the_things import Thing\nA = Thing('a', 1)")
+    (package / "_hidden.py").write_text("raise RuntimeError")
+    assert Shelf(package.name, Thing, "thing").names() == ("c", "a", "b")
+
+
+def test_classes_count_where_they_are_defined(package: Path) -> None:
+    (package / "a.py").write_text("from the_things import Thing\nclass A(Thing):\n    name = 'a'")
+    (package / "b.py").write_text(f"from {package.name}.a import A\nclass B(A):\n    name = 'b'")
+    assert Shelf(package.name, Thing, "thing").names() == ("a", "b")
+
+
+def test_a_module_that_holds_nothing(package: Path) -> None:
+    # The class alone is no thing.
+    (package / "empty.py").write_text("from the_things import Thing")
+    with pytest.raises(TypeError, match=rf"^{package.name}.empty holds no Thing$"):
+        Shelf(package.name, Thing, "thing").names()
+
+
+def test_two_things_of_one_name(package: Path) -> None:
+    for name in ("a", "b"):
+        (package / f"{name}.py").write_text("from the_things import Thing\nX = Thing('x')")
+    with pytest.raises(TypeError, match="holds a second thing named 'x'"):
+        Shelf(package.name, Thing, "thing").names()
+
+
+class MyDriver(Driver):
+    """An adopter's own."""
+
+
+def test_an_adopters_own_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "my_trainer", sys.modules[__name__])
+    assert find_driver("my_trainer:MyDriver") is MyDriver
+    assert find_driver("torch") is DRIVERS.get("torch")
+    cell = Cell.of("ddp", "fp32", model="plain")
+    assert MyDriver.unable(cell) == "the MyDriver driver does not speak option 'model'"
+    assert MyDriver.unable(Cell("ddp", "fp32")) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_trainer:Thing", "; expected a subclass of pytest_distcompat.Driver"),
+        ("my_trainer:pytest", "; expected a subclass of pytest_distcompat.Driver"),
+        ("my_trainer:Nothing", "has no attribute 'Nothing'"),
+        ("no_such_module_at_all:Driver", "No module named 'no_such_module_at_all'"),
+    ],
+)
+def test_what_is_no_driver(monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+    monkeypatch.setitem(sys.modules, "my_trainer", sys.modules[__name__])
+    with pytest.raises(UsageProblem) as caught:
+        find_driver(name)
+    assert str(caught.value).startswith(f"driver {name!r}")
+    assert str(caught.value).endswith(message)

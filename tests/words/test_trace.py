@@ -1,0 +1,110 @@
+"""A trace is plain data: through JSON and back, nothing changes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from pytest_distcompat.trace import (
+    CollectiveFact,
+    ComputeFact,
+    FileFact,
+    LifeTrace,
+    ModelFact,
+    Moment,
+    OptimizerFact,
+    ParameterFact,
+    PlainFact,
+    StateFact,
+    StepFact,
+    Trace,
+)
+
+FACT = ParameterFact("a.weight", (3, 2), "bfloat16", trainable=False, kind="DTensor", local_numel=3, digest="d", held=1)
+FULL = Moment(
+    1,
+    "train",
+    "step",
+    4,
+    seconds=0.5,
+    loss=2.25,
+    plain=PlainFact((FACT,), (FACT,), ("a.weight", "b.weight"), (("a.weight", "b.weight"),)),
+    model=ModelFact("Toy", {"FSDP2": 3}, (FACT,), (), 2, None, "gloo", 3, {"x.a": "a"}),
+    optimizer=OptimizerFact(
+        ("Outer", "AdamW"), 2, 1, (StateFact("a.weight", "step", "float", 1, "d"),), {"a.weight": 3}
+    ),
+    scheduler="last_epoch=1",
+    steps=(StepFact("AdamW", ("float32",), (), ("float32", "bfloat16")),),
+    compute=(ComputeFact("a", "float32", "float32", "bfloat16"),),
+    collectives=(CollectiveFact("allreduce", "float32", 2, 6),),
+    files=(FileFact("model.safetensors", "safetensors", "model", ("a.weight",)),),
+)
+
+
+@pytest.mark.parametrize("moment", [FULL, Moment(0, "train", "plain", 0), replace(FULL, model=None, loss=None)])
+def test_a_moment_comes_back_from_json(moment: Moment) -> None:
+    assert Moment.from_json(json.loads(json.dumps(moment.to_json()))) == moment
+
+
+def test_a_loss_that_is_no_number_comes_back_too() -> None:
+    back = Moment.from_json(json.loads(json.dumps(replace(FULL, loss=math.nan).to_json())))
+    assert back.loss is not None
+    assert math.isnan(back.loss)
+
+
+def test_what_a_newer_probe_adds_is_passed_over() -> None:
+    data = FULL.to_json()
+    data["model"]["colour"] = data["colour"] = "blue"
+    assert Moment.from_json(data) == FULL
+
+
+def life(*places: tuple[int, str, int]) -> LifeTrace:
+    return LifeTrace("train", 2, tuple(Moment(rank, "train", verb, index) for rank, verb, index in places))
+
+
+#: Two ranks, of which the second wrote first and did not get to the last step.
+TWO_RANKS = life((1, "build", 0), (0, "build", 0), (1, "step", 1), (0, "step", 1), (0, "save", 2), (0, "step", 3))
+
+
+@pytest.mark.parametrize(
+    ("verb", "nth", "ranks"),
+    [
+        ("build", 0, [0, 1]),
+        ("step", 0, [0, 1]),
+        ("step", 1, [0]),
+        ("step", -1, [0]),
+        ("step", -2, [0, 1]),
+        ("step", 2, []),
+        ("step", -3, []),
+        ("load", 0, []),
+    ],
+)
+def test_moments_are_found_by_verb_and_ordered_by_rank(verb: str, nth: int, ranks: list[int]) -> None:
+    moments = TWO_RANKS.at(verb, nth)
+    assert [moment.rank for moment in moments] == ranks
+    assert {moment.verb for moment in moments} <= {verb}
+    assert len({moment.index for moment in moments}) <= 1
+
+
+def test_the_first_is_the_lowest_ranks() -> None:
+    first = TWO_RANKS.first("build")
+    assert first is not None
+    assert first.rank == 0
+    assert TWO_RANKS.first("load") is None
+
+
+def test_a_place_in_a_life() -> None:
+    assert [moment.rank for moment in TWO_RANKS.at_index(1)] == [0, 1]
+    assert TWO_RANKS.at_index(9) == ()
+
+
+def test_the_lives_of_a_trace() -> None:
+    train, resume = TWO_RANKS, replace(TWO_RANKS, name="resume")
+    trace = Trace.of("torch", [train, resume])
+    assert list(trace) == [train, resume]
+    assert (trace.life(), trace.life("resume")) == (train, resume)
+    with pytest.raises(KeyError):
+        trace.life("export")
