@@ -1,7 +1,7 @@
 """What the probes of all ranks wrote: plain data, JSON in and out, the only thing that leaves the ranks.
 
 Dtypes are torch's names without the prefix (``"float32"``, ``"bfloat16"``), shapes are tuples of ints, a digest is a
-hash of a tensor's local bytes: equal digests mean equal values, bit by bit.
+hash of a tensor's local values, whatever dtype they are kept in: equal digests mean equal values, bit by bit.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class OptimizerFact:
 
     ``foreign`` counts entries that are no live parameter of the model (a stale optimizer has nothing but these).
     ``partitioned`` maps a live parameter's name to how many of its elements this rank's flat master holds (ZeRO).
+    ``groups`` has the numbers of each parameter group: ``lr``, ``weight_decay``, ``betas.0``.
     """
 
     chain: tuple[str, ...]
@@ -91,6 +92,7 @@ class OptimizerFact:
     foreign: int = 0
     states: tuple[StateFact, ...] = ()
     partitioned: Mapping[str, int] = field(default_factory=dict)
+    groups: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,16 @@ class CollectiveFact:
 
 @dataclass(frozen=True)
 class FileFact:
-    """One saved file: its path relative to the checkpoint, what it holds and under which keys."""
+    """One saved file: its path relative to the checkpoint, what it holds and under which keys.
+
+    ``shapes`` has the global shape of what stands under a key of a model, where the file tells it.
+    """
 
     path: str
     format: str
     holds: str
     keys: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

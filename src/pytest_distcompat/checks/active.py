@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
-from pytest_distcompat.trace import LifeTrace, ModelFact, Moment, Trace
+from pytest_distcompat.trace import LifeTrace, ModelFact, Moment, PlainFact, Trace
 
 #: Collectives that add gradients up.
 REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor",
                         "reduce_scatter_tensor_coalesced", "allreduce_coalesced", "all_reduce"})  # fmt: skip
+#: Fewer than this part of the trainable elements are metrics or norms; compressed and unused gradients are more.
+LEAST_REDUCED = 0.1
 
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=0)
@@ -38,8 +41,11 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     trained = life.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
     if cell.world_size > 1:
+        oracle = life.first("plain")
+        facts = oracle.plain.parameters if oracle and oracle.plain else ()
+        trainable = sum(math.prod(fact.shape) for fact in facts if fact.trainable)
         for moment in trained:
-            yield from _reduced(moment)
+            yield from _reduced(moment, trainable)
         if not strategy.shards:
             yield from _same_everywhere(trained)
 
@@ -81,15 +87,41 @@ def _shards(strategy: Strategy, cell: Cell, life: LifeTrace) -> Iterator[str]:
     # Between one copy and all of them lies rounding up: ZeRO-3 pads every shard, which shows on tiny parameters.
     if strategy.shards and cell.world_size > 1 and not 0.99 <= copies < (1 + cell.world_size) / 2:
         yield f"all ranks together store {copies:.2f} copies of the parameters; expected 1, each rank its shard"
+    elif strategy.shards and cell.world_size > 1 and oracle and oracle.plain:
+        yield from _each_once(strategy, cell, oracle.plain, built)
     if not strategy.shards and abs(copies - cell.world_size) > 0.01:
         yield f"all ranks together store {copies:.2f} copies of the parameters; expected {cell.world_size}, one a rank"
 
 
-def _reduced(moment: Moment) -> Iterator[str]:
+def _each_once(strategy: Strategy, cell: Cell, plain: PlainFact, built: tuple[Moment, ...]) -> Iterator[str]:
+    """The same for each parameter: one that was left out of the sharding hardly shows in the sum.
+
+    Flat parameters have no names to tell by, and a parameter without a counterpart is what the names check speaks of.
+    """
+    whole = {fact.name: math.prod(fact.shape) for fact in plain.parameters}
+    stored: Counter[str] = Counter()
+    for moment in built:
+        for fact in moment.model.parameters if moment.model else ():
+            stored[strategy.canonical(fact.name, cell, whole)] += fact.local_numel
+    for name, numel in whole.items():
+        most = max(numel + cell.world_size - 1, numel * (1 + cell.world_size) / 2)
+        if name in stored and not numel <= stored[name] <= most:
+            found = f"{stored[name]} elements of {name!r}, which has {numel}"
+            yield f"all ranks together store {found}; expected each one once"
+
+
+def _reduced(moment: Moment, trainable: int) -> Iterator[str]:
     seen = [fact for fact in moment.collectives if fact.op in REDUCTIONS and fact.numel > 1]
     if not seen:
         ops = ", ".join(sorted({fact.op for fact in moment.collectives})) or "none"
         yield f"rank {moment.rank}: no gradient was reduced in a step (collectives seen: {ops}); ranks train on their own"
+        return
+    most = sum(fact.calls * fact.numel for fact in seen if "float" in fact.dtype)
+    if most < LEAST_REDUCED * trainable:
+        yield (
+            f"rank {moment.rank}: only {most} elements were reduced in a step, of {trainable} trainable ones; "
+            "that is no gradient, ranks train on their own"
+        )
 
 
 def _same_everywhere(trained: tuple[Moment, ...]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 from pytest_distcompat.cell import Cell
@@ -11,9 +12,6 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Dtypes
 from pytest_distcompat.trace import Moment, Trace
-
-#: A reduction of fewer elements is a norm, a count or a flag, no gradient.
-SMALLEST_GRADIENT = 2
 
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=3)
@@ -28,11 +26,12 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     row = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
     trained = trace.life().at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
+    smallest = _smallest_gradient(cell, trace)
     for moment in trained:
         yield from _stored(row, moment)
         yield from _computed(row, moment, compiled=bool(cell.option("compile")))
         if cell.world_size > 1:
-            yield from _reduced(row, moment)
+            yield from _reduced(row, moment, smallest)
     yield from _stepped(row, trained)
 
 
@@ -54,11 +53,21 @@ def _computed(row: Dtypes, moment: Moment, *, compiled: bool) -> Iterator[str]:
         yield f"rank {moment.rank}: matrix products ran in {_list(found)}; expected {row.compute}"
 
 
-def _reduced(row: Dtypes, moment: Moment) -> Iterator[str]:
+def _smallest_gradient(cell: Cell, trace: Trace) -> int:
+    """A reduction of fewer elements is a norm, a metric or a flag, no gradient.
+
+    ZeRO reduces a parameter that lies across two partitions in slices, hence the division.
+    """
+    first = trace.life().first("plain")
+    facts = first.plain.parameters if first and first.plain else ()
+    return max(2, min((math.prod(fact.shape) for fact in facts if fact.trainable), default=0) // cell.world_size)
+
+
+def _reduced(row: Dtypes, moment: Moment, smallest: int) -> Iterator[str]:
     found = {
         fact.dtype
         for fact in moment.collectives
-        if fact.op in REDUCTIONS and fact.numel >= SMALLEST_GRADIENT and "float" in fact.dtype
+        if fact.op in REDUCTIONS and fact.numel >= smallest and "float" in fact.dtype
     }
     if found != {row.reduce}:
         yield f"rank {moment.rank}: gradients were reduced in {_list(found)}; expected {row.reduce}"
@@ -68,7 +77,9 @@ def _stepped(row: Dtypes, trained: tuple[Moment, ...]) -> Iterator[str]:
     for moment in trained:
         if not moment.steps:
             yield f"rank {moment.rank}: no optimizer stepped"
-        for step in moment.steps[:1]:
+        if not _holds(moment):
+            continue
+        for step in moment.steps:
             for what, found, expected in (
                 ("updates", step.master, row.master),
                 ("is given gradients in", step.gradient, row.gradient),
@@ -77,6 +88,12 @@ def _stepped(row: Dtypes, trained: tuple[Moment, ...]) -> Iterator[str]:
                 if set(found) != {expected}:
                     who = f"rank {moment.rank}: {step.optimizer}"
                     yield f"{who} {what} {_list(found)}{' masters' if what == 'updates' else ''}; expected {expected}"
+
+
+def _holds(moment: Moment) -> bool:
+    """Whether there is anything on this rank to step on: of a small model, the last of many ranks may hold nothing."""
+    facts = moment.model.parameters if moment.model else ()
+    return any(fact.trainable and fact.local_numel for fact in facts)
 
 
 def _list(dtypes: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from pytest_distcompat.trace import FileFact, Moment, PlainFact, Trace
 def names(cell: Cell, trace: Trace) -> Iterator[str]:
     """Live names, without the segments of the cell's own wrappers, equal the plain model's, one to one; so do the names
     under which the optimizer keeps state; and every key in every saved file is a plain name, with nothing to take off.
+    Under each name stands a tensor of the plain shape, and no parameter or persistent buffer is in no file.
 
     If it fails: look for the segment that is too many (``_orig_mod``, ``module``, ``_fsdp_wrapped_module``,
     ``_checkpoint_wrapped_module``) and for what saved it without ``get_model_state_dict``, which takes them off
@@ -45,6 +46,7 @@ class _Oracle:
         self.parameters = {self.same(fact.name) for fact in plain.parameters}
         self.trainable = {self.same(fact.name) for fact in plain.parameters if fact.trainable}
         self.saved = set(plain.state_dict)
+        self.shapes = {fact.name: tuple(fact.shape) for fact in (*plain.parameters, *plain.buffers)}
 
     def same(self, name: str) -> str:
         """The first of the names that are tied to this one; the name itself if none is."""
@@ -68,6 +70,15 @@ class _Oracle:
             yield f"{where}: parameter {name!r} of the plain model has no live counterpart"
         for name in sorted(name for name, count in found.items() if count > 1):
             yield f"{where}: {found[name]} live parameters map to {name!r}; expected one"
+        for fact in moment.model.parameters:
+            expected = self.shape(fact.name)
+            # A shard of FSDP1 has only its own shape.
+            if fact.kind != "FSDP1 shard" and expected not in {None, tuple(fact.shape)}:
+                yield f"{where}: live parameter {fact.name!r} has shape {fact.shape}; {expected} in the plain model"
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """That of the plain parameter or buffer; None if there is none."""
+        return self.shapes.get(self.canonical(name))
 
     def optimizer(self, trained: tuple[Moment, ...]) -> Iterator[str]:
         """Over all ranks together: a rank has no state of a parameter of which it holds no element."""
@@ -88,6 +99,7 @@ class _Oracle:
 
     def files(self, files: tuple[FileFact, ...]) -> Iterator[str]:
         covered: set[str] = set()
+        optimized: set[str] = set()
         for file in files:
             known = self.saved | self.parameters if file.holds == "model" else self.trainable | set(self.one)
             for key in file.keys:
@@ -95,9 +107,18 @@ class _Oracle:
                     closest = self.canonical(key)
                     hint = f"; expected {closest!r}" if closest in known else ""
                     yield f"file {file.path!r}: key {key!r} is no name of the plain model{hint}"
-            if file.holds == "model":
-                covered |= {self.same(key) for key in file.keys}
-        missing = sorted(self.parameters - covered)
-        if missing:
-            names = ", ".join(repr(name) for name in missing[:3])
-            yield f"{len(missing)} of {len(self.parameters)} parameters stand in no saved file, first {names}"
+                elif key in file.shapes and (found := tuple(file.shapes[key])) != (expected := self.shape(key)):
+                    yield f"file {file.path!r}: {key!r} has shape {found}; {expected} in the plain model"
+            (covered if file.holds == "model" else optimized).update(self.same(key) for key in file.keys)
+        buffers = {fact.name for fact in self.plain.buffers if fact.placement == "persistent"}
+        yield from _missing("parameters", self.parameters, covered)
+        yield from _missing("persistent buffers", buffers, covered)
+        if optimized:  # some number their parameters; then there are no names to miss
+            yield from _missing("trainable parameters' optimizer states", self.trainable, optimized)
+
+
+def _missing(what: str, wanted: set[str], covered: set[str]) -> Iterator[str]:
+    missing = sorted(wanted - covered)
+    if missing:
+        names = ", ".join(repr(name) for name in missing[:3])
+        yield f"{len(missing)} of {len(wanted)} {what} stand in no saved file, first {names}"

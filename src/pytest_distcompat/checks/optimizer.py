@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
@@ -15,8 +15,9 @@ from pytest_distcompat.trace import LifeTrace, Moment, Trace
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=2)
 def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Every trainable parameter is in the optimizer exactly once, as the very tensor that the model holds now (or, under
-    ZeRO, with each of its elements in one rank's flat master); each one moves in three steps, and no frozen one does.
+    """Every parameter that is trainable in the plain model is in the optimizer exactly once, as the very tensor that
+    the model holds now (or, under ZeRO, with each of its elements in one rank's flat master); each one moves in three
+    steps, by a gradient and not by weight decay alone, and no frozen one does.
 
     If it fails: the optimizer was probably made before the model was wrapped and holds the old tensors. Make it after,
     or hand both to ``prepare`` together; nothing else tells, the loss just stays where it is.
@@ -24,14 +25,30 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
     life = trace.life()
     built, trained = life.at("build"), life.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
+    trainable = _trainable(cell, life, built)
     for moment in built:
-        yield from _held(moment)
+        yield from _held(moment, trainable)
     if STRATEGIES.get(cell.strategy).flat_masters:
-        yield from _partitions(life, built)
-    yield from _moves(built, trained)
+        yield from _partitions(built, trainable)
+    yield from _moves(built, trained, trainable)
 
 
-def _held(moment: Moment) -> Iterator[str]:
+def _trainable(cell: Cell, life: LifeTrace, built: tuple[Moment, ...]) -> Mapping[str, bool]:
+    """Live name -> whether it is to be trained: as in the plain model, for a trainer may freeze or thaw by mistake.
+
+    Of a live parameter that has no counterpart there (a flat one, a renamed one) only the trainer can tell.
+    """
+    first = life.first("plain")
+    plain = {fact.name: fact.trainable for fact in (first.plain.parameters if first and first.plain else ())}
+    strategy = STRATEGIES.get(cell.strategy)
+    return {
+        fact.name: plain.get(strategy.canonical(fact.name, cell, plain), fact.trainable)
+        for moment in built
+        for fact in (moment.model.parameters if moment.model else ())
+    }
+
+
+def _held(moment: Moment, trainable: Mapping[str, bool]) -> Iterator[str]:
     where = f"rank {moment.rank}"
     if moment.optimizer is None or moment.model is None:
         yield f"{where}: no optimizer after build; the driver must set self.model and self.optimizer"
@@ -42,12 +59,12 @@ def _held(moment: Moment) -> Iterator[str]:
             "of the live model (stale)"
         )
     for fact in moment.model.parameters:
-        if fact.trainable and fact.held is not None and fact.held != 1:
+        if trainable[fact.name] and fact.held is not None and fact.held != 1:
             often = "not in the optimizer" if not fact.held else f"in the optimizer {fact.held} times"
             yield f"{where}: trainable parameter {fact.name!r} is {often}; expected once"
 
 
-def _partitions(life: LifeTrace, built: tuple[Moment, ...]) -> Iterator[str]:
+def _partitions(built: tuple[Moment, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
     """Each element of each trainable parameter is in the flat master of exactly one rank."""
     held: dict[str, int] = defaultdict(int)
     for moment in built:
@@ -55,23 +72,38 @@ def _partitions(life: LifeTrace, built: tuple[Moment, ...]) -> Iterator[str]:
             held[name] += numel
     for fact in built[0].model.parameters if built and built[0].model else ():
         expected = math.prod(fact.shape)
-        if fact.trainable and held[fact.name] != expected:
+        if trainable[fact.name] and held[fact.name] != expected:
             yield (
                 f"all ranks together: {held[fact.name]} of {expected} elements of trainable parameter {fact.name!r} are in "
                 "the optimizer; expected each one once"
             )
 
 
-def _moves(built: tuple[Moment, ...], trained: tuple[Moment, ...]) -> Iterator[str]:
-    """A parameter moved if its shard changed on any rank: a rank may hold none of it."""
+def _moves(built: tuple[Moment, ...], trained: tuple[Moment, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
+    """A parameter moved if its shard changed on any rank; a rank may hold none of it, a silent one tells nothing."""
     before, after = _digests(built), _digests(trained)
-    trainable = {fact.name: fact.trainable for moment in built if moment.model for fact in moment.model.parameters}
-    still = [name for name, train in trainable.items() if train and before[name] == after[name]]
-    for name in still:
-        yield f"trainable parameter {name!r} did not move in three steps, on any rank"
+    ranks = {moment.rank for moment in trained if moment.model} & {moment.rank for moment in built if moment.model}
+    still = _without_gradient(trained)
     for name, train in trainable.items():
-        if not train and before[name] != after[name]:
+        moved = any(before[name].get(rank) != after[name].get(rank) for rank in ranks)
+        if train and ranks and not moved:
+            yield f"trainable parameter {name!r} did not move in three steps, on any rank"
+        elif train and name in still:
+            yield f"trainable parameter {name!r} had no gradient in three steps: its state in the optimizer is all zero"
+        elif moved and not train:
             yield f"frozen parameter {name!r} moved"
+    for name in sorted(still - set(trainable)):
+        yield f"{name} of the optimizer had no gradient in three steps: its state is all zero"
+
+
+def _without_gradient(trained: tuple[Moment, ...]) -> set[str]:
+    """Whose state in the optimizer is zero in every element on every rank, the count of steps aside."""
+    zero: dict[str, bool] = {}
+    for moment in trained:
+        for state in moment.optimizer.states if moment.optimizer else ():
+            if state.key not in {"step", "master"} and state.numel:
+                zero[state.owner] = zero.get(state.owner, True) and state.digest.startswith("zero:")
+    return {owner for owner, all_zero in zero.items() if all_zero}
 
 
 def _digests(moments: tuple[Moment, ...]) -> dict[str, dict[int, str]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.scenario import RESUME
-from pytest_distcompat.trace import Moment, Trace
+from pytest_distcompat.trace import Moment, OptimizerFact, Trace
 
 #: Parameters and state come back bit by bit; a loss is summed in an order that a GPU does not fix.
 LOSS_TOLERANCE = 1e-4
@@ -16,57 +16,89 @@ LOSS_TOLERANCE = 1e-4
 
 @check(scenario=RESUME, until=(("train", "step", 4), ("resume", "step", 1)), order=4)
 def resume(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Saved, and loaded in a fresh process group: parameters, every tensor of the optimizer's state, its step count and
-    the scheduler are equal bit by bit, and the next two losses equal those of the run that never stopped.
+    """Saving changes nothing. Loaded in a fresh process group, parameters, every tensor of the optimizer's state, its
+    step count, its learning rate and other numbers, and the scheduler are equal bit by bit to what was saved, in the
+    same dtypes, and the next two losses equal those of the run that never stopped.
 
     If it fails: state that is missing after the load was not saved, or went into an optimizer that a step would have
-    filled first (https://github.com/huggingface/accelerate/pull/3904). The first loss tells of parameters only; it takes
-    the second to tell of the optimizer.
+    filled first (https://github.com/huggingface/accelerate/pull/3904). The first loss tells of parameters only; it
+    takes the second to tell of the optimizer.
     """
     whole, resumed = trace.life("train"), trace.life("resume")
-    saved, loaded = whole.at("save"), resumed.at("load")
+    trained, saved, loaded = whole.at("step", 2), whole.at("save"), resumed.at("load")
     yield from every_rank(saved, cell.world_size, "save")
     yield from every_rank(loaded, cell.world_size, "load")
-    for before, after in zip(saved, loaded, strict=False):
-        yield from _values(before, after)
-        yield from _state(before, after)
+    for before, after in _pairs(trained, saved):
+        yield from _same(before, after, "save")
+    for before, after in _pairs(saved, loaded):
+        yield from _same(before, after, "load")
         if before.scheduler != after.scheduler:
             yield f"rank {after.rank}: scheduler is at {after.scheduler!r}; saved at {before.scheduler!r}"
     for nth in (0, 1):
-        yield from _losses(nth, whole.at("step", 3 + nth), resumed.at("step", nth))
+        expected, found = whole.at("step", 3 + nth), resumed.at("step", nth)
+        yield from every_rank(expected, cell.world_size, f"step {nth + 1} after the save")
+        yield from every_rank(found, cell.world_size, f"step {nth + 1} after the load")
+        yield from _losses(nth, expected, found)
 
 
-def _values(before: Moment, after: Moment) -> Iterator[str]:
-    for what, saved, loaded in (
-        ("parameter", before.model and before.model.parameters, after.model and after.model.parameters),
-        ("buffer", before.model and before.model.buffers, after.model and after.model.buffers),
+def _pairs(before: tuple[Moment, ...], after: tuple[Moment, ...]) -> Iterator[tuple[Moment, Moment]]:
+    """Each rank's two moments; a rank that did not report has none to compare."""
+    was = {moment.rank: moment for moment in before}
+    return ((was[moment.rank], moment) for moment in after if moment.rank in was)
+
+
+def _same(before: Moment, after: Moment, verb: str) -> Iterator[str]:
+    """Everything that training goes on from, before and after a verb that must not change it."""
+    old, new = before.model, after.model
+    for what, was, now in (
+        ("parameter", old and old.parameters, new and new.parameters),
+        ("buffer", old and old.buffers, new and new.buffers),
     ):
-        was = {fact.name: fact.digest for fact in saved or ()}
-        now = {fact.name: fact.digest for fact in loaded or ()}
-        yield from _differences(f"rank {after.rank}: {what}", was, now)
+        yield from _differences(
+            f"rank {after.rank}: {what}",
+            {fact.name: (fact.digest, fact.dtype) for fact in was or ()},
+            {fact.name: (fact.digest, fact.dtype) for fact in now or ()},
+            verb,
+        )
+    yield from _optimizer(before.optimizer, after.optimizer, f"rank {after.rank}", verb)
 
 
-def _state(before: Moment, after: Moment) -> Iterator[str]:
-    was = {f"{s.key} of {s.owner}": s.digest for s in (before.optimizer.states if before.optimizer else ())}
-    now = {f"{s.key} of {s.owner}": s.digest for s in (after.optimizer.states if after.optimizer else ())}
+def _optimizer(before: OptimizerFact | None, after: OptimizerFact | None, where: str, verb: str) -> Iterator[str]:
+    was = {f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in (before.states if before else ())}
+    now = {f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in (after.states if after else ())}
     if was and not now:
-        yield f"rank {after.rank}: the optimizer's state is empty after the load; {len(was)} tensors were saved"
+        yield f"{where}: the optimizer's state is empty after the {verb}; {len(was)} tensors were saved"
         return
-    yield from _differences(f"rank {after.rank}: optimizer state", was, now)
+    yield from _differences(f"{where}: optimizer state", was, now, verb)
+    for number, (old, new) in enumerate(zip(before.groups, after.groups, strict=False) if before and after else ()):
+        for key in sorted(key for key in set(old) | set(new) if old.get(key) != new.get(key)):
+            told = f"{key} of the optimizer's group {number} is {new.get(key)} after the {verb}"
+            yield f"{where}: {told}; {old.get(key)} before"
 
 
-def _differences(what: str, was: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+def _differences(
+    what: str, was: Mapping[str, tuple[str, str]], now: Mapping[str, tuple[str, str]], verb: str
+) -> Iterator[str]:
+    """``was`` and ``now``: name -> (digest, dtype)."""
+    both = set(was) & set(now)
     for title, wrong in (
-        ("missing after the load", sorted(set(was) - set(now))),
-        ("new after the load", sorted(set(now) - set(was))),
-        ("other values after the load", sorted(key for key in set(was) & set(now) if was[key] != now[key])),
+        (f"missing after the {verb}", set(was) - set(now)),
+        (f"new after the {verb}", set(now) - set(was)),
+        (f"other values after the {verb}", {key for key in both if was[key][0] != now[key][0]}),
+        (f"another dtype after the {verb}", {key for key in both if not _alike(was[key][1], now[key][1])}),
     ):
         if wrong:
-            yield f"{what} {wrong[0]!r}{f' and {len(wrong) - 1} others' if len(wrong) > 1 else ''}: {title}"
+            first, *others = sorted(wrong)
+            yield f"{what} {first!r}{f' and {len(others)} others' if others else ''}: {title}"
+
+
+def _alike(was: str, now: str) -> bool:
+    """A number may come back as a tensor: dtypes of tensors only are told apart."""
+    return was == now or "int" in {was, now} or "float" in {was, now}
 
 
 def _losses(nth: int, whole: tuple[Moment, ...], resumed: tuple[Moment, ...]) -> Iterator[str]:
-    for expected, found in zip(whole, resumed, strict=False):
+    for expected, found in _pairs(whole, resumed):
         if expected.loss is None or found.loss is None:
             yield f"rank {found.rank}: no loss to compare"
         elif not math.isclose(expected.loss, found.loss, rel_tol=LOSS_TOLERANCE):

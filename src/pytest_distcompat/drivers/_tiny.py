@@ -28,9 +28,9 @@ class TinyDriver(Driver):
         self.tiny: TinyModel = MODELS.get(str(cell.option("model")))
 
     @classmethod
-    def unable(cls, cell: Cell) -> str:
+    def unable(cls, cell: Cell, device: str = "cpu") -> str:
         """An option the driver does not speak, or one that makes no sense for the strategy."""
-        return super().unable(cell) or STRATEGIES.get(cell.strategy).refuses(cell)
+        return super().unable(cell, device) or STRATEGIES.get(cell.strategy).refuses(cell)
 
     def plain_model(self) -> Module:
         """The tiny model from a fixed seed, in the precision's load dtype (buffers keep their own)."""

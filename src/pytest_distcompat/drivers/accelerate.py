@@ -39,11 +39,16 @@ class AccelerateDriver(TinyDriver):
     accelerator: Any = None
 
     @classmethod
-    def unable(cls, cell: Cell) -> str:
-        """The strategies without an accelerate dialect."""
+    def unable(cls, cell: Cell, device: str = "cpu") -> str:
+        """The strategies without an accelerate dialect, and what crashes the interpreter on this device."""
         if STRATEGIES.get(cell.strategy).accelerate is None:
             return f"accelerate has no {cell.strategy}"
-        return super().unable(cell)
+        if device == "cpu" and cell.strategy == "fsdp1" and cell.option("state_dict") == "full":
+            return (
+                "accelerate gathers FSDP1's full state dict with offload to the CPU, which on CPU ranks is a segmentation "
+                "fault in torch (https://github.com/pytorch/pytorch/issues/188989)"
+            )
+        return super().unable(cell, device)
 
     def build(self, model: Module) -> None:
         """One Accelerator, then model, optimizer and scheduler together through ``prepare``."""

@@ -33,11 +33,11 @@ class TorchDriver(TinyDriver):
     order: ClassVar[int] = 0
 
     @classmethod
-    def unable(cls, cell: Cell) -> str:
+    def unable(cls, cell: Cell, device: str = "cpu") -> str:
         """The strategies that torch itself does not have."""
         if STRATEGIES.get(cell.strategy).torch is None:
             return f"plain torch has no {cell.strategy}; it is a strategy of DeepSpeed"
-        return super().unable(cell)
+        return super().unable(cell, device)
 
     def build(self, model: Module) -> None:
         """Process group, wrapper, optimizer, in the order that torch's documentation gives."""

@@ -1,7 +1,7 @@
 """Starts ranks, waits for them, ends them, and says how they ended. Knows neither strategies nor checks nor pytest.
 
-``request`` and ``ending`` are plain data; ``warm`` and ``cold`` are the two launchers of the parent; ``server``, ``agent``
-and ``preload`` run in the launcher process and in the fork server; ``rank`` is the main of every rank.
+``request`` and ``ending`` are plain data; ``warm`` and ``cold`` are the two launchers of the parent; ``server``,
+``agent`` and ``preload`` run in the launcher process and in the fork server; ``rank`` is the main of every rank.
 """
 
 from pytest_distcompat.launch.cold import TorchrunLauncher

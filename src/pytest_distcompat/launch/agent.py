@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch exports them without saying so
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -26,11 +26,11 @@ logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logg
 MONITOR_INTERVAL = 0.005
 
 
-class OneNode(RendezvousHandler):  # type: ignore[misc]  # torch leaves the base class untyped
+class OneNode(RendezvousHandler):
     """A rendezvous of one agent with itself, on a store bound to port 0: the kernel chooses, nobody can race for it.
 
-    torchrun's static back end needs a port chosen beforehand, and its c10d one backs off at random (0.1 to 0.4 s). Ranks meet on
-    this very store, as they do under torchrun (``TORCHELASTIC_USE_AGENT_STORE``).
+    torchrun's static back end needs a port chosen beforehand, and its c10d one backs off at random (0.1 to 0.4 s).
+    Ranks meet on this very store, as they do under torchrun (``TORCHELASTIC_USE_AGENT_STORE``).
     https://pytorch.org/docs/stable/elastic/rendezvous.html
     """
 

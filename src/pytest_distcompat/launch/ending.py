@@ -93,7 +93,8 @@ class Ending:
     def headline(self) -> str:
         """One line: which rank, what happened."""
         if self.launch_error:
-            return "the ranks could not be started: " + self.launch_error.strip().splitlines()[-1]
+            what = self.launch_error.strip().splitlines()[-1]
+            return what if any(self.events.values()) else f"the ranks could not be started: {what}"
         cause = self.cause
         if cause is None:
             return "all ranks ended well"
@@ -201,10 +202,10 @@ def _rank_end(
     if "done" in names and code in {0, None}:
         return RankEnd(**known, status="done")
     if "start" not in names:
-        ending = f" ({_code(code)})" if code else ""
+        ending = f" ({exit_name(code)})" if code else ""
         return RankEnd(**known, status="missing", message=f"never started{ending}")
     if code is not None and code < 0:
-        return RankEnd(**known, status="killed", message=f"was killed by {_code(code)}{after}")
+        return RankEnd(**known, status="killed", message=f"was killed by {exit_name(code)}{after}")
     if code is None:
         return RankEnd(**known, status="exited", message=f"ended without a report{after}")
     return RankEnd(**known, status="exited", message=f"exited with code {code} without a report{after}")
@@ -216,7 +217,8 @@ def _where(events: Sequence[Mapping[str, Any]]) -> str:
     return f" in verb {verbs[-1]['verb']!r}" if verbs and verbs[-1]["event"] == "verb" else ""
 
 
-def _code(code: int | None) -> str:
+def exit_name(code: int | None) -> str:
+    """An exit code as people say it."""
     if code is None:
         return "exit code unknown"
     if code >= 0:

@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import psutil
 
 #: Makes a rank write the Python stack of each of its threads. A real-time signal: programs leave those alone.
 STACK_SIGNAL = signal.SIGRTMIN + 7
+
+#: The file in which the launcher process names its temporary directory.
+TEMPORARY = "temporary"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -35,6 +39,23 @@ def _prctl(option: int, value: int) -> None:
             ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
+def reap_adopted(keep: Iterable[int]) -> None:
+    """Wait for children that are zombies, but for ``keep``: who adopts orphans has to bury them."""
+    kept = set(keep)
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, ChildProcessError):
+            if child.pid not in kept and child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
+
+
+def alive(pid: int) -> bool:
+    """Whether that process still runs; a zombie does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def descendants(pid: int, *, keep: Iterable[int] = ()) -> list[psutil.Process]:
     """All processes below ``pid``, without those in ``keep`` (whose own descendants count)."""
     kept = set(keep)
@@ -45,12 +66,20 @@ def descendants(pid: int, *, keep: Iterable[int] = ()) -> list[psutil.Process]:
 
 
 def kill(processes: Iterable[psutil.Process], *, wait: float = 2.0) -> None:
-    """SIGKILL all of them and wait until they are gone."""
+    """SIGKILL all of them and wait until they are gone, or zombies, which is up to their parents."""
     doomed = list(processes)
     for process in doomed:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(doomed, timeout=wait)
+    await_end(doomed, wait)
+
+
+def await_end(processes: Iterable[psutil.Process], seconds: float) -> None:
+    """Wait until they are gone or zombies. psutil's own wait would wait for the parents of zombies."""
+    pids = [process.pid for process in processes]
+    deadline = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 def ask_for_stack(pid: int) -> None:

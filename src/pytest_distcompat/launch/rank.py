@@ -15,6 +15,8 @@ import time
 import traceback
 from pathlib import Path
 
+import psutil
+
 from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent
 from pytest_distcompat.launch.request import RankLog, Request, has_ended, read_events
 
@@ -45,9 +47,10 @@ def main(path: str) -> None:
     try:
         module, _, function = request.target.partition(":")
         getattr(importlib.import_module(module), function)(request.payload, log)
-    except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt end a rank like any other error
+    except BaseException as error:  # SystemExit and KeyboardInterrupt end a rank like any other error
         if not has_ended(read_events(request.directory, rank)):
-            log.error(type(error).__name__, _message(error), "".join(traceback.format_exception(error)))
+            text = "".join(traceback.format_exception(error))
+            log.error(type(error).__name__, _message(error), text)  # noqa: TRY400 - no logger, but a RankLog
         leave_failed(request)
     log.write("done")
     _flush()
@@ -58,7 +61,11 @@ def _use_threads() -> None:
     import torch
 
     wanted = os.environ.get(_THREADS, "")
-    torch.set_num_threads(int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0)))
+    count = int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0))
+    if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        # A torch that starts asks MKL, which uses no more threads than there are cores (hyperthreads are none).
+        count = min(count, psutil.cpu_count(logical=False) or count)
+    torch.set_num_threads(count)
 
 
 def leave_failed(request: Request) -> None:

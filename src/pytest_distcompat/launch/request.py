@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 class Request:
     """One life: what to call on every rank, and where its files go.
 
-    ``target`` is ``module:function``, called with ``payload`` and the rank's log. ``directory`` holds the request itself, the ranks'
-    logs and their output. ``set`` and ``unset`` bring the rank's environment to that of the process that asks.
+    ``target`` is ``module:function``, called with ``payload`` and the rank's log. ``directory`` holds the request, the
+    ranks' logs and their output. ``set`` and ``unset`` bring the rank's environment to that of the process that asks.
     """
 
     target: str
@@ -106,10 +107,8 @@ def read_events(directory: str | Path, rank: int) -> list[dict[str, Any]]:
         return []
     events = []
     for line in raw.splitlines():
-        try:
+        with contextlib.suppress(ValueError):
             events.append(json.loads(line))
-        except ValueError:
-            continue
     return events
 
 

@@ -5,9 +5,11 @@ It reads one request a line from a socket and answers one JSON line: first that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import socket
 import time
@@ -15,8 +17,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from pytest_distcompat.launch import rank
-from pytest_distcompat.launch.process import adopt_orphans, die_with_parent
+from pytest_distcompat.launch.process import TEMPORARY, adopt_orphans, die_with_parent, reap_adopted
 from pytest_distcompat.launch.request import Request
 
 
@@ -24,16 +28,21 @@ def main(descriptor: int, warmth: str) -> None:
     """Serve until the other end of the socket closes; ``warmth`` is the file that ``preload`` reads."""
     die_with_parent()
     adopt_orphans()
+    # Where multiprocessing puts the fork server's socket. Killed as we are in the end, we could not remove it ourself.
+    Path(warmth).with_name(TEMPORARY).write_text(multiprocessing.util.get_temp_dir(), encoding="utf-8")
     channel = socket.socket(fileno=descriptor)
-    os.set_inheritable(descriptor, False)  # noqa: FBT003
+    os.set_inheritable(descriptor, False)
     lines = channel.makefile("r", encoding="utf-8")
     status = _start_fork_server(warmth)
+    own = [child.pid for child in psutil.Process().children()]
     start_method = "spawn" if status["unfit"] else "forkserver"
     _answer(channel, {"event": "warm", **status})
     from pytest_distcompat.launch import agent
 
     for line in lines:
         began = time.monotonic()
+        # Here, not after the life: its left-overs are killed by our parent once it has the answer.
+        reap_adopted(keep=own)
         try:
             request = Request.read(line.strip())
             outcome: dict[str, Any] = agent.run(request, rank.main, start_method)
@@ -56,8 +65,10 @@ def _start_fork_server(warmth: str) -> dict[str, Any]:
 
     # Blocks until the fork server serves, which is after its preload.
     first = multiprocessing.get_context("forkserver").Process(target=_nothing)
-    first.start()
-    first.join()
+    # A fork server that died is told of below.
+    with contextlib.suppress(EOFError, OSError):
+        first.start()
+        first.join()
     wanted = json.loads(Path(warmth).read_text(encoding="utf-8"))
     try:
         status: dict[str, Any] = json.loads(Path(wanted["status"]).read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from pytest_distcompat.launch.process import ask_for_stack, kill
+from pytest_distcompat.launch.process import alive, ask_for_stack, kill
 from pytest_distcompat.launch.request import Request, has_ended, read_events
 
 #: A rank whose process is gone, with code 0 and without a last word, is noticed by nobody else (``os._exit(0)``).
@@ -88,14 +88,6 @@ def _wait_until(holds: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    """Whether that process still runs."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _with_children(pids: Iterable[int]) -> list[psutil.Process]:

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,23 +21,22 @@ from typing import Any
 
 import psutil
 
-from pytest_distcompat.launch.ending import Ending, conclude
-from pytest_distcompat.launch.process import descendants, kill
+from pytest_distcompat.launch.ending import Ending, conclude, exit_name
+from pytest_distcompat.launch.process import TEMPORARY, alive, await_end, descendants, kill
 from pytest_distcompat.launch.request import Request, Warmth
-from pytest_distcompat.launch.supervise import Watch, alive
+from pytest_distcompat.launch.supervise import Watch
 
 #: How long the first imports may take, in seconds; no test's time limit runs meanwhile.
 WARM_TIME = 600.0
 #: How long the agent may take to notice that its ranks are gone.
 AGENT_TIME = 5.0
 #: How long until it is told.
-AGENT_NOTICES = 0.5
+AGENT_NOTICES = 0.2
 
 #: What the agent alone gives to ranks, whatever the environment says.
-_OF_THE_AGENT = frozenset(
-    "RANK LOCAL_RANK GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE WORLD_SIZE LOCAL_WORLD_SIZE "
-    "MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID "
-    "TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_ERROR_FILE".split()
+_OF_THE_AGENT = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_ADDR|MASTER_PORT"
+    r"|TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS|RUN_ID|USE_AGENT_STORE|ERROR_FILE))"
 )
 
 
@@ -103,7 +104,7 @@ class WarmLauncher:
             return ""
         self._status = self._receive(time.monotonic() + WARM_TIME)
         if self._status is None:
-            problem = "the launcher process died while it got ready:\n" + self._server_log()
+            problem = self._death("while it got ready")
             self.close()
             return problem
         assert self._process is not None
@@ -117,13 +118,15 @@ class WarmLauncher:
         request = dataclasses.replace(request, **changes, cwd=request.cwd or str(Path.cwd()))
         path = request.write()
         watch = Watch(request)
-        self._channel.sendall(f"{path}\n".encode())
+        # Who died just now is found dead below.
+        with contextlib.suppress(BrokenPipeError):
+            self._channel.sendall(f"{path}\n".encode())
         acted: float | None = None
         told = False
         while (answer := self._receive(time.monotonic() + 0.1)) is None:
             watch.look()
             if self._process.poll() is not None:
-                answer = {"launch_error": "the launcher process died:\n" + self._server_log()}
+                answer = {"launch_error": self._death("while ranks ran")}
                 break
             if watch.acted:
                 acted = acted or time.monotonic()
@@ -132,7 +135,7 @@ class WarmLauncher:
                 if not told and time.monotonic() > acted + AGENT_NOTICES:
                     told = True
                     self._process.send_signal(signal.SIGTERM)
-        left_over = self._clear_up(request)
+        left_over = self._clear_up()
         ending = conclude(
             request.directory,
             request.world_size,
@@ -154,16 +157,17 @@ class WarmLauncher:
     def _changes(self, world_size: int) -> dict[str, Any]:
         """What makes of the launcher process's environment that which torchrun, started now, would give to ranks."""
         now = _of_ranks(os.environ, self._device, world_size)
-        changed = {name: value for name, value in now.items() if self._base.get(name) != value}
+        names = {name for name in {*now, *self._base} if not _OF_THE_AGENT.fullmatch(name)}
+        changed = sorted(name for name in names if now.get(name) != self._base.get(name))
         return {
-            "set": {name: value for name, value in changed.items() if name not in _OF_THE_AGENT},
-            "unset": [name for name in self._base if name not in now and name not in _OF_THE_AGENT],
+            "set": {name: now[name] for name in changed if name in now},
+            "unset": [name for name in changed if name not in now],
         }
 
-    def _clear_up(self, request: Request) -> list[str]:
+    def _clear_up(self) -> list[str]:
         """Kill what the ranks left running; who they were."""
         assert self._process is not None
-        left = descendants(self._process.pid, keep=self._own)
+        left = [process for process in descendants(self._process.pid, keep=self._own) if alive(process.pid)]
         names = []
         for process in left:
             with contextlib.suppress(Exception):
@@ -204,9 +208,12 @@ class WarmLauncher:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def _server_log(self) -> str:
+    def _death(self, when: str) -> str:
+        """What the launcher process wrote last, and how it died."""
         assert self._directory is not None
-        return Path(self._directory.name, "server.log").read_text(encoding="utf-8", errors="replace")[-4000:]
+        assert self._process is not None
+        log = Path(self._directory.name, "server.log").read_text(encoding="utf-8", errors="replace")[-4000:]
+        return f"{log}\nthe launcher process died {when} ({exit_name(self._process.poll())})"
 
     def close(self) -> None:
         """Kill the launcher process and all below it."""
@@ -218,12 +225,14 @@ class WarmLauncher:
             self._process.kill()
             self._process.wait()
             self._process = None
-            psutil.wait_procs(trackers, timeout=2.0)
+            await_end(trackers, 2.0)
             kill(trackers)
         if self._channel is not None:
             self._channel.close()
             self._channel = None
         if self._directory is not None:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(Path(self._directory.name, TEMPORARY).read_text(encoding="utf-8"))
             self._directory.cleanup()
             self._directory = None
         self._status = None

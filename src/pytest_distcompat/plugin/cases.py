@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.cell import Cell
+from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.drivers import Driver, find_driver
 from pytest_distcompat.expect import Expectation
@@ -16,6 +16,7 @@ from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.shelf import Shelf
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.suite import CompatSuite
 
@@ -53,6 +54,9 @@ def validate(suite: type[CompatSuite], world_size: int) -> None:
                 f"{suite.__name__} overrides {name!r}. A standard test is not overridden: say what does not hold with "
                 "expect = (fails(...), refuses(...))"
             )
+    for name, kind in (("driver", str), ("matrix", Matrix), ("expect", tuple)):
+        if not isinstance(getattr(suite, name), kind):
+            raise UsageProblem(f"{suite.__name__}.{name} is {getattr(suite, name)!r}; expected a {kind.__name__}")
     driver = find_driver(suite.driver)
     for expectation in suite.expect:
         if not isinstance(expectation, Expectation):
@@ -70,7 +74,7 @@ def validate(suite: type[CompatSuite], world_size: int) -> None:
 
 
 def _facets(expectation: Expectation) -> None:
-    known = {"strategy": STRATEGIES, "precision": PRECISIONS}
+    known: dict[str, Shelf[Any]] = {"strategy": STRATEGIES, "precision": PRECISIONS}
     for name, wanted in expectation.facets:
         if name in known:
             for value in wanted if isinstance(wanted, tuple) else (wanted,):

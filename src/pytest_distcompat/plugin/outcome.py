@@ -70,7 +70,7 @@ def phase_of(report: pytest.TestReport) -> Phase:
         text = f"{path}:{line}: {reason}"
     sections = tuple((title, _cut(content)) for title, content in report.sections if report.when == "teardown" or outcome != "passed")
     properties = tuple((name, value) for name, value in report.user_properties if _is_plain(value))
-    return Phase(report.when or "", outcome, message, text, location, sections, properties)
+    return Phase(str(report.when), outcome, message, text, location, sections, properties)
 
 
 def _is_plain(value: Any) -> bool:

@@ -18,7 +18,8 @@ def read_files(directory: Path) -> tuple[FileFact, ...]:
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         name = str(path.relative_to(directory))
         if path.suffix == ".safetensors":
-            facts.append(FileFact(name, "safetensors", "model", tuple(_safetensors_keys(path))))
+            shapes = _safetensors_shapes(path)
+            facts.append(FileFact(name, "safetensors", "model", tuple(shapes), shapes))
         elif path.name == ".metadata":
             facts.extend(_dcp(path.parent, str(path.parent.relative_to(directory))))
         elif path.suffix in {".pt", ".bin"}:
@@ -26,22 +27,24 @@ def read_files(directory: Path) -> tuple[FileFact, ...]:
     return tuple(facts)
 
 
-def _safetensors_keys(path: Path) -> list[str]:
+def _safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        return list(file.keys())
+        return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - no mapping
 
 
 def _dcp(directory: Path, name: str) -> Iterator[FileFact]:
     """A torch.distributed.checkpoint: its keys are in the metadata, prefixed by what the trainer called the parts."""
     from torch.distributed.checkpoint import FileSystemReader
 
-    keys = sorted(FileSystemReader(directory).read_metadata().state_dict_metadata)
+    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+    keys = sorted(stored)
     model = tuple(key.removeprefix("model.") for key in keys if key.startswith("model."))
+    sizes = {name: getattr(stored[f"model.{name}"], "size", ()) for name in model}
     optimizer = tuple(_owner(key) for key in keys if key.startswith(("optimizer.state.", "optim.state.")))
     if model:
-        yield FileFact(name, "dcp", "model", model)
+        yield FileFact(name, "dcp", "model", model, {key: tuple(size) for key, size in sizes.items() if size})
     if optimizer:
         yield FileFact(name, "dcp", "optimizer", tuple(dict.fromkeys(optimizer)))
 
@@ -56,23 +59,34 @@ def _pickled(path: Path, name: str) -> Iterator[FileFact]:
     data = _load(path)
     if not isinstance(data, Mapping):
         return
-    if isinstance(data.get("param_shapes"), list):
-        shapes = tuple(key for group in data["param_shapes"] for key in group)
-        yield FileFact(f"{name}:param_shapes", "deepspeed", "model", shapes)
+    deepspeed = isinstance(data.get("param_shapes"), list)
+    if deepspeed:
+        trained = {str(key): tuple(shape) for group in data["param_shapes"] for key, shape in group.items()}
+        frozen = {str(key): tuple(shape) for key, shape in (data.get("frozen_param_shapes") or {}).items()}
+        for what, shapes in (("param_shapes", trained), ("frozen_param_shapes", frozen)):
+            if shapes:
+                yield FileFact(f"{name}:{what}", "deepspeed", "model", tuple(shapes), shapes)
     for part, holds in (("module", "model"), ("model", "model")):
         if isinstance(data.get(part), Mapping):
             form = "deepspeed" if part == "module" else "torch"
-            keys = tuple(str(key) for key, value in data[part].items() if isinstance(value, torch.Tensor))
-            # ZeRO-3 keeps only what it did not partition here, often nothing.
-            if keys:
-                yield FileFact(f"{name}:{part}", form, holds, keys)
+            tensors = _shapes(data[part])
+            if deepspeed:
+                # ZeRO-3 leaves empty tensors here for what it partitioned: those parameters stand elsewhere.
+                tensors = {key: shape for key, shape in tensors.items() if shape != (0,)}
+            if tensors:
+                yield FileFact(f"{name}:{part}", form, holds, tuple(tensors), tensors)
     nested = data.get("optimizer")
     state = data if isinstance(data.get("state"), Mapping) else nested if isinstance(nested, Mapping) else {}
     names = [key for key in state.get("state", {}) if isinstance(key, str)]
     if names:
         yield FileFact(name, "torch", "optimizer", tuple(names))
     if data and all(isinstance(value, torch.Tensor) for value in data.values()):
-        yield FileFact(name, "torch", "model", tuple(str(key) for key in data))
+        yield FileFact(name, "torch", "model", tuple(str(key) for key in data), _shapes(data))
+
+
+def _shapes(state: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
+    """Those of the tensors in a state dict, sharded ones as a whole."""
+    return {str(key): tuple(value.size()) for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _load(path: Path) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
+from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
 from pytest_distcompat.trace import ModelFact, ParameterFact, PlainFact
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _live(name: str, parameter: torch.Tensor, wrappers: dict[str, int], held: in
     shape, kind, placement, local = tuple(parameter.shape), "Tensor", "", parameter
     if hasattr(parameter, "ds_shape"):  # ZeRO-3: the parameter itself is empty between uses, its shard is beside it
         shape, kind, placement = tuple(parameter.ds_shape), "ZeRO-3", "partition"
-        local = parameter.ds_tensor  # type: ignore[attr-defined]
+        local = zero3_shard(parameter)
     elif hasattr(parameter, "placements"):
         kind, placement = "DTensor", ", ".join(repr(one) for one in parameter.placements)
         local = local_of(parameter)

@@ -17,9 +17,6 @@ from pytest_distcompat.trace import CollectiveFact, ComputeFact, StepFact
 if TYPE_CHECKING:
     from torch.nn import Module
 
-#: How many leaf modules are watched: the first tells the compute dtype as well as all of them.
-WATCHED = 3
-
 
 class Observer:
     """Hooks that write down dtypes. Made once a life; ``watching()`` around a step says when.
@@ -31,7 +28,7 @@ class Observer:
 
     def __init__(self) -> None:
         self.steps: list[StepFact] = []
-        self.compute: list[ComputeFact] = []
+        self.compute: dict[tuple[str, str, str], ComputeFact] = {}
         self.collectives: Counter[tuple[str, str]] = Counter()
         self.sizes: dict[tuple[str, str], int] = {}
         self._active = False
@@ -40,14 +37,13 @@ class Observer:
         register_optimizer_step_post_hook(self._post_step)  # type: ignore[arg-type]
 
     def attach(self, model: Module) -> None:
-        """Watch the first leaf modules with a floating-point matrix; before anything wraps the model."""
-        leaves = [
-            (name, module)
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and not list(module.children())
-        ]
-        for name, module in leaves[:WATCHED]:
-            module.register_forward_hook(self._forward_hook(name))
+        """Watch all leaf modules with a floating-point matrix; before anything wraps the model.
+
+        All, for a unit that was wrapped otherwise computes otherwise.
+        """
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and not list(module.children()):
+                module.register_forward_hook(self._forward_hook(name))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -69,14 +65,16 @@ class Observer:
             CollectiveFact(op, dtype, calls, self.sizes[op, dtype])
             for (op, dtype), calls in sorted(self.collectives.items())
         )
-        return {"steps": tuple(self.steps), "compute": tuple(self.compute), "collectives": collectives}
+        return {"steps": tuple(self.steps), "compute": tuple(self.compute.values()), "collectives": collectives}
 
     def _forward_hook(self, name: str) -> Any:
         def hook(module: Module, inputs: tuple[Any, ...], output: Any) -> None:
             if self._active and inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
                 weight = getattr(module, "weight", None)
                 kept = dtype_name(weight.dtype) if isinstance(weight, torch.Tensor) else ""
-                self.compute.append(ComputeFact(name, kept, dtype_name(inputs[0].dtype), dtype_name(output.dtype)))
+                dtypes = (kept, dtype_name(inputs[0].dtype), dtype_name(output.dtype))
+                # One module speaks for all that do the same; a trace is to stay readable.
+                self.compute.setdefault(dtypes, ComputeFact(name, *dtypes))
 
         return hook
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
+from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
 from pytest_distcompat.trace import OptimizerFact, StateFact
 
 if TYPE_CHECKING:
@@ -54,7 +54,18 @@ def read_optimizer(model: Module, optimizer: Any) -> OptimizerFact:
         foreign=0 if partitioned else sum(id(parameter) not in names for parameter in entries),
         states=tuple(states),
         partitioned=partitioned,
+        groups=tuple(_numbers(group) for group in inner.param_groups),
     )
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, float]:
+    """The numbers that steer the steps of a group, a tuple of them (betas) one by one."""
+    found: dict[str, float] = {}
+    for key, value in group.items():
+        many = isinstance(value, (tuple, list))
+        parts = {f"{key}.{n}": part for n, part in enumerate(value)} if many else {key: value}
+        found |= {name: float(part) for name, part in parts.items() if key != "params" and _is_number(part)}
+    return found
 
 
 def _is_number(value: Any) -> bool:
@@ -70,29 +81,31 @@ def _state(owner: str, key: str, value: Any) -> StateFact:
 def _partitioned(model: Module) -> dict[str, int]:
     """How many elements of each live parameter this rank's flat masters hold, where DeepSpeed keeps such.
 
-    ZeRO-3 tells it by the public ``ds_tensor`` and ``ds_numel``. ZeRO-1 and 2 keep it in ``_hp_mapping``, private: the public accessors
-    (``deepspeed.utils.safe_get_full_fp32_param``) take part in an all_reduce, which a probe must not, and always answer
-    in float32. ``tests/spawn/test_private_names.py`` says when it goes away.
+    ZeRO-3 tells it by ``safe_get_local_fp32_param`` and the public ``ds_tensor`` and ``ds_numel``. ZeRO-1 and 2 keep it
+    in ``_hp_mapping``, private: the public accessors (``deepspeed.utils.safe_get_full_fp32_param``) take part in an
+    all_reduce, which a probe must not, and always answer in float32. ``tests/spawn/test_private_names.py`` says when it
+    goes away.
     """
     found: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if hasattr(parameter, "ds_tensor"):
-            found[name] = _unpadded(parameter)
+            found[name] = zero3_shard(parameter).numel() if _has_master(parameter) else 0
         elif hasattr(parameter, "_hp_mapping"):
             mapping = parameter._hp_mapping  # noqa: SLF001 - see the docstring
             found[name] = 0 if mapping is None else int(mapping.lp_fragment_address.numel)
     return found
 
 
-def _unpadded(parameter: Any) -> int:
-    """What a ZeRO-3 shard really holds: every rank stores the same rounded-up size, the last one with padding."""
-    from torch import distributed
+def _has_master(parameter: torch.Tensor) -> bool:
+    """Whether the ZeRO-3 optimizer knows the parameter: every one is partitioned, also one that nobody optimizes."""
+    from deepspeed.utils import safe_get_local_fp32_param
 
-    part = parameter.ds_tensor.numel()
-    start = part * distributed.get_rank()
-    return max(0, min(part, int(parameter.ds_numel) - start))
+    try:
+        return safe_get_local_fp32_param(parameter) is not None
+    except (KeyError, AttributeError):
+        return False
 
 
 def read_scheduler(scheduler: Any) -> str:

@@ -39,12 +39,18 @@ class Result:
         return WORDS.get(self.status, self.status)
 
 
-def by_suite(results: Iterable[Result]) -> dict[str, list[Result]]:
-    """Grouped, in the order of first appearance."""
-    suites: dict[str, list[Result]] = {}
+    @property
+    def why(self) -> str:
+        """The reason in one line, where nobody gave one the first line of the message."""
+        return self.reason or (self.message.splitlines() or [""])[0]
+
+
+def by_suite(results: Iterable[Result]) -> list[list[Result]]:
+    """Grouped, in the order of first appearance. Classes of one name in two modules are two suites."""
+    suites: dict[tuple[str, str], list[Result]] = {}
     for result in results:
-        suites.setdefault(result.suite, []).append(result)
-    return suites
+        suites.setdefault((result.suite, result.nodeid.rpartition("::test")[0]), []).append(result)
+    return list(suites.values())
 
 
 def table(results: Iterable[Result]) -> tuple[list[str], list[list[str]]]:

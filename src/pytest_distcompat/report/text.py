@@ -9,10 +9,10 @@ from pytest_distcompat.report.result import Result, by_suite, table
 
 def matrix_text(results: Iterable[Result]) -> Iterator[str]:
     """Lines: each suite's matrix, then the reason of everything that is known or was not run, each once."""
-    for suite, found in by_suite(results).items():
+    for found in by_suite(results):
         header, rows = table(found)
         widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-        yield f"{suite} (driver {found[0].driver})"
+        yield f"{found[0].suite} (driver {found[0].driver})"
         for row in (header, *rows):
             yield "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for status, title in (("known", "known"), ("skipped", "not run"), ("refused", "refused")):
@@ -26,7 +26,7 @@ def _reasons(results: Iterable[Result], status: str) -> dict[str, list[str]]:
     for result in results:
         if result.status == status:
             name = result.cell if status == "skipped" else f"{result.cell}:{result.check}"
-            names = found.setdefault(result.reason or result.message.splitlines()[0], [])
+            names = found.setdefault(result.why, [])
             if name not in names:
                 names.append(name)
     return found

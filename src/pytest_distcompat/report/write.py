@@ -28,10 +28,10 @@ def _markdown_lines(results: list[Result], run: Mapping[str, Any]) -> Iterator[s
     yield ""
     versions = ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items())
     yield f"{len(results)} results, {run.get('lives', 0)} process-group lives, device {run.get('device', '?')}; {versions}"
-    for suite, found in by_suite(results).items():
+    for found in by_suite(results):
         header, rows = table(found)
         yield ""
-        yield f"## {suite} (driver {found[0].driver})"
+        yield f"## {found[0].suite} (driver {found[0].driver})"
         yield ""
         yield "| " + " | ".join(header) + " |"
         yield "|" + " --- |" * len(header)
@@ -40,12 +40,8 @@ def _markdown_lines(results: list[Result], run: Mapping[str, Any]) -> Iterator[s
         reasons = [result for result in found if result.status not in {"passed"}]
         if reasons:
             yield ""
-        for line in dict.fromkeys(f"- {r.cell}:{r.check}: {r.word}: {_one_line(r)}" for r in reasons):
+        for line in dict.fromkeys(f"- {r.cell}:{r.check}: {r.word}: {r.why}" for r in reasons):
             yield line
-
-
-def _one_line(result: Result) -> str:
-    return result.reason or (result.message.splitlines() or [""])[0]
 
 
 #: Suffix of the file to what writes it.

@@ -1,0 +1,35 @@
+"""The wrong drivers are importable, here and in the ranks, as ``broken.twins_active`` and so on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.launch import LAUNCHERS, Warmth
+from pytest_distcompat.models import MODELS
+from pytest_distcompat.runner import Runner
+
+TESTS = str(Path(__file__).parents[1])
+
+if TESTS not in sys.path:
+    sys.path.append(TESTS)
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """One launcher and one store for all twins, so that a sound life runs once."""
+    preload = [module for shelf in (DRIVERS, MODELS) for thing in shelf.things.values() for module in thing.preload]
+    with pytest.MonkeyPatch.context() as patch:
+        # Before the fork server starts: a forked rank has the server's sys.path.
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), TESTS))))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        launcher = LAUNCHERS["warm"](Warmth(("torch", *preload)))
+        try:
+            yield Runner(tmp_path_factory.mktemp("twins"), launcher, device="cpu", timeout=60)
+        finally:
+            launcher.close()

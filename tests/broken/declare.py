@@ -1,0 +1,96 @@
+"""How a deliberately wrong driver is declared: which check must catch it, in which cell, with which words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.drivers import DRIVERS, Driver
+from pytest_distcompat.drivers.accelerate import AccelerateDriver
+from pytest_distcompat.drivers.torch import TorchDriver
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+    from pytest_distcompat.precisions import Precision
+
+AnyDriver = TypeVar("AnyDriver", bound=type[Driver])
+
+
+@dataclass(frozen=True)
+class Twin:
+    """One wrong driver in one cell.
+
+    ``match`` is what the check must say. ``also`` names the other checks that the same defect rightly concerns, with
+    what they must say; every check that is not named must stay silent. ``sound`` is the driver that passes the check
+    in the same cell.
+    """
+
+    driver: str
+    check: str
+    cell: Cell
+    match: str
+    also: Mapping[str, str]
+    sound: str
+
+    @property
+    def id(self) -> str:
+        """Reads aloud: ``active-NoGradientSync-ddp-fp32-w2-model_plain``."""
+        return f"{self.check}-{self.driver.rpartition(':')[2]}-{self.cell.id}"
+
+
+#: All that were declared so far, in the order of their modules.
+TWINS: list[Twin] = []
+
+
+def twin(
+    check: str, *cells: str, match: str, also: Mapping[str, str] | None = None, sound: str = ""
+) -> Callable[[AnyDriver], AnyDriver]:
+    """Declare the driver below as the wrong twin of ``sound`` (the built-in driver it derives from)."""
+
+    def declare(driver: AnyDriver) -> AnyDriver:
+        name = name_of(driver)
+        names = [str(base.__dict__.get("name")) for base in driver.__mro__]
+        base = sound or next(name for name in names if name in DRIVERS.names())
+        TWINS.extend(Twin(name, check, Cell.parse(cell), match, also or {}, base) for cell in cells)
+        return driver
+
+    return declare
+
+
+def name_of(driver: type[Driver]) -> str:
+    """How a rank finds the driver: by its name on the shelf, or as module:attribute."""
+    built_in = driver.__module__.startswith("pytest_distcompat.")
+    return driver.name if built_in else f"{driver.__module__}:{driver.__name__}"
+
+
+class Torch(TorchDriver):
+    """The torch driver with the wrapping of the model as one more verb, to be got wrong."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._sound = self.strategy.torch
+        self.strategy = dataclasses.replace(self.strategy, torch=self.wrap)
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        """As the strategy does it."""
+        assert self._sound is not None
+        return self._sound(model, precision, cell, device)
+
+
+class Accelerate(AccelerateDriver):
+    """The accelerate driver with the Accelerator's keyword arguments as one more verb, to be got wrong."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._sound = self.strategy.accelerate
+        self.strategy = dataclasses.replace(self.strategy, accelerate=self.settings)
+
+    def settings(self, precision: Precision, cell: Cell) -> Mapping[str, Any]:
+        """As the strategy says it."""
+        assert self._sound is not None
+        return self._sound(precision, cell)

@@ -1,0 +1,58 @@
+"""A check that has never failed proves nothing: each has twins of a sound driver with one defect, on real gloo ranks."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.judge import judge
+from pytest_distcompat.runner import Runner
+from pytest_distcompat.scenario import TRAIN
+
+if TYPE_CHECKING:
+    from .declare import Twin
+
+MODULES = tuple(f"broken.twins_{check}" for check in CHECKS.names())
+for module in MODULES:
+    importlib.import_module(module)
+# As the twins' modules know it; a relative import here would make a second copy of the list.
+TWINS: tuple[Twin, ...] = tuple(importlib.import_module("broken.declare").TWINS)
+
+pytestmark = pytest.mark.spawn
+
+
+def verdict(runner: Runner, driver: str, cell: Cell, check: str) -> tuple[str, str]:
+    """Status and message."""
+    found = judge(CHECKS.get(check), cell, runner.trace(driver, cell, CHECKS.get(check).scenario))
+    return found.status, found.message
+
+
+def others(check: str) -> Iterable[str]:
+    """The checks that need no life beyond those that this one needed."""
+    scenarios = {TRAIN, CHECKS.get(check).scenario}
+    return (name for name, other in CHECKS.things.items() if name != check and other.scenario in scenarios)
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.id)
+def test_the_check_sees_the_defect_and_no_other_check_is_misled(twin: Twin, runner: Runner) -> None:
+    assert verdict(runner, twin.sound, twin.cell, twin.check) == ("passed", "")
+    status, message = verdict(runner, twin.driver, twin.cell, twin.check)
+    assert status == "failed", f"not caught: {twin}"
+    assert re.search(twin.match, message), message
+    for name in others(twin.check):
+        status, message = verdict(runner, twin.driver, twin.cell, name)
+        if name in twin.also:
+            assert status == "failed", f"{name} says nothing of it"
+            assert re.search(twin.also[name], message), f"{name}: {message}"
+        else:
+            assert status == "passed", f"{name}: {message}"
+
+
+def test_every_check_has_a_twin() -> None:
+    assert {twin.check for twin in TWINS} == set(CHECKS.names())

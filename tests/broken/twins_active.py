@@ -1,0 +1,283 @@
+"""Trainers in which the strategy that was asked for does not run, or runs in part."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from pytest_distcompat.drivers import accelerate as accelerate_driver
+from pytest_distcompat.strategies import STRATEGIES
+
+from .declare import Accelerate, Torch, twin
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import torch
+    from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.models._base import Batch
+    from pytest_distcompat.precisions import Precision
+
+#: What a check says of gradients that never met.
+APART = r"gradients were reduced in nothing"
+
+
+@twin(
+    "active",
+    "fsdp1-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"DistributedDataParallel runs as DDP x 1; expected FSDP\d for fsdp\d",
+    also={"names": r"'module\.inlet\.weight' maps to 'module\.inlet\.weight', which is no name"},
+)
+@twin(
+    "active",
+    "zero2-fp32-w2-model_plain",
+    "zero3-fp32-w2-model_plain",
+    match=r"runs as DDP x 1; expected DeepSpeedEngine for zero\d(?s:.*)ZeRO stage None is running",
+    also={"optimizer": r"0 of \d+ elements of trainable parameter 'module\.inlet\.weight'"},
+)
+class CpuFlag(Accelerate):
+    """accelerate with a plugin and ``cpu=True``: plain DDP, without a word."""
+
+    def build(self, model: Module) -> None:
+        with mock.patch.object(accelerate_driver, "on_cpu", return_value={"cpu": True}):
+            super().build(model)
+
+
+@twin(
+    "active",
+    "fsdp1-fp32-w2-model_plain",
+    "fsdp2-bf16_pure-w2-model_plain",
+    match=r"runs as a bare model; expected FSDP(?s:.*)the trainer believes in 1 ranks; expected 2",
+    also={"dtypes": APART},
+)
+class NoCpuFlag(Accelerate):
+    """accelerate with an FSDP plugin and nothing else: no wrapper, no gradient sync, each rank on its own."""
+
+    def build(self, model: Module) -> None:
+        with mock.patch.object(accelerate_driver, "on_cpu", return_value={}):
+            super().build(model)
+
+    def save(self, directory: Path) -> None:
+        # Every rank takes itself for the main process, and two at a time would write each other's files.
+        if self.world.rank == 0:
+            super().save(directory)
+
+
+@twin("active", "zero2-fp32-w2-model_plain", match=r"ZeRO stage 1 is running; expected 2")
+@twin("active", "zero3-bf16_mixed-w2-model_plain", match=r"ZeRO stage 1 is running; expected 3(?s:.*)of kind ZeRO-3")
+class LowerStage(Accelerate):
+    """The stage of the DeepSpeed config is another one than the trainer was asked for."""
+
+    stage = 1
+
+    def settings(self, precision: Precision, cell: Cell) -> Mapping[str, Any]:
+        from accelerate import DeepSpeedPlugin
+
+        from pytest_distcompat.strategies.zero import config
+
+        settings = dict(super().settings(precision, cell))
+        settings["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config(self.stage, precision))
+        return settings
+
+
+@twin(
+    "active",
+    "zero2-fp32-w2-model_plain",
+    match=r"ZeRO stage 0 is running; expected 2",
+    also={"optimizer": r"0 of \d+ elements of trainable parameter"},
+)
+class StageNought(LowerStage):
+    """DeepSpeed without ZeRO, as fp8 once brought it about (accelerate #3360)."""
+
+    stage = 0
+
+
+@twin(
+    "active",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"runs as FSDP1 x 3; expected FSDP2(?s:.*)not of kind DTensor",
+    also={"names": r"'_fsdp_wrapped_module\.inlet\.weight' maps to"},
+)
+class OlderFsdp(Torch):
+    """FSDP2 is asked for, FSDP1 is built, as Trainer did when it left ``fsdp_config["version"]`` unread."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        dialect = STRATEGIES.get("fsdp1").torch
+        assert dialect is not None
+        return dialect(model, precision, cell, device)
+
+
+@twin(
+    "active",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"store 2\.00 copies of the parameters; expected 1",
+    also={"dtypes": APART},
+)
+class AloneInTheMesh(Torch):
+    """fully_shard over a mesh of one rank: all the classes are right and nothing is sharded."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (cell.world_size, 1), mesh_dim_names=("others", "alone"))["alone"]
+        for block in self.tiny.block_modules(model):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+
+@twin("active", "fsdp2-fp32-w2-model_plain", match=r"6 of 14 parameters are not of kind DTensor, 'inlet\.weight'")
+class RootForgotten(Torch):
+    """Only the blocks are sharded; what stands in the root is neither sharded nor reduced."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in self.tiny.block_modules(model):
+            fully_shard(block)
+        return model
+
+
+@twin("active", "fsdp1-fp32-w2-model_plain", match=r"store 2\.00 copies of the parameters; expected 1")
+class NoShard(Torch):
+    """FSDP1 with NO_SHARD: the wrapper of the one, the memory of the other."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+        return FullyShardedDataParallel(
+            model, sharding_strategy=ShardingStrategy.NO_SHARD, device_id=device, use_orig_params=True
+        )
+
+
+@twin(
+    "active",
+    "fsdp1-fp32-w2-model_plain",
+    match=r"all ranks together store 130 elements of 'outlet\.weight', which has 65",
+)
+class LayerLeftOut(Torch):
+    """FSDP1 that ignores the last layer: a copy of it on each rank, and no reduction of its gradients."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        return FullyShardedDataParallel(
+            model, ignored_modules=[model.get_submodule("outlet")], device_id=device, use_orig_params=True
+        )
+
+
+@twin(
+    "active",
+    "ddp-fp32-w2-model_plain",
+    match=r"PlainModule runs as a bare model; expected DDP(?s:.*)no gradient was reduced(?s:.*)replicas must stay equal",
+    also={"dtypes": APART},
+)
+class Bare(Torch):
+    """Nobody wraps the model."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        return model
+
+
+@twin(
+    "active",
+    "ddp-fp32-w2-model_plain",
+    match=r"no gradient was reduced in a step(?s:.*)rank 1: \d+ parameters differ from rank 0's",
+    also={"dtypes": APART},
+)
+class NeverSyncs(Torch):
+    """DDP that is left in ``no_sync``, as wrong bookkeeping of gradient accumulation leaves it."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        wrapped: Any = super().wrap(model, precision, cell, device)
+        wrapped.require_backward_grad_sync = False
+        ddp: Module = wrapped
+        return ddp
+
+
+@twin(
+    "active",
+    "ddp-fp32-w2",
+    match=r"only 8 elements were reduced in a step, of 26784 trainable ones",
+    also={"dtypes": APART},
+)
+class OnlyMetricsMeet(NeverSyncs):
+    """The same in a trainer that gives all ranks the same data and averages its metrics: replicas stay equal by luck."""
+
+    def batch(self, number: int) -> Batch:
+        return {name: value.to(self.world.device) for name, value in self.tiny.batch(number, 0).items()}
+
+    def step(self, number: int) -> float:
+        import torch
+        from torch import distributed
+
+        loss = super().step(number)
+        distributed.all_reduce(torch.full((8,), loss))
+        return loss
+
+
+@twin(
+    "active", "ddp-fp32-w2-model_plain", match=r"rank 1: 2 parameters differ from rank 0's(?s:.*)first 'module.outlet"
+)
+class LayerNotReduced(Torch):
+    """DDP that ignores the last layer."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        from torch.nn.parallel import DistributedDataParallel
+
+        ignored = ["outlet.weight", "outlet.bias"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
+        return super().wrap(model, precision, cell, device)
+
+
+@twin("active", "fsdp2-fp32-w2-model_plain", match=r"rank 1: the trainer believes in 1 ranks; expected 2")
+class BelievesInOneRank(Torch):
+    """A trainer that shards over two ranks and divides its batch, or its learning rate, by one."""
+
+    def trainer_world_size(self) -> int | None:
+        return 1
+
+
+@twin(
+    "active",
+    "ddp-fp32-w2-model_plain",
+    match=r"rank 1: the process group has 1 ranks; expected 2(?s:.*)replicas must stay equal",
+)
+class GroupOfOne(Torch):
+    """Each rank opens a process group of its own, as a trainer does that does not read torchrun's environment."""
+
+    def build(self, model: Module) -> None:
+        from torch import distributed
+
+        alone = f"file://{tempfile.mkdtemp()}/store"
+        distributed.init_process_group(self.world.backend, init_method=alone, rank=0, world_size=1)
+        super().build(model)
+
+    def save(self, directory: Path) -> None:
+        if self.world.rank == 0:
+            super().save(directory)
+
+
+@twin(
+    "active",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"also wrapped by DDP; expected FSDP2 alone",
+    also={"names": r"live parameter 'outlet\.module\.weight' maps to"},
+)
+class TwoWrappers(Torch):
+    """FSDP2 for the blocks, DDP for the last layer."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        from torch.distributed.fsdp import fully_shard
+        from torch.nn.parallel import DistributedDataParallel
+
+        for block in self.tiny.block_modules(model):
+            fully_shard(block)
+        model.outlet = DistributedDataParallel(model.get_submodule("outlet"))
+        return model

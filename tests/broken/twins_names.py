@@ -1,0 +1,271 @@
+"""Trainers whose names do not map: in memory, in the optimizer or in what they save."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pytest_distcompat.drivers.accelerate import AccelerateDriver
+
+from .declare import Accelerate, Torch, twin
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import torch
+    from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.precisions import Precision
+
+
+class Compiled(Torch):
+    """Sound: torch.compile around the wrapped model, a checkpoint by ``get_state_dict``."""
+
+    options: ClassVar[tuple[str, ...]] = ("model", "compile")
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        import torch
+
+        # Names do not depend on the backend, and this one costs least.
+        compiled: Any = torch.compile(super().wrap(model, precision, cell, device), backend="eager")
+        wrapped: Module = compiled
+        return wrapped
+
+
+@twin(
+    "names",
+    "ddp-fp32-w2-model_plain-compile",
+    match=r"key '_orig_mod\.module\.inlet\.weight' is no name of the plain model; expected 'inlet\.weight'",
+    sound="broken.twins_names:Compiled",
+)
+@twin(
+    "names",
+    "fsdp2-fp32-w2-model_plain-compile",
+    match=r"key '_orig_mod\.inlet\.weight' is no name of the plain model; expected 'inlet\.weight'",
+    sound="broken.twins_names:Compiled",
+)
+class CompiledNames(Compiled):
+    """A compiled model saved by its own ``state_dict()``, as accelerate saved one (#3554)."""
+
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "model": self.model.state_dict()}
+
+
+@twin(
+    "names",
+    "ddp-fp32-w2-model_plain",
+    match=r"live parameter '_orig_mod\.module\.inlet\.weight' maps to '_orig_mod\.module\.inlet\.weight', which is no",
+)
+class CompiledUnasked(Compiled):
+    """The trainer compiles though the cell does not say so: a prefix that nobody accounts for."""
+
+
+@twin(
+    "names", "ddp-fp32-w2-model_plain", match=r"key 'module\.blocks\.0\.linear\.bias' is no name(?s:.*)expected 'blocks"
+)
+class WrappersNames(Torch):
+    """``ddp.state_dict()`` instead of ``ddp.module.state_dict()``."""
+
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "model": self.model.state_dict()}
+
+
+@twin(
+    "names",
+    "fsdp1-fp32-w2-model_plain-state_dict_full",
+    match=r"key '_fsdp_wrapped_module\.inlet\.weight' is no name(?s:.*)expected 'inlet\.weight'",
+)
+class LiveNames(Torch):
+    """Parameters saved as ``named_parameters`` calls them."""
+
+    def _state(self) -> dict[str, Any]:
+        state = super()._state()
+        names = [name for name, _ in self.model.named_parameters()]
+        plain = [name.replace("_fsdp_wrapped_module.", "") for name in names]
+        return {**state, "model": dict(zip(names, (state["model"].get(name) for name in plain), strict=True))}
+
+
+class Checkpointed(Torch):
+    """Sound: recomputes its blocks, and saves by ``get_state_dict``."""
+
+    options: ClassVar[tuple[str, ...]] = ("model", "activation_checkpointing")
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        recompute(model, self.tiny.blocks)
+        return super().wrap(model, precision, cell, device)
+
+
+def recompute(model: Module, blocks: tuple[str, ...]) -> None:
+    """torch's wrapper around each block."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ in blocks)
+
+
+@twin(
+    "names",
+    "fsdp2-fp32-w2-model_plain-activation_checkpointing",
+    match=r"key 'blocks\.0\._checkpoint_wrapped_module\.linear\.bias' is no name(?s:.*)expected 'blocks\.0\.linear\.bias'",
+    sound="broken.twins_names:Checkpointed",
+)
+class CheckpointedNames(Checkpointed):
+    """Parameters saved as ``named_parameters`` calls them, with a segment for the recomputation."""
+
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "model": dict(self.model.named_parameters())}
+
+
+@twin(
+    "names",
+    "zero2-fp32-w2-model_plain-activation_checkpointing",
+    "zero3-fp32-w2-model_plain-activation_checkpointing",
+    match=r":param_shapes': key 'blocks\.0\._checkpoint_wrapped_module\.norm\.weight' is no name of the plain model",
+)
+class CheckpointedZero(AccelerateDriver):
+    """What DeepSpeed 0.19 does by itself to a model that recomputes its blocks: the segment stays in ``param_shapes``."""
+
+    def build(self, model: Module) -> None:
+        recompute(model, self.tiny.blocks)
+        super().build(model)
+
+
+@twin(
+    "names",
+    "fsdp2-fp32-w2-model_plain",
+    "ddp-bf16_pure-w2-model_plain",
+    match=r"live parameter '(module\.)?head\.weight' maps to 'head\.weight'(?s:.*)'outlet\.weight' of the plain model has no",
+)
+class Renamed(Torch):
+    """The last layer is called otherwise once the trainer had its hands on it."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        outlet = model.get_submodule("outlet")
+        del model.outlet
+        model.head = outlet
+        # So that forward still finds it, but not as a submodule.
+        model.__dict__["outlet"] = outlet
+        return super().wrap(model, precision, cell, device)
+
+
+@twin("names", "fsdp2-fp32-w2-model_plain", match=r"1 of 14 parameters stand in no saved file, first 'outlet\.weight'")
+class ParameterNotSaved(Torch):
+    """The file lacks a parameter; a loader that is not strict will not mind."""
+
+    def _state(self) -> dict[str, Any]:
+        state = super()._state()
+        del state["model"]["outlet.weight"]
+        return state
+
+
+@twin("names", "ddp-fp32-w2-model_plain", match=r"1 of 1 persistent buffers stand in no saved file, first 'scale'")
+class BufferNotSaved(Torch):
+    """The file has the parameters alone, and running statistics are lost."""
+
+    def _state(self) -> dict[str, Any]:
+        state = super()._state()
+        del state["model"]["scale"]
+        return state
+
+
+@twin(
+    "names",
+    "zero1-fp32-w2-model_plain",
+    "zero3-bf16_mixed-w2-model_plain",
+    match=r"2 of 14 parameters stand in no saved file, first 'frozen\.bias', 'frozen\.weight'",
+)
+class FrozenNotSaved(AccelerateDriver):
+    """DeepSpeed told to leave out what is frozen: the base model is in no file."""
+
+    def save(self, directory: Path) -> None:
+        self.accelerator.save_state(str(directory), exclude_frozen_parameters=True)
+
+
+@twin(
+    "names",
+    "fsdp2-fp32-w2-model_llama_tied",
+    match=r"2 live parameters map to 'model\.embed_tokens\.weight'; expected one",
+)
+class Untied(Torch):
+    """Output embeddings become a parameter of their own."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        from torch import nn
+
+        head: Any = model.get_submodule("lm_head")
+        head.weight = nn.Parameter(head.weight.detach().clone())
+        return super().wrap(model, precision, cell, device)
+
+
+@twin(
+    "names",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"key 'module\.blocks\.0\.linear\.bias' is no name of the plain model",
+)
+class OptimizerPrefix(Torch):
+    """Optimizer state saved under the names of a wrapper."""
+
+    def _state(self) -> dict[str, Any]:
+        state = super()._state()
+        states = state["optimizer"]["state"]
+        return {**state, "optimizer": {"state": {f"module.{name}": value for name, value in states.items()}}}
+
+
+@twin("names", "fsdp2-fp32-w2-model_plain", match=r"key '0' is no name of the plain model")
+class OptimizerNumbers(Torch):
+    """Optimizer state saved by position, as accelerate saved it (#3971): another order is another model."""
+
+    def _state(self) -> dict[str, Any]:
+        state = super()._state()
+        states = enumerate(state["optimizer"]["state"].values())
+        return {**state, "optimizer": {"state": {str(number): value for number, value in states}}}
+
+
+@twin(
+    "names",
+    "fsdp1-fp32-w2-model_plain",
+    match=r"1 of 12 trainable parameters' optimizer states stand in no saved file, first 'outlet\.weight'",
+)
+class OptimizerStateNotSaved(Torch):
+    """The file lacks the state of one parameter."""
+
+    def _state(self) -> dict[str, Any]:
+        state = super()._state()
+        del state["optimizer"]["state"]["outlet.weight"]
+        return state
+
+
+@twin("names", "zero3-fp32-w2-model_plain", match=r"'inlet\.weight' has shape \(0,\); \(13, 7\) in the plain model")
+class PlaceholdersSaved(Accelerate):
+    """Weights exported from ZeRO-3 without gathering them: every name is right and every tensor is empty."""
+
+    def settings(self, precision: Precision, cell: Cell) -> Mapping[str, Any]:
+        settings = super().settings(precision, cell)
+        # Below 100 000 elements DeepSpeed would keep a parameter whole, for speed.
+        settings["deepspeed_plugin"].deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return settings
+
+    def save(self, directory: Path) -> None:
+        import torch
+
+        super().save(directory)
+        if self.world.rank == 0:
+            torch.save(self.model.module.state_dict(), directory / "export.bin")
+
+
+@twin(
+    "names",
+    "fsdp2-fp32-w2",
+    match=r"live parameter 'lm_head\.weight' has shape \(136, 32\); \(128, 32\) in the plain model",
+)
+class PaddedVocabulary(Torch):
+    """Output embeddings padded to a rounder size, for speed."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        from torch import nn
+
+        head: Any = model.get_submodule("lm_head")
+        head.weight = nn.Parameter(nn.functional.pad(head.weight.detach(), (0, 0, 0, 8)))
+        config: Any = model.config
+        config.vocab_size += 8
+        return super().wrap(model, precision, cell, device)

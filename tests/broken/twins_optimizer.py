@@ -1,0 +1,282 @@
+"""Trainers whose optimizer holds, or moves, something else than what the model computes with."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.drivers.accelerate import AccelerateDriver
+from pytest_distcompat.drivers.torch import TorchDriver
+
+from .declare import Accelerate, Torch, twin
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch.nn import Module, Parameter
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.precisions import Precision
+
+#: Nothing ever reached the optimizer, so it has neither gradients nor state; and torch may refuse to save it.
+IDLE = {"names": r"the optimizer of no rank keeps state for|Traceback", "dtypes": r"is given gradients in nothing"}
+
+
+@twin(
+    "optimizer",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"rank 0: 12 of 12 tensors in the optimizer are no parameters of the live model \(stale\)"
+    r"(?s:.*)'inlet\.weight' is not in the optimizer",
+    also=IDLE,
+)
+class MadeBeforeSharding(Torch):
+    """The optimizer is made of the parameters that ``fully_shard`` is about to replace."""
+
+    early: torch.optim.Optimizer
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        self.early = super().make_optimizer(model)
+        return super().wrap(model, precision, cell, device)
+
+    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+        return self.early
+
+
+@twin(
+    "optimizer",
+    "fsdp1-fp32-w2-model_plain",
+    match=r"14 of 14 tensors in the optimizer are no parameters of the live model \(stale\)"
+    r"(?s:.*)'_fsdp_wrapped_module\._flat_param' is not in the optimizer(?s:.*)did not move",
+    also={"dtypes": r"is given gradients in nothing", "names": r"Traceback"},
+)
+class MadeBeforeFlattening(MadeBeforeSharding):
+    """The same with FSDP1's flat parameters."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        for parameter in model.get_submodule("frozen").parameters():
+            parameter.requires_grad_(True)  # a flat parameter is trainable or frozen as a whole
+        self.early = TorchDriver.make_optimizer(self, model)
+        return FullyShardedDataParallel(model, device_id=device, use_orig_params=False)
+
+
+@twin(
+    "optimizer",
+    "fsdp1-fp32-w2",
+    match=r"21 of 21 tensors in the optimizer are no parameters of the live model \(stale\)(?s:.*)_flat_param' did not move",
+    also={"dtypes": r"is given gradients in nothing|updates nothing", "names": r"Traceback"},
+)
+class FlatTogether(Accelerate):
+    """accelerate's default, ``use_orig_params=False``, with model and optimizer in one ``prepare``: still so in 1.15."""
+
+    def settings(self, precision: Precision, cell: Cell) -> Mapping[str, Any]:
+        settings = super().settings(precision, cell)
+        settings["fsdp_plugin"].use_orig_params = False
+        return settings
+
+
+@twin(
+    "optimizer",
+    "ddp-fp32-w2-model_plain",
+    match=r"12 of 12 tensors in the optimizer are no parameters(?s:.*)'module\.inlet\.weight' is not in the optimizer",
+    also=IDLE,
+)
+class OfACopy(Torch):
+    """The optimizer belongs to a copy of the model, as after a ``deepcopy`` for an average that took the wrong one."""
+
+    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+        return super().make_optimizer(copy.deepcopy(getattr(model, "module", model)))
+
+
+def without(optimizer: torch.optim.Optimizer, last: int) -> torch.optim.Optimizer:
+    """The same without its last parameters."""
+    group = optimizer.param_groups[0]
+    group["params"] = group["params"][:-last]
+    return optimizer
+
+
+@twin(
+    "optimizer",
+    "ddp-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"trainable parameter '(module\.)?outlet\.bias' is not in the optimizer; expected once(?s:.*)bias' did not move",
+    also={"names": r"the optimizer of no rank keeps state for 'outlet\.bias'"},
+)
+class OneForgotten(Torch):
+    """The groups of the optimizer were sorted by name, and one parameter fell through."""
+
+    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+        return without(super().make_optimizer(model), 1)
+
+
+@twin(
+    "optimizer",
+    "zero1-fp32-w2-model_plain",
+    "zero2-bf16_mixed-w2-model_plain",
+    "zero3-fp32-w2-model_plain",
+    match=r"0 of 5 elements of trainable parameter 'module\.outlet\.bias' are in the optimizer(?s:.*)bias' did not move",
+    also={"names": r"the optimizer of no rank keeps state for 'outlet\.bias'"},
+)
+class OneForgottenZero(AccelerateDriver):
+    """The same with flat masters."""
+
+    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+        return without(super().make_optimizer(model), 1)
+
+
+@twin(
+    "optimizer",
+    "ddp-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"trainable parameter '(module\.)?outlet\.bias' is in the optimizer 2 times; expected once",
+)
+class OneTwice(Torch):
+    """A parameter in two groups: its step is taken twice. torch refuses that in the constructor only."""
+
+    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+        optimizer = super().make_optimizer(model)
+        group = optimizer.param_groups[0]
+        group["params"].append(group["params"][-1])
+        return optimizer
+
+
+def with_a_group_that_rests(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same with learning rate 0 for its last parameter."""
+    group = optimizer.param_groups[0]
+    last: Parameter = group["params"].pop()
+    optimizer.add_param_group({"params": [last], "lr": 0.0})
+    return optimizer
+
+
+@twin(
+    "optimizer",
+    "fsdp1-fp32-w2-model_plain",
+    "fsdp2-bf16_pure-w2-model_plain",
+    match=r"trainable parameter '(_fsdp_wrapped_module\.)?outlet\.bias' did not move in three steps, on any rank",
+)
+class NoLearningRate(Torch):
+    """One group has learning rate 0: everything is in place and nothing happens."""
+
+    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+        return with_a_group_that_rests(super().make_optimizer(model))
+
+
+@twin(
+    "optimizer",
+    "fsdp1-bf16_mixed-w2-model_plain",
+    "zero2-fp32-w2-model_plain",
+    match=r"trainable parameter '(_fsdp_wrapped_)?module\.outlet\.bias' did not move in three steps, on any rank",
+)
+class NoLearningRateAccelerate(AccelerateDriver):
+    """The same with flat masters, and with FSDP1 upcasting: a parameter whose dtype changes has not moved yet."""
+
+    def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
+        return with_a_group_that_rests(super().make_optimizer(model))
+
+
+@twin(
+    "optimizer",
+    "ddp-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"frozen parameter '(module\.)?frozen\.weight' moved",
+)
+class FrozenDrifts(Torch):
+    """Weight decay done by hand, for frozen parameters too."""
+
+    def step(self, number: int) -> float:
+        import torch
+
+        loss = super().step(number)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(0.999)
+        return loss
+
+
+@twin(
+    "optimizer",
+    "zero1-bf16_mixed-w2-model_plain",
+    match=r"frozen parameter 'module\.frozen\.weight' moved",
+    also={"names": r"the optimizer keeps state for 'frozen\.bias', which is no trainable parameter"},
+)
+class Thawed(AccelerateDriver):
+    """A trainer that switches gradients on for all parameters, whoever froze them."""
+
+    def build(self, model: Module) -> None:
+        model.requires_grad_(requires_grad=True)
+        super().build(model)
+
+
+@twin(
+    "optimizer",
+    "ddp-fp32-w2-model_plain",
+    match=r"frozen parameter 'module\.frozen\.weight' moved",
+    also={"names": r"the optimizer keeps state for 'frozen\.bias', which is no trainable parameter"},
+)
+class ThawedTorch(Torch):
+    """The same with plain torch."""
+
+    def build(self, model: Module) -> None:
+        model.requires_grad_(requires_grad=True)
+        super().build(model)
+
+
+@twin(
+    "optimizer",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"trainable parameter 'outlet\.weight' is not in the optimizer(?s:.*)'outlet\.weight' did not move",
+    also={"names": r"the optimizer of no rank keeps state for 'outlet\.weight'"},
+)
+class FrozenUnasked(Torch):
+    """A trainer that freezes the last layer, and forgets to say so."""
+
+    def build(self, model: Module) -> None:
+        model.get_submodule("outlet").requires_grad_(requires_grad=False)
+        super().build(model)
+
+
+@twin(
+    "optimizer",
+    "fsdp1-fp32-w2-model_plain",
+    match=r"'_fsdp_wrapped_module\.inlet\.weight' did not move in three steps, on any rank",
+    also={"names": r"the optimizer of no rank keeps state for", "dtypes": r"no optimizer stepped"},
+)
+class NeverSteps(Torch):
+    """Gradients are computed and thrown away."""
+
+    def step(self, number: int) -> float:
+        self.optimizer.zero_grad()
+        loss = self.tiny.loss(self.model, self.batch(number))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+
+@twin(
+    "optimizer",
+    "ddp-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"'(module\.)?inlet\.weight' had no gradient in three steps: its state in the optimizer is all zero",
+)
+class ClearedTooSoon(Torch):
+    """Gradients set to zero between backward and step: weight decay still moves every parameter."""
+
+    def step(self, number: int) -> float:
+        loss = self.tiny.loss(self.model, self.batch(number))
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.zero_grad(set_to_none=False)
+        self.optimizer.step()
+        self.scheduler.step()
+        return float(loss.detach())
+
+
+@twin("optimizer", "zero2-fp32-w2-model_plain", match=r"partition 0 of the optimizer had no gradient in three steps")
+class ClearedTooSoonZero(AccelerateDriver):
+    """The same with flat masters: a loss that does not depend on the parameters by more than a factor of zero."""
+
+    def build(self, model: Module) -> None:
+        super().build(model)
+        loss = self.tiny.loss
+        self.tiny = dataclasses.replace(self.tiny, loss=lambda model, batch: 0 * loss(model, batch))

@@ -1,0 +1,339 @@
+"""Trainers that go on from a checkpoint as another run than the one that saved it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.drivers.accelerate import AccelerateDriver
+
+from .declare import Torch, twin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    import torch
+    from torch.nn import Module
+
+# accelerate 1.15 fills the state of a fresh optimizer, which is empty, from the checkpoint: with nothing.
+twin(
+    "resume",
+    "fsdp1-fp32-w2-model_plain",
+    "fsdp1-bf16_mixed-w2-model_plain",
+    match=r"rank 0: the optimizer's state is empty after the load; 24 tensors were saved(?s:.*)loss 2 after the load",
+    sound="torch",
+)(AccelerateDriver)
+
+
+@twin(
+    "resume",
+    "ddp-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"rank 1: the optimizer's state is empty after the load; 36 tensors were saved(?s:.*)rank 0: loss 2 after",
+)
+class OptimizerNotLoaded(Torch):
+    """Only the model comes back."""
+
+    def load(self, directory: Path) -> None:
+        fresh = self.optimizer
+        super().load(directory)
+        self.optimizer = fresh
+        fresh.state.clear()
+
+
+@twin(
+    "resume",
+    "zero1-fp32-w2-model_plain",
+    "zero3-bf16_mixed-w2-model_plain",
+    match=r"rank 1: the optimizer's state is empty after the load; 4 tensors were saved(?s:.*)loss 2 after the load",
+)
+class OptimizerNotLoadedZero(AccelerateDriver):
+    """The same with flat masters: DeepSpeed is told to load the module alone."""
+
+    def load(self, directory: Path) -> None:
+        self.accelerator.load_state(str(directory), load_module_only=True, load_optimizer_states=False)
+
+
+@twin(
+    "resume",
+    "ddp-fp32-w2-model_plain",
+    match=r"rank 0: parameter 'module\.blocks\.0\.linear\.bias' and 11 others: other values after(?s:.*)loss 1 after the load",
+)
+class ModelNotLoaded(Torch):
+    """Only the optimizer comes back."""
+
+    def load(self, directory: Path) -> None:
+        before = [value.clone() for value in self.model.state_dict().values()]
+        super().load(directory)
+        for value, old in zip(self.model.state_dict().values(), before, strict=True):
+            value.copy_(old)
+
+
+@twin(
+    "resume",
+    "ddp-fp32-w2-model_plain",
+    match=r"^rank 1: parameter 'module\.blocks\.0\.linear\.bias' and 11 others: other values after the load",
+)
+class OneRankLoads(ModelNotLoaded):
+    """Rank 0 reads the file, and nobody tells the others."""
+
+    def load(self, directory: Path) -> None:
+        if self.world.rank == 0:
+            Torch.load(self, directory)
+        else:
+            super().load(directory)
+
+
+@twin(
+    "resume",
+    "fsdp2-fp32-w2-model_plain",
+    "ddp-bf16_pure-w2-model_plain",
+    match=r"rank 1: scheduler is at 'last_epoch=0 lr=\[0\.01\]\S* \w+'; saved at 'last_epoch=3",
+)
+class SchedulerNotLoaded(Torch):
+    """The learning rate starts again."""
+
+    def load(self, directory: Path) -> None:
+        state = self.scheduler.state_dict()
+        super().load(directory)
+        self.scheduler.load_state_dict(state)
+
+
+@twin(
+    "resume", "zero2-fp32-w2-model_plain", match=r"rank 1: scheduler is at 'last_epoch=0(?s:.*); saved at 'last_epoch=6"
+)
+class SchedulerNotLoadedZero(AccelerateDriver):
+    """The same beside DeepSpeed; accelerate steps the scheduler once for each rank."""
+
+    def load(self, directory: Path) -> None:
+        state = self.scheduler.state_dict()
+        super().load(directory)
+        self.scheduler.load_state_dict(state)
+
+
+class Spoils(Torch):
+    """Loads soundly, then spoils one thing."""
+
+    def spoil(self) -> None:
+        raise NotImplementedError
+
+    def load(self, directory: Path) -> None:
+        import torch
+
+        super().load(directory)
+        with torch.no_grad():
+            self.spoil()
+
+    def state_of(self, name: str) -> dict[str, Any]:
+        state: dict[str, Any] = self.optimizer.state[self.model.get_parameter(name)]
+        return state
+
+
+@twin(
+    "resume",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"^rank 0: optimizer state 'exp_avg_sq of inlet\.weight': other values after the load\nrank 1: optimizer",
+)
+class OneMomentLost(Spoils):
+    """One tensor of hundreds is zero."""
+
+    def spoil(self) -> None:
+        self.state_of("inlet.weight")["exp_avg_sq"].zero_()
+
+
+@twin(
+    "resume",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"^rank 0: parameter 'blocks\.0\.linear\.weight' and 1 others: other values after the load",
+)
+class Swapped(Spoils):
+    """Two parameters of one shape change places, as when names and tensors are paired by position (accelerate #3982)."""
+
+    def spoil(self) -> None:
+        one, other = (self.model.get_parameter(f"blocks.{n}.linear.weight") for n in (0, 1))
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+
+
+@twin(
+    "resume",
+    "fsdp1-fp32-w2-model_plain",
+    match=r"rank 1: optimizer state 'step of _fsdp_wrapped_module\.\S+' and \d+ others: other values after the load",
+)
+class CountsOneMore(Spoils):
+    """A load that takes a step of its own: Adam's bias correction is off by one."""
+
+    def spoil(self) -> None:
+        for state in self.optimizer.state.values():
+            state["step"] += 1
+
+
+@twin(
+    "resume",
+    "fsdp2-bf16_pure-w2-model_plain",
+    "ddp-fp32-w2-model_plain",
+    match=r"rank 0: parameter '(module\.)?blocks\.0\.linear\.bias' and 11 others: other values after the load",
+)
+class LoadDecays(Spoils):
+    """A load that makes room for the optimizer's state by a step with zero gradients: weight decay (torch #125708)."""
+
+    def spoil(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(0.99)
+
+
+@twin(
+    "resume",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"rank 1: lr of the optimizer's group 0 is 0\.01 after the load; 0\.0072\d+ before",
+)
+class LearningRateLost(Spoils):
+    """The scheduler knows where it is, the optimizer does not."""
+
+    def spoil(self) -> None:
+        self.optimizer.param_groups[0]["lr"] = 0.01
+
+
+@twin(
+    "resume",
+    "ddp-fp32-w2-model_plain",
+    match=r"^rank 0: weight_decay of the optimizer's group 0 is 0\.0 after the load; 0\.01 before\nrank 1: \S+ of the[^\n]+$",
+)
+class DecayLost(Spoils):
+    """A setting of the optimizer falls back: five steps are too few for a loss to tell."""
+
+    def spoil(self) -> None:
+        self.optimizer.param_groups[0]["weight_decay"] = 0.0
+
+
+@twin(
+    "resume",
+    "ddp-bf16_pure-w2-model_plain",
+    match=r"^rank 0: optimizer state 'exp_avg_sq of \S+' and 11 others: another dtype after the load",
+)
+class StateInFloat32(Spoils):
+    """Moments come back in another dtype, with the same values."""
+
+    def spoil(self) -> None:
+        for state in self.optimizer.state.values():
+            state["exp_avg_sq"] = state["exp_avg_sq"].float()
+
+
+@twin("resume", "ddp-fp32-w2-model_plain", match=r"rank 1: buffer 'module\.scale': other values after the load")
+class BufferNotLoaded(Torch):
+    """A running statistic starts again."""
+
+    def step(self, number: int) -> float:
+        self.model.module.scale.mul_(1.01)
+        return super().step(number)
+
+    def load(self, directory: Path) -> None:
+        scale = self.model.module.scale.clone()
+        super().load(directory)
+        self.model.module.scale.copy_(scale)
+
+
+@twin(
+    "resume",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"^rank 0: loss 1 after the load is [\d.]+; [\d.]+ in the run that never stopped",
+)
+class DataFromTheStart(Torch):
+    """Everything comes back but the place in the data: the sampler starts again."""
+
+    taken = 0
+
+    def step(self, number: int) -> float:
+        self.taken += 1
+        return super().step(self.taken - 1)
+
+
+@twin("resume", "zero2-bf16_mixed-w2-model_plain", match=r"^rank 0: loss 1 after the load is [\d.]+; [\d.]+ in the run")
+class DataFromTheStartZero(AccelerateDriver):
+    """The same beside DeepSpeed."""
+
+    taken = 0
+
+    def step(self, number: int) -> float:
+        self.taken += 1
+        return super().step(self.taken - 1)
+
+
+def swap(states: dict[str, Any], one: str, other: str) -> dict[str, Any]:
+    """The same with two entries under each other's name."""
+    return {**states, one: states[other], other: states[one]}
+
+
+@twin(
+    "resume",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"^rank 0: optimizer state 'exp_avg of blocks\.0\.linear\.weight' and 3 others: other values after the load",
+)
+class SwappedMoments(Torch):
+    """The moments of two parameters are saved under each other's name."""
+
+    def save(self, directory: Path) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        state = self._state()
+        names = ("blocks.0.linear.weight", "blocks.1.linear.weight")
+        state["optimizer"]["state"] = swap(state["optimizer"]["state"], *names)
+        save(state, checkpoint_id=directory)
+
+
+def halve(parameters: Iterable[torch.nn.Parameter], when: Callable[[torch.nn.Parameter], bool]) -> None:
+    """Half of each value of those parameters."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in parameters:
+            if when(parameter):
+                parameter.mul_(0.5)
+
+
+@twin(
+    "resume",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"^rank 0: parameter 'blocks\.0\.linear\.bias' and 11 others: other values after the save\nrank 1: [^\n]+$",
+)
+class SaveChanges(Torch):
+    """Saving changes what is trained; file and memory agree, so that loading shows nothing."""
+
+    def save(self, directory: Path) -> None:
+        halve(self.model.parameters(), lambda parameter: parameter.requires_grad)
+        super().save(directory)
+
+
+@twin(
+    "resume",
+    "zero1-fp32-w2-model_plain",
+    match=r"^rank 0: parameter 'module\.\S+' and 11 others: other values after the save",
+)
+class SaveChangesZero(AccelerateDriver):
+    """The same with flat masters."""
+
+    def save(self, directory: Path) -> None:
+        halve(self.model.parameters(), lambda parameter: parameter.requires_grad)
+        super().save(directory)
+
+
+def masters(engine: Module) -> list[torch.nn.Parameter]:
+    """DeepSpeed's flat partitions on this rank."""
+    optimizer: Any = engine.optimizer
+    return [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
+
+
+@twin(
+    "resume",
+    "zero2-bf16_mixed-w2-model_plain",
+    match=r"^rank 0: optimizer state 'master of partition 0': other values after the load",
+)
+class MastersRounded(AccelerateDriver):
+    """The live parameters are right and the masters behind them are not: float32 masters made anew from bfloat16."""
+
+    def load(self, directory: Path) -> None:
+        super().load(directory)
+        for master in masters(self.model):
+            master.data.copy_(master.data.bfloat16())

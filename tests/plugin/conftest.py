@@ -1,0 +1,204 @@
+"""Pytest inside pytest: in this process with hand-made ranks, or as a process of its own with real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Imported before any run in this process: pytester takes out of sys.modules what such a run imports.
+import pytest_distcompat.plugin.cases
+import pytest_distcompat.plugin.marked
+import pytest_distcompat.plugin.results
+import pytest_distcompat.runner  # noqa: F401
+from pytest_distcompat import devices
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.launch import LAUNCHERS, Ending, RankEnd, Request, Warmth
+from pytest_distcompat.models import MODELS
+from pytest_distcompat.plugin.outcome import Phase
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.strategies import STRATEGIES
+
+for shelf in (CHECKS, DRIVERS, MODELS, PRECISIONS, STRATEGIES):
+    assert shelf.things
+
+#: A plugin for a process of its own: it leaves all reports in a file.
+RECORDER = """
+import json
+found = []
+def pytest_runtest_logreport(report):
+    found.append({
+        "nodeid": report.nodeid, "when": report.when, "outcome": report.outcome, "text": report.longreprtext,
+        "sections": report.sections, "properties": report.user_properties, "xfail": getattr(report, "wasxfail", None),
+    })
+def pytest_sessionfinish(session):
+    if not hasattr(session.config, "workerinput"):
+        with open("reports.json", "w") as file:
+            json.dump(found, file)
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one process of pytest did."""
+
+    code: int
+    out: str
+    directory: Path
+    reports: tuple[Mapping[str, Any], ...]
+
+    def of(self, name: str) -> Mapping[str, Any]:
+        """The report that tells how the test of that name (all after the file) ended."""
+        found = [report for report in self.reports if report["nodeid"].partition("::")[2] == name]
+        assert found, f"no test {name}:\n{self.out}"
+        told = [report for report in found if report["when"] == "call" or report["outcome"] != "passed"]
+        return next((report for report in told if report["outcome"] == "failed"), told[0])
+
+    def outcome(self, name: str) -> str:
+        report = self.of(name)
+        if report["xfail"] is not None:
+            return "xfailed" if report["outcome"] == "skipped" else "xpassed"
+        return str(report["outcome"])
+
+    @property
+    def outcomes(self) -> dict[str, str]:
+        names = dict.fromkeys(report["nodeid"].partition("::")[2] for report in self.reports)
+        return {name: self.outcome(name) for name in names}
+
+    def text(self, name: str) -> str:
+        return str(self.of(name)["text"])
+
+    def sections(self, name: str) -> dict[str, str]:
+        return dict(self.of(name)["sections"])
+
+    def command(self, name: str, title: str) -> str:
+        """A command that the failure's text shows after that title."""
+        found = [line for line in self.text(name).splitlines() if line.startswith(title + ": ")]
+        assert len(found) == 1, self.text(name)
+        return found[0].removeprefix(title + ": ")
+
+
+RunPytest = Callable[..., Run]
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """For processes: no GPU, our commands on the path, nothing of the outer pytest's."""
+    recorder = tmp_path_factory.mktemp("recorder")
+    (recorder / "distcompat_recorder.py").write_text(RECORDER, encoding="utf-8")
+    theirs = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {
+        **theirs,
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))),
+        "PYTHONPATH": str(recorder),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "200",
+    }
+
+
+@pytest.fixture(scope="session")
+def run_pytest(environment: dict[str, str]) -> RunPytest:
+    """Run pytest in that directory, as a process with a base temporary directory of its own."""
+
+    def run(directory: Path, *args: str) -> Run:
+        command = [sys.executable, "-m", "pytest", "-p", "distcompat_recorder", "-p", "no:randomly"]
+        command += [f"--basetemp={directory / 'basetemp'}", *args]
+        done = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        left = directory / "reports.json"
+        reports = json.loads(left.read_text(encoding="utf-8")) if left.exists() else []
+        return Run(done.returncode, done.stdout + done.stderr, directory, tuple(reports))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_command(environment: dict[str, str]) -> Callable[[str, Path], tuple[int, str]]:
+    """Run a command line as a user would paste it: exit code and output."""
+
+    def run(command: str, directory: Path) -> tuple[int, str]:
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=directory,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has; and no options but the test's."""
+    monkeypatch.setattr(devices, "gpu_uuids", list)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@dataclass
+class FakeRanks:
+    """Stands for a launcher: notes what is asked and answers by ``tell``. Its static methods make the answers."""
+
+    tell: Callable[[Request], Ending]
+    requests: list[Request] = field(default_factory=list)
+    warmth: Warmth | None = None
+    calls: list[str] = field(default_factory=list)
+
+    def __call__(self, warmth: Warmth, *, device: str) -> FakeRanks:
+        self.warmth = warmth
+        self.calls.append(f"made for {device}")
+        return self
+
+    def warm_up(self) -> None:
+        self.calls.append("warm_up")
+
+    def run(self, request: Request) -> Ending:
+        request.write()
+        self.requests.append(request)
+        return self.tell(request)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    @staticmethod
+    def phases(**changed: Phase) -> tuple[Phase, ...]:
+        """The phases of a test that passes, but for those that are given by name."""
+        return tuple(changed.get(when, Phase(when, "passed")) for when in ("setup", "call", "teardown"))
+
+    @staticmethod
+    def well(world_size: int = 2) -> Ending:
+        """All ranks ran the test to its end."""
+        return FakeRanks.told(*((RankEnd(rank, "done"), FakeRanks.phases()) for rank in range(world_size)))
+
+    @staticmethod
+    def told(*ranks: tuple[RankEnd, Sequence[Phase]], **more: Any) -> Ending:
+        """An ending with these ranks, each with the phases that it wrote."""
+        events = {
+            end.rank: [{"event": "phase", **json.loads(json.dumps(phase.to_json()))} for phase in found]
+            for end, found in ranks
+        }
+        return Ending(tuple(end for end, _ in ranks), events, command="torchrun ...", **more)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> FakeRanks:
+    """No process is started: every life ends well, until the test says otherwise."""
+    fake = FakeRanks(lambda request: FakeRanks.well(request.world_size))
+    monkeypatch.setitem(LAUNCHERS, "warm", fake)
+    return fake

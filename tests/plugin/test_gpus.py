@@ -1,0 +1,163 @@
+"""How many GPUs: what is asked for and is not there is an error; what a cell needs and is not there is shown."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat import devices
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import FakeRanks
+
+UUIDS = ["GPU-aaaa0000-1", "GPU-bbbb1111-2", "GPU-cccc2222-3"]
+MARKED = "import pytest\n@pytest.mark.distcompat{}\ndef test(): pass"
+
+
+@pytest.fixture
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_uuids", lambda: UUIDS)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "count"),
+    [
+        ("0", 1),
+        ("0,1", 2),
+        (" 2 , 0 ", 2),
+        ("", 0),
+        ("-1", 0),
+        ("0,-1,1", 1),  # CUDA stops at the first that names nothing
+        ("0,3,1", 1),
+        ("none", 0),
+        ("GPU-aaaa0000-1,GPU-cccc2222-3", 2),
+        ("GPU-bbbb", 1),
+        ("GPU-dddd,0", 0),
+        ("0,GPU-bbbb", 2),
+        ("0,0", 0),  # named twice: CUDA shows none
+        ("0,GPU-aaaa", 0),
+        ("MIG-1f2e3d4c", 1),
+        ("MIG-GPU-aaaa0000-1/3/0,MIG-GPU-aaaa0000-1/4/0", 2),
+    ],
+)
+def test_visible_devices_are_counted_as_cuda_counts_them(wanted: str, count: int) -> None:
+    assert devices.count_visible(wanted, UUIDS) == count
+
+
+@pytest.mark.usefixtures("three_gpus")
+@pytest.mark.parametrize(
+    ("visible", "args", "header"),
+    [
+        (None, [], "distcompat: 3 GPUs, nccl, world size 3 (default)*"),
+        ("0,1", [], "distcompat: 2 GPUs, nccl, world size 2 (default)*"),
+        ("", [], "distcompat: CPU, gloo, world size 2 (default)*"),
+        ("-1", ["--distcompat-gpus=auto"], "distcompat: CPU, gloo, world size 2 (default)*"),
+        (None, ["--distcompat-gpus=2"], "distcompat: 2 GPUs, nccl, world size 2 (default)*"),
+        ("GPU-bbbb", ["--distcompat-gpus=1"], "distcompat: 1 GPUs, nccl, world size 1 (default)*"),
+        (None, ["--distcompat-gpus=0"], "distcompat: CPU, gloo, world size 2 (default)*"),
+        (None, ["--distcompat-device=cpu"], "distcompat: CPU, gloo, world size 2 (default)*"),
+        (
+            None,
+            ["--distcompat-device=cuda", "--distcompat-world-size=2"],
+            "distcompat: 3 GPUs, nccl, world size 2 (option)*",
+        ),
+        (None, ["--distcompat-gpus=0", "--distcompat-world-size=8"], "distcompat: CPU, gloo, world size 8 (option)*"),
+    ],
+)
+def test_what_is_there_is_used(
+    visible: str | None, args: list[str], header: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    pytester.makepyfile(MARKED.format(""))
+    result = pytester.runpytest_inprocess("--collect-only", *args)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines([header])
+
+
+@pytest.mark.parametrize(
+    ("visible", "args", "message"),
+    [
+        ("0,1", ["--distcompat-gpus=3"], "--distcompat-gpus 3 (option): 2 visible (CUDA_VISIBLE_DEVICES=0,1)*"),
+        (None, ["--distcompat-gpus=4"], "--distcompat-gpus 4 (option): 3 visible (CUDA_VISIBLE_DEVICES=unset)*"),
+        ("", ["--distcompat-gpus=1"], "--distcompat-gpus 1 (option): 0 visible (CUDA_VISIBLE_DEVICES=)*"),
+        ("0,0", ["--distcompat-gpus=1"], "--distcompat-gpus 1 (option): 0 visible*"),
+        ("", ["--distcompat-device=cuda"], "--distcompat-device cuda: no GPU is visible*"),
+        (
+            None,
+            ["--distcompat-gpus=2", "--distcompat-device=cpu"],
+            "--distcompat-gpus 2 and --distcompat-device cpu exclude*",
+        ),
+        (
+            None,
+            ["--distcompat-gpus=0", "--distcompat-device=cuda"],
+            "--distcompat-gpus 0 and --distcompat-device cuda exclude*",
+        ),
+        (None, ["--distcompat-world-size=4"], "--distcompat-world-size 4 (option): 4 ranks need 4 GPUs, 3 to use*"),
+        (
+            None,
+            ["--distcompat-gpus=2", "--distcompat-world-size=3"],
+            "--distcompat-world-size 3 (option): 3 ranks need 3 GPUs*",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("three_gpus")
+def test_what_is_not_there_is_a_usage_error_and_no_skip(
+    visible: str | None, args: list[str], message: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    pytester.makepyfile("def test(): pass")  # not even a test of ours: the demand alone is the error
+    result = pytester.runpytest_inprocess(*args)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {message}"])
+
+
+def test_a_demand_from_the_ini_file_is_as_strict(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\ndistcompat_gpus = 1")
+    result = pytester.runpytest_inprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --distcompat-gpus 1 (ini): 0 visible*"])
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_a_marked_test_that_needs_more_gpus_is_skipped_with_its_reason(
+    pytester: pytest.Pytester, ranks: FakeRanks
+) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.distcompat(world_size=2)
+        def test_fits(): pass
+
+        @pytest.mark.distcompat(world_size=4)
+        def test_too_large(): pass
+
+        @pytest.mark.distcompat(world_size=4, strategies=["ddp"])
+        def test_cell_too_large(cell): pass
+        """
+    )
+    result = pytester.runpytest_inprocess("-rs")
+    result.assert_outcomes(passed=1, skipped=2)
+    result.stdout.fnmatch_lines(["SKIPPED [[]2[]] *: 4 ranks need 4 GPUs, 3 to use"])
+    assert [request.world_size for request in ranks.requests] == [2]
+    assert ranks.requests[0].payload["device"] == "cuda"
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_a_cell_that_needs_more_gpus_is_shown_as_not_run(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    pytester.makepyfile(
+        """
+        from pytest_distcompat import CompatSuite, Matrix
+
+        class TestX(CompatSuite):
+            driver = "torch"
+            matrix = Matrix(strategies=("ddp",), precisions=("fp32",), world_sizes=(4,))
+        """
+    )
+    result = pytester.runpytest_inprocess()
+    assert result.ret == pytest.ExitCode.OK
+    assert not ranks.requests
+    result.stdout.fnmatch_lines(["*ddp-fp32-w4  -  *", "*not run: 4 ranks need 4 GPUs, 3 to use [[]ddp-fp32-w4[]]"])

@@ -1,0 +1,232 @@
+"""The mark before any rank starts: what it says wrongly, what it makes of a test, what is not its business."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.launch import RankEnd
+from pytest_distcompat.plugin.outcome import Phase
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import FakeRanks
+
+ARGUMENTS = "world_size, strategies, precisions, options, timeout"
+MARKED = "import pytest\n@pytest.mark.distcompat({})\ndef test(): pass"
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("2", f"takes keyword arguments only: {ARGUMENTS}"),
+        ("worldsize=2", f"has no argument 'worldsize'. Known: {ARGUMENTS}"),
+        ("world_size='2'", "(world_size='2'): expected a whole number of at least 1"),
+        ("world_size=0", "(world_size=0): expected a whole number of at least 1"),
+        ("world_size=True", "(world_size=True): expected a whole number of at least 1"),
+        ("timeout=0", "(timeout=0): expected a number of seconds above 0"),
+        ("timeout='1m'", "(timeout='1m'): expected a number of seconds above 0"),
+        ("strategies='ddp'", "(strategies=...) takes a list, got 'ddp'"),
+        ("precisions=32", "(precisions=...) takes a list, got 32"),
+        ("options={'compile': True}", "(options=...) takes a list, got {'compile': True}"),
+        ("options=['compile']", "(options=...) takes a list of dicts like {'compile': True}, got 'compile'"),
+        ("strategies=['fsdp3']", f"no strategy named 'fsdp3'. Known: {', '.join(STRATEGIES.names())}."),
+        ("precisions=['int4']", f"no precision named 'int4'. Known: {', '.join(PRECISIONS.names())}."),
+        ("options=[{'compiled': True}]", "no option named 'compiled'. Known: *compile*"),
+        ("options=[{'state_dict': 'half'}]", "option 'state_dict' has no value 'half'. Known: 'sharded', 'full'"),
+    ],
+)
+def test_a_wrong_argument_is_a_collection_error_that_lists_the_right_ones(
+    said: str, message: str, pytester: pytest.Pytester, ranks: FakeRanks
+) -> None:
+    pytester.makepyfile(MARKED.format(said))
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(errors=1)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines([f"*.py::test: *{message.replace('[', '[[]')}"])
+    assert not ranks.requests
+
+
+def test_what_cannot_run_on_ranks_is_a_usage_error(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest, unittest
+
+        @pytest.mark.distcompat
+        class TestX(unittest.TestCase):
+            def test(self): pass
+        """
+    )
+    result = pytester.runpytest_inprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: *::TestX::test: *works on functions and on methods of plain classes, not on unittest.TestCase*"]
+    )
+
+
+def test_cells_become_ids(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        mark = pytest.mark.distcompat
+
+        @mark(world_size=4, strategies=["ddp", "fsdp2"], precisions=["fp32", "bf16_mixed"])
+        def test_a(cell): pass
+
+        @mark(strategies=["fsdp1"], options=[{}, {"compile": True, "state_dict": "full"}])
+        @pytest.mark.parametrize("x", [1])
+        def test_b(x): pass
+
+        @mark(precisions=["bf16_pure"])
+        def test_c(cell): pass
+
+        @mark(world_size=3)
+        def test_d(rank): pass
+        """
+    )
+    result = pytester.runpytest_inprocess("--collect-only", "-q", "--strict-markers", "-p", "no:randomly")
+    assert [line.partition("::")[2] for line in result.outlines if "::" in line] == [
+        "test_a[ddp-fp32-w4]",
+        "test_a[ddp-bf16_mixed-w4]",
+        "test_a[fsdp2-fp32-w4]",
+        "test_a[fsdp2-bf16_mixed-w4]",
+        "test_b[fsdp1-fp32-w2-1]",
+        "test_b[fsdp1-fp32-w2-state_dict_full-compile-1]",
+        *(f"test_c[{strategy}-bf16_pure-w2]" for strategy in STRATEGIES.names()),
+        "test_d",
+    ]
+
+
+def test_options_narrow_the_cells_of_a_mark(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    pytester.makepyfile(MARKED.format("strategies=['ddp', 'fsdp2'], precisions=['fp32', 'bf16_mixed']"))
+    result = pytester.runpytest_inprocess("-v", "--distcompat-strategies=fsdp2", "--distcompat-precisions=bf16_mixed")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*::test[[]fsdp2-bf16_mixed-w2[]] PASSED*"])
+    # Nothing is left: shown, not lost.
+    result = pytester.runpytest_inprocess("-rs", "--distcompat-strategies=zero3")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*got empty parameter set*"])
+
+
+def test_the_ranks_are_asked_for_what_the_mark_says(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        mark = pytest.mark.distcompat
+
+        @mark
+        def test_a(): pass
+
+        @mark(world_size=3, timeout=1.5)
+        @pytest.mark.parametrize("x", ["odd / id"])
+        def test_b(x): pass
+
+        @mark(world_size=3)
+        class TestC:
+            @mark(world_size=1)
+            def test_nearest_wins(self): pass
+            def test_of_class(self): pass
+        """
+    )
+    pytester.runpytest_inprocess("-p", "no:randomly", "--distcompat-timeout=9").assert_outcomes(passed=4)
+    asked = [(r.payload["nodeid"].partition("::")[2], r.world_size, r.timeout) for r in ranks.requests]
+    assert asked == [
+        ("test_a", 2, 9),
+        ("test_b[odd / id]", 3, 1.5),
+        ("TestC::test_nearest_wins", 1, 9),
+        ("TestC::test_of_class", 3, 9),
+    ]
+    assert len({request.directory for request in ranks.requests}) == 4
+
+
+def test_what_the_parent_decides_starts_no_rank(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        pytestmark = pytest.mark.distcompat(world_size=2)
+
+        @pytest.mark.skip(reason="a")
+        def test_a(): pass
+
+        @pytest.mark.skipif("sys.maxsize > 0", reason="b")
+        def test_b(): pass
+
+        @pytest.mark.xfail(run=False, reason="c")
+        def test_c(): pass
+
+        @pytest.fixture(autouse=True)
+        def only_on_ranks(): raise AssertionError("set up in the parent")
+
+        def test_d(no_such_fixture_in_the_parent): pass
+        """
+    )
+    result = pytester.runpytest_inprocess("-rsx")
+    result.assert_outcomes(skipped=2, xfailed=1, passed=1)
+    result.stdout.fnmatch_lines_random(["SKIPPED*: a", "SKIPPED*: b", "XFAIL*NOTRUN*c"])
+    assert len(ranks.requests) == 1
+
+
+@pytest.mark.parametrize("fixture", ["rank", "world_size", "world", "device", "shared_dir", "process_group"])
+def test_a_fixture_of_ranks_in_an_ordinary_test_says_what_is_missing(fixture: str, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(f"def test({fixture}): pass")
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        ["fixture '*' is for tests that run on ranks; mark the test with @pytest.mark.distcompat(world_size=2)"]
+    )
+
+
+def test_the_cell_fixture_without_cells_says_what_is_missing(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test(cell): pass")
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        ["fixture 'cell' needs @pytest.mark.distcompat(strategies=[[]...[]]) or precisions=, options="]
+    )
+
+
+def test_a_rank_that_fails_shows_its_story_and_the_commands(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    ranks.tell = lambda request: ranks.told(
+        (RankEnd(0, "stopped", "was killed by SIGTERM"), ()),
+        (RankEnd(1, "raised", "raised failed: ValueError: no", text=">   raise ValueError", kind="failed"), ()),
+    )
+    pytester.makepyfile(
+        MARKED.format("").replace("def test()", "@pytest.mark.parametrize('x', [\"it's $HOME\"])\ndef test(x)")
+    )
+    result = pytester.runpytest_inprocess(
+        "--distcompat-device=cpu", "--distcompat-timeout=9", "--distcompat-strategies=ddp"
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "rank 1 failed: ValueError: no",
+            "--- rank 1: failed: ValueError: no ---",
+            ">   raise ValueError",
+            "consequences:",
+            "  rank 0 was killed by SIGTERM",
+            # Quoted for a shell; options that select are left out.
+            """reproduce: pytest '*.py::test[[]it'"'"'s $HOME[]]' --distcompat-device=cpu --distcompat-timeout=9""",
+            "this life alone: torchrun ...",
+            "FAILED * - rank 1 failed: ValueError: no",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*marked.py*")
+
+
+def test_a_skip_on_all_ranks_is_reported_where_they_skipped(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    skip = ranks.phases(call=Phase("call", "skipped", "no need", location=("test_x.py", 3, "Skipped: no need")))
+    ranks.tell = lambda request: ranks.told((RankEnd(0, "done"), skip), (RankEnd(1, "done"), skip))
+    pytester.makepyfile(MARKED.format(""))
+    result = pytester.runpytest_inprocess("-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED [[]1[]] test_x.py:3: no need"])
+
+
+def test_ranks_are_warmed_up_only_if_a_marked_test_will_run(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    pytester.makepyfile(MARKED.format("") + "\ndef test_plain(): pass")
+    for args in (["--collect-only"], ["-k", "plain"], ["--deselect", "x"]):
+        ranks.calls.clear()
+        pytester.runpytest_inprocess(*args)
+        assert ("warm_up" in ranks.calls) == (args[0] == "--deselect"), args

@@ -1,0 +1,131 @@
+"""The same tests on real ranks under the options that people give to pytest, and beside other plugins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import RunPytest
+
+pytestmark = pytest.mark.spawn
+
+FEW = """
+import os
+import pytest
+
+mark = pytest.mark.distcompat(world_size=2)
+
+@pytest.fixture(scope="module")
+def of_module():
+    return [os.getpid()]
+
+def test_plain_before(of_module):
+    of_module.append(os.getpid())
+
+@mark
+def test_group(process_group, world_size, of_module):
+    assert process_group.size() == world_size == 2
+    assert of_module == [os.getpid()]
+
+@mark
+@pytest.mark.parametrize("x", ["a b/c"])
+def test_fails(x, rank):
+    if rank == 1:
+        raise ValueError("the cause")
+
+@mark
+def test_skips():
+    pytest.skip("no need")
+
+@mark
+def test_worker(rank, worker_id):
+    print("rank", rank, "of", worker_id)
+    assert worker_id == os.environ.get("PYTEST_XDIST_WORKER", "master")
+
+def test_plain_after(of_module, request):
+    # With xdist another worker may have had the first test.
+    assert of_module in ([os.getpid()], [os.getpid(), os.getpid()])
+"""
+ENDS = {
+    "test_plain_before": "passed",
+    "test_group": "passed",
+    "test_fails[a b/c]": "failed",
+    "test_skips": "skipped",
+    "test_worker": "passed",
+    "test_plain_after": "passed",
+}
+HANGING = """
+import time
+import pytest
+
+pytestmark = pytest.mark.distcompat(world_size=2)
+
+@pytest.mark.timeout(0.5)
+def test_hangs(rank):
+    if rank == 1:
+        time.sleep(60)
+
+def test_slow(rank):
+    time.sleep(0.3)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    (tmp_path / "test_few.py").write_text(FEW, encoding="utf-8")
+    return tmp_path
+
+
+def test_importlib_strict_without_cache_and_without_capture(here: Path, run_pytest: RunPytest) -> None:
+    run = run_pytest(
+        here,
+        "--import-mode=importlib",
+        "-p",
+        "no:cacheprovider",
+        "--strict-markers",
+        "-W",
+        "error",
+        "-s",
+        "--setup-show",
+    )
+    assert run.outcomes == ENDS, run.out
+    # With -s what ranks print is shown, and once.
+    assert run.out.count("rank 0 of master") == run.out.count("rank 1 of master") == 1
+    assert "rank 1 failed: ValueError: the cause" in run.text("test_fails[a b/c]")
+
+
+def test_exitfirst_stops_and_last_failed_runs_again_just_that(here: Path, run_pytest: RunPytest) -> None:
+    run = run_pytest(here, "-x")
+    assert run.outcomes == dict(list(ENDS.items())[:3]), run.out
+    assert "stopping after 1 failures" in run.out
+    again = run_pytest(here, "--lf", "-k", "fails or group", "--distcompat-launcher=torchrun")
+    assert again.outcomes == {"test_fails[a b/c]": "failed"}, again.out
+    assert again.text("test_fails[a b/c]").splitlines()[0] == "rank 1 failed: ValueError: the cause"
+
+
+def test_xdist(here: Path, run_pytest: RunPytest) -> None:
+    run = run_pytest(here, "-n", "2")
+    assert run.outcomes == ENDS, run.out
+    assert "\nrank 1 failed: ValueError: the cause\n" in run.text("test_fails[a b/c]")  # after the worker's name
+
+
+def test_the_torchrun_launcher(here: Path, run_pytest: RunPytest) -> None:
+    run = run_pytest(here, "--distcompat-launcher=torchrun", "-k", "not fails and not skips")
+    assert run.outcomes == {name: end for name, end in ENDS.items() if end == "passed"}, run.out
+    assert "torchrun launcher" in run.out
+    assert run.sections("test_worker")["Captured stdout call (rank 1)"] == "rank 1 of master\n"
+
+
+@pytest.mark.parametrize("method", ["signal", "thread"])
+def test_pytest_timeout_counts_the_ranks_and_not_the_warm_up(
+    method: str, tmp_path: Path, run_pytest: RunPytest
+) -> None:
+    (tmp_path / "test_hanging.py").write_text(HANGING, encoding="utf-8")
+    run = run_pytest(tmp_path, "--timeout=1", f"--timeout-method={method}", "-o", "faulthandler_timeout=0.1")
+    assert run.outcomes == {"test_hangs": "failed", "test_slow": "passed"}, run.out
+    text = run.text("test_hangs")
+    assert text.splitlines()[0] == "time limit of 0.5 s: rank 1 still running"
+    assert "in test_hangs" in text

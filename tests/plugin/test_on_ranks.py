@@ -1,0 +1,196 @@
+"""Everything that pytest does for a test, it does on every rank; and what goes wrong there is told here."""
+
+from __future__ import annotations
+
+import shutil
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.plugin.conftest import Run, RunPytest
+
+pytestmark = pytest.mark.spawn
+
+CONFTEST = """
+import os
+import pytest
+
+@pytest.fixture(scope="session")
+def of_session():
+    yield os.getpid()
+    with open("events.txt", "a") as file:
+        file.write(f"{os.getpid()} session fixture down\\n")
+
+@pytest.fixture(autouse=True)
+def auto(request):
+    request.node.auto = os.getpid()
+"""
+#: How those end that do not pass.
+ENDS = {
+    "skipped": ["test_skip", "test_skipif", "test_importorskip"],
+    "xfailed": ["test_xfail_raises", "test_xfail_on_one_rank", "test_xfail_called"],
+    "xpassed": ["test_xpass"],
+    "failed": [
+        "test_xfail_raises_another",
+        "test_xpass_strict",
+        "test_xpass_strict_added",
+        "test_xfail_and_killed",
+        "test_xfail_and_hangs",
+        "test_assertion",
+        "test_odd_id_fails[it's $HOME/a::b]",
+        "test_peer_in_a_collective",
+        "test_disagree",
+        "test_killed",
+        "test_segfault",
+        "test_hangs",
+        "test_setup_raises",
+        "test_teardown_raises",
+        "test_unknown_fixture",
+        "test_cell_without_cells",
+        "test_exits",
+    ],
+}
+#: What the text of a failure shows, in this order.
+TEXTS: dict[str, list[str]] = {
+    "test_xfail_raises_another": ["rank * failed: KeyError: 'another'"],
+    "test_xpass_strict": ["[[]XPASS(strict)[]] known"],
+    "test_xpass_strict_added": ["[[]XPASS(strict)[]] added"],
+    "test_xfail_and_killed": ["--- rank 1: was killed by SIGKILL ---"],
+    "test_xfail_and_hangs": ["time limit of 0.7 s: ranks 0, 1 still running"],
+    "test_assertion": [
+        "rank 1 failed: AssertionError: assert {'rank': 1} == {'rank': 0}",
+        "--- rank 1: failed: AssertionError: assert {'rank': 1} == {'rank': 0} ---",
+        ">       assert value == {*rank*: 0}",
+        "E         Differing items:",
+        "E         {'rank': 1} != {'rank': 0}",
+        "test_all.py:*: AssertionError",
+        "consequences:",
+        "  rank 0 was killed by SIGTERM after it had finished its work",
+        "reproduce: pytest test_all.py::test_assertion",
+        "this life alone: torchrun --nproc-per-node 2 -m pytest_distcompat.launch.rank *request.json*",
+    ],
+    "test_peer_in_a_collective": ["rank 1 failed: ValueError: the cause", "consequences:", "  rank 0 *"],
+    "test_disagree": ["rank 1 skipped (only me) while other ranks went on", "*test_all.py:*: Skipped: only me"],
+    "test_killed": ["rank 1 was killed by SIGKILL", "consequences:", "  rank 0 was killed by SIGTERM"],
+    "test_segfault": [
+        "rank 1 was killed by SIGSEGV",
+        "last output:",
+        "Fatal Python error: Segmentation fault",
+        "  File *test_all.py*, line * in test_segfault",
+    ],
+    "test_hangs": ["time limit of 0.7 s: ranks 0, 1 still running"],
+    "test_setup_raises": [
+        "rank * failed in setup: RuntimeError: on the way up",
+        "*def raises_up*",
+        "E       RuntimeError*",
+    ],
+    "test_teardown_raises": ["rank * failed in teardown: RuntimeError: on the way down", "E       RuntimeError*"],
+    "test_unknown_fixture": ["rank * failed in setup: fixture 'no_such_fixture' not found"],
+    "test_cell_without_cells": ["rank * failed in setup: *fixture 'cell' needs @pytest.mark.distcompat(strategies=*"],
+    "test_exits": ["rank * failed: SystemExit: 0"],
+}
+
+
+def copy(directory: Path) -> Path:
+    shutil.copy(Path(__file__).with_name("on_ranks.py"), directory / "test_all.py")
+    (directory / "conftest.py").write_text(CONFTEST, encoding="utf-8")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def run(run_pytest: RunPytest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """All of on_ranks.py, once."""
+    return run_pytest(copy(tmp_path_factory.mktemp("on_ranks")), "--junitxml=junit.xml")
+
+
+def show(text: str, *lines: str) -> None:
+    pytest.LineMatcher(text.splitlines()).fnmatch_lines(lines)
+
+
+def test_every_test_ends_as_it_should(run: Run) -> None:
+    assert run.code == pytest.ExitCode.TESTS_FAILED, run.out
+    expected = {name: end for end, names in ENDS.items() for name in names}
+    assert {name: end for name, end in run.outcomes.items() if end != "passed"} == expected, run.out
+    assert len(run.outcomes) - len(expected) == 28
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_failure_tells_its_story(name: str, run: Run) -> None:
+    text = run.text(name)
+    show(text, *TEXTS[name])
+    # Nothing of ours but the rank's main.
+    assert "plugin/marked.py" not in text
+
+
+def test_a_hang_shows_where_each_rank_is(run: Run) -> None:
+    text = run.text("test_hangs")
+    stacks = {part[0]: part for part in text.split("--- rank ")[1:]}
+    assert "in test_hangs" in stacks["0"]
+    assert "in barrier" in stacks["1"]
+    assert "in test_hangs" in stacks["1"]
+
+
+def test_output_is_told_apart_by_rank(run: Run) -> None:
+    for name in ("test_prints", "test_assertion"):
+        for rank in range(2):
+            assert run.sections(name)[f"Captured stdout call (rank {rank})"] == f"printed by {rank}\n"
+    assert "logged by 1" in run.sections("test_prints")["Captured log call (rank 1)"]
+
+
+def test_properties_and_messages_reach_junit_xml(run: Run) -> None:
+    cases = {case.get("name"): case for case in ET.parse(run.directory / "junit.xml").getroot().iter("testcase")}
+    assert len(cases) == len(run.outcomes)
+    assert [(p.get("name"), p.get("value")) for p in cases["test_property"].iter("property")] == [("of rank", "0")]
+    failure = cases["test_killed"].find("failure")
+    assert failure is not None
+    assert failure.get("message", "").startswith("rank 1 was killed by SIGKILL")
+
+
+def test_ordinary_tests_keep_their_process_and_their_fixtures(run: Run) -> None:
+    pid = dict(run.of("test_plain_first")["properties"])["pid"]
+    lines = (run.directory / "events.txt").read_text(encoding="utf-8").splitlines()
+    events = [line.split(maxsplit=1) for line in lines]
+    assert [event for who, event in events if who == str(pid)] == [
+        "module fixture up",
+        "class fixture up",
+        "class fixture down",
+        "module fixture down",
+        "module down",
+    ]
+    assert "skipif started ranks" not in {event for _, event in events}
+    of_ranks = [(who, event) for who, event in events if who != str(pid)]
+    down = [who for who, event in of_ranks if event == "session fixture down"]
+    assert len(down) == len(set(down)) == 2
+    for who in down:
+        # Each rank tears down what it set up, in pytest's order.
+        assert [event for other, event in of_ranks if other == who] == [
+            "module fixture up",
+            "class fixture up",
+            "function fixture down",
+            "class fixture down",
+            "module fixture down",
+            "module down",
+            "session fixture down",
+        ]
+
+
+def test_the_reproduce_command_shows_the_same_failure(
+    run: Run, run_command: Callable[[str, Path], tuple[int, str]]
+) -> None:
+    name = "test_odd_id_fails[it's $HOME/a::b]"
+    code, out = run_command(run.command(name, "reproduce"), run.directory)
+    assert code == pytest.ExitCode.TESTS_FAILED
+    show(out, "collected 1 item", "*ValueError: it's $HOME/a::b on rank 1*", "*= 1 failed in *")
+
+
+def test_the_life_alone_shows_the_same_failure(
+    run: Run, run_command: Callable[[str, Path], tuple[int, str]], tmp_path: Path
+) -> None:
+    code, out = run_command(run.command("test_peer_in_a_collective", "this life alone"), tmp_path)
+    assert code == 1
+    show(out, "*ValueError: the cause*")

@@ -1,0 +1,124 @@
+"""Options: the command line wins over the ini file and that over the default; nothing wrong is ever passed over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.plugin.options import OPTIONS, setting
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import FakeRanks
+
+#: Option to a right value for the ini file, one for the command line, and what the latter means.
+RIGHT: dict[str, tuple[str, str, Any]] = {
+    "distcompat_gpus": ("auto", "0", 0),
+    "distcompat_device": ("auto", "cpu", "cpu"),
+    "distcompat_world_size": ("3", "4", 4),
+    "distcompat_strategies": ("ddp", "fsdp2, zero3 fsdp2", ("fsdp2", "zero3")),
+    "distcompat_precisions": ("fp32", "bf16_mixed", ("bf16_mixed",)),
+    "distcompat_drivers": ("accelerate", "torch", ("torch",)),
+    "distcompat_timeout": ("60", "0.5", 0.5),
+    "distcompat_report": ("a.md", "b.json", Path("b.json")),
+    "distcompat_launcher": ("warm", "torchrun", "torchrun"),
+}
+
+#: What is wrong, and what the message must say, after the option's name.
+WRONG: list[tuple[str, str, str]] = [
+    ("distcompat_gpus", "two", "'two' is not right: expected a whole number of at least 0, or 'auto'."),
+    ("distcompat_gpus", "-1", "'-1' is not right: expected a whole number of at least 0, or 'auto'."),
+    ("distcompat_gpus", "²", "'²' is not right: expected a whole number of at least 0, or 'auto'."),
+    ("distcompat_device", "tpu", "no such value: 'tpu'. Known: auto, cuda, cpu."),
+    ("distcompat_world_size", "0", "'0' is not right: expected a whole number of at least 1, or 'auto'."),
+    ("distcompat_strategies", "ddp,fsdp3", "no strategy named 'fsdp3'. Known: " + ", ".join(STRATEGIES.names()) + "."),
+    ("distcompat_precisions", "int4", "no precision named 'int4'. Known: " + ", ".join(PRECISIONS.names()) + "."),
+    ("distcompat_drivers", "lightning", "no driver named 'lightning'. Known: " + ", ".join(DRIVERS.names()) + "."),
+    ("distcompat_drivers", "no_such_module:Driver", "driver 'no_such_module:Driver': No module named 'no_such_module'"),
+    ("distcompat_drivers", "pathlib:Driver", "driver 'pathlib:Driver': module 'pathlib' has no attribute 'Driver'"),
+    ("distcompat_drivers", "pathlib:Path", "*expected a subclass of pytest_distcompat.Driver"),
+    ("distcompat_timeout", "0", "'0' is not right: expected a number of seconds above 0."),
+    ("distcompat_timeout", "soon", "'soon' is not right: expected a number of seconds above 0."),
+    ("distcompat_timeout", "nan", "'nan' is not right: expected a number of seconds above 0."),
+    ("distcompat_report", "a.xml", "'a.xml': the suffix says the format. Known: .json, .md."),
+    ("distcompat_report", "no_such_folder/a.md", "'no_such_folder/a.md': there is no directory *no_such_folder."),
+    ("distcompat_launcher", "mpirun", "no such value: 'mpirun'. Known: warm, torchrun."),
+]
+
+
+def ini(pytester: pytest.Pytester, **values: str) -> None:
+    pytester.makeini("\n".join(["[pytest]", *(f"{name} = {value}" for name, value in values.items())]))
+
+
+def test_every_option_is_tried() -> None:
+    assert set(RIGHT) == set(OPTIONS) == {name for name, _, _ in WRONG}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_command_line_wins_over_ini_and_ini_over_the_default(name: str, pytester: pytest.Pytester) -> None:
+    in_ini, on_line, value = RIGHT[name]
+    found = setting(pytester.parseconfigure(), name)
+    assert (found.text, found.origin) == (OPTIONS[name].default, "default")
+    ini(pytester, **{name: in_ini})
+    found = setting(pytester.parseconfigure(), name)
+    assert (found.text, found.origin) == (in_ini, "ini")
+    found = setting(pytester.parseconfigure(f"{OPTIONS[name].flag}={on_line}"), name)
+    assert (found.value, found.text, found.origin) == (value, on_line, "option")
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG)
+def test_a_wrong_value_is_a_usage_error_that_lists_the_right_ones(
+    name: str, value: str, message: str, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile("def test(): pass")
+    flag = OPTIONS[name].flag
+    result = pytester.runpytest_inprocess(f"{flag}={value}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {flag}: {message}"])
+    ini(pytester, **{name: value})
+    result = pytester.runpytest_inprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: ini {name}: {message}"])
+
+
+def test_an_unknown_option_is_a_usage_error(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_inprocess("--distcompat-gpu-count=3")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*unrecognized arguments: --distcompat-gpu-count=3*"])
+
+
+def test_the_header_tells_what_was_set_and_where(pytester: pytest.Pytester) -> None:
+    ini(pytester, distcompat_timeout="5", distcompat_world_size="3")
+    result = pytester.runpytest_inprocess("--distcompat-device=cpu", "--distcompat-world-size=4")
+    result.stdout.fnmatch_lines(
+        ["distcompat: device cpu (from option), world_size 4 (from option), timeout 5 (from ini); cpu x 4"]
+    )
+
+
+def test_with_distributed_tests_the_header_tells_on_what_they_run(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.distcompat\ndef test(): pass")
+    result = pytester.runpytest_inprocess("--collect-only", "--distcompat-timeout=7")
+    result.stdout.fnmatch_lines(
+        ["distcompat: CPU, gloo, world size 2 (default), time limit 7 s (option), warm launcher"]
+    )
+
+
+def test_the_help_shows_every_option_and_every_ini_key(pytester: pytest.Pytester) -> None:
+    text = pytester.runpytest_inprocess("--help").stdout.str()
+    for option in OPTIONS.values():
+        assert option.flag in text
+        assert f"{option.name} (string)" in text
+    assert "distcompat_preload (linelist)" in text
+
+
+def test_preload_reaches_the_launcher(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    ini(pytester, distcompat_preload="my_trainer\n    other")
+    pytester.makepyfile("import pytest\n@pytest.mark.distcompat\ndef test(): pass")
+    pytester.runpytest_inprocess().assert_outcomes(passed=1)
+    assert ranks.warmth is not None
+    assert ranks.warmth.modules == ("torch", "torch.distributed", "my_trainer", "other")
+    assert ranks.calls == ["made for cpu", "warm_up", "close"]

@@ -1,0 +1,165 @@
+"""One outcome from all ranks: never weaker than the worst of them, and no mark excuses a crash."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.launch import RankEnd
+from pytest_distcompat.plugin.outcome import Phase, SkipElsewhere, XFailed, merge
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import FakeRanks
+
+DONE = "done"
+SKIPPED = Phase("call", "skipped", "no need", "test_x.py:3: Skipped: no need", ("test_x.py", 3, "Skipped: no need"))
+MARKS = """
+import pytest
+pytestmark = pytest.mark.distcompat(world_size=2)
+
+def test_plain(): pass
+
+@pytest.mark.xfail(reason="known")
+def test_xfail(): pass
+
+@pytest.mark.xfail(reason="known", strict=True)
+def test_strict(): pass
+
+@pytest.mark.xfail(reason="known", raises=ValueError)
+def test_raises(): pass
+"""
+
+
+def rank(number: int, status: str = DONE, message: str = "", *, kind: str = "", time: float = 0.0) -> RankEnd:
+    return RankEnd(number, status, message, kind=kind, time=time, text=f"story of rank {number}")
+
+
+def failed(number: int, message: str = "ValueError: no", time: float = 1.0) -> RankEnd:
+    return rank(number, "raised", f"raised failed: {message}", kind="failed", time=time)
+
+
+def xfailed(number: int, time: float = 1.0) -> RankEnd:
+    return rank(number, "raised", "raised xfailed: known", kind=XFailed.KIND, time=time)
+
+
+def skipped_alone(number: int) -> RankEnd:
+    message = "raised skipped (no need) while other ranks went on"
+    return rank(number, "raised", message, kind=SkipElsewhere.KIND, time=1.0)
+
+
+def test_all_pass(ranks: FakeRanks) -> None:
+    outcome = merge(ranks.well(4))
+    assert (outcome.kind, outcome.text, outcome.hard) == ("passed", "", False)
+
+
+def test_one_fails(ranks: FakeRanks) -> None:
+    outcome = merge(ranks.told((rank(0, "stopped", "was killed by SIGTERM"), ()), (failed(1), ())))
+    assert (outcome.kind, outcome.hard) == ("failed", False)
+    assert outcome.text.splitlines()[0] == "rank 1 failed: ValueError: no"
+    assert "story of rank 1" in outcome.text
+    assert "consequences:\n  rank 0 was killed by SIGTERM" in outcome.text
+
+
+def test_all_skip(ranks: FakeRanks) -> None:
+    phases = ranks.phases(call=SKIPPED)
+    outcome = merge(ranks.told((rank(0), phases), (rank(1), phases)))
+    assert (outcome.kind, outcome.text, outcome.location) == ("skipped", "no need", SKIPPED.location)
+
+
+def test_some_skip_and_the_others_pass(ranks: FakeRanks) -> None:
+    outcome = merge(ranks.told((rank(0), ranks.phases()), (rank(1), ranks.phases(call=SKIPPED))))
+    assert (outcome.kind, outcome.text) == ("failed", "ranks disagree: rank 0 passed; rank 1 skipped (no need)")
+    outcome = merge(ranks.told((rank(0), ranks.phases()), (skipped_alone(1), [SKIPPED])))
+    assert outcome.kind == "failed"
+    assert outcome.text.splitlines()[0] == "rank 1 skipped (no need) while other ranks went on"
+
+
+def test_one_skips_and_one_fails(ranks: FakeRanks) -> None:
+    outcome = merge(ranks.told((skipped_alone(0), [SKIPPED]), (failed(1, time=2.0), ())))
+    assert outcome.kind == "failed"
+    assert "rank 1: failed: ValueError: no" in outcome.text
+
+
+def test_xfail_on_all_or_on_some(ranks: FakeRanks) -> None:
+    for other in (xfailed(0), rank(0), rank(0, "stopped"), rank(0, "lost peer")):
+        outcome = merge(ranks.told((other, ranks.phases()), (xfailed(1), ())))
+        assert (outcome.kind, outcome.text) == ("xfailed", "known"), other
+
+
+@pytest.mark.parametrize("status", ["killed", "exited", "missing", "stuck"])
+@pytest.mark.parametrize("first", [True, False], ids=["crash first", "xfail first"])
+def test_xfail_on_one_does_not_hide_a_crash_of_another(status: str, first: bool, ranks: FakeRanks) -> None:
+    crashed = rank(0, status, "is gone", time=0.5 if first else 1.5)
+    for other in (xfailed(1), failed(1)):
+        outcome = merge(ranks.told((crashed, ()), (other, ())))
+        assert (outcome.kind, outcome.hard) == ("failed", True)
+
+
+def test_a_hang_is_hard_and_so_is_a_launch_that_failed(ranks: FakeRanks) -> None:
+    hung = ranks.told((rank(0, "stuck"), ()), (xfailed(1), ()), timed_out=True, timeout=3)
+    assert (merge(hung).kind, merge(hung).hard) == ("failed", True)
+    hung = ranks.told((rank(0, "stuck"), ()), (rank(1), ranks.phases()), timed_out=True, timeout=3)
+    assert merge(hung).text.splitlines()[0] == "time limit of 3 s: rank 0 still running"
+    dead = merge(ranks.told((rank(0, "missing"), ()), launch_error="Traceback\nOSError: no"))
+    assert (dead.kind, dead.hard) == ("failed", True)
+    assert dead.text.splitlines()[0] == "the ranks could not be started: OSError: no"
+
+
+def test_a_rank_that_ended_well_without_running_the_test_is_a_failure(ranks: FakeRanks) -> None:
+    for phases in ((), ranks.phases()[:2]):
+        outcome = merge(ranks.told((rank(0), ranks.phases()), (rank(1), phases)))
+        assert (outcome.kind, outcome.hard) == ("failed", True)
+        assert outcome.text == "rank 1 ended without running the test to its end"
+
+
+def test_output_of_all_ranks_is_told_apart(ranks: FakeRanks) -> None:
+    phases = ranks.phases(teardown=Phase("teardown", "passed", sections=(("Captured stdout call", "hello"),)))
+    ends = [RankEnd(number, DONE, output="from C\n" if number else "  \n") for number in range(2)]
+    outcome = merge(ranks.told(*((end, phases) for end in ends)))
+    assert dict(outcome.sections) == {
+        "Captured stdout call (rank 0)": "hello",
+        "Captured stdout call (rank 1)": "hello",
+        "Uncaptured output (rank 1)": "from C\n",
+    }
+
+
+def test_properties_are_those_of_rank_0_each_once(ranks: FakeRanks) -> None:
+    def phases(who: int) -> tuple[Phase, ...]:
+        return tuple(Phase(when, "passed", properties=(("who", who),)) for when in ("setup", "call", "teardown"))
+
+    assert merge(ranks.told((rank(0), phases(0)), (rank(1), phases(1)))).properties == (("who", 0),)
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([rank(0), rank(1)], {"passed": 1, "xpassed": 2, "failed": 1}),
+        ([xfailed(0), xfailed(1)], {"xfailed": 4}),
+        # raises= is the ranks' business: what they did not report as expected is not.
+        ([rank(0), failed(1)], {"failed": 2, "xfailed": 2}),
+        ([rank(0), rank(1, "killed", "was killed by SIGKILL")], {"failed": 4}),
+        ([xfailed(0, 1.0), rank(1, "killed", "was killed by SIGKILL", time=2.0)], {"failed": 4}),
+        ([rank(0, "stuck"), rank(1, "stuck")], {"failed": 4}),
+    ],
+    ids=["pass", "xfail", "fail", "crash", "crash after xfail", "hang"],
+)
+def test_xfail_marks_of_the_parent(
+    ends: list[RankEnd], expected: dict[str, int], pytester: pytest.Pytester, ranks: FakeRanks
+) -> None:
+    pytester.makepyfile(MARKS)
+    timed_out = any(end.status == "stuck" for end in ends)
+    ranks.tell = lambda request: ranks.told(
+        *((end, ranks.phases() if end.status == DONE else ()) for end in ends), timed_out=timed_out
+    )
+    counts = pytester.runpytest_inprocess().parseoutcomes()
+    assert counts == expected
+
+
+def test_a_strict_mark_that_a_rank_added_is_not_lost(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    pytester.makepyfile(MARKS)
+    unexpected = ranks.phases(call=Phase("call", "passed", text="[XPASS(strict)] added"))
+    ranks.tell = lambda request: ranks.told((rank(0), ranks.phases()), (rank(1), unexpected))
+    result = pytester.runpytest_inprocess("-k", "plain")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["[[]XPASS(strict)[]] added", "FAILED *::test_plain - [[]XPASS(strict)[]] added"])

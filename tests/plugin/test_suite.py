@@ -1,0 +1,170 @@
+"""A suite before any rank starts: its items, and what is wrong with the class."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import FakeRanks
+
+SUITE = """
+from pytest_distcompat import CompatSuite, Matrix, fails, refuses
+
+class TestX(CompatSuite):
+    driver = "torch"
+    matrix = Matrix(strategies=("ddp", "fsdp2"), precisions=("fp32", "bf16_mixed"))
+"""
+
+
+def items(result: pytest.RunResult) -> list[str]:
+    return [line.partition("::")[2] for line in result.outlines if "::" in line]
+
+
+def collect(pytester: pytest.Pytester, *args: str) -> list[str]:
+    return items(pytester.runpytest_inprocess("--collect-only", "-q", "-p", "no:randomly", *args))
+
+
+def test_one_item_for_each_check_in_each_cell(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(SUITE)
+    assert collect(pytester, "--strict-markers") == [
+        f"TestX::test[{strategy}-{precision}-w2:{check}]"
+        for strategy in ("ddp", "fsdp2")
+        for precision in ("fp32", "bf16_mixed")
+        for check in CHECKS.names()
+    ]
+
+
+def test_facets_and_checks_select(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(SUITE)
+    assert collect(pytester, "-k", "fsdp2 and bf16_mixed and names") == ["TestX::test[fsdp2-bf16_mixed-w2:names]"]
+    name = "test_facets_and_checks_select.py::TestX::test[ddp-fp32-w2:resume]"
+    assert collect(pytester, name) == ["TestX::test[ddp-fp32-w2:resume]"]
+
+
+def test_a_suite_needs_no_name_and_a_base_class_is_none(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        from pytest_distcompat import CompatSuite, Matrix
+
+        class Base(CompatSuite):
+            matrix = Matrix(strategies=("ddp",), precisions=("fp32",))
+
+        class Mine(Base):
+            driver = "torch"
+
+            def test_of_mine(self): pass
+
+            def helper(self): pass
+        """
+    )
+    assert collect(pytester) == [f"Mine::test[ddp-fp32-w2:{check}]" for check in CHECKS.names()] + [
+        "Mine::test_of_mine"
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "class TestY(TestX):\n    def test(self, distcompat_case): pass",
+        "class TestY(TestX):\n    test = None",
+        "class Between(CompatSuite):\n    test = None\nclass TestY(Between):\n    driver = 'torch'",
+    ],
+    ids=["function", "None", "between"],
+)
+def test_an_override_is_a_collection_error(body: str, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(f"{SUITE}\n{body}")
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        ["*TestY overrides 'test'. A standard test is not overridden: *fails(...), refuses(...)*"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("expect = (fails('name', reason='x'),)", f"no check named 'name'. Known: {', '.join(CHECKS.names())}."),
+        (
+            "expect = (fails('names', strategi='ddp', reason='x'),)",
+            "*no facet named 'strategi'. Known: strategy, precision, *",
+        ),
+        (
+            "expect = (fails('names', strategy='fsdp3', reason='x'),)",
+            f"no strategy named 'fsdp3'. Known: {', '.join(STRATEGIES.names())}.",
+        ),
+        ("expect = (fails('names', precision='int4', reason='x'),)", "no precision named 'int4'. Known: fp32, *"),
+        (
+            "expect = (fails('names', state_dict='half', reason='x'),)",
+            "*state_dict has no value 'half'. Known: 'sharded', 'full'",
+        ),
+        (
+            "expect = (fails('names', strategy='fsdp1', reason='x'),)",
+            "TestY.expect: fails('names', strategy='fsdp1', *) covers no cell of the matrix (torch)",
+        ),
+        (
+            "expect = (refuses(match='x', world_size=8),)",
+            "TestY.expect: refuses('[*]', world_size=8, *) covers no cell of the matrix (torch)",
+        ),
+        ("expect = fails('names', reason='x')", "TestY.expect is Expectation(*); expected a tuple"),
+        ("expect = ('names',)", "TestY.expect holds 'names'; expected fails(...) or refuses(...)"),
+        ("matrix = Matrix(strategies=('fsdp3',))", "no strategy named 'fsdp3'. Known: *"),
+        ("matrix = Matrix(precisions=('int4',))", "no precision named 'int4'. Known: *"),
+        ("matrix = ('ddp',)", "TestY.matrix is ('ddp',); expected a Matrix"),
+        ("driver = 'lightning'", f"no driver named 'lightning'. Known: {', '.join(DRIVERS.names())}."),
+        ("driver = 'no_such_module:Driver'", "driver 'no_such_module:Driver': No module named 'no_such_module'"),
+        ("driver = 'pathlib:Path'", "driver 'pathlib:Path' is *; expected a subclass of pytest_distcompat.Driver"),
+        ("driver = Matrix", "TestY.driver is *; expected a str"),
+    ],
+)
+def test_a_mistake_is_a_collection_error_that_lists_what_is_right(
+    body: str, message: str, pytester: pytest.Pytester, ranks: FakeRanks
+) -> None:
+    pytester.makepyfile(f"{SUITE}\nclass TestY(TestX):\n    {body}")
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(errors=1)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines([f"*{message}"])
+    assert not ranks.requests
+
+
+def test_options_narrow_what_runs(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(SUITE + "\nclass TestY(TestX):\n    driver = 'accelerate'\n")
+    checks = len(CHECKS.names())
+    assert len(collect(pytester)) == 8 * checks
+    assert len(collect(pytester, "--distcompat-strategies=fsdp2")) == 4 * checks
+    assert len(collect(pytester, "--distcompat-precisions=fp32", "--distcompat-strategies=ddp,zero3")) == 2 * checks
+    found = collect(pytester, "--distcompat-drivers=accelerate", "--distcompat-precisions=bf16_mixed")
+    assert len([name for name in found if name.startswith("TestY")]) == 2 * checks
+    # What is left of the other suite says that nothing is.
+    assert [name for name in found if name.startswith("TestX")] == ["TestX::test[NOTSET]"]
+
+
+def test_narrowing_does_not_make_an_expectation_cover_no_cell(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(SUITE + "    expect = (fails('names', strategy='fsdp2', reason='x'),)\n")
+    assert len(collect(pytester, "--distcompat-strategies=ddp")) == 2 * len(CHECKS.names())
+    assert len(collect(pytester, "--distcompat-drivers=accelerate")) == 1
+
+
+def test_a_cell_costs_two_lives_whatever_is_checked(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    pytester.makepyfile(SUITE)
+    result = pytester.runpytest_inprocess("-k", "ddp and fp32")
+    lives = [(request.payload["cell"], request.payload["life"]["name"]) for request in ranks.requests]
+    assert sorted(lives) == [("ddp-fp32-w2", "resume"), ("ddp-fp32-w2", "train")]
+    result.stdout.fnmatch_lines([f"{len(CHECKS.names())} verdicts from 2 process-group lives"])
+
+
+def test_the_fork_server_gets_what_the_chosen_driver_and_models_need(
+    pytester: pytest.Pytester, ranks: FakeRanks
+) -> None:
+    pytester.makepyfile(SUITE + "\nclass TestY(TestX):\n    driver = 'accelerate'\n")
+    pytester.runpytest_inprocess("--distcompat-drivers=torch", "-k", "ddp and fp32 and names")
+    assert ranks.warmth is not None
+    assert set(DRIVERS.get("torch").preload) <= set(ranks.warmth.modules)
+    assert not {"accelerate", "deepspeed"} & set(ranks.warmth.modules)
+    assert not ranks.warmth.call  # no marked test: no pytest session in the fork server

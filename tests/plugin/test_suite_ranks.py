@@ -1,0 +1,104 @@
+"""Suites on real ranks: an adopter's own trainer, and the built-in suite from somewhere else."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.checks import CHECKS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.plugin.conftest import Run, RunPytest
+
+pytestmark = pytest.mark.spawn
+
+SUITES = """
+from pytest_distcompat import CompatSuite, Matrix
+
+class TestMine(CompatSuite):
+    driver = "my_trainer:Mine"
+    matrix = Matrix(strategies=("ddp", "fsdp2", "zero3"), precisions=("fp32",))
+
+class TestForgetful(CompatSuite):
+    driver = "my_trainer:Forgetful"
+    matrix = Matrix(strategies=("ddp",), precisions=("fp32",))
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The adopter's project."""
+    home = tmp_path_factory.mktemp("home")
+    shutil.copy(Path(__file__).with_name("adopter.py"), home / "my_trainer.py")
+    (home / "test_compat.py").write_text(SUITES, encoding="utf-8")
+    return home
+
+
+@pytest.fixture(scope="module")
+def run(home: Path, run_pytest: RunPytest) -> Run:
+    return run_pytest(home, "--distcompat-report=alone.json")
+
+
+def verdicts(path: Path) -> tuple[dict[str, str], int]:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return {result["nodeid"]: result["status"] for result in data["results"]}, data["run"]["lives"]
+
+
+def test_an_adopters_trainer_passes_and_its_defect_does_not(run: Run) -> None:
+    assert run.code == pytest.ExitCode.TESTS_FAILED
+    expected = {
+        **{f"TestMine::test[{s}-fp32-w2:{check}]": "passed" for s in ("ddp", "fsdp2") for check in CHECKS.names()},
+        **{f"TestMine::test[zero3-fp32-w2:{check}]": "skipped" for check in CHECKS.names()},
+        **{f"TestForgetful::test[ddp-fp32-w2:{check}]": "passed" for check in CHECKS.names()},
+        "TestForgetful::test[ddp-fp32-w2:resume]": "failed",
+    }
+    assert run.outcomes == expected, run.out
+    pytest.LineMatcher(run.text("TestForgetful::test[ddp-fp32-w2:resume]").splitlines()).fnmatch_lines(
+        [
+            "ddp-fp32-w2: resume: failed",
+            "rank 0: the optimizer's state is empty after the load; * tensors were saved",
+            "the claim: Saved, and loaded in a fresh process group: *",
+            "reproduce: pytest 'test_compat.py::TestForgetful::test[[]ddp-fp32-w2:resume[]]'",
+            "this life alone: torchrun --nproc-per-node 2 *",
+        ]
+    )
+
+
+def test_a_cell_costs_two_lives(run: Run) -> None:
+    assert f"{4 * len(CHECKS.names())} verdicts from 6 process-group lives" in run.out
+
+
+def test_xdist_gives_the_same_verdicts_from_as_many_lives(run: Run, home: Path, run_pytest: RunPytest) -> None:
+    run_pytest(home, "-n", "2", "--distcompat-report=workers.json")
+    assert verdicts(home / "workers.json") == verdicts(home / "alone.json")
+
+
+def test_the_built_in_suite_runs_from_anywhere(tmp_path: Path, run_pytest: RunPytest) -> None:
+    run = run_pytest(tmp_path, "--pyargs", "pytest_distcompat.suite", "-k", "TestTorch and ddp-fp32-w2")
+    assert run.code == pytest.ExitCode.OK, run.out
+    assert run.outcomes == {f"TestTorch::test[ddp-fp32-w2:{check}]": "passed" for check in CHECKS.names()}
+    assert re.search(r"^TestTorch \(driver torch\)$", run.out, re.MULTILINE)
+
+
+def test_its_reproduce_command_shows_the_same_failure(
+    tmp_path: Path, run_pytest: RunPytest, run_command: Callable[[str, Path], tuple[int, str]]
+) -> None:
+    args = ["--pyargs", "pytest_distcompat.suite", "--distcompat-strategies=ddp", "--distcompat-timeout=0.01"]
+    name = "TestTorch::test[ddp-fp32-w2:names]"
+    run = run_pytest(tmp_path, *args, "-k", "TestTorch and ddp-fp32-w2 and names")
+    assert run.outcomes == {name: "failed"}, run.out
+    assert "time limit of 0.01 s: ranks 0, 1 still running" in run.text(name)
+    command = run.command(name, "reproduce")
+    assert command == f"pytest --pyargs 'pytest_distcompat.suite::{name}' --distcompat-timeout=0.01"
+    code, out = run_command(command, tmp_path)
+    assert code == pytest.ExitCode.TESTS_FAILED
+    pytest.LineMatcher(out.splitlines()).fnmatch_lines(
+        ["collected 1 item", "ddp-fp32-w2: names: hung", "time limit of 0.01 s: ranks 0, 1 still running"]
+    )

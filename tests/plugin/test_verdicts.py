@@ -1,0 +1,241 @@
+"""Every verdict as pytest tells it: in the terminal's matrix, in the report files, in JUnit XML; on hand-made lives."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS, Check
+from pytest_distcompat.launch import Ending, RankEnd, Request
+from pytest_distcompat.plugin.results import versions
+from pytest_distcompat.report import WORDS, Result, matrix_text
+from pytest_distcompat.scenario import TRAIN
+from pytest_distcompat.trace import Trace
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import FakeRanks
+
+DRIVER = """
+from pytest_distcompat import Driver
+
+class Mine(Driver):
+    name = "mine"
+
+    @classmethod
+    def unable(cls, cell, device="cpu"):
+        return "mine has no bf16_pure" if cell.precision == "bf16_pure" else ""
+"""
+SUITE = """
+from pytest_distcompat import CompatSuite, Matrix, fails, refuses
+
+class TestMine(CompatSuite):
+    driver = "my_driver:Mine"
+    matrix = Matrix(precisions=("fp32", "bf16_mixed", "bf16_pure"))
+    expect = (
+        fails("claim", strategy="fsdp1", precision="bf16_mixed", reason="org/repo#1", match="wrong"),
+        fails("claim", strategy="ddp", precision="bf16_mixed", reason="org/repo#2"),
+        refuses("*", strategy=("zero1", "zero2"), precision="fp32", match="not supported"),
+        fails("claim", strategy="zero3", reason="no excuse for a crash or a hang"),
+    )
+"""
+#: Cell to what becomes of the check named claim.
+STATUS = {
+    "ddp-fp32-w2": "passed",
+    "ddp-bf16_mixed-w2": "fixed?",
+    "fsdp1-fp32-w2": "failed",
+    "fsdp1-bf16_mixed-w2": "known",
+    "fsdp2-fp32-w2": "failed",
+    "fsdp2-bf16_mixed-w2": "passed",
+    "zero1-fp32-w2": "refused",
+    "zero1-bf16_mixed-w2": "passed",
+    "zero2-fp32-w2": "late",
+    "zero2-bf16_mixed-w2": "passed",
+    "zero3-fp32-w2": "crashed",
+    "zero3-bf16_mixed-w2": "hung",
+    **{f"{strategy}-bf16_pure-w2": "skipped" for strategy in ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")},
+}
+MATRIX = """
+TestMine (driver my_driver:Mine)
+                     claim
+  ddp-fp32-w2        ok
+  ddp-bf16_mixed-w2  FIXED?
+  ddp-bf16_pure-w2   -
+  fsdp1-fp32-w2      FAIL
+  fsdp1-bf16_mixed-w2  known
+  fsdp2-fp32-w2      FAIL
+  zero1-fp32-w2      refused
+  zero2-fp32-w2      LATE
+  zero3-fp32-w2      CRASH
+  zero3-bf16_mixed-w2  HUNG
+  known: org/repo#1 [fsdp1-bf16_mixed-w2:claim]
+  not run: mine has no bf16_pure [ddp-bf16_pure-w2, fsdp1-bf16_pure-w2, fsdp2-bf16_pure-w2 and 3 more]
+  refused: ValueError: not supported [zero1-fp32-w2:claim]
+18 verdicts from 12 process-group lives
+"""
+
+
+def claim(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Nothing is wrong.
+
+    If it fails: this text helps.
+    """
+    if cell.strategy == "fsdp1":
+        yield "rank 0: something is wrong; expected something else"
+
+
+def live(request: Request, ranks: FakeRanks) -> Ending:
+    """What becomes of a life, by its cell."""
+
+    def verbs(*names: str, broken: str = "") -> list[dict[str, Any]]:
+        told = []
+        for index, name in enumerate(names):
+            moment = {"rank": 0, "life": "train", "verb": name, "index": index}
+            told.append({"event": "verb", "verb": name, "index": index})
+            if name != broken:
+                told.append({"event": "moment", "verb": name, "index": index, "moment": moment})
+        return told
+
+    def end(status: str, message: str, text: str, at: str, **more: Any) -> Ending:
+        verb = verbs("plain", "build", "step")[: {"build": 3, "step": 5}[at]]
+        ends = RankEnd(0, status, message, text), RankEnd(1, "stopped", "was killed by SIGTERM")
+        return Ending(ends, {0: verb, 1: []}, command="torchrun ...", timeout=3, **more)
+
+    cell = Cell.parse(request.payload["cell"])
+    message = "raised ValueError: not supported"
+    if (cell.strategy, cell.precision) in {("zero1", "fp32"), ("fsdp2", "fp32")}:
+        return end("raised", message, "Traceback ...\nValueError: not supported", "build")
+    if (cell.strategy, cell.precision) == ("zero2", "fp32"):
+        return end("raised", message, "Traceback ...\nValueError: not supported", "step")
+    if (cell.strategy, cell.precision) == ("zero3", "fp32"):
+        return end("killed", "was killed by SIGKILL", "", "build")
+    if (cell.strategy, cell.precision) == ("zero3", "bf16_mixed"):
+        return end("stuck", "was still running at the time limit", "", "build", timed_out=True)
+    ends = tuple(RankEnd(rank, "done") for rank in range(2))
+    return Ending(ends, {rank: [*verbs("plain", "build", "step"), {"event": "done"}] for rank in range(2)})
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A suite with one check of ours, whose every life is made up."""
+    made = Check("claim", TRAIN, (("train", "step", 0),), claim)
+    monkeypatch.setitem(vars(CHECKS), "things", {"claim": made})
+    ranks.tell = lambda request: live(request, ranks)
+    pytester.makepyfile(my_driver=DRIVER, test_mine=SUITE)
+    pytester.syspathinsert()
+    return pytester
+
+
+def test_the_matrix_in_the_terminal(suite: pytest.Pytester) -> None:
+    result = suite.runpytest_inprocess()
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=5, failed=6, skipped=6, xfailed=1)
+    shown = [" ".join(line.split()) for line in result.outlines]
+    for line in MATRIX.strip().splitlines():
+        assert " ".join(line.split()) in shown, line
+    assert set(STATUS.values()) == set(WORDS)
+
+
+def test_the_same_whatever_the_order(suite: pytest.Pytester) -> None:
+    def rows(*args: str) -> list[str]:
+        lines = suite.runpytest_inprocess(*args).outlines
+        start = next(number for number, line in enumerate(lines) if "distributed compatibility" in line)
+        return lines[start : next(number for number, line in enumerate(lines) if "verdicts from" in line)]
+
+    names = [f"test_mine.py::TestMine::test[{cell}:claim]" for cell in STATUS]
+    assert rows("-p", "no:randomly", *names) == rows("-p", "no:randomly", *reversed(names))
+
+
+def test_what_a_failure_shows(suite: pytest.Pytester) -> None:
+    result = suite.runpytest_inprocess("-p", "no:randomly", "-rx", "--distcompat-timeout=3")
+    result.stdout.fnmatch_lines(
+        [
+            "*TestMine.test[[]ddp-bf16_mixed-w2:claim[]]*",
+            "ddp-bf16_mixed-w2: claim: fixed?",
+            "declared to fail, but it passes: fixed? Then remove fails('claim', *reason='org/repo#2'*",
+            "reproduce: pytest 'test_mine.py::TestMine::test[[]ddp-bf16_mixed-w2:claim[]]' --distcompat-timeout=3",
+            "*TestMine.test[[]fsdp1-fp32-w2:claim[]]*",
+            "fsdp1-fp32-w2: claim: failed",
+            "rank 0: something is wrong; expected something else",
+            "the claim: Nothing is wrong.",
+            "If it fails: this text helps.",
+            "fsdp2-fp32-w2: claim: failed",
+            "rank 0 raised ValueError: not supported",
+            "Traceback ...",
+            "consequences:",
+            "this life alone: torchrun ...",
+            "zero2-fp32-w2: claim: late",
+            "refused only at 'step', after build; expected at build",
+            "zero3-fp32-w2: claim: crashed",
+            "rank 0 was killed by SIGKILL",
+            "zero3-bf16_mixed-w2: claim: hung",
+            "time limit of 3 s: rank 0 still running",
+            "XFAIL test_mine.py::TestMine::test[[]fsdp1-bf16_mixed-w2:claim[]] - org/repo#1",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*cases.py*")
+
+
+def test_the_json_report_has_every_verdict(suite: pytest.Pytester) -> None:
+    result = suite.runpytest_inprocess("--distcompat-report=out.json", "--distcompat-device=cpu")
+    result.stdout.fnmatch_lines(["report: out.json"])
+    data = json.loads((suite.path / "out.json").read_text(encoding="utf-8"))
+    assert data["format"] == 1
+    assert {found["cell"]: found["status"] for found in data["results"]} == STATUS
+    run = data["run"]
+    assert (run["device"], run["world_size"], run["lives"], run["versions"]) == ("cpu", 2, 12, versions())
+    assert run["settings"]["device"] == {"value": "cpu", "from": "option"}
+    by_cell = {found["cell"]: found for found in data["results"]}
+    assert by_cell["zero1-bf16_pure-w2"]["reason"] == "mine has no bf16_pure"
+    known = by_cell["fsdp1-bf16_mixed-w2"]
+    assert (known["suite"], known["driver"], known["check"]) == ("TestMine", "my_driver:Mine", "claim")
+    assert known["nodeid"] == "test_mine.py::TestMine::test[fsdp1-bf16_mixed-w2:claim]"
+    assert (known["reason"], known["message"][:7], known["seconds"] >= 0) == ("org/repo#1", "rank 0:", True)
+
+
+def test_the_markdown_report_has_every_verdict(suite: pytest.Pytester) -> None:
+    suite.runpytest_inprocess("--distcompat-report=out.md")
+    text = (suite.path / "out.md").read_text(encoding="utf-8")
+    for cell, status in STATUS.items():
+        assert f"| {cell} | {WORDS[status]} |" in text
+        assert (f"- {cell}:claim: {WORDS[status]}: " in text) == (status != "passed")
+    assert "- fsdp1-bf16_mixed-w2:claim: known: org/repo#1\n" in text
+    assert "- zero1-bf16_pure-w2:claim: -: mine has no bf16_pure\n" in text
+    assert "18 results, 12 process-group lives, device cpu; python " in text
+
+
+def test_junit_xml_has_every_verdict(suite: pytest.Pytester) -> None:
+    suite.runpytest_inprocess("--junitxml=junit.xml")
+    cases = {case.get("name", ""): case for case in ET.parse(suite.path / "junit.xml").getroot().iter("testcase")}
+    kinds = {"passed": None, "refused": None, "known": "skipped", "skipped": "skipped"}
+    for cell, status in STATUS.items():
+        child = next(
+            (child.tag for child in cases[f"test[{cell}:claim]"] if child.tag in {"failure", "skipped", "error"}), None
+        )
+        assert child == kinds.get(status, "failure"), cell
+    skipped = cases["test[ddp-bf16_pure-w2:claim]"].find("skipped")
+    assert skipped is not None
+    assert skipped.get("message") == "mine has no bf16_pure"
+
+
+def test_two_suites_of_one_name_do_not_hide_each_other(suite: pytest.Pytester) -> None:
+    suite.makepyfile(test_other=SUITE.replace("zero3", "zero2"))
+    result = suite.runpytest_inprocess("--distcompat-strategies=zero3", "--distcompat-precisions=fp32")
+    result.assert_outcomes(failed=2)
+    assert result.outlines.count("TestMine (driver my_driver:Mine)") == 2
+
+
+def test_a_verdict_without_reason_is_still_shown() -> None:
+    lines = list(matrix_text([Result("S", "d", "ddp-fp32-w2", "names", "refused")]))
+    assert [line.strip() for line in lines[2:]] == ["ddp-fp32-w2  refused", "refused:  [ddp-fp32-w2:names]"]
+
+
+def test_without_suites_nothing_is_said_of_verdicts(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.distcompat\ndef test(): pass")
+    result = pytester.runpytest_inprocess("--distcompat-timeout=3")
+    result.assert_outcomes(passed=1)
+    result.stdout.no_fnmatch_line("*distributed compatibility*")

@@ -1,0 +1,279 @@
+"""What the ranks of these tests do. Imported by ranks as ``bodies``, by nobody else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from pytest_distcompat.launch import RankLog
+
+#: Set by a body, to be seen by no later life.
+touched = False
+
+
+def meet(payload: Mapping[str, Any], log: RankLog) -> None:
+    """One all_reduce, and a proper end."""
+    from torch import distributed
+
+    log.write("sum", value=_join())
+    distributed.destroy_process_group()
+
+
+def look(payload: Mapping[str, Any], log: RankLog) -> None:
+    """Everything that a rank can see of how it was started."""
+    import torch
+
+    log.write(
+        "seen",
+        environ=dict(os.environ),
+        cwd=str(Path.cwd()),
+        threads=torch.get_num_threads(),
+        native_threads=psutil.Process().num_threads(),
+        cuda=torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
+        forked_after_cuda=torch.cuda._is_in_bad_fork(),
+        parent=os.getppid(),
+        grandparent=psutil.Process(os.getppid()).ppid(),
+        semaphores=_shared_memory(),
+    )
+
+
+def touch(payload: Mapping[str, Any], log: RankLog) -> None:
+    """Change what a process may change, and tell how it was before."""
+    import json
+
+    log.write("before", touched=touched, attribute=hasattr(json, "touched"), variable=os.environ.get("TOUCHED"))
+    globals()["touched"] = True
+    json.touched = True  # type: ignore[attr-defined]
+    os.environ["TOUCHED"] = "1"
+    os.chdir("/")
+
+
+def act(payload: Mapping[str, Any], log: RankLog) -> None:
+    """All ranks meet; then each does what ``payload["acts"]`` has for it. Who is not named waits for the others."""
+    assert _join() == sum(range(int(os.environ["WORLD_SIZE"])))
+    ACTS[payload["acts"].get(os.environ["RANK"], "wait")](log)
+
+
+def act_alone(payload: Mapping[str, Any], log: RankLog) -> None:
+    """The same without a process group: nobody notices that a peer is gone."""
+    ACTS[payload["acts"].get(os.environ["RANK"], "sleep")](log)
+
+
+def dispatched(payload: Mapping[str, Any], log: RankLog) -> None:
+    """The names under which a dispatch mode sees a collective."""
+    import torch
+    from torch import distributed
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            log.write("operator", namespace=func.namespace, name=func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    _join()
+    number = torch.ones(1)
+    with Names():  # type: ignore[no-untyped-call]
+        distributed.all_reduce(number)
+    distributed.destroy_process_group()
+
+
+def zero1(payload: Mapping[str, Any], log: RankLog) -> None:
+    """What DeepSpeed keeps privately at each parameter, and in its table of operators."""
+    import deepspeed
+    import torch
+    from torch import distributed
+
+    from pytest_distcompat.launch.deepspeed_cpu import OPERATOR
+
+    table = dict(getattr(deepspeed.ops, "__compatible_ops__", {}))
+    log.write("operators", known=OPERATOR in table, names=sorted(table))
+    deepspeed.ops.__compatible_ops__[OPERATOR] = False
+    model = torch.nn.Linear(4, 3)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    for name, parameter in engine.module.named_parameters():
+        mapping = getattr(parameter, "_hp_mapping", "absent")
+        address = getattr(mapping, "lp_fragment_address", None)
+        log.write(
+            "parameter",
+            name=name,
+            numel=parameter.numel(),
+            kept=mapping if mapping == "absent" else type(mapping).__name__,
+            held=getattr(address, "numel", None),
+        )
+    distributed.destroy_process_group()
+
+
+def _join() -> float:
+    """A process group, and the sum of all ranks' numbers."""
+    import torch
+    from torch import distributed
+
+    distributed.init_process_group("gloo")
+    number = torch.tensor([float(distributed.get_rank())])
+    distributed.all_reduce(number)
+    return number.item()
+
+
+def _shared_memory() -> list[str]:
+    """The files under /dev/shm that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return sorted({line.split()[5] for line in lines if " /dev/shm/" in line})
+
+
+def wait_for_peers(log: RankLog) -> None:
+    import torch
+    from torch import distributed
+
+    distributed.all_reduce(torch.zeros(1))
+
+
+def fall_asleep(log: RankLog) -> None:
+    time.sleep(600)
+
+
+def _raise_value(log: RankLog) -> NoReturn:
+    raise ValueError(f"boom on {os.environ['RANK']}")
+
+
+def _raise_later(log: RankLog) -> NoReturn:
+    # Within the grace that rank.leave_failed gives to the others.
+    time.sleep(0.1)
+    raise TypeError(f"bang on {os.environ['RANK']}")
+
+
+class SpeechlessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class HandfulError(Exception):
+    """Cannot be pickled: it holds a file, and its arguments do not fit its constructor."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+        self.file = sys.stdout
+
+
+def _raise_speechless(log: RankLog) -> NoReturn:
+    raise SpeechlessError
+
+
+def _raise_unpicklable(log: RankLog) -> NoReturn:
+    raise HandfulError("hands", "full")
+
+
+def _interrupt(log: RankLog) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _signal(number: int) -> Callable[[RankLog], None]:
+    def act(log: RankLog) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(600)
+
+    return act
+
+
+def _deaf(log: RankLog) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    log.write("deaf")
+    time.sleep(600)
+
+
+def _once_deaf(then: Callable[[RankLog], None]) -> Callable[[RankLog], None]:
+    """Do it when rank 0 ignores SIGTERM."""
+
+    def act(log: RankLog) -> None:
+        while '"deaf"' not in log.path.with_name("rank-0.jsonl").read_text(encoding="utf-8"):
+            time.sleep(0.01)
+        then(log)
+
+    return act
+
+
+def _leave_child(log: RankLog) -> None:
+    log.write("child", pid=subprocess.Popen(["sleep", "600"]).pid)
+
+
+def _leave_far_child(log: RankLog) -> None:
+    """In a session of its own, its parent gone."""
+    script = "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL).pid)"
+    pid = subprocess.check_output([sys.executable, "-c", script], start_new_session=True)
+    log.write("child", pid=int(pid))
+
+
+def _rubbish(log: RankLog) -> None:
+    for descriptor in (1, 2):
+        for _ in range(80):
+            os.write(descriptor, bytes(range(256)) * 256)
+
+
+def _rubbish_and_die(log: RankLog) -> None:
+    _rubbish(log)
+    os.write(2, b"\nlast words \xff\xfe\n")
+    os._exit(3)
+
+
+def _close_output(log: RankLog) -> None:
+    os.close(1)
+    os.close(2)
+
+
+def _close_output_and_raise(log: RankLog) -> NoReturn:
+    _close_output(log)
+    _raise_value(log)
+
+
+def _kill_fork_server(log: RankLog) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def _kill_launcher(log: RankLog) -> None:
+    os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+ACTS: dict[str, Callable[[RankLog], None]] = {
+    "wait": wait_for_peers,
+    "sleep": fall_asleep,
+    "return": lambda log: None,
+    "ValueError": _raise_value,
+    "TypeError, later": _raise_later,
+    "speechless": _raise_speechless,
+    "unpicklable": _raise_unpicklable,
+    "interrupt": _interrupt,
+    "sys.exit 0": lambda log: sys.exit(0),
+    "sys.exit 3": lambda log: sys.exit(3),
+    "os._exit 0": lambda log: os._exit(0),
+    "os._exit 3": lambda log: os._exit(3),
+    "SIGKILL": _signal(signal.SIGKILL),
+    "SIGSEGV": _signal(signal.SIGSEGV),
+    "SIGABRT": _signal(signal.SIGABRT),
+    "SIGTERM": _signal(signal.SIGTERM),
+    "deaf": _deaf,
+    "ValueError, once 0 is deaf": _once_deaf(_raise_value),
+    "SIGKILL, once 0 is deaf": _once_deaf(_signal(signal.SIGKILL)),
+    "child": _leave_child,
+    "far child": _leave_far_child,
+    "rubbish": _rubbish,
+    "rubbish and os._exit 3": _rubbish_and_die,
+    "close output": _close_output,
+    "close output, ValueError": _close_output_and_raise,
+    "kill the fork server": _kill_fork_server,
+    "kill the launcher": _kill_launcher,
+}

@@ -1,0 +1,78 @@
+"""Real lives of a few ranks on gloo, and after each of them the proof that nothing of it is left."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from pytest_distcompat.launch import Ending, Launcher, Request, TorchrunLauncher, WarmLauncher, Warmth
+from pytest_distcompat.launch.process import alive, descendants
+
+HERE = Path(__file__).parent
+
+
+class Run(Protocol):
+    """Runs ``bodies:<body>`` on every rank of a new life; ``payload`` is what the body gets."""
+
+    def __call__(
+        self, body: str, world_size: int = 2, *, launcher: Launcher | None = None, timeout: float = 60.0, **payload: Any
+    ) -> Ending: ...
+
+
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks, and whatever else these tests start, can import ``bodies``."""
+    before = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{before}" if before else str(HERE))
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmLauncher]:
+    """One warm launcher for all tests that do not need one of their own. It starts with the first life."""
+    launcher = WarmLauncher(Warmth(modules=("torch", "torch.distributed")))
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def torchrun() -> Iterator[TorchrunLauncher]:
+    """The cross-check."""
+    launcher = TorchrunLauncher(Warmth())
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, warm: WarmLauncher, importable: None) -> Run:
+    """See ``Run``."""
+    numbers = itertools.count()
+
+    def run(
+        body: str, world_size: int = 2, *, launcher: Launcher | None = None, timeout: float = 60.0, **payload: Any
+    ) -> Ending:
+        launcher = launcher or warm
+        directory = tmp_path / f"life-{next(numbers)}"
+        ending = launcher.run(Request(f"bodies:{body}", payload, world_size, str(directory), timeout))
+        spoken = [event for events in ending.events.values() for event in events]
+        left = wait_until_gone(int(event["pid"]) for event in spoken if event["event"] in {"start", "child"})
+        assert not left, f"left running by the life: {left}\n{ending.text()}"
+        if isinstance(launcher, WarmLauncher) and launcher._process is not None:
+            assert not [p for p in descendants(launcher._process.pid, keep=launcher._own) if alive(p.pid)]
+        return ending
+
+    return run
+
+
+def wait_until_gone(pids: Iterable[int], seconds: float = 10.0) -> list[int]:
+    """Those of the processes that still run when the time is over."""
+    left = list(pids)
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in left if alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left

@@ -1,0 +1,215 @@
+"""The fork server: every life has fresh processes, nothing unfit is forked from, nothing piles up."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from pytest_distcompat.launch import Ending, WarmLauncher, Warmth
+from pytest_distcompat.launch.process import sweep_shared_memory
+
+if TYPE_CHECKING:
+    from tests.spawn.conftest import Run
+
+pytestmark = pytest.mark.spawn
+
+PRELOADED = """
+import os, threading
+
+def start_thread(payload):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+def fail(payload):
+    raise LookupError("no " + payload["what"])
+
+def leave(payload):
+    raise SystemExit(3)
+
+def die(payload):
+    os._exit(3)
+"""
+
+Launch = Callable[[Warmth], WarmLauncher]
+
+
+@pytest.fixture
+def launch(importable: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+    """Launchers of this test, whose fork servers can import ``preloaded``."""
+    (tmp_path / "preloaded.py").write_text(PRELOADED, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}{os.pathsep}{tmp_path}")
+    launchers = []
+
+    def launch(warmth: Warmth) -> WarmLauncher:
+        launchers.append(WarmLauncher(warmth))
+        return launchers[-1]
+
+    yield launch
+    for launcher in launchers:
+        launcher.close()
+
+
+def pids(ending: Ending) -> list[int]:
+    assert ending.kind == "ok", ending.text()
+    return [events[0]["pid"] for events in ending.events.values()]
+
+
+def forked(launcher: WarmLauncher, ending: Ending) -> bool:
+    """Whether the ranks of a ``look`` came from the fork server."""
+    assert launcher._process is not None
+    spoken = [event for events in ending.events.values() for event in events if event["event"] == "seen"]
+    return all(event["grandparent"] == launcher._process.pid for event in spoken)
+
+
+def test_every_life_has_fresh_processes(run: Run) -> None:
+    first, second = run("touch"), run("touch")
+    assert len({*pids(first), *pids(second)}) == 4
+    for ending in (first, second):
+        for events in ending.events.values():
+            assert (events[1]["touched"], events[1]["attribute"], events[1]["variable"]) == (False, False, None)
+
+
+def test_the_fork_server_stays_fit_to_fork(run: Run, warm: WarmLauncher) -> None:
+    ending = run("look", 4)
+    assert ending.kind == "ok", ending.text()
+    assert forked(warm, ending)
+    assert not ending.notice
+    for events in ending.events.values():
+        assert not events[1]["cuda"]
+        assert not events[1]["forked_after_cuda"]
+        assert psutil.Process(events[1]["parent"]).num_threads() == 1
+
+
+def test_heavy_modules_leave_it_fit(run: Run, launch: Launch) -> None:
+    launcher = launch(Warmth(modules=("accelerate", "transformers", "deepspeed")))
+    ending = run("look", launcher=launcher)
+    assert ending.kind == "ok", ending.text()
+    assert launcher._status is not None
+    assert (ending.notice, launcher._status["unfit"], launcher._status["error"]) == ("", "", "")
+    assert forked(launcher, ending)
+    assert psutil.Process(ending.events[0][1]["parent"]).num_threads() == 1
+
+
+def test_a_thread_in_the_fork_server_means_spawn_and_is_told_once(run: Run, launch: Launch) -> None:
+    launcher = launch(Warmth(call="preloaded:start_thread"))
+    first = run("look", 1, launcher=launcher)
+    assert first.kind == "ok", first.text()
+    assert not forked(launcher, first)
+    assert "it started 1 thread, which do not survive a fork" in first.notice
+    assert "Ranks are started by spawn instead" in first.notice
+    # Spawned ranks are our launcher's own children, and die as they do under the fork server.
+    second = run("act", launcher=launcher, acts={"0": "child", "1": "SIGKILL"})
+    assert not second.notice
+    assert second.headline() == "rank 1 was killed by SIGKILL"
+    assert len(second.left_over) == 1
+
+
+@pytest.mark.parametrize("call", ["preloaded:fail", "preloaded:leave"])
+def test_a_preload_that_fails_does_not_keep_ranks_from_starting(run: Run, launch: Launch, call: str) -> None:
+    launcher = launch(Warmth(modules=("no_such_module",), call=call, payload={"what": "luck"}))
+    ending = run("look", launcher=launcher)
+    assert ending.kind == "ok", ending.text()
+    assert forked(launcher, ending)
+    assert launcher._status is not None
+    assert launcher._status["missing"] == ["no_such_module"]
+    words = {"fail": "LookupError: no luck", "leave": "SystemExit: 3"}
+    assert words[call.partition(":")[2]] in launcher._status["error"]
+
+
+def test_a_preload_that_dies_is_told(run: Run, launch: Launch) -> None:
+    ending = run("look", 1, launcher=launch(Warmth(call="preloaded:die")))
+    assert ending.kind == "ok", ending.text()
+    assert "it died while it imported" in ending.notice
+
+
+def test_thirty_lives_leave_nothing_behind(run: Run, launch: Launch) -> None:
+    launcher = launch(Warmth())
+    used: set[str] = set()
+
+    def count() -> tuple[int, ...]:
+        assert launcher._process is not None
+        theirs = psutil.Process(launcher._process.pid)
+        below = theirs.children(recursive=True)
+        return (
+            psutil.Process().num_fds(),
+            theirs.num_fds(),
+            theirs.num_threads(),
+            len(below),
+            *(p.num_fds() for p in below),
+        )
+
+    for number in range(30):
+        ending = run("look", launcher=launcher)
+        assert ending.kind == "ok", ending.text()
+        used.update(name for events in ending.events.values() for name in events[1]["semaphores"])
+        if number == 5:
+            early = count()
+    # Some slack for what waits for the garbage collector.
+    assert all(later <= before + 2 for later, before in zip(count(), early, strict=True)), (early, count())
+    # The last life's may wait for the garbage collector too.
+    assert used
+    assert sum(Path(name).exists() for name in used) <= 5
+    launcher.close()
+    assert not [name for name in used if Path(name).exists()]
+
+
+def test_closing_leaves_no_process_and_no_file(run: Run, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = launch(Warmth())
+    launcher.close()
+    # A short one: the path of a socket must not have more than 107 characters.
+    with tempfile.TemporaryDirectory() as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        monkeypatch.setenv("TMPDIR", directory)
+        for ready in (False, True):
+            launcher.warm_up()
+            if ready:
+                assert run("meet", launcher=launcher).kind == "ok"
+            assert launcher._process is not None
+            process = psutil.Process(launcher._process.pid)
+            below = process.children(recursive=True)
+            launcher.close()
+            launcher.close()
+            assert not process.is_running()
+            _, still = psutil.wait_procs(below, timeout=10)
+            assert not still
+            assert not list(Path(directory).iterdir())
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Callable[[str], Path]]:
+    """Makes empty files in /dev/shm, and removes them."""
+    made = []
+
+    def make(name: str) -> Path:
+        made.append(Path("/dev/shm") / name)
+        made[-1].touch()
+        return made[-1]
+
+    yield make
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+def test_only_shared_memory_of_this_life_is_swept(shared_memory: Callable[[str], Path]) -> None:
+    uid, port = os.getuid(), 987654321
+    ours = [
+        shared_memory(f"deepspeed_allreduce_buffer{kind}_{uid}_127.0.0.1_{port}_{rank}")
+        for kind in ("", "_1")
+        for rank in (0, 1)
+    ]
+    others = [
+        shared_memory(f"deepspeed_allreduce_buffer_{uid}_127.0.0.1_{port + 1}_0"),
+        shared_memory(f"deepspeed_allreduce_buffer_{uid + 1}_127.0.0.1_{port}_0"),
+        shared_memory(f"deepspeed_allreduce_buffer_{uid}_127.0.0.1_{port}_2"),
+        shared_memory(f"deepspeed_allreduce_buffer_{uid}_127.0.0.1_{port}_10"),
+        shared_memory(f"other_{uid}_127.0.0.1_{port}_0"),
+    ]
+    assert sorted(sweep_shared_memory(range(2), port)) == sorted(path.name for path in ours)
+    assert not [path for path in ours if path.exists()]
+    assert all(path.exists() for path in others)
+    assert sweep_shared_memory(range(2), port) == []

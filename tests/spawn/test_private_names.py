@@ -1,0 +1,75 @@
+"""One test for each private name that we use: when it fails, the message says which function needs attention."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.launch import Ending, Request, WarmLauncher
+
+if TYPE_CHECKING:
+    from tests.spawn.conftest import Run
+
+pytestmark = pytest.mark.spawn
+
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+@pytest.fixture(scope="module")
+def with_deepspeed(warm: WarmLauncher, tmp_path_factory: pytest.TempPathFactory) -> Ending:
+    """One life for both tests of DeepSpeed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        return warm.run(Request("bodies:zero1", {}, 2, str(tmp_path_factory.mktemp("zero1"))))
+
+
+def events(ending: Ending, kind: str) -> list[Mapping[str, Any]]:
+    return [event for spoken in ending.events.values() for event in spoken if event["event"] == kind]
+
+
+def test_the_processes_of_the_agent(run: Run) -> None:
+    ending = run("act", acts={"0": "os._exit 3", "1": "sleep"})
+    assert ending.headline() == "rank 0 exited with code 3 without a report", (
+        "LocalElasticAgent._pcontext or MultiprocessContext._pc.processes is not what it was: see "
+        f"launch/agent.py:_exit_codes\n{ending.text()}"
+    )
+
+
+def test_the_name_of_an_operator(run: Run) -> None:
+    ending = run("dispatched")
+    assert {(event["namespace"], event["name"]) for event in events(ending, "operator")} == {
+        ("c10d", "c10d::allreduce_")
+    }, (
+        "torch.utils._python_dispatch.TorchDispatchMode or OpOverload._schema.name is not what it was: see "
+        f"probe/observe.py:_Collectives\n{ending.text()}"
+    )
+
+
+@needs_deepspeed
+def test_what_deepspeed_keeps_at_each_parameter(with_deepspeed: Ending) -> None:
+    held = {"weight": 0, "bias": 0}
+    for event in events(with_deepspeed, "parameter"):
+        assert event["kept"] in {"tensor_fragment", "NoneType"}, (
+            f"DeepSpeed no longer has parameter._hp_mapping: see probe/optimizer.py:_partitioned\n{event}"
+        )
+        held[event["name"]] += event["held"] or 0
+    assert held == {"weight": 12, "bias": 3}, (
+        "the ranks' parameter._hp_mapping.lp_fragment_address.numel do not add up to the parameters: see "
+        f"probe/optimizer.py:_partitioned\n{with_deepspeed.text()}"
+    )
+    assert not with_deepspeed.failed, with_deepspeed.text()
+
+
+@needs_deepspeed
+def test_the_table_of_operators_of_deepspeed(with_deepspeed: Ending) -> None:
+    for event in events(with_deepspeed, "operators"):
+        assert event["known"], (
+            "deepspeed.ops.__compatible_ops__ does not list the operator: see "
+            f"launch/deepspeed_cpu.py:without_shared_memory\n{event['names']}"
+        )
+    assert len(events(with_deepspeed, "operators")) == 2, with_deepspeed.text()
