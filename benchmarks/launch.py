@@ -106,7 +106,13 @@ class Way:
 
 def environment() -> dict[str, str]:
     """One thread a rank for everybody, and nothing printed that costs time."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONWARNINGS": "ignore",
+    }
 
 
 def run(command: list[str], where: Path) -> float:
@@ -142,12 +148,25 @@ def by_command(*command: str) -> Callable[[Path, int], list[float]]:
 
 
 # --multi_gpu, on CPU too: it is the launcher that starts one process a rank (--cpu would start a single one).
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+LAUNCH = [
+    sys.executable,
+    "-m",
+    "accelerate.commands.launch",
+    "--multi_gpu",
+    "--num_processes",
+    "2",
+    "--num_machines",
+    "1",
+]
 WAYS = [
     Way("ours, fresh ranks each test", 40, by_pytest(MARKED)),
     Way("ours, the first test of a session", 1, by_pytest(MARKED, first=True)),
     Way("ours, `--distcompat-launcher torchrun`", 3, by_pytest(MARKED, "--distcompat-launcher=torchrun")),
-    Way("`torchrun`", 2, by_command(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")),
+    Way(
+        "`torchrun`",
+        2,
+        by_command(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    ),
     Way("`accelerate launch`", 2, by_command(*LAUNCH, "--mixed_precision", "no", "--dynamo_backend", "no")),
     Way("torch `MultiProcessTestCase`", 3, by_pytest(MULTI_PROCESS)),
     Way("torch `MultiProcContinuousTest` (ranks kept)", 20, by_pytest(CONTINUOUS)),
@@ -169,7 +188,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--stack", action="store_true", help="import accelerate, transformers and deepspeed in the ranks")
+    parser.add_argument(
+        "--stack", action="store_true", help="import accelerate, transformers and deepspeed in the ranks"
+    )
     arguments = parser.parse_args()
     seconds: dict[str, list[float]] = {way.name: [] for way in WAYS}
     for _ in range(arguments.rounds):
@@ -179,7 +200,9 @@ def main() -> None:
                 (where / "body.py").write_text(BODY.format(imports=STACK if arguments.stack else ""))
                 # One more where the first is dropped, so that no way is left without a figure.
                 seconds[way.name] += way.measure(where, way.count)
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "accelerate", "transformers", "deepspeed"))
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "accelerate", "transformers", "deepspeed")
+    )
     print(f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, {versions}\n")
     print("\n".join(table(seconds)))
 

@@ -35,7 +35,9 @@ def make(where: Path, *packages: str) -> Path:
     venv.create(where, with_pip=True)
     python = where / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
-    site = subprocess.run([python, "-c", "import site; print(site.getsitepackages()[0])"], check=True, capture_output=True, text=True)
+    site = subprocess.run(
+        [python, "-c", "import site; print(site.getsitepackages()[0])"], check=True, capture_output=True, text=True
+    )
     (Path(site.stdout.strip()) / "torch.py").write_text("")
     return python
 
@@ -75,7 +77,9 @@ def main() -> None:
     print("| pytest --co | median ms | min ms |\n| --- | --- | --- |")
     for name, found in seconds.items():
         print(f"| {name} the plugin | {1000 * statistics.median(found):.1f} | {1000 * min(found):.1f} |")
-    print(f"| difference | {1000 * statistics.median(pairs):.1f} (median of pairs) | {1000 * (min(seconds['with']) - min(seconds['without'])):.1f} |")
+    print(
+        f"| difference | {1000 * statistics.median(pairs):.1f} (median of pairs) | {1000 * (min(seconds['with']) - min(seconds['without'])):.1f} |"
+    )
     print(f"\nheavy modules imported with the plugin: {imported}")
 
 

@@ -57,9 +57,7 @@ class Trainer:
         """Go on from a DCP checkpoint."""
         state = self._state()
         checkpoint.load(state, checkpoint_id=directory)  # type: ignore[attr-defined]
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def start(backend: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from collections.abc import Iterable
@@ -13,7 +14,8 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.judge import judge
 from pytest_distcompat.runner import Runner
-from pytest_distcompat.scenario import TRAIN
+from pytest_distcompat.scenario import TRAIN, Scenario
+from pytest_distcompat.trace import Trace
 
 if TYPE_CHECKING:
     from .declare import Twin
@@ -27,9 +29,16 @@ TWINS: tuple[Twin, ...] = tuple(importlib.import_module("broken.declare").TWINS)
 pytestmark = pytest.mark.spawn
 
 
-def verdict(runner: Runner, driver: str, cell: Cell, check: str) -> tuple[str, str]:
+@functools.cache
+def trace(runner: Runner, driver: str, cell: Cell, scenario: Scenario) -> Trace:
+    """Read once for all checks and, of a sound driver, for all its twins."""
+    return runner.trace(driver, cell, scenario)
+
+
+def verdict(runner: Runner, driver: str, cell: Cell, name: str) -> tuple[str, str]:
     """Status and message."""
-    found = judge(CHECKS.get(check), cell, runner.trace(driver, cell, CHECKS.get(check).scenario))
+    check = CHECKS.get(name)
+    found = judge(check, cell, trace(runner, driver, cell, check.scenario))
     return found.status, found.message
 
 

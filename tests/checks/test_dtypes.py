@@ -126,7 +126,7 @@ def test_every_step_in_a_step_counts(sound: Sound) -> None:
 def test_a_rank_that_holds_nothing_steps_on_nothing(sound: Sound) -> None:
     story = sound("fsdp2-fp32-w2").stepped({"master": (), "gradient": (), "state": ()}, verb="step", rank=1)
     assert story.findings("dtypes") == [
-        "rank 1: AdamW updates nothing masters; expected float32",
+        "rank 1: AdamW updates nothing; expected float32",
         "rank 1: AdamW is given gradients in nothing; expected float32",
         "rank 1: AdamW keeps state in nothing; expected float32",
     ]

@@ -197,9 +197,6 @@ def test_a_saved_tensor_of_another_shape(sound: Sound) -> None:
     ]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what is neither parameter nor buffer has no plain shape, and no file can have None"
-)
 def test_a_saved_tensor_that_is_neither_parameter_nor_buffer(sound: Sound) -> None:
     # Module.get_extra_state() may return a tensor; state_dict() has it under "_extra_state".
     def with_extra(moment: Moment) -> Moment:

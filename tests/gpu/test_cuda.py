@@ -32,6 +32,8 @@ def test_the_fork_server_stays_clean_of_cuda_and_ranks_use_nccl(pytester: pytest
 
 
 def test_the_suite_runs_on_one_gpu(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest_subprocess("--pyargs", "pytest_distcompat.suite", "--distcompat-gpus=1", "-k", "w1 and fsdp2")
+    result = pytester.runpytest_subprocess(
+        "--pyargs", "pytest_distcompat.suite", "--distcompat-gpus=1", "-k", "w1 and fsdp2"
+    )
     assert result.parseoutcomes().get("failed", 0) == 0
     assert result.parseoutcomes()["passed"] > 0

@@ -29,7 +29,9 @@ WORDS = ["failures", "cell", "trace", "scenario", "shelf", "world", "expect"]
 #: Started by name in another process; an import would run it in the wrong one.
 BY_NAME = {"worker", "launch.warming", "launch.server"}
 #: The only modules that need torch to be defined at all.
-NEED_TORCH = {"models._plain_module", "launch.agent"} | {f"probe.{m}" for m in ("tensors", "live", "optimizer", "observe", "files")}
+NEED_TORCH = {"models._plain_module", "launch.agent"} | {
+    f"probe.{m}" for m in ("tensors", "live", "optimizer", "observe", "files")
+}
 
 
 def name_of(path: Path) -> str:
@@ -110,13 +112,22 @@ def test_public_things_have_docstrings(path: Path) -> None:
         for parent in ast.walk(tree)
         if isinstance(parent, (ast.Module, ast.ClassDef)) and not getattr(parent, "name", "").startswith("_")
         for node in parent.body
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_") and not ast.get_docstring(node)
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
     ]
     assert not [name for name in bare if not name.startswith("pytest_")]
 
 
 def test_no_room_for_odds_and_ends() -> None:
-    assert not {name_of(path).split(".")[-1] for path in MODULES} & {"utils", "util", "helpers", "common", "misc", "tools"}
+    assert not {name_of(path).split(".")[-1] for path in MODULES} & {
+        "utils",
+        "util",
+        "helpers",
+        "common",
+        "misc",
+        "tools",
+    }
 
 
 def test_importing_everything_the_parent_needs_imports_no_torch() -> None:

@@ -58,16 +58,16 @@ class Mine(Driver):
         return {"model": model, "optimizer": optimizer}
 
     def save(self, directory: Path) -> None:
-        from torch.distributed import checkpoint
+        from torch.distributed.checkpoint.state_dict_saver import save
 
-        checkpoint.save(self._state(), checkpoint_id=directory)
+        save(self._state(), checkpoint_id=directory)
 
     def load(self, directory: Path) -> None:
-        from torch.distributed import checkpoint
         from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         state = self._state()
-        checkpoint.load(state, checkpoint_id=directory)
+        load(state, checkpoint_id=directory)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
@@ -75,10 +75,10 @@ class Forgetful(Mine):
     """The same with a defect: it resumes with a fresh optimizer."""
 
     def load(self, directory: Path) -> None:
-        from torch.distributed import checkpoint
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         state = {"model": self._state()["model"]}
         self.optimizer.state.clear()
-        checkpoint.load(state, checkpoint_id=directory)
+        load(state, checkpoint_id=directory)
         set_model_state_dict(self.model, state["model"])

@@ -230,3 +230,18 @@ def test_ranks_are_warmed_up_only_if_a_marked_test_will_run(pytester: pytest.Pyt
         ranks.calls.clear()
         pytester.runpytest_inprocess(*args)
         assert ("warm_up" in ranks.calls) == (args[0] == "--deselect"), args
+
+
+def test_the_reproduce_command_is_for_the_directory_where_pytest_was_started(
+    pytester: pytest.Pytester, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.tell = lambda request: ranks.told((RankEnd(0, "killed", "was killed by SIGKILL"), ()))
+    pytester.makeini("[pytest]")
+    path = pytester.makepyfile(MARKED.format(""))
+    monkeypatch.chdir(pytester.mkdir("below"))
+    for args in ([f"../{path.name}"], ["--pyargs", f"../{path.name}"]):
+        result = pytester.runpytest_inprocess(*args)
+        # Not of a module that lies elsewhere and has an import name, but of a file: by its path.
+        result.stdout.fnmatch_lines([f"reproduce: pytest *{path.stem}*::test"])
+        command = next(line for line in result.outlines if line.startswith("reproduce: "))
+        assert command == f"reproduce: pytest ../{path.name}::test", args

@@ -63,8 +63,11 @@ import pytest
 
 pytestmark = pytest.mark.distcompat(world_size=2)
 
-@pytest.mark.timeout(0.5)
-def test_hangs(rank):
+def limit(method):
+    return pytest.param(1, id=method, marks=pytest.mark.timeout(0.5, method=method))
+
+@pytest.mark.parametrize("x", [limit("signal"), limit("thread")])
+def test_hangs(x, rank):
     if rank == 1:
         time.sleep(60)
 
@@ -119,13 +122,13 @@ def test_the_torchrun_launcher(here: Path, run_pytest: RunPytest) -> None:
     assert run.sections("test_worker")["Captured stdout call (rank 1)"] == "rank 1 of master\n"
 
 
-@pytest.mark.parametrize("method", ["signal", "thread"])
-def test_pytest_timeout_counts_the_ranks_and_not_the_warm_up(
-    method: str, tmp_path: Path, run_pytest: RunPytest
-) -> None:
+def test_pytest_timeout_counts_the_ranks_and_not_the_warm_up(tmp_path: Path, run_pytest: RunPytest) -> None:
     (tmp_path / "test_hanging.py").write_text(HANGING, encoding="utf-8")
-    run = run_pytest(tmp_path, "--timeout=1", f"--timeout-method={method}", "-o", "faulthandler_timeout=0.1")
-    assert run.outcomes == {"test_hangs": "failed", "test_slow": "passed"}, run.out
-    text = run.text("test_hangs")
-    assert text.splitlines()[0] == "time limit of 0.5 s: rank 1 still running"
-    assert "in test_hangs" in text
+    run = run_pytest(tmp_path, "--timeout=1", "-o", "faulthandler_timeout=0.1")
+    assert run.outcomes == {"test_hangs[signal]": "failed", "test_hangs[thread]": "failed", "test_slow": "passed"}, (
+        run.out
+    )
+    for method in ("signal", "thread"):
+        text = run.text(f"test_hangs[{method}]")
+        assert text.splitlines()[0] == "time limit of 0.5 s: rank 1 still running"
+        assert "in test_hangs" in text

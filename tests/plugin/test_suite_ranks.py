@@ -64,7 +64,7 @@ def test_an_adopters_trainer_passes_and_its_defect_does_not(run: Run) -> None:
         [
             "ddp-fp32-w2: resume: failed",
             "rank 0: the optimizer's state is empty after the load; * tensors were saved",
-            "the claim: Saved, and loaded in a fresh process group: *",
+            "the claim: *",
             "reproduce: pytest 'test_compat.py::TestForgetful::test[[]ddp-fp32-w2:resume[]]'",
             "this life alone: torchrun --nproc-per-node 2 *",
         ]
@@ -76,8 +76,19 @@ def test_a_cell_costs_two_lives(run: Run) -> None:
 
 
 def test_xdist_gives_the_same_verdicts_from_as_many_lives(run: Run, home: Path, run_pytest: RunPytest) -> None:
-    run_pytest(home, "-n", "2", "--distcompat-report=workers.json")
-    assert verdicts(home / "workers.json") == verdicts(home / "alone.json")
+    run_pytest(home, "-n", "2", "-k", "not fsdp2", "--distcompat-report=workers.json")
+    alone, _ = verdicts(home / "alone.json")
+    assert verdicts(home / "workers.json") == ({name: end for name, end in alone.items() if "fsdp2" not in name}, 4)
+
+
+@pytest.mark.xfail(strict=True, reason="runner.py does not hand sys.path to the ranks, and worker.py does not take it")
+def test_the_driver_is_found_where_pytest_found_it(tmp_path: Path, run_pytest: RunPytest) -> None:
+    (tmp_path / "lib").mkdir()
+    shutil.copy(Path(__file__).with_name("adopter.py"), tmp_path / "lib" / "my_trainer.py")
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = lib\n", encoding="utf-8")
+    (tmp_path / "test_compat.py").write_text(SUITES, encoding="utf-8")
+    run = run_pytest(tmp_path, "-k", "TestMine and ddp and active")
+    assert run.outcomes == {"TestMine::test[ddp-fp32-w2:active]": "passed"}
 
 
 def test_the_built_in_suite_runs_from_anywhere(tmp_path: Path, run_pytest: RunPytest) -> None:
@@ -90,9 +101,9 @@ def test_the_built_in_suite_runs_from_anywhere(tmp_path: Path, run_pytest: RunPy
 def test_its_reproduce_command_shows_the_same_failure(
     tmp_path: Path, run_pytest: RunPytest, run_command: Callable[[str, Path], tuple[int, str]]
 ) -> None:
-    args = ["--pyargs", "pytest_distcompat.suite", "--distcompat-strategies=ddp", "--distcompat-timeout=0.01"]
-    name = "TestTorch::test[ddp-fp32-w2:names]"
-    run = run_pytest(tmp_path, *args, "-k", "TestTorch and ddp-fp32-w2 and names")
+    args = ["--pyargs", "pytest_distcompat.suite", "--distcompat-strategies=fsdp2", "--distcompat-timeout=0.01"]
+    name = "TestTorch::test[fsdp2-fp32-w2:names]"
+    run = run_pytest(tmp_path, *args, "-k", "TestTorch and fsdp2-fp32-w2:names")
     assert run.outcomes == {name: "failed"}, run.out
     assert "time limit of 0.01 s: ranks 0, 1 still running" in run.text(name)
     command = run.command(name, "reproduce")
@@ -100,5 +111,5 @@ def test_its_reproduce_command_shows_the_same_failure(
     code, out = run_command(command, tmp_path)
     assert code == pytest.ExitCode.TESTS_FAILED
     pytest.LineMatcher(out.splitlines()).fnmatch_lines(
-        ["collected 1 item", "ddp-fp32-w2: names: hung", "time limit of 0.01 s: ranks 0, 1 still running"]
+        ["collected 1 item", "fsdp2-fp32-w2: names: hung", "time limit of 0.01 s: ranks 0, 1 still running"]
     )

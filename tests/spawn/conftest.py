@@ -27,9 +27,11 @@ class Run(Protocol):
 
 @pytest.fixture
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks, and whatever else these tests start, can import ``bodies``."""
+    """Ranks, and whatever else these tests start, can import ``bodies``, and do not wait long for a name server."""
     before = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{before}" if before else str(HERE))
+    # torch looks up the name of each address that connects. https://man7.org/linux/man-pages/man5/resolv.conf.5.html
+    monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +65,8 @@ def run(tmp_path: Path, warm: WarmLauncher, importable: None) -> Run:
         left = wait_until_gone(int(event["pid"]) for event in spoken if event["event"] in {"start", "child"})
         assert not left, f"left running by the life: {left}\n{ending.text()}"
         if isinstance(launcher, WarmLauncher) and launcher._process is not None:
-            assert not [p for p in descendants(launcher._process.pid, keep=launcher._own) if alive(p.pid)]
+            below = {process.pid for process in descendants(launcher._process.pid)}
+            assert not [pid for pid in below - launcher._own if alive(pid)]
         return ending
 
     return run

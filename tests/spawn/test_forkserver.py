@@ -122,9 +122,12 @@ def test_a_preload_that_fails_does_not_keep_ranks_from_starting(run: Run, launch
 
 
 def test_a_preload_that_dies_is_told(run: Run, launch: Launch) -> None:
-    ending = run("look", 1, launcher=launch(Warmth(call="preloaded:die")))
+    launcher = launch(Warmth(call="preloaded:die"))
+    ending = run("look", 1, launcher=launcher)
     assert ending.kind == "ok", ending.text()
     assert "it died while it imported" in ending.notice
+    # The launcher process is good for more lives, though without a fork server.
+    assert launcher._intact()
 
 
 def test_thirty_lives_leave_nothing_behind(run: Run, launch: Launch) -> None:

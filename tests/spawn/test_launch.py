@@ -101,7 +101,7 @@ def test_consequences_are_folded_under_the_cause(run: Run) -> None:
 @pytest.mark.parametrize("launcher", ["warm", "torchrun"])
 def test_a_hang_shows_where_each_rank_is(run: Run, launcher: str, request: pytest.FixtureRequest) -> None:
     # torchrun's ranks import torch within their time.
-    seconds = 2.0 if launcher == "warm" else 10.0
+    seconds = 4.0 if launcher == "warm" else 10.0
     ending = run("act", launcher=request.getfixturevalue(launcher), timeout=seconds, acts={"1": "sleep"})
     assert verdict(ending) == ("hung", 0, ("stuck", "stuck")), ending.text()
     assert ending.headline() == f"time limit of {seconds:g} s: ranks 0, 1 still running"

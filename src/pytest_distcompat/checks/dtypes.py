@@ -87,7 +87,7 @@ def _stepped(row: Dtypes, trained: tuple[Moment, ...]) -> Iterator[str]:
             ):
                 if set(found) != {expected}:
                     who = f"rank {moment.rank}: {step.optimizer}"
-                    yield f"{who} {what} {_list(found)}{' masters' if what == 'updates' else ''}; expected {expected}"
+                    yield f"{who} {what} {_list(found)}{' masters' if found and what == 'updates' else ''}; expected {expected}"
 
 
 def _holds(moment: Moment) -> bool:

@@ -26,6 +26,7 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     whole, resumed = trace.life("train"), trace.life("resume")
     trained, saved, loaded = whole.at("step", 2), whole.at("save"), resumed.at("load")
+    yield from every_rank(trained, cell.world_size, "three steps")
     yield from every_rank(saved, cell.world_size, "save")
     yield from every_rank(loaded, cell.world_size, "load")
     for before, after in _pairs(trained, saved):
@@ -67,10 +68,14 @@ def _optimizer(before: OptimizerFact | None, after: OptimizerFact | None, where:
     was = {f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in (before.states if before else ())}
     now = {f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in (after.states if after else ())}
     if was and not now:
-        yield f"{where}: the optimizer's state is empty after the {verb}; {len(was)} tensors were saved"
+        held = f"{len(was)} tensors were saved" if verb == "load" else f"it held {len(was)} tensors before"
+        yield f"{where}: the optimizer's state is empty after the {verb}; {held}"
         return
     yield from _differences(f"{where}: optimizer state", was, now, verb)
-    for number, (old, new) in enumerate(zip(before.groups, after.groups, strict=False) if before and after else ()):
+    groups = (before.groups if before else (), after.groups if after else ())
+    if len(groups[0]) != len(groups[1]):
+        yield f"{where}: the optimizer has {len(groups[1])} param groups after the {verb}; {len(groups[0])} before"
+    for number, (old, new) in enumerate(zip(*groups, strict=False)):
         for key in sorted(key for key in set(old) | set(new) if old.get(key) != new.get(key)):
             told = f"{key} of the optimizer's group {number} is {new.get(key)} after the {verb}"
             yield f"{where}: {told}; {old.get(key)} before"

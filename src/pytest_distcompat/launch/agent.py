@@ -25,6 +25,10 @@ logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logg
 #: How often the agent looks at its ranks, in seconds. torchrun's default of 0.1 would be most of a warm life.
 MONITOR_INTERVAL = 0.005
 
+#: By name, as torchrun does: torch asks for the name of each address that connects, and 127.0.0.1, which it takes for
+#: ``::ffff:127.0.0.1``, is in no /etc/hosts: a slow name server would cost each life seconds.
+HOST = "localhost"
+
 
 class OneNode(RendezvousHandler):
     """A rendezvous of one agent with itself, on a store bound to port 0: the kernel chooses, nobody can race for it.
@@ -36,7 +40,7 @@ class OneNode(RendezvousHandler):
 
     def __init__(self) -> None:
         self._run_id = str(uuid.uuid4())
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
     @property
     def use_agent_store(self) -> bool:
@@ -49,7 +53,7 @@ class OneNode(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """At once: the only node is here."""
-        where = RendezvousStoreInfo("127.0.0.1", self.store.port)
+        where = RendezvousStoreInfo(HOST, self.store.port)
         return RendezvousInfo(PrefixStore(self._run_id, self.store), 0, 1, where)
 
     def is_closed(self) -> bool:

@@ -97,7 +97,8 @@ class TorchrunLauncher:
     def close(self) -> None:
         """Kill torchrun and its ranks, if they still run."""
         if self._process is not None:
-            kill(descendants(self._process.pid))
+            if self._process.poll() is None:
+                kill(descendants(self._process.pid))
             self._process.kill()
             self._process.wait()
             self._process = None

@@ -56,11 +56,10 @@ def alive(pid: int) -> bool:
         return False
 
 
-def descendants(pid: int, *, keep: Iterable[int] = ()) -> list[psutil.Process]:
-    """All processes below ``pid``, without those in ``keep`` (whose own descendants count)."""
-    kept = set(keep)
+def descendants(pid: int) -> list[psutil.Process]:
+    """All processes below ``pid``."""
     try:
-        return [child for child in psutil.Process(pid).children(recursive=True) if child.pid not in kept]
+        return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
 

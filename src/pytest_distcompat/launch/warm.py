@@ -107,8 +107,7 @@ class WarmLauncher:
             problem = self._death("while it got ready")
             self.close()
             return problem
-        assert self._process is not None
-        self._own = {child.pid for child in descendants(self._process.pid)}
+        self._own = {process.pid for process in self._below() if alive(process.pid)}
         return ""
 
     def _run(self, request: Request) -> Ending:
@@ -166,8 +165,7 @@ class WarmLauncher:
 
     def _clear_up(self) -> list[str]:
         """Kill what the ranks left running; who they were."""
-        assert self._process is not None
-        left = [process for process in descendants(self._process.pid, keep=self._own) if alive(process.pid)]
+        left = [process for process in self._below() if process.pid not in self._own and alive(process.pid)]
         names = []
         for process in left:
             with contextlib.suppress(Exception):
@@ -175,6 +173,11 @@ class WarmLauncher:
         if left:
             kill(left)
         return names
+
+    def _below(self) -> list[psutil.Process]:
+        """All processes below the launcher process; none if it is dead, for its number may be another's by now."""
+        assert self._process is not None
+        return descendants(self._process.pid) if self._process.poll() is None else []
 
     def _notice(self) -> str:
         """What the user should know once about the fork server."""
@@ -218,7 +221,7 @@ class WarmLauncher:
     def close(self) -> None:
         """Kill the launcher process and all below it."""
         if self._process is not None:
-            below = descendants(self._process.pid)
+            below = self._below()
             # Python's resource tracker unlinks the semaphores of those we kill, and then ends by itself.
             trackers = [process for process in below if _tracks_resources(process)]
             kill(process for process in below if process not in trackers)

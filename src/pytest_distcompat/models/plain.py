@@ -38,4 +38,6 @@ def _loss(model: Module, batch: Batch) -> torch.Tensor:
     return functional.cross_entropy(logits.float(), batch["labels"])
 
 
-PLAIN = TinyModel("plain", ("Block",), _make, _batch, _loss, preload=("pytest_distcompat.models._plain_module",), order=2)
+PLAIN = TinyModel(
+    "plain", ("Block",), _make, _batch, _loss, preload=("pytest_distcompat.models._plain_module",), order=2
+)

@@ -71,7 +71,11 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     if not names:
         return []
     session = _session(config)
-    told = [f"{name.removeprefix('distcompat_')} {found.text} (from {found.origin})" for name in names for found in [options.setting(config, name)]]
+    told = [
+        f"{name.removeprefix('distcompat_')} {found.text} (from {found.origin})"
+        for name in names
+        for found in [options.setting(config, name)]
+    ]
     return [f"distcompat: {', '.join(told)}; {session.device} x {session.world_size}"]
 
 
@@ -228,4 +232,3 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         found = session.config.stash.get(SESSION, None)
         if found is not None:
             found.close()
-

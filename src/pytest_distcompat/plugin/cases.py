@@ -70,7 +70,9 @@ def validate(suite: type[CompatSuite], world_size: int) -> None:
         PRECISIONS.get(cell.precision)
     for expectation in suite.expect:
         if not any(expectation.covers(cell, check) for cell in cells for check in CHECKS.names()):
-            raise UsageProblem(f"{suite.__name__}.expect: {expectation} covers no cell of the matrix ({driver.name or suite.driver})")
+            raise UsageProblem(
+                f"{suite.__name__}.expect: {expectation} covers no cell of the matrix ({driver.name or suite.driver})"
+            )
 
 
 def _facets(expectation: Expectation) -> None:
@@ -139,7 +141,9 @@ class BoundCase:
     def _verdict(self) -> tuple[Verdict, str]:
         case = self.case
         session = self.item.config.stash[SESSION]
-        reason = find_driver(case.suite.driver).unable(case.cell, session.device) or session.too_large(case.cell.world_size)
+        reason = find_driver(case.suite.driver).unable(case.cell, session.device) or session.too_large(
+            case.cell.world_size
+        )
         if reason:
             return skipped(case.check.name, case.cell, reason), ""
         trace = session.runner.trace(case.suite.driver, case.cell, case.check.scenario)

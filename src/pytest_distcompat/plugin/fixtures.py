@@ -34,7 +34,9 @@ def cell(request: pytest.FixtureRequest) -> Cell:
 
     found = getattr(request, "param", None)
     if not isinstance(found, Cell):
-        pytest.fail("fixture 'cell' needs @pytest.mark.distcompat(strategies=[...]) or precisions=, options=", pytrace=False)
+        pytest.fail(
+            "fixture 'cell' needs @pytest.mark.distcompat(strategies=[...]) or precisions=, options=", pytrace=False
+        )
     return found
 
 

@@ -65,12 +65,16 @@ def read_mark(mark: pytest.Mark) -> Mark:
         PRECISIONS.get(precision)
     for options in read["options"]:
         if not isinstance(options, Mapping):
-            raise ValueError(f"@pytest.mark.{MARK}(options=...) takes a list of dicts like {{'compile': True}}, got {options!r}")  # noqa: TRY004 - a usage mistake
+            raise ValueError(
+                f"@pytest.mark.{MARK}(options=...) takes a list of dicts like {{'compile': True}}, got {options!r}"
+            )  # noqa: TRY004 - a usage mistake
         Matrix(options=(options,))
     return Mark(**read)
 
 
-def parametrize(metafunc: pytest.Metafunc, mark: Mark, selected: tuple[Iterable[str], Iterable[str]], default: int) -> None:
+def parametrize(
+    metafunc: pytest.Metafunc, mark: Mark, selected: tuple[Iterable[str], Iterable[str]], default: int
+) -> None:
     """Run the test once for each cell of its mark; ``selected`` are the strategies and precisions of this run."""
     from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.strategies import STRATEGIES
@@ -143,7 +147,7 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
     if ending.notice:
         session.notice(ending.notice)
     outcome = merge(ending)
-    if item.config.getoption("capture") in {"no", "tee-sys"} and not hasattr(item.config, "workerinput"):
+    if item.config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(item.config, "workerinput"):
         outcome = _printed(outcome)
     item.stash[OUTCOME] = outcome
     item.user_properties.extend(outcome.properties)

@@ -68,7 +68,9 @@ def phase_of(report: pytest.TestReport) -> Phase:
         path, line, reason = report.longrepr
         location, message = (str(path), int(line), str(reason)), str(reason).removeprefix("Skipped: ")
         text = f"{path}:{line}: {reason}"
-    sections = tuple((title, _cut(content)) for title, content in report.sections if report.when == "teardown" or outcome != "passed")
+    sections = tuple(
+        (title, _cut(content)) for title, content in report.sections if report.when == "teardown" or outcome != "passed"
+    )
     properties = tuple((name, value) for name, value in report.user_properties if _is_plain(value))
     return Phase(str(report.when), outcome, message, text, location, sections, properties)
 
@@ -119,7 +121,9 @@ class Outcome:
 
 def merge(ending: Ending) -> Outcome:
     """One outcome from all ranks."""
-    phases = {rank: [_phase(event) for event in events if event["event"] == "phase"] for rank, events in ending.events.items()}
+    phases = {
+        rank: [_phase(event) for event in events if event["event"] == "phase"] for rank, events in ending.events.items()
+    }
     shown: dict[str, Any] = {"sections": _sections(phases, ending)}
     # Each phase's report has all properties so far.
     shown["properties"] = tuple(p for phase in phases.get(0, [])[-1:] for p in phase.properties)
@@ -135,11 +139,15 @@ def merge(ending: Ending) -> Outcome:
         first = skips[min(skips)]
         return Outcome("skipped", first.message, location=first.location, **shown)
     if skips:
-        said = "; ".join(f"rank {rank} {f'skipped ({skips[rank].message})' if rank in skips else 'passed'}" for rank in phases)
+        said = "; ".join(
+            f"rank {rank} {f'skipped ({skips[rank].message})' if rank in skips else 'passed'}" for rank in phases
+        )
         return Outcome("failed", f"ranks disagree: {said}", **shown)
     silent = [str(rank) for rank, found in phases.items() if not any(phase.when == "teardown" for phase in found)]
     if silent:
-        return Outcome("failed", f"rank {', '.join(silent)} ended without running the test to its end", hard=True, **shown)
+        return Outcome(
+            "failed", f"rank {', '.join(silent)} ended without running the test to its end", hard=True, **shown
+        )
     unexpected = (phase.text for found in phases.values() for phase in found if phase.text.startswith(STRICT_XPASS))
     return Outcome("passed", next(unexpected, ""), **shown)
 
@@ -159,7 +167,10 @@ def _phase(event: Mapping[str, Any]) -> Phase:
 
 def _sections(phases: Mapping[int, list[Phase]], ending: Ending) -> tuple[tuple[str, str], ...]:
     found = [
-        (f"{title} (rank {rank})", content) for rank, all_phases in phases.items() for phase in all_phases for title, content in phase.sections
+        (f"{title} (rank {rank})", content)
+        for rank, all_phases in phases.items()
+        for phase in all_phases
+        for title, content in phase.sections
     ]
     # What went past pytest's capture: the C library's and a dying interpreter's words.
     found += [(f"{UNCAPTURED} (rank {end.rank})", end.output) for end in ending.ranks if end.output.strip()]

@@ -51,7 +51,9 @@ def describe(config: pytest.Config) -> dict[str, Any]:
     for name, value in vars(config.option).items():
         with contextlib.suppress(Exception):  # what cannot be pickled cannot be meant for another process
             options[name] = base64.b64encode(pickle.dumps(value)).decode()
-    worker = {name: value for name, value in getattr(config, "workerinput", {}).items() if isinstance(value, (str, int))}
+    worker = {
+        name: value for name, value in getattr(config, "workerinput", {}).items() if isinstance(value, (str, int))
+    }
     return {
         "options": options,
         "args": [str(argument) for argument in config.args],
@@ -72,7 +74,9 @@ def collect(payload: Mapping[str, Any]) -> pytest.Session:
     sys.path.extend(entry for entry in payload["path"] if entry not in sys.path)
     options = {name: pickle.loads(base64.b64decode(value)) for name, value in payload["options"].items()}  # noqa: S301 - our parent wrote it
     options |= {name: value for name, value in _PARENTS.items() if name in options}
-    options.pop("file_or_dir", None)  # the arguments, which are given apart; argparse warns of those that come as values
+    options.pop(
+        "file_or_dir", None
+    )  # the arguments, which are given apart; argparse warns of those that come as values
     config = pytest.Config.fromdictargs(options, ["-p", "no:terminal", *payload["args"]])
     if payload["worker"]:
         config.workerinput = dict(payload["worker"])  # type: ignore[attr-defined]

@@ -48,7 +48,9 @@ class DistcompatSession:
         """How many GPUs to use. Raises pytest.UsageError when more are asked for than are visible."""
         asked, device = self.setting("gpus"), self.setting("device").value
         if (device == "cpu" and asked.value not in {"auto", 0}) or (device == "cuda" and asked.value == 0):
-            raise pytest.UsageError(f"--distcompat-gpus {asked.value} and --distcompat-device {device} exclude each other")
+            raise pytest.UsageError(
+                f"--distcompat-gpus {asked.value} and --distcompat-device {device} exclude each other"
+            )
         if device == "cpu" or asked.value == 0:
             return 0
         from pytest_distcompat.devices import visible_gpus
@@ -141,11 +143,14 @@ class DistcompatSession:
         here = self.config.invocation_params.dir
         _, _, inside = item.nodeid.partition("::")
         flags = [
-            f"{option.flag}={self.config.getoption(name)}" for name, option in OPTIONS.items() if _matters(self.config, name)
+            f"{option.flag}={self.config.getoption(name)}"
+            for name, option in OPTIONS.items()
+            if _matters(self.config, name)
         ]
         # A node id is relative to the root directory, which need not be where pytest was started. And a module given by
         # its import name may lie anywhere.
-        if self.config.getoption("pyargs") and not item.path.is_relative_to(here):
+        paths = any((here / argument.partition("::")[0]).exists() for argument in self.config.args)
+        if self.config.getoption("pyargs") and not paths:
             return shlex.join(["pytest", "--pyargs", f"{item.module.__name__}::{inside}", *flags])
         return shlex.join(["pytest", f"{os.path.relpath(item.path, here)}::{inside}", *flags])
 

@@ -38,7 +38,6 @@ class Result:
         """As it reads in the matrix."""
         return WORDS.get(self.status, self.status)
 
-
     @property
     def why(self) -> str:
         """The reason in one line, where nobody gave one the first line of the message."""

@@ -24,7 +24,9 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     from pytest_distcompat.models import MODELS
 
     compute = getattr(torch, precision.compute)
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute) if precision.mixed else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute) if precision.mixed else MixedPrecisionPolicy()
+    )
     mesh = init_device_mesh(device.type, (cell.world_size,))
     model.to(device)
     # Blocks before the root: a module that is sharded already is no part of its parent's unit.

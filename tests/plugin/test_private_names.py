@@ -1,0 +1,47 @@
+"""Names of pytest's that no document promises. When one of these fails, so does the function that the message names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_the_base_temporary_directory_outside_a_fixture(pytester: pytest.Pytester) -> None:
+    factory: Any = getattr(pytester.parseconfigure(), "_tmp_path_factory", None)
+    message = "plugin/session.py: session_basetemp() reads config._tmp_path_factory.getbasetemp(), which is gone"
+    assert hasattr(factory, "getbasetemp"), message
+    assert isinstance(factory.getbasetemp(), Path), message
+
+
+def test_a_session_without_pytest_main() -> None:
+    for name in ("fromdictargs", "_do_configure"):
+        assert callable(getattr(pytest.Config, name, None)), (
+            f"plugin/rank_session.py: collect() and _collected() call pytest.Config.{name}(), which is gone"
+        )
+    assert callable(getattr(pytest.Session, "from_config", None)), (
+        "plugin/rank_session.py: _collected() calls pytest.Session.from_config(), which is gone"
+    )
+
+
+def test_the_global_capture_can_be_stopped_and_started(pytester: pytest.Pytester) -> None:
+    manager = pytester.parseconfigure().pluginmanager.getplugin("capturemanager")
+    for name in ("stop_global_capturing", "start_global_capturing"):
+        assert callable(getattr(manager, name, None)), (
+            f"plugin/rank_session.py: _collected() and _capturing() call {name}() of the plugin 'capturemanager', which is gone"
+        )
+
+
+def test_the_fault_handler_can_be_set_up_again(pytester: pytest.Pytester) -> None:
+    plugin = pytester.parseconfigure().pluginmanager.getplugin("faulthandler")
+    for name in ("pytest_configure", "pytest_unconfigure"):
+        assert callable(getattr(plugin, name, None)), (
+            f"plugin/rank_session.py: _fault_handler() calls {name}() of the plugin 'faulthandler', which is gone"
+        )
+
+
+def test_the_words_of_a_strict_xpass(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.xfail(strict=True, reason='r')\ndef test(): pass")
+    report = pytester.inline_run().getreports("pytest_runtest_logreport")[1]
+    assert report.longrepr == "[XPASS(strict)] r", "plugin/outcome.py: phase_of() knows a strict xpass by this text"
