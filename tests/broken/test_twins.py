@@ -6,6 +6,7 @@ import functools
 import importlib
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,14 +16,14 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.judge import judge
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.scenario import TRAIN, Scenario
+from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Trace
 
 if TYPE_CHECKING:
     from .declare import Twin
 
-MODULES = tuple(f"broken.twins_{check}" for check in CHECKS.names())
-for module in MODULES:
-    importlib.import_module(module)
+for path in sorted(Path(__file__).parent.glob("twins_*.py")):
+    importlib.import_module(f"broken.{path.stem}")
 # As the twins' modules know it; a relative import here would make a second copy of the list.
 TWINS: tuple[Twin, ...] = tuple(importlib.import_module("broken.declare").TWINS)
 
@@ -63,5 +64,7 @@ def test_the_check_sees_the_defect_and_no_other_check_is_misled(twin: Twin, runn
             assert status == "passed", f"{name}: {message}"
 
 
-def test_every_check_has_a_twin() -> None:
-    assert {twin.check for twin in TWINS} == set(CHECKS.names())
+@pytest.mark.parametrize("check", CHECKS.names())
+def test_every_check_has_twins_with_and_without_flat_masters(check: str) -> None:
+    flat = {STRATEGIES.get(twin.cell.strategy).flat_masters for twin in TWINS if twin.check == check}
+    assert flat == {False, True}

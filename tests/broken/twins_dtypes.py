@@ -163,8 +163,12 @@ class SecondOptimizer(Torch):
         optimizer = super().make_optimizer(model)
         group = optimizer.param_groups[0]
         self.second = in_bfloat16(AdamW([group["params"].pop()]))
-        optimizer.register_step_post_hook(lambda it, args, kwargs: self.second.step())
         return optimizer
+
+    def step(self, number: int) -> float:
+        loss = super().step(number)
+        self.second.step()
+        return loss
 
 
 @twin(

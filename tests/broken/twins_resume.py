@@ -9,11 +9,10 @@ from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from .declare import Torch, twin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from pathlib import Path
 
     import torch
-    from torch.nn import Module
 
 # accelerate 1.15 fills the state of a fresh optimizer, which is empty, from the checkpoint: with nothing.
 twin(
@@ -39,19 +38,6 @@ class OptimizerNotLoaded(Torch):
         super().load(directory)
         self.optimizer = fresh
         fresh.state.clear()
-
-
-@twin(
-    "resume",
-    "zero1-fp32-w2-model_plain",
-    "zero3-bf16_mixed-w2-model_plain",
-    match=r"rank 1: the optimizer's state is empty after the load; 4 tensors were saved(?s:.*)loss 2 after the load",
-)
-class OptimizerNotLoadedZero(AccelerateDriver):
-    """The same with flat masters: DeepSpeed is told to load the module alone."""
-
-    def load(self, directory: Path) -> None:
-        self.accelerator.load_state(str(directory), load_module_only=True, load_optimizer_states=False)
 
 
 @twin(
@@ -92,18 +78,6 @@ class OneRankLoads(ModelNotLoaded):
 )
 class SchedulerNotLoaded(Torch):
     """The learning rate starts again."""
-
-    def load(self, directory: Path) -> None:
-        state = self.scheduler.state_dict()
-        super().load(directory)
-        self.scheduler.load_state_dict(state)
-
-
-@twin(
-    "resume", "zero2-fp32-w2-model_plain", match=r"rank 1: scheduler is at 'last_epoch=0(?s:.*); saved at 'last_epoch=6"
-)
-class SchedulerNotLoadedZero(AccelerateDriver):
-    """The same beside DeepSpeed; accelerate steps the scheduler once for each rank."""
 
     def load(self, directory: Path) -> None:
         state = self.scheduler.state_dict()
@@ -250,17 +224,6 @@ class DataFromTheStart(Torch):
         return super().step(self.taken - 1)
 
 
-@twin("resume", "zero2-bf16_mixed-w2-model_plain", match=r"^rank 0: loss 1 after the load is [\d.]+; [\d.]+ in the run")
-class DataFromTheStartZero(AccelerateDriver):
-    """The same beside DeepSpeed."""
-
-    taken = 0
-
-    def step(self, number: int) -> float:
-        self.taken += 1
-        return super().step(self.taken - 1)
-
-
 def swap(states: dict[str, Any], one: str, other: str) -> dict[str, Any]:
     """The same with two entries under each other's name."""
     return {**states, one: states[other], other: states[one]}
@@ -283,13 +246,13 @@ class SwappedMoments(Torch):
         save(state, checkpoint_id=directory)
 
 
-def halve(parameters: Iterable[torch.nn.Parameter], when: Callable[[torch.nn.Parameter], bool]) -> None:
-    """Half of each value of those parameters."""
+def halve(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Half of each value that is trained."""
     import torch
 
     with torch.no_grad():
         for parameter in parameters:
-            if when(parameter):
+            if parameter.requires_grad:
                 parameter.mul_(0.5)
 
 
@@ -302,38 +265,5 @@ class SaveChanges(Torch):
     """Saving changes what is trained; file and memory agree, so that loading shows nothing."""
 
     def save(self, directory: Path) -> None:
-        halve(self.model.parameters(), lambda parameter: parameter.requires_grad)
+        halve(self.model.parameters())
         super().save(directory)
-
-
-@twin(
-    "resume",
-    "zero1-fp32-w2-model_plain",
-    match=r"^rank 0: parameter 'module\.\S+' and 11 others: other values after the save",
-)
-class SaveChangesZero(AccelerateDriver):
-    """The same with flat masters."""
-
-    def save(self, directory: Path) -> None:
-        halve(self.model.parameters(), lambda parameter: parameter.requires_grad)
-        super().save(directory)
-
-
-def masters(engine: Module) -> list[torch.nn.Parameter]:
-    """DeepSpeed's flat partitions on this rank."""
-    optimizer: Any = engine.optimizer
-    return [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
-
-
-@twin(
-    "resume",
-    "zero2-bf16_mixed-w2-model_plain",
-    match=r"^rank 0: optimizer state 'master of partition 0': other values after the load",
-)
-class MastersRounded(AccelerateDriver):
-    """The live parameters are right and the masters behind them are not: float32 masters made anew from bfloat16."""
-
-    def load(self, directory: Path) -> None:
-        super().load(directory)
-        for master in masters(self.model):
-            master.data.copy_(master.data.bfloat16())

@@ -73,7 +73,7 @@ TEXTS: dict[str, list[str]] = {
         "consequences:",
         "  rank 0 was killed by SIGTERM after it had finished its work",
         "reproduce: pytest test_fail.py::test_assertion",
-        "this life alone: torchrun --nproc-per-node 2 -m pytest_distcompat.launch.rank *request.json*",
+        "this life alone: torchrun *--nproc-per-node 2 -m pytest_distcompat.launch.rank *request.json*",
     ],
     "test_peer_in_a_collective": ["rank 1 failed: ValueError: the cause", "consequences:", "  rank 0 *"],
     "test_disagree": ["rank 1 skipped (only me) while other ranks went on", "*test_fail.py:*: Skipped: only me"],
@@ -95,8 +95,7 @@ TEXTS: dict[str, list[str]] = {
     "test_cell_without_cells": ["rank * failed in setup: *fixture 'cell' needs @pytest.mark.distcompat(strategies=*"],
     "test_exits": ["rank * failed: SystemExit: 0"],
     "test_only_in_the_parent": [
-        "rank * raised LookupError: *this rank collected no item 'test_fail.py::test_only_in_the_parent' *"
-        "Collection must not depend on the process*"
+        "rank * raised LookupError: *no item *parent' (*Collection must not depend on the process*"
     ],
 }
 

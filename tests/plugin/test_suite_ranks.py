@@ -66,7 +66,7 @@ def test_an_adopters_trainer_passes_and_its_defect_does_not(run: Run) -> None:
             "rank 0: the optimizer's state is empty after the load; * tensors were saved",
             "the claim: *",
             "reproduce: pytest 'test_compat.py::TestForgetful::test[[]ddp-fp32-w2:resume[]]'",
-            "this life alone: torchrun --nproc-per-node 2 *",
+            "this life alone: torchrun *--nproc-per-node 2 *",
         ]
     )
 

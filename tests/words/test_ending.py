@@ -167,7 +167,6 @@ def test_a_crash_explains_the_hang_of_the_others(ranks: Ranks) -> None:
     assert "rank 0: was still running" in ending.text()
 
 
-@pytest.mark.xfail(strict=True, reason="a limit that found no rank running says 'hung' and 'all ranks ended well'")
 def test_the_time_limit_passed_while_the_last_rank_left(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.done(0, 1)
@@ -289,9 +288,6 @@ def test_never_weaker_than_the_worst_rank(ranks: Ranks, how: str, order: tuple[i
     assert ranks.statuses(ending)[good] == "done"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="with a rank stuck, a mere lost peer is taken for the cause, and the kind is 'raised'"
-)
 def test_a_hang_is_not_hidden_by_a_rank_that_gave_up_waiting(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.raised(0, "RuntimeError: Application timeout caused pair closure")

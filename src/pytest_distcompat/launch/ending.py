@@ -68,15 +68,17 @@ class Ending:
 
     @property
     def kind(self) -> str:
-        """``ok``, ``raised``, ``crashed`` or ``hung``: the worst that happened first."""
+        """``ok``, ``raised``, ``hung`` or ``crashed``: the worst that happened to any rank, first or not.
+
+        An exception can be an expected one; a crash and a hang beside it cannot.
+        """
         if not self.failed:
             return "ok"
-        if self.launch_error:
+        statuses = {end.status for end in self.ranks}
+        if self.launch_error or statuses & {"killed", "exited", "missing"}:
             return "crashed"
-        cause = self.cause
-        if cause is not None and cause.status == "raised":
-            return "raised"
-        return "hung" if self.timed_out and (cause is None or cause.status == "stuck") else "crashed"
+        # "stopped" alone: nobody is left to have been the cause, which no exception explains.
+        return "hung" if self.timed_out else "raised" if statuses & {"raised", "lost peer"} else "crashed"
 
     @property
     def cause(self) -> RankEnd | None:
@@ -97,7 +99,8 @@ class Ending:
             return what if any(self.events.values()) else f"the ranks could not be started: {what}"
         cause = self.cause
         if cause is None:
-            return "all ranks ended well"
+            late = f"time limit of {self.timeout:g} s passed while the ranks were leaving, all of them done"
+            return late if self.timed_out else "all ranks ended well"
         if self.timed_out and cause.status == "stuck":
             stuck = [str(end.rank) for end in self.ranks if end.status == "stuck"]
             word = "rank" if len(stuck) == 1 else "ranks"
@@ -237,7 +240,7 @@ def _fold(ends: Sequence[RankEnd], first: int | None) -> list[RankEnd]:
         if end.status == "raised" and LOST_PEER.search(f"{end.message}\n{end.text}"):
             return "lost peer"
         # The agent ends the other ranks by SIGTERM once one has failed; that one may have got its SIGTERM elsewhere.
-        if end.status == "killed" and "SIGTERM" in end.message and end.rank != first:
+        if end.status in {"killed", "missing"} and "SIGTERM" in end.message and end.rank != first:
             return "stopped"
         # gloo throws from a thread that nobody catches in: abort() in a rank whose peer went away.
         if end.status == "killed" and "SIGABRT" in end.message and LOST_PEER.search(end.output):
@@ -248,7 +251,7 @@ def _fold(ends: Sequence[RankEnd], first: int | None) -> list[RankEnd]:
     if working:
         # torchrun keeps ranks that are done until the last one is: those did not hang.
         ends = [replace(end, status="done") if end.status == "stuck" and _said(end, "done") else end for end in ends]
-    roots = [end for end in ends if end.status not in {"done", "stuck", "stopped"} and not consequence(end)]
+    roots = [end for end in ends if end.status not in {"done", "stopped"} and not consequence(end)]
     if not roots:
         return list(ends)
     return [replace(end, status=consequence(end) or end.status) for end in ends]

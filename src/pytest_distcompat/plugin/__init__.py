@@ -86,10 +86,9 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     session = _session(config)
     where = f"{session.gpus} GPUs, nccl" if session.gpus else "CPU, gloo"
     origin = session.setting("world_size").origin
-    return [
-        f"distcompat: {where}, world size {session.world_size} ({origin}), "
-        f"time limit {session.timeout:g} s ({session.setting('timeout').origin}), {session.setting('launcher').value} launcher"
-    ]
+    launcher = session.setting("launcher").value
+    limit = f"time limit {session.timeout:g} s ({session.setting('timeout').origin})"
+    return [f"distcompat: {where}, world size {session.world_size} ({origin}), {limit}, {launcher} launcher"]
 
 
 def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> pytest.Class | None:

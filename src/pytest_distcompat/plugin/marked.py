@@ -67,7 +67,7 @@ def read_mark(mark: pytest.Mark) -> Mark:
         if not isinstance(options, Mapping):
             raise ValueError(
                 f"@pytest.mark.{MARK}(options=...) takes a list of dicts like {{'compile': True}}, got {options!r}"
-            )  # noqa: TRY004 - a usage mistake
+            )
         Matrix(options=(options,))
     return Mark(**read)
 

@@ -96,7 +96,7 @@ def _cut(text: str) -> str:
     return f"{text[:half]}\n... {len(text) - SECTION} characters cut ...\n{text[-half:]}"
 
 
-class RankFailure(Exception):  # noqa: N818 - it stands for a test's failure, and is shown as its text
+class RankFailure(Exception):
     """An item failed on a rank; the message is the text to show. ``hard``: no xfail mark may excuse it."""
 
     def __init__(self, text: str, *, hard: bool) -> None:

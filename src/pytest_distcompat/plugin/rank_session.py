@@ -41,7 +41,10 @@ _PARENTS: dict[str, Any] = {
     **dict.fromkeys(("deselect", "basetemp", "durations", "numprocesses", "maxprocesses", "distcompat_report"), None),
     # Report files that pytest and its better-known plugins open, some already when they are configured.
     **dict.fromkeys(("xmlpath", "log_file", "pastebin", "report_log", "htmlpath", "allure_report_dir"), None),
-    **{"maxfail": 0, "dist": "no", "tx": [], "no_cov": True},
+    "maxfail": 0,
+    "dist": "no",
+    "tx": [],
+    "no_cov": True,
 }
 
 
@@ -72,11 +75,10 @@ def collect(payload: Mapping[str, Any]) -> pytest.Session:
     """
     os.chdir(payload["cwd"])
     sys.path.extend(entry for entry in payload["path"] if entry not in sys.path)
-    options = {name: pickle.loads(base64.b64decode(value)) for name, value in payload["options"].items()}  # noqa: S301 - our parent wrote it
+    options = {name: pickle.loads(base64.b64decode(value)) for name, value in payload["options"].items()}
     options |= {name: value for name, value in _PARENTS.items() if name in options}
-    options.pop(
-        "file_or_dir", None
-    )  # the arguments, which are given apart; argparse warns of those that come as values
+    # The arguments, which are given apart; argparse warns of positional ones that come as values.
+    options.pop("file_or_dir", None)
     config = pytest.Config.fromdictargs(options, ["-p", "no:terminal", *payload["args"]])
     if payload["worker"]:
         config.workerinput = dict(payload["worker"])  # type: ignore[attr-defined]

@@ -37,11 +37,10 @@ def _markdown_lines(results: list[Result], run: Mapping[str, Any]) -> Iterator[s
         yield "|" + " --- |" * len(header)
         for row in rows:
             yield "| " + " | ".join(row) + " |"
-        reasons = [result for result in found if result.status not in {"passed"}]
+        reasons = [result for result in found if result.status != "passed"]
         if reasons:
             yield ""
-        for line in dict.fromkeys(f"- {r.cell}:{r.check}: {r.word}: {r.why}" for r in reasons):
-            yield line
+        yield from dict.fromkeys(f"- {r.cell}:{r.check}: {r.word}: {r.why}" for r in reasons)
 
 
 #: Suffix of the file to what writes it.
