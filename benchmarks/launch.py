@@ -1,8 +1,9 @@
 """What one distributed test costs: ours beside what users have today, on the same body, run side by side.
 
-``python benchmarks/launch.py [--rounds 3] [--stack]`` prints a Markdown table. The body is an all_reduce on 2 gloo ranks; with ``--stack`` the
-ranks also have accelerate, transformers and deepspeed imported, as the tests of a trainer do. Every round runs every way once, so that a
-slow minute of the machine hits all; a row's figure is the median over its tests of all rounds.
+``python benchmarks/launch.py [--rounds 3] [--stack]`` prints a Markdown table. The body is an all_reduce on 2 gloo ranks;
+with ``--stack`` the ranks also have accelerate, transformers and deepspeed imported, as the tests of a trainer do. Every
+round runs every way once, so that a slow minute of the machine hits all; a row's figure is the median over its tests of
+all rounds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What an ordinary pytest run pays for having the plugin installed.
 
-``python benchmarks/startup.py [--runs 20]`` makes two virtual environments, pytest alone and pytest with this plugin, and times ``pytest --co`` on an
-unrelated directory in both by turns. It also says whether torch (put there as a stub that would tell) was imported.
+``python benchmarks/startup.py [--runs 20]`` makes two virtual environments, pytest alone and pytest with this plugin,
+and times ``pytest --co`` on an unrelated directory in both by turns. It also says whether torch (put there as a stub
+that would tell) was imported.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def once(python: Path, where: Path) -> float:
     """Seconds of one ``pytest --co``."""
     # Bytecode is cached, as it is for everybody who runs a test suite twice.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    command = [python, "-m", "pytest", "--co", "-q", "-p", "no:cacheprovider"]
+    command = [str(python), "-m", "pytest", "--co", "-q", "-p", "no:cacheprovider"]
     began = time.perf_counter()
     subprocess.run(command, cwd=where, env=environment, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began
@@ -68,18 +69,17 @@ def main() -> None:
         seconds: dict[str, list[float]] = {"without": [], "with": []}
         for number in range(runs + 1):
             for name, python in (("without", without), ("with", with_plugin)):
-                found = once(python, tests)
+                one = once(python, tests)
                 if number:  # the first of each writes bytecode
-                    seconds[name].append(found)
+                    seconds[name].append(one)
         imported = (tests / "imported.txt").read_text() or "none"
     pairs = [b - a for a, b in zip(seconds["without"], seconds["with"], strict=True)]
     print(f"{os.cpu_count()} cores, {platform.system()}, Python {sys.version.split()[0]}, {runs} runs each, by turns\n")
     print("| pytest --co | median ms | min ms |\n| --- | --- | --- |")
     for name, found in seconds.items():
         print(f"| {name} the plugin | {1000 * statistics.median(found):.1f} | {1000 * min(found):.1f} |")
-    print(
-        f"| difference | {1000 * statistics.median(pairs):.1f} (median of pairs) | {1000 * (min(seconds['with']) - min(seconds['without'])):.1f} |"
-    )
+    fastest = 1000 * (min(seconds["with"]) - min(seconds["without"]))
+    print(f"| difference | {1000 * statistics.median(pairs):.1f} (median of pairs) | {fastest:.1f} |")
     print(f"\nheavy modules imported with the plugin: {imported}")
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,12 +52,12 @@ class Trainer:
 
     def save(self, directory: Path) -> None:
         """A DCP checkpoint."""
-        checkpoint.save(self._state(), checkpoint_id=directory)  # type: ignore[attr-defined]
+        save(self._state(), checkpoint_id=directory)
 
     def load(self, directory: Path) -> None:
         """Go on from a DCP checkpoint."""
         state = self._state()
-        checkpoint.load(state, checkpoint_id=directory)  # type: ignore[attr-defined]
+        load(state, checkpoint_id=directory)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 

@@ -21,8 +21,8 @@ T = TypeVar("T")
 class ParameterFact:
     """One live parameter (or buffer) on one rank.
 
-    ``kind`` is ``Tensor``, ``DTensor``, ``FSDP1 shard``, ``FlatParameter`` or ``ZeRO-3``; ``shape`` the global shape, ``local_numel`` what this
-    rank stores of it, ``dtype`` that of the local storage. ``held`` says how many entries of the optimizer's
+    ``kind`` is ``Tensor``, ``DTensor``, ``FSDP1 shard``, ``FlatParameter`` or ``ZeRO-3``; ``shape`` the global shape,
+    ``local_numel`` what this rank stores of it, ``dtype`` that of the local storage. ``held`` says how many entries of the optimizer's
     param_groups are this very tensor, or None where the optimizer holds flat copies (ZeRO).
     """
 
@@ -165,7 +165,8 @@ class Moment:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Moment:
         """The moment that ``to_json`` wrote."""
-        return _decode(cls, data)
+        moment: Moment = _decode(cls, data)
+        return moment
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def name_of(path: Path) -> str:
 
 
 def room_of(name: str) -> str:
-    return name.split(".")[0]
+    return name.split(".", maxsplit=1)[0]
 
 
 def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:

@@ -190,6 +190,14 @@ def test_a_rank_that_dies_after_its_work_crashed(ranks: Ranks, code: int, messag
     assert (ending.kind, ending.headline()) == ("crashed", message)
 
 
+def test_an_exception_does_not_soften_a_crash_beside_it(ranks: Ranks) -> None:
+    ranks.started(0, 1)
+    ranks.raised(0, "ValueError: may be an expected one")
+    ending = ranks.end(1, -11)
+    assert ending.kind == "crashed"
+    assert "ValueError: may be an expected one" in ending.text()
+
+
 def test_sigterm_is_a_consequence_of_anything_else(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.raised(1, "ValueError: the cause")

@@ -40,8 +40,8 @@ def _stored(row: Dtypes, moment: Moment) -> Iterator[str]:
     wrong = [fact for fact in facts if fact.dtype != row.storage]
     if wrong:
         yield (
-            f"rank {moment.rank}: {len(wrong)} of {len(facts)} trainable parameters are stored in {_list(f.dtype for f in wrong)}, "
-            f"first {wrong[0].name!r}; expected {row.storage}"
+            f"rank {moment.rank}: {len(wrong)} of {len(facts)} trainable parameters are stored in "
+            f"{_list(fact.dtype for fact in wrong)}, first {wrong[0].name!r}; expected {row.storage}"
         )
 
 

@@ -87,26 +87,26 @@ class TorchDriver(TinyDriver):
     def save(self, directory: Path) -> None:
         """One DCP checkpoint, or one file written by rank 0 for state_dict=full."""
         import torch
-        from torch.distributed import checkpoint
+        from torch.distributed.checkpoint.state_dict_saver import save
 
         state = self._state()
         if self.cell.option("state_dict") == "full":
             if self.world.rank == 0:
                 torch.save(state, directory / "checkpoint.pt")
             return
-        checkpoint.save(state, checkpoint_id=directory)
+        save(state, checkpoint_id=directory)
 
     def load(self, directory: Path) -> None:
         """DCP fills the state in place; then it goes back by ``set_state_dict``."""
         import torch
-        from torch.distributed import checkpoint
         from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         if self.cell.option("state_dict") == "full":
             state = torch.load(directory / "checkpoint.pt", map_location="cpu", weights_only=True)
         else:
             state = self._state()
-            checkpoint.load(state, checkpoint_id=directory)
+            load(state, checkpoint_id=directory)
         set_state_dict(
             self.model,
             self.optimizer,

@@ -36,7 +36,7 @@ def _safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 def _dcp(directory: Path, name: str) -> Iterator[FileFact]:
     """A torch.distributed.checkpoint: its keys are in the metadata, prefixed by what the trainer called the parts."""
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     stored = FileSystemReader(directory).read_metadata().state_dict_metadata
     keys = sorted(stored)

@@ -33,8 +33,8 @@ class Observer:
         self.sizes: dict[tuple[str, str], int] = {}
         self._active = False
         self._before: dict[int, tuple[set[str], set[str]]] = {}
-        register_optimizer_step_pre_hook(self._pre_step)  # type: ignore[arg-type]  # torch types the hook as returning
-        register_optimizer_step_post_hook(self._post_step)  # type: ignore[arg-type]
+        register_optimizer_step_pre_hook(self._pre_step)
+        register_optimizer_step_post_hook(self._post_step)
 
     def attach(self, model: Module) -> None:
         """Watch all leaf modules with a floating-point matrix; before anything wraps the model.
@@ -107,14 +107,14 @@ class Observer:
             self.sizes[key] = max(self.sizes.get(key, 0), tensor.numel())
 
 
-class _Collectives(TorchDispatchMode):
+class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped
     """Sees every c10d operator that this thread dispatches, from Python or from DDP's reducer in C++.
 
     The mechanism of torch's own CommDebugMode, which counts them but does not tell dtypes.
     """
 
     def __init__(self, observer: Observer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._observer = observer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

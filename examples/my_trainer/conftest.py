@@ -1,1 +1,0 @@
-"""Nothing to do: the directory of a conftest.py is importable, in the ranks too."""
