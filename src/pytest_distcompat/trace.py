@@ -22,8 +22,8 @@ class ParameterFact:
     """One live parameter (or buffer) on one rank.
 
     ``kind`` is ``Tensor``, ``DTensor``, ``FSDP1 shard``, ``FlatParameter`` or ``ZeRO-3``; ``shape`` the global shape,
-    ``local_numel`` what this rank stores of it, ``dtype`` that of the local storage. ``held`` says how many entries of the optimizer's
-    param_groups are this very tensor, or None where the optimizer holds flat copies (ZeRO).
+    ``local_numel`` what this rank stores of it, ``dtype`` that of the local storage. ``held`` says how many entries of
+    the optimizer's param_groups are this very tensor, or None where the optimizer holds flat copies (ZeRO).
     """
 
     name: str
