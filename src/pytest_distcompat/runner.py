@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,8 @@ class Runner:
     def _run(self, driver: str, cell: Cell, life: Life, directory: Path) -> None:
         saved_by = life.after or life.name
         checkpoint = self.store / self._key(driver, cell, saved_by) / "checkpoint"
+        # A life that was broken off with its pytest process left logs, which ranks would append to.
+        shutil.rmtree(directory, ignore_errors=True)
         checkpoint.mkdir(parents=True, exist_ok=True)
         request = Request(
             target="pytest_distcompat.worker:run",
@@ -75,6 +79,7 @@ class Runner:
                 "device": self._device,
                 "life": dataclasses.asdict(life),
                 "checkpoint": str(checkpoint),
+                "path": [entry for entry in sys.path if entry],
             },
             world_size=cell.world_size,
             directory=str(directory),

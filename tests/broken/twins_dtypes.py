@@ -133,7 +133,6 @@ def in_bfloat16(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 @twin(
     "dtypes",
     "fsdp2-fp32-w2-model_plain",
-    "ddp-fp32-w2-model_plain",
     match=r"^rank 0: AdamW keeps state in bfloat16; expected float32\nrank 1: AdamW keeps state in bfloat16; expected float32$",
 )
 class StateInBfloat16(Torch):
@@ -173,7 +172,6 @@ class SecondOptimizer(Torch):
 
 @twin(
     "dtypes",
-    "fsdp1-bf16_pure-w2-model_plain",
     "fsdp2-bf16_pure-w2-model_plain",
     match=r"stored in float32, first '\S+'; expected bfloat16(?s:.*)matrix products ran in float32"
     r"(?s:.*)reduced in float32(?s:.*)AdamW updates float32 masters; expected bfloat16",

@@ -129,7 +129,6 @@ class OneForgottenZero(AccelerateDriver):
 
 @twin(
     "optimizer",
-    "ddp-fp32-w2-model_plain",
     "fsdp2-fp32-w2-model_plain",
     match=r"trainable parameter '(module\.)?outlet\.bias' is in the optimizer 2 times; expected once",
 )
@@ -179,7 +178,6 @@ class NoLearningRateAccelerate(AccelerateDriver):
 
 @twin(
     "optimizer",
-    "ddp-fp32-w2-model_plain",
     "fsdp2-fp32-w2-model_plain",
     match=r"frozen parameter '(module\.)?frozen\.weight' moved",
 )

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 twin(
     "resume",
     "fsdp1-fp32-w2-model_plain",
-    "fsdp1-bf16_mixed-w2-model_plain",
     match=r"rank 0: the optimizer's state is empty after the load; 24 tensors were saved(?s:.*)loss 2 after the load",
     sound="torch",
 )(AccelerateDriver)
@@ -73,7 +72,6 @@ class OneRankLoads(ModelNotLoaded):
 @twin(
     "resume",
     "fsdp2-fp32-w2-model_plain",
-    "ddp-bf16_pure-w2-model_plain",
     match=r"rank 1: scheduler is at 'last_epoch=0 lr=\[0\.01\]\S* \w+'; saved at 'last_epoch=3",
 )
 class SchedulerNotLoaded(Torch):
@@ -145,7 +143,6 @@ class CountsOneMore(Spoils):
 
 @twin(
     "resume",
-    "fsdp2-bf16_pure-w2-model_plain",
     "ddp-fp32-w2-model_plain",
     match=r"rank 0: parameter '(module\.)?blocks\.0\.linear\.bias' and 11 others: other values after the load",
 )

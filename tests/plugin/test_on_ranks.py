@@ -193,10 +193,6 @@ def test_the_reproduce_command_shows_the_same_failure(
     show(out, "collected 1 item", "*ValueError: it's $HOME/a::b on rank 1*", "*= 1 failed in *")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="launch/rank.py: by hand a rank says nothing on its terminal, and it appends to the logs of the life before",
-)
 def test_the_life_alone_shows_the_same_failure(
     run: Run, run_command: Callable[[str, Path], tuple[int, str]], tmp_path: Path
 ) -> None:

@@ -81,7 +81,6 @@ def test_xdist_gives_the_same_verdicts_from_as_many_lives(run: Run, home: Path, 
     assert verdicts(home / "workers.json") == ({name: end for name, end in alone.items() if "fsdp2" not in name}, 4)
 
 
-@pytest.mark.xfail(strict=True, reason="runner.py does not hand sys.path to the ranks, and worker.py does not take it")
 def test_the_driver_is_found_where_pytest_found_it(tmp_path: Path, run_pytest: RunPytest) -> None:
     (tmp_path / "lib").mkdir()
     shutil.copy(Path(__file__).with_name("adopter.py"), tmp_path / "lib" / "my_trainer.py")

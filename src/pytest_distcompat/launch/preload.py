@@ -35,6 +35,7 @@ def main(path: str) -> None:
     wanted = json.loads(Path(path).read_text(encoding="utf-8"))
     began = time.monotonic()
     status: dict[str, Any] = {"missing": [], "unfit": "", "error": ""}
+    sys.path.extend(entry for entry in wanted["path"] if entry not in sys.path)
     for name in (*wanted["modules"], *_OF_EVERY_RANK):
         try:
             importlib.import_module(name)

@@ -26,12 +26,12 @@ GRACE = 0.3
 _THREADS = "OMP_NUM_THREADS"
 
 
-def main(path: str) -> None:
+def main(path: str, *, by_hand: bool = False) -> None:
     """Run one request on this rank; returns only if all went well."""
     request = Request.read(path)
     die_with_parent()
     rank = int(os.environ["RANK"])
-    log = RankLog(request.directory, rank)
+    log = RankLog(request.directory, rank, by_hand=by_hand)
     # A file of its own, kept open: at the time it is needed this process may be unable to open one.
     stacks = (Path(request.directory) / f"rank-{rank}.stack").open("w", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
@@ -96,4 +96,4 @@ def _flush() -> None:
 if __name__ == "__main__":
     # Default dispositions, as a warm rank has them: torchrun's agent ends ranks by SIGTERM.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    main(sys.argv[1])
+    main(sys.argv[1], by_hand="--by-hand" in sys.argv)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,16 +52,21 @@ class Request:
 
     def command(self) -> str:
         """The command line that runs this one life alone, without pytest and without a fork server."""
-        return f"torchrun --nproc-per-node {self.world_size} -m pytest_distcompat.launch.rank '{self.path}'"
+        rank = f"-m pytest_distcompat.launch.rank {shlex.quote(str(self.path))} --by-hand"
+        return f"torchrun --standalone --nproc-per-node {self.world_size} {rank}"
 
 
 @dataclass(frozen=True)
 class Warmth:
-    """What the fork server has ready: imported ``modules``, and what ``call`` ("module:function") left behind."""
+    """What the fork server has ready: imported ``modules``, and what ``call`` ("module:function") left behind.
+
+    ``path`` is what its ``sys.path`` has besides its own: pytest finds modules in directories that it adds itself.
+    """
 
     modules: tuple[str, ...] = ()
     call: str = ""
     payload: Mapping[str, Any] = field(default_factory=dict)
+    path: tuple[str, ...] = ()
 
 
 class Launcher(Protocol):
@@ -80,11 +86,17 @@ class RankLog:
     """One rank's answers: a line of JSON each, written at once, so that a killed rank leaves all it said.
 
     Times are CLOCK_MONOTONIC, which all processes of a machine share, so that they order events across ranks.
+
+    ``by_hand``: somebody runs the life again and looks at a terminal. The log starts afresh, and errors are shown there.
     """
 
-    def __init__(self, directory: str | Path, rank: int) -> None:
+    def __init__(self, directory: str | Path, rank: int, *, by_hand: bool = False) -> None:
         self.path = Path(directory) / f"rank-{rank}.jsonl"
         self.rank = rank
+        # Kept now: a test's capture may have replaced it when the error comes.
+        self._terminal = os.dup(2) if by_hand else None
+        if by_hand:
+            self.path.unlink(missing_ok=True)
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def write(self, event: str, **data: Any) -> None:
@@ -97,6 +109,8 @@ class RankLog:
     def error(self, kind: str, message: str, text: str, **data: Any) -> None:
         """The last thing a failing rank says: the exception's type, its message, and the whole text to show."""
         self.write("error", kind=kind, message=message, text=text, **data)
+        if self._terminal is not None:
+            os.write(self._terminal, f"\nrank {self.rank}: {message}\n{text}\n".encode("utf-8", "replace"))
 
 
 def read_events(directory: str | Path, rank: int) -> list[dict[str, Any]]:

@@ -43,7 +43,10 @@ class Watch:
             return
         self._next_look = now + 0.2
         if now - self.began > self.request.timeout:
-            self._end(timed_out=True)
+            # Ranks that did all they were told get a moment to leave, and the agent one to notice.
+            leaving = all(any(event["event"] == "done" for event in events) for events in self._events().values())
+            if not leaving or now - self.began > self.request.timeout + FAILED_AFTER:
+                self._end(timed_out=True)
             return
         self._suspect_since = (self._suspect_since or now) if self._vanished() else None
         self._failed_since = (self._failed_since or now) if self._failed() else None

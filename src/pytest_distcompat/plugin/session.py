@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shlex
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -115,7 +116,8 @@ class DistcompatSession:
             if self.collects:
                 call = rank_session.COLLECT
                 payload = rank_session.describe(self.config)
-            warmth = Warmth(tuple(dict.fromkeys((*self.modules, *preload))), call, payload)
+            modules = tuple(dict.fromkeys((*self.modules, *preload)))
+            warmth = Warmth(modules, call, payload, path=tuple(entry for entry in sys.path if entry))
             kind: Any = LAUNCHERS[self.setting("launcher").value]
             self._launcher = kind(warmth, device=self.device)
         assert self._launcher is not None
