@@ -123,14 +123,14 @@ class Matrix:
     """The cells a suite claims: every strategy with every precision, world size and set of options.
 
     ``strategies`` and ``precisions`` left out mean all that are known; ``world_sizes`` left out means the one of this
-    run (``--distcompat-world-size``). ``extra`` adds single cells beside the product.
+    run (``--distcompat-world-size``). ``extra`` adds single cells, or other matrices, beside the product.
     """
 
     strategies: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
     world_sizes: tuple[int, ...] = ()
     options: tuple[Mapping[str, OptionValue], ...] = ({},)
-    extra: tuple[Cell, ...] = ()
+    extra: tuple[Cell | Matrix, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("strategies", "precisions", "world_sizes", "options", "extra"):
@@ -153,9 +153,8 @@ class Matrix:
             self.world_sizes or (world_size,),
             self.options,
         )
-        seen: set[Cell] = set()
-        cells = (Cell(s, p, w, tuple(options.items())) for s, p, w, options in product)
-        for cell in itertools.chain(cells, self.extra):
-            if cell not in seen:
-                seen.add(cell)
-                yield cell
+        cells = [Cell(s, p, w, tuple(options.items())) for s, p, w, options in product]
+        names = tuple(strategies), tuple(precisions)
+        for more in self.extra:
+            cells += [more] if isinstance(more, Cell) else more.cells(*names, world_size)
+        yield from dict.fromkeys(cells)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from pytest_distcompat.cell import Cell, Matrix
+from pytest_distcompat.cell import Matrix
 from pytest_distcompat.expect import Expectation, fails
 
 
@@ -33,13 +33,12 @@ class CompatSuite:
         distcompat_case()
 
 
-#: The other models of the built-in drivers, in one precision: names and sharding do not depend on it.
-_MODELS = tuple(
-    Cell.of(strategy, "bf16_mixed", 2, model=model)
-    for strategy in ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
-    for model in ("llama_tied", "plain")
-)
-_FULL = tuple(Cell.of(strategy, "fp32", 2, state_dict="full") for strategy in ("fsdp1", "fsdp2"))
+#: The other models of the built-in drivers, in one precision (names and sharding do not depend on it), and the other form of
+#: FSDP's state dict.
+def _beside(*strategies: str) -> tuple[Matrix, ...]:
+    models = Matrix(strategies, ("bf16_mixed",), options=({"model": "llama_tied"}, {"model": "plain"}))
+    return models, Matrix(("fsdp1", "fsdp2"), ("fp32",), options=({"state_dict": "full"},))
+
 
 _NO_UPCAST = r"bfloat16 masters; expected float32"
 
@@ -48,10 +47,7 @@ class TestTorch(CompatSuite):
     """Plain torch, by its own documented API."""
 
     driver = "torch"
-    matrix = Matrix(
-        strategies=("ddp", "fsdp1", "fsdp2"),
-        extra=tuple(cell for cell in (*_MODELS, *_FULL) if not cell.strategy.startswith("zero")),
-    )
+    matrix = Matrix(("ddp", "fsdp1", "fsdp2"), extra=_beside("ddp", "fsdp1", "fsdp2"))
     expect = (
         fails(
             "dtypes",
@@ -63,6 +59,15 @@ class TestTorch(CompatSuite):
                 "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
             ),
         ),
+        # Seen at 4 and 8 ranks: a rank that holds no shard of a unit's last parameter.
+        fails(
+            "resume",
+            strategy="fsdp1",
+            model="plain",
+            world_size=(4, 8),
+            match=r"Missing key in checkpoint state_dict: optimizer.param_groups",
+            reason="torch drops a ShardedTensor without a local shard from what DCP loads: docs/upstream.md",
+        ),
     )
 
 
@@ -70,7 +75,7 @@ class TestAccelerate(CompatSuite):
     """accelerate, all six strategies."""
 
     driver = "accelerate"
-    matrix = Matrix(extra=(*_MODELS, *_FULL))
+    matrix = Matrix(extra=_beside("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"))
     expect = (
         fails(
             "dtypes",

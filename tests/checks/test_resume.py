@@ -176,6 +176,16 @@ def test_a_loss_that_is_no_number(sound: Sound) -> None:
     assert story.findings("resume") == ["rank 0: loss 1 after the load is nan; 0.25 in the run that never stopped"]
 
 
+def test_more_than_two_bfloat16_numbers_may_add_up_otherwise(sound: Sound) -> None:
+    def story(cell: str, loss: float) -> list[str]:
+        return sound(cell).moment("step", {"loss": loss}, life="resume", nth=0, rank=0).findings("resume")
+
+    assert story("ddp-bf16_mixed-w4", 0.2505) == []
+    assert story("ddp-bf16_mixed-w4", 0.252) != []
+    assert story("ddp-bf16_mixed-w2", 0.2505) != []
+    assert story("ddp-fp32-w4", 0.2505) != []
+
+
 def test_a_loss_in_another_order_of_summing(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").moment("step", {"loss": 0.250001}, life="resume", nth=0, rank=0)
     assert story.findings("resume") == []

@@ -108,7 +108,7 @@ def test_an_override_is_a_collection_error(body: str, pytester: pytest.Pytester)
             "TestY.expect: fails('names', strategy='fsdp1', *) covers no cell of the matrix (torch)",
         ),
         (
-            "expect = (refuses(match='x', world_size=8),)",
+            "matrix = Matrix(world_sizes=(2, 4)); expect = (refuses(match='x', world_size=8),)",
             "TestY.expect: refuses('[*]', world_size=8, *) covers no cell of the matrix (torch)",
         ),
         ("expect = fails('names', reason='x')", "TestY.expect is Expectation(*); expected a tuple"),
@@ -131,6 +131,13 @@ def test_a_mistake_is_a_collection_error_that_lists_what_is_right(
     assert result.ret == pytest.ExitCode.INTERRUPTED
     result.stdout.fnmatch_lines([f"*{message}"])
     assert not ranks.requests
+
+
+def test_an_expectation_for_another_world_size_waits_for_another_run(
+    pytester: pytest.Pytester, ranks: FakeRanks
+) -> None:
+    pytester.makepyfile(f"{SUITE}\nclass TestY(TestX):\n    expect = (fails('names', world_size=8, reason='x'),)")
+    assert pytester.runpytest_inprocess("--co").ret == pytest.ExitCode.OK
 
 
 def test_options_narrow_what_runs(pytester: pytest.Pytester) -> None:

@@ -147,3 +147,10 @@ def test_what_is_no_tuple_is_turned_away(name: str, value: Any) -> None:
     with pytest.raises(TypeError) as caught:
         Matrix(**{name: value})
     assert str(caught.value) == f"Matrix({name}=...) takes a tuple, got {value!r}"
+
+
+def test_a_matrix_beside_the_product_takes_the_runs_world_size_too() -> None:
+    beside = Matrix(("fsdp2",), ("bf16_mixed",), options=({"model": "plain"},))
+    matrix = Matrix(("ddp",), ("fp32",), extra=(beside, Cell("ddp", "fp32", 4), Cell("zero1", "fp32", 2)))
+    found = [cell.id for cell in matrix.cells((), (), 4)]
+    assert found == ["ddp-fp32-w4", "fsdp2-bf16_mixed-w4-model_plain", "zero1-fp32-w2"]

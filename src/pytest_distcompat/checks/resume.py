@@ -7,11 +7,16 @@ from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESUME
 from pytest_distcompat.trace import Moment, OptimizerFact, Trace
 
 #: Parameters and state come back bit by bit; a loss is summed in an order that a GPU does not fix.
 LOSS_TOLERANCE = 1e-4
+
+#: In bfloat16 more than two numbers add up to a sum that depends on their order, and DDP rebuilds its buckets, hence the
+#: order, after the first step of a life: relative differences of 1e-3 in the second loss, seen at 4 ranks with all state equal.
+ORDER_TOLERANCE = 5e-3
 
 
 @check(scenario=RESUME, until=(("train", "step", 4), ("resume", "step", 1)), order=4)
@@ -39,7 +44,7 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
         expected, found = whole.at("step", 3 + nth), resumed.at("step", nth)
         yield from every_rank(expected, cell.world_size, f"step {nth + 1} after the save")
         yield from every_rank(found, cell.world_size, f"step {nth + 1} after the load")
-        yield from _losses(nth, expected, found)
+        yield from _losses(nth, expected, found, _tolerance(cell))
 
 
 def _pairs(before: tuple[Moment, ...], after: tuple[Moment, ...]) -> Iterator[tuple[Moment, Moment]]:
@@ -102,11 +107,16 @@ def _alike(was: str, now: str) -> bool:
     return was == now or "int" in {was, now} or "float" in {was, now}
 
 
-def _losses(nth: int, whole: tuple[Moment, ...], resumed: tuple[Moment, ...]) -> Iterator[str]:
+def _tolerance(cell: Cell) -> float:
+    ordered = PRECISIONS.get(cell.precision).compute == "float32" or cell.world_size <= 2
+    return LOSS_TOLERANCE if ordered else ORDER_TOLERANCE
+
+
+def _losses(nth: int, whole: tuple[Moment, ...], resumed: tuple[Moment, ...], tolerance: float) -> Iterator[str]:
     for expected, found in _pairs(whole, resumed):
         if expected.loss is None or found.loss is None:
             yield f"rank {found.rank}: no loss to compare"
-        elif not math.isclose(expected.loss, found.loss, rel_tol=LOSS_TOLERANCE):
+        elif not math.isclose(expected.loss, found.loss, rel_tol=tolerance):
             yield (
                 f"rank {found.rank}: loss {nth + 1} after the load is {found.loss:.6g}; "
                 f"{expected.loss:.6g} in the run that never stopped"
