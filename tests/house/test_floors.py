@@ -42,12 +42,12 @@ def room_of(name: str) -> str:
     return name.split(".", maxsplit=1)[0]
 
 
-def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
-    """Every module that the file imports; ours without the package's name. Imports for the type checker do not count."""
+def imports_of(path: Path, *, top_level_only: bool = False, types: bool = False) -> set[str]:
+    """Every module that the file imports. Imports for the type checker count only with ``types``."""
     found: set[str] = set()
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if not types and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = [ast.Pass()]
     nodes = tree.body if top_level_only else list(ast.walk(tree))
     for node in nodes:
@@ -73,6 +73,20 @@ def test_a_module_imports_only_from_lower_floors_or_its_own_room(path: Path) -> 
             assert WORDS.index(other) < WORDS.index(room), f"{room} imports {other}, which is defined on top of it"
         else:
             assert FLOORS[other] < FLOORS[room], f"{room} imports {other} of the same or a higher floor"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Not for types either: two modules that must know each other are one, or miss a third."""
+    names = {name_of(path): path for path in MODULES if path.name != "__init__.py"}
+    graph = {name: ours(imports_of(path, types=True)) & set(names) for name, path in names.items()}
+
+    def walk(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"circle: {' -> '.join((*trail[trail.index(name) :], name))}"
+        for other in sorted(graph[name]):
+            walk(other, (*trail, name))
+
+    for name in sorted(graph):
+        walk(name, ())
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -6,7 +6,8 @@
 
 from pytest_distcompat.launch.cold import TorchrunLauncher
 from pytest_distcompat.launch.ending import Ending, RankEnd
-from pytest_distcompat.launch.request import Launcher, RankLog, Request, Warmth
+from pytest_distcompat.launch.launcher import Launcher
+from pytest_distcompat.launch.request import RankLog, Request, Warmth
 from pytest_distcompat.launch.warm import WarmLauncher
 
 LAUNCHERS: dict[str, type[WarmLauncher] | type[TorchrunLauncher]] = {

@@ -11,10 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from pytest_distcompat.launch.ending import Ending
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -67,19 +64,6 @@ class Warmth:
     call: str = ""
     payload: Mapping[str, Any] = field(default_factory=dict)
     path: tuple[str, ...] = ()
-
-
-class Launcher(Protocol):
-    """What starts ranks."""
-
-    def warm_up(self) -> None:
-        """Begin to get ready, without waiting for it."""
-
-    def run(self, request: Request) -> Ending:
-        """Start the ranks, wait until they ended or were ended; never raises for what the ranks do."""
-
-    def close(self) -> None:
-        """End what is still running."""
 
 
 class RankLog:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.plugin.session import DistcompatSession
 
 _MARK = "distcompat"
-# Kept apart from session.ON_RANK & co.: those modules are not imported in a session without distributed tests.
+# Kept apart from rank_session.ON_RANK & co.: those modules are not imported in a session without distributed tests.
 _IN_USE: pytest.StashKey[bool] = pytest.StashKey()
 
 
@@ -47,7 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _session(config: pytest.Config) -> DistcompatSession:
     """This process's session of ours, made at the first call."""
-    from pytest_distcompat.plugin.session import ON_RANK, SESSION, DistcompatSession
+    from pytest_distcompat.plugin.rank_session import ON_RANK
+    from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
     if SESSION not in config.stash:
         session = config.stash[SESSION] = DistcompatSession(config)
@@ -60,7 +61,7 @@ def _session(config: pytest.Config) -> DistcompatSession:
 
 
 def _on_rank(config: pytest.Config) -> bool:
-    from pytest_distcompat.plugin.session import ON_RANK
+    from pytest_distcompat.plugin.rank_session import ON_RANK
 
     return ON_RANK in config.stash
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _on_rank(request: pytest.FixtureRequest) -> None:
-    from pytest_distcompat.plugin.session import ON_RANK
+    from pytest_distcompat.plugin.rank_session import ON_RANK
 
     if ON_RANK not in request.config.stash:
         pytest.fail(

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.plugin.outcome import Phase, SkipElsewhere, XFailed, phase_of
-from pytest_distcompat.plugin.session import ON_RANK
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 COLLECT = f"{__name__}:collect"
 RUN = f"{__name__}:run"
 
+#: Set in the configuration of a session that runs inside ranks.
+ON_RANK: pytest.StashKey[bool] = pytest.StashKey()
 WORLD: pytest.StashKey[World] = pytest.StashKey()
 SHARED: pytest.StashKey[Path] = pytest.StashKey()
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pytest_distcompat.launch import Launcher
     from pytest_distcompat.runner import Runner
 
-#: Set in the configuration of a session that runs inside ranks.
-ON_RANK: pytest.StashKey[bool] = pytest.StashKey()
 SESSION: pytest.StashKey[DistcompatSession] = pytest.StashKey()
 
 #: Ranks on the CPU where nobody says how many: the least with which anything is distributed.
