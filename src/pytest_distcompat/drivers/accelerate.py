@@ -88,6 +88,24 @@ class AccelerateDriver(TinyDriver):
         return int(self.accelerator.num_processes)
 
 
+#: The releases of accelerate on which ``on_cpu`` was tried: from the first, to before the second.
+TRIED = ("1.6", "2")
+
+
+def check_version(version: str) -> None:
+    """Raise RuntimeError for an accelerate before the first that has FSDP2; warn of a major version nobody tried."""
+    import warnings
+
+    from packaging.version import Version
+
+    first, after = TRIED
+    if Version(version) < Version(first):
+        raise RuntimeError(f"accelerate {version} cannot run FSDP2 on CPU ranks; {first} or newer is needed")
+    if Version(version) >= Version(after):
+        told = f"accelerate {version}: that it runs on CPU what it is asked for was tried below {after} only"
+        warnings.warn(f"{told}; believe the check 'active'", stacklevel=2)
+
+
 def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
     """What makes ``Accelerator(**settings)`` really run on CPU what the settings ask for.
 
@@ -97,14 +115,18 @@ def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
 
     So: DDP asks for ``cpu=True``; DeepSpeed for gloo by a kwargs handler; for FSDP the shared state is told beforehand
     that this is a multi-device run on device type "cpu". ``ACCELERATE_TORCH_DEVICE`` and ``PartialState`` are public;
-    setting ``distributed_type`` on it is not documented. Seen to work with accelerate 1.6 to 1.15. The ``active`` check
-    fails when it stops working, whatever the version.
+    setting ``distributed_type`` on it is not documented. Seen to work with accelerate 1.6, 1.7, 1.10 and 1.12 to 1.15; the
+    version is checked, and the ``active`` check fails when it stops working, whatever the version.
+
+    Raises RuntimeError for a version that cannot do it.
     """
     import os
     from datetime import timedelta
 
+    import accelerate
     from accelerate import DistributedType, InitProcessGroupKwargs, PartialState
 
+    check_version(accelerate.__version__)
     if "fsdp_plugin" in settings:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         PartialState(cpu=True)
