@@ -7,10 +7,6 @@ The tree::
       Incompatible          a claim of a check does not hold
         LateFailure         an unsupported cell was not refused at build, but failed later
       LifeFailure           a process group did not live to its end
-        RankRaised          a rank raised an exception
-        RankCrash           a rank exited or was killed by a signal
-        GroupTimeout        the time limit ended the group
-      LaunchFailure         the ranks could not be started at all
 """
 
 from __future__ import annotations
@@ -34,19 +30,3 @@ class LateFailure(Incompatible):
 
 class LifeFailure(DistcompatError):
     """A process group did not live to its end."""
-
-
-class RankRaised(LifeFailure):
-    """A rank raised an exception."""
-
-
-class RankCrash(LifeFailure):
-    """A rank exited on its own, was killed by a signal, or never reported."""
-
-
-class GroupTimeout(LifeFailure):
-    """The time limit ended the group."""
-
-
-class LaunchFailure(DistcompatError):
-    """The ranks could not be started at all."""

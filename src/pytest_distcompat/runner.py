@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,10 +49,6 @@ class Runner:
             notes[life.name] = command
         return dataclasses.replace(Trace.of(driver, lives), notes=notes)
 
-    def lives(self) -> int:
-        """How many lives this session has run so far, all workers together."""
-        return sum(1 for _ in self.store.glob(f"*/{_DONE}"))
-
     def _life(self, driver: str, cell: Cell, life: Life) -> tuple[LifeTrace, str]:
         directory = self.store / self._key(driver, cell, life.name)
         done = directory / _DONE
@@ -79,7 +74,6 @@ class Runner:
                 "device": self._device,
                 "life": dataclasses.asdict(life),
                 "checkpoint": str(checkpoint),
-                "path": [entry for entry in sys.path if entry],
             },
             world_size=cell.world_size,
             directory=str(directory),
@@ -99,6 +93,11 @@ class Runner:
         text = f"{driver} {cell.id} {life} {self._device}"
         name = re.sub(r"[^\w.-]", "_", f"{driver}-{cell.id}-{life}")
         return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def count_lives(store: Path) -> int:
+    """How many lives were run into that store so far, all workers together."""
+    return sum(1 for _ in store.glob(f"*/{_DONE}"))
 
 
 def life_trace(name: str, ending: Ending) -> LifeTrace:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,12 +25,10 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     """One life on this rank.
 
     ``payload``: ``driver`` (a name or module:attribute), ``cell`` (an id), ``device`` (cpu or cuda), ``life`` (the fields
-    of a Life), ``checkpoint`` (the directory to save to and to load from) and ``path`` (the parent's ``sys.path``).
+    of a Life) and ``checkpoint`` (the directory to save to and to load from).
     """
     from pytest_distcompat.probe import Observer
 
-    # What pytest put there (rootdir/conftest, the ini key pythonpath): the driver was found in it.
-    sys.path.extend(entry for entry in payload["path"] if entry not in sys.path)
     life = Life(**{**payload["life"], "verbs": tuple(payload["life"]["verbs"])})
     world = World.from_environment(payload["device"])
     driver = find_driver(payload["driver"])(Cell.parse(payload["cell"]), world)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -11,7 +10,7 @@ import time
 from pathlib import Path
 
 from pytest_distcompat.launch.ending import Ending, conclude
-from pytest_distcompat.launch.process import descendants, kill
+from pytest_distcompat.launch.process import descendants, kill, on_device
 from pytest_distcompat.launch.request import Request, Warmth, read_events
 from pytest_distcompat.launch.supervise import Watch
 
@@ -41,7 +40,7 @@ class TorchrunLauncher:
             raise
 
     def _run(self, request: Request) -> Ending:
-        request = dataclasses.replace(request, cwd=request.cwd or str(Path.cwd()))
+        request = request.from_here()
         path = request.write()
         logs = Path(request.directory) / "logs"
         logs.mkdir(exist_ok=True)
@@ -49,11 +48,6 @@ class TorchrunLauncher:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(request.world_size)]
         command += ["--log-dir", str(logs), "--redirects", "3", "-m", "pytest_distcompat.launch.rank", str(path)]
-        environment = dict(os.environ)
-        environment.pop("PYTEST_CURRENT_TEST", None)
-        if self._device == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-            environment.setdefault("DS_ACCELERATOR", "cpu")
         watch = Watch(request)
         output = Path(request.directory) / "torchrun.log"
         with output.open("wb") as log:
@@ -62,7 +56,7 @@ class TorchrunLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env=on_device(os.environ, self._device),
                 start_new_session=True,
                 cwd=request.cwd,
             )

@@ -16,6 +16,7 @@ from typing import Any
 
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.launch.process import native_threads
+from pytest_distcompat.launch.request import extend_import_path
 
 #: What each rank imports before it does anything: a tenth of a second each, if it is not here already.
 _OF_EVERY_RANK = (
@@ -35,7 +36,7 @@ def main(path: str) -> None:
     wanted = json.loads(Path(path).read_text(encoding="utf-8"))
     began = time.monotonic()
     status: dict[str, Any] = {"missing": [], "unfit": "", "error": ""}
-    sys.path.extend(entry for entry in wanted["path"] if entry not in sys.path)
+    extend_import_path(wanted["path"])
     for name in (*wanted["modules"], *_OF_EVERY_RANK):
         try:
             importlib.import_module(name)

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -31,6 +31,15 @@ def die_with_parent() -> None:
 def adopt_orphans() -> None:
     """Become the parent of what our descendants leave behind, so that it can be found and ended (Linux)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def on_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
+    """That environment for ranks on ``cpu`` or ``cuda``: on the CPU no GPU is seen. A copy, without pytest's own mark."""
+    found = {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
+    if device == "cpu":
+        found["CUDA_VISIBLE_DEVICES"] = ""
+        found.setdefault("DS_ACCELERATOR", "cpu")
+    return found
 
 
 def _prctl(option: int, value: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent
-from pytest_distcompat.launch.request import RankLog, Request, has_ended, read_events
+from pytest_distcompat.launch.request import RankLog, Request, extend_import_path, has_ended, read_events
 
 #: How long a failed rank waits for the others to report a failure of their own before it tears their connections.
 GRACE = 0.3
@@ -43,6 +43,7 @@ def main(path: str, *, by_hand: bool = False) -> None:
         _use_threads()
     if request.cwd:
         os.chdir(request.cwd)
+    extend_import_path(request.import_path)
     log.write("start", pid=os.getpid())
     try:
         module, _, function = request.target.partition(":")

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ class Request:
     """One life: what to call on every rank, and where its files go.
 
     ``target`` is ``module:function``, called with ``payload`` and the rank's log. ``directory`` holds the request, the
-    ranks' logs and their output. ``set`` and ``unset`` bring the rank's environment to that of the process that asks.
+    ranks' logs and their output. ``set`` and ``unset`` bring the rank's environment to that of the process that asks,
+    ``cwd`` and ``import_path`` its working directory and what it imports from.
     """
 
     target: str
@@ -30,6 +32,11 @@ class Request:
     set: Mapping[str, str] = field(default_factory=dict)
     unset: Sequence[str] = ()
     cwd: str = ""
+    import_path: Sequence[str] = ()
+
+    def from_here(self) -> Request:
+        """The same, with this process's working directory, if none was said, and its ``sys.path``."""
+        return dataclasses.replace(self, cwd=self.cwd or str(Path.cwd()), import_path=import_path())
 
     @property
     def path(self) -> Path:
@@ -64,6 +71,16 @@ class Warmth:
     call: str = ""
     payload: Mapping[str, Any] = field(default_factory=dict)
     path: tuple[str, ...] = ()
+
+
+def import_path() -> tuple[str, ...]:
+    """What this process imports from: pytest adds directories to it (rootdir, conftest.py, the ini key pythonpath)."""
+    return tuple(entry for entry in sys.path if entry)
+
+
+def extend_import_path(entries: Sequence[str]) -> None:
+    """Import from there too, after what this process imports from already."""
+    sys.path.extend(entry for entry in entries if entry not in sys.path)
 
 
 class RankLog:

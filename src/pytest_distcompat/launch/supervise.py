@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -42,37 +43,26 @@ class Watch:
         if self.acted or now < self._next_look:
             return
         self._next_look = now + 0.2
+        said = [read_events(self.request.directory, rank) for rank in range(self.request.world_size)]
         if now - self.began > self.request.timeout:
             # Ranks that did all they were told get a moment to leave, and the agent one to notice.
-            leaving = all(any(event["event"] == "done" for event in events) for events in self._events().values())
+            leaving = all(any(event["event"] == "done" for event in events) for events in said)
             if not leaving or now - self.began > self.request.timeout + FAILED_AFTER:
-                self._end(timed_out=True)
+                self._end(_pids(said), timed_out=True)
             return
-        self._suspect_since = (self._suspect_since or now) if self._vanished() else None
-        self._failed_since = (self._failed_since or now) if self._failed() else None
+        vanished = any(not has_ended(said[rank]) and not alive(pid) for rank, pid in _pids(said).items())
+        failed = any(event["event"] == "error" for events in said for event in events)
+        self._suspect_since = (self._suspect_since or now) if vanished else None
+        self._failed_since = (self._failed_since or now) if failed else None
         for since, patience in ((self._suspect_since, VANISHED_AFTER), (self._failed_since, FAILED_AFTER)):
             if since is not None and now - since > patience:
-                self._end(timed_out=False)
+                self._end(_pids(said), timed_out=False)
                 return
 
-    def _events(self) -> dict[int, list[dict[str, object]]]:
-        return {rank: read_events(self.request.directory, rank) for rank in range(self.request.world_size)}
-
-    def _pids(self) -> dict[int, int]:
-        started = {rank: events[0] for rank, events in self._events().items() if events}
-        return {rank: int(str(event["pid"])) for rank, event in started.items() if event.get("event") == "start"}
-
-    def _vanished(self) -> bool:
-        events = self._events()
-        return any(not has_ended(events[rank]) and not alive(pid) for rank, pid in self._pids().items())
-
-    def _failed(self) -> bool:
-        return any(event["event"] == "error" for events in self._events().values() for event in events)
-
-    def _end(self, *, timed_out: bool) -> None:
+    def _end(self, started: Mapping[int, int], *, timed_out: bool) -> None:
         self.acted = True
         self.timed_out = timed_out
-        pids = {rank: pid for rank, pid in self._pids().items() if alive(pid)}
+        pids = {rank: pid for rank, pid in started.items() if alive(pid)}
         self.ended_by_us = list(pids)
         if timed_out:
             self._take_stacks(pids.values())
@@ -85,6 +75,12 @@ class Watch:
         # Written by a signal handler: give it a moment, and no more, for a rank in an uninterruptible call never will.
         _wait_until(lambda: all(path.exists() and path.stat().st_size > 0 for path in files), STACK_TIME)
         time.sleep(0.05)
+
+
+def _pids(said: Sequence[Sequence[Mapping[str, Any]]]) -> dict[int, int]:
+    """Of the ranks that started, their processes: the first thing that a rank says."""
+    started = {rank: events[0] for rank, events in enumerate(said) if events}
+    return {rank: int(event["pid"]) for rank, event in started.items() if event["event"] == "start"}
 
 
 def _wait_until(holds: Callable[[], bool], seconds: float) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from pytest_distcompat.launch.ending import Ending, conclude, exit_name
-from pytest_distcompat.launch.process import TEMPORARY, alive, await_end, descendants, kill
+from pytest_distcompat.launch.process import TEMPORARY, alive, await_end, descendants, kill, on_device
 from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.supervise import Watch
 
@@ -114,7 +114,7 @@ class WarmLauncher:
         assert self._process is not None
         assert self._channel is not None
         changes = self._changes(request.world_size)
-        request = dataclasses.replace(request, **changes, cwd=request.cwd or str(Path.cwd()))
+        request = dataclasses.replace(request.from_here(), **changes)
         path = request.write()
         watch = Watch(request)
         # Who died just now is found dead below.
@@ -250,15 +250,11 @@ def _tracks_resources(process: psutil.Process) -> bool:
 
 def _of_ranks(now: Mapping[str, str], device: str, world_size: int) -> dict[str, str]:
     """What ranks inherit from the torchrun command, and it from ``now`` (torch/distributed/run.py)."""
-    environment = dict(now)
-    environment.pop("PYTEST_CURRENT_TEST", None)
+    environment = on_device(now, device)
     environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if world_size > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-        environment.setdefault("DS_ACCELERATOR", "cpu")
     return environment
 
 

@@ -7,7 +7,6 @@ import contextlib
 import difflib
 import os
 import pickle
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -61,7 +60,6 @@ def describe(config: pytest.Config) -> dict[str, Any]:
     return {
         "options": options,
         "args": [str(argument) for argument in config.args],
-        "path": [entry for entry in sys.path if entry],
         "worker": worker,
         "cwd": str(config.invocation_params.dir),
     }
@@ -75,7 +73,6 @@ def collect(payload: Mapping[str, Any]) -> pytest.Session:
     be a worker would break plugins that had their controller's half send them something (pytest-randomly, pytest-cov).
     """
     os.chdir(payload["cwd"])
-    sys.path.extend(entry for entry in payload["path"] if entry not in sys.path)
     options = {name: pickle.loads(base64.b64decode(value)) for name, value in payload["options"].items()}
     options |= {name: value for name, value in _PARENTS.items() if name in options}
     # The arguments, which are given apart; argparse warns of positional ones that come as values.
@@ -184,8 +181,7 @@ class _Reporter:
         self.log.write("phase", **phase.to_json())
         if phase.outcome == "failed":
             where = "" if phase.when == "call" else f" in {phase.when}"
-            raise_from_report = f"failed{where}: {phase.message}"
-            self._leave("failed", raise_from_report, phase)
+            self._leave("failed", f"failed{where}: {phase.message}", phase)
         elif phase.outcome == "xfailed":
             self._leave(XFailed.KIND, f"xfailed: {phase.message}", phase)
         elif phase.outcome == "skipped" and not self._all_skipped():

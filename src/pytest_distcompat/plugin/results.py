@@ -61,10 +61,12 @@ class Results:
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """The matrix; and where the report went."""
+        from pytest_distcompat.runner import count_lives
+
         if not self.found:
             return
         results = self.ordered()
-        lives = self.lives()
+        lives = count_lives(self.session.lives)
         terminalreporter.section("distributed compatibility")
         for line in matrix_text(results):
             terminalreporter.write_line(line)
@@ -73,10 +75,6 @@ class Results:
         if path is not None:
             write_report(path, results, self._run(lives))
             terminalreporter.write_line(f"report: {path}")
-
-    def lives(self) -> int:
-        """How many lives all workers ran together."""
-        return sum(1 for _ in (self.session.store / "lives").glob("*/life.json"))
 
     def _run(self, lives: int) -> dict[str, Any]:
         session = self.session

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import shlex
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -103,9 +102,15 @@ class DistcompatSession:
         return store
 
     @property
+    def lives(self) -> Path:
+        """The part of the store that holds the lives of suites."""
+        return self.store / "lives"
+
+    @property
     def launcher(self) -> Launcher:
         """The launcher of this process."""
         from pytest_distcompat.launch import LAUNCHERS, Warmth
+        from pytest_distcompat.launch.request import import_path
         from pytest_distcompat.plugin import rank_session
 
         if self._launcher is None:
@@ -115,7 +120,7 @@ class DistcompatSession:
                 call = rank_session.COLLECT
                 payload = rank_session.describe(self.config)
             modules = tuple(dict.fromkeys((*self.modules, *preload)))
-            warmth = Warmth(modules, call, payload, path=tuple(entry for entry in sys.path if entry))
+            warmth = Warmth(modules, call, payload, path=import_path())
             kind: Any = LAUNCHERS[self.setting("launcher").value]
             self._launcher = kind(warmth, device=self.device)
         assert self._launcher is not None
@@ -126,7 +131,7 @@ class DistcompatSession:
         """What runs the lives of suites."""
         from pytest_distcompat.runner import Runner
 
-        return Runner(self.store / "lives", self.launcher, device=self.device, timeout=self.timeout, notice=self.notice)
+        return Runner(self.lives, self.launcher, device=self.device, timeout=self.timeout, notice=self.notice)
 
     def new_directory(self, name: str) -> Path:
         """A fresh directory for one life of a marked test."""
