@@ -61,10 +61,10 @@ class Results:
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """The matrix; and where the report went."""
-        from pytest_distcompat.runner import count_lives
-
         if not self.found:
             return
+        from pytest_distcompat.runner import count_lives
+
         results = self.ordered()
         lives = count_lives(self.session.lives)
         terminalreporter.section("distributed compatibility")
