@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-OptionValue = bool | str
+OptionValue = bool | str | int
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,9 @@ class Option:
         return self.values[0]
 
     def token(self, value: OptionValue) -> str:
-        """How the value reads in a cell's id: ``compile``, ``model_plain``."""
+        """How the value reads in a cell's id: ``compile``, ``no_use_orig_params``, ``model_plain``."""
+        if value is False:
+            return f"no_{self.name}"
         return self.name if value is True else f"{self.name}_{value}"
 
 
@@ -32,9 +34,30 @@ OPTIONS: dict[str, Option] = {
     for option in (
         Option("model", ("llama", "llama_tied", "plain"), "which tiny model the built-in drivers train"),
         Option("state_dict", ("sharded", "full"), "the form in which FSDP writes a checkpoint"),
-        Option("compile", (False, True), "torch.compile around the model"),
+        Option(
+            "compile",
+            (False, True, "aot_eager", "regional", "partial"),
+            "torch.compile: the whole model by inductor (True) or aot_eager, each block by itself, or one block only",
+        ),
         Option("activation_checkpointing", (False, True), "recompute activations in the backward pass"),
+        Option("accumulate", (1, 2, 4), "micro-batches an optimizer step"),
         Option("offload", (False, True), "keep optimizer state (and shards, where the strategy can) in host memory"),
+        Option("reshard_after_forward", (True, False), "free gathered parameters between forward and backward (FSDP)"),
+        Option("use_orig_params", (True, False), "FSDP1: parameters keep their own tensors, or live in a flat one"),
+        Option("cpu_ram_efficient_loading", (False, True), "only rank 0 holds the weights before they are sharded"),
+        Option("meta_init", (False, True), "the model is made without memory and filled after sharding"),
+        Option(
+            "wrap", ("blocks", "size"), "what becomes a unit of FSDP: the model's blocks, or whatever is large enough"
+        ),
+        Option("ignored", (False, True), "a frozen module is excluded from sharding"),
+        Option("frozen", (False, True), "a part of the model is not trained"),
+        Option("adapter", (False, True), "a PEFT LoRA adapter is trained, nothing else"),
+        Option(
+            "groups", (False, True), "two groups of parameters: with weight decay, and without for norms and biases"
+        ),
+        Option("save_only_model", (False, True), "checkpoints hold the model alone"),
+        Option("fp8_backend", ("torchao", "te"), "which library converts layers to 8 bits"),
+        Option("conflict", (False, True), "the DeepSpeed JSON asks for another precision than the trainer is told"),
     )
 }
 
@@ -68,7 +91,7 @@ class Cell:
             raise ValueError(f"world_size must be at least 1, got {self.world_size}")
         for name, value in self.options:
             check_option(name, value)
-        # The option's own value: 1 equals True, and would read otherwise in the id.
+        # The option's own value: True equals 1, and would read otherwise in the id.
         own = {name: OPTIONS[name].values[OPTIONS[name].values.index(value)] for name, value in self.options}
         told = {name: value for name, value in own.items() if value != OPTIONS[name].default}
         ordered = tuple((name, told[name]) for name in OPTIONS if name in told)

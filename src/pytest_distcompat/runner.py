@@ -26,73 +26,103 @@ class Runner:
     """Runs lives and keeps what they left in ``store``, a directory that all xdist workers of a session share."""
 
     def __init__(
-        self, store: Path, launcher: Launcher, *, device: str, timeout: float, notice: Callable[[str], None] = print
+        self,
+        store: Path,
+        launcher: Launcher,
+        *,
+        device: str,
+        timeout: float,
+        notice: Callable[[str], None] = print,
+        limits: Mapping[str, float] | None = None,
     ) -> None:
         self.store = store
         self._launcher = launcher
         self._device = device
         self._timeout = timeout
         self._notice = notice
+        self._limits = dict(limits or {})
 
     def trace(self, driver: str, cell: Cell, scenario: Scenario) -> Trace:
         """The trace of a scenario; lives that another check already needed are read, not run again."""
         lives: list[LifeTrace] = []
         notes: dict[str, str] = {}
+        wanted = {life.name: life for life in scenario.lives}
         for life in scenario.lives:
             before = {done.name: done for done in lives}
             broken = before[life.after].end if life.after else None
-            if broken is not None:
-                lives.append(LifeTrace(life.name, cell.world_size, (), end=broken))
+            if broken is not None and not _left(before[life.after], life):
+                there = life.cell(cell)
+                lives.append(LifeTrace(life.name, there.world_size, (), end=broken, cell=there.id))
                 continue
-            trace, command = self._life(driver, cell, life)
+            trace, command = self._life(driver, cell, life, wanted.get(life.after))
             lives.append(trace)
             notes[life.name] = command
-        return dataclasses.replace(Trace.of(driver, lives), notes=notes)
+        return dataclasses.replace(Trace.of(driver, lives), notes=notes, limits=self._limits)
 
-    def _life(self, driver: str, cell: Cell, life: Life) -> tuple[LifeTrace, str]:
-        directory = self.store / self._key(driver, cell, life.name)
+    def _life(self, driver: str, cell: Cell, life: Life, after: Life | None) -> tuple[LifeTrace, str]:
+        directory = self._directory(driver, cell, life)
         done = directory / _DONE
         self.store.mkdir(parents=True, exist_ok=True)
         # Released by the operating system if its holder dies, and then the next one runs the life again.
         with FileLock(f"{directory}.lock"):
             if not done.exists():
-                self._run(driver, cell, life, directory)
+                self._run(driver, cell, life, after)
             data = json.loads(done.read_text(encoding="utf-8"))
         return _life_from_json(data["trace"]), data["command"]
 
-    def _run(self, driver: str, cell: Cell, life: Life, directory: Path) -> None:
-        saved_by = life.after or life.name
-        checkpoint = self.store / self._key(driver, cell, saved_by) / "checkpoint"
+    def _run(self, driver: str, cell: Cell, life: Life, after: Life | None) -> None:
+        directory = self._directory(driver, cell, life)
         # A life that was broken off with its pytest process left logs, which ranks would append to.
         shutil.rmtree(directory, ignore_errors=True)
-        checkpoint.mkdir(parents=True, exist_ok=True)
+        own = directory / life.directory
+        own.mkdir(parents=True)
+        found, exported = own, directory / "export"
+        if after is not None:
+            earlier = self._directory(driver, cell, after)
+            found, exported = earlier / after.directory, earlier / "export"
+        if life.damage:
+            # Others are still to load what is spoiled here.
+            shutil.copytree(found, own, dirs_exist_ok=True)
+            found = own
+        there = life.cell(cell)
         request = Request(
             target="pytest_distcompat.worker:run",
             payload={
                 "driver": driver,
-                "cell": cell.id,
+                "cell": there.id,
+                "ranks": cell.world_size,
                 "device": self._device,
                 "life": dataclasses.asdict(life),
-                "checkpoint": str(checkpoint),
+                "save_to": str(own),
+                "load_from": str(found),
+                "export": str(exported),
             },
-            world_size=cell.world_size,
+            world_size=there.world_size,
             directory=str(directory),
             timeout=self._timeout,
         )
         ending = self._launcher.run(request)
         if ending.notice:
             self._notice(ending.notice)
-        trace = life_trace(life.name, ending)
+        trace = life_trace(life.name, ending, there)
         data = {"trace": dataclasses.asdict(trace), "command": ending.command, "seconds": ending.seconds}
         waiting = directory / f"{_DONE}.{os.getpid()}"
         waiting.write_text(json.dumps(data), encoding="utf-8")
         waiting.rename(directory / _DONE)
 
-    def _key(self, driver: str, cell: Cell, life: str) -> str:
-        """A directory name that tells what it holds, with a hash since drivers' names may hold anything."""
-        text = f"{driver} {cell.id} {life} {self._device}"
-        name = re.sub(r"[^\w.-]", "_", f"{driver}-{cell.id}-{life}")
-        return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    def _directory(self, driver: str, cell: Cell, life: Life) -> Path:
+        """Where a life keeps what it leaves; the same life for two cells is one, if it runs in the same cell for as many ranks.
+
+        One that goes on from another belongs to the other's cell. The name tells what it holds, with a hash since
+        drivers' names may hold anything.
+        """
+        there = life.cell(cell)
+        ranks = f"-of_{cell.world_size}" if there.world_size != cell.world_size else ""
+        origin = f"-after_{cell.id}" if life.after and there != cell else ""
+        text = f"{driver}-{there.id}-{life.name}{ranks}{origin}"
+        name = re.sub(r"[^\w.-]", "_", text)
+        # A file name has 255 bytes, and a cell's id may be long.
+        return self.store / f"{name[:180]}-{hashlib.sha256(f'{text} {self._device}'.encode()).hexdigest()[:8]}"
 
 
 def count_lives(store: Path) -> int:
@@ -100,7 +130,13 @@ def count_lives(store: Path) -> int:
     return sum(1 for _ in store.glob(f"*/{_DONE}"))
 
 
-def life_trace(name: str, ending: Ending) -> LifeTrace:
+def _left(earlier: LifeTrace, life: Life) -> bool:
+    """Whether a life that ended badly had done on every rank what the next one needs of it."""
+    verb = "export" if "reload" in life.verbs else "save"
+    return len(earlier.at(verb)) == earlier.world_size
+
+
+def life_trace(name: str, ending: Ending, cell: Cell) -> LifeTrace:
     """What the ranks wrote, as a trace; and how the life ended, if not well."""
     moments = tuple(
         Moment.from_json(event["moment"])
@@ -109,7 +145,7 @@ def life_trace(name: str, ending: Ending) -> LifeTrace:
         if event["event"] == "moment"
     )
     end = _life_end(ending) if ending.failed else None
-    return LifeTrace(name, max(1, len(ending.ranks)), moments, end)
+    return LifeTrace(name, cell.world_size, moments, end, cell.id)
 
 
 def _life_end(ending: Ending) -> LifeEnd:
@@ -128,4 +164,4 @@ def _life_end(ending: Ending) -> LifeEnd:
 def _life_from_json(data: Mapping[str, Any]) -> LifeTrace:
     moments = tuple(Moment.from_json(moment) for moment in data["moments"])
     end = LifeEnd(**data["end"]) if data["end"] else None
-    return LifeTrace(data["name"], data["world_size"], moments, end)
+    return LifeTrace(data["name"], data["world_size"], moments, end, data["cell"])

@@ -4,21 +4,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pytest_distcompat.cell import Cell
+
 
 @dataclass(frozen=True)
 class Life:
     """One process group from start to end.
 
-    ``verbs`` are done in order on every rank: ``plain`` (make the model, unwrapped), ``build``, ``step`` (one optimizer
-    step), ``save``, ``load``, ``files`` (rank 0 reads what was saved). ``first_step`` is the number of the first step,
-    so that a resumed life takes the batches that the first one took. ``after`` names the life whose checkpoint this
-    one finds.
+    ``verbs`` are done in order on every rank:
+
+    - ``plain`` makes the model, unwrapped; ``reload`` makes it from what ``export`` wrote;
+    - ``build``, ``step`` (one optimizer step), ``save``, ``load``, ``export``: the trainer's own;
+    - ``files`` (rank 0 reads what was saved), ``damage`` (rank 0 spoils the checkpoint that is to be loaded), ``evaluate``
+      (the model computes on a fixed batch);
+    - ``reference`` is one step of the same training in one process, in float32, unwrapped.
+
+    ``first_step`` is the number of the first step, so that a resumed life takes the batches that the first one took.
+    ``after`` names the life whose checkpoint this one finds. ``strategy`` and ``world_size`` say where the life's cell
+    differs from the check's; ``only`` which options it keeps (None: all). ``directory`` is the checkpoint's name, and
+    ``damage`` what is done to it.
     """
 
     name: str
     verbs: tuple[str, ...]
     first_step: int = 0
     after: str = ""
+    strategy: str = ""
+    world_size: int = 0
+    only: tuple[str, ...] | None = None
+    directory: str = "checkpoint"
+    damage: str = ""
+
+    def cell(self, cell: Cell) -> Cell:
+        """The cell that the life runs in, for a check in ``cell``."""
+        kept = tuple((name, value) for name, value in cell.options if self.only is None or name in self.only)
+        return Cell(self.strategy or cell.strategy, cell.precision, self.world_size or cell.world_size, kept)
 
 
 @dataclass(frozen=True)
@@ -29,14 +49,37 @@ class Scenario:
     lives: tuple[Life, ...]
 
 
+#: Steps of a training: enough for two trainings that differ in their optimizer to part.
+STEPS = 20
+
+_PLAIN = ("plain", "build")
+
 #: Three steps, a checkpoint, two more steps. Three, for the moments of Adam to differ from one another; two, because the
-#: first loss after a load tells of the parameters only and the second of the optimizer state.
-TRAIN_LIFE = Life("train", ("plain", "build", "step", "step", "step", "save", "step", "step", "files"))
+#: first loss after a load tells of the parameters only and the second of the optimizer state. Then on to the end.
+TRAIN_LIFE = Life(
+    "train",
+    (*_PLAIN, *("step",) * 3, "save", *("step",) * 2, "files", *("step",) * (STEPS - 5), "export", "evaluate", "files"),
+)
 
 #: A fresh process group loads what TRAIN_LIFE saved and takes the same two steps.
-RESUME_LIFE = Life("resume", ("plain", "build", "load", "step", "step"), first_step=3, after="train")
+RESUME_LIFE = Life("resume", (*_PLAIN, "load", "step", "step"), first_step=3, after="train")
+
+#: The same training with no strategy at all: what the losses, norms and learning rates of the others are measured by.
+#: It learns from the batches of all ranks, whose number is that of the check's cell.
+REFERENCE_LIFE = Life(
+    "reference",
+    ("plain", *("reference",) * STEPS),
+    strategy="ddp",
+    world_size=1,
+    only=("model", "accumulate", "frozen", "adapter", "groups"),
+)
+
+#: What was exported, loaded by nothing but the model's own library.
+RELOAD_LIFE = Life(
+    "reload", ("reload", "evaluate"), after="train", strategy="ddp", world_size=1, only=("model", "adapter")
+)
 
 TRAIN = Scenario("train", (TRAIN_LIFE,))
 RESUME = Scenario("resume", (TRAIN_LIFE, RESUME_LIFE))
-
-LIVES = {life.name: life for life in (TRAIN_LIFE, RESUME_LIFE)}
+PARITY = Scenario("parity", (TRAIN_LIFE, REFERENCE_LIFE))
+EXPORT = Scenario("export", (TRAIN_LIFE, RELOAD_LIFE))

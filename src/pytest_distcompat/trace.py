@@ -1,7 +1,8 @@
 """What the probes of all ranks wrote: plain data, JSON in and out, the only thing that leaves the ranks.
 
 Dtypes are torch's names without the prefix (``"float32"``, ``"bfloat16"``), shapes are tuples of ints, a digest is a
-hash of a tensor's local values, whatever dtype they are kept in: equal digests mean equal values, bit by bit.
+hash of a tensor's local values, whatever dtype they are kept in: equal digests mean equal values, bit by bit, and those of
+shards compose to that of the whole (``digests``).
 """
 
 from __future__ import annotations
@@ -39,12 +40,19 @@ class ParameterFact:
 
 @dataclass(frozen=True)
 class PlainFact:
-    """The model before anything wrapped it: the oracle for names, shapes and what is trainable."""
+    """The model before anything wrapped it: the oracle for names, shapes and what is trainable.
+
+    ``blocks`` are the modules that are to be sharded, checkpointed and compiled one by one, as the driver names their
+    classes; ``ignored`` the modules that are to stay whole. ``linears`` counts the layers that 8 bits are for.
+    """
 
     parameters: tuple[ParameterFact, ...]
     buffers: tuple[ParameterFact, ...] = ()
     state_dict: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
+    blocks: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    linears: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,9 @@ class ModelFact:
 
     ``wrappers`` counts what wraps it (``DDP``, ``FSDP1``, ``FSDP2``, ``DeepSpeedEngine``). ``zero_stage`` is the stage
     that the engine runs, None without an engine. ``world_size`` is the process group's, ``trainer_world_size`` what the
-    trainer believes.
+    trainer believes. ``units`` are the live names of the modules that FSDP wraps, ``checkpointed`` of those whose
+    activations are recomputed, ``compiled`` of those that torch.compile wraps (the root is ``""``). ``float8`` counts
+    the layers that compute in 8 bits. ``graphs`` is how many graphs torch.compile has made so far in this process.
     """
 
     type: str
@@ -64,7 +74,11 @@ class ModelFact:
     trainer_world_size: int | None = None
     backend: str = ""
     zero_stage: int | None = None
-    canonical: Mapping[str, str] = field(default_factory=dict)
+    units: tuple[str, ...] = ()
+    checkpointed: tuple[str, ...] = ()
+    compiled: tuple[str, ...] = ()
+    float8: int = 0
+    graphs: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,8 +97,9 @@ class OptimizerFact:
     """The optimizer on one rank: ``chain`` from the outermost wrapper to the torch optimizer that steps.
 
     ``foreign`` counts entries that are no live parameter of the model (a stale optimizer has nothing but these).
-    ``partitioned`` maps a live parameter's name to how many of its elements this rank's flat master holds (ZeRO).
-    ``groups`` has the numbers of each parameter group: ``lr``, ``weight_decay``, ``betas.0``.
+    ``partitioned`` maps a live parameter's name to how many of its elements this rank's flat master holds (ZeRO);
+    ``masters`` are these parts. ``groups`` has the numbers of each parameter group: ``lr``, ``weight_decay``,
+    ``betas.0``.
     """
 
     chain: tuple[str, ...]
@@ -92,17 +107,23 @@ class OptimizerFact:
     foreign: int = 0
     states: tuple[StateFact, ...] = ()
     partitioned: Mapping[str, int] = field(default_factory=dict)
+    masters: tuple[StateFact, ...] = ()
     groups: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class StepFact:
-    """What the stepping torch optimizer held at the time of a step: the dtypes of masters, their gradients, states."""
+    """What the stepping torch optimizer held at the time of a step: the dtypes of masters, their gradients, states.
+
+    ``square`` is the sum of the squares of this rank's gradients as the optimizer got them, in float64: after unscaling
+    and clipping.
+    """
 
     optimizer: str
     master: tuple[str, ...]
     gradient: tuple[str, ...]
     state: tuple[str, ...]
+    square: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -117,12 +138,16 @@ class ComputeFact:
 
 @dataclass(frozen=True)
 class CollectiveFact:
-    """One kind of collective inside a step: how often, in which dtype, how many elements at most in a call."""
+    """One kind of collective inside a step: how often, in which dtype, how many elements at most in a call.
+
+    ``total`` is the number of elements of all calls together.
+    """
 
     op: str
     dtype: str
     calls: int
     numel: int
+    total: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,7 +166,13 @@ class FileFact:
 
 @dataclass(frozen=True)
 class Moment:
-    """What one rank's probe saw after one verb."""
+    """What one rank's probe saw after one verb.
+
+    ``grad_norm`` is what the trainer says, before clipping. ``inputs`` are digests of what the model was fed, one a
+    forward. ``rng`` is a digest of torch's random states. ``scaler`` holds the numbers of a gradient scaler.
+    ``outputs`` is a sample of what the model computes on a fixed batch. ``memory`` is the peak in bytes: of the GPU where
+    there is one, else of the process. ``tokens`` counts what this rank learned from in a step.
+    """
 
     rank: int
     life: str
@@ -149,6 +180,13 @@ class Moment:
     index: int
     seconds: float = 0.0
     loss: float | None = None
+    grad_norm: float | None = None
+    tokens: int = 0
+    memory: int = 0
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[float, ...] = ()
+    rng: str = ""
+    scaler: Mapping[str, float] = field(default_factory=dict)
     plain: PlainFact | None = None
     model: ModelFact | None = None
     optimizer: OptimizerFact | None = None
@@ -187,12 +225,13 @@ class LifeEnd:
 
 @dataclass(frozen=True)
 class LifeTrace:
-    """One life on all its ranks."""
+    """One life on all its ranks; ``cell`` is the id of the cell that it ran in."""
 
     name: str
     world_size: int
     moments: tuple[Moment, ...]
     end: LifeEnd | None = None
+    cell: str = ""
 
     def at(self, verb: str, nth: int = 0) -> tuple[Moment, ...]:
         """The moments after the nth such verb, one a rank in rank order; empty if it was never reached."""
@@ -213,11 +252,12 @@ class LifeTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """All lives of a scenario, as the checks read them."""
+    """All lives of a scenario, as the checks read them; ``limits`` are what the user demands of measured numbers."""
 
     driver: str
     lives: Mapping[str, LifeTrace]
     notes: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, float] = field(default_factory=dict)
 
     def life(self, name: str = "train") -> LifeTrace:
         """The life of that name. Raises KeyError where the scenario has none."""

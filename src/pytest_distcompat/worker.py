@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.drivers import Driver, find_driver
+from pytest_distcompat.driver import Driver, Plan
+from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.scenario import Life
 from pytest_distcompat.trace import Moment
 from pytest_distcompat.world import World
@@ -20,26 +22,38 @@ if TYPE_CHECKING:
     from pytest_distcompat.launch import RankLog
     from pytest_distcompat.probe import Observer
 
+#: The verbs that are the trainer's own, and may be one call to it.
+TRAINING = frozenset({"build", "load", "step", "save"})
+
 
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
     """One life on this rank.
 
     ``payload``: ``driver`` (a name or module:attribute), ``cell`` (an id), ``device`` (cpu or cuda), ``life`` (the fields
-    of a Life) and ``checkpoint`` (the directory to save to and to load from).
+    of a Life), ``ranks`` (of the cell that the life is for) and the directories ``save_to``, ``load_from`` and ``export``.
     """
     from pytest_distcompat.probe import Observer
 
-    life = Life(**{**payload["life"], "verbs": tuple(payload["life"]["verbs"])})
+    told = payload["life"]
+    life = Life(
+        **{**told, "verbs": tuple(told["verbs"]), "only": None if told["only"] is None else tuple(told["only"])}
+    )
     world = World.from_environment(payload["device"])
     driver = find_driver(payload["driver"])(Cell.parse(payload["cell"]), world)
-    rank = _Rank(driver, life, Path(payload["checkpoint"]), Observer())
-    for index, verb in enumerate(life.verbs):
-        log.write("verb", verb=verb, index=index)
-        began = time.perf_counter()
-        facts = rank.do(verb)
-        moment = Moment(world.rank, life.name, verb, index, seconds=time.perf_counter() - began, **facts)
-        log.write("moment", verb=verb, index=index, moment=moment.to_json())
+    places = Places(Path(payload["save_to"]), Path(payload["load_from"]), Path(payload["export"]), payload["ranks"])
+    rank = _Rank(driver, life, places, Observer(), log)
+    rank.live()
     _leave(driver)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a life reads and writes, and for how many ranks a reference stands."""
+
+    save_to: Path
+    load_from: Path
+    export: Path
+    ranks: int
 
 
 #: What must not be destroyed before the process ends, see ``_leave``.
@@ -49,63 +63,147 @@ _kept: list[object] = []
 class _Rank:
     """The verbs of one life on one rank, each with what the probe sees after it."""
 
-    def __init__(self, driver: Driver, life: Life, checkpoint: Path, observer: Observer) -> None:
-        self.driver, self.checkpoint, self.observer = driver, checkpoint, observer
+    def __init__(self, driver: Driver, life: Life, places: Places, observer: Observer, log: RankLog) -> None:
+        self.driver, self.life, self.places, self.observer, self.log = driver, life, places, observer, log
+        self.index = -1
         self.number = life.first_step
         self.plain: Module | None = None
 
-    def do(self, verb: str) -> dict[str, Any]:
-        """Do one verb; the facts of its moment."""
-        facts: dict[str, Any] = getattr(self, f"_{verb}")()
-        return facts
+    def live(self) -> None:
+        """All verbs, to the end."""
+        self._begin()
+        while self.index < len(self.life.verbs):
+            if self.life.verbs[self.index] in TRAINING:
+                self._train()
+            else:
+                self._own()
+
+    def _begin(self) -> None:
+        """Say which verb is next: if it hangs or dies, that is the last that is heard of this rank."""
+        self.index += 1
+        if self.index < len(self.life.verbs):
+            self.log.write("verb", verb=self.life.verbs[self.index], index=self.index)
+        self.observer.restart()
+        self.began = time.perf_counter()
+
+    def _end(self, facts: Mapping[str, Any]) -> None:
+        verb, seconds = self.life.verbs[self.index], time.perf_counter() - self.began
+        moment = Moment(self.driver.world.rank, self.life.name, verb, self.index, seconds=seconds, **facts)
+        self.log.write("moment", verb=verb, index=self.index, moment=moment.to_json())
+        self._begin()
+
+    def _own(self) -> None:
+        self._end(getattr(self, f"_{self.life.verbs[self.index]}")())
+
+    def _train(self) -> None:
+        """All of the trainer's own verbs up to the next that is not: one call. Files are read in between, by us."""
+        rest = self.life.verbs[self.index :]
+        length = next((n for n, verb in enumerate(rest) if verb not in TRAINING | {"files"}), len(rest))
+        verbs = tuple(verb for verb in rest[:length] if verb in TRAINING)
+        end = self.index + length
+        plain, self.plain = self.plain, None
+        plan = Plan(verbs, self.number, self.places.save_to, self.places.load_from)
+        with self.observer.watching():
+            self.driver.train(plain, plan, self._seen)  # type: ignore[arg-type]  # a plan without build needs no model
+        if self.index < end:
+            raise RuntimeError(f"the driver's train() came back before {self.life.verbs[self.index]!r} was seen")
+
+    def _seen(self, verb: str, loss: float | None = None) -> None:
+        """What ``Driver.train`` calls after each verb."""
+        expected = self.life.verbs[self.index]
+        if verb != expected:
+            raise RuntimeError(f"the driver's train() told of {verb!r}; the next verb of the plan is {expected!r}")
+        facts = self._look(whole=verb != "step" or self.number < self.life.first_step + WHOLE)
+        if verb == "step":
+            driver = self.driver
+            facts |= {"loss": loss, "grad_norm": driver.grad_norm, "tokens": driver.tokens, **self.observer.facts()}
+            self.number += 1
+        self._end(facts)
+        while self.index < len(self.life.verbs) and self.life.verbs[self.index] == "files":
+            # By now all ranks have left ``save``, for they took collective steps since.
+            self._own()
 
     def _plain(self) -> dict[str, Any]:
+        self.plain = self.driver.plain_model()
+        return self._show(self.plain)
+
+    def _reload(self) -> dict[str, Any]:
+        self.plain = self.driver.reload(self.places.export)
+        return self._show(self.plain)
+
+    def _show(self, model: Module) -> dict[str, Any]:
         from pytest_distcompat.probe import read_plain
 
-        self.plain = self.driver.plain_model()
-        facts = {"plain": read_plain(self.plain)}
+        facts = {"plain": read_plain(model, self.driver.blocks, self.driver.ignored)}
         if not self.driver.cell.option("compile"):
             # A hook would break the graph that compile is to see.
-            self.observer.attach(self.plain)
+            self.observer.attach(model)
         return facts
-
-    def _build(self) -> dict[str, Any]:
-        assert self.plain is not None
-        self.driver.build(self.plain)
-        self.plain = None
-        return self._look()
-
-    def _step(self) -> dict[str, Any]:
-        with self.observer.watching():
-            loss = self.driver.step(self.number)
-        self.number += 1
-        return {"loss": loss, **self.observer.facts(), **self._look()}
-
-    def _save(self) -> dict[str, Any]:
-        self.driver.save(self.checkpoint)
-        return self._look()
-
-    def _load(self) -> dict[str, Any]:
-        self.driver.load(self.checkpoint)
-        return self._look()
 
     def _files(self) -> dict[str, Any]:
-        """Rank 0 only: by now all ranks have left ``save``, for they took collective steps since."""
+        """Rank 0 only; what was exported comes after what was saved."""
         from pytest_distcompat.probe import read_files
 
-        return {"files": read_files(self.checkpoint)} if self.driver.world.rank == 0 else {}
+        if self.driver.world.rank:
+            return {}
+        exported = read_files(self.places.export, "export/")
+        return {"files": read_files(self.places.save_to) + exported}
 
-    def _look(self) -> dict[str, Any]:
-        from pytest_distcompat.probe import read_model, read_optimizer, read_scheduler
-        from pytest_distcompat.probe.optimizer import torch_optimizer
+    def _export(self) -> dict[str, Any]:
+        if not self.driver.can("export"):
+            return {}
+        self.places.export.mkdir(parents=True, exist_ok=True)
+        self.driver.export(self.places.export)
+        return {}
+
+    def _evaluate(self) -> dict[str, Any]:
+        from pytest_distcompat.probe import sample
+
+        if not self.driver.can("evaluate"):
+            return {}
+        model = self.plain if self.plain is not None else self.driver.model
+        return {"outputs": sample(self.driver.evaluate(model))}
+
+    def _reference(self) -> dict[str, Any]:
+        from pytest_distcompat.probe import read_optimizer
+
+        driver, model = self.driver, self.plain
+        assert model is not None
+        model.float()
+        with self.observer.watching():
+            loss = driver.reference(model, self.number, self.places.ranks)
+        whole = self.number < WHOLE
+        self.number += 1
+        facts = {"loss": loss, "grad_norm": driver.grad_norm, **self.observer.facts()}
+        return facts | {"optimizer": read_optimizer(model, driver.optimizer, whole=whole)}
+
+    def _damage(self) -> dict[str, Any]:
+        from pytest_distcompat.probe.damage import spoil
+
+        if self.driver.world.rank == 0:
+            spoil(self.places.load_from, self.life.damage)
+        return {}
+
+    def _look(self, *, whole: bool) -> dict[str, Any]:
+        from pytest_distcompat import probe
 
         driver = self.driver
-        facts: dict[str, Any] = {"scheduler": read_scheduler(driver.scheduler)}
-        inner = torch_optimizer(driver.optimizer)
-        facts["model"] = read_model(driver.model, inner, driver.trainer_world_size())
-        if inner is not None:
-            facts["optimizer"] = read_optimizer(driver.model, driver.optimizer)
+        facts: dict[str, Any] = {
+            "scheduler": probe.read_scheduler(driver.scheduler),
+            "memory": probe.peak_memory(driver.world.device),
+        }
+        if driver.optimizer is not None:
+            facts["optimizer"] = probe.read_optimizer(driver.model, driver.optimizer, whole=whole)
+        if whole:
+            inner = probe.torch_optimizer(driver.optimizer)
+            facts["model"] = probe.read_model(driver.model, inner, driver.trainer_world_size())
+            facts["rng"] = probe.read_rng(driver.world.device)
+            facts["scaler"] = probe.read_scaler(driver.scaler, driver.optimizer)
         return facts
+
+
+#: So many steps of a life are looked at in full: no check compares more of them value by value.
+WHOLE = 5
 
 
 def _leave(driver: Driver) -> None:

@@ -92,19 +92,19 @@ def test_thawed_by_the_trainer(sound: Sound) -> None:
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
 def test_moved_by_weight_decay_alone(sound: Sound, cell: str) -> None:
     story = sound(cell)
-    zero = story.state("exp_avg", {"digest": "zero:4"}, only="outlet.weight", verb="step", nth=2)
+    zero = story.state("exp_avg", {"digest": "4:0"}, only="outlet.weight", verb="step", nth=2)
     assert zero.findings("optimizer") == []
-    zero = zero.state("exp_avg_sq", {"digest": "zero:4"}, only="outlet.weight", verb="step", nth=2)
+    zero = zero.state("exp_avg_sq", {"digest": "4:0"}, only="outlet.weight", verb="step", nth=2)
     found = f"trainable parameter {story.live('outlet.weight')!r} had no gradient in three steps"
     assert zero.findings("optimizer") == [f"{found}: its state in the optimizer is all zero"]
     # A rank may hold none of it, or none but padding.
-    one = story.state("", {"digest": "zero:4"}, only="outlet.weight", verb="step", nth=2, rank=1)
+    one = story.state("", {"digest": "4:0"}, only="outlet.weight", verb="step", nth=2, rank=1)
     assert one.findings("optimizer") == []
 
 
 @pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero3-fp32-w2"])
 def test_a_partition_without_a_gradient(sound: Sound, cell: str) -> None:
-    story = sound(cell).state("", {"digest": "zero:4"}, verb="step", nth=2)
+    story = sound(cell).state("", {"digest": "4:0"}, verb="step", nth=2)
     assert story.findings("optimizer") == [
         "partition 0 of the optimizer had no gradient in three steps: its state is all zero"
     ]

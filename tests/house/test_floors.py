@@ -17,20 +17,20 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 #: Room to floor, as docs/architecture.md draws it. A module imports only from lower floors or from its own room.
 FLOORS = {
-    **dict.fromkeys(["failures", "cell", "trace", "scenario", "expect", "shelf", "world"], 0),
-    **dict.fromkeys(["precisions", "models", "launch", "report", "devices"], 1),
+    **dict.fromkeys(["failures", "cell", "digests", "trace", "scenario", "expect", "shelf", "world"], 0),
+    **dict.fromkeys(["precisions", "models", "launch", "report", "devices", "driver"], 1),
     **dict.fromkeys(["strategies", "runner", "probe"], 2),
     **dict.fromkeys(["checks", "drivers"], 3),
     **dict.fromkeys(["judge", "suite", "worker"], 4),
     **dict.fromkeys(["plugin", "__init__"], 5),
 }
 #: Words that build on one another, in order: the only imports inside floor 0.
-WORDS = ["failures", "cell", "trace", "scenario", "shelf", "world", "expect"]
+WORDS = ["failures", "cell", "digests", "trace", "scenario", "shelf", "world", "expect"]
 #: Started by name in another process; an import would run it in the wrong one.
 BY_NAME = {"worker", "launch.warming", "launch.server"}
 #: The only modules that need torch to be defined at all.
 NEED_TORCH = {"models._plain_module", "launch.agent"} | {
-    f"probe.{m}" for m in ("tensors", "live", "optimizer", "observe", "files")
+    f"probe.{m}" for m in ("tensors", "live", "optimizer", "observe", "files", "numbers")
 }
 
 

@@ -89,7 +89,7 @@ def make(kind: str, **facets: Any) -> Expectation:
         ),
         ({"model": "gpt"}, "model has no value 'gpt'. Known: 'llama', 'llama_tied', 'plain'"),
         ({"model": ("llama", "gpt")}, "model has no value 'gpt'. Known: 'llama', 'llama_tied', 'plain'"),
-        ({"compile": "yes"}, "compile has no value 'yes'. Known: False, True"),
+        ({"compile": "yes"}, "compile has no value 'yes'. Known: False, True, 'aot_eager', 'regional', 'partial'"),
         ({"match": "("}, "match='(' is no regular expression: missing ), unterminated subpattern at position 0"),
         ({"strategy": ["ddp", "fsdp2"]}, "strategy takes one value or a tuple of them, got ['ddp', 'fsdp2']"),
     ],

@@ -32,7 +32,7 @@ FULL = Moment(
     seconds=0.5,
     loss=2.25,
     plain=PlainFact((FACT,), (FACT,), ("a.weight", "b.weight"), (("a.weight", "b.weight"),)),
-    model=ModelFact("Toy", {"FSDP2": 3}, (FACT,), (), 2, None, "gloo", 3, {"x.a": "a"}),
+    model=ModelFact("Toy", {"FSDP2": 3}, (FACT,), (), 2, None, "gloo", 3, ("x.a",), graphs=2),
     optimizer=OptimizerFact(
         ("Outer", "AdamW"), 2, 1, (StateFact("a.weight", "step", "float", 1, "d"),), {"a.weight": 3}
     ),

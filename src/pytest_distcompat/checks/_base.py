@@ -7,14 +7,23 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import Incompatible
 from pytest_distcompat.scenario import Scenario
 from pytest_distcompat.trace import Moment, Trace
 
 Claim = Callable[[Cell, Trace], Iterable[str]]
+#: (cell, driver) -> why the claim says nothing there; empty if it does.
+Applies = Callable[[Cell, type[Driver]], str]
+#: The lives that a claim is about; where they depend on the cell or on what the driver can do, a function of both.
+Lives = Scenario | Callable[[Cell, type[Driver]], Scenario]
 
 #: How many findings a message shows; a model that is all wrong has hundreds alike.
 SHOWN = 12
+
+
+def _everywhere(cell: Cell, driver: type[Driver]) -> str:
+    return ""
 
 
 @dataclass(frozen=True)
@@ -23,14 +32,19 @@ class Check:
 
     ``until`` names, for each life that it reads, the last verb whose moments it needs: (life, verb, nth). A life that
     broke off earlier leaves the check without its evidence, which is a failure; one that broke off later does not
-    concern it.
+    concern it. ``applies`` says why the claim says nothing in a cell: then there is no item, and the report has the reason.
     """
 
     name: str
-    scenario: Scenario
+    scenario: Lives
     until: tuple[tuple[str, str, int], ...]
     claim: Claim
     order: int = 0
+    applies: Applies = _everywhere
+
+    def lives(self, cell: Cell, driver: type[Driver]) -> Scenario:
+        """The lives that the claim is about, in that cell."""
+        return self.scenario if isinstance(self.scenario, Scenario) else self.scenario(cell, driver)
 
     @property
     def text(self) -> str:
@@ -52,11 +66,13 @@ class Check:
         return iter(self.claim(cell, trace))
 
 
-def check(*, scenario: Scenario, until: tuple[tuple[str, str, int], ...], order: int = 0) -> Callable[[Claim], Check]:
+def check(
+    *, scenario: Lives, until: tuple[tuple[str, str, int], ...], order: int = 0, applies: Applies = _everywhere
+) -> Callable[[Claim], Check]:
     """Make a Check of a function whose name is the check's and whose docstring is its claim."""
 
     def make(claim: Claim) -> Check:
-        return Check(claim.__name__.rstrip("_"), scenario, until, claim, order)
+        return Check(claim.__name__.rstrip("_"), scenario, until, claim, order, applies)
 
     return make
 

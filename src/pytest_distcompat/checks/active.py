@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
@@ -35,7 +35,7 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         if moment.model is None:
             yield f"rank {moment.rank}: no model after build; the driver must set self.model"
             continue
-        yield from _wrapped(strategy, moment.rank, moment.model)
+        yield from _wrapped(strategy, moment.rank, moment.model, _left_out(strategy, cell, life))
         yield from _worlds(cell, moment.rank, moment.model)
     yield from _shards(strategy, cell, life)
     trained = life.at("step", 2)
@@ -50,7 +50,16 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
             yield from _same_everywhere(trained)
 
 
-def _wrapped(strategy: Strategy, rank: int, model: ModelFact) -> Iterator[str]:
+def _left_out(strategy: Strategy, cell: Cell, life: LifeTrace) -> Callable[[str], bool]:
+    """Whether a live parameter belongs to a module that was to be left out of the sharding; ``units`` speaks of those."""
+    first = life.first("plain")
+    plain = first.plain if first else None
+    names = {fact.name for fact in plain.parameters} if plain else set()
+    fronts = tuple(f"{module}." for module in plain.ignored) if plain else ()
+    return lambda live: bool(fronts) and strategy.canonical(live, cell, names).startswith(fronts)
+
+
+def _wrapped(strategy: Strategy, rank: int, model: ModelFact, left_out: Callable[[str], bool]) -> Iterator[str]:
     running = ", ".join(f"{name} x {count}" for name, count in model.wrappers.items()) or "a bare model"
     if strategy.wrapper not in model.wrappers:
         yield f"rank {rank}: {model.type} runs as {running}; expected {strategy.wrapper} for {strategy.name}"
@@ -60,7 +69,11 @@ def _wrapped(strategy: Strategy, rank: int, model: ModelFact) -> Iterator[str]:
         yield f"rank {rank}: also wrapped by {', '.join(sorted(others))}; expected {strategy.wrapper} alone"
     if model.zero_stage != strategy.zero_stage:
         yield f"rank {rank}: ZeRO stage {model.zero_stage} is running; expected {strategy.zero_stage}"
-    wrong = [fact for fact in model.parameters if fact.kind not in {strategy.kind, "FlatParameter"}]
+    wrong = [
+        fact
+        for fact in model.parameters
+        if fact.kind not in {strategy.kind, "FlatParameter"} and not left_out(fact.name)
+    ]
     if wrong or not model.parameters:
         first = wrong[0] if wrong else None
         what = f"{first.name!r} is a {first.kind}" if first else "there is none"
@@ -88,12 +101,14 @@ def _shards(strategy: Strategy, cell: Cell, life: LifeTrace) -> Iterator[str]:
     if strategy.shards and cell.world_size > 1 and not 0.99 <= copies < (1 + cell.world_size) / 2:
         yield f"all ranks together store {copies:.2f} copies of the parameters; expected 1, each rank its shard"
     elif strategy.shards and cell.world_size > 1 and oracle and oracle.plain:
-        yield from _each_once(strategy, cell, oracle.plain, built)
+        yield from _each_once(strategy, cell, oracle.plain, built, _left_out(strategy, cell, life))
     if not strategy.shards and abs(copies - cell.world_size) > 0.01:
         yield f"all ranks together store {copies:.2f} copies of the parameters; expected {cell.world_size}, one a rank"
 
 
-def _each_once(strategy: Strategy, cell: Cell, plain: PlainFact, built: tuple[Moment, ...]) -> Iterator[str]:
+def _each_once(
+    strategy: Strategy, cell: Cell, plain: PlainFact, built: tuple[Moment, ...], left_out: Callable[[str], bool]
+) -> Iterator[str]:
     """The same for each parameter: one that was left out of the sharding hardly shows in the sum.
 
     Flat parameters have no names to tell by, and a parameter without a counterpart is what the names check speaks of.
@@ -105,7 +120,7 @@ def _each_once(strategy: Strategy, cell: Cell, plain: PlainFact, built: tuple[Mo
             stored[strategy.canonical(fact.name, cell, whole)] += fact.local_numel
     for name, numel in whole.items():
         most = max(numel + cell.world_size - 1, numel * (1 + cell.world_size) / 2)
-        if name in stored and not numel <= stored[name] <= most:
+        if name in stored and not numel <= stored[name] <= most and not left_out(name):
             found = f"{stored[name]} elements of {name!r}, which has {numel}"
             yield f"all ranks together store {found}; expected each one once"
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.digests import is_zero
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import LifeTrace, Moment, Trace
@@ -102,7 +103,7 @@ def _without_gradient(trained: tuple[Moment, ...]) -> set[str]:
     for moment in trained:
         for state in moment.optimizer.states if moment.optimizer else ():
             if state.key not in {"step", "master"} and state.numel:
-                zero[state.owner] = zero.get(state.owner, True) and state.digest.startswith("zero:")
+                zero[state.owner] = zero.get(state.owner, True) and is_zero(state.digest)
     return {owner for owner, all_zero in zero.items() if all_zero}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from pytest_distcompat.drivers._base import Driver
+from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.shelf import Shelf
 

@@ -1,10 +1,12 @@
-"""What the built-in drivers share: a tiny model, its optimizer and its learning-rate schedule."""
+"""What the built-in drivers share: a tiny model, its optimizer and schedule, its data, and the reference."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_distcompat.drivers._base import Driver
+from pytest_distcompat.driver import Driver
 from pytest_distcompat.models import MODELS, TinyModel
 from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.strategies import STRATEGIES, Strategy
@@ -17,20 +19,50 @@ if TYPE_CHECKING:
     from pytest_distcompat.models._base import Batch
     from pytest_distcompat.world import World
 
+#: Gradients are clipped to this norm; those of the tiny models begin well above.
+MAX_NORM = 1.0
+LEARNING_RATE, DECAY, GAMMA = 3e-3, 0.01, 0.95
+#: Steps an epoch. With accumulation the last of them has one micro-batch only, as the end of a real epoch has.
+EPOCH = 8
+#: The batch that ``evaluate`` computes on: one that nobody trains on.
+HELD_OUT = 999
+
 
 class TinyDriver(Driver):
-    """A driver that trains one of the tiny models with AdamW under a decaying learning rate."""
+    """A driver that trains one of the tiny models with AdamW under a decaying learning rate, gradients clipped."""
+
+    #: What a loss is the mean of: ``rank``, the mean of the ranks' and micro-batches' means; ``token``, all tokens alike.
+    mean: ClassVar[str] = "rank"
+    max_norm = MAX_NORM
 
     def __init__(self, cell: Cell, world: World) -> None:
         super().__init__(cell, world)
         self.strategy: Strategy = STRATEGIES.get(cell.strategy)
         self.precision: Precision = PRECISIONS.get(cell.precision)
         self.tiny: TinyModel = MODELS.get(str(cell.option("model")))
+        self.blocks = self.tiny.blocks
+        self.accumulate = int(cell.option("accumulate"))
+        if cell.option("ignored"):
+            self.ignored = (self.tiny.ignored,)
 
     @classmethod
     def unable(cls, cell: Cell, device: str = "cpu") -> str:
-        """An option the driver does not speak, or one that makes no sense for the strategy."""
-        return super().unable(cell, device) or STRATEGIES.get(cell.strategy).refuses(cell)
+        """An option the driver does not speak, or one that makes no sense for the strategy, the precision or the model."""
+        problem = (
+            super().unable(cell, device)
+            or STRATEGIES.get(cell.strategy).refuses(cell)
+            or PRECISIONS.get(cell.precision).unable(cell, device)
+        )
+        if problem:
+            return problem
+        tiny = MODELS.get(str(cell.option("model")))
+        if cell.option("ignored") and not tiny.ignored:
+            return f"the model {tiny.name} has no frozen module to leave out of the sharding"
+        if cell.option("adapter") and not tiny.adapted:
+            return f"PEFT is for transformers' models, {tiny.name} is none"
+        if cell.option("adapter") and cell.option("frozen"):
+            return "with an adapter all else is frozen anyway"
+        return ""
 
     def plain_model(self) -> Module:
         """The tiny model from a fixed seed, in the precision's load dtype (buffers keep their own)."""
@@ -41,20 +73,116 @@ class TinyDriver(Driver):
         load = getattr(torch, self.precision.load)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(load)
-        return model
+        if self.cell.option("frozen"):
+            for name in self.tiny.part:
+                model.get_submodule(name).requires_grad_(requires_grad=False)
+        return self._adapted(model) if self.cell.option("adapter") else model
+
+    def _adapted(self, model: Module) -> Module:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=list(self.tiny.adapted), lora_dropout=0.0)
+        adapted: Module = get_peft_model(model, config, autocast_adapter_dtype=False)
+        return adapted
 
     def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
-        """AdamW on the trainable parameters."""
+        """AdamW on the trainable parameters; with the option ``groups``, those of one dimension without weight decay."""
         from torch.optim import AdamW
 
-        return AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.01)
+        return AdamW(self.groups(model), lr=LEARNING_RATE, weight_decay=DECAY)
 
-    def make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Every step multiplies the learning rate by 0.9, so that a scheduler left behind shows."""
+    def groups(self, model: Module) -> Any:
+        """What an optimizer is made of: parameters, or groups of them."""
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not self.cell.option("groups"):
+            return [p for _, p in trained]
+        # By name: FSDP1 makes every shard one-dimensional.
+        free = [p for name, p in trained if name.endswith("bias") or "norm" in name]
+        known = {id(p) for p in free}
+        decayed = [p for _, p in trained if id(p) not in known]
+        return [{"params": decayed, "weight_decay": DECAY}, {"params": free, "weight_decay": 0.0}]
+
+    def make_scheduler(self, optimizer: torch.optim.Optimizer, every: int = 1) -> Any:
+        """Every step (or every ``every`` calls) multiplies the learning rate by 0.95, so that a scheduler left behind shows."""
         from torch.optim.lr_scheduler import StepLR
 
-        return StepLR(optimizer, step_size=1, gamma=0.9)
+        return StepLR(optimizer, step_size=every, gamma=GAMMA)
 
-    def batch(self, number: int) -> Batch:
-        """This rank's batch of that step, on its device."""
-        return {name: value.to(self.world.device) for name, value in self.tiny.batch(number, self.world.rank).items()}
+    def micros(self, number: int) -> range:
+        """The micro-batches of a step, by their place in the epoch; every epoch has the same."""
+        start = number % EPOCH * self.accumulate
+        return range(start, min(start + self.accumulate, self.epoch))
+
+    @property
+    def epoch(self) -> int:
+        """Micro-batches an epoch has, on each rank."""
+        return (EPOCH - 1) * self.accumulate + 1
+
+    def batch_of(self, place: int, rank: int) -> Batch:
+        """Any rank's micro-batch in that place of the epoch, on this one's device."""
+        return {name: value.to(self.world.device) for name, value in self.tiny.batch(place, rank).items()}
+
+    def batches(self, number: int) -> Iterator[tuple[Batch, bool]]:
+        """This rank's micro-batches of a step, each with whether it is the last; counts what is learned from."""
+        self.tokens = 0
+        places = self.micros(number)
+        for place in places:
+            batch = self.batch_of(place, self.world.rank)
+            self.tokens += self.tiny.count(batch)
+            yield batch, place == places[-1]
+
+    def dataset(self, ranks: int) -> list[dict[str, torch.Tensor]]:
+        """An epoch row by row, in the order in which batch samplers deal it out: micro-batch by micro-batch, rank by rank."""
+        found = []
+        for place in range(self.epoch):
+            for rank in range(ranks):
+                batch = self.tiny.batch(place, rank)
+                found += [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        return found
+
+    def evaluate(self, model: Module) -> torch.Tensor:
+        """Logits on a batch that nobody trained on."""
+        import torch
+
+        model.eval()
+        with torch.no_grad():
+            return self.tiny.outputs(model, self.batch_of(HELD_OUT, 0))
+
+    def reload(self, directory: Path) -> Module:
+        """``from_pretrained`` for transformers' models; a plain module's state dict."""
+        if not self.cell.option("adapter"):
+            return self.tiny.reload(directory)
+        from peft import PeftModel
+
+        adapted: Module = PeftModel.from_pretrained(TinyDriver.base_model(self), directory)
+        return adapted
+
+    def base_model(self) -> Module:
+        """The model below an adapter."""
+        import torch
+
+        torch.manual_seed(0)
+        model = self.tiny.make()
+        return model.to(getattr(torch, self.precision.load))
+
+    def reference(self, model: Module, number: int, ranks: int) -> float:
+        """All batches of all ranks, one after the other, in float32; the norm is that of all gradients together."""
+        from torch.nn.utils import clip_grad_norm_
+
+        if self.optimizer is None:
+            self.optimizer = self.make_optimizer(model)
+            self.scheduler = self.make_scheduler(self.optimizer)
+        self.optimizer.zero_grad()
+        batches = [self.batch_of(place, rank) for rank in range(ranks) for place in self.micros(number)]
+        weights = [self.tiny.count(batch) if self.mean == "token" else 1 for batch in batches]
+        # An incomplete step at the end of an epoch counts for as much less where micro-batches are averaged.
+        whole = sum(weights) if self.mean == "token" else self.accumulate * ranks
+        total = 0.0
+        for batch, weight in zip(batches, weights, strict=True):
+            loss = self.tiny.loss(model, batch) * weight / whole
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        self.grad_norm = float(clip_grad_norm_(model.parameters(), MAX_NORM))
+        self.optimizer.step()
+        self.scheduler.step()
+        return total

@@ -5,16 +5,19 @@ https://huggingface.co/docs/accelerate/usage_guides/fsdp, https://huggingface.co
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_distcompat.drivers._tiny import TinyDriver
+from pytest_distcompat.drivers import _options
+from pytest_distcompat.drivers._tiny import MAX_NORM, TinyDriver
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
+    from pytest_distcompat.models._base import Batch
 
 
 class AccelerateDriver(TinyDriver):
@@ -33,10 +36,31 @@ class AccelerateDriver(TinyDriver):
         "torch.distributed.tensor",
         "safetensors.torch",
     )
-    options: ClassVar[tuple[str, ...]] = ("model", "state_dict", "activation_checkpointing")
+    options: ClassVar[tuple[str, ...]] = (
+        "model",
+        "state_dict",
+        "compile",
+        "activation_checkpointing",
+        "accumulate",
+        "offload",
+        "reshard_after_forward",
+        "use_orig_params",
+        "cpu_ram_efficient_loading",
+        "wrap",
+        "ignored",
+        "frozen",
+        "adapter",
+        "groups",
+        "fp8_backend",
+        "conflict",
+    )
+    libraries: ClassVar[tuple[str, ...]] = ("accelerate", "torch", "deepspeed")
+    reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
+    portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2"}
     order: ClassVar[int] = 1
 
     accelerator: Any = None
+    _stream: Iterator[Batch] | None = None
 
     @classmethod
     def unable(cls, cell: Cell, device: str = "cpu") -> str:
@@ -48,32 +72,107 @@ class AccelerateDriver(TinyDriver):
                 "accelerate gathers FSDP1's full state dict with offload to the CPU, which on CPU ranks is a segmentation "
                 "fault in torch (https://github.com/pytorch/pytorch/issues/188989)"
             )
+        if device == "cpu" and cell.strategy == "fsdp2" and cell.option("offload"):
+            return "accelerate offloads through pinned memory, which needs a GPU"
         return super().unable(cell, device)
 
     def build(self, model: Module) -> None:
-        """One Accelerator, then model, optimizer and scheduler together through ``prepare``."""
+        """One Accelerator, then data, model, optimizer and scheduler together through ``prepare``."""
         from accelerate import Accelerator
+        from torch.utils.data import DataLoader
 
         assert self.strategy.accelerate is not None
         settings = dict(self.strategy.accelerate(self.precision, self.cell))
-        # DeepSpeed has its low-precision mode in its own JSON, under the name of mixed precision.
-        bf16 = self.precision.mixed or (self.strategy.zero_stage is not None and self.precision.compute == "bfloat16")
-        settings["mixed_precision"] = "bf16" if bf16 else "no"
+        settings["mixed_precision"] = self._mixed_precision()
+        settings["gradient_accumulation_steps"] = self.accumulate
+        settings |= self._compilation(model)
         if self.world.device == "cpu":
             settings |= on_cpu(settings)
+        settings.setdefault("kwargs_handlers", []).extend(self._recipe())
+        self._recompute(model)
         self.accelerator = Accelerator(**settings)
         optimizer = self.make_optimizer(model)
-        scheduler = self.make_scheduler(optimizer)
-        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+        # accelerate's scheduler takes a step for each rank: https://huggingface.co/docs/accelerate/concept_guides/performance
+        scheduler = self.make_scheduler(optimizer, every=self.world.size)
+        data = self.dataset(self.world.size)
+        rows = len(data) // (self.epoch * self.world.size)
+        loader: DataLoader[Any] = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]  # a list is a dataset
+        prepared = self.accelerator.prepare(loader, model, optimizer, scheduler)
+        self.loader, self.model, self.optimizer, self.scheduler = prepared
+        self.scaler = self.accelerator.scaler
+
+    def _mixed_precision(self) -> str:
+        """The word that accelerate has for it. DeepSpeed has its low-precision mode in its own JSON, under the name of mixed precision."""
+        if self.precision.float8:
+            return "fp8"
+        if self.precision.mixed or self.strategy.zero_stage is not None:
+            return {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[self.precision.compute]
+        return "no"
+
+    def _compilation(self, model: Module) -> dict[str, Any]:
+        from accelerate.utils import TorchDynamoPlugin
+
+        how = self.cell.option("compile")
+        if how == "partial":
+            _options.compile_blocks(how, self.tiny.block_modules(model))
+        if how in {False, "partial"}:
+            return {}
+        backend = "inductor" if how is True else "aot_eager"
+        return {"dynamo_plugin": TorchDynamoPlugin(backend=backend, use_regional_compilation=how == "regional")}
+
+    def _recompute(self, model: Any) -> None:
+        """For FSDP accelerate recomputes; for the others it is the model's business."""
+        if not self.cell.option("activation_checkpointing") or "fsdp" in self.cell.strategy:
+            return
+        if hasattr(model, "gradient_checkpointing_enable"):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.train()
+        else:
+            _options.recompute(model, self.tiny.block_modules(model))
+
+    def _recipe(self) -> list[Any]:
+        """How layers become 8 bits wide. Without all-gather in 8 bits, which DeepSpeed cannot do."""
+        if not self.precision.float8:
+            return []
+        if self.cell.option("fp8_backend") == "te":
+            from accelerate.utils import TERecipeKwargs
+
+            return [TERecipeKwargs(fp8_format="HYBRID")]
+        from accelerate.utils import AORecipeKwargs
+        from torchao.float8 import Float8LinearConfig
+
+        return [AORecipeKwargs(config=Float8LinearConfig(emulate=self.world.device == "cpu", pad_inner_dim=True))]
+
+    def _next(self, number: int) -> Batch:
+        """From the prepared loader, epoch after epoch; a resumed run skips what the first one had."""
+        if self._stream is None:
+            self._stream = self._batches(self.micros(number)[0])
+        return next(self._stream)
+
+    def _batches(self, done: int) -> Iterator[Batch]:
+        if done:
+            yield from self.accelerator.skip_first_batches(self.loader, done)
+        while True:
+            yield from self.loader
 
     def step(self, number: int) -> float:
         """Forward, backward, optimizer and scheduler step, as accelerate's documentation writes them."""
-        loss = self.tiny.loss(self.model, self.batch(number))
-        self.accelerator.backward(loss)
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        return float(loss.detach())
+        total, self.tokens = 0.0, 0
+        for _ in self.micros(number):
+            batch = self._next(number)
+            self.tokens += self.tiny.count(batch)
+            with self.accelerator.accumulate(self.model):
+                loss = self.tiny.loss(self.model, batch)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+                    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+                    self.grad_norm = None if norm is None else float(norm)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            total += float(loss.detach()) / self.accumulate
+        return total
 
     def save(self, directory: Path) -> None:
         """``save_state``."""
@@ -82,6 +181,29 @@ class AccelerateDriver(TinyDriver):
     def load(self, directory: Path) -> None:
         """``load_state``."""
         self.accelerator.load_state(str(directory))
+
+    def export(self, directory: Path) -> None:
+        """``save_model``; for FSDP1 on CPU ranks, where gathering crashes torch, the documented merge of a sharded checkpoint."""
+        unwrapped = self.accelerator.unwrap_model(self.model)
+        main = self.accelerator.is_main_process
+        if self.cell.option("adapter"):
+            state = self.accelerator.get_state_dict(self.model)
+            unwrapped.save_pretrained(directory, is_main_process=main, state_dict=state)
+            return
+        if self.cell.strategy == "fsdp1" and self.world.device == "cpu":
+            self._merge(directory)
+        else:
+            self.accelerator.save_model(self.model, str(directory))
+        if main and hasattr(unwrapped, "config"):
+            unwrapped.config.save_pretrained(directory)
+
+    def _merge(self, directory: Path) -> None:
+        from accelerate.utils import merge_fsdp_weights, save_fsdp_model
+
+        shards = directory.parent / "shards"
+        save_fsdp_model(self.accelerator.state.fsdp_plugin, self.accelerator, self.model, str(shards), 0)
+        # On every rank: it waits for all of them.
+        merge_fsdp_weights(str(shards / "pytorch_model_fsdp_0"), str(directory))
 
     def trainer_world_size(self) -> int | None:
         """What accelerate believes."""

@@ -6,10 +6,12 @@ https://pytorch.org/docs/stable/distributed.checkpoint.html
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_distcompat.drivers._tiny import TinyDriver
+from pytest_distcompat.drivers import _options
+from pytest_distcompat.drivers._tiny import MAX_NORM, TinyDriver
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -28,15 +30,39 @@ class TorchDriver(TinyDriver):
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.tensor",
         "torch.nn.parallel",
+        "safetensors.torch",
     )
-    options: ClassVar[tuple[str, ...]] = ("model", "state_dict")
+    options: ClassVar[tuple[str, ...]] = (
+        "model",
+        "state_dict",
+        "compile",
+        "activation_checkpointing",
+        "accumulate",
+        "offload",
+        "reshard_after_forward",
+        "use_orig_params",
+        "meta_init",
+        "ignored",
+        "frozen",
+        "adapter",
+        "groups",
+        "save_only_model",
+    )
+    libraries: ClassVar[tuple[str, ...]] = ("torch",)
+    reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
+    portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp1": "fsdp2", "fsdp2": "ddp"}
     order: ClassVar[int] = 0
+
+    #: The model below torch.compile, with the methods of its strategy.
+    wrapped: Any = None
 
     @classmethod
     def unable(cls, cell: Cell, device: str = "cpu") -> str:
         """The strategies that torch itself does not have."""
         if STRATEGIES.get(cell.strategy).torch is None:
             return f"plain torch has no {cell.strategy}; it is a strategy of DeepSpeed"
+        if cell.precision == "fp8" and cell.option("fp8_backend") == "te":
+            return "Transformer Engine is driven through accelerate"
         return super().unable(cell, device)
 
     def build(self, model: Module) -> None:
@@ -50,19 +76,67 @@ class TorchDriver(TinyDriver):
         if not distributed.is_initialized():
             distributed.init_process_group(self.world.backend)
         assert self.strategy.torch is not None
-        self.model = self.strategy.torch(model, self.precision, self.cell, device)
+        self.raw, how = model, self.cell.option("compile")
+        if self.precision.float8:
+            model = _options.in_8_bits(model)
+        if self.cell.option("activation_checkpointing"):
+            _options.recompute(model, self.tiny.block_modules(model))
+        if _options.in_place(how):
+            _options.compile_blocks(how, self.tiny.block_modules(model))
+        self.wrapped = self.model = self.strategy.torch(model, self.precision, self.cell, device)
+        if how and not _options.in_place(how):
+            self.model = _options.compiled(self.wrapped, how)
         self.optimizer = self.make_optimizer(self.model)
         self.scheduler = self.make_scheduler(self.optimizer)
+        self.scaler = self._scaler(device.type) if self.precision.scaled else None
+
+    def _scaler(self, device: str) -> Any:
+        import torch
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        # Found infinities must be known to all ranks that hold shards.
+        kind: Any = ShardedGradScaler if self.cell.strategy == "fsdp1" else torch.amp.GradScaler
+        return kind(device, init_scale=2.0**10)
 
     def step(self, number: int) -> float:
-        """Forward, backward, optimizer and scheduler step."""
+        """Forward and backward of each micro-batch, gradients reduced with the last; optimizer and scheduler step."""
         self.optimizer.zero_grad()
-        with self._autocast():
-            loss = self.tiny.loss(self.model, self.batch(number))
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
+        total = 0.0
+        for batch, last in self.batches(number):
+            with self._synchronised(last), self._autocast():
+                loss = self.tiny.loss(self.model, batch) / self.accumulate
+                (self.scaler.scale(loss) if self.scaler else loss).backward()
+            total += float(loss.detach())
+        self.update()
+        return total
+
+    def update(self) -> None:
+        """Clip, optimizer and scheduler step."""
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+        self.grad_norm = self._clip()
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
         self.scheduler.step()
-        return float(loss.detach())
+
+    def _clip(self) -> float:
+        from torch.nn.utils import clip_grad_norm_
+
+        if self.cell.strategy == "fsdp1":
+            return float(self.wrapped.clip_grad_norm_(MAX_NORM))
+        norm: Any = clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Only the last micro-batch reduces gradients."""
+        if self.cell.strategy == "fsdp2":
+            self.wrapped.set_requires_gradient_sync(last)
+            return contextlib.nullcontext()
+        skipping: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if last else self.wrapped.no_sync()
+        return skipping
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         """DDP has no mixed precision of its own: autocast is how torch does it there."""
@@ -79,10 +153,16 @@ class TorchDriver(TinyDriver):
         return StateDictOptions(full_state_dict=self.cell.option("state_dict") == "full")
 
     def _state(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
+        import torch
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
+        if self.cell.option("save_only_model"):
+            return {"model": get_model_state_dict(self.model, options=self._options())}
         model, optimizer = get_state_dict(self.model, self.optimizer, options=self._options())
-        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+        state = {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+        if self.scaler:
+            state["scaler"] = self.scaler.state_dict()
+        return state | {"rng": torch.get_rng_state()}
 
     def save(self, directory: Path) -> None:
         """One DCP checkpoint, or one file written by rank 0 for state_dict=full."""
@@ -99,7 +179,7 @@ class TorchDriver(TinyDriver):
     def load(self, directory: Path) -> None:
         """DCP fills the state in place; then it goes back by ``set_state_dict``."""
         import torch
-        from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
         if self.cell.option("state_dict") == "full":
@@ -107,6 +187,9 @@ class TorchDriver(TinyDriver):
         else:
             state = self._state()
             load(state, checkpoint_id=directory)
+        if self.cell.option("save_only_model"):
+            set_model_state_dict(self.model, state["model"], options=self._options())
+            return
         set_state_dict(
             self.model,
             self.optimizer,
@@ -115,3 +198,14 @@ class TorchDriver(TinyDriver):
             options=self._options(),
         )
         self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler:
+            self.scaler.load_state_dict(state["scaler"])
+        torch.set_rng_state(state["rng"])
+
+    def export(self, directory: Path) -> None:
+        """The whole state dict on rank 0, in the form that the model's own library loads."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        state = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
+        if self.world.rank == 0:
+            _options.write_whole(self.raw, state, directory)

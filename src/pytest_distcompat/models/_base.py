@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,8 +19,12 @@ class TinyModel:
     """How to make the model and its data.
 
     ``make`` gives a float32 model on the CPU from the current random state. ``batch(step, rank)`` gives the same batch
-    for the same numbers in every process. ``loss(model, batch)`` is a scalar. ``blocks`` names the classes that FSDP
-    wraps one by one.
+    for the same numbers in every process. ``loss(model, batch)`` is the mean over what ``count(batch)`` counts: tokens, or
+    samples. ``outputs`` is what the model computes, and ``reload`` reads what was exported.
+
+    ``blocks`` names the classes that FSDP wraps one by one, ``unit_size`` how many parameters option ``wrap`` makes a unit
+    of, ``part`` the modules that option ``frozen`` freezes, ``ignored`` the one, of frozen weights, that the option of that
+    name leaves out of the sharding, ``adapted`` the modules that LoRA adapts.
     """
 
     name: str
@@ -27,6 +32,13 @@ class TinyModel:
     make: Callable[[], Module]
     batch: Callable[[int, int], Batch]
     loss: Callable[[Module, Batch], torch.Tensor]
+    count: Callable[[Batch], int]
+    outputs: Callable[[Module, Batch], torch.Tensor]
+    reload: Callable[[Path], Module]
+    part: tuple[str, ...] = ()
+    ignored: str = ""
+    unit_size: int = 1000
+    adapted: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
     order: int = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_distcompat.models._base import TinyModel
@@ -35,11 +36,34 @@ def _make(*, tied: bool) -> Module:
 
 
 def _batch(step: int, rank: int) -> Batch:
+    """Two rows of 16 tokens; how many of them are learned from differs from rank to rank and from batch to batch.
+
+    Even numbers would hide a trainer that averages averages (https://github.com/huggingface/transformers/pull/34191).
+    """
     import torch
 
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = torch.randint(0, VOCABULARY, (2, 16), generator=generator)
-    return {"input_ids": tokens, "labels": tokens}
+    labels = tokens.clone()
+    labels[0, : (5 * step + 7 * rank) % 15] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def _count(batch: Batch) -> int:
+    """A causal model predicts the next token: the first label is never used."""
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def _outputs(model: Module, batch: Batch) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=batch["input_ids"]).logits
+    return logits
+
+
+def _reload(directory: Path) -> Module:
+    from transformers import AutoModelForCausalLM
+
+    model: Module = AutoModelForCausalLM.from_pretrained(directory)
+    return model
 
 
 def _loss(model: Module, batch: Batch) -> torch.Tensor:
@@ -49,9 +73,24 @@ def _loss(model: Module, batch: Batch) -> torch.Tensor:
 
 _PRELOAD = ("transformers", "transformers.models.llama.modeling_llama")
 
-LLAMA = TinyModel(
-    "llama", ("LlamaDecoderLayer",), functools.partial(_make, tied=False), _batch, _loss, preload=_PRELOAD, order=0
-)
-LLAMA_TIED = TinyModel(
-    "llama_tied", ("LlamaDecoderLayer",), functools.partial(_make, tied=True), _batch, _loss, preload=_PRELOAD, order=1
-)
+
+def _llama(name: str, order: int, *, tied: bool) -> TinyModel:
+    return TinyModel(
+        name,
+        ("LlamaDecoderLayer",),
+        functools.partial(_make, tied=tied),
+        _batch,
+        _loss,
+        _count,
+        _outputs,
+        _reload,
+        part=("model.embed_tokens", "model.layers.0"),
+        adapted=("q_proj", "v_proj"),
+        unit_size=5000,
+        preload=_PRELOAD,
+        order=order,
+    )
+
+
+LLAMA = _llama("llama", 0, tied=False)
+LLAMA_TIED = _llama("llama_tied", 1, tied=True)

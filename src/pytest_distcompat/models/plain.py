@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_distcompat.models._base import TinyModel
@@ -38,6 +39,40 @@ def _loss(model: Module, batch: Batch) -> torch.Tensor:
     return functional.cross_entropy(logits.float(), batch["labels"])
 
 
+def _count(batch: Batch) -> int:
+    return len(batch["labels"])
+
+
+def _outputs(model: Module, batch: Batch) -> torch.Tensor:
+    logits: torch.Tensor = model(batch["features"])
+    return logits
+
+
+def _reload(directory: Path) -> Module:
+    """A plain module has no loader of its own: what was exported must fit its state dict, key by key."""
+    from safetensors.torch import load_file
+
+    model = _make()
+    found = load_file(directory / "model.safetensors")
+    for parameter in model.parameters():
+        # Loading copies into what is there, and would round or widen what was saved.
+        parameter.data = parameter.data.to(next(iter(found.values())).dtype)
+    model.load_state_dict(found)
+    return model
+
+
 PLAIN = TinyModel(
-    "plain", ("Block",), _make, _batch, _loss, preload=("pytest_distcompat.models._plain_module",), order=2
+    "plain",
+    ("Block",),
+    _make,
+    _batch,
+    _loss,
+    _count,
+    _outputs,
+    _reload,
+    part=("inlet",),
+    ignored="frozen",
+    unit_size=200,
+    preload=("pytest_distcompat.models._plain_module", "safetensors.torch"),
+    order=2,
 )

@@ -101,12 +101,19 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     if drivers and suite.driver not in drivers:
         return []
     strategies, precisions = session.setting("strategies").value, session.setting("precisions").value
+    driver = find_driver(suite.driver)
     return [
         Case(suite, cell, check)
         for cell in _all_cells(suite, session.world_size)
         if (not strategies or cell.strategy in strategies) and (not precisions or cell.precision in precisions)
         for check in CHECKS.things.values()
+        if not check.applies(cell, driver)
     ]
+
+
+def blanks(cell: Cell, driver: type[Driver]) -> dict[str, str]:
+    """The checks that have no item in a cell, with the reason."""
+    return {name: reason for name, check in CHECKS.things.items() if (reason := check.applies(cell, driver))}
 
 
 def modules_of(suite: type[CompatSuite], chosen: list[Case]) -> list[str]:
@@ -138,6 +145,7 @@ class BoundCase:
             "message": verdict.message,
             "reason": verdict.reason,
             "nodeid": self.item.nodeid,
+            "blanks": blanks(case.cell, find_driver(case.suite.driver)),
         }
         if verdict.status == "skipped":
             pytest.skip(verdict.reason)
@@ -149,12 +157,13 @@ class BoundCase:
     def _verdict(self) -> tuple[Verdict, str]:
         case = self.case
         session = self.item.config.stash[SESSION]
-        reason = find_driver(case.suite.driver).unable(case.cell, session.device) or session.too_large(
-            case.cell.world_size
-        )
+        driver = find_driver(case.suite.driver)
+        scenario = case.check.lives(case.cell, driver)
+        largest = max(life.cell(case.cell).world_size for life in scenario.lives)
+        reason = driver.unable(case.cell, session.device) or session.too_large(largest)
         if reason:
             return skipped(case.check.name, case.cell, reason), ""
-        trace = session.runner.trace(case.suite.driver, case.cell, case.check.scenario)
+        trace = session.runner.trace(case.suite.driver, case.cell, scenario)
         broken = next((life.name for life in trace if life.end is not None), "")
         command = trace.notes.get(broken) or next(reversed(list(trace.notes.values())), "")
         return judge(case.check, case.cell, trace, case.suite.expect), command

@@ -12,6 +12,9 @@ BF16_MIXED = Precision(
     compute="bfloat16",
     master="float32",
     meaning="loaded and computed in bfloat16, master weights and optimizer state in float32",
+    # 2.5e-4 and 5e-3 seen; with bfloat16 masters 1.7e-3 and 1.6e-2.
+    loss_tolerance=1e-3,
+    norm_tolerance=1.2e-2,
     order=1,
 )
 
@@ -21,5 +24,8 @@ BF16_PURE = Precision(
     compute="bfloat16",
     master="bfloat16",
     meaning="everything in bfloat16, the optimizer too",
+    # 3e-3 and 1.7e-2 seen.
+    loss_tolerance=1e-2,
+    norm_tolerance=5e-2,
     order=2,
 )

@@ -6,7 +6,20 @@ are elsewhere. It knows no driver: what it needs is a model, an optimizer and a 
 
 from pytest_distcompat.probe.files import read_files
 from pytest_distcompat.probe.live import read_model, read_plain
+from pytest_distcompat.probe.numbers import peak_memory, read_rng, read_scaler, sample
 from pytest_distcompat.probe.observe import Observer
-from pytest_distcompat.probe.optimizer import read_optimizer, read_scheduler
+from pytest_distcompat.probe.optimizer import read_optimizer, read_scheduler, torch_optimizer
 
-__all__ = ["Observer", "read_files", "read_model", "read_optimizer", "read_plain", "read_scheduler"]
+__all__ = [
+    "Observer",
+    "peak_memory",
+    "read_files",
+    "read_model",
+    "read_optimizer",
+    "read_plain",
+    "read_rng",
+    "read_scaler",
+    "read_scheduler",
+    "sample",
+    "torch_optimizer",
+]

@@ -12,16 +12,19 @@ import torch
 from pytest_distcompat.trace import FileFact
 
 
-def read_files(directory: Path) -> tuple[FileFact, ...]:
-    """Every file below the directory that holds keys of a model or of an optimizer; call it when all ranks are done."""
+def read_files(directory: Path, prefix: str = "") -> tuple[FileFact, ...]:
+    """Every file below the directory that holds keys of a model or of an optimizer; call it when all ranks are done.
+
+    ``prefix`` is put before the paths in what is returned.
+    """
     facts: list[FileFact] = []
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        name = str(path.relative_to(directory))
+        name = prefix + str(path.relative_to(directory))
         if path.suffix == ".safetensors":
             shapes = _safetensors_shapes(path)
             facts.append(FileFact(name, "safetensors", "model", tuple(shapes), shapes))
         elif path.name == ".metadata":
-            facts.extend(_dcp(path.parent, str(path.parent.relative_to(directory))))
+            facts.extend(_dcp(path.parent, prefix + str(path.parent.relative_to(directory))))
         elif path.suffix in {".pt", ".bin"}:
             facts.extend(_pickled(path, name))
     return tuple(facts)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +16,11 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def read_plain(model: Module) -> PlainFact:
-    """Names, shapes and dtypes of a model that nothing has wrapped; groups of names that are one tied parameter."""
+def read_plain(model: Module, blocks: Collection[str] = (), ignored: tuple[str, ...] = ()) -> PlainFact:
+    """Names, shapes and dtypes of a model that nothing has wrapped; groups of names that are one tied parameter.
+
+    ``blocks`` are class names: the names of the modules that have one of them go into the trace.
+    """
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -26,7 +31,15 @@ def read_plain(model: Module) -> PlainFact:
         for name, buffer in model.named_buffers()
     )
     tied = tuple(tuple(group) for group in names.values() if len(group) > 1)
-    return PlainFact(parameters, buffers, tuple(model.state_dict()), tied)
+    return PlainFact(
+        parameters,
+        buffers,
+        tuple(model.state_dict()),
+        tied,
+        blocks=tuple(name for name, module in model.named_modules() if type(module).__name__ in blocks),
+        ignored=ignored,
+        linears=sum(isinstance(module, torch.nn.Linear) for module in model.modules()),
+    )
 
 
 def _plain(name: str, tensor: torch.Tensor, placement: str = "") -> ParameterFact:
@@ -68,7 +81,58 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
         trainer_world_size=trainer_world_size,
         backend=str(distributed.get_backend()) if ready else "",
         zero_stage=_zero_stage(model),
+        units=tuple(_units(model)),
+        checkpointed=tuple(_checkpointed(model)),
+        compiled=tuple(_compiled(model)),
+        float8=sum("Float8" in type(module).__name__ or _of_te(module) for module in model.modules()),
+        graphs=_graphs(),
     )
+
+
+def _units(model: Module) -> Iterator[str]:
+    """The modules that FSDP wraps."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    for name, module in model.named_modules():
+        if isinstance(module, (FSDPModule, FullyShardedDataParallel)):
+            yield name
+
+
+def _checkpointed(model: Module) -> Iterator[str]:
+    """The modules whose activations are recomputed: wrapped for it, or told so, as transformers tells its layers."""
+    for name, module in model.named_modules():
+        # fully_shard makes a class of its own of the one it is given: FSDPCheckpointWrapper.
+        if _is(module, "CheckpointWrapper") or getattr(module, "gradient_checkpointing", False) is True:
+            yield name
+
+
+def _compiled(model: Module) -> Iterator[str]:
+    """The modules that torch.compile wraps, or that were compiled in place.
+
+    In place leaves a private trace only, ``_compiled_call_impl``; ``tests/spawn/test_private_names.py`` says when it
+    goes away.
+    """
+    for name, module in model.named_modules():
+        if _is(module, "OptimizedModule") or getattr(module, "_compiled_call_impl", None) is not None:
+            yield name
+
+
+def _of_te(module: Module) -> bool:
+    """A layer of Transformer Engine, which need not be installed."""
+    weight: Any = getattr(module, "weight", None)
+    return type(module).__module__.startswith("transformer_engine") and weight is not None and weight.dim() > 1
+
+
+def _graphs() -> int:
+    """How many graphs torch.compile has made in this process: private, held by ``tests/spawn/test_private_names.py``.
+
+    A model can be wrapped by torch.compile and run uncompiled all the same.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return 0
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 def _wrappers(model: Module) -> dict[str, int]:
@@ -84,11 +148,16 @@ def _wrappers(model: Module) -> dict[str, int]:
             found["FSDP1"] += 1
         elif isinstance(module, FSDPModule):
             found["FSDP2"] += 1
-        elif type(module).__name__ == "DeepSpeedEngine":
+        elif _is(module, "DeepSpeedEngine"):
             found["DeepSpeedEngine"] += 1
-        elif type(module).__name__ == "OptimizedModule":
+        if _is(module, "OptimizedModule"):
             found["OptimizedModule"] += 1
     return dict(found)
+
+
+def _is(module: Module, name: str) -> bool:
+    """Whether the module is of a class of that name, by any of its bases; its library need not be installed."""
+    return any(base.__name__ == name for base in type(module).__mro__)
 
 
 def _zero_stage(model: Module) -> int | None:

@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_distcompat.probe.tensors import dtype_name
+from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
 from pytest_distcompat.trace import CollectiveFact, ComputeFact, StepFact
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Hooks that write down dtypes. Made once a life; ``watching()`` around a step says when.
+    """Hooks that write down what steps do. Made once a life; ``watching()`` around a training says when.
 
     The step hooks are torch's global ones (``register_optimizer_step_pre_hook``): they see the optimizer that really
     steps, at the time it steps, through any number of wrappers, and for ZeRO the flat partitions, which no param_group
@@ -30,9 +30,10 @@ class Observer:
         self.steps: list[StepFact] = []
         self.compute: dict[tuple[str, str, str], ComputeFact] = {}
         self.collectives: Counter[tuple[str, str]] = Counter()
-        self.sizes: dict[tuple[str, str], int] = {}
+        self.sizes: dict[tuple[str, str], tuple[int, int]] = {}
+        self.inputs: list[str] = []
         self._active = False
-        self._before: dict[int, tuple[set[str], set[str]]] = {}
+        self._before: dict[int, tuple[set[str], set[str], float]] = {}
         register_optimizer_step_pre_hook(self._pre_step)
         register_optimizer_step_post_hook(self._post_step)
 
@@ -44,14 +45,17 @@ class Observer:
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear) and not list(module.children()):
                 module.register_forward_hook(self._forward_hook(name))
+        model.register_forward_pre_hook(self._input_hook, with_kwargs=True)
+
+    def _input_hook(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What the model is fed, in no order of arguments: a wrapper may name what the caller did not."""
+        if self._active and torch.is_grad_enabled():
+            fed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
+            self.inputs.append(" ".join(sorted(digest(value) for value in fed)))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what happens inside; each time starts afresh."""
-        self.steps.clear()
-        self.compute.clear()
-        self.collectives.clear()
-        self.sizes.clear()
+        """Watch what happens inside."""
         self._active = True
         try:
             with _Collectives(self):
@@ -59,13 +63,26 @@ class Observer:
         finally:
             self._active = False
 
+    def restart(self) -> None:
+        """Forget what was seen: the next verb begins."""
+        self.steps.clear()
+        self.compute.clear()
+        self.collectives.clear()
+        self.sizes.clear()
+        self.inputs.clear()
+
     def facts(self) -> dict[str, Any]:
         """The keyword arguments of a Moment that come from here."""
         collectives = tuple(
-            CollectiveFact(op, dtype, calls, self.sizes[op, dtype])
+            CollectiveFact(op, dtype, calls, *self.sizes[op, dtype])
             for (op, dtype), calls in sorted(self.collectives.items())
         )
-        return {"steps": tuple(self.steps), "compute": tuple(self.compute.values()), "collectives": collectives}
+        return {
+            "steps": tuple(self.steps),
+            "compute": tuple(self.compute.values()),
+            "collectives": collectives,
+            "inputs": tuple(self.inputs),
+        }
 
     def _forward_hook(self, name: str) -> Any:
         def hook(module: Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -83,13 +100,15 @@ class Observer:
             return
         tensors = [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
         master = {dtype_name(p.dtype) for p in tensors}
-        gradient = {dtype_name(p.grad.dtype) for p in tensors if p.grad is not None}
-        self._before[id(optimizer)] = (master, gradient)
+        gradients = [local_of(p.grad) for p in tensors if p.grad is not None]
+        gradient = {dtype_name(grad.dtype) for grad in gradients}
+        square = sum(float(grad.double().square().sum()) for grad in gradients)
+        self._before[id(optimizer)] = (master, gradient, square)
 
     def _post_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if id(optimizer) not in self._before:
             return
-        master, gradient = self._before.pop(id(optimizer))
+        master, gradient, square = self._before.pop(id(optimizer))
         state = {
             dtype_name(value.dtype)
             for values in optimizer.state.values()
@@ -97,14 +116,15 @@ class Observer:
             if key != "step" and isinstance(value, torch.Tensor) and value.numel()
         }
         facts = (tuple(sorted(master)), tuple(sorted(gradient)), tuple(sorted(state)))
-        self.steps.append(StepFact(type(optimizer).__name__, *facts))
+        self.steps.append(StepFact(type(optimizer).__name__, *facts, square=square))
 
     def saw(self, op: str, tensors: list[torch.Tensor]) -> None:
         """Write down one collective."""
         for tensor in tensors:
             key = (op, dtype_name(tensor.dtype))
             self.collectives[key] += 1
-            self.sizes[key] = max(self.sizes.get(key, 0), tensor.numel())
+            most, total = self.sizes.get(key, (0, 0))
+            self.sizes[key] = (max(most, tensor.numel()), total + tensor.numel())
 
 
 class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped
@@ -112,6 +132,11 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     The mechanism of torch's own CommDebugMode, which counts them but does not tell dtypes.
     """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Under any other mode torch.compile quietly runs the model uncompiled."""
+        return True
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,13 +33,16 @@ def torch_optimizer(optimizer: Any) -> Any:
     return None if optimizer is None else chain(optimizer)[-1]
 
 
-def read_optimizer(model: Module, optimizer: Any) -> OptimizerFact:
-    """Whose tensors the optimizer holds, and every tensor of its state.
+def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> OptimizerFact:
+    """Whose tensors the optimizer holds, and every tensor of its state; if not ``whole``, the numbers of its groups only.
 
     Never through ``get_optimizer_state_dict``: on a fresh optimizer that takes a step
     (https://github.com/pytorch/pytorch/pull/125708).
     """
     inner = torch_optimizer(optimizer)
+    links, groups = tuple(type(link).__name__ for link in chain(optimizer)), tuple(map(_numbers, inner.param_groups))
+    if not whole:
+        return OptimizerFact(links, 0, groups=groups)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     entries = [parameter for group in inner.param_groups for parameter in group["params"]]
     partitioned = _partitioned(model)
@@ -49,12 +53,13 @@ def read_optimizer(model: Module, optimizer: Any) -> OptimizerFact:
             states.append(_state(owner, "master", parameter))
         states.extend(_state(owner, key, value) for key, value in state.items() if _is_number(value))
     return OptimizerFact(
-        chain=tuple(type(link).__name__ for link in chain(optimizer)),
+        chain=links,
         entries=len(entries),
         foreign=0 if partitioned else sum(id(parameter) not in names for parameter in entries),
         states=tuple(states),
         partitioned=partitioned,
-        groups=tuple(_numbers(group) for group in inner.param_groups),
+        masters=tuple(_masters(model)),
+        groups=groups,
     )
 
 
@@ -96,6 +101,21 @@ def _partitioned(model: Module) -> dict[str, int]:
             mapping = parameter._hp_mapping  # noqa: SLF001 - see the docstring
             found[name] = 0 if mapping is None else int(mapping.lp_fragment_address.numel)
     return found
+
+
+def _masters(model: Module) -> Iterator[StateFact]:
+    """This rank's part of each parameter's flat master and of its moments, where DeepSpeed keeps such; see ``_partitioned``.
+
+    The parts of all ranks, in their order, are the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_tensor") and _has_master(parameter):
+            from deepspeed.utils import safe_get_local_fp32_param
+
+            master = safe_get_local_fp32_param(parameter).reshape(-1)
+            yield _state(name, "master", master[: zero3_shard(parameter).numel()])
+        elif (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+            yield _state(name, "master", mapping.hp_fragment)
 
 
 def _has_master(parameter: torch.Tensor) -> bool:

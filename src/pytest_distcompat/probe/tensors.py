@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 from typing import Any
 
 import torch
+
+from pytest_distcompat import digests
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -33,22 +35,53 @@ def zero3_shard(parameter: Any) -> torch.Tensor:
     return stored.reshape(-1)[: max(0, int(parameter.ds_numel) - start)]
 
 
-def digest(value: Any) -> str:
-    """A hash of the local values, whatever they are stored in: bfloat16 hashes like the float32 it is cast to, exactly.
+#: Elements hashed at a time; their sum must stay below 2**63.
+_CHUNK = 1 << 15
 
-    FSDP1 shows its upcast only at the first forward, and a frozen weight has not moved by that. Numbers hash like a
-    tensor that holds them, so a ``step`` of 3 and of 3.0 agree. All zeros are told from all else: ``zero:<elements>``.
+
+@functools.cache
+def _powers(prime: int, base: int) -> torch.Tensor:
+    """base**(n-1), ..., base, 1 modulo the prime, for a whole chunk."""
+    powers = torch.ones(1, dtype=torch.int64)
+    while powers.numel() < _CHUNK:
+        powers = torch.cat((powers, powers * pow(base, powers.numel(), prime) % prime))
+    return powers.flip(0)
+
+
+def digest(value: Any) -> str:
+    """A digest of the local values that composes, see ``pytest_distcompat.digests``.
+
+    Of the values, whatever they are stored in: bfloat16 hashes like the float32 it is cast to, exactly. FSDP1 shows its
+    upcast only at the first forward, and a frozen weight has not moved by that. Numbers hash like a tensor that holds
+    them, so a ``step`` of 3 and of 3.0 agree. Empty text for what is no tensor.
     """
     if isinstance(value, (int, float)):
         value = torch.tensor(float(value))
     if not isinstance(value, torch.Tensor):
         return ""
-    flat = local_of(value).detach().cpu().contiguous().reshape(-1)
-    if flat.is_meta or flat.numel() == 0:
-        return f"empty:{flat.numel()}"
-    if flat.is_floating_point() and flat.element_size() < torch.float32.itemsize:
-        flat = flat.float()
-    if not flat.any():
-        return f"zero:{flat.numel()}"
-    raw = flat.view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(raw, digest_size=12).hexdigest()
+    flat = local_of(value).detach()
+    with torch.no_grad():
+        flat = flat.cpu().contiguous().reshape(-1)
+        if flat.is_meta or flat.numel() == 0:
+            return digests.EMPTY
+        if flat.is_floating_point():
+            # -0.0 equals 0.0, and is to hash like it.
+            flat = (flat.float() if flat.element_size() < torch.float32.itemsize else flat) + 0.0
+        elif flat.element_size() % 4:
+            flat = flat.to(torch.int32)
+        words = flat.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+        hashes = [_hash(words, prime, base) for prime, base in zip(digests.PRIMES, digests.BASES, strict=True)]
+        return digests.form(words.numel(), (hashes[0], hashes[1]))
+
+
+def _hash(words: torch.Tensor, prime: int, base: int) -> int:
+    powers = _powers(prime, base)
+    if words.numel() <= _CHUNK:
+        return int((words % prime * powers[_CHUNK - words.numel() :] % prime).sum()) % prime
+    # Zeros in front do not change the sum, so the first chunk may be filled up.
+    filled = torch.nn.functional.pad(words % prime, (-words.numel() % _CHUNK, 0))
+    chunks: list[int] = (filled.reshape(-1, _CHUNK) * powers % prime).sum(dim=1).tolist()
+    step, found = pow(base, _CHUNK, prime), 0
+    for chunk in chunks:
+        found = (found * step + chunk) % prime
+    return found

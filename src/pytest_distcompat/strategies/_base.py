@@ -31,6 +31,10 @@ class Dtypes:
     state: str
 
 
+#: Why an option of DeepSpeed is none of torch's strategies.
+NO_JSON = "there is no DeepSpeed JSON to contradict"
+NO_SHARDS = "there are no shards of parameters that it could be about"
+
 #: Segments that options, not strategies, put into live names.
 OPTION_WRAPPERS = {"compile": "_orig_mod", "activation_checkpointing": "_checkpoint_wrapped_module"}
 

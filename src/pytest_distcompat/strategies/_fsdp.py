@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat.strategies._base import Dtypes
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.precisions import Precision
 
@@ -28,16 +30,32 @@ def plugin(version: int, cell: Cell) -> dict[str, Any]:
     from pytest_distcompat.models import MODELS
 
     form = {"sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"}[str(cell.option("state_dict"))]
+    tiny = MODELS.get(str(cell.option("model")))
     settings: dict[str, Any] = {
         "fsdp_version": version,
-        "auto_wrap_policy": "transformer_based_wrap",
-        "transformer_cls_names_to_wrap": list(MODELS.get(str(cell.option("model"))).blocks),
         "state_dict_type": form,
-        "cpu_ram_efficient_loading": False,
+        "cpu_ram_efficient_loading": bool(cell.option("cpu_ram_efficient_loading")),
         "cpu_offload": bool(cell.option("offload")),
         "activation_checkpointing": bool(cell.option("activation_checkpointing")),
+        "reshard_after_forward": bool(cell.option("reshard_after_forward")),
     }
+    if cell.option("wrap") == "size":
+        settings |= {"auto_wrap_policy": "size_based_wrap", "min_num_params": tiny.unit_size}
+    else:
+        settings |= {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": list(tiny.blocks)}
+    if cell.option("ignored"):
+        settings["ignored_modules"] = tiny.ignored
     if version == 1:
         # Synchronising module states needs a GPU; the ranks start from the same seed anyway.
-        settings |= {"use_orig_params": True, "sync_module_states": False}
+        settings |= {"use_orig_params": bool(cell.option("use_orig_params")), "sync_module_states": False}
+        settings["reshard_after_forward"] = "FULL_SHARD" if cell.option("reshard_after_forward") else "SHARD_GRAD_OP"
     return {"fsdp_plugin": FullyShardedDataParallelPlugin(**settings)}
+
+
+def ignored_modules(model: Module, cell: Cell) -> list[Module]:
+    """The modules that the cell leaves out of the sharding."""
+    from pytest_distcompat.models import MODELS
+
+    if not cell.option("ignored"):
+        return []
+    return [model.get_submodule(MODELS.get(str(cell.option("model"))).ignored)]

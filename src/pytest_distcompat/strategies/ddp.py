@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies._base import Dtypes, Strategy
+from pytest_distcompat.strategies._base import NO_JSON, NO_SHARDS, Dtypes, Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,6 @@ def _accelerate(precision: Precision, cell: Cell) -> Mapping[str, Any]:
     return {}
 
 
-_NO_FORMS = "DDP has one form of state dict, the full one"
-
 DDP = Strategy(
     "ddp",
     meaning="DistributedDataParallel: replicas, gradients all-reduced",
@@ -46,6 +44,21 @@ DDP = Strategy(
     leading=("module",),
     torch=_torch,
     accelerate=_accelerate,
-    options={"state_dict_full": _NO_FORMS, "offload": "DDP has nothing to offload"},
+    options={
+        "state_dict_full": "DDP has one form of state dict, the full one",
+        "offload": "DDP has nothing to offload",
+        "conflict": NO_JSON,
+        **dict.fromkeys(
+            (
+                "no_reshard_after_forward",
+                "no_use_orig_params",
+                "cpu_ram_efficient_loading",
+                "meta_init",
+                "wrap_size",
+                "ignored",
+            ),
+            NO_SHARDS,
+        ),
+    },
     order=0,
 )

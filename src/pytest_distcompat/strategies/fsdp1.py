@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.strategies import _fsdp
-from pytest_distcompat.strategies._base import Strategy
+from pytest_distcompat.strategies._base import NO_JSON, Strategy
+from pytest_distcompat.strategies._fsdp import ignored_modules
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
     import torch
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     from pytest_distcompat.models import MODELS
@@ -31,7 +32,11 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks}),
         mixed_precision=mixed if precision.mixed else None,
         device_id=device,
-        use_orig_params=True,
+        use_orig_params=bool(cell.option("use_orig_params")),
+        sharding_strategy=(
+            ShardingStrategy.FULL_SHARD if cell.option("reshard_after_forward") else ShardingStrategy.SHARD_GRAD_OP
+        ),
+        ignored_modules=ignored_modules(model, cell),
     )
 
 
@@ -41,7 +46,7 @@ def _accelerate(precision: Precision, cell: Cell) -> Mapping[str, Any]:
 
 FSDP1 = Strategy(
     "fsdp1",
-    meaning="torch.distributed.fsdp.FullyShardedDataParallel (use_orig_params=True)",
+    meaning="torch.distributed.fsdp.FullyShardedDataParallel: flat parameters, sharded",
     dtypes=_fsdp.dtypes,
     wrapper="FSDP1",
     kind="FSDP1 shard",
@@ -49,5 +54,11 @@ FSDP1 = Strategy(
     wrappers=("_fsdp_wrapped_module",),
     torch=_torch,
     accelerate=_accelerate,
+    options={
+        "meta_init": "FSDP1 fills what was made on the meta device by synchronising module states, which needs a GPU",
+        "offload": "FSDP1 offloads from an accelerator to the CPU, and there is none",
+        "cpu_ram_efficient_loading": "FSDP1 then synchronises module states, which needs a GPU",
+        "conflict": NO_JSON,
+    },
     order=1,
 )

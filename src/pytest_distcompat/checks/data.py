@@ -1,0 +1,49 @@
+"""Does each rank learn from its own data, and does a resumed run go on in the middle of it?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.scenario import RESUME
+from pytest_distcompat.trace import LifeTrace, Trace
+
+
+def _watched(cell: Cell, driver: type[Driver]) -> str:
+    if cell.option("compile"):
+        return "a hook that sees what the model is fed would break the graph that compile is to see"
+    return "no optimizer state, so no going on" if cell.option("save_only_model") else ""
+
+
+@check(scenario=RESUME, until=(("train", "step", 4), ("resume", "step", 1)), order=9, applies=_watched)
+def data(cell: Cell, trace: Trace) -> Iterator[str]:
+    """No two ranks are fed the same batch in a step. After a load the random state of torch is what it was at the save,
+    and the next steps are fed what the run that never stopped was fed, though the save was in mid-epoch.
+
+    If it fails: the same data on all ranks is training on a part of it, several times over; look at what the trainer
+    believes is its world size. After a load the sampler probably starts the epoch anew.
+    """
+    whole, resumed = trace.life("train"), trace.life("resume")
+    for nth in range(5):
+        yield from _apart(whole, nth)
+    for before, after in zip(whole.at("save"), resumed.at("load"), strict=False):
+        if before.rng != after.rng:
+            yield f"rank {after.rank}: torch's random state after the load is another than at the save"
+    for nth in (0, 1):
+        for expected, found in zip(whole.at("step", 3 + nth), resumed.at("step", nth), strict=False):
+            if expected.inputs != found.inputs:
+                told = f"step {nth + 1} after the load is fed other data than in the run that never stopped"
+                yield f"rank {found.rank}: {told}"
+
+
+def _apart(life: LifeTrace, nth: int) -> Iterator[str]:
+    fed: dict[str, int] = {}
+    for moment in life.at("step", nth):
+        if not moment.inputs:
+            yield f"rank {moment.rank}: the model was fed nothing in step {nth + 1}"
+        for one in set(moment.inputs):
+            other = fed.setdefault(one, moment.rank)
+            if other != moment.rank:
+                yield f"ranks {other} and {moment.rank} are fed the same batch in step {nth + 1}"

@@ -1,0 +1,119 @@
+"""Does it train the same model as one process in float32 does, at the same learning rate?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.scenario import PARITY, STEPS
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import Moment, Trace
+
+#: Learning rates are arithmetic of a few factors.
+RATE_TOLERANCE = 1e-9
+_WHOLE = (("train", "step", STEPS - 1), ("reference", "reference", STEPS - 1))
+
+
+def has_reference(cell: Cell, driver: type[Driver]) -> str:
+    """Why there is nothing to measure by; empty if there is."""
+    return "" if driver.can("reference") else "the driver has no reference(): there is nothing to measure by"
+
+
+@check(scenario=PARITY, until=_WHOLE, order=5, applies=has_reference)
+def parity(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Over 20 steps the loss (the mean over the ranks), the gradient norm that the trainer reports and the learning rate
+    equal those of one process that trains in float32 on the same batches, within the precision's tolerance.
+
+    If it fails: a loss that is off from the first step on is another loss (a mean of means of unequal micro-batches, a
+    token counted that is not learned from); one that goes off later comes from the optimizer: masters in bfloat16,
+    gradients that are summed instead of averaged, a schedule that runs too fast.
+    """
+    precision = PRECISIONS.get(cell.precision)
+    trained, reference = trace.life("train"), trace.life("reference")
+    for step in range(STEPS):
+        here, there = trained.at("step", step), reference.at("reference", step)
+        yield from every_rank(here, cell.world_size, f"step {step + 1}")
+        if not here or not there:
+            yield f"step {step + 1}: no reference to compare with"
+            return
+        found = [*_loss(here, there[0], precision.loss_tolerance), *_norm(here, there[0], precision.norm_tolerance)]
+        found += _rates(here, there[0])
+        yield from (f"step {step + 1}: {text}" for text in found)
+        if found:
+            return  # what comes after follows from it
+
+
+def _loss(here: tuple[Moment, ...], there: Moment, tolerance: float) -> Iterator[str]:
+    losses = [moment.loss for moment in here if moment.loss is not None]
+    if len(losses) != len(here) or there.loss is None:
+        yield "no loss to compare"
+        return
+    loss = sum(losses) / len(losses)
+    if not math.isclose(loss, there.loss, rel_tol=tolerance):
+        off = abs(loss - there.loss) / abs(there.loss)
+        yield f"the loss is {loss:.6g}; {there.loss:.6g} in the reference ({off:.1e} off, {tolerance:.0e} allowed)"
+
+
+def _norm(here: tuple[Moment, ...], there: Moment, tolerance: float) -> Iterator[str]:
+    for moment in here:
+        norm = moment.grad_norm
+        if (
+            norm is not None
+            and there.grad_norm is not None
+            and not math.isclose(norm, there.grad_norm, rel_tol=tolerance)
+        ):
+            off = abs(norm - there.grad_norm) / there.grad_norm
+            told = f"{there.grad_norm:.6g} in the reference ({off:.1e} off, {tolerance:.0e} allowed)"
+            yield f"rank {moment.rank}: the gradient norm is {norm:.6g}; {told}"
+
+
+def _rates(here: tuple[Moment, ...], there: Moment) -> Iterator[str]:
+    expected = [group.get("lr") for group in there.optimizer.groups] if there.optimizer else []
+    for moment in here:
+        found = [group.get("lr") for group in moment.optimizer.groups] if moment.optimizer else []
+        if len(set(expected)) == 1 and len(set(found)) == 1:
+            # A trainer may keep parameters in more groups than it was given.
+            pairs = [(found[0], expected[0])]
+        else:
+            pairs = list(zip(found, expected, strict=False))
+        if any(not math.isclose(one or 0, other or 0, rel_tol=RATE_TOLERANCE) for one, other in pairs):
+            yield f"rank {moment.rank}: the learning rate is {_list(found)}; {_list(expected)} in the reference"
+
+
+def _list(rates: list[float | None]) -> str:
+    return ", ".join(f"{rate:.6g}" if rate is not None else "none" for rate in dict.fromkeys(rates)) or "none"
+
+
+@check(scenario=PARITY, until=_WHOLE, order=6, applies=has_reference)
+def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
+    """What the optimizer is given has the norm that the reference's clipped gradients have, over all ranks together.
+
+    If it fails: too large, and gradients are not clipped, or by the norm of a shard; too small, and they are clipped
+    twice, by a larger norm, or scaled by the number of ranks. AdamW hides both for a while.
+    """
+    strategy, tolerance = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision).norm_tolerance
+    together = strategy.shards or strategy.flat_masters
+    for step in range(STEPS):
+        here, there = trace.life("train").at("step", step), trace.life("reference").at("reference", step)
+        if not here or not there:
+            yield f"step {step + 1}: no reference to compare with"
+            return
+        expected = math.sqrt(_square(there[0]))
+        squares = {moment.rank: _square(moment) for moment in here if moment.steps}
+        norms = {"all ranks together": math.sqrt(sum(squares.values()))}
+        if not together:
+            norms = {f"rank {rank}": math.sqrt(square) for rank, square in squares.items()}
+        wrong = {who: norm for who, norm in norms.items() if not math.isclose(norm, expected, rel_tol=tolerance)}
+        for who, norm in wrong.items():
+            told = f"{expected:.6g} in the reference ({tolerance:.0e} allowed)"
+            yield f"step {step + 1}: {who}: the gradients that the optimizer gets have norm {norm:.6g}; {told}"
+        if wrong:
+            return
+
+
+def _square(moment: Moment) -> float:
+    return sum(step.square for step in moment.steps)

@@ -1,0 +1,129 @@
+"""Is the model cut, recomputed and compiled where it was asked to be?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.scenario import TRAIN
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import ModelFact, PlainFact, Trace
+
+#: The words of ``ModelFact.wrappers`` for what cuts a model into units.
+_CUTS = frozenset({"FSDP1", "FSDP2"})
+
+
+def _something_asked(cell: Cell, driver: type[Driver]) -> str:
+    if STRATEGIES.get(cell.strategy).wrapper in _CUTS:
+        return ""
+    if cell.option("activation_checkpointing") or cell.option("compile"):
+        return ""
+    return f"{cell.strategy} cuts no units, and nothing is recomputed or compiled"
+
+
+@check(scenario=TRAIN, until=(("train", "step", 2),), order=7, applies=_something_asked)
+def units(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Each block is a unit of FSDP's and so is the root: not the whole model in one, nor the children of blocks one by one.
+    Activation checkpointing recomputes each block as a whole, torch.compile really makes graphs, of what it was told to,
+    and a module that is to be left out of the sharding stays whole.
+
+    If it fails: compare the policy's class names with the model's. One unit for all gathers the whole model at once; a
+    child for a unit costs a collective each; recomputing children keeps the activations between them.
+    """
+    life = trace.life()
+    first = life.first("plain")
+    if first is None or first.plain is None:
+        yield "the plain model was not seen"
+        return
+    for moment in life.at("step", 2):
+        if moment.model is None:
+            yield f"rank {moment.rank}: no model to read units from"
+            continue
+        found = [*_cut(cell, first.plain, moment.model), *_recomputed(cell, first.plain, moment.model)]
+        found += [*_compiled(cell, first.plain, moment.model), *_left_out(cell, first.plain, moment.model)]
+        yield from (f"rank {moment.rank}: {text}" for text in found)
+
+
+def _names(cell: Cell, plain: PlainFact, live: Collection[str]) -> set[str]:
+    """Names of modules as the plain model has them; the root is the empty name, whatever wraps it."""
+    strategy = STRATEGIES.get(cell.strategy)
+    known = {fact.name.rpartition(".")[0] for fact in plain.parameters} | set(plain.blocks)
+    return {strategy.canonical(name, cell, known) for name in live}
+
+
+def _cut(cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
+    if STRATEGIES.get(cell.strategy).wrapper not in _CUTS or not plain.blocks:
+        return
+    found = _names(cell, plain, model.units)
+    if cell.option("wrap") == "size":
+        if len(found) < 2:
+            yield "FSDP has one unit for the whole model; expected one for each part that is large enough"
+        return
+    inside = {name for name in found if _under(name, plain.blocks)}
+    # Embeddings and heads may be units of their own.
+    if inside or not {"", *plain.blocks} <= found:
+        expected = _list({"", *plain.blocks})
+        yield f"FSDP's units are {_list(found)}; expected {expected}, and none inside a block"
+
+
+def _recomputed(cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
+    found = _names(cell, plain, model.checkpointed) & _inside(plain)
+    if not cell.option("activation_checkpointing"):
+        if found:
+            yield f"the activations of {_list(found)} are recomputed; nobody asked for it"
+        return
+    if plain.blocks:
+        yield from _compare("the activations are recomputed of", found, set(plain.blocks))
+
+
+def _inside(plain: PlainFact) -> set[str]:
+    """Blocks and all modules inside them: what stands above a block may be told of recomputing and do none itself."""
+    owners = {fact.name.rpartition(".")[0] for fact in plain.parameters}
+    inside = {owner for owner in owners if any(owner.startswith(f"{block}.") for block in plain.blocks)}
+    parents = {".".join(owner.split(".")[:n]) for owner in inside for n in range(1, owner.count(".") + 1)}
+    return set(plain.blocks) | inside | {parent for parent in parents if _under(parent, plain.blocks)}
+
+
+def _under(name: str, blocks: Collection[str]) -> bool:
+    return any(name.startswith(f"{block}.") for block in blocks)
+
+
+def _compiled(cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
+    how = cell.option("compile")
+    if not how:
+        return
+    if not model.graphs:
+        yield "torch.compile made no graph in three steps: the model runs uncompiled"
+    found = _names(cell, plain, model.compiled)
+    if how == "partial" and not any(_under(name, plain.blocks) or name in plain.blocks for name in found):
+        yield f"what is compiled is {_list(found)}; expected one of the blocks"
+    elif how == "regional" and not set(plain.blocks) <= found:
+        yield f"what is compiled is {_list(found)}; expected each of {_list(set(plain.blocks))}"
+    elif how in {True, "aot_eager"} and not model.compiled:
+        yield "nothing is wrapped by torch.compile"
+
+
+def _left_out(cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
+    strategy = STRATEGIES.get(cell.strategy)
+    names = {fact.name for fact in plain.parameters}
+    for fact in model.parameters:
+        name = strategy.canonical(fact.name, cell, names)
+        inside = any(name.startswith(f"{module}.") for module in plain.ignored)
+        if inside and fact.kind == strategy.kind != "Tensor" and fact.local_numel != _numel(plain, name):
+            yield f"{name!r} is sharded ({fact.kind}, {fact.placement}); it was to be left out of the sharding"
+
+
+def _numel(plain: PlainFact, name: str) -> int:
+    return next((fact.local_numel for fact in plain.parameters if fact.name == name), 0)
+
+
+def _compare(what: str, found: set[str], expected: set[str]) -> Iterator[str]:
+    if found != expected:
+        yield f"{what} {_list(found)}; expected {_list(expected)}"
+
+
+def _list(names: Collection[str]) -> str:
+    shown = sorted(repr(name) if name else "the root" for name in names)
+    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "") if shown else "nothing"

@@ -1,0 +1,57 @@
+"""Digests of tensors that compose: that of a whole follows from those of its parts, whatever ranks hold them.
+
+A digest reads ``words:hash``: the number of 32-bit words and a polynomial hash of them (modulo two primes below 2**31, so
+that products fit into 64 bits). The hash of a concatenation is a matter of arithmetic, so shards written down on 4 ranks
+can be compared with those of 2, and no rank ever gathers anything. All zeros hash to 0. Written by
+``probe.tensors.digest``; here is what the checks do with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+PRIMES = (2147483647, 2147483629)
+BASES = (1103515245, 69069069)
+
+EMPTY = "0:0"
+
+
+def form(words: int, hashes: tuple[int, ...]) -> str:
+    """The text of a digest."""
+    return f"{words}:{hashes[0] << 32 | hashes[1]:x}"
+
+
+def read(digest: str) -> tuple[int, tuple[int, int]]:
+    """Words and hashes of a digest. Raises ValueError for what is none."""
+    words, _, text = digest.partition(":")
+    number = int(text, 16)
+    return int(words), (number >> 32, number & 0xFFFFFFFF)
+
+
+def combine(digests: Iterable[str]) -> str:
+    """The digest of the concatenation, in that order; of flat shards in the order of the ranks, that of the whole."""
+    words, hashes = 0, [0, 0]
+    for digest in digests:
+        more, parts = read(digest)
+        words += more
+        for n, (prime, base) in enumerate(zip(PRIMES, BASES, strict=True)):
+            hashes[n] = (hashes[n] * pow(base, more, prime) + parts[n]) % prime
+    return form(words, (hashes[0], hashes[1]))
+
+
+def without_padding(digest: str, words: int) -> str:
+    """The digest of the first ``words`` words, if zeros follow; of anything else it makes nothing sensible."""
+    have, parts = read(digest)
+    surplus = have - words
+    if surplus <= 0:
+        return digest
+    hashes = tuple(
+        part * pow(pow(base, surplus, prime), -1, prime) % prime
+        for part, prime, base in zip(parts, PRIMES, BASES, strict=True)
+    )
+    return form(words, hashes)
+
+
+def is_zero(digest: str) -> bool:
+    """Whether every element is zero; an empty tensor has none that is not."""
+    return digest.endswith(":0")

@@ -1,0 +1,75 @@
+"""How plain torch says the options of a cell that are no matter of the strategy: recompute, compile, 8 bits, whole files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+def recompute(model: Module, blocks: Iterable[Module]) -> None:
+    """Activation checkpointing around each block, in place.
+
+    torch has the wrapper under a private path only, which its own FSDP tutorial uses;
+    ``tests/spawn/test_private_names.py`` says when it goes away.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+    )
+
+    chosen = set(blocks)
+    apply_activation_checkpointing(model, check_fn=lambda module: module in chosen)
+
+
+def in_place(how: object) -> bool:
+    """Whether that value of option ``compile`` leaves the model what it is, and compiles blocks inside."""
+    return how in {"regional", "partial"}
+
+
+def compile_blocks(how: object, blocks: list[Module]) -> None:
+    """``regional``: each block by itself; ``partial``: the first only. By aot_eager: names do not depend on the backend."""
+    for block in blocks if how == "regional" else blocks[:1]:
+        block.compile(backend="aot_eager")
+
+
+def compiled(model: Any, how: object) -> Any:
+    """The whole model compiled: by inductor, or by the backend that the option names."""
+    import torch
+
+    return torch.compile(model, backend="inductor" if how is True else str(how))
+
+
+def in_8_bits(model: Module) -> Module:
+    """Float8 layers of torchao for every linear layer but the last, whose output is the loss's input.
+
+    Emulated, for the CPU: https://github.com/pytorch/ao/blob/main/torchao/float8/README.md.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    last = list(model.named_modules())[-1][0]
+    converted: Module = convert_to_float8_training(
+        model,
+        config=Float8LinearConfig(emulate=True),
+        # In 8 bits a product needs sizes that 16 divides.
+        module_filter_fn=lambda module, name: (
+            name != last and not (module.in_features % 16 or module.out_features % 16)
+        ),
+    )
+    return converted
+
+
+def write_whole(model: Any, state: Mapping[str, Any], directory: Path) -> None:
+    """The weights as one safetensors file, beside the configuration if the model has one; an adapter in PEFT's form."""
+    from safetensors.torch import save_file
+
+    if hasattr(model, "peft_config"):
+        model.save_pretrained(directory, state_dict=state)
+        return
+    if hasattr(model, "config"):
+        model.config.save_pretrained(directory)
+    # Tied weights are one tensor under two names, which safetensors does not take.
+    own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+    save_file(own, directory / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,19 @@
+"""float16 with float32 masters and a scaled loss.
+
+https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling: float16 masters cannot be unscaled, so the model is loaded in
+float32.
+"""
+
+from pytest_distcompat.precisions._base import Precision
+
+FP16_MIXED = Precision(
+    "fp16_mixed",
+    load="float32",
+    compute="float16",
+    master="float32",
+    meaning="loaded in float32, computed in float16 under a scaled loss, master weights and optimizer state in float32",
+    # 7e-5 and 2e-3 seen; bfloat16 has three bits less.
+    loss_tolerance=0.0005,
+    norm_tolerance=0.005,
+    order=3,
+)

@@ -1,0 +1,19 @@
+"""Linear layers multiply in 8 bits, everything else is bfloat16 with float32 masters.
+
+https://huggingface.co/docs/accelerate/usage_guides/low_precision_training: by torchao, or by Transformer Engine.
+"""
+
+from pytest_distcompat.precisions._base import Precision
+
+FP8 = Precision(
+    "fp8",
+    load="float32",
+    compute="bfloat16",
+    master="float32",
+    meaning="linear layers multiply in 8 bits, all else in bfloat16, master weights and optimizer state in float32",
+    # 3e-3 and 3e-2 seen.
+    loss_tolerance=0.005,
+    norm_tolerance=0.05,
+    float8=True,
+    order=4,
+)

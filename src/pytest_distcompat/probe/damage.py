@@ -1,0 +1,27 @@
+"""Spoils a checkpoint, as a full disk or a lost file does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+#: Files that hold weights or optimizer state, by suffix; the others are settings and metadata.
+HEAVY = frozenset({".safetensors", ".bin", ".pt", ".distcp"})
+
+
+def spoil(directory: Path, how: str) -> str:
+    """Do ``how`` to the file with the most in it: ``truncate`` it to half, or ``remove`` it. Its name.
+
+    Raises FileNotFoundError where nothing is saved.
+    """
+    files = sorted(
+        (path for path in directory.rglob("*") if path.suffix in HEAVY), key=lambda path: path.stat().st_size
+    )
+    if not files:
+        raise FileNotFoundError(f"{directory}: there is no checkpoint to spoil")
+    largest = files[-1]
+    if how == "remove":
+        largest.unlink()
+    else:
+        with largest.open("r+b") as file:
+            file.truncate(largest.stat().st_size // 2)
+    return str(largest.relative_to(directory))

@@ -1,0 +1,46 @@
+"""Reads what is neither model nor optimizer: random states, a gradient scaler, memory, a model's output."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+from typing import Any
+
+import torch
+
+#: Numbers of an output that go into the trace: enough to tell two models apart, few enough to read.
+SAMPLED = 32
+
+
+def read_rng(device: str) -> str:
+    """A digest of torch's random state on the CPU and, where the rank has one, on its GPU."""
+    states = [torch.get_rng_state()]
+    if device.startswith("cuda"):
+        states.append(torch.cuda.get_rng_state(device))
+    found = hashlib.sha256()
+    for state in states:
+        found.update(state.numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def read_scaler(scaler: Any, optimizer: Any) -> dict[str, float]:
+    """The numbers of a ``torch.amp.GradScaler``, or of DeepSpeed's loss scaler, which its optimizer holds."""
+    if scaler is not None:
+        state = scaler.state_dict()
+        return {key: float(value) for key, value in state.items() if isinstance(value, (int, float))}
+    own: Any = getattr(optimizer, "loss_scaler", None)
+    return {"scale": float(own.cur_scale)} if own is not None and hasattr(own, "cur_scale") else {}
+
+
+def peak_memory(device: str) -> int:
+    """Bytes: the most that torch ever had on this rank's GPU, on the CPU the most that the process ever had resident."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def sample(output: torch.Tensor) -> tuple[float, ...]:
+    """Numbers from all over the output, always the same places."""
+    flat = output.detach().float().cpu().reshape(-1)
+    step = max(1, flat.numel() // SAMPLED)
+    return tuple(round(value, 6) for value in flat[::step][:SAMPLED].tolist())
