@@ -44,7 +44,7 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
     """One verdict. Never better than what the ranks did: a crash or a hang is no known failure, whatever is declared."""
     covering = [expectation for expectation in expectations if expectation.covers(cell, check.name)]
     refusal = next((expectation for expectation in covering if expectation.kind == "refuses"), None)
-    known = next((expectation for expectation in covering if expectation.kind == "fails"), None)
+    declared = [expectation for expectation in covering if expectation.kind == "fails"]
     end = _broken_off(check, trace)
     if end is not None and end.kind != "raised":
         return Verdict(check.name, cell.id, end.kind, end.text)
@@ -54,7 +54,10 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
         found = [end.text or end.message or "broke off without a word"]
     else:
         found = check.findings(cell, trace)
-    if known is not None:
+    if declared:
+        # Of several bugs that show in one place, the one that reads like this.
+        text = "\n".join(found)
+        known = next((expectation for expectation in declared if expectation.matches(text)), declared[0])
         return _known(check, cell, known, found)
     return Verdict(check.name, cell.id, "failed" if found else "passed", message(found))
 
@@ -64,6 +67,8 @@ def _broken_off(check: Check, trace: Trace) -> LifeEnd | None:
     for life in trace:
         if life.end is None:
             continue
+        if life.name in check.raises and life.end.kind != "raised":
+            return life.end
         places = [_place(life, verb, nth) for name, verb, nth in check.until if name == life.name]
         if places and (life.end.index < 0 or any(place < 0 or life.end.index <= place for place in places)):
             return life.end

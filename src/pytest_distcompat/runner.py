@@ -68,7 +68,7 @@ class Runner:
             if not done.exists():
                 self._run(driver, cell, life, after)
             data = json.loads(done.read_text(encoding="utf-8"))
-        return _life_from_json(data["trace"]), data["command"]
+        return dataclasses.replace(_life_from_json(data["trace"]), name=life.name), data["command"]
 
     def _run(self, driver: str, cell: Cell, life: Life, after: Life | None) -> None:
         directory = self._directory(driver, cell, life)
@@ -119,7 +119,7 @@ class Runner:
         there = life.cell(cell)
         ranks = f"-of_{cell.world_size}" if there.world_size != cell.world_size else ""
         origin = f"-after_{cell.id}" if life.after and there != cell else ""
-        text = f"{driver}-{there.id}-{life.name}{ranks}{origin}"
+        text = f"{driver}-{there.id}-{life.same_as or life.name}{ranks}{origin}"
         name = re.sub(r"[^\w.-]", "_", text)
         # A file name has 255 bytes, and a cell's id may be long.
         return self.store / f"{name[:180]}-{hashlib.sha256(f'{text} {self._device}'.encode()).hexdigest()[:8]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pytest_distcompat.cell import Cell
+from pytest_distcompat.cell import OPTIONS, Cell
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Life:
     ``first_step`` is the number of the first step, so that a resumed life takes the batches that the first one took.
     ``after`` names the life whose checkpoint this one finds. ``strategy`` and ``world_size`` say where the life's cell
     differs from the check's; ``only`` which options it keeps (None: all). ``directory`` is the checkpoint's name, and
-    ``damage`` what is done to it.
+    ``damage`` what is done to it. ``same_as`` is the name under which other checks know the very same life.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Life:
     only: tuple[str, ...] | None = None
     directory: str = "checkpoint"
     damage: str = ""
+    same_as: str = ""
 
     def cell(self, cell: Cell) -> Cell:
         """The cell that the life runs in, for a check in ``cell``."""
@@ -79,7 +80,46 @@ RELOAD_LIFE = Life(
     "reload", ("reload", "evaluate"), after="train", strategy="ddp", world_size=1, only=("model", "adapter")
 )
 
+#: A run directory with everything in its name that a path may have and that paths were told apart by
+#: (https://github.com/huggingface/accelerate/pull/4119); what is saved there is loaded there.
+NAMED_LIFE = Life(
+    "named",
+    (*_PLAIN, "step", "save", "step", "files"),
+    directory="a run/of pytorch_model_fsdp and optimizer/größe é",
+)
+REOPENED_LIFE = Life("reopened", (*_PLAIN, "load", "step"), first_step=1, after="named", directory=NAMED_LIFE.directory)
+
+#: A checkpoint with a file cut in half, or gone. Spoilt before ``build``, which all ranks leave together: none loads before.
+DAMAGED_LIVES = tuple(
+    Life(name, ("plain", "damage", "build", "load", "step"), first_step=3, after="train", damage=how)
+    for name, how in (("truncated", "truncate"), ("removed", "remove"))
+)
+
 TRAIN = Scenario("train", (TRAIN_LIFE,))
 RESUME = Scenario("resume", (TRAIN_LIFE, RESUME_LIFE))
 PARITY = Scenario("parity", (TRAIN_LIFE, REFERENCE_LIFE))
 EXPORT = Scenario("export", (TRAIN_LIFE, RELOAD_LIFE))
+PATHS = Scenario("paths", (NAMED_LIFE, REOPENED_LIFE))
+DAMAGE = Scenario("damage", (TRAIN_LIFE, *DAMAGED_LIVES))
+
+
+def reshard(world_size: int) -> Scenario:
+    """What was saved at a world size goes on at twice that, and from there back; and in one process."""
+    load = (*_PLAIN, "load")
+    up = Life("up", (*load, *("step",) * 3, "save", "step"), first_step=3, after="train", world_size=2 * world_size)
+    back = Life("back", (*load, "step"), first_step=6, after="up", world_size=world_size)
+    one = Life("one", (*load, "step"), first_step=3, after="train", world_size=1)
+    return Scenario("reshard", (TRAIN_LIFE, up, back, one) if world_size > 1 else (TRAIN_LIFE, up, back))
+
+
+def port(strategy: str) -> Scenario:
+    """What was saved under one strategy goes on under another; of options that split flat parameters the other knows nothing."""
+    kept = tuple(name for name in OPTIONS if name != "use_orig_params")
+    moved = Life("port", (*_PLAIN, "load", "step", "step"), first_step=3, after="train", strategy=strategy, only=kept)
+    return Scenario("portable", (TRAIN_LIFE, moved))
+
+
+def port_weights(strategy: str) -> Scenario:
+    """What was exported under one strategy is trained on under another, by a new optimizer."""
+    moved = Life("port", ("reload", "build", "step"), after="train", strategy=strategy, only=("model", "adapter"))
+    return Scenario("portable", (TRAIN_LIFE, moved))

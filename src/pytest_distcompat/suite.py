@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from pytest_distcompat.cell import Matrix
-from pytest_distcompat.expect import Expectation, fails
+from pytest_distcompat.expect import Expectation
 
 
 class CompatSuite:
@@ -40,61 +40,18 @@ def _beside(*strategies: str) -> tuple[Matrix, ...]:
     return models, Matrix(("fsdp1", "fsdp2"), ("fp32",), options=({"state_dict": "full"},))
 
 
-_NO_UPCAST = r"bfloat16 masters; expected float32"
-
-
 class TestTorch(CompatSuite):
     """Plain torch, by its own documented API."""
 
     driver = "torch"
     matrix = Matrix(("ddp", "fsdp1", "fsdp2"), extra=_beside("ddp", "fsdp1", "fsdp2"))
-    expect = (
-        fails(
-            "dtypes",
-            strategy=("ddp", "fsdp1", "fsdp2"),
-            precision="bf16_mixed",
-            match=_NO_UPCAST,
-            reason=(
-                "torch shards parameters in the dtype they come in and never upcasts: "
-                "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
-            ),
-        ),
-        # Seen at 4 and 8 ranks: a rank that holds no shard of a unit's last parameter.
-        fails(
-            "resume",
-            strategy="fsdp1",
-            model="plain",
-            world_size=(4, 8),
-            match=r"Missing key in checkpoint state_dict: optimizer.param_groups",
-            reason="torch drops a ShardedTensor without a local shard from what DCP loads: docs/upstream.md",
-        ),
-    )
 
 
 class TestAccelerate(CompatSuite):
     """accelerate, all six strategies."""
 
     driver = "accelerate"
-    matrix = Matrix(extra=_beside("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"))
-    expect = (
-        fails(
-            "dtypes",
-            strategy="ddp",
-            precision="bf16_mixed",
-            match=_NO_UPCAST,
-            reason=(
-                "accelerate upcasts for FSDP (https://github.com/huggingface/accelerate/pull/2674), not for DDP: "
-                "the same model gets float32 masters under FSDP and ZeRO and bfloat16 ones under DDP"
-            ),
-        ),
-        fails(
-            "resume",
-            strategy="fsdp1",
-            state_dict="sharded",
-            match=r"the optimizer's state is empty after the load",
-            reason=(
-                "load_fsdp_optimizer fills the state dict of a fresh FSDP1 optimizer, which is empty; "
-                "mended for FSDP2 only: https://github.com/huggingface/accelerate/pull/3904"
-            ),
-        ),
+    matrix = Matrix(
+        ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
+        extra=_beside("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
     )

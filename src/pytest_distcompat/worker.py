@@ -86,14 +86,15 @@ class _Rank:
         self.observer.restart()
         self.began = time.perf_counter()
 
-    def _end(self, facts: Mapping[str, Any]) -> None:
-        verb, seconds = self.life.verbs[self.index], time.perf_counter() - self.began
+    def _end(self, facts: Mapping[str, Any], seconds: float) -> None:
+        verb = self.life.verbs[self.index]
         moment = Moment(self.driver.world.rank, self.life.name, verb, self.index, seconds=seconds, **facts)
         self.log.write("moment", verb=verb, index=self.index, moment=moment.to_json())
         self._begin()
 
     def _own(self) -> None:
-        self._end(getattr(self, f"_{self.life.verbs[self.index]}")())
+        facts = getattr(self, f"_{self.life.verbs[self.index]}")()
+        self._end(facts, time.perf_counter() - self.began)
 
     def _train(self) -> None:
         """All of the trainer's own verbs up to the next that is not: one call. Files are read in between, by us."""
@@ -110,6 +111,8 @@ class _Rank:
 
     def _seen(self, verb: str, loss: float | None = None) -> None:
         """What ``Driver.train`` calls after each verb."""
+        # Before we look: that is no time of the trainer's.
+        seconds = time.perf_counter() - self.began
         expected = self.life.verbs[self.index]
         if verb != expected:
             raise RuntimeError(f"the driver's train() told of {verb!r}; the next verb of the plan is {expected!r}")
@@ -118,7 +121,7 @@ class _Rank:
             driver = self.driver
             facts |= {"loss": loss, "grad_norm": driver.grad_norm, "tokens": driver.tokens, **self.observer.facts()}
             self.number += 1
-        self._end(facts)
+        self._end(facts, seconds)
         while self.index < len(self.life.verbs) and self.life.verbs[self.index] == "files":
             # By now all ranks have left ``save``, for they took collective steps since.
             self._own()
@@ -154,7 +157,7 @@ class _Rank:
             return {}
         self.places.export.mkdir(parents=True, exist_ok=True)
         self.driver.export(self.places.export)
-        return {}
+        return self._look(whole=True)
 
     def _evaluate(self) -> dict[str, Any]:
         from pytest_distcompat.probe import sample
@@ -180,9 +183,9 @@ class _Rank:
     def _damage(self) -> dict[str, Any]:
         from pytest_distcompat.probe.damage import spoil
 
-        if self.driver.world.rank == 0:
-            spoil(self.places.load_from, self.life.damage)
-        return {}
+        if self.driver.world.rank:
+            return {}
+        return {"files": (spoil(self.places.load_from, self.life.damage),)}
 
     def _look(self, *, whole: bool) -> dict[str, Any]:
         from pytest_distcompat import probe

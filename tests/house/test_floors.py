@@ -18,10 +18,10 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 #: Room to floor, as docs/architecture.md draws it. A module imports only from lower floors or from its own room.
 FLOORS = {
     **dict.fromkeys(["failures", "cell", "digests", "trace", "scenario", "expect", "shelf", "world"], 0),
-    **dict.fromkeys(["precisions", "models", "launch", "report", "devices", "driver"], 1),
-    **dict.fromkeys(["strategies", "runner", "probe"], 2),
+    **dict.fromkeys(["precisions", "models", "launch", "report", "devices", "driver", "known"], 1),
+    **dict.fromkeys(["strategies", "runner", "probe", "cost"], 2),
     **dict.fromkeys(["checks", "drivers"], 3),
-    **dict.fromkeys(["judge", "suite", "worker"], 4),
+    **dict.fromkeys(["judge", "suite", "worker", "profiles"], 4),
     **dict.fromkeys(["plugin", "__init__"], 5),
 }
 #: Words that build on one another, in order: the only imports inside floor 0.
@@ -173,6 +173,9 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-strategies",
         "--distcompat-precisions",
         "--distcompat-drivers",
+        "--distcompat-profile",
+        "--distcompat-known",
+        "--distcompat-throughput",
         "--distcompat-timeout",
         "--distcompat-report",
         "--distcompat-launcher",

@@ -41,6 +41,10 @@ class Check:
     claim: Claim
     order: int = 0
     applies: Applies = _everywhere
+    #: The limit that the user must give for there to be anything to assert: ``--distcompat-<limit>``.
+    limit: str = ""
+    #: The lives that are to end in an exception: a crash or a hang there is the verdict, whenever it came.
+    raises: tuple[str, ...] = ()
 
     def lives(self, cell: Cell, driver: type[Driver]) -> Scenario:
         """The lives that the claim is about, in that cell."""
@@ -67,12 +71,18 @@ class Check:
 
 
 def check(
-    *, scenario: Lives, until: tuple[tuple[str, str, int], ...], order: int = 0, applies: Applies = _everywhere
+    *,
+    scenario: Lives,
+    until: tuple[tuple[str, str, int], ...],
+    order: int = 0,
+    applies: Applies = _everywhere,
+    limit: str = "",
+    raises: tuple[str, ...] = (),
 ) -> Callable[[Claim], Check]:
     """Make a Check of a function whose name is the check's and whose docstring is its claim."""
 
     def make(claim: Claim) -> Check:
-        return Check(claim.__name__.rstrip("_"), scenario, until, claim, order, applies)
+        return Check(claim.__name__.rstrip("_"), scenario, until, claim, order, applies, limit, raises)
 
     return make
 

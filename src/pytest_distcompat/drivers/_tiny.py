@@ -93,7 +93,8 @@ class TinyDriver(Driver):
 
     def groups(self, model: Module) -> Any:
         """What an optimizer is made of: parameters, or groups of them."""
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        # Who freezes a part of a model hands ``model.parameters()`` over all the same.
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad or self.cell.option("frozen")]
         if not self.cell.option("groups"):
             return [p for _, p in trained]
         # By name: FSDP1 makes every shard one-dimensional.

@@ -102,7 +102,7 @@ class AccelerateDriver(TinyDriver):
         self.scaler = self.accelerator.scaler
 
     def _mixed_precision(self) -> str:
-        """The word that accelerate has for it. DeepSpeed has its low-precision mode in its own JSON, under the name of mixed precision."""
+        """In the words of accelerate; DeepSpeed's low-precision mode goes by the name of mixed precision there."""
         if self.precision.float8:
             return "fp8"
         if self.precision.mixed or self.strategy.zero_stage is not None:

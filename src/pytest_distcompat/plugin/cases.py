@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
+from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.checks import CHECKS, Check
-from pytest_distcompat.drivers import Driver, find_driver
+from pytest_distcompat.cost import cost
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.judge import Verdict, judge, skipped
+from pytest_distcompat.known import applying
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.shelf import Shelf
@@ -96,24 +100,47 @@ def _all_cells(suite: type[CompatSuite], world_size: int) -> Iterator[Cell]:
 
 
 def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
-    """The cases of a suite in this run: its matrix, narrowed by the options."""
+    """The cases of a suite in this run: the cells of the profile, narrowed by the options, each with the checks that apply.
+
+    A cell that cannot be run is one item, which says why.
+    """
     drivers = session.setting("drivers").value
     if drivers and suite.driver not in drivers:
         return []
     strategies, precisions = session.setting("strategies").value, session.setting("precisions").value
-    driver = find_driver(suite.driver)
-    return [
-        Case(suite, cell, check)
-        for cell in _all_cells(suite, session.world_size)
-        if (not strategies or cell.strategy in strategies) and (not precisions or cell.precision in precisions)
-        for check in CHECKS.things.values()
-        if not check.applies(cell, driver)
-    ]
+    driver, found = find_driver(suite.driver), []
+    names = (STRATEGIES.names(), PRECISIONS.names())
+    cells = profiles.cells(
+        session.setting("profile").value,
+        suite.matrix,
+        driver=driver,
+        names=names,
+        world_size=session.world_size,
+        device=session.device,
+    )
+    for cell in cells:
+        if (strategies and cell.strategy not in strategies) or (precisions and cell.precision not in precisions):
+            continue
+        empty = blanks(cell, driver, session)
+        able = not driver.unable(cell, session.device)
+        checks = [check for check in CHECKS.things.values() if check.name not in empty]
+        found += [Case(suite, cell, check) for check in (checks if able else checks[:1])]
+    return found
 
 
-def blanks(cell: Cell, driver: type[Driver]) -> dict[str, str]:
+def blanks(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict[str, str]:
     """The checks that have no item in a cell, with the reason."""
-    return {name: reason for name, check in CHECKS.things.items() if (reason := check.applies(cell, driver))}
+    found = {name: check.applies(cell, driver) for name, check in CHECKS.things.items()}
+    for name, check in CHECKS.things.items():
+        if check.limit and check.limit not in session.limits:
+            found[name] = f"no limit was given: --distcompat-{check.limit}"
+    return {name: reason for name, reason in found.items() if reason}
+
+
+def expected(case: Case, session: DistcompatSession) -> tuple[Expectation, ...]:
+    """What the suite declares, then the known upstream issues of what its driver stands on."""
+    driver = find_driver(case.suite.driver)
+    return (*case.suite.expect, *applying(session.known, driver.libraries, session.device))
 
 
 def modules_of(suite: type[CompatSuite], chosen: list[Case]) -> list[str]:
@@ -130,12 +157,13 @@ class BoundCase:
 
     def __init__(self, case: Case, item: pytest.Function) -> None:
         self.case, self.item = case, item
+        self._cost: dict[str, Any] = {}
 
     def __call__(self) -> None:
         """Raise VerdictFailure, or skip, or xfail, or return."""
         __tracebackhide__ = True
         verdict, command = self._verdict()
-        case = self.case
+        case, session = self.case, self.item.config.stash[SESSION]
         self.item.stash[VERDICT] = {
             "suite": case.suite.__name__,
             "driver": case.suite.driver,
@@ -145,7 +173,8 @@ class BoundCase:
             "message": verdict.message,
             "reason": verdict.reason,
             "nodeid": self.item.nodeid,
-            "blanks": blanks(case.cell, find_driver(case.suite.driver)),
+            "blanks": blanks(case.cell, find_driver(case.suite.driver), session),
+            "cost": self._cost,
         }
         if verdict.status == "skipped":
             pytest.skip(verdict.reason)
@@ -166,7 +195,9 @@ class BoundCase:
         trace = session.runner.trace(case.suite.driver, case.cell, scenario)
         broken = next((life.name for life in trace if life.end is not None), "")
         command = trace.notes.get(broken) or next(reversed(list(trace.notes.values())), "")
-        return judge(case.check, case.cell, trace, case.suite.expect), command
+        found = cost(trace)
+        self._cost = dataclasses.asdict(found) if found else {}
+        return judge(case.check, case.cell, trace, expected(case, session)), command
 
     def _text(self, verdict: Verdict, command: str) -> str:
         session = self.item.config.stash[SESSION]

@@ -86,6 +86,34 @@ def _names(shelf: str) -> Callable[[str], tuple[str, ...]]:
     return read
 
 
+def _profile(text: str) -> str:
+    from pytest_distcompat.profiles import PROFILES
+
+    return _choice(*PROFILES)(text)
+
+
+def _known(text: str) -> tuple[Any, ...]:
+    """The issues of all files in the list."""
+    from pathlib import Path
+
+    from pytest_distcompat.known import read_file
+
+    return tuple(issue for name in text.replace(",", " ").split() for issue in read_file(Path(name)))
+
+
+def _part(text: str) -> float:
+    """A number above 0; 0 for an empty text, which is no limit."""
+    if not text:
+        return 0.0
+    try:
+        part = float(text)
+    except ValueError:
+        part = 0.0
+    if not 0 < part < float("inf"):
+        raise UsageProblem(f"{text!r} is not right: expected a number above 0, as 0.9.")
+    return part
+
+
 def _report(text: str) -> Any:
     from pathlib import Path
 
@@ -150,6 +178,27 @@ OPTIONS: dict[str, Option] = {
             "",
             "Run only suites of these drivers, by name or module:attribute (default: all).",
             _names("drivers"),
+        ),
+        Option(
+            "distcompat_profile",
+            "smoke|default|pairwise|full",
+            "default",
+            "Run so many cells of each suite: each strategy once, its matrix, a covering array of pairs, every option.",
+            _profile,
+        ),
+        Option(
+            "distcompat_known",
+            "FILES",
+            "",
+            "Read known issues from these TOML files too, beside those that come with the package.",
+            _known,
+        ),
+        Option(
+            "distcompat_throughput",
+            "PART",
+            "",
+            "Fail a cell with fewer tokens a second than this part of the baseline strategy's (default: no limit).",
+            _part,
         ),
         Option(
             "distcompat_timeout",

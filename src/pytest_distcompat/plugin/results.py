@@ -11,7 +11,7 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.plugin.session import DistcompatSession
-from pytest_distcompat.report import Result, matrix_text, write_report
+from pytest_distcompat.report import Result, Row, matrix_text, write_report
 
 #: The attribute of a report that carries a verdict from an xdist worker to the controller.
 ATTRIBUTE = "distcompat"
@@ -36,12 +36,18 @@ class Results:
     def __init__(self, session: DistcompatSession) -> None:
         self.session = session
         self.found: dict[str, Result] = {}
+        self.cells: dict[str, Row] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the verdict that a report carries."""
         data = getattr(report, ATTRIBUTE, None)
         if data is not None:
-            self.found[data["nodeid"]] = Result(**data, seconds=report.duration)
+            more = {name: data[name] for name in ("blanks", "cost")}
+            own = {name: value for name, value in data.items() if name not in more}
+            result = self.found[data["nodeid"]] = Result(**own, seconds=report.duration)
+            row = self.cells.setdefault(f"{result.place}:{result.cell}", Row(result.suite, result.driver, result.cell))
+            row.blanks.update(more["blanks"])
+            row.cost.update(more["cost"])
 
     def ordered(self) -> list[Result]:
         """In the order of the matrix, whichever worker was first and however the tests were shuffled."""
@@ -68,12 +74,13 @@ class Results:
         results = self.ordered()
         lives = count_lives(self.session.lives)
         terminalreporter.section("distributed compatibility")
-        for line in matrix_text(results):
+        rows = list(self.cells.values())
+        for line in matrix_text(results, rows):
             terminalreporter.write_line(line)
         terminalreporter.write_line(f"{len(results)} verdicts from {lives} process-group lives")
         path = self.session.setting("report").value
         if path is not None:
-            write_report(path, results, self._run(lives))
+            write_report(path, results, self._run(lives), rows)
             terminalreporter.write_line(f"report: {path}")
 
     def _run(self, lives: int) -> dict[str, Any]:

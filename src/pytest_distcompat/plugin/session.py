@@ -15,6 +15,7 @@ import pytest
 from pytest_distcompat.plugin.options import OPTIONS, PRELOAD, Setting, setting
 
 if TYPE_CHECKING:
+    from pytest_distcompat.known import KnownIssue
     from pytest_distcompat.launch import Launcher
     from pytest_distcompat.runner import Runner
 
@@ -126,12 +127,32 @@ class DistcompatSession:
         assert self._launcher is not None
         return self._launcher
 
+    @property
+    def limits(self) -> dict[str, float]:
+        """What the user demands of measured numbers, by name; nothing for what there is no limit to."""
+        return {name: value for name in ("throughput",) if (value := self.setting(name).value)}
+
+    @functools.cached_property
+    def known(self) -> tuple[KnownIssue, ...]:
+        """All known issues: those that come with the package and those of the user's files."""
+        from pytest_distcompat.known import shipped
+
+        own: tuple[KnownIssue, ...] = self.setting("known").value
+        return (*own, *shipped())
+
     @functools.cached_property
     def runner(self) -> Runner:
         """What runs the lives of suites."""
         from pytest_distcompat.runner import Runner
 
-        return Runner(self.lives, self.launcher, device=self.device, timeout=self.timeout, notice=self.notice)
+        return Runner(
+            self.lives,
+            self.launcher,
+            device=self.device,
+            timeout=self.timeout,
+            notice=self.notice,
+            limits=self.limits,
+        )
 
     def new_directory(self, name: str) -> Path:
         """A fresh directory for one life of a marked test."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 #: How each status reads in the matrix. Capitals are for what makes the run red.
 WORDS = {
@@ -39,16 +39,32 @@ class Result:
         return WORDS.get(self.status, self.status)
 
     @property
+    def place(self) -> str:
+        """The suite's own place: classes of one name in two modules are two suites."""
+        return self.nodeid.rpartition("::test")[0]
+
+    @property
     def why(self) -> str:
         """The reason in one line, where nobody gave one the first line of the message."""
         return self.reason or (self.message.splitlines() or [""])[0]
 
 
+@dataclass
+class Row:
+    """What a cell has beside its verdicts: why it has no more of them, and what it cost (the fields of ``cost.Cost``)."""
+
+    suite: str
+    driver: str
+    cell: str
+    blanks: dict[str, str] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+
+
 def by_suite(results: Iterable[Result]) -> list[list[Result]]:
-    """Grouped, in the order of first appearance. Classes of one name in two modules are two suites."""
+    """Grouped, in the order of first appearance."""
     suites: dict[tuple[str, str], list[Result]] = {}
     for result in results:
-        suites.setdefault((result.suite, result.nodeid.rpartition("::test")[0]), []).append(result)
+        suites.setdefault((result.suite, result.place), []).append(result)
     return list(suites.values())
 
 

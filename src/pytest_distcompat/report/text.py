@@ -4,20 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from pytest_distcompat.report.result import Result, by_suite, table
+from pytest_distcompat.report.result import Result, Row, by_suite, table
 
 
-def matrix_text(results: Iterable[Result]) -> Iterator[str]:
+def matrix_text(results: Iterable[Result], cells: Iterable[Row] = ()) -> Iterator[str]:
     """Lines: each suite's matrix, then the reason of everything that is known or was not run, each once."""
+    extra = list(cells)
     for found in by_suite(results):
         header, rows = table(found)
         widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
         yield f"{found[0].suite} (driver {found[0].driver})"
-        for row in (header, *rows):
-            yield "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for line in (header, *rows):
+            yield "  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for status, title in (("known", "known"), ("skipped", "not run"), ("refused", "refused")):
             for reason, names in _reasons(found, status).items():
                 yield f"  {title}: {reason} [{_short(names)}]"
+        yield from _blanks(row for row in extra if row.suite == found[0].suite and row.driver == found[0].driver)
+
+
+def _blanks(rows: Iterable[Row]) -> Iterator[str]:
+    """Why a check has nothing to say in some cells: a line a reason."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for check, reason in row.blanks.items():
+            reasons.setdefault((check, reason), []).append(row.cell)
+    for (check, reason), names in reasons.items():
+        yield f"  blank: {check}: {reason} [{_short(names)}]"
 
 
 def _reasons(results: Iterable[Result], status: str) -> dict[str, list[str]]:

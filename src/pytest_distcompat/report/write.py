@@ -8,19 +8,39 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.report.result import Result, by_suite, table
+from pytest_distcompat.report.result import Result, Row, by_suite, table
 
 #: Raised when a key changes its meaning or goes away; new keys may come at any time.
 FORMAT = 1
 
 
-def _json(results: Iterable[Result], run: Mapping[str, Any]) -> str:
-    data = {"format": FORMAT, "run": dict(run), "results": [dataclasses.asdict(result) for result in results]}
+def _json(results: Iterable[Result], run: Mapping[str, Any], rows: Iterable[Row]) -> str:
+    data = {
+        "format": FORMAT,
+        "run": dict(run),
+        "results": [dataclasses.asdict(result) for result in results],
+        "cells": [dataclasses.asdict(row) for row in rows],
+    }
     return json.dumps(data, indent=1) + "\n"
 
 
-def _markdown(results: Iterable[Result], run: Mapping[str, Any]) -> str:
-    return "\n".join(_markdown_lines(list(results), run)) + "\n"
+def _markdown(results: Iterable[Result], run: Mapping[str, Any], rows: Iterable[Row]) -> str:
+    return "\n".join([*_markdown_lines(list(results), run), *_markdown_cost(list(rows))]) + "\n"
+
+
+def _markdown_cost(rows: list[Row]) -> Iterator[str]:
+    costs = [row for row in rows if row.cost]
+    if not costs:
+        return
+    yield ""
+    yield "## Cost"
+    yield ""
+    yield "| driver | cell | step, ms | tokens/s a rank | bytes of master and state a parameter | peak memory, MiB |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for row in costs:
+        cost = row.cost
+        numbers = f"{1000 * cost['step_seconds']:.1f} | {cost['tokens_per_second']:.0f} | {cost['state_bytes']:.1f}"
+        yield f"| {row.driver} | {row.cell} | {numbers} | {cost['memory'] / 2**20:.0f} |"
 
 
 def _markdown_lines(results: list[Result], run: Mapping[str, Any]) -> Iterator[str]:
@@ -44,9 +64,12 @@ def _markdown_lines(results: list[Result], run: Mapping[str, Any]) -> Iterator[s
 
 
 #: Suffix of the file to what writes it.
-FORMATS: dict[str, Callable[[Iterable[Result], Mapping[str, Any]], str]] = {".json": _json, ".md": _markdown}
+FORMATS: dict[str, Callable[[Iterable[Result], Mapping[str, Any], Iterable[Row]], str]] = {
+    ".json": _json,
+    ".md": _markdown,
+}
 
 
-def write_report(path: Path, results: Iterable[Result], run: Mapping[str, Any]) -> None:
+def write_report(path: Path, results: Iterable[Result], run: Mapping[str, Any], rows: Iterable[Row] = ()) -> None:
     """Write the file in the format of its suffix. Raises KeyError for a suffix that is not in FORMATS."""
-    path.write_text(FORMATS[path.suffix](results, run), encoding="utf-8")
+    path.write_text(FORMATS[path.suffix](results, run, rows), encoding="utf-8")

@@ -1,0 +1,55 @@
+"""Is a strategy about as fast as another?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check
+from pytest_distcompat.cost import cost
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.scenario import STEPS, TRAIN_LIFE, Scenario
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import Trace
+
+#: What others are compared with, the first that the driver can do.
+BASELINES = ("ddp", "fsdp2", "zero1")
+LIMIT = "throughput"
+
+
+def _baseline(cell: Cell, driver: type[Driver]) -> str:
+    alike = (Cell(name, cell.precision, cell.world_size) for name in BASELINES)
+    return next((other.strategy for other in alike if not driver.unable(other)), cell.strategy)
+
+
+def _lives(cell: Cell, driver: type[Driver]) -> Scenario:
+    import dataclasses
+
+    # The very life that the baseline's own cell runs: it costs nothing where the matrix has that cell.
+    baseline = dataclasses.replace(TRAIN_LIFE, strategy=_baseline(cell, driver), only=("model", "accumulate"))
+    return Scenario("throughput", (TRAIN_LIFE, dataclasses.replace(baseline, name="baseline", same_as=TRAIN_LIFE.name)))
+
+
+@check(
+    scenario=_lives,
+    until=(("train", "step", STEPS - 1), ("baseline", "step", STEPS - 1)),
+    order=90,
+    limit=LIMIT,
+)
+def throughput(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Tokens a second and rank are at least the given part (``--distcompat-throughput 0.9``) of what the baseline has: DDP, or
+    the first strategy that the driver can do, in the same precision and at the same world size.
+
+    Without a limit nothing is asserted, and the figures are in the report. On tiny models, and on a CPU that ranks share,
+    they say little. https://huggingface.co/blog/deepspeed-to-fsdp-and-back found FSDP and ZeRO-3 within 2 % of each other.
+    """
+    here = cost(trace)
+    there = cost(Trace.of(trace.driver, [trace.life("baseline")]), life="baseline")
+    limit = trace.limits.get(LIMIT, 0.0)
+    if here is None or there is None:
+        yield "too few steps to tell the throughput"
+    elif here.tokens_per_second < limit * there.tokens_per_second:
+        part = here.tokens_per_second / there.tokens_per_second
+        base = STRATEGIES.get(trace.life("baseline").cell.partition("-")[0]).name
+        figures = f"{here.tokens_per_second:.4g} tokens a second and rank, {part:.2f} of {base}'s {there.tokens_per_second:.4g}"
+        yield f"{figures}; expected at least {limit:g} of it"

@@ -1,0 +1,88 @@
+"""What a cell costs, from its trace: time, throughput, memory."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pytest_distcompat.trace import LifeTrace, Moment, ParameterFact, Trace
+
+#: Steps that are left out in front: allocators, compilers and bucket sizes settle there.
+WARM_UP = 8
+
+#: Bytes of an element, by torch's name of its dtype.
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int64": 8, "int32": 4}
+
+#: Dense bfloat16 operations a second, from the vendor's data sheets, by a part of the device's name.
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """``tokens_per_second`` is of one rank; ``state_bytes`` of one trained parameter, over all ranks together, master weights and
+    optimizer state; ``memory`` the peak of the rank that needed most, in bytes (of the GPU, or of the whole process). ``mfu`` is
+    the part of the device's peak that the model's own operations use (6 a parameter and token:
+    https://arxiv.org/abs/2204.02311, appendix B), None where the peak is not known.
+    """
+
+    step_seconds: float
+    tokens_per_second: float
+    memory: int
+    state_bytes: float
+    mfu: float | None = None
+
+
+def cost(trace: Trace, device: str = "", life: str = "train") -> Cost | None:
+    """The cost of the training in the trace; None where it has too few steps to tell. ``device`` is a GPU's name."""
+    return _cost(trace.lives.get(life), device)
+
+
+def _cost(life: LifeTrace | None, device: str) -> Cost | None:
+    if life is None:
+        return None
+    steps = [life.at("step", nth) for nth in range(WARM_UP, len({m.index for m in life.moments if m.verb == "step"}))]
+    if not steps:
+        return None
+    # A step has taken as long as it took the slowest rank.
+    seconds = statistics.median(max(moment.seconds for moment in moments) for moments in steps)
+    tokens = statistics.mean(moment.tokens for moments in steps for moment in moments)
+    rate = tokens / seconds if seconds else 0.0
+    peak = next((value for name, value in PEAK.items() if name in device), None)
+    first = life.first("plain")
+    size = sum(math.prod(fact.shape) for fact in first.plain.parameters) if first and first.plain else 0
+    memory = max((moment.memory for moments in steps for moment in moments), default=0)
+    mfu = 6 * size * rate / peak if peak else None
+    return Cost(seconds, rate, memory, state_bytes(life), mfu)
+
+
+def state_bytes(life: LifeTrace, nth: int = 2) -> float:
+    """Bytes of masters and optimizer state on all ranks together, for each trained parameter, after step ``nth``.
+
+    https://huggingface.co/blog/deepspeed-to-fsdp-and-back: float32 masters and two moments are 12, which few ranks feel.
+    """
+    moments, first = life.at("step", nth), life.first("plain")
+    trained = trained_elements(first.plain.parameters) if first and first.plain else 0
+    held = sum(numel * BYTES.get(dtype, 4) for moment in moments for (_, dtype), numel in kept(moment).items())
+    return held / trained if trained else 0.0
+
+
+def kept(moment: Moment) -> Mapping[tuple[str, str], int]:
+    """What this rank's optimizer keeps: (``master`` or the state's key, dtype) -> elements. Counts of steps are left out."""
+    found: dict[tuple[str, str], int] = {}
+    states = moment.optimizer.states if moment.optimizer else ()
+    for state in states:
+        if state.numel > 1 or state.key != "step":
+            found[state.key, state.dtype] = found.get((state.key, state.dtype), 0) + state.numel
+    if not any(key == "master" for key, _ in found):
+        # No flat copies: what is optimized are the live parameters themselves.
+        for fact in moment.model.parameters if moment.model else ():
+            if fact.held and fact.trainable:
+                found["master", fact.dtype] = found.get(("master", fact.dtype), 0) + fact.local_numel
+    return found
+
+
+def trained_elements(parameters: tuple[ParameterFact, ...]) -> int:
+    """How many elements of the plain model are trained."""
+    return sum(math.prod(fact.shape) for fact in parameters if fact.trainable)

@@ -1,0 +1,141 @@
+"""Reads files of known issues and turns what applies here into expectations.
+
+A file is TOML, ``version = 1``, one ``[[issue]]`` each; ``docs/known.md`` has every key. The one that is shipped is
+``issues.toml`` beside this module; an adopter's own is given with ``--distcompat-known``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from pytest_distcompat.expect import Expectation, FacetValue, fails, refuses
+from pytest_distcompat.failures import UsageProblem
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+#: The format of the file; raised when an old reader would get a new file wrong.
+FORMAT = 1
+
+_TEXTS = ("id", "link", "reason", "check", "match", "kind", "device", "fixed_in", "script")
+_NEEDED = ("id", "link", "reason", "check", "match")
+_KEYS = {*_TEXTS, "packages", "drivers", "cells"}
+
+
+@dataclass(frozen=True)
+class KnownIssue:
+    """One bug of somebody else's.
+
+    ``packages`` are requirements (``accelerate>=1.7``) that must all be installed and fit for the bug to be there.
+    ``drivers`` are the libraries through which it shows: a suite is concerned whose driver names one of them. ``cells`` says
+    in which cells, ``device`` (``cpu``, ``cuda``; empty for both) on which ranks. ``kind`` is ``fails`` or ``refuses``.
+    """
+
+    id: str
+    link: str
+    reason: str
+    check: str
+    match: str
+    kind: str = "fails"
+    packages: tuple[str, ...] = ()
+    drivers: tuple[str, ...] = ()
+    cells: tuple[Mapping[str, FacetValue], ...] = ({},)
+    device: str = ""
+    fixed_in: str = ""
+    script: str = ""
+    requirements: tuple[Requirement, ...] = field(default=(), compare=False, repr=False)
+
+    def there(self, device: str) -> bool:
+        """Whether the installed versions have it, on that device."""
+        return self.device in {"", device} and all(_fits(requirement) for requirement in self.requirements)
+
+    def expectations(self) -> list[Expectation]:
+        """One for each entry of ``cells``."""
+        reason = f"{self.reason} ({self.link})"
+        if self.kind == "refuses":
+            return [refuses(self.check, match=self.match, reason=reason, **cells) for cells in self.cells]
+        return [fails(self.check, match=self.match, reason=reason, **cells) for cells in self.cells]
+
+
+def _fits(requirement: Requirement) -> bool:
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    # A local build (2.13.0+cpu) and a nightly are what their number says.
+    return requirement.specifier.contains(version.partition("+")[0], prereleases=True)
+
+
+@functools.cache
+def shipped() -> tuple[KnownIssue, ...]:
+    """The issues that come with the package."""
+    return read_file(Path(__file__).parent / "issues.toml")
+
+
+def read_file(path: Path) -> tuple[KnownIssue, ...]:
+    """All issues of a file. Raises UsageProblem, saying which entry is wrong and how."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise UsageProblem(f"known issues {path}: {error}") from error
+    if data.get("version") != FORMAT:
+        raise UsageProblem(
+            f"known issues {path}: version is {data.get('version')!r}; this release reads version {FORMAT}"
+        )
+    found = tuple(_issue(entry, f"known issues {path}: issue {n}") for n, entry in enumerate(data.get("issue", []), 1))
+    twice = {issue.id for issue in found if sum(other.id == issue.id for other in found) > 1}
+    if twice:
+        raise UsageProblem(f"known issues {path}: more than one issue has the id {min(twice)!r}")
+    return found
+
+
+def _issue(entry: Mapping[str, Any], where: str) -> KnownIssue:
+    where += f" ({entry.get('id', 'no id')})"
+    for name in _NEEDED:
+        if not entry.get(name):
+            raise UsageProblem(f"{where}: {name} is missing")
+    wrong = sorted(set(entry) - _KEYS)
+    if wrong:
+        raise UsageProblem(f"{where}: no key named {wrong[0]!r}. Known: {', '.join(sorted(_KEYS))}")
+    if entry.get("kind", "fails") not in {"fails", "refuses"}:
+        raise UsageProblem(f"{where}: kind {entry['kind']!r}; expected 'fails' or 'refuses'")
+    cells = entry.get("cells", [{}])
+    try:
+        requirements = tuple(Requirement(text) for text in entry.get("packages", ()))
+        issue = KnownIssue(
+            **{name: str(entry[name]) for name in _TEXTS if name in entry},
+            packages=tuple(entry.get("packages", ())),
+            drivers=tuple(entry.get("drivers", ())),
+            cells=tuple(_facets(one) for one in ([cells] if isinstance(cells, Mapping) else cells)),
+            requirements=requirements,
+        )
+        issue.expectations()
+    except (InvalidRequirement, UsageProblem) as error:
+        raise UsageProblem(f"{where}: {error}") from error
+    return issue
+
+
+def _facets(entry: Mapping[str, Any]) -> dict[str, FacetValue]:
+    """TOML has lists where an expectation has tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
+
+
+def applying(issues: Iterable[KnownIssue], libraries: Iterable[str], device: str) -> tuple[Expectation, ...]:
+    """The expectations for a driver that stands on these libraries, with the versions that are installed."""
+    concerned = set(libraries)
+    return tuple(
+        expectation
+        for issue in issues
+        if concerned & set(issue.drivers) and issue.there(device)
+        for expectation in issue.expectations()
+    )

@@ -1,0 +1,119 @@
+"""How many of the cells that a suite could have a run takes: smoke, default, pairwise, full."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from pytest_distcompat.cell import OPTIONS, Cell, Matrix, OptionValue
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.failures import UsageProblem
+
+#: Name to meaning, from the least to the most.
+PROFILES = {
+    "smoke": "each strategy and each precision of the matrix once, no options",
+    "default": "the suite's matrix",
+    "pairwise": "every pair of strategy, precision and option values that the driver can do, two options a cell at most",
+    "full": "every strategy in every precision with every option value by itself",
+}
+
+#: Options of how a model is made, kept and cut; the others are of how it is trained. A cell of ``pairwise`` has one of each.
+KEEPING = (
+    "model",
+    "state_dict",
+    "offload",
+    "reshard_after_forward",
+    "use_orig_params",
+    "cpu_ram_efficient_loading",
+    "meta_init",
+    "wrap",
+    "ignored",
+    "save_only_model",
+)
+
+#: One option with its value; None for none.
+Choice = tuple[str, OptionValue] | None
+
+
+def cells(
+    profile: str,
+    matrix: Matrix,
+    *,
+    driver: type[Driver],
+    names: tuple[Sequence[str], Sequence[str]],
+    world_size: int,
+    device: str,
+) -> list[Cell]:
+    """The cells of a run, in a fixed order. ``names`` are all strategies and all precisions, for what the matrix leaves open.
+
+    Raises UsageProblem where ``pairwise`` is asked for without the library that it needs.
+    """
+    if profile == "default":
+        return list(matrix.cells(*names, world_size))
+    strategies, precisions = matrix.strategies or names[0], matrix.precisions or names[1]
+    world_sizes = matrix.world_sizes or (world_size,)
+    if profile == "smoke":
+        return list(_smoke(strategies, precisions, world_sizes[0], lambda cell: not driver.unable(cell, device)))
+    if profile == "pairwise":
+        return list(_pairwise(strategies, precisions, world_sizes[0], driver, device))
+    choices = _choices(driver)
+    found = [
+        _cell(strategy, precision, size, choice)
+        for strategy, precision, size, choice in itertools.product(strategies, precisions, world_sizes, choices)
+    ]
+    return list(dict.fromkeys([*found, *matrix.cells(*names, world_size)]))
+
+
+def _choices(driver: type[Driver], of: Callable[[str], bool] = lambda name: True) -> list[Choice]:  # noqa: ARG005
+    """No option, then each value of each that the driver speaks, the defaults aside."""
+    found: list[Choice] = [None]
+    for name in (name for name in OPTIONS if name in driver.options and of(name)):
+        found += [(name, value) for value in OPTIONS[name].values[1:]]
+    return found
+
+
+def _cell(strategy: str, precision: str, world_size: int, *choices: Choice) -> Cell:
+    return Cell(strategy, precision, world_size, tuple(choice for choice in choices if choice is not None))
+
+
+def _smoke(
+    strategies: Iterable[str], precisions: Sequence[str], world_size: int, able: Callable[[Cell], bool]
+) -> Iterator[Cell]:
+    """Each strategy with the next precision that it can do, then the precisions that are left, with whatever can do them."""
+    ring, left, chosen = itertools.cycle(precisions), dict.fromkeys(precisions), []
+    for strategy in strategies:
+        options = [Cell(strategy, precision, world_size) for precision in itertools.islice(ring, len(precisions))]
+        cell = next((cell for cell in options if able(cell)), None)
+        next(ring)
+        if cell is not None:
+            chosen.append(cell)
+            left.pop(cell.precision, None)
+    for precision in left:
+        cell = next((cell for s in strategies if able(cell := Cell(s, precision, world_size))), None)
+        chosen += [cell] if cell is not None else []
+    yield from dict.fromkeys(chosen)
+
+
+def _pairwise(
+    strategies: Sequence[str], precisions: Sequence[str], world_size: int, driver: type[Driver], device: str
+) -> Iterator[Cell]:
+    """A covering array of strength 2 over four factors, by allpairspy: https://github.com/thombashi/allpairspy."""
+    try:
+        from allpairspy import AllPairs
+    except ImportError:
+        raise UsageProblem("the profile pairwise needs allpairspy: pip install 'pytest-distcompat[pairwise]'") from None
+
+    def possible(row: Sequence[object]) -> bool:
+        if len(row) < 2:
+            return True
+        strategy, precision, *choices = row
+        return not driver.unable(_cell(str(strategy), str(precision), world_size, *choices), device)  # type: ignore[arg-type]
+
+    kept = _choices(driver, lambda name: name in KEEPING)
+    trained = _choices(driver, lambda name: name not in KEEPING)
+    factors: list[Sequence[object]] = [strategies, precisions, kept, trained]
+    if any(len(factor) < 2 for factor in factors):
+        factors = [factor for factor in factors if len(factor) > 1 or factor in (strategies, precisions)]
+    for row in AllPairs(factors, filter_func=possible):
+        strategy, precision, *choices = row
+        yield _cell(strategy, precision, world_size, *choices)

@@ -1,0 +1,15 @@
+"""All mutants, in the order of the packages that they mutate."""
+
+from __future__ import annotations
+
+from . import of_accelerate, of_deepspeed, of_torch, of_transformers
+from .mutation import Mutant
+
+MUTANTS: tuple[Mutant, ...] = (
+    *of_accelerate.MUTANTS,
+    *of_transformers.MUTANTS,
+    *of_deepspeed.MUTANTS,
+    *of_torch.MUTANTS,
+)
+
+BY_ID: dict[str, Mutant] = {mutant.id: mutant for mutant in MUTANTS}

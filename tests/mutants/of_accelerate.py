@@ -1,0 +1,281 @@
+"""Bugs of accelerate: fixed by its own pull requests, undone here."""
+
+from __future__ import annotations
+
+from .mutation import Edit, Mutant
+
+ACCELERATOR = "accelerate/accelerator.py"
+DEEPSPEED = "accelerate/utils/deepspeed.py"
+FSDP = "accelerate/utils/fsdp_utils.py"
+SCHEDULER = "accelerate/scheduler.py"
+STATE = "accelerate/state.py"
+
+ISSUES = "https://github.com/huggingface/accelerate/issues/"
+PULLS = "https://github.com/huggingface/accelerate/pull/"
+
+#: How the loading of a sharded optimizer asks for the state that DCP then fills.
+TEMPLATE = """\
+                if fsdp_plugin.fsdp_version == 2:
+                    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+                    optim_state = get_optimizer_state_dict(model, optimizer, options=sd_options)
+                else:
+                    optim_state = FSDP.optim_state_dict(model, optimizer)
+                optim_state = {"optimizer": optim_state}
+"""
+
+MUTANTS = (
+    Mutant(
+        "acc-999-sched-gas",
+        (PULLS + "999",),
+        "the scheduler steps on every micro-batch: the learning rate decays as many times too fast",
+        (
+            Edit(
+                SCHEDULER,
+                "        if not self.gradient_state.sync_gradients:\n",
+                "        if False:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-1755-fsdp1-optim-args",
+        (PULLS + "1755",),
+        "the arguments of optim_state_dict_to_load in their old order: an exception on resume under FSDP1",
+        (
+            Edit(
+                FSDP,
+                "FSDP.optim_state_dict_to_load(model=model, optim=optimizer, optim_state_dict=optim_state)",
+                "FSDP.optim_state_dict_to_load(optim_state, model, optimizer)",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-2674-fsdp1-upcast",
+        (PULLS + "2674", ISSUES + "2624"),
+        "a bf16-loaded model keeps bf16 masters under FSDP1 with mixed precision, unlike under DeepSpeed",
+        (Edit(ACCELERATOR, 'if self.mixed_precision != "no":  # if mixed precision is set', "if False:"),),
+    ),
+    Mutant(
+        "acc-3146-zero3-save-model",
+        (PULLS + "3146",),
+        "save_model under ZeRO-3 works on None on every rank but the first: an exception there",
+        (
+            Edit(
+                ACCELERATOR,
+                "        if state_dict is None:\n            return\n        os.makedirs(save_directory",
+                "        os.makedirs(save_directory",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-3361-fp8-ds",
+        (ISSUES + "3360", PULLS + "3361", PULLS + "3611"),
+        "fp8 is decided from the state, which says bf16 under DeepSpeed: no layer becomes a Transformer Engine one",
+        (
+            Edit(
+                STATE,
+                'if self.distributed_type == DistributedType.DEEPSPEED and mixed_precision != "fp8":',
+                "if self.distributed_type == DistributedType.DEEPSPEED:",
+            ),
+            Edit(
+                STATE,
+                'if self.distributed_type == DistributedType.DEEPSPEED and self._mixed_precision != "fp8":',
+                "if self.distributed_type == DistributedType.DEEPSPEED:",
+            ),
+            Edit(
+                ACCELERATOR,
+                'self.fp8_enabled = self.state.mixed_precision == "fp8" or mixed_precision == "fp8"',
+                'self.fp8_enabled = self.state.mixed_precision == "fp8"',
+            ),
+            # The backend came from the handler, and only where fp8 is on: the environment had no say.
+            Edit(
+                ACCELERATOR,
+                '        "Returns the configured backend for training in FP8"\n',
+                '        "Returns the configured backend for training in FP8"\n'
+                '        if self.mixed_precision != "fp8":\n'
+                "            return FP8BackendType.NO\n",
+            ),
+        ),
+        stand_in=True,
+    ),
+    Mutant(
+        "acc-3465-clip-norm",
+        (PULLS + "3465",),
+        "clip_grad_norm_ asks for an attribute that Accelerator does not have: AttributeError at the first clipping",
+        (
+            Edit(
+                ACCELERATOR,
+                "                    if not self.is_fsdp2:\n                        return model.clip_grad_norm_",
+                "                    if self.fsdp_version == 1:\n                        return model.clip_grad_norm_",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-3528-no-dtype-attr",
+        (PULLS + "3528",),
+        "FSDP2 reads dtype and _no_split_modules, which a plain module lacks: AttributeError in prepare",
+        (
+            Edit(
+                FSDP,
+                'if accelerator.mixed_precision != "no" and not model_has_params4bit:',
+                'if accelerator.mixed_precision != "no" and model.dtype != torch.float32 and not model_has_params4bit:',
+            ),
+            Edit(FSDP, 'getattr(model, "_no_split_modules", None)', "model._no_split_modules"),
+        ),
+    ),
+    Mutant(
+        "acc-3528-size-wrap",
+        (PULLS + "3528",),
+        "the size-based wrap policy asks a module for numel(): AttributeError in prepare",
+        (
+            Edit(
+                FSDP,
+                "module_num_params = sum(p.numel() for p in module.parameters())",
+                "module_num_params = module.numel()",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-3554-compile-names",
+        (ISSUES + "3554", ISSUES + "3573", PULLS + "3560"),
+        "the names of a compiled model keep _orig_mod, so none is found again: KeyError (Llama: ValueError) in prepare",
+        (
+            Edit(
+                FSDP,
+                """\
+    named_params = {
+        k.replace("_orig_mod.", "") if k.startswith("_orig_mod.") else k: v for k, v in named_params.items()
+    }
+    named_params = {k.replace("._orig_mod", ""): v for k, v in named_params.items()}
+""",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-3630-ds-boundary",
+        (PULLS + "3630",),
+        "DeepSpeed is never told where the window ends: the incomplete last one of an epoch leaks into the next",
+        (
+            Edit(
+                DEEPSPEED,
+                "        self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)\n",
+                "",
+            ),
+            Edit(DEEPSPEED, "        if sync_gradients:\n", "        if True:\n"),
+        ),
+    ),
+    Mutant(
+        "acc-3638-ds-gas-auto",
+        (PULLS + "3638", PULLS + "3632"),
+        "'auto' in the DeepSpeed config replaces the number of accumulation steps: a string is computed with",
+        (
+            Edit(
+                ACCELERATOR,
+                "        # If using DeepSpeed, update gradient accumulation steps from the DeepSpeed plugin\n",
+                "        if self.distributed_type == DistributedType.DEEPSPEED and self.state.deepspeed_plugin is not None:\n"
+                "            gradient_accumulation_plugin.num_steps = self.state.deepspeed_plugin.get_value(\n"
+                '                "gradient_accumulation_steps"\n'
+                "            )\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-3656-ds-no-sync",
+        (PULLS + "3656",),
+        "no_sync reaches DeepSpeed's own under ZeRO-2 and 3, which refuses: AssertionError",
+        (
+            Edit(
+                ACCELERATOR,
+                "if self.distributed_type != DistributedType.DEEPSPEED or self.state.deepspeed_plugin.zero_stage < 2:",
+                "if True:",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-3731-ignored-modules",
+        (PULLS + "3731",),
+        "FSDP2 shards the modules that the user told it to ignore",
+        (
+            Edit(
+                FSDP,
+                'if is_torch_version(">=", "2.7.0") and fsdp2_plugin.ignored_modules is not None:',
+                "if False:",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-3904-dcp-optim",
+        (PULLS + "3904",),
+        "DCP fills the plain state of a fresh optimizer, which is empty: the moments are lost without a word",
+        (Edit(FSDP, TEMPLATE, '                optim_state = {"optimizer": optimizer.state_dict()}\n'),),
+    ),
+    Mutant(
+        "acc-3905-upcast-noop",
+        (PULLS + "3905", PULLS + "3985"),
+        "the upcast of FSDP2 rebinds a local name: a bf16-loaded model trains in bf16 throughout",
+        (Edit(FSDP, "param.data = param.data.to(torch.float32)", "param = param.to(torch.float32)"),),
+    ),
+    Mutant(
+        "acc-3971-planner",
+        (ISSUES + "3971", PULLS + "3972"),
+        "the sharded optimizer is asked for by number where it was saved by name: RuntimeError: Missing key",
+        (
+            Edit(
+                FSDP,
+                TEMPLATE,
+                # Asked for by name only to give a fresh optimizer its state, without which nothing would be missed.
+                TEMPLATE.replace('{"optimizer": optim_state}', '{"optimizer": optimizer.state_dict()}'),
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-3982-zip-load",
+        (PULLS + "3982",),
+        "full and sharded state are paired by position: wrong tensors in parameters of one shape, or a deadlock",
+        (
+            Edit(
+                FSDP,
+                """\
+        for param_name, sharded_param in meta_sharded_sd.items():
+            if param_name not in full_sd:
+                raise KeyError(
+                    f"Parameter '{param_name}' found in sharded model state dict but missing from full state dict. "
+                    f"Full state dict has {len(full_sd)} keys, sharded has {len(meta_sharded_sd)} keys."
+                )
+            full_param = full_sd[param_name]
+""",
+                "        for (param_name, full_param), sharded_param in zip(full_sd.items(), meta_sharded_sd.values()):\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-4119-path-marker",
+        (PULLS + "4119",),
+        "a run directory whose name holds 'pytorch_model_fsdp' or 'optimizer' is taken for the checkpoint itself",
+        (
+            Edit(
+                FSDP,
+                'if Path(input_dir).name != f"{FSDP_MODEL_NAME}_{model_index}"',
+                "if FSDP_MODEL_NAME not in str(input_dir)",
+            ),
+            Edit(
+                FSDP,
+                'if Path(input_dir).name != f"{OPTIMIZER_NAME}_{optimizer_index}"',
+                "if OPTIMIZER_NAME not in str(input_dir)",
+            ),
+        ),
+    ),
+    Mutant(
+        "acc-4172-ac-children",
+        (PULLS + "4172", ISSUES + "3897", PULLS + "3909"),
+        "each child of a matched layer is checkpointed rather than the layer: several times the activations are kept",
+        (
+            Edit(
+                FSDP,
+                "        if auto_wrap_policy_func(layer):\n",
+                '        if auto_wrap_policy_func(model.get_submodule(layer_name.rpartition(".")[0])):\n',
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,105 @@
+"""Bugs of DeepSpeed: fixed by its own pull requests, undone here."""
+
+from __future__ import annotations
+
+from .mutation import Edit, Mutant
+
+ENGINE = "deepspeed/runtime/engine.py"
+UNFUSED = "deepspeed/runtime/fp16/unfused_optimizer.py"
+UTILS = "deepspeed/runtime/utils.py"
+ZERO12 = "deepspeed/runtime/zero/stage_1_and_2.py"
+
+ISSUES = "https://github.com/deepspeedai/DeepSpeed/issues/"
+PULLS = "https://github.com/deepspeedai/DeepSpeed/pull/"
+
+MUTANTS = (
+    Mutant(
+        "ds-5150-clip",
+        (PULLS + "5150",),
+        "clipping takes the larger factor: large gradients stay, small ones grow",
+        (Edit(UTILS, "torch.min(tmp_tensor, clip_coef)", "torch.max(tmp_tensor, clip_coef)"),),
+    ),
+    Mutant(
+        "ds-5170-bf16-allreduce",
+        (PULLS + "5170",),
+        "the bf16 gradients are reduced, the optimizer reads the fp32 ones: each rank steps its share on its own data",
+        (Edit(ENGINE, 'if hasattr(self.optimizer, "get_grads_for_reduction"):', "if False:"),),
+    ),
+    Mutant(
+        "ds-7580-overflow-z1",
+        (PULLS + "7580", ISSUES + "7568"),
+        "an fp16 overflow stays on its rank under ZeRO-1: it skips the step that the others take, and wait for it in",
+        (
+            Edit(
+                ZERO12,
+                "        dist.all_reduce(overflow_gpu, op=dist.ReduceOp.MAX, group=self.dp_process_group)\n\n"
+                "        # Since each model parallel",
+                "        if partition_gradients:\n"
+                "            dist.all_reduce(overflow_gpu, op=dist.ReduceOp.MAX, group=self.dp_process_group)\n\n"
+                "        # Since each model parallel",
+            ),
+        ),
+    ),
+    Mutant(
+        "ds-7586-z0-load-path",
+        (PULLS + "7586", ISSUES + "7571"),
+        "load_checkpoint takes the ZeRO path at stage 0 when bf16 is on: an exception on resume",
+        (
+            Edit(
+                ENGINE,
+                "load_zero_checkpoint = load_path is not None and self.zero_optimization()",
+                "load_zero_checkpoint = load_path is not None and (self.zero_optimization() or self.bfloat16_enabled())",
+            ),
+        ),
+    ),
+    Mutant(
+        "ds-7786-z0-bf16-ckpt",
+        (PULLS + "7786",),
+        "bf16 at stage 0: the optimizer is neither saved nor loaded, so Adam starts from zero",
+        (
+            Edit(
+                ENGINE,
+                "            has_zero_optimizer_state = self.zero_optimization()\n",
+                "            has_zero_optimizer_state = self.zero_optimization() or self.bfloat16_enabled()\n",
+            ),
+            Edit(
+                ENGINE,
+                "        zero_optimizer_state = self.zero_optimization()\n\n        save_frozen_param",
+                "        zero_optimizer_state = self.zero_optimization() or self.bfloat16_enabled()\n\n"
+                "        save_frozen_param",
+            ),
+        ),
+    ),
+    Mutant(
+        "ds-7839-z0-zero-grad",
+        (PULLS + "7839", ISSUES + "7837"),
+        "bf16 at stage 0: gradients are not cleared after a step and pile up",
+        (
+            Edit(
+                ENGINE,
+                """\
+            if hasattr(self.optimizer, "zero_grad"):
+                self.optimizer.zero_grad()
+            else:
+                self.zero_grad()
+""",
+                """\
+            if self.zero_optimization() and hasattr(self.optimizer, "zero_grad"):
+                self.optimizer.zero_grad()
+""",
+            ),
+        ),
+    ),
+    Mutant(
+        "ds-8029-frozen-masters",
+        (PULLS + "8029", PULLS + "7515"),
+        "fp32 masters of the frozen parameters too: a LoRA run holds its base twice more",
+        (
+            Edit(
+                UNFUSED,
+                "[p for p in param_group['params'] if is_optimized_parameter(p)]",
+                "list(param_group['params'])",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,111 @@
+"""Bugs of transformers' Trainer: fixed by its own pull requests, undone here."""
+
+from __future__ import annotations
+
+from .mutation import Edit, Mutant
+
+ARGUMENTS = "transformers/training_args.py"
+TRAINER = "transformers/trainer.py"
+
+ISSUES = "https://github.com/huggingface/transformers/issues/"
+PULLS = "https://github.com/huggingface/transformers/pull/"
+
+MUTANTS = (
+    Mutant(
+        "tr-25852-fsdp-optim-name",
+        (ISSUES + "25849", PULLS + "25852"),
+        "resume under FSDP looks for optimizer.pt where optimizer.bin lies: optimizer and scheduler start afresh",
+        (
+            Edit(
+                TRAINER,
+                "                or os.path.isfile(os.path.join(checkpoint, OPTIMIZER_NAME_BIN))\n",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-34191-ga-token-mean",
+        (PULLS + "34191",),
+        "accumulation averages the means of the micro-batches: not the same as one batch of all their tokens",
+        (Edit(TRAINER, "        if count_num_items_in_batch:\n", "        if False:\n"),),
+    ),
+    Mutant(
+        "tr-34242-ddp-token-mean",
+        (ISSUES + "34242", PULLS + "34373"),
+        "tokens are not counted over devices: a rank with few of them weighs as much as one with many",
+        (
+            Edit(
+                TRAINER,
+                "            if self.args.average_tokens_across_devices:\n                if self.args.world_size > 1:\n",
+                "            if self.args.average_tokens_across_devices:\n                if False:\n",
+            ),
+            Edit(
+                TRAINER,
+                "            self.args.average_tokens_across_devices\n            and (self.model_accepts_loss_kwargs",
+                "            False\n            and (self.model_accepts_loss_kwargs",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-36627-save-only",
+        (ISSUES + "36626", PULLS + "36627"),
+        "save_only_model with sharded state is refused at the first checkpoint (FileNotFoundError), not at the start",
+        (
+            Edit(
+                TRAINER,
+                '            and "SHARDED_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type)\n',
+                "            and False\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-37147-fsdp2-delay",
+        ("https://github.com/huggingface/accelerate/issues/3476", PULLS + "37147"),
+        "the optimizer is made after the model is prepared, FSDP2 wants both at once: ValueError in train()",
+        (
+            Edit(
+                TRAINER,
+                "        if is_fsdp2:\n            delay_optimizer_creation = False\n",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-fsdp-version-ignored",
+        (PULLS + "42521", "https://github.com/huggingface/transformers/blob/v4.50.3/src/transformers/training_args.py"),
+        "the version in fsdp_config is dropped: FSDP1 runs where FSDP2 was asked for, without a word",
+        (
+            Edit(
+                ARGUMENTS,
+                'fsdp_plugin_args = {"fsdp_version": fsdp_version}',
+                # use_orig_params is Trainer's default for FSDP1; gloo has no sync_module_states, which is accelerate's.
+                'fsdp_plugin_args = {"fsdp_version": 1, "use_orig_params": True, "sync_module_states": False}',
+            ),
+            # FSDP1 takes the name of a strategy here.
+            Edit(
+                ARGUMENTS,
+                """\
+            fsdp_plugin_args["reshard_after_forward"] = str_to_bool(
+                str(self.fsdp_config.get("reshard_after_forward", True)).lower()
+            )
+""",
+                '            fsdp_plugin_args["reshard_after_forward"] = "full_shard"\n',
+            ),
+        ),
+    ),
+    Mutant(
+        "tr-shift-count",
+        (PULLS + "46204",),
+        "the first token of each row is counted though no loss uses it: loss and gradient too small by one in a row",
+        (
+            Edit(
+                TRAINER,
+                """\
+                    else batch["labels"][..., 1:]
+                    if self._loss_shifts_labels
+""",
+                "",
+            ),
+        ),
+    ),
+)

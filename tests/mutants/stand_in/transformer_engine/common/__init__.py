@@ -1,0 +1,1 @@
+"""Only the recipes are asked for."""

@@ -1,0 +1,8 @@
+"""What the hardware can do: nothing."""
+
+from __future__ import annotations
+
+
+def check_mxfp8_support() -> tuple[bool, str]:
+    """As on a machine without the hardware."""
+    return False, "this is a stand-in"
