@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from pytest_distcompat.cell import OPTIONS, Cell, Matrix, OptionValue
 from pytest_distcompat.driver import Driver
@@ -97,23 +98,23 @@ def _smoke(
 def _pairwise(
     strategies: Sequence[str], precisions: Sequence[str], world_size: int, driver: type[Driver], device: str
 ) -> Iterator[Cell]:
-    """A covering array of strength 2 over four factors, by allpairspy: https://github.com/thombashi/allpairspy."""
-    try:
-        from allpairspy import AllPairs
-    except ImportError:
-        raise UsageProblem("the profile pairwise needs allpairspy: pip install 'pytest-distcompat[pairwise]'") from None
+    """A covering array of strength 2 over four factors, by covertable: https://covertable.walkframe.com.
 
-    def possible(row: Sequence[object]) -> bool:
-        if len(row) < 2:
-            return True
-        strategy, precision, *choices = row
-        return not driver.unable(_cell(str(strategy), str(precision), world_size, *choices), device)  # type: ignore[arg-type]
+    allpairspy is better known and was left: with constraints it leaves out pairs that could be had.
+    """
+    try:
+        from covertable import make
+    except ImportError:
+        raise UsageProblem("the profile pairwise needs covertable: pip install 'pytest-distcompat[pairwise]'") from None
 
     kept = _choices(driver, lambda name: name in KEEPING)
     trained = _choices(driver, lambda name: name not in KEEPING)
-    factors: list[Sequence[object]] = [strategies, precisions, kept, trained]
-    if any(len(factor) < 2 for factor in factors):
-        factors = [factor for factor in factors if len(factor) > 1 or factor in (strategies, precisions)]
-    for row in AllPairs(factors, filter_func=possible):
-        strategy, precision, *choices = row
-        yield _cell(strategy, precision, world_size, *choices)
+
+    def possible(row: Sequence[Any]) -> bool:
+        return not driver.unable(_cell(row[0], row[1], world_size, row[2], row[3]), device)
+
+    constraint = {"operator": "fn", "requires": [0, 1, 2, 3], "evaluate": possible}
+    for row in make([list(strategies), list(precisions), kept, trained], constraints=[constraint]):
+        cell = _cell(row[0], row[1], world_size, row[2], row[3])
+        if possible(row):
+            yield cell

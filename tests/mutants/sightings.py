@@ -1,0 +1,58 @@
+"""Where the built-in suite sees each mutant: driver, cell, check, and what the check says there."""
+
+from __future__ import annotations
+
+from mutants.mutation import Sighting
+
+_LOAD_EMPTY = "the optimizer's state is empty after the load"
+_MASTERS = "bfloat16 masters; expected float32"
+
+SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
+    "acc-1755-fsdp1-optim-args": (Sighting("accelerate", "fsdp1-fp32-w2", "resume", "unhashable type: 'dict'"),),
+    "acc-2674-fsdp1-upcast": (Sighting("accelerate", "fsdp1-bf16_mixed-w2", "dtypes", _MASTERS),),
+    "acc-3146-zero3-save-model": (Sighting("accelerate", "zero3-fp32-w2", "export", "has no attribute 'items'"),),
+    "acc-3361-fp8-ds": (Sighting("accelerate", "zero1-fp8-w2-fp8_backend_te", "float8", "8 bits"),),
+    "acc-3465-clip-norm": (Sighting("accelerate", "fsdp2-fp32-w2", "clipping", "has no attribute 'fsdp_version'"),),
+    "acc-3528-no-dtype-attr": (
+        Sighting(
+            "accelerate", "fsdp2-bf16_mixed-w2-model_plain", "active", "has no attribute '(dtype|_no_split_modules)'"
+        ),
+    ),
+    "acc-3528-size-wrap": (Sighting("accelerate", "fsdp2-fp32-w2-wrap_size", "units", "has no attribute 'numel'"),),
+    "acc-3554-compile-names": (
+        Sighting("accelerate", "fsdp2-fp32-w2-compile_aot_eager", "names", "KeyError|FSDP2 mapping failed"),
+    ),
+    "acc-3630-ds-boundary": (Sighting("accelerate", "zero2-fp32-w2-accumulate_2", "parity", r"step \d+: "),),
+    "acc-3638-ds-gas-auto": (Sighting("accelerate", "zero1-fp32-w2", "active", "TypeError"),),
+    "acc-3656-ds-no-sync": (
+        Sighting("accelerate", "zero2-fp32-w2-accumulate_2", "active", "no_sync context manager is incompatible"),
+    ),
+    "acc-3731-ignored-modules": (
+        Sighting("accelerate", "fsdp2-fp32-w2-model_plain-ignored", "units", "left out of the sharding"),
+    ),
+    "acc-3904-dcp-optim": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", _LOAD_EMPTY),),
+    "acc-3905-upcast-noop": (Sighting("accelerate", "fsdp2-bf16_mixed-w2", "dtypes", _MASTERS),),
+    "acc-3971-planner": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", "Missing key in checkpoint state_dict"),),
+    "acc-4119-path-marker": (Sighting("accelerate", "fsdp2-fp32-w2", "paths", "CheckpointException|No such file"),),
+    "acc-4172-ac-children": (
+        Sighting("accelerate", "fsdp2-fp32-w2-activation_checkpointing", "units", "the activations are recomputed of"),
+    ),
+    "acc-999-sched-gas": (Sighting("accelerate", "ddp-fp32-w2-accumulate_2", "parity", "the learning rate is"),),
+    "ds-5150-clip": (
+        Sighting("deepspeed", "zero0-fp32-w2", "clipping", "the gradients that the optimizer gets have norm"),
+    ),
+    "ds-7586-z0-load-path": (Sighting("deepspeed", "zero0-bf16_mixed-w2", "resume", "AttributeError"),),
+    "ds-7786-z0-bf16-ckpt": (Sighting("deepspeed", "zero0-bf16_mixed-w2", "resume", "optimizer"),),
+    "ds-7839-z0-zero-grad": (Sighting("deepspeed", "zero0-bf16_mixed-w2", "clipping", "have norm"),),
+    "ds-8029-frozen-masters": (Sighting("deepspeed", "zero0-bf16_mixed-w2-frozen", "memory", "elements are trained"),),
+    "pt-125708-init-optim-lr": (Sighting("torch", "fsdp2-fp32-w2", "resume", "other values after the"),),
+    "tr-25852-fsdp-optim-name": (Sighting("trainer", "fsdp2-fp32-w2-state_dict_full", "resume", "after the load"),),
+    "tr-34191-ga-token-mean": (Sighting("trainer", "ddp-fp32-w2-accumulate_2", "parity", "in the reference"),),
+    "tr-34242-ddp-token-mean": (Sighting("trainer", "ddp-fp32-w2", "parity", "in the reference"),),
+    "tr-36627-save-only": (
+        Sighting("trainer", "fsdp2-fp32-w2-save_only_model", "save_only_model", "refused only at|another message"),
+    ),
+    "tr-37147-fsdp2-delay": (Sighting("trainer", "fsdp2-fp32-w2", "optimizer", "must be passed together"),),
+    "tr-fsdp-version-ignored": (Sighting("trainer", "fsdp2-fp32-w2", "active", "expected FSDP2"),),
+    "tr-shift-count": (Sighting("trainer", "ddp-fp32-w2", "parity", "in the reference"),),
+}

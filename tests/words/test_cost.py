@@ -1,0 +1,111 @@
+"""Costs are arithmetic of a trace."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.cost import Cost, cost, state_bytes
+from pytest_distcompat.scenario import STEPS
+from pytest_distcompat.trace import (
+    LifeTrace,
+    ModelFact,
+    Moment,
+    OptimizerFact,
+    ParameterFact,
+    PlainFact,
+    StateFact,
+    Trace,
+)
+
+PLAIN = PlainFact(
+    (ParameterFact("a", (4, 8), "bfloat16"), ParameterFact("frozen", (8,), "bfloat16", trainable=False)),
+)
+
+
+def life(name: str = "train", *, seconds: float = 0.5, ranks: int = 2, **states: int) -> LifeTrace:
+    """A sharded training: ``states`` are elements of each kind of optimizer state on each rank, in float32."""
+    optimizer = OptimizerFact(
+        ("AdamW",), 1, states=tuple(StateFact("a", key, "float32", numel, "d") for key, numel in states.items())
+    )
+    model = ModelFact("Toy", {}, (ParameterFact("a", (4, 8), "float32", local_numel=16, held=1),))
+    moments = [Moment(rank, name, "plain", 0, plain=PLAIN) for rank in range(ranks)]
+    for index in range(1, STEPS + 1):
+        # The first steps are slow, and rank 1 is always a little slower than rank 0.
+        took = seconds * (20 if index < 5 else 1)
+        moments += [
+            Moment(
+                rank, name, "step", index, took + rank, tokens=100, memory=7 + rank, model=model, optimizer=optimizer
+            )
+            for rank in range(ranks)
+        ]
+    return LifeTrace(name, ranks, tuple(moments), cell="ddp-fp32-w2")
+
+
+def trace(*lives: LifeTrace, limit: float = 0.0) -> Trace:
+    return Trace("toy", {one.name: one for one in lives}, limits={"throughput": limit})
+
+
+def test_throughput_is_of_one_rank_at_the_pace_of_the_slowest_after_the_first_steps() -> None:
+    found = cost(trace(life(exp_avg=16, exp_avg_sq=16)))
+    # Masters (the live parameters) and two moments, 32 of each over both ranks, 4 bytes, for 32 trained elements.
+    assert found == Cost(step_seconds=1.5, tokens_per_second=100 / 1.5, memory=8, state_bytes=12.0)
+
+
+def test_mfu_needs_a_device_whose_peak_is_known() -> None:
+    found = cost(trace(life()), device="NVIDIA H200")
+    assert found is not None
+    assert found.mfu == pytest.approx(6 * 40 * 100 / 1.5 / 989e12)
+    assert cost(trace(life()), device="NVIDIA Unheard-of")
+
+
+def test_flat_masters_count_and_the_live_parameters_then_do_not() -> None:
+    assert state_bytes(life(master=16, exp_avg=16)) == 8.0
+
+
+def test_a_life_that_was_too_short_has_no_cost() -> None:
+    short = LifeTrace("train", 2, tuple(moment for moment in life().moments if moment.index < 3))
+    assert cost(trace(short)) is None
+    assert cost(trace()) is None
+
+
+CELL = Cell.parse("fsdp2-fp32-w2")
+
+
+def test_memory_is_silent_where_each_is_kept_once() -> None:
+    assert CHECKS.get("memory").findings(CELL, trace(life(exp_avg=16, exp_avg_sq=16, step=1))) == []
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        ({"exp_avg": 16, "exp_avg_sq": 216}, "keep 432 elements of 'exp_avg_sq'; 32 elements are trained, expected 32"),
+        ({"exp_avg": 8, "exp_avg_sq": 16}, "keep 16 elements of 'exp_avg'; 32 elements are trained, expected 32"),
+        ({"master": 150}, "keep 300 elements of 'master'; 32 elements are trained, expected 32"),
+    ],
+)
+def test_memory_speaks_of_too_much_and_too_little(states: dict[str, int], message: str) -> None:
+    (found,) = CHECKS.get("memory").findings(CELL, trace(life(**states)))
+    assert message in found
+
+
+def test_replicas_keep_one_each() -> None:
+    cell = Cell.parse("ddp-fp32-w2")
+    (found,) = CHECKS.get("memory").findings(cell, trace(life(master=32, exp_avg=16)))
+    assert "keep 32 elements of 'exp_avg'; 32 elements are trained, on each of 2 ranks, expected 64" in found
+
+
+def test_a_rank_that_did_not_report_is_named() -> None:
+    alone = life(exp_avg=32, master=32)
+    alone = LifeTrace("train", 2, tuple(moment for moment in alone.moments if moment.rank == 0))
+    assert "rank 1: no report after three steps" in CHECKS.get("memory").findings(CELL, trace(alone))
+
+
+def test_throughput_is_compared_only_as_the_limit_says() -> None:
+    both = life(seconds=2), life("baseline", seconds=0.5)
+    check = CHECKS.get("throughput")
+    (found,) = check.findings(CELL, trace(*both, limit=0.9))
+    assert found == "33.33 tokens a second and rank, 0.50 of ddp's 66.67; expected at least 0.9 of it"
+    assert check.findings(CELL, trace(*both, limit=0.4)) == []
+    assert check.limit == "throughput"

@@ -1,0 +1,125 @@
+"""Known issues are data: read strictly, applied by version, driver, device and cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.known import applying, read_file, shipped
+from pytest_distcompat.strategies import STRATEGIES
+
+ENTRY = """
+[[issue]]
+id = "one"
+link = "https://example.org/1"
+reason = "because"
+check = "resume"
+match = "is empty"
+drivers = ["mine"]
+"""
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """A file of known issues with that text below the version."""
+
+    def make(text: str) -> Path:
+        path = tmp_path / "mine.toml"
+        path.write_text(f"version = 1\n{text}", encoding="utf-8")
+        return path
+
+    return make
+
+
+def test_an_entry_becomes_an_expectation_with_its_link(write: Write) -> None:
+    issues = read_file(write(ENTRY + 'cells = { strategy = ["fsdp1", "fsdp2"], precision = "fp32" }\n'))
+    (expectation,) = applying(issues, ("mine",), "cpu")
+    assert expectation.covers(Cell("fsdp2", "fp32"), "resume")
+    assert not expectation.covers(Cell("ddp", "fp32"), "resume")
+    assert not expectation.covers(Cell("fsdp2", "fp32"), "names")
+    assert expectation.reason == "because (https://example.org/1)"
+    assert expectation.matches("the state is empty now")
+
+
+def test_several_cells_are_several_expectations(write: Write) -> None:
+    text = ENTRY + '[[issue.cells]]\nstrategy = "ddp"\n[[issue.cells]]\nstrategy = "fsdp1"\ncompile = true\n'
+    found = applying(read_file(write(text)), ("mine",), "cpu")
+    covered = [Cell.parse(name) for name in ("ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp1-fp32-w2-compile")]
+    assert [any(one.covers(cell, "resume") for one in found) for cell in covered] == [True, False, True]
+
+
+def test_a_refusal_is_one(write: Write) -> None:
+    (expectation,) = applying(read_file(write(ENTRY + 'kind = "refuses"\n')), ("mine",), "cpu")
+    assert expectation.kind == "refuses"
+
+
+@pytest.mark.parametrize(
+    ("more", "there"),
+    [
+        ("", True),
+        ('packages = ["pytest>=1"]', True),
+        ('packages = ["pytest<1"]', False),
+        ('packages = ["pytest>=1", "no-such-package"]', False),
+        ('packages = ["no-such-package"]', False),
+        ('device = "cpu"', True),
+        ('device = "cuda"', False),
+    ],
+)
+def test_it_applies_where_the_versions_and_the_device_fit(write: Write, more: str, there: bool) -> None:
+    issues = read_file(write(f"{ENTRY}{more}\n"))
+    assert bool(applying(issues, ("mine",), "cpu")) is there
+
+
+def test_it_concerns_only_drivers_that_stand_on_the_library(write: Write) -> None:
+    issues = read_file(write(ENTRY))
+    assert not applying(issues, (), "cpu")
+    assert not applying(issues, ("other",), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[issue]]\nid = 'one'\n", r"issue 1 \(one\): link is missing"),
+        (ENTRY + "colour = 'red'\n", r"no key named 'colour'\. Known: cells, check, device, drivers, fixed_in, id"),
+        (ENTRY + "kind = 'maybe'\n", "kind 'maybe'; expected 'fails' or 'refuses'"),
+        (ENTRY + "cells = { flavour = 'sweet' }\n", "no facet named 'flavour'"),
+        (ENTRY + "packages = ['accelerate=>1']\n", "one"),
+        (ENTRY.replace('"is empty"', '"("'), "no regular expression"),
+        (ENTRY + ENTRY, "more than one issue has the id 'one'"),
+        ("issue = [", "known issues .*mine.toml"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said(write: Write, text: str, message: str) -> None:
+    with pytest.raises(UsageProblem, match=message):
+        read_file(write(text))
+
+
+def test_a_file_of_another_format_or_none_is_said(tmp_path: Path) -> None:
+    newer = tmp_path / "newer.toml"
+    newer.write_text("version = 2\n", encoding="utf-8")
+    with pytest.raises(UsageProblem, match="version is 2; this release reads version 1"):
+        read_file(newer)
+    with pytest.raises(UsageProblem, match=r"gone\.toml"):
+        read_file(tmp_path / "gone.toml")
+
+
+@pytest.mark.parametrize("issue", shipped(), ids=lambda issue: issue.id)
+def test_what_is_shipped_speaks_of_what_there_is(issue: object) -> None:
+    from pytest_distcompat.known import KnownIssue
+
+    assert isinstance(issue, KnownIssue)
+    assert issue.check == "*" or issue.check in CHECKS.names()
+    assert issue.link.startswith("https://")
+    libraries = {library for driver in DRIVERS.things.values() for library in driver.libraries}
+    assert set(issue.drivers) <= libraries
+    for cells in issue.cells:
+        wanted = cells.get("strategy", ())
+        assert set(wanted if isinstance(wanted, tuple) else (wanted,)) <= set(STRATEGIES.names())

@@ -1,0 +1,96 @@
+"""Profiles say how many cells a run takes; what each promises is counted here."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from pytest_distcompat.cell import Cell, Matrix
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.profiles import KEEPING, PROFILES, cells
+from pytest_distcompat.strategies import STRATEGIES
+
+NAMES = (STRATEGIES.names(), PRECISIONS.names())
+
+
+def of(profile: str, driver: type[Driver], matrix: Matrix | None = None) -> list[Cell]:
+    return cells(profile, matrix or Matrix(), driver=driver, names=NAMES, world_size=2, device="cpu")
+
+
+@pytest.fixture(params=DRIVERS.names())
+def driver(request: pytest.FixtureRequest) -> type[Driver]:
+    return DRIVERS.get(request.param)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_profile_is_the_same_each_time_and_has_no_cell_twice(profile: str, driver: type[Driver]) -> None:
+    found = of(profile, driver)
+    assert found == of(profile, driver)
+    assert len(found) == len(set(found)) > 0
+
+
+def test_default_is_the_matrix() -> None:
+    matrix = Matrix(("ddp",), ("fp32",), extra=(Cell.parse("fsdp2-fp32-w2-compile"),))
+    assert [cell.id for cell in of("default", DRIVERS.get("torch"), matrix)] == ["ddp-fp32-w2", "fsdp2-fp32-w2-compile"]
+
+
+def test_smoke_has_each_strategy_and_each_precision_that_can_be_run(driver: type[Driver]) -> None:
+    found = of("smoke", driver)
+    able = [Cell(s, p) for s, p in itertools.product(*NAMES) if not driver.unable(Cell(s, p), "cpu")]
+    assert {cell.strategy for cell in found} == {cell.strategy for cell in able}
+    assert {cell.precision for cell in found} == {cell.precision for cell in able}
+    assert not any(cell.options for cell in found)
+    assert len(found) <= len(NAMES[0]) + len(NAMES[1])
+
+
+def test_smoke_stays_inside_the_matrix() -> None:
+    found = of("smoke", DRIVERS.get("torch"), Matrix(("fsdp2",), ("fp32", "bf16_pure")))
+    assert [cell.id for cell in found] == ["fsdp2-fp32-w2", "fsdp2-bf16_pure-w2"]
+
+
+def test_full_has_every_option_by_itself(driver: type[Driver]) -> None:
+    found = {cell.id for cell in of("full", driver)}
+    for strategy, precision in itertools.product(*NAMES):
+        assert Cell(strategy, precision).id in found
+        assert Cell.of(strategy, precision, model="plain").id in found or "model" not in driver.options
+
+
+def pairs(cell: Cell) -> set[tuple[object, object]]:
+    """The pairs of values that a cell covers; no option counts as one."""
+    kept = [option for option in cell.options if option[0] in KEEPING] or [None]
+    trained = [option for option in cell.options if option[0] not in KEEPING] or ["none"]
+    values = [("strategy", cell.strategy), ("precision", cell.precision), *kept, *trained]
+    return {(a, b) for a, b in itertools.combinations(values, 2)}
+
+
+def test_pairwise_covers_every_pair_that_can_be_run(driver: type[Driver]) -> None:
+    found = of("pairwise", driver)
+    assert all(not driver.unable(cell, "cpu") for cell in found)
+    covered = set().union(*(pairs(cell) for cell in found))
+    for cell in of("full", driver):
+        # With one option at most: what of that can be run must be there, in some cell, pair by pair.
+        if not driver.unable(cell, "cpu"):
+            missing = {pair for pair in pairs(cell) if None not in pair and "none" not in pair} - covered
+            assert not missing, f"{cell}: {missing}"
+    assert len(found) < len(of("full", driver)) / 4
+
+
+def test_pairwise_without_its_library_says_how_to_get_it() -> None:
+    script = (
+        "import sys; sys.modules['covertable'] = None\n"
+        "from pytest_distcompat.cell import Matrix\n"
+        "from pytest_distcompat.drivers import DRIVERS\n"
+        "from pytest_distcompat.profiles import cells\n"
+        "try:\n"
+        "    cells('pairwise', Matrix(), driver=DRIVERS.get('torch'), names=(('ddp',), ('fp32',)), world_size=2, device='cpu')\n"
+        "except ValueError as error:\n"
+        "    assert 'pip install' in str(error), error\n"
+        "else:\n"
+        "    raise SystemExit('no error')\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
