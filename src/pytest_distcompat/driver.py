@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.world import World
 
+#: The verbs that are an optimizer step.
+STEPS = frozenset({"step", "overflow"})
+
 #: Told after each verb: its name and, after a step, the loss on this rank.
 Seen = Callable[..., None]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one training has to do: ``verbs`` of ``build``, ``load``, ``step`` and ``save``, in that order.
+    """What one training has to do: ``verbs`` of ``build``, ``load``, ``step`` (``overflow``) and ``save``, in order.
 
     ``first_step`` is the number of the first step. The directories exist and are the same for all ranks.
     """
@@ -46,8 +49,8 @@ class Driver:
     The class is imported in the parent too (to ask what it can do), so its module must not import torch at module level
     unless you can bear that cost at collection.
 
-    ``plain_model build step save load`` are needed; ``export reload evaluate reference`` bring further checks, which
-    without them are shown as not applicable.
+    ``plain_model build step save load`` are needed; ``export reload evaluate reference overflow`` bring further checks,
+    which without them are shown as not applicable.
     """
 
     #: The driver's name on its shelf.
@@ -109,6 +112,10 @@ class Driver:
         """One optimizer step on batch ``number`` of this rank; the loss on this rank."""
         raise NotImplementedError
 
+    def overflow(self, number: int) -> float:
+        """The same as ``step``, but on the highest rank alone gradients of the first layer, and of no other, are infinite."""
+        raise NotImplementedError
+
     def save(self, directory: Path) -> None:
         """Write a checkpoint that training can go on from. The directory exists and is the same for all ranks."""
         raise NotImplementedError
@@ -125,8 +132,8 @@ class Driver:
         """
         number = plan.first_step
         for verb in plan.verbs:
-            if verb == "step":
-                seen(verb, self.step(number))
+            if verb in STEPS:
+                seen(verb, getattr(self, verb)(number))
                 number += 1
                 continue
             if verb == "build":

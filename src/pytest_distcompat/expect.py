@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_distcompat.cell import FACETS, OPTIONS, Cell, OptionValue
 from pytest_distcompat.failures import UsageProblem
@@ -13,13 +13,17 @@ FacetValue = OptionValue | int | tuple[OptionValue | int, ...]
 
 @dataclass(frozen=True)
 class Expectation:
-    """One declared exception to "everything holds". Made by ``fails`` and ``refuses``."""
+    """One declared exception to "everything holds". Made by ``fails`` and ``refuses``.
+
+    ``strict``: whether it is an error if it does not show.
+    """
 
     kind: str
     check: str
     facets: tuple[tuple[str, FacetValue], ...]
     reason: str
     match: str
+    strict: bool = True
 
     def covers(self, cell: Cell, check: str) -> bool:
         """Whether this speaks of that check in that cell."""
@@ -52,14 +56,17 @@ def fails(check: str, *, reason: str, match: str = "", **facets: FacetValue) -> 
     return _expectation("fails", check, reason, match, facets)
 
 
-def refuses(check: str = "*", *, match: str, reason: str = "", **facets: FacetValue) -> Expectation:
+def refuses(
+    check: str = "*", *, match: str, reason: str = "", strict: bool = True, **facets: FacetValue
+) -> Expectation:
     """Not supported, and said so: ``build`` raises an error whose message contains ``match`` (a regular expression).
 
-    An error after ``build`` is a LateFailure, no error at all is a failure. Raises UsageProblem for an unknown facet.
+    An error after ``build`` is a LateFailure, no error at all is a failure. ``strict=False`` where the machine decides
+    what is supported: refused with that message, or every claim holds. Raises UsageProblem for an unknown facet.
     """
     if not match:
         raise UsageProblem(f"refuses({check!r}): give match=, the message that the user is to see")
-    return _expectation("refuses", check, reason, match, facets)
+    return replace(_expectation("refuses", check, reason, match, facets), strict=strict)
 
 
 def _expectation(kind: str, check: str, reason: str, match: str, facets: dict[str, FacetValue]) -> Expectation:

@@ -48,7 +48,7 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
     end = _broken_off(check, trace)
     if end is not None and end.kind != "raised":
         return Verdict(check.name, cell.id, end.kind, end.text)
-    if refusal is not None:
+    if refusal is not None and (refusal.strict or _refused(refusal, end or _any_end(trace))):
         return _refusal(check, cell, refusal, end or _any_end(trace))
     if end is not None:
         found = [end.text or end.message or "broke off without a word"]
@@ -83,6 +83,10 @@ def _place(life: LifeTrace, verb: str, nth: int) -> int:
 
 def _any_end(trace: Trace) -> LifeEnd | None:
     return next((life.end for life in trace if life.end is not None), None)
+
+
+def _refused(refusal: Expectation, end: LifeEnd | None) -> bool:
+    return end is not None and end.kind == "raised" and refusal.matches(f"{end.message}\n{end.text}")
 
 
 def _refusal(check: Check, cell: Cell, refusal: Expectation, end: LifeEnd | None) -> Verdict:

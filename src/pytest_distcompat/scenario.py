@@ -14,7 +14,8 @@ class Life:
     ``verbs`` are done in order on every rank:
 
     - ``plain`` makes the model, unwrapped; ``reload`` makes it from what ``export`` wrote;
-    - ``build``, ``step`` (one optimizer step), ``save``, ``load``, ``export``: the trainer's own;
+    - ``build``, ``step`` (one optimizer step), ``overflow`` (one with infinite gradients on one rank), ``save``, ``load``,
+      ``export``: the trainer's own;
     - ``files`` (rank 0 reads what was saved), ``damage`` (rank 0 spoils the checkpoint that is to be loaded), ``evaluate``
       (the model computes on a fixed batch);
     - ``reference`` is one step of the same training in one process, in float32, unwrapped.
@@ -95,11 +96,15 @@ DAMAGED_LIVES = tuple(
     for name, how in (("truncated", "truncate"), ("removed", "remove"))
 )
 
+#: Gradients overflow in the second of three steps, as they do in float16 until a scaler has found its scale.
+OVERFLOW_LIFE = Life("overflow", (*_PLAIN, "step", "overflow", "step"))
+
 TRAIN = Scenario("train", (TRAIN_LIFE,))
 RESUME = Scenario("resume", (TRAIN_LIFE, RESUME_LIFE))
 PARITY = Scenario("parity", (TRAIN_LIFE, REFERENCE_LIFE))
 EXPORT = Scenario("export", (TRAIN_LIFE, RELOAD_LIFE))
 PATHS = Scenario("paths", (NAMED_LIFE, REOPENED_LIFE))
+OVERFLOW = Scenario("overflow", (OVERFLOW_LIFE,))
 DAMAGE = Scenario("damage", (TRAIN_LIFE, *DAMAGED_LIVES))
 
 

@@ -33,25 +33,115 @@ class CompatSuite:
         distcompat_case()
 
 
-#: The other models of the built-in drivers, in one precision (names and sharding do not depend on it), and the other form of
-#: FSDP's state dict.
-def _beside(*strategies: str) -> tuple[Matrix, ...]:
-    models = Matrix(strategies, ("bf16_mixed",), options=({"model": "llama_tied"}, {"model": "plain"}))
-    return models, Matrix(("fsdp1", "fsdp2"), ("fp32",), options=({"state_dict": "full"},))
-
-
 class TestTorch(CompatSuite):
     """Plain torch, by its own documented API."""
 
     driver = "torch"
-    matrix = Matrix(("ddp", "fsdp1", "fsdp2"), extra=_beside("ddp", "fsdp1", "fsdp2"))
+    matrix = Matrix(
+        ("ddp", "fsdp1", "fsdp2"),
+        ("fp32", "bf16_mixed"),
+        extra=(
+            Matrix(("fsdp2",), ("bf16_pure", "fp16_mixed", "fp8")),
+            Matrix(("fsdp1", "fsdp2"), ("bf16_mixed",), options=({"model": "llama_tied"}, {"model": "plain"})),
+            Matrix(
+                ("fsdp2",),
+                ("fp32",),
+                options=(
+                    {"state_dict": "full"},
+                    {"compile": "aot_eager"},
+                    {"compile": "regional"},
+                    {"activation_checkpointing": True},
+                    {"accumulate": 2},
+                    {"offload": True},
+                    {"reshard_after_forward": False},
+                    {"meta_init": True},
+                    {"frozen": True},
+                    {"adapter": True},
+                    {"groups": True},
+                    {"save_only_model": True},
+                    {"ignored": True, "model": "plain"},
+                ),
+            ),
+            Matrix(("fsdp1",), ("fp32",), options=({"state_dict": "full"}, {"use_orig_params": False})),
+            Matrix(("ddp",), ("fp32",), options=({"accumulate": 2}, {"compile": "aot_eager"})),
+        ),
+    )
 
 
 class TestAccelerate(CompatSuite):
-    """accelerate, all six strategies."""
+    """accelerate, every strategy."""
 
     driver = "accelerate"
     matrix = Matrix(
+        precisions=("fp32", "bf16_mixed"),
+        extra=(
+            Matrix(("fsdp2", "zero2"), ("bf16_pure", "fp16_mixed", "fp8")),
+            Matrix(("fsdp1", "fsdp2", "zero3"), ("bf16_mixed",), options=({"model": "llama_tied"}, {"model": "plain"})),
+            Matrix(
+                ("fsdp2",),
+                ("fp32",),
+                options=(
+                    {"state_dict": "full"},
+                    {"compile": "aot_eager"},
+                    {"compile": "regional"},
+                    {"activation_checkpointing": True},
+                    {"accumulate": 2},
+                    {"reshard_after_forward": False},
+                    {"cpu_ram_efficient_loading": True},
+                    {"wrap": "size"},
+                    {"frozen": True},
+                    {"adapter": True},
+                    {"groups": True},
+                    {"ignored": True, "model": "plain"},
+                ),
+            ),
+            Matrix(("fsdp1",), ("fp32",), options=({"activation_checkpointing": True}, {"use_orig_params": False})),
+            Matrix(("ddp",), ("fp32",), options=({"accumulate": 2}, {"compile": "aot_eager"})),
+            Matrix(("zero2",), ("fp32",), options=({"accumulate": 2}, {"activation_checkpointing": True})),
+            Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True},)),
+            Matrix(("zero3",), ("bf16_mixed",), options=({"offload": True}, {"conflict": True}, {"accumulate": 2})),
+        ),
+    )
+
+
+class TestTrainer(CompatSuite):
+    """transformers.Trainer."""
+
+    driver = "trainer"
+    matrix = Matrix(
         ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
-        extra=_beside("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"),
+        ("fp32", "bf16_mixed"),
+        extra=(
+            Matrix(("ddp",), ("fp32",), options=({"accumulate": 2},)),
+            Matrix(
+                ("fsdp2",),
+                ("fp32",),
+                options=(
+                    {"state_dict": "full"},
+                    {"compile": "aot_eager"},
+                    {"activation_checkpointing": True},
+                    {"accumulate": 2},
+                    {"adapter": True},
+                    {"save_only_model": True},
+                    {"save_only_model": True, "state_dict": "full"},
+                ),
+            ),
+            Matrix(("zero2",), ("bf16_mixed",), options=({"accumulate": 2}, {"conflict": True})),
+        ),
+    )
+
+
+class TestDeepSpeed(CompatSuite):
+    """DeepSpeed by its own engine."""
+
+    driver = "deepspeed"
+    matrix = Matrix(
+        ("zero0", "zero1", "zero2", "zero3"),
+        ("fp32", "bf16_mixed"),
+        extra=(
+            Matrix(("zero2",), ("bf16_pure", "fp16_mixed", "fp8")),
+            Matrix(("zero3",), ("bf16_mixed",), options=({"model": "plain"}, {"model": "llama_tied"}, {"offload": True})),
+            Matrix(("zero2",), ("fp32",), options=({"accumulate": 2}, {"compile": "aot_eager"}, {"adapter": True})),
+            Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True}, {"accumulate": 2})),
+        ),
     )

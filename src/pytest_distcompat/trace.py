@@ -165,13 +165,26 @@ class FileFact:
 
 
 @dataclass(frozen=True)
+class SavedFact:
+    """The values in a checkpoint of the model alone: key to the digests that stand under it, one unless files disagree.
+
+    ``optimizer`` and ``scheduler`` are the files that hold such state.
+    """
+
+    weights: Mapping[str, tuple[str, ...]]
+    optimizer: tuple[str, ...] = ()
+    scheduler: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Moment:
     """What one rank's probe saw after one verb.
 
     ``grad_norm`` is what the trainer says, before clipping. ``inputs`` are digests of what the model was fed, one a
     forward. ``rng`` is a digest of torch's random states. ``scaler`` holds the numbers of a gradient scaler.
     ``outputs`` is a sample of what the model computes on a fixed batch. ``memory`` is the peak in bytes: of the GPU where
-    there is one, else of the process. ``tokens`` counts what this rank learned from in a step.
+    there is one, else of the process. ``tokens`` counts what this rank learned from in a step, ``float8`` how many tensors
+    were made in 8 bits in it.
     """
 
     rank: int
@@ -182,6 +195,7 @@ class Moment:
     loss: float | None = None
     grad_norm: float | None = None
     tokens: int = 0
+    float8: int = 0
     memory: int = 0
     inputs: tuple[str, ...] = ()
     outputs: tuple[float, ...] = ()
@@ -195,6 +209,7 @@ class Moment:
     compute: tuple[ComputeFact, ...] = ()
     collectives: tuple[CollectiveFact, ...] = ()
     files: tuple[FileFact, ...] = ()
+    saved: SavedFact | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; ``from_json`` reads it back."""

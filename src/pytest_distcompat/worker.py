@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.driver import Driver, Plan
+from pytest_distcompat.driver import STEPS, Driver, Plan
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.scenario import Life
 from pytest_distcompat.trace import Moment
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.probe import Observer
 
 #: The verbs that are the trainer's own, and may be one call to it.
-TRAINING = frozenset({"build", "load", "step", "save"})
+TRAINING = STEPS | {"build", "load", "save"}
 
 
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
@@ -116,8 +116,8 @@ class _Rank:
         expected = self.life.verbs[self.index]
         if verb != expected:
             raise RuntimeError(f"the driver's train() told of {verb!r}; the next verb of the plan is {expected!r}")
-        facts = self._look(whole=verb != "step" or self.number < self.life.first_step + WHOLE)
-        if verb == "step":
+        facts = self._look(whole=verb not in STEPS or self.number < self.life.first_step + WHOLE)
+        if verb in STEPS:
             driver = self.driver
             facts |= {"loss": loss, "grad_norm": driver.grad_norm, "tokens": driver.tokens, **self.observer.facts()}
             self.number += 1
@@ -145,12 +145,15 @@ class _Rank:
 
     def _files(self) -> dict[str, Any]:
         """Rank 0 only; what was exported comes after what was saved."""
-        from pytest_distcompat.probe import read_files
+        from pytest_distcompat.probe import read_files, read_saved
 
         if self.driver.world.rank:
             return {}
         exported = read_files(self.places.export, "export/")
-        return {"files": read_files(self.places.save_to) + exported}
+        facts: dict[str, Any] = {"files": read_files(self.places.save_to) + exported}
+        if self.driver.cell.option("save_only_model"):
+            facts["saved"] = read_saved(self.places.save_to)
+        return facts
 
     def _export(self) -> dict[str, Any]:
         if not self.driver.can("export"):
@@ -198,8 +201,7 @@ class _Rank:
         if driver.optimizer is not None:
             facts["optimizer"] = probe.read_optimizer(driver.model, driver.optimizer, whole=whole)
         if whole:
-            inner = probe.torch_optimizer(driver.optimizer)
-            facts["model"] = probe.read_model(driver.model, inner, driver.trainer_world_size())
+            facts["model"] = probe.read_model(driver.model, driver.optimizer, driver.trainer_world_size())
             facts["rng"] = probe.read_rng(driver.world.device)
             facts["scaler"] = probe.read_scaler(driver.scaler, driver.optimizer)
         return facts

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from pytest_distcompat.drivers import accelerate as accelerate_driver
+from pytest_distcompat.drivers._tiny import MAX_NORM
 from pytest_distcompat.strategies import STRATEGIES
 
-from .declare import Accelerate, Torch, twin
+from .declare import CLIPPING, MEMORY, PARITY, UNCUT, Accelerate, Torch, twin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 #: What a check says of gradients that never met.
 APART = r"gradients were reduced in nothing"
+NO_ROOT = {"units": r"FSDP's units are 'blocks\.0', 'blocks\.1'; expected 'blocks\.0', 'blocks\.1', the root"}
 
 
 @twin(
@@ -31,14 +33,19 @@ APART = r"gradients were reduced in nothing"
     "fsdp1-fp32-w2-model_plain",
     "fsdp2-fp32-w2-model_plain",
     match=r"DistributedDataParallel runs as DDP x 1; expected FSDP\d for fsdp\d",
-    also={"names": r"'module\.inlet\.weight' maps to 'module\.inlet\.weight', which is no name"},
+    also={
+        **CLIPPING,
+        **MEMORY,
+        **UNCUT,
+        "names": r"'module\.inlet\.weight' maps to 'module\.inlet\.weight', which is no",
+    },
 )
 @twin(
     "active",
     "zero2-fp32-w2-model_plain",
     "zero3-fp32-w2-model_plain",
     match=r"runs as DDP x 1; expected DeepSpeedEngine for zero\d(?s:.*)ZeRO stage None is running",
-    also={"optimizer": r"0 of \d+ elements of trainable parameter 'module\.inlet\.weight'"},
+    also={**CLIPPING, **MEMORY, "optimizer": r"0 of \d+ elements of trainable parameter 'module\.inlet\.weight'"},
 )
 class CpuFlag(Accelerate):
     """accelerate with a plugin and ``cpu=True``: plain DDP, without a word."""
@@ -53,7 +60,7 @@ class CpuFlag(Accelerate):
     "fsdp1-fp32-w2-model_plain",
     "fsdp2-bf16_pure-w2-model_plain",
     match=r"runs as a bare model; expected FSDP(?s:.*)the trainer believes in 1 ranks; expected 2",
-    also={"dtypes": APART},
+    also={**PARITY, **CLIPPING, **MEMORY, **UNCUT, "dtypes": APART},
 )
 class NoCpuFlag(Accelerate):
     """accelerate with an FSDP plugin and nothing else: no wrapper, no gradient sync, each rank on its own."""
@@ -81,7 +88,7 @@ class LowerStage(Accelerate):
         from pytest_distcompat.strategies.zero import config
 
         settings = dict(super().settings(precision, cell))
-        settings["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config(self.stage, precision))
+        settings["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config(self.stage, precision, cell))
         return settings
 
 
@@ -89,7 +96,7 @@ class LowerStage(Accelerate):
     "active",
     "zero2-fp32-w2-model_plain",
     match=r"ZeRO stage 0 is running; expected 2",
-    also={"optimizer": r"0 of \d+ elements of trainable parameter"},
+    also={**CLIPPING, "optimizer": r"0 of \d+ elements of trainable parameter"},
 )
 class StageNought(LowerStage):
     """DeepSpeed without ZeRO, as fp8 once brought it about (accelerate #3360)."""
@@ -101,7 +108,10 @@ class StageNought(LowerStage):
     "active",
     "fsdp2-fp32-w2-model_plain",
     match=r"runs as FSDP1 x 3; expected FSDP2(?s:.*)not of kind DTensor",
-    also={"names": r"'_fsdp_wrapped_module\.inlet\.weight' maps to"},
+    also={
+        "names": r"'_fsdp_wrapped_module\.\S+\.bias' maps to",
+        "units": r"FSDP's units are '_fsdp_wrapped_module\.blocks\.0',",
+    },
 )
 class OlderFsdp(Torch):
     """FSDP2 is asked for, FSDP1 is built, as Trainer did when it left ``fsdp_config["version"]`` unread."""
@@ -111,12 +121,15 @@ class OlderFsdp(Torch):
         assert dialect is not None
         return dialect(model, precision, cell, device)
 
+    def _clip(self) -> float:
+        return float(self.wrapped.clip_grad_norm_(MAX_NORM))
+
 
 @twin(
     "active",
     "fsdp2-fp32-w2-model_plain",
     match=r"store 2\.00 copies of the parameters; expected 1",
-    also={"dtypes": APART},
+    also={**PARITY, **CLIPPING, **MEMORY, "dtypes": APART},
 )
 class AloneInTheMesh(Torch):
     """fully_shard over a mesh of one rank: all the classes are right and nothing is sharded."""
@@ -132,8 +145,20 @@ class AloneInTheMesh(Torch):
         return model
 
 
-@twin("active", "fsdp2-fp32-w2-model_plain", match=r"6 of 14 parameters are not of kind DTensor, 'inlet\.weight'")
-class RootForgotten(Torch):
+class Mixed(Torch):
+    """DTensors and others, which torch refuses to clip together: so nobody clips."""
+
+    def _clip(self) -> float:
+        return float("nan")
+
+
+@twin(
+    "active",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"6 of 14 parameters are not of kind DTensor, 'inlet\.weight'",
+    also={**PARITY, **CLIPPING, **MEMORY, **NO_ROOT},
+)
+class RootForgotten(Mixed):
     """Only the blocks are sharded; what stands in the root is neither sharded nor reduced."""
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
@@ -144,7 +169,12 @@ class RootForgotten(Torch):
         return model
 
 
-@twin("active", "fsdp1-fp32-w2-model_plain", match=r"store 2\.00 copies of the parameters; expected 1")
+@twin(
+    "active",
+    "fsdp1-fp32-w2-model_plain",
+    match=r"store 2\.00 copies of the parameters; expected 1",
+    also={**CLIPPING, **MEMORY, **UNCUT},
+)
 class NoShard(Torch):
     """FSDP1 with NO_SHARD: the wrapper of the one, the memory of the other."""
 
@@ -160,6 +190,7 @@ class NoShard(Torch):
     "active",
     "fsdp1-fp32-w2-model_plain",
     match=r"all ranks together store 130 elements of 'outlet\.weight', which has 65",
+    also={**PARITY, **CLIPPING, **UNCUT},
 )
 class LayerLeftOut(Torch):
     """FSDP1 that ignores the last layer: a copy of it on each rank, and no reduction of its gradients."""
@@ -176,7 +207,7 @@ class LayerLeftOut(Torch):
     "active",
     "ddp-fp32-w2-model_plain",
     match=r"PlainModule runs as a bare model; expected DDP(?s:.*)no gradient was reduced(?s:.*)replicas must stay equal",
-    also={"dtypes": APART},
+    also={**PARITY, **CLIPPING, "dtypes": APART},
 )
 class Bare(Torch):
     """Nobody wraps the model."""
@@ -189,7 +220,7 @@ class Bare(Torch):
     "active",
     "ddp-fp32-w2-model_plain",
     match=r"no gradient was reduced in a step(?s:.*)rank 1: \d+ parameters differ from rank 0's",
-    also={"dtypes": APART},
+    also={**PARITY, **CLIPPING, "dtypes": APART},
 )
 class NeverSyncs(Torch):
     """DDP that is left in ``no_sync``, as wrong bookkeeping of gradient accumulation leaves it."""
@@ -205,13 +236,13 @@ class NeverSyncs(Torch):
     "active",
     "ddp-fp32-w2",
     match=r"only 8 elements were reduced in a step, of 26784 trainable ones",
-    also={"dtypes": APART},
+    also={**PARITY, "dtypes": APART},
 )
 class OnlyMetricsMeet(NeverSyncs):
     """The same in a trainer that gives all ranks the same data and averages its metrics: replicas stay equal by luck."""
 
-    def batch(self, number: int) -> Batch:
-        return {name: value.to(self.world.device) for name, value in self.tiny.batch(number, 0).items()}
+    def batch_of(self, place: int, rank: int) -> Batch:
+        return super().batch_of(place, 0)
 
     def step(self, number: int) -> float:
         import torch
@@ -223,10 +254,13 @@ class OnlyMetricsMeet(NeverSyncs):
 
 
 @twin(
-    "active", "ddp-fp32-w2-model_plain", match=r"rank 1: 2 parameters differ from rank 0's(?s:.*)first 'module.outlet"
+    "active",
+    "ddp-fp32-w2-model_plain",
+    match=r"rank 1: 12 parameters differ from rank 0's after three steps, first 'module\.inlet",
+    also={**PARITY, **CLIPPING},
 )
 class LayerNotReduced(Torch):
-    """DDP that ignores the last layer."""
+    """DDP that ignores the last layer: clipped by norms of their own, ranks part in all the others."""
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
         from torch.nn.parallel import DistributedDataParallel
@@ -248,6 +282,7 @@ class BelievesInOneRank(Torch):
     "active",
     "ddp-fp32-w2-model_plain",
     match=r"rank 1: the process group has 1 ranks; expected 2(?s:.*)replicas must stay equal",
+    also={**PARITY, **CLIPPING},
 )
 class GroupOfOne(Torch):
     """Each rank opens a process group of its own, as a trainer does that does not read torchrun's environment."""
@@ -268,9 +303,9 @@ class GroupOfOne(Torch):
     "active",
     "fsdp2-fp32-w2-model_plain",
     match=r"also wrapped by DDP; expected FSDP2 alone",
-    also={"names": r"live parameter 'outlet\.module\.weight' maps to"},
+    also={**PARITY, **CLIPPING, **MEMORY, **NO_ROOT, "names": r"live parameter 'outlet\.module\.weight' maps to"},
 )
-class TwoWrappers(Torch):
+class TwoWrappers(Mixed):
     """FSDP2 for the blocks, DDP for the last layer."""
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:

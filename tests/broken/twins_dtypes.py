@@ -9,7 +9,7 @@ from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.precisions import PRECISIONS
 
-from .declare import Accelerate, Torch, twin
+from .declare import CLIPPING, MEMORY, PARITY, Accelerate, Torch, twin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,18 +37,21 @@ twin(
     "fsdp2-bf16_mixed-w2",
     match=r"trainable parameters are stored in bfloat16(?s:.*)AdamW updates bfloat16 masters; expected float32"
     r"(?s:.*)is given gradients in bfloat16(?s:.*)keeps state in bfloat16",
+    also=PARITY,
     sound="accelerate",
 )(TorchDriver)
 twin(
     "dtypes",
     "ddp-bf16_mixed-w2-model_plain",
     match=r"gradients were reduced in bfloat16; expected float32(?s:.*)AdamW updates bfloat16 masters; expected float32",
+    also=PARITY,
     sound=SOUND,
 )(TorchDriver)
 twin(
     "dtypes",
     "ddp-bf16_mixed-w2-model_plain",
     match=r"AdamW updates bfloat16 masters; expected float32",
+    also=PARITY,
     sound=SOUND,
 )(AccelerateDriver)
 
@@ -149,6 +152,9 @@ class StateInBfloat16(Torch):
     also={
         "optimizer": r"trainable parameter 'outlet\.bias' is not in the optimizer",
         "names": r"the optimizer of no rank keeps state for 'outlet\.bias'",
+        **PARITY,
+        **CLIPPING,
+        **MEMORY,
     },
 )
 class SecondOptimizer(Torch):
@@ -195,6 +201,7 @@ class Said(Accelerate):
     "zero2-bf16_mixed-w2-model_plain",
     "zero3-bf16_mixed-w2-model_plain",
     match=r"AdamW updates bfloat16 masters; expected float32(?s:.*)AdamW keeps state in bfloat16; expected float32",
+    also=PARITY,
 )
 class MastersInBfloat16(Said):
     """``bf16_master_weights_and_grads``: DeepSpeed without its float32 masters."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 
-from .declare import Accelerate, Torch, twin
+from .declare import CLIPPING, MEMORY, PARITY, UNCUT, Accelerate, Torch, twin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     from pytest_distcompat.precisions import Precision
 
 #: Nothing ever reached the optimizer, so it has neither gradients nor state; and torch may refuse to save it.
-IDLE = {"names": r"the optimizer of no rank keeps state for|Traceback", "dtypes": r"is given gradients in nothing"}
+IDLE = {
+    "names": r"the optimizer of no rank keeps state for|Traceback",
+    "dtypes": r"is given gradients in nothing|updates nothing",
+    "parity": r"Traceback",
+    "clipping": r"Traceback",
+    **MEMORY,
+}
 
 
 @twin(
@@ -49,7 +55,7 @@ class MadeBeforeSharding(Torch):
     "fsdp1-fp32-w2-model_plain",
     match=r"14 of 14 tensors in the optimizer are no parameters of the live model \(stale\)"
     r"(?s:.*)'_fsdp_wrapped_module\._flat_param' is not in the optimizer(?s:.*)did not move",
-    also={"dtypes": r"is given gradients in nothing", "names": r"Traceback"},
+    also={**IDLE, **UNCUT},
 )
 class MadeBeforeFlattening(MadeBeforeSharding):
     """The same with FSDP1's flat parameters."""
@@ -67,7 +73,7 @@ class MadeBeforeFlattening(MadeBeforeSharding):
     "optimizer",
     "fsdp1-fp32-w2",
     match=r"21 of 21 tensors in the optimizer are no parameters of the live model \(stale\)(?s:.*)_flat_param' did not move",
-    also={"dtypes": r"is given gradients in nothing|updates nothing", "names": r"Traceback"},
+    also=IDLE,
 )
 class FlatTogether(Accelerate):
     """accelerate's default, ``use_orig_params=False``, with model and optimizer in one ``prepare``: still so in 1.15."""
@@ -103,7 +109,7 @@ def without(optimizer: torch.optim.Optimizer, last: int) -> torch.optim.Optimize
     "ddp-fp32-w2-model_plain",
     "fsdp2-fp32-w2-model_plain",
     match=r"trainable parameter '(module\.)?outlet\.bias' is not in the optimizer; expected once(?s:.*)bias' did not move",
-    also={"names": r"the optimizer of no rank keeps state for 'outlet\.bias'"},
+    also={**PARITY, **CLIPPING, **MEMORY, "names": r"the optimizer of no rank keeps state for 'outlet\.bias'"},
 )
 class OneForgotten(Torch):
     """The groups of the optimizer were sorted by name, and one parameter fell through."""
@@ -112,14 +118,21 @@ class OneForgotten(Torch):
         return without(super().make_optimizer(model), 1)
 
 
+LAST_IS_OUT = (
+    r"0 of 5 elements of trainable parameter 'module\.outlet\.bias' are in the optimizer(?s:.*)bias' did not move"
+)
+NO_STATE = {"names": r"the optimizer of no rank keeps state for 'outlet\.bias'"}
+
+
 @twin(
     "optimizer",
     "zero1-fp32-w2-model_plain",
     "zero2-bf16_mixed-w2-model_plain",
-    "zero3-fp32-w2-model_plain",
-    match=r"0 of 5 elements of trainable parameter 'module\.outlet\.bias' are in the optimizer(?s:.*)bias' did not move",
-    also={"names": r"the optimizer of no rank keeps state for 'outlet\.bias'"},
+    match=LAST_IS_OUT,
+    also={**PARITY, **CLIPPING, **MEMORY, **NO_STATE},
 )
+# The shards of so small a parameter are rounded up by more than what is missing.
+@twin("optimizer", "zero3-fp32-w2-model_plain", match=LAST_IS_OUT, also={**PARITY, **CLIPPING, **NO_STATE})
 class OneForgottenZero(AccelerateDriver):
     """The same with flat masters."""
 
@@ -131,6 +144,7 @@ class OneForgottenZero(AccelerateDriver):
     "optimizer",
     "fsdp2-fp32-w2-model_plain",
     match=r"trainable parameter '(module\.)?outlet\.bias' is in the optimizer 2 times; expected once",
+    also={**PARITY, **CLIPPING},
 )
 class OneTwice(Torch):
     """A parameter in two groups: its step is taken twice. torch refuses that in the constructor only."""
@@ -150,12 +164,14 @@ def with_a_group_that_rests(optimizer: torch.optim.Optimizer) -> torch.optim.Opt
     return optimizer
 
 
-@twin(
-    "optimizer",
-    "fsdp1-fp32-w2-model_plain",
-    "fsdp2-bf16_pure-w2-model_plain",
-    match=r"trainable parameter '(_fsdp_wrapped_module\.)?outlet\.bias' did not move in three steps, on any rank",
+LAST_STOPS = (
+    r"trainable parameter '(_fsdp_wrapped_module\.|module\.)*outlet\.bias' did not move in three steps, on any rank"
 )
+
+
+@twin("optimizer", "fsdp1-fp32-w2-model_plain", match=LAST_STOPS, also={**PARITY, **CLIPPING})
+# In bfloat16 alone losses are too far from the reference to tell.
+@twin("optimizer", "fsdp2-bf16_pure-w2-model_plain", match=LAST_STOPS)
 class NoLearningRate(Torch):
     """One group has learning rate 0: everything is in place and nothing happens."""
 
@@ -163,12 +179,8 @@ class NoLearningRate(Torch):
         return with_a_group_that_rests(super().make_optimizer(model))
 
 
-@twin(
-    "optimizer",
-    "fsdp1-bf16_mixed-w2-model_plain",
-    "zero2-fp32-w2-model_plain",
-    match=r"trainable parameter '(_fsdp_wrapped_)?module\.outlet\.bias' did not move in three steps, on any rank",
-)
+@twin("optimizer", "fsdp1-bf16_mixed-w2-model_plain", match=LAST_STOPS, also=PARITY)
+@twin("optimizer", "zero2-fp32-w2-model_plain", match=LAST_STOPS, also={**PARITY, **CLIPPING})
 class NoLearningRateAccelerate(AccelerateDriver):
     """The same with flat masters, and with FSDP1 upcasting: a parameter whose dtype changes has not moved yet."""
 
@@ -180,6 +192,7 @@ class NoLearningRateAccelerate(AccelerateDriver):
     "optimizer",
     "fsdp2-fp32-w2-model_plain",
     match=r"frozen parameter '(module\.)?frozen\.weight' moved",
+    also={**PARITY, **CLIPPING},
 )
 class FrozenDrifts(Torch):
     """Weight decay done by hand, for frozen parameters too."""
@@ -198,7 +211,12 @@ class FrozenDrifts(Torch):
     "optimizer",
     "zero1-bf16_mixed-w2-model_plain",
     match=r"frozen parameter 'module\.frozen\.weight' moved",
-    also={"names": r"the optimizer keeps state for 'frozen\.bias', which is no trainable parameter"},
+    also={
+        **PARITY,
+        **CLIPPING,
+        **MEMORY,
+        "names": r"the optimizer keeps state for 'frozen\.bias', which is no trainable",
+    },
 )
 class Thawed(AccelerateDriver):
     """A trainer that switches gradients on for all parameters, whoever froze them."""
@@ -212,7 +230,12 @@ class Thawed(AccelerateDriver):
     "optimizer",
     "ddp-fp32-w2-model_plain",
     match=r"frozen parameter 'module\.frozen\.weight' moved",
-    also={"names": r"the optimizer keeps state for 'frozen\.bias', which is no trainable parameter"},
+    also={
+        **PARITY,
+        **CLIPPING,
+        **MEMORY,
+        "names": r"the optimizer keeps state for 'frozen\.bias', which is no trainable",
+    },
 )
 class ThawedTorch(Torch):
     """The same with plain torch."""
@@ -226,7 +249,7 @@ class ThawedTorch(Torch):
     "optimizer",
     "fsdp2-fp32-w2-model_plain",
     match=r"trainable parameter 'outlet\.weight' is not in the optimizer(?s:.*)'outlet\.weight' did not move",
-    also={"names": r"the optimizer of no rank keeps state for 'outlet\.weight'"},
+    also={**PARITY, **CLIPPING, **MEMORY, "names": r"the optimizer of no rank keeps state for 'outlet\.weight'"},
 )
 class FrozenUnasked(Torch):
     """A trainer that freezes the last layer, and forgets to say so."""
@@ -240,14 +263,19 @@ class FrozenUnasked(Torch):
     "optimizer",
     "fsdp1-fp32-w2-model_plain",
     match=r"'_fsdp_wrapped_module\.inlet\.weight' did not move in three steps, on any rank",
-    also={"names": r"the optimizer of no rank keeps state for", "dtypes": r"no optimizer stepped"},
+    also={
+        **PARITY,
+        **CLIPPING,
+        "names": r"the optimizer of no rank keeps state for",
+        "dtypes": r"no optimizer stepped",
+    },
 )
 class NeverSteps(Torch):
     """Gradients are computed and thrown away."""
 
     def step(self, number: int) -> float:
         self.optimizer.zero_grad()
-        loss = self.tiny.loss(self.model, self.batch(number))
+        loss = self.tiny.loss(self.model, self.batch_of(number, self.world.rank))
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
@@ -257,12 +285,13 @@ class NeverSteps(Torch):
     "ddp-fp32-w2",
     "fsdp2-fp32-w2",
     match=r"embed_tokens\.weight' had no gradient in three steps: its state in the optimizer is all zero",
+    also={**PARITY, **CLIPPING},
 )
 class ClearedTooSoon(Torch):
     """Gradients set to zero between backward and step: weight decay still moves every parameter."""
 
     def step(self, number: int) -> float:
-        loss = self.tiny.loss(self.model, self.batch(number))
+        loss = self.tiny.loss(self.model, self.batch_of(number, self.world.rank))
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad(set_to_none=False)
         self.optimizer.step()
@@ -270,7 +299,12 @@ class ClearedTooSoon(Torch):
         return float(loss.detach())
 
 
-@twin("optimizer", "zero2-fp32-w2-model_plain", match=r"partition 0 of the optimizer had no gradient in three steps")
+@twin(
+    "optimizer",
+    "zero2-fp32-w2-model_plain",
+    match=r"partition 0 of the optimizer had no gradient in three steps",
+    also={**PARITY, **CLIPPING},
+)
 class ClearedTooSoonZero(AccelerateDriver):
     """The same with flat masters: a loss that does not depend on the parameters by more than a factor of zero."""
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 
-from .declare import twin
-from .twins_resume import halve
+from .declare import CLIPPING, PARITY, twin
+from .twins_resume import OTHER_DATA, halve
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +41,12 @@ class SchedulerNotLoadedZero(AccelerateDriver):
         self.scheduler.load_state_dict(state)
 
 
-@twin("resume", "zero2-bf16_mixed-w2-model_plain", match=r"^rank 0: loss 1 after the load is [\d.]+; [\d.]+ in the run")
+@twin(
+    "resume",
+    "zero2-bf16_mixed-w2-model_plain",
+    match=r"^rank 0: loss 1 after the load is [\d.]+; [\d.]+ in the run",
+    also=OTHER_DATA,
+)
 class DataFromTheStartZero(AccelerateDriver):
     """Everything comes back but the place in the data."""
 
@@ -56,6 +61,7 @@ class DataFromTheStartZero(AccelerateDriver):
     "resume",
     "zero1-fp32-w2-model_plain",
     match=r"^rank 0: parameter 'module\.\S+' and 11 others: other values after the save",
+    also={**PARITY, **CLIPPING},
 )
 class SaveChangesZero(AccelerateDriver):
     """Saving changes what is trained; file and memory agree."""

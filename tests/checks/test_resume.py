@@ -54,7 +54,7 @@ def test_another_name_after_the_load(sound: Sound) -> None:
     ]
 
 
-@pytest.mark.parametrize(("cell", "tensors"), [("ddp-fp32-w2", 6), ("fsdp2-fp32-w2", 6), ("zero3-fp32-w2", 3)])
+@pytest.mark.parametrize(("cell", "tensors"), [("ddp-fp32-w2", 6), ("fsdp2-fp32-w2", 6), ("zero3-fp32-w2", 4)])
 @pytest.mark.parametrize("part", ["states", "optimizer"])
 def test_the_optimizer_comes_back_empty(sound: Sound, cell: str, tensors: int, part: str) -> None:
     story = sound(cell)
@@ -224,3 +224,32 @@ def test_a_check_can_be_asked_without_the_suite(sound: Sound) -> None:
     with pytest.raises(Incompatible, match=r"^rank 1: scheduler is at 'new'; saved at 'last_epoch=3'$"):
         check.verify(other.cell, other.trace)
     assert list(check(other.cell, other.trace)) == check.findings(other.cell, other.trace)
+
+
+def test_the_gradient_scaler_starts_again(sound: Sound) -> None:
+    story = sound("ddp-fp16_mixed-w2").moment("save", {"scaler": {"scale": 512.0}})
+    assert story.moment("load", {"scaler": {"scale": 512.0}}, life="resume").findings("resume") == []
+    assert story.findings("resume") == [
+        f"rank {rank}: the gradient scaler is at {{'scale': 1024.0}}; saved at {{'scale': 512.0}}" for rank in (0, 1)
+    ]
+
+
+def test_of_a_checkpoint_of_the_model_alone_the_model_comes_back(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2-save_only_model").moment("load", {"optimizer": None, "scheduler": ""}, life="resume")
+    assert story.findings("resume") == []
+    other = story.parameters({"digest": "other"}, only="outlet.weight", life="resume", verb="load", rank=1)
+    assert other.findings("resume") == ["rank 1: parameter 'module.outlet.weight': other values after the load"]
+
+
+def test_state_of_no_element_is_no_state(sound: Sound) -> None:
+    """A rank may or may not keep state of a parameter of which it holds nothing, at any count of steps."""
+
+    def gone(moment: Moment) -> Moment:
+        assert moment.optimizer is not None
+        states = tuple(state for state in moment.optimizer.states if state.owner != "outlet.weight")
+        return replace(moment, optimizer=replace(moment.optimizer, states=states))
+
+    story = sound("fsdp2-fp32-w2").state("", {"numel": 0}, only="outlet.weight", life="resume", rank=1)
+    assert story.state("", {"numel": 0}, only="outlet.weight", life="train", rank=1).findings("resume") == []
+    empty = story.state("", {"numel": 0}, only="outlet.weight", life="train", verb="step", rank=1)
+    assert empty.alter(gone, verb="save", rank=1).findings("resume") == []

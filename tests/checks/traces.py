@@ -1,60 +1,46 @@
-"""Hand-made traces: a sound one for any cell, and ways to alter it, so that a test shows only what is wrong in its case."""
+"""A hand-made trace and ways to alter it, so that a test shows only what is wrong in its case."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
-from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import RESUME_LIFE, TRAIN_LIFE, Life
-from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import (
-    CollectiveFact,
-    ComputeFact,
-    FileFact,
-    LifeTrace,
-    ModelFact,
-    Moment,
-    OptimizerFact,
-    ParameterFact,
-    PlainFact,
-    StateFact,
-    StepFact,
-    Trace,
-)
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.trace import Moment, ParameterFact, StateFact, Trace
 
-#: Even sizes, so that halves are halves; one frozen parameter; one name that is tied to another.
-SHAPES = {"inlet.weight": (4, 2), "frozen.weight": (4, 4), "outlet.weight": (2, 4)}
-TRAINABLE = ("inlet.weight", "outlet.weight")
-TIED = ("inlet.weight", "head.weight")
-SAVED = (*SHAPES, "head.weight", "scale")
+
+class Able(Driver):
+    """Has every optional verb."""
+
+    name = "able"
+
+    @classmethod
+    def can(cls, verb: str) -> bool:
+        return bool(verb)
 
 
 @dataclass(frozen=True)
 class Story:
-    """A cell with the trace of train and resume; every alteration gives a new story."""
+    """A cell with the trace of train, resume and reference; every alteration gives a new story."""
 
     cell: Cell
     trace: Trace
+    #: How a parameter of the plain model is called in this cell.
+    live: Callable[[str], str]
 
-    @classmethod
-    def sound(cls, cell_id: str) -> Story:
-        """What the probes write when nothing is wrong."""
-        cell = Cell.parse(cell_id)
-        lives = [_life(cell, life) for life in (TRAIN_LIFE, RESUME_LIFE)]
-        return cls(cell, Trace.of("hand-made", lives))
+    def judges(self, check: str) -> bool:
+        """Whether the check says something in this cell, of lives that the story has."""
+        found = CHECKS.get(check)
+        if found.applies(self.cell, Able):
+            return False
+        return {life.name for life in found.lives(self.cell, Able).lives} <= set(self.trace.lives)
 
     def findings(self, check: str) -> list[str]:
         """What the check of that name finds."""
         return CHECKS.get(check).findings(self.cell, self.trace)
-
-    def live(self, name: str) -> str:
-        """How a parameter of the plain model is called in this cell."""
-        return _live_name(self.cell, name)
 
     def alter(
         self,
@@ -153,106 +139,3 @@ Sound = Callable[[str], Story]
 
 def _each(fact: Any, name: str, change: Callable[[Any], Any]) -> Any:
     return replace(fact, **{name: tuple(change(one) for one in getattr(fact, name))})
-
-
-def _live_name(cell: Cell, name: str) -> str:
-    front = {"ddp": "module.", "fsdp1": "_fsdp_wrapped_module.", "fsdp2": ""}.get(cell.strategy, "module.")
-    return ("_orig_mod." if cell.option("compile") else "") + front + name
-
-
-def _life(cell: Cell, life: Life) -> LifeTrace:
-    moments, done = [], life.first_step
-    for index, verb in enumerate(life.verbs):
-        done += verb == "step"
-        moments += [_moment(cell, life, index, done, rank) for rank in range(cell.world_size)]
-    return LifeTrace(life.name, cell.world_size, tuple(moments))
-
-
-def _moment(cell: Cell, life: Life, index: int, done: int, rank: int) -> Moment:
-    """``done`` counts the optimizer steps so far; a life that resumes has none of its own until it loaded."""
-    verb = life.verbs[index]
-    if life.after and verb == "build":
-        done = 0
-    moment = Moment(rank, life.name, verb, index)
-    if verb == "plain":
-        return replace(moment, plain=_plain(cell))
-    if verb == "files":
-        return replace(moment, files=_files() if rank == 0 else ())
-    moment = replace(
-        moment, model=_model(cell, done, rank), optimizer=_optimizer(cell, done, rank), scheduler=f"last_epoch={done}"
-    )
-    return replace(moment, loss=1 / done + rank, **_watched(cell)) if verb == "step" else moment
-
-
-def _plain(cell: Cell) -> PlainFact:
-    load = PRECISIONS.get(cell.precision).load
-    parameters = (ParameterFact(name, shape, load, name in TRAINABLE) for name, shape in SHAPES.items())
-    return PlainFact(tuple(parameters), (_scale(),), SAVED, (TIED,))
-
-
-def _scale() -> ParameterFact:
-    return ParameterFact("scale", (4,), "float32", False, placement="persistent", local_numel=4, digest="scale")
-
-
-def _model(cell: Cell, done: int, rank: int) -> ModelFact:
-    strategy = STRATEGIES.get(cell.strategy)
-    storage = strategy.dtypes(PRECISIONS.get(cell.precision)).storage
-    parameters = []
-    for name, shape in SHAPES.items():
-        train = name in TRAINABLE
-        fact = ParameterFact(_live_name(cell, name), shape, storage, train, strategy.kind, held=int(train))
-        part = f" of rank {rank}" if strategy.shards else ""
-        fact = replace(
-            fact,
-            local_numel=math.prod(shape) // (cell.world_size if strategy.shards else 1),
-            digest=f"{name} after {done * train}{part}",
-        )
-        parameters.append(replace(fact, held=None) if strategy.flat_masters else fact)
-    wrappers = {strategy.wrapper: 1, **({"OptimizedModule": 1} if cell.option("compile") else {})}
-    return ModelFact(
-        "Toy",
-        wrappers,
-        tuple(parameters),
-        (_scale(),),
-        world_size=cell.world_size,
-        trainer_world_size=cell.world_size,
-        zero_stage=strategy.zero_stage,
-    )
-
-
-def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerFact:
-    strategy = STRATEGIES.get(cell.strategy)
-    row = strategy.dtypes(PRECISIONS.get(cell.precision))
-    names = [_live_name(cell, name) for name in TRAINABLE]
-    owners = ["partition 0"] if strategy.flat_masters else names
-    states = [
-        StateFact(owner, key, row.state, 4, f"{owner} {key} after {done} of rank {rank}")
-        for owner in owners
-        for key in ("exp_avg", "exp_avg_sq", "step")
-        if done
-    ]
-    partitioned = dict.fromkeys(names, 8 // cell.world_size) if strategy.flat_masters else {}
-    return OptimizerFact(("AdamW",), len(owners), states=tuple(states), partitioned=partitioned, groups=({"lr": 0.1},))
-
-
-def _watched(cell: Cell) -> dict[str, Any]:
-    strategy = STRATEGIES.get(cell.strategy)
-    row = strategy.dtypes(PRECISIONS.get(cell.precision))
-    reduction = "reduce_scatter_base" if strategy.shards else "allreduce"
-    collectives = (
-        CollectiveFact(reduction, row.reduce, 1, 16),
-        # What is no gradient and must not be taken for one: a norm, a flag, gathered parameters.
-        CollectiveFact("allreduce", "float64", 1, 1),
-        CollectiveFact("allreduce", "int64", 1, 16),
-        CollectiveFact("allgather_base", "float16", 1, 16),
-    )
-    compute = () if cell.option("compile") else (ComputeFact("inlet", row.storage, row.compute, row.compute),)
-    step = StepFact("AdamW", (row.master,), (row.gradient,), (row.state,))
-    return {"steps": (step,), "compute": compute, "collectives": collectives}
-
-
-def _files() -> tuple[FileFact, ...]:
-    return (
-        FileFact("model.safetensors", "safetensors", "model", SAVED, {**SHAPES, "head.weight": (4, 2)}),
-        FileFact("optimizer.bin", "torch", "optimizer", TRAINABLE),
-    )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class Mine(Driver):
     """A plain module, wrapped by torch's own API."""
 
+    libraries: ClassVar[tuple[str, ...]] = ("torch",)
     preload: ClassVar[tuple[str, ...]] = ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
 
     @classmethod

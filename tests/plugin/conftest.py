@@ -19,7 +19,9 @@ import pytest_distcompat.plugin.marked
 import pytest_distcompat.plugin.results
 import pytest_distcompat.runner  # noqa: F401
 from pytest_distcompat import devices
+from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.launch import LAUNCHERS, Ending, RankEnd, Request, Warmth
 from pytest_distcompat.models import MODELS
@@ -140,6 +142,39 @@ def run_command(environment: dict[str, str]) -> Callable[[str, Path], tuple[int,
         return done.returncode, done.stdout + done.stderr
 
     return run
+
+
+#: From a driver and the id of a cell to the names of the checks that have an item there.
+Concerned = Callable[[type[Driver], str], list[str]]
+#: From a driver and the ids of cells to how many lives their items need.
+Lives = Callable[..., int]
+
+
+def _concerned(driver: type[Driver], cell: str) -> list[str]:
+    return [
+        name for name, check in CHECKS.things.items() if not check.limit and not check.applies(Cell.parse(cell), driver)
+    ]
+
+
+@pytest.fixture(scope="session")
+def concerned() -> Concerned:
+    """In a run without limits."""
+    return _concerned
+
+
+@pytest.fixture(scope="session")
+def lives() -> Lives:
+    """Each distinct one once: those that go on from another belong to their cell, a reference to all."""
+
+    def count(driver: type[Driver], *cells: str) -> int:
+        found = set()
+        for cell in map(Cell.parse, cells):
+            for name in _concerned(driver, cell.id):
+                for life in CHECKS.get(name).lives(cell, driver).lives:
+                    found.add((life.name, life.cell(cell), cell if life.after else cell.world_size))
+        return len(found)
+
+    return count
 
 
 @pytest.fixture(autouse=True)

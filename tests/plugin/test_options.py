@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat import known
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.plugin.options import OPTIONS, setting
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.profiles import PROFILES
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import FakeRanks
+
+#: A file of known issues that is right.
+SHIPPED = Path(known.__file__).with_name("issues.toml")
 
 #: Option to a right value for the ini file, one for the command line, and what the latter means.
 RIGHT: dict[str, tuple[str, str, Any]] = {
@@ -23,6 +28,9 @@ RIGHT: dict[str, tuple[str, str, Any]] = {
     "distcompat_strategies": ("ddp", "fsdp2, zero3 fsdp2", ("fsdp2", "zero3")),
     "distcompat_precisions": ("fp32", "bf16_mixed", ("bf16_mixed",)),
     "distcompat_drivers": ("accelerate", "torch", ("torch",)),
+    "distcompat_profile": ("full", "smoke", "smoke"),
+    "distcompat_known": (f"{SHIPPED} {SHIPPED}", str(SHIPPED), known.read_file(SHIPPED)),
+    "distcompat_throughput": ("0.5", "0.9", 0.9),
     "distcompat_timeout": ("60", "0.5", 0.5),
     "distcompat_report": ("a.md", "b.json", Path("b.json")),
     "distcompat_launcher": ("warm", "torchrun", "torchrun"),
@@ -41,6 +49,10 @@ WRONG: list[tuple[str, str, str]] = [
     ("distcompat_drivers", "no_such_module:Driver", "driver 'no_such_module:Driver': No module named 'no_such_module'"),
     ("distcompat_drivers", "pathlib:Driver", "driver 'pathlib:Driver': module 'pathlib' has no attribute 'Driver'"),
     ("distcompat_drivers", "pathlib:Path", "*expected a subclass of pytest_distcompat.Driver"),
+    ("distcompat_profile", "quick", f"no such value: 'quick'. Known: {', '.join(PROFILES)}."),
+    ("distcompat_known", "no_such.toml", "*no_such.toml*"),
+    ("distcompat_throughput", "0", "'0' is not right: expected a number above 0, as 0.9."),
+    ("distcompat_throughput", "fast", "'fast' is not right: expected a number above 0, as 0.9."),
     ("distcompat_timeout", "0", "'0' is not right: expected a number of seconds above 0."),
     ("distcompat_timeout", "soon", "'soon' is not right: expected a number of seconds above 0."),
     ("distcompat_timeout", "nan", "'nan' is not right: expected a number of seconds above 0."),

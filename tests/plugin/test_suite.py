@@ -11,7 +11,9 @@ from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from tests.plugin.conftest import FakeRanks
+    from tests.plugin.conftest import Concerned, FakeRanks, Lives
+
+    from pytest_distcompat.driver import Driver
 
 SUITE = """
 from pytest_distcompat import CompatSuite, Matrix, fails, refuses
@@ -30,13 +32,22 @@ def collect(pytester: pytest.Pytester, *args: str) -> list[str]:
     return items(pytester.runpytest_inprocess("--collect-only", "-q", "-p", "no:randomly", *args))
 
 
-def test_one_item_for_each_check_in_each_cell(pytester: pytest.Pytester) -> None:
+CELLS = [f"{strategy}-{precision}-w2" for strategy in ("ddp", "fsdp2") for precision in ("fp32", "bf16_mixed")]
+TORCH, ACCELERATE = DRIVERS.get("torch"), DRIVERS.get("accelerate")
+
+
+def test_one_item_for_each_check_in_each_cell_that_it_is_about(pytester: pytest.Pytester, concerned: Concerned) -> None:
     pytester.makepyfile(SUITE)
+    assert "units" in set(concerned(TORCH, "fsdp2-fp32-w2")) - set(concerned(TORCH, "ddp-fp32-w2"))
     assert collect(pytester, "--strict-markers") == [
-        f"TestX::test[{strategy}-{precision}-w2:{check}]"
-        for strategy in ("ddp", "fsdp2")
-        for precision in ("fp32", "bf16_mixed")
-        for check in CHECKS.names()
+        f"TestX::test[{cell}:{check}]" for cell in CELLS for check in concerned(TORCH, cell)
+    ]
+
+
+def test_a_cell_that_cannot_be_run_is_one_item(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(SUITE.replace('"fsdp2"', '"zero1"').replace('"bf16_mixed"', '"bf16_pure"'))
+    assert [name for name in collect(pytester) if "zero1" in name] == [
+        f"TestX::test[zero1-{precision}-w2:{CHECKS.names()[0]}]" for precision in ("fp32", "bf16_pure")
     ]
 
 
@@ -47,7 +58,7 @@ def test_facets_and_checks_select(pytester: pytest.Pytester) -> None:
     assert collect(pytester, name) == ["TestX::test[ddp-fp32-w2:resume]"]
 
 
-def test_a_suite_needs_no_name_and_a_base_class_is_none(pytester: pytest.Pytester) -> None:
+def test_a_suite_needs_no_name_and_a_base_class_is_none(pytester: pytest.Pytester, concerned: Concerned) -> None:
     pytester.makepyfile(
         """
         from pytest_distcompat import CompatSuite, Matrix
@@ -63,7 +74,7 @@ def test_a_suite_needs_no_name_and_a_base_class_is_none(pytester: pytest.Pyteste
             def helper(self): pass
         """
     )
-    assert collect(pytester) == [f"Mine::test[ddp-fp32-w2:{check}]" for check in CHECKS.names()] + [
+    assert collect(pytester) == [f"Mine::test[ddp-fp32-w2:{check}]" for check in concerned(TORCH, "ddp-fp32-w2")] + [
         "Mine::test_of_mine"
     ]
 
@@ -140,30 +151,42 @@ def test_an_expectation_for_another_world_size_waits_for_another_run(
     assert pytester.runpytest_inprocess("--co").ret == pytest.ExitCode.OK
 
 
-def test_options_narrow_what_runs(pytester: pytest.Pytester) -> None:
+def test_options_narrow_what_runs(pytester: pytest.Pytester, concerned: Concerned) -> None:
     pytester.makepyfile(SUITE + "\nclass TestY(TestX):\n    driver = 'accelerate'\n")
-    checks = len(CHECKS.names())
-    assert len(collect(pytester)) == 8 * checks
-    assert len(collect(pytester, "--distcompat-strategies=fsdp2")) == 4 * checks
-    assert len(collect(pytester, "--distcompat-precisions=fp32", "--distcompat-strategies=ddp,zero3")) == 2 * checks
+
+    def items_of(cells: list[str], *drivers: type[Driver]) -> int:
+        return sum(len(concerned(driver, cell)) for driver in drivers for cell in cells)
+
+    ddp, fsdp2 = CELLS[:2], CELLS[2:]
+    assert len(collect(pytester)) == items_of(CELLS, TORCH, ACCELERATE)
+    assert len(collect(pytester, "--distcompat-strategies=fsdp2")) == items_of(fsdp2, TORCH, ACCELERATE)
+    found = collect(pytester, "--distcompat-precisions=fp32", "--distcompat-strategies=ddp,zero3")
+    assert len(found) == items_of(ddp[:1], TORCH, ACCELERATE)
     found = collect(pytester, "--distcompat-drivers=accelerate", "--distcompat-precisions=bf16_mixed")
-    assert len([name for name in found if name.startswith("TestY")]) == 2 * checks
+    assert len([name for name in found if name.startswith("TestY")]) == items_of([ddp[1], fsdp2[1]], ACCELERATE)
     # What is left of the other suite says that nothing is.
     assert [name for name in found if name.startswith("TestX")] == ["TestX::test[NOTSET]"]
 
 
-def test_narrowing_does_not_make_an_expectation_cover_no_cell(pytester: pytest.Pytester) -> None:
+def test_narrowing_does_not_make_an_expectation_cover_no_cell(pytester: pytest.Pytester, concerned: Concerned) -> None:
     pytester.makepyfile(SUITE + "    expect = (fails('names', strategy='fsdp2', reason='x'),)\n")
-    assert len(collect(pytester, "--distcompat-strategies=ddp")) == 2 * len(CHECKS.names())
+    left = collect(pytester, "--distcompat-strategies=ddp")
+    assert len(left) == sum(len(concerned(TORCH, cell)) for cell in CELLS[:2])
     assert len(collect(pytester, "--distcompat-drivers=accelerate")) == 1
 
 
-def test_a_cell_costs_two_lives_whatever_is_checked(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+def test_checks_share_lives(pytester: pytest.Pytester, ranks: FakeRanks, lives: Lives, concerned: Concerned) -> None:
     pytester.makepyfile(SUITE)
-    result = pytester.runpytest_inprocess("-k", "ddp and fp32")
-    lives = [(request.payload["cell"], request.payload["life"]["name"]) for request in ranks.requests]
-    assert sorted(lives) == [("ddp-fp32-w2", "resume"), ("ddp-fp32-w2", "train")]
-    result.stdout.fnmatch_lines([f"{len(CHECKS.names())} verdicts from 2 process-group lives"])
+    result = pytester.runpytest_inprocess("-k", "ddp and fp32 and (active or names or resume or data or parity)")
+    ran = [(request.payload["cell"], request.payload["life"]["name"]) for request in ranks.requests]
+    assert sorted(ran) == [("ddp-fp32-w1", "reference"), ("ddp-fp32-w2", "resume"), ("ddp-fp32-w2", "train")]
+    result.stdout.fnmatch_lines(["5 verdicts from 3 process-group lives"])
+    ranks.requests.clear()
+    result = pytester.runpytest_inprocess("-k", "fp32")
+    cells = ("ddp-fp32-w2", "fsdp2-fp32-w2")
+    verdicts = sum(len(concerned(TORCH, cell)) for cell in cells)
+    assert len(ranks.requests) == lives(TORCH, *cells) < verdicts
+    result.stdout.fnmatch_lines([f"{verdicts} verdicts from {len(ranks.requests)} process-group lives"])
 
 
 def test_the_fork_server_gets_what_the_chosen_driver_and_models_need(

@@ -35,7 +35,9 @@ from pytest_distcompat import CompatSuite, Matrix, fails, refuses
 
 class TestMine(CompatSuite):
     driver = "my_driver:Mine"
-    matrix = Matrix(precisions=("fp32", "bf16_mixed", "bf16_pure"))
+    matrix = Matrix(
+        ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"), precisions=("fp32", "bf16_mixed", "bf16_pure")
+    )
     expect = (
         fails("claim", strategy="fsdp1", precision="bf16_mixed", reason="org/repo#1", match="wrong"),
         fails("claim", strategy="ddp", precision="bf16_mixed", reason="org/repo#2"),

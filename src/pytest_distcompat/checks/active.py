@@ -90,18 +90,20 @@ def _worlds(cell: Cell, rank: int, model: ModelFact) -> Iterator[str]:
 
 def _shards(strategy: Strategy, cell: Cell, life: LifeTrace) -> Iterator[str]:
     """Sharded: all ranks together store each parameter about once. Replicated: each rank stores all of it."""
-    built, oracle = life.at("build"), life.first("plain")
-    total = sum(math.prod(fact.shape) for fact in oracle.plain.parameters) if oracle and oracle.plain else 0
+    built, oracle, left_out = life.at("build"), life.first("plain"), _left_out(strategy, cell, life)
+    plain = oracle.plain.parameters if oracle and oracle.plain else ()
+    total = sum(math.prod(fact.shape) for fact in plain if not left_out(fact.name))
     if not total:
         yield "the plain model has no parameters, or was not seen"
         return
-    stored = sum(fact.local_numel for moment in built if moment.model for fact in moment.model.parameters)
+    facts = (fact for moment in built if moment.model for fact in moment.model.parameters)
+    stored = sum(fact.local_numel for fact in facts if not left_out(fact.name))
     copies = stored / total
     # Between one copy and all of them lies rounding up: ZeRO-3 pads every shard, which shows on tiny parameters.
     if strategy.shards and cell.world_size > 1 and not 0.99 <= copies < (1 + cell.world_size) / 2:
         yield f"all ranks together store {copies:.2f} copies of the parameters; expected 1, each rank its shard"
     elif strategy.shards and cell.world_size > 1 and oracle and oracle.plain:
-        yield from _each_once(strategy, cell, oracle.plain, built, _left_out(strategy, cell, life))
+        yield from _each_once(strategy, cell, oracle.plain, built, left_out)
     if not strategy.shards and abs(copies - cell.world_size) > 0.01:
         yield f"all ranks together store {copies:.2f} copies of the parameters; expected {cell.world_size}, one a rank"
 

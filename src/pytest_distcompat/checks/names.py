@@ -16,7 +16,10 @@ from pytest_distcompat.trace import FileFact, Moment, PlainFact, Trace
 def names(cell: Cell, trace: Trace) -> Iterator[str]:
     """Live names, without the segments of the cell's own wrappers, equal the plain model's, one to one; so do the names
     under which the optimizer keeps state; and every key in every saved file is a plain name, with nothing to take off.
-    Under each name stands a tensor of the plain shape, and no parameter or persistent buffer is in no file.
+    Under each name stands a tensor of the plain shape, and no parameter or persistent buffer is in no file. That goes for
+    checkpoints, those of single steps too, and for what is exported at the end. Building leaves every buffer its values, and
+    no file holds one that is not persistent. An adapter may be saved without the model below it, and then as PEFT names
+    it, without the adapter's own name (https://huggingface.co/docs/peft/developer_guides/checkpoint).
 
     If it fails: look for the segment that is too many (``_orig_mod``, ``module``, ``_fsdp_wrapped_module``,
     ``_checkpoint_wrapped_module``) and for what saved it without ``get_model_state_dict``, which takes them off
@@ -28,12 +31,21 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
         yield "the plain model was not seen"
         return
     oracle = _Oracle(cell, first.plain)
+    for moment in life.at("build"):
+        yield from oracle.buffers(moment)
     for moment in (trained := life.at("step", 2)):
         yield from oracle.live(moment)
     yield from every_rank(trained, cell.world_size, "three steps")
     yield from oracle.optimizer(trained)
-    written = life.first("files")
+    written, later = life.first("files"), life.at("files", 1)
     yield from oracle.files(written.files if written else ())
+    for moment in later:
+        yield from oracle.keys(moment.files)
+
+
+def adapter_name(name: str) -> str:
+    """A parameter of an adapter as PEFT saves it; the loader gives it the adapter's name anew."""
+    return name.replace(".default.", ".")
 
 
 class _Oracle:
@@ -47,9 +59,14 @@ class _Oracle:
         self.trainable = {self.same(fact.name) for fact in plain.parameters if fact.trainable}
         self.saved = set(plain.state_dict)
         self.shapes = {fact.name: tuple(fact.shape) for fact in (*plain.parameters, *plain.buffers)}
+        self.kept = {fact.name for fact in plain.buffers if fact.placement == "persistent"}
+        self.loose = {fact.name for fact in plain.buffers} - self.kept
+        if cell.option("adapter"):
+            self.one = {**self.one, **{adapter_name(name): name for name in self.trainable}}
+            self.saved |= set(self.one)
 
     def same(self, name: str) -> str:
-        """The first of the names that are tied to this one; the name itself if none is."""
+        """The first of the names that are tied to this one, or are other names for it; the name itself if none is."""
         return self.one.get(name, name)
 
     def canonical(self, name: str) -> str:
@@ -76,6 +93,17 @@ class _Oracle:
             if fact.kind != "FSDP1 shard" and expected not in {None, tuple(fact.shape)}:
                 yield f"{where}: live parameter {fact.name!r} has shape {fact.shape}; {expected} in the plain model"
 
+    def buffers(self, moment: Moment) -> Iterator[str]:
+        """After build, before anything may have changed them; one in another dtype is the dtypes' business."""
+        where, live = f"rank {moment.rank}", moment.model.buffers if moment.model else ()
+        found = {self.canonical(fact.name): fact for fact in live}
+        for plain in self.plain.buffers:
+            fact = found.get(self.same(plain.name))
+            if fact is None:
+                yield f"{where}: buffer {plain.name!r} of the plain model has no live counterpart"
+            elif fact.dtype == plain.dtype and fact.digest != plain.digest:
+                yield f"{where}: buffer {plain.name!r} ({plain.placement}) has other values after build than in the plain model"
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """That of the plain parameter or buffer; None if there is none."""
         return self.shapes.get(self.canonical(name))
@@ -98,26 +126,34 @@ class _Oracle:
             yield f"the optimizer keeps state for {name!r}, which is no trainable parameter of the plain model"
 
     def files(self, files: tuple[FileFact, ...]) -> Iterator[str]:
+        """Keys, and what no file holds; of a model with an adapter, only the adapter must be there."""
+        yield from self.keys(files)
         covered: set[str] = set()
         optimized: set[str] = set()
         for file in files:
+            (covered if file.holds == "model" else optimized).update(self.same(key) for key in file.keys)
+        adapted = bool(self.cell.option("adapter"))
+        yield from _missing("parameters", self.trainable if adapted else self.parameters, covered)
+        yield from _missing("persistent buffers", set() if adapted else self.kept, covered)
+        if optimized:  # some number their parameters; then there are no names to miss
+            yield from _missing("trainable parameters' optimizer states", self.trainable, optimized)
+
+    def keys(self, files: tuple[FileFact, ...]) -> Iterator[str]:
+        """Every key is a plain name, with a tensor of the plain shape."""
+        for file in files:
             known = self.saved | self.parameters if file.holds == "model" else self.trainable | set(self.one)
             for key in file.keys:
-                if key not in known:
+                if key in self.loose and key not in known:
+                    yield f"file {file.path!r}: holds {key!r}, a buffer that is not persistent"
+                elif key not in known:
                     closest = self.canonical(key)
                     hint = f"; expected {closest!r}" if closest in known else ""
                     yield f"file {file.path!r}: key {key!r} is no name of the plain model{hint}"
-                    continue
-                found, expected = tuple(file.shapes.get(key, ())), self.shape(key)
-                # Extra state is in the plain state dict and is neither parameter nor buffer: it has no plain shape.
-                if key in file.shapes and expected is not None and found != expected:
-                    yield f"file {file.path!r}: {key!r} has shape {found}; {expected} in the plain model"
-            (covered if file.holds == "model" else optimized).update(self.same(key) for key in file.keys)
-        buffers = {fact.name for fact in self.plain.buffers if fact.placement == "persistent"}
-        yield from _missing("parameters", self.parameters, covered)
-        yield from _missing("persistent buffers", buffers, covered)
-        if optimized:  # some number their parameters; then there are no names to miss
-            yield from _missing("trainable parameters' optimizer states", self.trainable, optimized)
+                elif key in file.shapes:
+                    found, expected = tuple(file.shapes[key]), self.shape(key)
+                    # Extra state is in the plain state dict and is neither parameter nor buffer: it has no plain shape.
+                    if expected is not None and found != expected:
+                        yield f"file {file.path!r}: {key!r} has shape {found}; {expected} in the plain model"
 
 
 def _missing(what: str, wanted: set[str], covered: set[str]) -> Iterator[str]:

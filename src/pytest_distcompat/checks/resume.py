@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._values import held_states
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESUME
 from pytest_distcompat.trace import Moment, OptimizerFact, Trace
@@ -22,8 +23,9 @@ ORDER_TOLERANCE = 5e-3
 @check(scenario=RESUME, until=(("train", "step", 4), ("resume", "step", 1)), order=4)
 def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     """Saving changes nothing. Loaded in a fresh process group, parameters, every tensor of the optimizer's state, its
-    step count, its learning rate and other numbers, and the scheduler are equal bit by bit to what was saved, in the
-    same dtypes, and the next two losses equal those of the run that never stopped.
+    step count, its learning rate and other numbers, the scheduler and the gradient scaler are equal bit by bit to what
+    was saved, in the same dtypes, and the next two losses equal those of the run that never stopped. Of a checkpoint that
+    holds the model alone, parameters and buffers come back.
 
     If it fails: state that is missing after the load was not saved, or went into an optimizer that a step would have
     filled first (https://github.com/huggingface/accelerate/pull/3904). The first loss tells of parameters only; it
@@ -36,8 +38,14 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(loaded, cell.world_size, "load")
     for before, after in _pairs(trained, saved):
         yield from _same(before, after, "save")
+    if cell.option("save_only_model"):
+        for before, after in _pairs(saved, loaded):
+            yield from _model(before, after, "load")
+        return
     for before, after in _pairs(saved, loaded):
         yield from _same(before, after, "load")
+        if before.scaler != after.scaler:
+            yield f"rank {after.rank}: the gradient scaler is at {after.scaler}; saved at {before.scaler}"
         if before.scheduler != after.scheduler:
             yield f"rank {after.rank}: scheduler is at {after.scheduler!r}; saved at {before.scheduler!r}"
     for nth in (0, 1):
@@ -55,6 +63,11 @@ def _pairs(before: tuple[Moment, ...], after: tuple[Moment, ...]) -> Iterator[tu
 
 def _same(before: Moment, after: Moment, verb: str) -> Iterator[str]:
     """Everything that training goes on from, before and after a verb that must not change it."""
+    yield from _model(before, after, verb)
+    yield from _optimizer(before.optimizer, after.optimizer, f"rank {after.rank}", verb)
+
+
+def _model(before: Moment, after: Moment, verb: str) -> Iterator[str]:
     old, new = before.model, after.model
     for what, was, now in (
         ("parameter", old and old.parameters, new and new.parameters),
@@ -66,12 +79,11 @@ def _same(before: Moment, after: Moment, verb: str) -> Iterator[str]:
             {fact.name: (fact.digest, fact.dtype) for fact in now or ()},
             verb,
         )
-    yield from _optimizer(before.optimizer, after.optimizer, f"rank {after.rank}", verb)
 
 
 def _optimizer(before: OptimizerFact | None, after: OptimizerFact | None, where: str, verb: str) -> Iterator[str]:
-    was = {f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in (before.states if before else ())}
-    now = {f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in (after.states if after else ())}
+    was = {f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in (held_states(before) if before else ())}
+    now = {f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in (held_states(after) if after else ())}
     if was and not now:
         held = f"{len(was)} tensors were saved" if verb == "load" else f"it held {len(was)} tensors before"
         yield f"{where}: the optimizer's state is empty after the {verb}; {held}"

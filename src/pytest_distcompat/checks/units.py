@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check
+from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -37,7 +37,9 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
     if first is None or first.plain is None:
         yield "the plain model was not seen"
         return
-    for moment in life.at("step", 2):
+    trained = life.at("step", 2)
+    yield from every_rank(trained, cell.world_size, "three steps")
+    for moment in trained:
         if moment.model is None:
             yield f"rank {moment.rank}: no model to read units from"
             continue

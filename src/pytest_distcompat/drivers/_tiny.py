@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -60,6 +62,8 @@ class TinyDriver(Driver):
             return f"the model {tiny.name} has no frozen module to leave out of the sharding"
         if cell.option("adapter") and not tiny.adapted:
             return f"PEFT is for transformers' models, {tiny.name} is none"
+        if cell.precision == "fp8" and not tiny.in_8_bits:
+            return f"the model {tiny.name} has no layer whose sizes 16 divides: nothing would be in 8 bits"
         if cell.option("adapter") and cell.option("frozen"):
             return "with an adapter all else is frozen anyway"
         return ""
@@ -131,6 +135,27 @@ class TinyDriver(Driver):
             batch = self.batch_of(place, self.world.rank)
             self.tokens += self.tiny.count(batch)
             yield batch, place == places[-1]
+
+    @contextlib.contextmanager
+    def overflowing(self) -> Iterator[None]:
+        """What is computed inside gives the highest rank infinite gradients in the first layer, and in no other.
+
+        In one layer, so that of a flat partition some ranks hold nothing of it.
+        """
+        import torch
+
+        layers = (module for module in self.model.modules() if not list(module.children()))
+        first = next(layer for layer in layers if getattr(getattr(layer, "weight", None), "requires_grad", False))
+
+        def hook(module: Module, inputs: Any, output: torch.Tensor) -> None:
+            if output.requires_grad and self.world.rank == self.world.size - 1:
+                output.register_hook(lambda gradient: gradient * math.inf)
+
+        handle = first.register_forward_hook(hook)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def dataset(self, ranks: int) -> list[dict[str, torch.Tensor]]:
         """An epoch row by row, in the order in which batch samplers deal it out: micro-batch by micro-batch, rank by rank."""

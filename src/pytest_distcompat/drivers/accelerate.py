@@ -56,7 +56,7 @@ class AccelerateDriver(TinyDriver):
     )
     libraries: ClassVar[tuple[str, ...]] = ("accelerate", "torch", "deepspeed")
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
-    portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2"}
+    portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2", "zero1": "fsdp2", "zero2": "fsdp2", "zero3": "fsdp2"}
     order: ClassVar[int] = 1
 
     accelerator: Any = None
@@ -174,6 +174,11 @@ class AccelerateDriver(TinyDriver):
             total += float(loss.detach()) / self.accumulate
         return total
 
+    def overflow(self, number: int) -> float:
+        """A step in which gradients overflow."""
+        with self.overflowing():
+            return self.step(number)
+
     def save(self, directory: Path) -> None:
         """``save_state``."""
         self.accelerator.save_state(str(directory))
@@ -187,8 +192,7 @@ class AccelerateDriver(TinyDriver):
         unwrapped = self.accelerator.unwrap_model(self.model)
         main = self.accelerator.is_main_process
         if self.cell.option("adapter"):
-            state = self.accelerator.get_state_dict(self.model)
-            unwrapped.save_pretrained(directory, is_main_process=main, state_dict=state)
+            unwrapped.save_pretrained(directory, is_main_process=main, state_dict=self._whole_state())
             return
         if self.cell.strategy == "fsdp1" and self.world.device == "cpu":
             self._merge(directory)
@@ -196,6 +200,14 @@ class AccelerateDriver(TinyDriver):
             self.accelerator.save_model(self.model, str(directory))
         if main and hasattr(unwrapped, "config"):
             unwrapped.config.save_pretrained(directory)
+
+    def _whole_state(self) -> Any:
+        """``get_state_dict``; for FSDP1 on CPU ranks by torch, without the offload that crashes it."""
+        if self.cell.strategy != "fsdp1" or self.world.device != "cpu":
+            return self.accelerator.get_state_dict(self.model)
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
 
     def _merge(self, directory: Path) -> None:
         from accelerate.utils import merge_fsdp_weights, save_fsdp_model

@@ -15,6 +15,7 @@ from pytest_distcompat.drivers._tiny import MAX_NORM, TinyDriver
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
+    import torch
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
@@ -79,11 +80,16 @@ class TorchDriver(TinyDriver):
         self.raw, how = model, self.cell.option("compile")
         if self.precision.float8:
             model = _options.in_8_bits(model)
-        if self.cell.option("activation_checkpointing"):
+        recompute, inside = self.cell.option("activation_checkpointing"), self.cell.strategy == "fsdp1"
+        if recompute and not inside:
             _options.recompute(model, self.tiny.block_modules(model))
         if _options.in_place(how):
             _options.compile_blocks(how, self.tiny.block_modules(model))
         self.wrapped = self.model = self.strategy.torch(model, self.precision, self.cell, device)
+        if recompute and inside:
+            # Inside FSDP1's units, as its tutorial has it: around them, they are gathered twice, and ``get_state_dict`` keeps
+            # ``_fsdp_wrapped_module`` in the optimizer's names.
+            _options.recompute(model, self.tiny.block_modules(model))
         if how and not _options.in_place(how):
             self.model = _options.compiled(self.wrapped, how)
         self.optimizer = self.make_optimizer(self.model)
@@ -164,6 +170,11 @@ class TorchDriver(TinyDriver):
             state["scaler"] = self.scaler.state_dict()
         return state | {"rng": torch.get_rng_state()}
 
+    def overflow(self, number: int) -> float:
+        """A step in which gradients overflow."""
+        with self.overflowing():
+            return self.step(number)
+
     def save(self, directory: Path) -> None:
         """One DCP checkpoint, or one file written by rank 0 for state_dict=full."""
         import torch
@@ -201,6 +212,12 @@ class TorchDriver(TinyDriver):
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["rng"])
+
+    def evaluate(self, model: Module) -> torch.Tensor:
+        """Without gradients: compiled anew for evaluation, FSDP1 trips over the sharded ones that a step left."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        return super().evaluate(model)
 
     def export(self, directory: Path) -> None:
         """The whole state dict on rank 0, in the form that the model's own library loads."""

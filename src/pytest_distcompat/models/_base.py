@@ -22,6 +22,8 @@ class TinyModel:
     for the same numbers in every process. ``loss(model, batch)`` is the mean over what ``count(batch)`` counts: tokens, or
     samples. ``outputs`` is what the model computes, and ``reload`` reads what was exported.
 
+    ``in_8_bits`` says whether it has layers whose sizes 16 divides, as products in 8 bits need.
+
     ``blocks`` names the classes that FSDP wraps one by one, ``unit_size`` how many parameters option ``wrap`` makes a unit
     of, ``part`` the modules that option ``frozen`` freezes, ``ignored`` the one, of frozen weights, that the option of that
     name leaves out of the sharding, ``adapted`` the modules that LoRA adapts.
@@ -39,6 +41,7 @@ class TinyModel:
     ignored: str = ""
     unit_size: int = 1000
     adapted: tuple[str, ...] = ()
+    in_8_bits: bool = True
     preload: tuple[str, ...] = ()
     order: int = 0
 

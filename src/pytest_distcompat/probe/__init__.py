@@ -9,6 +9,7 @@ from pytest_distcompat.probe.live import read_model, read_plain
 from pytest_distcompat.probe.numbers import peak_memory, read_rng, read_scaler, sample
 from pytest_distcompat.probe.observe import Observer
 from pytest_distcompat.probe.optimizer import read_optimizer, read_scheduler, torch_optimizer
+from pytest_distcompat.probe.saved import read_saved
 
 __all__ = [
     "Observer",
@@ -18,6 +19,7 @@ __all__ = [
     "read_optimizer",
     "read_plain",
     "read_rng",
+    "read_saved",
     "read_scaler",
     "read_scheduler",
     "sample",

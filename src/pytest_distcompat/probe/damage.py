@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pytest_distcompat.trace import FileFact
+
 #: Files that hold weights or optimizer state, by suffix; the others are settings and metadata.
 HEAVY = frozenset({".safetensors", ".bin", ".pt", ".distcp"})
 
 
-def spoil(directory: Path, how: str) -> str:
-    """Do ``how`` to the file with the most in it: ``truncate`` it to half, or ``remove`` it. Its name.
+def spoil(directory: Path, how: str) -> FileFact:
+    """Do ``how`` to the file with the most in it: ``truncate`` it to half, or ``remove`` it. Which file it was.
 
     Raises FileNotFoundError where nothing is saved.
     """
-    files = sorted(
-        (path for path in directory.rglob("*") if path.suffix in HEAVY), key=lambda path: path.stat().st_size
-    )
+    heavy = (path for path in directory.rglob("*") if path.suffix in HEAVY)
+    files = sorted(heavy, key=lambda path: (path.stat().st_size, path))
     if not files:
         raise FileNotFoundError(f"{directory}: there is no checkpoint to spoil")
     largest = files[-1]
@@ -24,4 +25,4 @@ def spoil(directory: Path, how: str) -> str:
     else:
         with largest.open("r+b") as file:
             file.truncate(largest.stat().st_size // 2)
-    return str(largest.relative_to(directory))
+    return FileFact(str(largest.relative_to(directory)), "", how, ())

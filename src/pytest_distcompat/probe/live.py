@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_distcompat.probe.optimizer import copied, torch_optimizer
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
 from pytest_distcompat.trace import ModelFact, ParameterFact, PlainFact
 
@@ -38,8 +39,13 @@ def read_plain(model: Module, blocks: Collection[str] = (), ignored: tuple[str, 
         tied,
         blocks=tuple(name for name, module in model.named_modules() if type(module).__name__ in blocks),
         ignored=ignored,
-        linears=sum(isinstance(module, torch.nn.Linear) for module in model.modules()),
+        linears=sum(isinstance(module, torch.nn.Linear) and _for_8_bits(module) for module in model.modules()),
     )
+
+
+def _for_8_bits(linear: torch.nn.Linear) -> bool:
+    """In 8 bits a product needs sizes that 16 divides."""
+    return not (linear.in_features % 16 or linear.out_features % 16)
 
 
 def _plain(name: str, tensor: torch.Tensor, placement: str = "") -> ParameterFact:
@@ -57,14 +63,16 @@ def _plain(name: str, tensor: torch.Tensor, placement: str = "") -> ParameterFac
 def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) -> ModelFact:
     """The live model: what wraps it, each parameter as this rank stores it, and how the optimizer holds it.
 
-    ``optimizer`` is the torch optimizer that steps (``optimizer.torch_optimizer``), or None.
+    ``optimizer`` is the trainer's, wrapped or not, or None.
     """
     from torch import distributed
 
     held: Counter[int] = Counter()
-    flat = _zero_stage(model) is not None
+    flat = bool(_zero_stage(model))
     if optimizer is not None and not flat:
-        held = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
+        copies = copied(optimizer)
+        entries = (p for group in torch_optimizer(optimizer).param_groups for p in group["params"])
+        held = Counter(id(copies.get(id(p), p)) for p in entries)
     wrappers = _wrappers(model)
     parameters = tuple(
         _live(name, parameter, wrappers, held=None if flat else held[id(parameter)])
@@ -118,9 +126,8 @@ def _compiled(model: Module) -> Iterator[str]:
 
 
 def _of_te(module: Module) -> bool:
-    """A layer of Transformer Engine, which need not be installed."""
-    weight: Any = getattr(module, "weight", None)
-    return type(module).__module__.startswith("transformer_engine") and weight is not None and weight.dim() > 1
+    """A linear layer of Transformer Engine, which need not be installed; by its sizes, for its weight may be a flat shard."""
+    return type(module).__module__.startswith("transformer_engine") and hasattr(module, "in_features")
 
 
 def _graphs() -> int:
@@ -170,6 +177,8 @@ def _zero_stage(model: Module) -> int | None:
 
 
 def _live(name: str, parameter: torch.Tensor, wrappers: dict[str, int], held: int | None) -> ParameterFact:
+    from torch.distributed.fsdp import FlatParameter
+
     shape, kind, placement, local = tuple(parameter.shape), "Tensor", "", parameter
     if hasattr(parameter, "ds_shape"):  # ZeRO-3: the parameter itself is empty between uses, its shard is beside it
         shape, kind, placement = tuple(parameter.ds_shape), "ZeRO-3", "partition"
@@ -177,7 +186,7 @@ def _live(name: str, parameter: torch.Tensor, wrappers: dict[str, int], held: in
     elif hasattr(parameter, "placements"):
         kind, placement = "DTensor", ", ".join(repr(one) for one in parameter.placements)
         local = local_of(parameter)
-    elif type(parameter).__name__ == "FlatParameter":
+    elif isinstance(parameter, FlatParameter):  # by an attribute: its class is plain nn.Parameter
         kind, placement = "FlatParameter", "flat shard"
     elif "FSDP1" in wrappers:
         # With use_orig_params each parameter is a one-dimensional view of this rank's part of the flat one (maybe empty).

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from pytest_distcompat.probe.optimizer import chain
+
 #: Numbers of an output that go into the trace: enough to tell two models apart, few enough to read.
 SAMPLED = 32
 
@@ -24,12 +26,12 @@ def read_rng(device: str) -> str:
 
 
 def read_scaler(scaler: Any, optimizer: Any) -> dict[str, float]:
-    """The numbers of a ``torch.amp.GradScaler``, or of DeepSpeed's loss scaler, which its optimizer holds."""
+    """The numbers of a ``torch.amp.GradScaler``, or the scale of DeepSpeed's own, which its optimizers show."""
     if scaler is not None:
         state = scaler.state_dict()
         return {key: float(value) for key, value in state.items() if isinstance(value, (int, float))}
-    own: Any = getattr(optimizer, "loss_scaler", None)
-    return {"scale": float(own.cur_scale)} if own is not None and hasattr(own, "cur_scale") else {}
+    own = next((link.loss_scale for link in chain(optimizer) if hasattr(link, "loss_scale")), None)
+    return {} if own is None else {"scale": float(own)}
 
 
 def peak_memory(device: str) -> int:

@@ -32,6 +32,7 @@ class Observer:
         self.collectives: Counter[tuple[str, str]] = Counter()
         self.sizes: dict[tuple[str, str], tuple[int, int]] = {}
         self.inputs: list[str] = []
+        self.float8 = 0
         self._active = False
         self._before: dict[int, tuple[set[str], set[str], float]] = {}
         register_optimizer_step_pre_hook(self._pre_step)
@@ -49,6 +50,8 @@ class Observer:
 
     def _input_hook(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What the model is fed, in no order of arguments: a wrapper may name what the caller did not."""
+        if torch.compiler.is_compiling():
+            return  # a trainer that compiles though nobody asked for it
         if self._active and torch.is_grad_enabled():
             fed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
             self.inputs.append(" ".join(sorted(digest(value) for value in fed)))
@@ -70,6 +73,7 @@ class Observer:
         self.collectives.clear()
         self.sizes.clear()
         self.inputs.clear()
+        self.float8 = 0
 
     def facts(self) -> dict[str, Any]:
         """The keyword arguments of a Moment that come from here."""
@@ -82,6 +86,7 @@ class Observer:
             "compute": tuple(self.compute.values()),
             "collectives": collectives,
             "inputs": tuple(self.inputs),
+            "float8": self.float8,
         }
 
     def _forward_hook(self, name: str) -> Any:
@@ -127,8 +132,12 @@ class Observer:
             self.sizes[key] = (max(most, tensor.numel()), total + tensor.numel())
 
 
+#: What matrix products in 8 bits take their factors in.
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+
+
 class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped
-    """Sees every c10d operator that this thread dispatches, from Python or from DDP's reducer in C++.
+    """Sees every c10d operator that this thread dispatches, from Python or from DDP's reducer in C++, and casts to 8 bits.
 
     The mechanism of torch's own CommDebugMode, which counts them but does not tell dtypes.
     """
@@ -145,6 +154,8 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in {"c10d", "_c10d_functional"}:
             self._observer.saw(func._schema.name.split("::")[1].strip("_"), _tensors(args))  # noqa: SLF001 - no public way to an operator's name
+        elif func is torch.ops.aten._to_copy.default and kwargs and kwargs.get("dtype") in FLOAT8:
+            self._observer.float8 += 1
         return func(*args, **(kwargs or {}))
 
 

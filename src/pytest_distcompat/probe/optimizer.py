@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -33,6 +34,20 @@ def torch_optimizer(optimizer: Any) -> Any:
     return None if optimizer is None else chain(optimizer)[-1]
 
 
+def copied(optimizer: Any) -> dict[int, torch.Tensor]:
+    """The id of a float32 copy that is optimized -> the parameter in low precision that it is a copy of.
+
+    DeepSpeed keeps such where it runs without ZeRO (``FP16_UnfusedOptimizer``), in two lists that are not documented;
+    ``tests/spawn/test_private_names.py`` says when they go away.
+    """
+    for link in chain(optimizer):
+        low, high = getattr(link, "fp16_groups", None), getattr(link, "fp32_groups", None)
+        if low and high:
+            groups = zip(low, high, strict=True)
+            return {id(copy): one for ones, copies in groups for one, copy in zip(ones, copies, strict=True)}
+    return {}
+
+
 def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> OptimizerFact:
     """Whose tensors the optimizer holds, and every tensor of its state; if not ``whole``, the numbers of its groups only.
 
@@ -43,13 +58,14 @@ def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> Opti
     links, groups = tuple(type(link).__name__ for link in chain(optimizer)), tuple(map(_numbers, inner.param_groups))
     if not whole:
         return OptimizerFact(links, 0, groups=groups)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    live = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = live | {copy: live[id(low)] for copy, low in copied(optimizer).items() if id(low) in live}
     entries = [parameter for group in inner.param_groups for parameter in group["params"]]
     partitioned = _partitioned(model)
     states: list[StateFact] = []
     for number, (parameter, state) in enumerate(inner.state.items()):
         owner = names.get(id(parameter), f"partition {number}")
-        if owner not in names.values():
+        if id(parameter) not in live:
             states.append(_state(owner, "master", parameter))
         states.extend(_state(owner, key, value) for key, value in state.items() if _is_number(value))
     return OptimizerFact(
@@ -58,7 +74,7 @@ def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> Opti
         foreign=0 if partitioned else sum(id(parameter) not in names for parameter in entries),
         states=tuple(states),
         partitioned=partitioned,
-        masters=tuple(_masters(model)),
+        masters=tuple(_masters(model, inner)),
         groups=groups,
     )
 
@@ -103,19 +119,34 @@ def _partitioned(model: Module) -> dict[str, int]:
     return found
 
 
-def _masters(model: Module) -> Iterator[StateFact]:
+def _masters(model: Module, inner: Any) -> Iterator[StateFact]:
     """This rank's part of each parameter's flat master and of its moments, where DeepSpeed keeps such; see ``_partitioned``.
 
     The parts of all ranks, in their order, are the parameter.
     """
+    keys = sorted({key for state in inner.state.values() for key, value in state.items() if _is_flat(value)})
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_tensor") and _has_master(parameter):
-            from deepspeed.utils import safe_get_local_fp32_param
+            from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
-            master = safe_get_local_fp32_param(parameter).reshape(-1)
-            yield _state(name, "master", master[: zero3_shard(parameter).numel()])
+            numel = zero3_shard(parameter).numel()
+            yield _state(name, "master", safe_get_local_fp32_param(parameter).reshape(-1)[:numel])
+            for key in keys:
+                # A partition of its own may have no state yet.
+                with contextlib.suppress(KeyError):
+                    yield _state(name, key, safe_get_local_optimizer_state(parameter, key).reshape(-1)[:numel])
         elif (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
             yield _state(name, "master", mapping.hp_fragment)
+            place = mapping.hp_fragment_address
+            # Not ``mapping.optim_fragment``: until the first step after a load that is of the state before it.
+            for flat in inner.param_groups[mapping.param_group_index]["params"]:
+                for key, value in inner.state.get(flat, {}).items():
+                    if _is_flat(value):
+                        yield _state(name, key, value.narrow(0, place.start, place.numel))
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 1
 
 
 def _has_master(parameter: torch.Tensor) -> bool:

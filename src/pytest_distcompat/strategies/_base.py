@@ -42,6 +42,10 @@ OPTION_WRAPPERS = {"compile": "_orig_mod", "activation_checkpointing": "_checkpo
 TorchDialect = Callable[["Module", Precision, Cell, "torch.device"], "Module"]
 #: (precision, cell) -> keyword arguments for accelerate.Accelerator.
 AccelerateDialect = Callable[[Precision, Cell], Mapping[str, Any]]
+#: (precision, cell) -> keyword arguments for transformers.TrainingArguments.
+TransformersDialect = Callable[[Precision, Cell], Mapping[str, Any]]
+#: (precision, cell) -> the JSON that deepspeed.initialize is given.
+DeepSpeedDialect = Callable[[Precision, Cell], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class Strategy:
     ``wrappers``: segments that the strategy puts into live names; ``leading``: those it puts in front of them.
     ``active``: what the probe must see, by the words of ``trace.ModelFact``: the wrapper, and the kind of the live
     parameters. ``shards``: whether each rank stores only its part of the live parameters.
-    ``dtypes`` gives the row of the dtype table.
+    ``reduces_each_micro_batch``: whether it must, for want of whole gradients to add to. ``dtypes`` gives the row of the
+    dtype table.
 
     A dialect is None where the library does not speak the strategy.
     """
@@ -66,8 +71,11 @@ class Strategy:
     wrappers: tuple[str, ...] = ()
     zero_stage: int | None = None
     flat_masters: bool = False
+    reduces_each_micro_batch: bool = False
     torch: TorchDialect | None = None
     accelerate: AccelerateDialect | None = None
+    transformers: TransformersDialect | None = None
+    deepspeed: DeepSpeedDialect | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     order: int = 0
 

@@ -52,6 +52,31 @@ def plugin(version: int, cell: Cell) -> dict[str, Any]:
     return {"fsdp_plugin": FullyShardedDataParallelPlugin(**settings)}
 
 
+def arguments(version: int, cell: Cell) -> dict[str, Any]:
+    """Keyword arguments for TrainingArguments: https://huggingface.co/docs/transformers/fsdp."""
+    from pytest_distcompat.models import MODELS
+
+    tiny = MODELS.get(str(cell.option("model")))
+    reshard = bool(cell.option("reshard_after_forward"))
+    settings: dict[str, Any] = {
+        "version": version,
+        "state_dict_type": {"sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"}[str(cell.option("state_dict"))],
+        "cpu_ram_efficient_loading": bool(cell.option("cpu_ram_efficient_loading")),
+        "cpu_offload": bool(cell.option("offload")),
+        "activation_checkpointing": bool(cell.option("activation_checkpointing")),
+        "reshard_after_forward": reshard,
+    }
+    if cell.option("wrap") == "size":
+        settings |= {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": tiny.unit_size}
+    else:
+        settings |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": list(tiny.blocks)}
+    if version == 1:
+        # Synchronising module states needs a GPU; the ranks start from the same seed anyway.
+        settings |= {"use_orig_params": bool(cell.option("use_orig_params")), "sync_module_states": False}
+        settings["reshard_after_forward"] = "full_shard" if reshard else "shard_grad_op"
+    return {"fsdp": True, "fsdp_config": settings}
+
+
 def ignored_modules(model: Module, cell: Cell) -> list[Module]:
     """The modules that the cell leaves out of the sharding."""
     from pytest_distcompat.models import MODELS

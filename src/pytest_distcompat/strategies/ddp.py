@@ -34,6 +34,10 @@ def _accelerate(precision: Precision, cell: Cell) -> Mapping[str, Any]:
     return {}
 
 
+def _transformers(precision: Precision, cell: Cell) -> Mapping[str, Any]:
+    return {}
+
+
 DDP = Strategy(
     "ddp",
     meaning="DistributedDataParallel: replicas, gradients all-reduced",
@@ -44,6 +48,7 @@ DDP = Strategy(
     leading=("module",),
     torch=_torch,
     accelerate=_accelerate,
+    transformers=_transformers,
     options={
         "state_dict_full": "DDP has one form of state dict, the full one",
         "offload": "DDP has nothing to offload",

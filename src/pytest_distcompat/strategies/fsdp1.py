@@ -44,6 +44,10 @@ def _accelerate(precision: Precision, cell: Cell) -> Mapping[str, Any]:
     return _fsdp.plugin(1, cell)
 
 
+def _transformers(precision: Precision, cell: Cell) -> Mapping[str, Any]:
+    return _fsdp.arguments(1, cell)
+
+
 FSDP1 = Strategy(
     "fsdp1",
     meaning="torch.distributed.fsdp.FullyShardedDataParallel: flat parameters, sharded",
@@ -54,6 +58,7 @@ FSDP1 = Strategy(
     wrappers=("_fsdp_wrapped_module",),
     torch=_torch,
     accelerate=_accelerate,
+    transformers=_transformers,
     options={
         "meta_init": "FSDP1 fills what was made on the meta device by synchronising module states, which needs a GPU",
         "offload": "FSDP1 offloads from an accelerator to the CPU, and there is none",

@@ -78,6 +78,10 @@ def _accelerate(precision: Precision, cell: Cell) -> Mapping[str, Any]:
     return _fsdp.plugin(2, cell)
 
 
+def _transformers(precision: Precision, cell: Cell) -> Mapping[str, Any]:
+    return _fsdp.arguments(2, cell)
+
+
 FSDP2 = Strategy(
     "fsdp2",
     meaning="torch.distributed.fsdp.fully_shard: parameters are DTensors",
@@ -87,6 +91,7 @@ FSDP2 = Strategy(
     shards=True,
     torch=_torch,
     accelerate=_accelerate,
+    transformers=_transformers,
     options={"no_use_orig_params": "FSDP2 has no flat parameters", "conflict": NO_JSON},
     order=2,
 )

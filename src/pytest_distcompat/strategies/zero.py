@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: optimizer state (1), gradients (2) and parameters (3) partitioned over the ranks."""
+"""DeepSpeed ZeRO: optimizer state (1), gradients (2) and parameters (3) partitioned over the ranks; nothing (0)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _dtypes(precision: Precision) -> Dtypes:
-    """Parameters live and travel in the compute dtype; the flat partitions that are optimized in the master's.
+    """Parameters live and travel in the compute dtype; what is optimized, flat partitions or copies, is in the master's.
 
     https://huggingface.co/blog/deepspeed-to-fsdp-and-back: DeepSpeed always keeps float32 masters. Since 0.18 it has a
     low-precision mode too (``bf16_master_weights_and_grads``), which is what bf16_pure asks for.
@@ -52,9 +52,17 @@ def config(stage: int, precision: Precision, cell: Cell, micro_batch: int = 2) -
         "zero_force_ds_cpu_optimizer": False,
     }
     if precision.compute == "float16" or cell.option("conflict"):
-        written["fp16"] = {"enabled": True, "initial_scale_power": 10}
+        # By default DeepSpeed lets the first overflow pass without a smaller scale.
+        written["fp16"] = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}
     if cell.option("conflict"):
         written["bf16"] = {"enabled": False}
+    return written
+
+
+def _native(stage: int, precision: Precision, cell: Cell) -> Mapping[str, Any]:
+    """The JSON is all that DeepSpeed is told, so a contradiction must stand in it: two precisions at once."""
+    written = config(stage, precision, cell)
+    written["bf16"]["enabled"] = precision.compute == "bfloat16"
     return written
 
 
@@ -71,32 +79,59 @@ def _accelerate(stage: int, precision: Precision, cell: Cell) -> Mapping[str, An
     return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=settings)}
 
 
-def _zero(stage: int, splits: str) -> Strategy:
+def _transformers(stage: int, precision: Precision, cell: Cell) -> Mapping[str, Any]:
+    """https://huggingface.co/docs/transformers/deepspeed: what TrainingArguments say too is left to them."""
+    import deepspeed  # noqa: F401 - so that there is something to switch off
+
+    from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
+
+    without_shared_memory()
+    settings = config(stage, precision, cell)
+    shared = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return {"deepspeed": settings | dict.fromkeys(shared, "auto")}
+
+
+#: What an option of FSDP, or of what cuts a model into pieces, has to do with an engine: nothing.
+_NOT_OURS = {
+    "state_dict_full": "DeepSpeed writes its own sharded form; state_dict is an option of FSDP",
+    "compile_regional": "DeepSpeed compiles the whole engine",
+    "compile_partial": "DeepSpeed compiles the whole engine",
+    **dict.fromkeys(
+        ("no_reshard_after_forward", "no_use_orig_params", "cpu_ram_efficient_loading", "wrap_size", "ignored"),
+        "it is an option of FSDP",
+    ),
+}
+
+
+def _zero(stage: int, meaning: str, options: Mapping[str, str]) -> Strategy:
     return Strategy(
         f"zero{stage}",
-        meaning=f"DeepSpeed ZeRO stage {stage}: {splits} partitioned",
+        meaning=f"DeepSpeed ZeRO stage {stage}: {meaning}",
         dtypes=_dtypes,
         wrapper="DeepSpeedEngine",
         kind="ZeRO-3" if stage == 3 else "Tensor",
         shards=stage == 3,
         leading=("module",),
         zero_stage=stage,
-        flat_masters=True,
+        # Without ZeRO the masters of low precision are copies one by one, which the probe takes for the parameters.
+        flat_masters=stage > 0,
+        # Gradients are partitioned from stage 2 on, and the engine refuses no_sync().
+        reduces_each_micro_batch=stage >= 2,
         accelerate=functools.partial(_accelerate, stage),
-        options={
-            "state_dict_full": "DeepSpeed writes its own sharded form; state_dict is an option of FSDP",
-            "compile_regional": "DeepSpeed compiles the whole engine",
-            "compile_partial": "DeepSpeed compiles the whole engine",
-            **dict.fromkeys(
-                ("no_reshard_after_forward", "no_use_orig_params", "cpu_ram_efficient_loading", "wrap_size", "ignored"),
-                "it is an option of FSDP",
-            ),
-            **({} if stage == 3 else {"meta_init": f"ZeRO-{stage} keeps whole parameters on every rank"}),
-        },
-        order=2 + stage,
+        transformers=functools.partial(_transformers, stage),
+        deepspeed=functools.partial(_native, stage),
+        options=_NOT_OURS | options,
+        order=3 + stage,
     )
 
 
-ZERO1 = _zero(1, "optimizer state")
-ZERO2 = _zero(2, "optimizer state and gradients")
-ZERO3 = _zero(3, "optimizer state, gradients and parameters")
+def _whole(stage: int) -> dict[str, str]:
+    return {"meta_init": f"ZeRO-{stage} keeps whole parameters on every rank"}
+
+
+ZERO0 = _zero(
+    0, "nothing partitioned, plain data parallel", _whole(0) | {"offload": "without ZeRO DeepSpeed offloads nothing"}
+)
+ZERO1 = _zero(1, "optimizer state partitioned", _whole(1))
+ZERO2 = _zero(2, "optimizer state and gradients partitioned", _whole(2))
+ZERO3 = _zero(3, "optimizer state, gradients and parameters partitioned", {})

@@ -1,0 +1,181 @@
+"""What a trainer holds, put together from all its ranks: values by the plain model's names, whatever strategy splits them.
+
+Digests of the flat shards, in the order of the ranks, compose to that of the whole (``digests``), so that what 2 ranks saved
+can be compared with what 4 ranks loaded, or another strategy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.digests import combine
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import LifeTrace, Moment, OptimizerFact, PlainFact, StateFact
+
+#: What is compared, and the names that stand under it: ``parameter``, ``buffer``, ``master``, ``exp_avg``, ``step``.
+Kind = str
+
+
+@dataclass(frozen=True)
+class Values:
+    """Kind to plain name to the digests of the whole tensor: one, or several where ranks that hold all of it disagree.
+
+    ``wrong`` says of what the parts do not make up the whole.
+    """
+
+    found: Mapping[Kind, Mapping[str, tuple[str, ...]]]
+    wrong: tuple[str, ...] = ()
+
+    def of(self, kind: Kind) -> Mapping[str, tuple[str, ...]]:
+        """The names and digests of one kind."""
+        return self.found.get(kind, {})
+
+    @property
+    def weights(self) -> Mapping[str, tuple[str, ...]]:
+        """What is optimized: flat masters where there are, else the live parameters."""
+        return {**self.of("parameter"), **self.of("master")}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank holds of a tensor."""
+
+    rank: int
+    digest: str
+    numel: int
+
+
+class _Names:
+    """The plain model's names for the live ones of a life, tied ones as one, and their sizes."""
+
+    def __init__(self, life: LifeTrace, plain: PlainFact) -> None:
+        self.cell = Cell.parse(life.cell)
+        self.strategy = STRATEGIES.get(self.cell.strategy)
+        self.one = {name: group[0] for group in plain.tied for name in group}
+        self.sizes = {fact.name: math.prod(fact.shape) for fact in (*plain.parameters, *plain.buffers)}
+        self.persistent = {fact.name for fact in plain.buffers if fact.placement == "persistent"}
+        self.known = {*self.sizes, *plain.state_dict}
+
+    def __call__(self, live: str) -> str:
+        name = self.strategy.canonical(live, self.cell, self.known)
+        return self.one.get(name, name)
+
+    def numel(self, name: str) -> int | None:
+        return self.sizes.get(name)
+
+
+def values(life: LifeTrace, moments: tuple[Moment, ...]) -> Values:
+    """What all ranks together hold at these moments of that life."""
+    first = life.first("plain") or life.first("reload")
+    if first is None or first.plain is None:
+        return Values({}, ("the plain model was not seen",))
+    names = _Names(life, first.plain)
+    parts: dict[tuple[Kind, str], list[_Part]] = defaultdict(list)
+    for moment in moments:
+        for kind, name, digest, numel in _held(moment, names):
+            parts[kind, name].append(_Part(moment.rank, digest, numel))
+    found: dict[Kind, dict[str, tuple[str, ...]]] = defaultdict(dict)
+    wrong = []
+    for (kind, name), held in sorted(parts.items()):
+        whole, problem = _whole(held, 1 if kind == "step" else names.numel(name))
+        found[kind][name] = whole
+        if problem:
+            wrong.append(f"{kind} {name!r}: {problem}")
+    return Values(found, tuple(wrong))
+
+
+def _held(moment: Moment, names: _Names) -> Iterator[tuple[Kind, str, str, int]]:
+    """Everything on one rank, by plain names. A flat partition has none but its count of steps."""
+    if moment.model is not None:
+        for fact in moment.model.parameters:
+            yield "parameter", names(fact.name), fact.digest, fact.local_numel
+        for fact in moment.model.buffers:
+            if names(fact.name) in names.persistent:
+                yield "buffer", names(fact.name), fact.digest, fact.local_numel
+    if moment.optimizer is not None:
+        for state in (*held_states(moment.optimizer), *moment.optimizer.masters):
+            if not state.owner.startswith("partition "):
+                yield state.key, names(state.owner), state.digest, state.numel
+            elif state.key == "step":
+                yield "step", "partitions", state.digest, state.numel
+
+
+def held_states(optimizer: OptimizerFact) -> Iterator[StateFact]:
+    """A rank's states, those aside of parameters of which it holds no element.
+
+    Such may be there or not, at any count of steps: torch makes them when it first saves
+    (``torch.distributed.checkpoint.state_dict``, a step of a fresh optimizer).
+    """
+    empty: dict[str, bool] = {}
+    for state in optimizer.states:
+        if state.key != "step":
+            empty[state.owner] = empty.get(state.owner, True) and not state.numel
+    return (state for state in optimizer.states if not empty.get(state.owner))
+
+
+def _whole(held: list[_Part], numel: int | None) -> tuple[tuple[str, ...], str]:
+    """The digests of the whole, and what is wrong with its parts."""
+    together = sum(part.numel for part in held)
+    if numel is None:
+        return tuple(sorted({part.digest for part in held})), "is no name of the plain model"
+    if together == numel:
+        return (combine(part.digest for part in sorted(held, key=lambda part: part.rank)),), ""
+    if all(part.numel == numel for part in held):
+        return tuple(sorted({part.digest for part in held})), ""
+    return (), f"the parts of all ranks are {together} elements; expected {numel}"
+
+
+def differences(saved: Values, loaded: Values, when: str, *, states: bool = True) -> Iterator[str]:
+    """What is not equal bit by bit; without ``states``, parameters and buffers only. ``when``: "after the load at 4 ranks"."""
+    yield from (f"{text} {when}" for text in loaded.wrong)
+    yield from (f"{text} before" for text in saved.wrong)
+    kinds = [kind for kind in saved.found if states or kind in {"parameter", "buffer"}]
+    moments = [kind for kind in kinds if kind not in {"parameter", "buffer", "master"}]
+    if moments and not any(loaded.of(kind) for kind in moments):
+        yield f"the optimizer's state is empty {when}"
+        kinds = [kind for kind in kinds if kind not in moments]
+    for kind in kinds:
+        yield from compare(kind, saved.of(kind), loaded.of(kind), when)
+
+
+def compare(
+    kind: Kind, was: Mapping[str, tuple[str, ...]], now: Mapping[str, tuple[str, ...]], when: str
+) -> Iterator[str]:
+    """One kind of values before and now, the names that differ alike as one finding."""
+    both = set(was) & set(now)
+    for title, names in (
+        ("missing", set(was) - set(now)),
+        ("new", set(now) - set(was)),
+        ("unlike from rank to rank", {name for name in both if len(now[name]) > 1}),
+        # Parts that make up no whole have no digest, and were told of.
+        ("other values", {name for name in both if len(now[name]) == 1 and was[name] != now[name]}),
+    ):
+        if names:
+            first, *others = sorted(names)
+            yield f"{kind} {first!r}{f' and {len(others)} others' if others else ''}: {title} {when}"
+
+
+def settings(saved: tuple[Moment, ...], loaded: tuple[Moment, ...], when: str) -> Iterator[str]:
+    """The numbers of the optimizer's groups (learning rate, weight decay) and the scheduler: on each rank what was saved."""
+    if not saved:
+        return
+    before = saved[0]
+    for moment in loaded:
+        where = f"rank {moment.rank}"
+        if moment.scheduler != before.scheduler:
+            yield f"{where}: scheduler is at {moment.scheduler!r} {when}; saved at {before.scheduler!r}"
+        was, now = (one.optimizer.groups if one.optimizer else () for one in (before, moment))
+        if len(was) != len(now):
+            yield f"{where}: the optimizer has {len(now)} param groups {when}; {len(was)} were saved"
+        for number, (old, new) in enumerate(zip(was, now, strict=False)):
+            for key in sorted(key for key in set(old) & set(new) if old[key] != new[key]):
+                yield f"{where}: {key} of the optimizer's group {number} is {new[key]} {when}; {old[key]} was saved"
+
+
+def flat_parameters(moments: tuple[Moment, ...]) -> bool:
+    """Whether the live parameters are FSDP1's flat ones, which have no plain names."""
+    return any(fact.kind == "FlatParameter" for moment in moments if moment.model for fact in moment.model.parameters)

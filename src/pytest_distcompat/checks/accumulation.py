@@ -1,0 +1,90 @@
+"""Does accumulating gradients cost one reduction a step, and one step of the optimizer?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from pytest_distcompat.cell import OPTIONS, Cell
+from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks.active import REDUCTIONS
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.scenario import STEPS, TRAIN_LIFE, Scenario
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import Moment, Trace
+
+#: The same training with one micro-batch a step: the very life of the cell without the option.
+SINGLE_LIFE = dataclasses.replace(
+    TRAIN_LIFE, name="single", only=tuple(name for name in OPTIONS if name != "accumulate"), same_as=TRAIN_LIFE.name
+)
+_BOTH = Scenario("accumulation", (TRAIN_LIFE, SINGLE_LIFE))
+#: Steps that surely are no end of an epoch, which may be cut short.
+FULL = 3
+
+
+def _accumulates(cell: Cell, driver: type[Driver]) -> str:
+    return "" if cell.option("accumulate") != 1 else "there is one micro-batch a step"
+
+
+@check(
+    scenario=_BOTH,
+    until=(("train", "step", STEPS - 1), ("single", "step", FULL - 1)),
+    order=8,
+    applies=_accumulates,
+)
+def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Of N micro-batches a step each rank is fed N, each one once; fewer at the end of an epoch only. The optimizer steps as
+    often as with one micro-batch a step, and as many elements of gradients are reduced as then; N times as many under ZeRO-2
+    and 3, which partition gradients and keep no whole ones to add to
+    (https://github.com/deepspeedai/DeepSpeed/pull/338).
+
+    If it fails: reduced too often, ``no_sync`` or ``set_requires_gradient_sync(False)`` is missing, or wraps the backward
+    pass of another model; not at all, and the last micro-batch of a short step is not taken for the last.
+    """
+    many = int(cell.option("accumulate"))
+    trained, single = trace.life("train"), trace.life("single")
+    alone = {moment.rank: moment for moment in single.at("step", FULL - 1)}
+    each = STRATEGIES.get(cell.strategy).reduces_each_micro_batch
+    yield from every_rank(tuple(alone.values()), cell.world_size, "three steps of one micro-batch")
+    for nth in range(STEPS):
+        moments = trained.at("step", nth)
+        yield from every_rank(moments, cell.world_size, f"step {nth + 1}")
+        for moment in moments:
+            if moment.rank not in alone:
+                continue
+            found = [*_fed(moment, alone[moment.rank], many, full=nth < FULL), *_stepped(moment, alone[moment.rank])]
+            if moment.inputs or nth < FULL:
+                # Inside a compiled graph no hook sees what is fed.
+                micros = (len(moment.inputs) // max(1, len(alone[moment.rank].inputs))) if moment.inputs else many
+                found += _reduced(moment, alone[moment.rank], micros if each else 1)
+            yield from (f"step {nth + 1}: rank {moment.rank}: {text}" for text in found)
+
+
+def _fed(moment: Moment, alone: Moment, many: int, *, full: bool) -> Iterator[str]:
+    if not alone.inputs:
+        return
+    most = many * len(alone.inputs)
+    fed = len(moment.inputs)
+    if fed > most or not fed or (full and fed < most):
+        yield f"fed {fed} micro-batches; expected {most}{'' if full else ' at most'}"
+    if len(set(moment.inputs)) < fed:
+        yield f"{fed - len(set(moment.inputs))} of {fed} micro-batches are one that was fed before in the same step"
+
+
+def _stepped(moment: Moment, alone: Moment) -> Iterator[str]:
+    if len(moment.steps) != len(alone.steps):
+        yield f"the optimizer stepped {len(moment.steps)} times; {len(alone.steps)} with one micro-batch"
+
+
+def _reduced(moment: Moment, alone: Moment, times: int) -> Iterator[str]:
+    once, found = _elements(alone), _elements(moment)
+    if once and abs(found / once - times) > 1 / 4:
+        told = f"{once} with one micro-batch" if times == 1 else f"{times} times {once}, once a micro-batch"
+        yield f"{found} elements of gradients were reduced; expected {told}"
+
+
+def _elements(moment: Moment) -> int:
+    """What is reduced and is no norm, flag or count."""
+    return sum(
+        fact.total for fact in moment.collectives if fact.op in REDUCTIONS and fact.numel > 1 and "float" in fact.dtype
+    )

@@ -1,0 +1,58 @@
+"""Do linear layers really compute in 8 bits where that was asked for?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.scenario import TRAIN
+from pytest_distcompat.trace import Moment, Trace
+
+#: Recipes keep the first and the last layer in more bits: accelerate's, by default, both.
+KEPT = 2
+
+
+def _asked(cell: Cell, driver: type[Driver]) -> str:
+    return "" if PRECISIONS.get(cell.precision).float8 else f"{cell.precision} asks for no 8 bits"
+
+
+@check(scenario=TRAIN, until=(("train", "step", 2),), order=18, applies=_asked)
+def float8(cell: Cell, trace: Trace) -> Iterator[str]:
+    """On every rank all linear layers whose sizes 16 divides are converted, the first and the last perhaps left out, from
+    build on; in a step the factors of their products are made in 8 bits; and the loss is a number.
+
+    If it fails: a conversion that finds no layer says nothing, and the run is plain bfloat16
+    (https://github.com/huggingface/accelerate/issues/3360, under DeepSpeed). Verify in stages: 8 bits alone, DeepSpeed
+    alone, then both; the check ``active`` tells whether the ZeRO stage is still the one asked for.
+    """
+    life = trace.life()
+    first = life.first("plain")
+    linears = first.plain.linears if first and first.plain else 0
+    if not linears:
+        yield "the plain model has no linear layer whose sizes 16 divides: there is nothing to convert"
+        return
+    for what, moments in (("build", life.at("build")), ("three steps", life.at("step", 2))):
+        yield from every_rank(moments, cell.world_size, what)
+        for moment in moments:
+            found = moment.model.float8 if moment.model else 0
+            if found < max(1, linears - KEPT):
+                told = f"{found} of {linears} linear layers are in 8 bits after {what}"
+                yield f"rank {moment.rank}: {told}; expected all but the first and the last"
+    for moment in life.at("step", 2):
+        yield from _computed(cell, moment)
+
+
+def _computed(cell: Cell, moment: Moment) -> Iterator[str]:
+    if moment.loss is None or not math.isfinite(moment.loss):
+        yield f"rank {moment.rank}: the loss is {moment.loss}; expected a number"
+    layers = moment.model.float8 if moment.model else 0
+    # Transformer Engine casts in kernels of its own, and no one can look inside a compiled graph.
+    seen = cell.option("fp8_backend") == "torchao" and not cell.option("compile")
+    # Activations and weights, without what backward makes.
+    if seen and moment.float8 < 2 * layers:
+        told = f"{moment.float8} tensors were made in 8 bits in a step of {layers} such layers"
+        yield f"rank {moment.rank}: {told}; expected two factors of each product at least"

@@ -1,0 +1,43 @@
+"""Does a checkpoint work in a directory with any name?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._values import differences, flat_parameters, settings, values
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.scenario import NAMED_LIFE, PATHS
+from pytest_distcompat.trace import Trace
+
+
+def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str:
+    """Why the claim is tested elsewhere: files are found the same way in all precisions and with most options."""
+    others = [name for name, _ in cell.options if name not in {"model", "state_dict"}]
+    if cell.precision != "fp32" or others:
+        return "files are found as they are in fp32 without that option, and it is tested there"
+    return ""
+
+
+@check(
+    scenario=PATHS,
+    until=(("named", "step", 1), ("reopened", "step", 0)),
+    order=14,
+    applies=only_where_it_differs,
+)
+def paths(cell: Cell, trace: Trace) -> Iterator[str]:
+    """A run directory whose name has spaces, slashes of its parents, letters beyond ASCII, ``pytorch_model_fsdp`` and
+    ``optimizer`` in it is saved to and loaded from like any other: everything comes back bit by bit.
+
+    If it fails: the place of a file is probably found by searching its path for a word, which may stand anywhere in it
+    (https://github.com/huggingface/accelerate/pull/4119).
+    """
+    named, reopened = trace.life("named"), trace.life("reopened")
+    saved, loaded = named.at("save"), reopened.at("load")
+    when = f"after the load from {NAMED_LIFE.directory!r}"
+    yield from every_rank(saved, cell.world_size, "save")
+    yield from every_rank(loaded, cell.world_size, "load")
+    if not flat_parameters(saved):
+        yield from differences(values(named, saved), values(reopened, loaded), when)
+    yield from settings(saved, loaded, when)

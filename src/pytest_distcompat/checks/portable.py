@@ -1,0 +1,116 @@
+"""Does training go on under another strategy than the one that saved?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pytest_distcompat import scenario
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._values import compare, differences, flat_parameters, settings, values
+from pytest_distcompat.checks.export import exported_weights
+from pytest_distcompat.checks.reshard import counted
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.scenario import Scenario
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import LifeTrace, Trace
+
+#: The steps of ``train`` that come before the save.
+SAVED = 3
+
+
+def _claimed(cell: Cell, driver: type[Driver]) -> str:
+    target = driver.portable.get(cell.strategy)
+    if target is None:
+        return f"the driver does not claim that another strategy loads a checkpoint of {cell.strategy}"
+    if cell.option("save_only_model"):
+        return "checkpoints hold the model alone: there is no training to go on with"
+    if _by_weights(cell) and not (driver.can("export") and driver.can("reload")):
+        return "of DeepSpeed's checkpoints weights alone can be moved, and the driver has no export() and reload()"
+    if _by_weights(cell) and cell.option("adapter"):
+        return "an adapter is reloaded to be used: frozen, as PEFT has it"
+    there = _lives(cell, driver).lives[-1].cell(cell)
+    problem = STRATEGIES.get(target).refuses(there)
+    return f"{target} cannot go on from it: {problem}" if problem else ""
+
+
+def _by_weights(cell: Cell) -> bool:
+    """DeepSpeed's optimizer states fit DeepSpeed only; what moves is what it exports."""
+    return STRATEGIES.get(cell.strategy).flat_masters
+
+
+def _lives(cell: Cell, driver: type[Driver]) -> Scenario:
+    target = driver.portable[cell.strategy]
+    return scenario.port_weights(target) if _by_weights(cell) else scenario.port(target)
+
+
+_UNTIL = (("train", "step", SAVED + 1), ("port", "step", 0))
+
+
+@check(scenario=_lives, until=_UNTIL, order=12, applies=_claimed)
+def portable(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Loaded under another strategy at the same world size, all ranks together hold bit by bit what was saved: parameters,
+    the optimizer's state of each, step counts, learning rate, scheduler. One more step counts one more step, and in float32
+    the next two losses are those of the run that never stopped. From ZeRO weights alone are moved: after ``export`` and
+    build under the other strategy the parameters equal the trained masters, or, where the export is in a lower dtype, the
+    copies of them in that dtype that the model computed with.
+
+    If it fails: look at what is saved by position, rank or flat parameter instead of by name. State that several parameters
+    share, as FSDP1 hands out the ``step`` of a flat one, is counted up once for each of them.
+    """
+    train, port = trace.life("train"), trace.life("port")
+    when = f"after the load under {Cell.parse(port.cell).strategy}"
+    if _by_weights(cell):
+        yield from _weights(train, port)
+        return
+    saved, loaded = train.at("save"), port.at("load")
+    yield from every_rank(saved, train.world_size, "save")
+    yield from every_rank(loaded, port.world_size, "the load")
+    if flat_parameters(saved):
+        yield from _counts(train, port, when)
+    else:
+        yield from differences(values(train, saved), values(port, loaded), when)
+        yield from counted(train, port, when)
+    yield from settings(saved, loaded, when)
+    yield from _losses(cell, train, port, when)
+
+
+def _counts(train: LifeTrace, port: LifeTrace, when: str) -> Iterator[str]:
+    """Flat parameters have no names to compare by, but one count of steps, which is everybody's."""
+    expected = {digest for found in values(train, train.at("step", SAVED)).of("step").values() for digest in found}
+    found = values(port, port.at("step")).of("step")
+    wrong = {name: (digest,) for name, held in found.items() for digest in held if digest not in expected}
+    if wrong:
+        yield from compare("step", dict.fromkeys(wrong, tuple(sorted(expected))), wrong, f"one step {when}")
+
+
+def _weights(train: LifeTrace, port: LifeTrace) -> Iterator[str]:
+    built = port.at("build")
+    yield from every_rank(built, port.world_size, "build")
+    expected = exported_weights(train, port)
+    yield from compare("parameter", expected, values(port, built).of("parameter"), "after the export and build")
+    for moment in port.at("step"):
+        if moment.loss is None or not math.isfinite(moment.loss):
+            yield f"rank {moment.rank}: the loss of the first step is {moment.loss}"
+
+
+def _losses(cell: Cell, train: LifeTrace, port: LifeTrace, when: str) -> Iterator[str]:
+    """Both are within the tolerance of one reference, hence within twice that of one another.
+
+    In lower precision each strategy rounds in places of its own, the loss itself among them; ``parity`` speaks of that.
+    """
+    precision = PRECISIONS.get(cell.precision)
+    if precision.compute != "float32":
+        return
+    tolerance = 2 * precision.loss_tolerance
+    for nth in range(2):
+        whole = {moment.rank: moment.loss for moment in train.at("step", SAVED + nth)}
+        for moment in port.at("step", nth):
+            expected = whole.get(moment.rank)
+            if moment.loss is None or expected is None:
+                yield f"rank {moment.rank}: no loss to compare"
+            elif not math.isclose(moment.loss, expected, rel_tol=tolerance):
+                told = f"{expected:.6g} in the run that never stopped ({tolerance:.0e} allowed)"
+                yield f"rank {moment.rank}: loss {nth + 1} {when} is {moment.loss:.6g}; {told}"

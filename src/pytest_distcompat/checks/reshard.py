@@ -1,0 +1,81 @@
+"""Does training go on at another world size than the one that saved?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pytest_distcompat import scenario
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._values import compare, differences, settings, values
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.scenario import Scenario
+from pytest_distcompat.trace import LifeTrace, Trace
+
+#: The steps of ``train`` that come before the save.
+SAVED = 3
+
+
+def has_names(cell: Cell) -> str:
+    """Why there is nothing to put together by name and go on from; empty if there is."""
+    if cell.option("save_only_model"):
+        return "checkpoints hold the model alone: there is no training to go on with"
+    if not cell.option("use_orig_params"):
+        return (
+            "FSDP1 keeps flat parameters: they have no names by which the shards of two world sizes could be compared"
+        )
+    return ""
+
+
+def _claimed(cell: Cell, driver: type[Driver]) -> str:
+    if cell.strategy not in driver.reshards:
+        return f"the driver does not claim that {cell.strategy} loads a checkpoint of another world size"
+    return has_names(cell)
+
+
+def _lives(cell: Cell, driver: type[Driver]) -> Scenario:
+    return scenario.reshard(cell.world_size)
+
+
+_UNTIL = (("train", "step", SAVED), ("up", "step", 3), ("up", "save", 0), ("back", "step", 0), ("one", "step", 0))
+
+
+@check(scenario=_lives, until=_UNTIL, order=11, applies=_claimed)
+def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Loaded at twice the world size, in one process, and back at the first world size from twice, all ranks together hold
+    bit by bit what all ranks together saved: parameters, the optimizer's state of each, its step counts, its learning rate,
+    the scheduler. One more step counts one more step, and its loss is a number.
+
+    If it fails: what was saved by rank instead of by name, or padded for one number of ranks, fits no other. Save by
+    ``get_state_dict`` and torch.distributed.checkpoint
+    (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), or convert first, as DeepSpeed has it
+    (https://www.deepspeed.ai/tutorials/universal-checkpointing/).
+    """
+    for name, source in (("up", "train"), ("back", "up"), ("one", "train")):
+        if name in trace.lives:
+            yield from moved(trace.life(source), trace.life(name))
+
+
+def moved(source: LifeTrace, life: LifeTrace) -> Iterator[str]:
+    """What is not in one life as another saved it."""
+    ranks = "1 rank" if life.world_size == 1 else f"{life.world_size} ranks"
+    when = f"after the load at {ranks}"
+    saved, loaded = source.at("save"), life.at("load")
+    yield from every_rank(saved, source.world_size, "save")
+    yield from every_rank(loaded, life.world_size, f"the load at {ranks}")
+    yield from differences(values(source, saved), values(life, loaded), when)
+    yield from settings(saved, loaded, when)
+    yield from counted(source, life, when)
+    for moment in life.at("step"):
+        if moment.loss is None or not math.isfinite(moment.loss):
+            yield f"rank {moment.rank}: the loss of the first step {when} is {moment.loss}"
+
+
+def counted(source: LifeTrace, life: LifeTrace, when: str) -> Iterator[str]:
+    """One step later the optimizer counts what the run that never stopped counts: state may be shared and count twice."""
+    save = source.at("save")
+    later = [m for m in source.moments if save and m.verb == "step" and m.index == save[0].index + 1]
+    expected, found = values(source, tuple(later)), values(life, life.at("step"))
+    if found.of("step"):
+        yield from compare("step", expected.of("step"), found.of("step"), f"one step {when}")

@@ -1,0 +1,72 @@
+"""Does a checkpoint of the model alone hold the model, all of it, and nothing else?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._values import flat_parameters, values
+from pytest_distcompat.checks.names import adapter_name
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.scenario import TRAIN
+from pytest_distcompat.trace import PlainFact, Trace
+
+
+def _asked(cell: Cell, driver: type[Driver]) -> str:
+    return "" if cell.option("save_only_model") else "the cell saves the optimizer too"
+
+
+@check(scenario=TRAIN, until=(("train", "files", 0),), order=15, applies=_asked)
+def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
+    """A checkpoint saved with save_only_model holds every parameter and every persistent buffer under the plain model's name
+    (of tied names one is enough; of an adapter PEFT's names), equal bit by bit to what was trained at the save (flat
+    masters, or the copies that the model computes with), and no state of an optimizer or a scheduler.
+
+    Where a trainer cannot do that it has to say so when it is built: declare ``refuses(..., save_only_model=True, match=...)``.
+    transformers found out at the first checkpoint, after hours (https://github.com/huggingface/transformers/issues/36626).
+
+    If it fails: weights that are missing were not gathered, or were filtered by a name that wrapping had changed; other
+    values are those of another step, or went through a lower dtype; optimizer state makes the checkpoint three times as large.
+    """
+    life = trace.life()
+    first, seen, written = life.first("plain"), life.at("save"), life.first("files")
+    yield from every_rank(seen, cell.world_size, "save")
+    if first is None or first.plain is None or written is None or written.saved is None:
+        yield "the saved files were not read"
+        return
+    saved = written.saved
+    for what, files in (("an optimizer", saved.optimizer), ("a scheduler", saved.scheduler)):
+        if files:
+            yield f"state of {what} stands in {', '.join(map(repr, files[:3]))}; the checkpoint is of the model alone"
+    plain = first.plain
+    names = _to_stand(cell, plain)
+    weights = {name: saved.weights[key] for key, name in _keys(plain, names) if key in saved.weights}
+    missing = [name for name in names if name not in weights]
+    if missing:
+        yield f"{len(missing)} of {len(names)} weights are not saved, first {', '.join(map(repr, missing[:3]))}"
+    if flat_parameters(seen):
+        return  # flat parameters have no values of their own under plain names
+    trained = values(life, seen)
+    yield from trained.wrong
+    held = [trained.of(kind) for kind in ("parameter", "buffer", "master")]
+    copies = {name: {digest for found in held for digest in found.get(name, ())} for name in names}
+    wrong = [name for name, digests in weights.items() if not copies[name].issuperset(digests)]
+    if wrong:
+        shown = ", ".join(map(repr, wrong[:3]))
+        yield f"{len(wrong)} of {len(names)} weights have other values in the checkpoint than at the save, first {shown}"
+
+
+def _to_stand(cell: Cell, plain: PlainFact) -> list[str]:
+    """What is to be saved, tied names as one: parameters and persistent buffers, or the trained part of an adapter."""
+    if cell.option("adapter"):
+        return [fact.name for fact in plain.parameters if fact.trainable]
+    buffers = (fact.name for fact in plain.buffers if fact.placement == "persistent")
+    return [*(fact.name for fact in plain.parameters), *buffers]
+
+
+def _keys(plain: PlainFact, names: list[str]) -> Iterator[tuple[str, str]]:
+    """Every key under which a weight may stand, with the weight's name: its own, that of one tied to it, or PEFT's."""
+    yield from ((adapter_name(name), name) for name in names)
+    yield from ((name, group[0]) for group in plain.tied for name in group if group[0] in names)
+    yield from ((name, name) for name in names)

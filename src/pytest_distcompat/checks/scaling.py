@@ -1,0 +1,77 @@
+"""Does float16 train under a scaled loss, and do all ranks skip a step in which gradients overflow?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.scenario import OVERFLOW
+from pytest_distcompat.trace import Moment, Trace
+
+
+def _scaled(cell: Cell, driver: type[Driver]) -> str:
+    if not PRECISIONS.get(cell.precision).scaled:
+        return f"{cell.precision} needs no scaled loss"
+    if cell.option("compile"):
+        return "a hook that makes gradients overflow would break the graph that compile is to see"
+    return "" if driver.can("overflow") else "the driver has no overflow(): no gradients can be made to"
+
+
+@check(
+    scenario=OVERFLOW,
+    until=(("overflow", "step", 0), ("overflow", "overflow", 0), ("overflow", "step", 1)),
+    order=17,
+    applies=_scaled,
+)
+def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
+    """A scaler with a scale above 1 is there, and its scale is the same on all ranks after every step. In a step in which
+    gradients of one layer are infinite on one rank, no rank changes a parameter, a master or the optimizer's state, and
+    every rank's scale becomes smaller; with the next step all train on.
+
+    If it fails: without a scaler gradients below 6e-8 are zero
+    (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling). With one that looks at its own rank's gradients only,
+    the ranks that hold none of the infinite ones step while the others skip
+    (https://github.com/deepspeedai/DeepSpeed/pull/7580): FSDP1 has ShardedGradScaler for that.
+    """
+    life = trace.life("overflow")
+    before, spoilt, after = life.at("step", 0), life.at("overflow"), life.at("step", 1)
+    yield from every_rank(before, cell.world_size, "the first step")
+    yield from every_rank(spoilt, cell.world_size, "the step that overflows")
+    yield from every_rank(after, cell.world_size, "the step after the overflow")
+    for moment in before:
+        scale = moment.scaler.get("scale")
+        if scale is None:
+            yield f"rank {moment.rank}: nothing scales the loss; small gradients vanish in float16"
+        elif scale <= 1:
+            yield f"rank {moment.rank}: the loss is scaled by {scale:g}; expected more than 1"
+    for what, moments in (("the first step", before), ("the overflow", spoilt), ("the step after it", after)):
+        scales = {moment.scaler["scale"] for moment in moments if "scale" in moment.scaler}
+        if len(scales) > 1:
+            listed = ", ".join(f"{scale:g}" for scale in sorted(scales))
+            yield f"ranks scale the loss differently after {what}: by {listed}"
+    for old, new in zip(before, spoilt, strict=False):
+        yield from _skipped(old, new)
+    for old, new in zip(spoilt, after, strict=False):
+        if new.optimizer and new.optimizer.states and _values(old) == _values(new):
+            yield f"rank {new.rank}: nothing changed in the step after the overflow; expected training to go on"
+
+
+def _skipped(old: Moment, new: Moment) -> Iterator[str]:
+    was, now = _values(old), _values(new)
+    changed = sorted(name for name in was | now if was.get(name) != now.get(name))
+    if changed:
+        others = f" and {len(changed) - 1} others" if len(changed) > 1 else ""
+        yield f"rank {new.rank}: {changed[0]}{others} changed in a step whose gradients overflow; expected it to be skipped"
+    scales = old.scaler.get("scale"), new.scaler.get("scale")
+    if scales[0] is not None and scales[1] is not None and scales[1] >= scales[0]:
+        yield f"rank {new.rank}: the scale is {scales[1]:g} after an overflow at {scales[0]:g}; expected a smaller one"
+
+
+def _values(moment: Moment) -> dict[str, str]:
+    """What a step changes, as this rank stores it."""
+    found = {repr(fact.name): fact.digest for fact in (moment.model.parameters if moment.model else ())}
+    states = moment.optimizer.states if moment.optimizer else ()
+    return found | {f"{state.key} of {state.owner!r}": state.digest for state in states}

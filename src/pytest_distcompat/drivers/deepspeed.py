@@ -1,0 +1,183 @@
+"""DeepSpeed by its own API: ``deepspeed.initialize``, the engine's forward, backward and step, its checkpoints.
+
+https://deepspeed.readthedocs.io/en/latest/initialize.html, https://deepspeed.readthedocs.io/en/latest/training.html
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pytest_distcompat.drivers import _options
+from pytest_distcompat.drivers._tiny import TinyDriver
+from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.driver import Plan, Seen
+
+
+class DeepSpeedDriver(TinyDriver):
+    """The training loop of DeepSpeed's own documentation."""
+
+    name: ClassVar[str] = "deepspeed"
+    preload: ClassVar[tuple[str, ...]] = (
+        "deepspeed",
+        # Every ZeRO engine imports it, and torch._dynamo with it: seconds a life.
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "deepspeed.checkpoint",
+        "deepspeed.utils.zero_to_fp32",
+        "safetensors.torch",
+    )
+    options: ClassVar[tuple[str, ...]] = (
+        "model",
+        "compile",
+        "activation_checkpointing",
+        "accumulate",
+        "offload",
+        "meta_init",
+        "frozen",
+        "adapter",
+        "groups",
+        "conflict",
+    )
+    libraries: ClassVar[tuple[str, ...]] = ("deepspeed", "torch")
+    #: By way of a universal checkpoint.
+    reshards: ClassVar[tuple[str, ...]] = ("zero1", "zero2", "zero3")
+    order: ClassVar[int] = 2
+
+    #: Where a checkpoint of another world size is converted to, if there is one to be loaded.
+    universal: Path | None = None
+
+    @classmethod
+    def unable(cls, cell: Cell, device: str = "cpu") -> str:
+        """The strategies that are torch's own."""
+        if STRATEGIES.get(cell.strategy).deepspeed is None:
+            return f"native DeepSpeed is driven for ZeRO; {cell.strategy} is a strategy of torch"
+        if cell.precision == "fp8" and cell.option("fp8_backend") == "te":
+            return "Transformer Engine is driven through accelerate"
+        if cell.option("conflict") and PRECISIONS.get(cell.precision).compute != "bfloat16":
+            return "two precisions in one JSON are a contradiction, float16 alone is none"
+        return super().unable(cell, device)
+
+    def train(self, model: Module, plan: Plan, seen: Seen) -> None:
+        """A checkpoint of another world size is converted first: the engine is told when it is made what it will load."""
+        if "load" in plan.verbs and saved_ranks(plan.load_from) not in {0, self.world.size}:
+            self.universal = plan.save_to.parent / "universal"
+        super().train(model, plan, seen)
+
+    def build(self, model: Module) -> None:
+        """The engine around the model; torch's own AdamW and the scheduler go in with it."""
+        import deepspeed
+
+        assert self.strategy.deepspeed is not None
+        without_shared_memory()
+        deepspeed.init_distributed(dist_backend=self.world.backend)
+        config = dict(self.strategy.deepspeed(self.precision, self.cell))
+        if self.universal is not None:
+            config["checkpoint"] = {"load_universal": True}
+        self.raw = _options.in_8_bits(model) if self.precision.float8 else model
+        if self.cell.option("activation_checkpointing"):
+            self._recompute(self.raw)
+        if self.cell.option("meta_init"):
+            # Parameters are partitioned one by one; the whole model need not fit into one rank's memory.
+            deepspeed.zero.Init(module=self.raw, config_dict_or_path=config)
+        optimizer = self.make_optimizer(self.raw)
+        self.model, self.optimizer, _, self.scheduler = deepspeed.initialize(
+            model=self.raw, optimizer=optimizer, lr_scheduler=self.make_scheduler(optimizer), config=config
+        )
+        how = self.cell.option("compile")
+        if how:
+            self.model.compile(backend="inductor" if how is True else str(how))
+
+    def _recompute(self, model: Any) -> None:
+        if hasattr(model, "gradient_checkpointing_enable"):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.train()
+        else:
+            _options.recompute(model, self.tiny.block_modules(model))
+
+    def step(self, number: int) -> float:
+        """Forward and backward of each micro-batch; the engine scales, reduces, clips and steps the scheduler by itself."""
+        self.model.train()
+        total = 0.0
+        for batch, last in self.batches(number):
+            # An epoch's last step has fewer micro-batches than the JSON says.
+            self.model.set_gradient_accumulation_boundary(last)
+            loss = self.tiny.loss(self.model, batch)
+            self.model.backward(loss)
+            total += float(loss.detach()) / self.accumulate
+        self.model.step()
+        norm = self.model.get_global_grad_norm()
+        self.grad_norm = None if norm is None else float(norm)
+        return total
+
+    def overflow(self, number: int) -> float:
+        """A step in which gradients overflow."""
+        with self.overflowing():
+            return self.step(number)
+
+    def save(self, directory: Path) -> None:
+        """``save_checkpoint``; torch's random state beside it, which DeepSpeed leaves to the user."""
+        import torch
+
+        self.model.save_checkpoint(str(directory))
+        torch.save(torch.get_rng_state(), directory / f"rng_{self.world.rank}.pt")
+
+    def load(self, directory: Path) -> None:
+        """``load_checkpoint``; of another world size, by way of a universal one."""
+        import torch
+
+        if self.universal is not None:
+            self._convert(directory, self.universal)
+        self.model.load_checkpoint(str(self.universal or directory))
+        state = directory / f"rng_{self.world.rank}.pt"
+        if state.exists():
+            torch.set_rng_state(torch.load(state, weights_only=True))
+
+    def _convert(self, directory: Path, universal: Path) -> None:
+        """What ``python -m deepspeed.checkpoint.ds_to_universal`` does, on rank 0.
+
+        https://www.deepspeed.ai/tutorials/universal-checkpointing/; ``--inject_missing_state`` is for a trainer that
+        does not say which parameters tensor parallelism has cut: none.
+        """
+        from argparse import Namespace
+
+        from deepspeed.checkpoint.ds_to_universal import main
+        from torch import distributed
+
+        if self.world.rank == 0:
+            tag = (directory / "latest").read_text(encoding="utf-8").strip()
+            places = {"input_folder": str(directory / tag), "output_folder": str(universal / tag)}
+            workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+            main(Namespace(**places, **workers, strict=True, inject_missing_state=True))
+        distributed.barrier()
+
+    def export(self, directory: Path) -> None:
+        """The float32 masters, put together from a checkpoint as ``zero_to_fp32.py`` does; without ZeRO, the weights."""
+        if not self.strategy.zero_stage:
+            state = self.model.module_state_dict()
+        else:
+            from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+            shards = directory.parent / "shards"
+            self.model.save_checkpoint(str(shards))
+            state = get_fp32_state_dict_from_zero_checkpoint(str(shards)) if self.world.rank == 0 else {}
+        if self.world.rank == 0:
+            _options.write_whole(self.raw, state, directory)
+
+    def trainer_world_size(self) -> int | None:
+        """What the engine believes."""
+        return int(self.model.world_size)
+
+
+def saved_ranks(directory: Path) -> int:
+    """How many ranks wrote the optimizer of a DeepSpeed checkpoint; 0 without ZeRO, whose checkpoints suit any number."""
+    latest = directory / "latest"
+    if not latest.exists():
+        return 0
+    return len(list((directory / latest.read_text(encoding="utf-8").strip()).glob("*zero_pp_rank_*_optim_states.pt")))

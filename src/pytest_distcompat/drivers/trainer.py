@@ -1,0 +1,301 @@
+"""transformers.Trainer: all six strategies by TrainingArguments, checkpoints by Trainer itself while it trains.
+
+https://huggingface.co/docs/transformers/main_classes/trainer, https://huggingface.co/docs/transformers/fsdp,
+https://huggingface.co/docs/transformers/deepspeed
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pytest_distcompat.driver import Plan, Seen
+from pytest_distcompat.drivers import _options
+from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, MAX_NORM, TinyDriver
+from pytest_distcompat.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+
+#: After so many steps the learning rate is down by the square root of two.
+TIMESCALE = 10
+
+
+class TrainerDriver(TinyDriver):
+    """Trainer as its users have it: it makes the optimizer and the scheduler itself, when it thinks fit."""
+
+    name: ClassVar[str] = "trainer"
+    mean: ClassVar[str] = "token"
+    preload: ClassVar[tuple[str, ...]] = (
+        "transformers.trainer",
+        "transformers.integrations.deepspeed",
+        "accelerate.utils.fsdp_utils",
+        "deepspeed",
+        # Every ZeRO engine imports it, and torch._dynamo with it: seconds a life.
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "deepspeed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "torch.distributed.tensor",
+        "safetensors.torch",
+    )
+    options: ClassVar[tuple[str, ...]] = (
+        "model",
+        "state_dict",
+        "compile",
+        "activation_checkpointing",
+        "accumulate",
+        "offload",
+        "reshard_after_forward",
+        "use_orig_params",
+        "cpu_ram_efficient_loading",
+        "wrap",
+        "frozen",
+        "adapter",
+        "save_only_model",
+        "conflict",
+    )
+    libraries: ClassVar[tuple[str, ...]] = ("transformers", "accelerate", "torch", "deepspeed")
+    reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
+    portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2"}
+    order: ClassVar[int] = 3
+
+    trainer: Any = None
+
+    @classmethod
+    def unable(cls, cell: Cell, device: str = "cpu") -> str:
+        """The strategies without a dialect, what TrainingArguments cannot say, and what crashes on this device."""
+        if STRATEGIES.get(cell.strategy).transformers is None:
+            return f"Trainer has no {cell.strategy}"
+        if cell.option("groups"):
+            return "Trainer makes these two groups of parameters anyway"
+        if cell.option("fp8_backend") == "te":
+            return "Trainer hands accelerate no recipe for Transformer Engine"
+        if device == "cpu" and cell.strategy == "fsdp1" and cell.option("state_dict") == "full":
+            return (
+                "Trainer gathers FSDP1's full state dict with offload to the CPU, which on CPU ranks is a segmentation "
+                "fault in torch (https://github.com/pytorch/pytorch/issues/188989)"
+            )
+        if device == "cpu" and cell.strategy == "fsdp2" and cell.option("offload"):
+            return "accelerate offloads through pinned memory, which needs a GPU"
+        return super().unable(cell, device)
+
+    def groups(self, model: Module) -> Any:
+        """Trainer's own two groups, for the reference: norms and biases without weight decay."""
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        free = {name for name, _ in trained if "bias" in name or "norm" in name}
+        return [
+            {"params": [p for name, p in trained if name not in free], "weight_decay": DECAY},
+            {"params": [p for name, p in trained if name in free], "weight_decay": 0.0},
+        ]
+
+    def make_scheduler(self, optimizer: torch.optim.Optimizer, every: int = 1) -> Any:
+        """For the reference, the schedule that ``arguments`` ask for."""
+        from transformers import get_inverse_sqrt_schedule
+
+        return get_inverse_sqrt_schedule(optimizer, num_warmup_steps=0, timescale=TIMESCALE * every)
+
+    def arguments(self, plan: Plan) -> dict[str, Any]:
+        """The keyword arguments for TrainingArguments."""
+        assert self.strategy.transformers is not None
+        batch = self.tiny.batch(0, 0)
+        settings: dict[str, Any] = {
+            "output_dir": str(plan.save_to),
+            "per_device_train_batch_size": len(next(iter(batch.values()))),
+            "gradient_accumulation_steps": self.accumulate,
+            "max_steps": plan.last_step,
+            "optim": "adamw_torch",
+            "learning_rate": LEARNING_RATE,
+            "weight_decay": DECAY,
+            "max_grad_norm": MAX_NORM,
+            # The one decay whose rates do not depend on how many steps are still to come.
+            "lr_scheduler_type": "inverse_sqrt",
+            "lr_scheduler_kwargs": {"timescale": TIMESCALE},
+            "average_tokens_across_devices": True,
+            "train_sampling_strategy": "sequential",
+            # Checkpoints are asked for by a callback, where the plan has them.
+            "save_strategy": "no",
+            "save_only_model": bool(self.cell.option("save_only_model")),
+            "logging_steps": 1,
+            "logging_nan_inf_filter": False,
+            "disable_tqdm": True,
+            "report_to": "none",
+            "remove_unused_columns": False,
+            "dataloader_pin_memory": False,
+        }
+        settings |= self.strategy.transformers(self.precision, self.cell)
+        settings |= self._mixed_precision()
+        if self.cell.option("activation_checkpointing") and "fsdp" not in self.cell.strategy:
+            settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        if (how := self.cell.option("compile")) not in {False, "partial"}:
+            settings |= {"torch_compile": True, "torch_compile_backend": "inductor" if how is True else "aot_eager"}
+        return settings | (on_cpu(settings) if self.world.device == "cpu" else {})
+
+    def _mixed_precision(self) -> dict[str, Any]:
+        """DeepSpeed has its low-precision mode in its own JSON, under the name of mixed precision."""
+        mixed = (self.precision.mixed and not self.precision.float8) or self.strategy.zero_stage is not None
+        flag = {"bfloat16": "bf16", "float16": "fp16"}.get(self.precision.compute)
+        return {flag: True} if mixed and flag else {}
+
+    def environment(self) -> dict[str, str]:
+        """What ``accelerate launch`` says by the environment because TrainingArguments cannot."""
+        said = {}
+        if self.precision.float8:
+            said["ACCELERATE_MIXED_PRECISION"] = "fp8"
+        if self.cell.option("compile") == "regional":
+            said["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
+        return said
+
+    def make_trainer(self, **settings: Any) -> Any:
+        """``transformers.Trainer``."""
+        from transformers import Trainer
+
+        return Trainer(**settings)
+
+    def train(self, model: Module, plan: Plan, seen: Seen) -> None:
+        """All of it is one call to ``Trainer.train``. What it does when is told by a callback, see ``_tell``.
+
+        Making the Trainer is the build that can be refused; where a checkpoint is loaded, all else is the load.
+        """
+        import os
+
+        from transformers import PrinterCallback, TrainingArguments
+        from transformers.trainer_utils import get_last_checkpoint
+
+        os.environ.update(self.environment())
+        if self.cell.option("compile") == "partial":
+            _options.compile_blocks("partial", self.tiny.block_modules(model))
+        self.trainer = self.make_trainer(
+            model=model,
+            args=TrainingArguments(**self.arguments(plan)),
+            train_dataset=self.dataset(self.world.size),
+            compute_loss_func=None if hasattr(model, "config") else self._loss(),
+        )
+        self.trainer.remove_callback(PrinterCallback)
+        checkpoint = None
+        if "load" in plan.verbs:
+            self.model = model
+            seen("build")
+            checkpoint = get_last_checkpoint(str(plan.load_from))
+            if checkpoint is None:
+                raise FileNotFoundError(f"{plan.load_from} holds no directory checkpoint-N")
+        self.trainer.add_callback(_tell(self, plan, seen))
+        with contextlib.suppress(_PlanDoneError):
+            self.trainer.train(resume_from_checkpoint=checkpoint)
+
+    def _loss(self) -> Callable[..., torch.Tensor]:
+        """For a model that computes none."""
+
+        def loss(outputs: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+            from torch.nn import functional
+
+            return functional.cross_entropy(outputs.float(), labels, reduction="sum") / num_items_in_batch
+
+        return loss
+
+    def dataset(self, ranks: int) -> list[dict[str, torch.Tensor]]:
+        """Rows under the names of the model's own arguments."""
+        return [
+            {"x" if name == "features" else name: value for name, value in row.items()}
+            for row in super().dataset(ranks)
+        ]
+
+    def look(self) -> None:
+        """Take over what the Trainer has."""
+        trainer = self.trainer
+        self.model, self.optimizer, self.scheduler = trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler
+        self.scaler = trainer.accelerator.scaler
+
+    def export(self, directory: Path) -> None:
+        """``save_model``, after what the documentation puts before it under FSDP: sharded, it writes nothing and says nothing.
+
+        For FSDP1 on CPU ranks, where gathering crashes torch, the documented merge of a sharded checkpoint.
+        """
+        accelerator = self.trainer.accelerator
+        if self.cell.strategy == "fsdp1" and self.world.device == "cpu":
+            self._merge(accelerator, directory)
+            return
+        if "fsdp" in self.cell.strategy:
+            accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        self.trainer.save_model(str(directory))
+
+    def _merge(self, accelerator: Any, directory: Path) -> None:
+        from accelerate.utils import merge_fsdp_weights, save_fsdp_model
+
+        shards = directory.parent / "shards"
+        save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, self.trainer.model, str(shards), 0)
+        # On every rank: it waits for all of them.
+        merge_fsdp_weights(str(shards / "pytorch_model_fsdp_0"), str(directory))
+        unwrapped = accelerator.unwrap_model(self.trainer.model)
+        if self.world.rank == 0 and hasattr(unwrapped, "config"):
+            unwrapped.config.save_pretrained(directory)
+
+    def trainer_world_size(self) -> int | None:
+        """What Trainer believes."""
+        return None if self.trainer is None else int(self.trainer.args.world_size)
+
+
+class _PlanDoneError(Exception):
+    """The plan ends with a load, and Trainer has no way to stop before its first step."""
+
+
+def _tell(driver: TrainerDriver, plan: Plan, seen: Seen) -> Any:
+    """The callback that tells of each verb, and asks for a checkpoint where the plan has one.
+
+    A step is told of from ``on_log``: the optimizer and the scheduler have stepped, the norm and the mean of all ranks'
+    losses are known, and what is to be saved is not saved yet. ``build`` or ``load`` are told of at the beginning of the first
+    step: only then are the random states back.
+    """
+    from transformers import TrainerCallback
+
+    done = [
+        plan.first_step + plan.verbs[:place].count("step") for place, verb in enumerate(plan.verbs) if verb == "save"
+    ]
+
+    class Tell(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+        def __init__(self) -> None:
+            self.first = "load" if "load" in plan.verbs else "build"
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if self.first:
+                driver.look()
+                verb, self.first = self.first, ""
+                seen(verb)
+                if "step" not in plan.verbs:
+                    raise _PlanDoneError
+
+        def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = state.global_step in done
+
+        def on_log(self, _args: Any, state: Any, _control: Any, logs: Mapping[str, float], **_: Any) -> None:
+            if "loss" in logs:  # at the end there is a log of the whole
+                driver.look()
+                driver.grad_norm = logs.get("grad_norm")
+                batches = (driver.batch_of(place, driver.world.rank) for place in driver.micros(state.global_step - 1))
+                driver.tokens = sum(map(driver.tiny.count, batches))
+                seen("step", logs["loss"])
+
+        def on_save(self, *_: Any, **__: Any) -> None:
+            seen("save")
+
+    return Tell()
+
+
+def on_cpu(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes ``TrainingArguments(**settings)`` really run on CPU what the settings ask for.
+
+    ``use_cpu`` alone turns FSDP into plain DDP without a word, and without it DeepSpeed believes that each rank is alone.
+    For FSDP the state of accelerate is made beforehand, as ``drivers.accelerate.on_cpu`` says, which checks the version;
+    that Trainer takes it over is ``use_configured_state``, public.
+    """
+    from pytest_distcompat.drivers import accelerate
+
+    if not settings.get("fsdp"):
+        return {"use_cpu": True}
+    accelerate.on_cpu({"fsdp_plugin": settings["fsdp_config"]})
+    return {"use_cpu": True, "accelerator_config": {"use_configured_state": True}}

@@ -1,0 +1,82 @@
+"""Reads the values in a checkpoint that is to hold the model alone, and what else stands in it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.probe.files import _load
+from pytest_distcompat.probe.tensors import digest
+from pytest_distcompat.trace import SavedFact
+
+#: How the libraries call the parts of a checkpoint, and how the parts are told apart that nobody named.
+_OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict")
+_SCHEDULER = ("scheduler", "lr_scheduler")
+
+
+def read_saved(directory: Path) -> SavedFact:
+    """Every file below the directory; call it when all ranks are done. It reads all tensors, so not for every cell."""
+    weights: dict[str, set[str]] = defaultdict(set)
+    others: dict[str, list[str]] = {"optimizer": [], "scheduler": []}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        name = str(path.relative_to(directory))
+        for part, content in _parts(path):
+            if part == "model":
+                for key, tensor in content.items():
+                    weights[key].add(digest(tensor))
+            elif content:
+                others[part].append(name)
+    found = {key: tuple(sorted(digests)) for key, digests in weights.items()}
+    return SavedFact(found, tuple(dict.fromkeys(others["optimizer"])), tuple(dict.fromkeys(others["scheduler"])))
+
+
+def _parts(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """``model`` with its tensors, ``optimizer`` and ``scheduler`` with whatever they hold."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        yield "model", load_file(path)
+    elif path.name == ".metadata":
+        yield from _dcp(path.parent)
+    elif path.suffix in {".pt", ".bin"}:
+        data = _load(path)
+        if isinstance(data, Mapping):
+            yield from _pickled(data)
+
+
+def _dcp(directory: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A torch.distributed.checkpoint, read without the other ranks."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(kept.size, dtype=kept.properties.dtype)
+        for key, kept in stored.items()
+        if key.startswith("model.") and isinstance(kept, TensorStorageMetadata)
+    }
+    load(tensors, checkpoint_id=directory, no_dist=True)
+    yield "model", {key.removeprefix("model."): tensor for key, tensor in tensors.items()}
+    for part, names in (("optimizer", _OPTIMIZER), ("scheduler", _SCHEDULER)):
+        yield part, {key: kept for key, kept in stored.items() if key.split(".")[0] in names}
+
+
+def _pickled(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A torch.save file: a state dict by itself, an optimizer's, a scheduler's, or several under names."""
+    import torch
+
+    if "param_groups" in data and "state" in data:
+        yield "optimizer", data
+    elif "last_epoch" in data:
+        yield "scheduler", data
+    elif data and all(isinstance(value, torch.Tensor) for value in data.values()):
+        yield "model", data
+    else:
+        for part, names in (("model", ("model", "module")), ("optimizer", _OPTIMIZER), ("scheduler", _SCHEDULER)):
+            for name in names:
+                if isinstance(data.get(name), Mapping):
+                    yield part, data[name]

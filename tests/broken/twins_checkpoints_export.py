@@ -1,0 +1,135 @@
+"""Trainers whose exported weights are not the trained ones, or not what the model's own library loads; and buffers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .declare import Torch, twin
+from .twins_checkpoints import write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch.nn import Module
+
+
+class Exports(Torch):
+    """Exports soundly, by way of ``changed``."""
+
+    file = "model.safetensors"
+
+    def changed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What is written of the whole state dict."""
+        return state
+
+    def export(self, directory: Path) -> None:
+        from safetensors.torch import load_file
+
+        super().export(directory)
+        if self.world.rank == 0:
+            write(directory, self.file, self.changed(load_file(directory / "model.safetensors")))
+
+
+@twin(
+    "export",
+    "ddp-fp32-w2",
+    match=r"key 'module\.lm_head\.weight' and 20 others are none of the model's own; expected 'lm_head\.weight'\n"
+    r"21 of 21 names stand in no exported file(?s:.*)parameter 'lm_head\.weight' and \d+ others: other values after the reload",
+    also={"names": r"key 'module\.lm_head\.weight' is no name of the plain model; expected 'lm_head\.weight'"},
+)
+class WrappersNamesExported(Exports):
+    """transformers takes weights under such names for missing ones and makes new ones at random, with a warning."""
+
+    def changed(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {f"module.{name}": value for name, value in state.items()}
+
+
+@twin(
+    "export",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"^parameter 'blocks\.0\.linear\.bias' and 13 others: other values after the reload$",
+)
+class RoundedExport(Exports):
+    """Written in float32, of values that went through bfloat16: too little for outputs to tell."""
+
+    def changed(self, state: dict[str, Any]) -> dict[str, Any]:
+        # Of buffers there is but 0.5.
+        return {name: value.bfloat16().float() for name, value in state.items()}
+
+    def evaluate(self, model: Module) -> Any:
+        # The outputs are not what this twin is about.
+        return super().evaluate(model).bfloat16().float().round(decimals=1)
+
+
+@twin(
+    "export",
+    "fsdp1-fp32-w2-model_plain",
+    match=r"^buffer 'scale': other values after the reload\nrank 0: outputs of the trained and of the reloaded model are up to",
+)
+class BufferNotExported(Exports):
+    """A running statistic is exported as it was made."""
+
+    def changed(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "scale": state["scale"] * 0 + 1}
+
+
+@twin(
+    "export",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"^file 'export/optimizer\.pt' holds 12 keys of an optimizer; expected the model alone$",
+)
+class OptimizerExported(Exports):
+    """Twice as much again, which nobody who downloads the model can use."""
+
+    def export(self, directory: Path) -> None:
+        import torch
+
+        super().export(directory)
+        if self.world.rank == 0:
+            names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+            torch.save({"state": {name: {"step": 20} for name in names}}, directory / "optimizer.pt")
+
+
+@twin(
+    "export",
+    "ddp-fp32-w2-model_plain",
+    match=r"^rank 0: outputs of the trained and of the reloaded model are up to [\d.e-]+ apart \(\S+ allowed, of \S+\)\nrank 1:",
+)
+class OtherModelReloaded(Torch):
+    """The same weights in a model with another setting: what no state dict holds was not exported."""
+
+    def reload(self, directory: Path) -> Module:
+        model: Any = super().reload(directory)
+        model.offset += 1
+        return model  # type: ignore[no-any-return]
+
+
+@twin(
+    "names",
+    "ddp-fp32-w2-model_plain",
+    match=r"^file '\.': holds 'offset', a buffer that is not persistent$",
+)
+class NonPersistentSaved(Torch):
+    """Every buffer is saved, those too that the model makes by itself: the next version of it may not have them."""
+
+    def _state(self) -> dict[str, Any]:
+        state = super()._state()
+        buffers = {name.removeprefix("module."): buffer for name, buffer in self.model.named_buffers()}
+        return {**state, "model": {**state["model"], **buffers}}
+
+
+@twin(
+    "names",
+    "ddp-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"^rank 0: buffer 'offset' \(non-persistent\) has other values after build than in the plain model\nrank 1: [^\n]+$",
+)
+class BufferNotFilled(Torch):
+    """Made without memory and filled from a state dict, which has no such buffer: whatever memory held."""
+
+    def build(self, model: Module) -> None:
+        super().build(model)
+        for name, buffer in self.model.named_buffers():
+            if name.endswith("offset"):
+                # Too little for a loss to tell.
+                buffer.fill_(1e-12)

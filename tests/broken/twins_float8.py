@@ -1,0 +1,137 @@
+"""Trainers that do not compute in 8 bits, and trainers whose scaled loss is not what it should be."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.drivers.accelerate import AccelerateDriver
+from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
+from pytest_distcompat.drivers.torch import TorchDriver
+
+from .declare import name_of, twin
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+NONE = r"rank 1: 0 of 15 linear layers are in 8 bits after build; expected all but the first and the last"
+
+
+@twin("float8", "ddp-fp8-w2", match=NONE)
+class NotConverted(TorchDriver):
+    """Nobody converts the layers; autocast runs them in bfloat16."""
+
+    def build(self, model: Module) -> None:
+        self.precision = _without_8_bits(self.precision)
+        super().build(model)
+
+
+@twin("float8", "zero2-fp8-w2", "zero3-fp8-w2", match=NONE)
+class NotConvertedByAccelerate(AccelerateDriver):
+    """accelerate is told ``bf16``, as a state that forgets what it was told under DeepSpeed."""
+
+    def build(self, model: Module) -> None:
+        self.precision = _without_8_bits(self.precision)
+        super().build(model)
+
+
+@twin("float8", "zero1-fp8-w2", match=NONE)
+class NotConvertedNatively(DeepSpeedDriver):
+    """DeepSpeed has no word for 8 bits; nobody converted before."""
+
+    def build(self, model: Module) -> None:
+        self.precision = _without_8_bits(self.precision)
+        super().build(model)
+
+
+def _without_8_bits(precision: Any) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(precision, float8=False)
+
+
+@twin("float8", "fsdp2-fp8-w2", match=r"rank 0: 7 of 15 linear layers are in 8 bits after three steps")
+class HalfConverted(TorchDriver):
+    """Only the first block is converted."""
+
+    def build(self, model: Module) -> None:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        block = self.tiny.block_modules(model)[0]
+        convert_to_float8_training(block, config=Float8LinearConfig(emulate=True))
+        self.precision = _without_8_bits(self.precision)
+        super().build(model)
+
+
+@twin("float8", "ddp-fp8-w2", match=r"rank 0: 0 tensors were made in 8 bits in a step of 14 such layers")
+class ByNameOnly(TorchDriver):
+    """The layers have the right class and multiply in bfloat16 all the same."""
+
+    def build(self, model: Module) -> None:
+        from torch.nn import Linear
+
+        super().build(model)
+        for module in self.model.modules():
+            if "Float8" in type(module).__name__:
+                module.forward = functools.partial(Linear.forward, module)
+
+
+@twin("scaling", "ddp-fp16_mixed-w2-model_plain", "fsdp2-fp16_mixed-w2-model_plain", match=r"nothing scales the loss")
+class NoScaler(TorchDriver):
+    """Small gradients are zero in float16."""
+
+    def _scaler(self, device: str) -> Any:
+        return None
+
+
+@twin(
+    "scaling",
+    "fsdp2-fp16_mixed-w2-model_plain",
+    match=r"^rank 0: the loss is scaled by 1; expected more than 1",
+)
+class ScaledByOne(TorchDriver):
+    """A scaler that scales nothing."""
+
+    def _scaler(self, device: str) -> Any:
+        import torch
+
+        return torch.amp.GradScaler(device, init_scale=1.0)
+
+
+@twin(
+    "scaling",
+    "fsdp1-fp16_mixed-w2-model_plain",
+    match=r"changed in a step whose gradients overflow; expected it to be skipped",
+)
+class ScalerOfOneRank(TorchDriver):
+    """Each rank looks for infinities in its own shards."""
+
+    def _scaler(self, device: str) -> Any:
+        import torch
+
+        return torch.amp.GradScaler(device, init_scale=2.0**10)
+
+
+class Half(DeepSpeedDriver):
+    """Sound: DeepSpeed is told that this CPU computes in float16, which it does, slowly."""
+
+    def build(self, model: Module) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator().is_fp16_supported = lambda: True
+        super().build(model)
+
+
+@twin(
+    "scaling",
+    "zero1-fp16_mixed-w2-model_plain",
+    match=r"rank 1: .* changed in a step whose gradients overflow",
+    sound=name_of(Half),
+)
+class OverflowNotShared(Half):
+    """Under ZeRO-1 a rank learns of infinities in its own partition only (https://github.com/deepspeedai/DeepSpeed/pull/7580)."""
+
+    def build(self, model: Module) -> None:
+        super().build(model)
+        optimizer = self.optimizer
+        optimizer.has_overflow = lambda partition_gradients=True: optimizer.has_overflow_partitioned_grads_serial()

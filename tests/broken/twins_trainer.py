@@ -1,0 +1,237 @@
+"""Subclasses of transformers.Trainer that train something else, go on as something else, or save something else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.drivers.trainer import TrainerDriver
+
+from .declare import CLIPPING, MEMORY, PARITY, Torch, twin
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pytest_distcompat.driver import Plan
+
+#: For ``also``: what all checks say that need what came after a life broke off.
+_LATE = r"raised FileNotFoundError: .*trainer_state\.json"
+
+
+class Trainers(TrainerDriver):
+    """The trainer driver with the methods of Trainer as more verbs, to be got wrong: ``own`` are those of a subclass."""
+
+    def own(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def make_trainer(self, **settings: Any) -> Any:
+        from transformers import Trainer
+
+        return type("Trainer", (Trainer,), self.own())(**settings)
+
+
+_STALE = r"^rank 0: 12 of 12 tensors in the optimizer are no parameters of the live model \(stale\)"
+_NO_GRADIENTS = {"dtypes": r"AdamW is given gradients in nothing; expected float32", **MEMORY}
+
+
+@twin(
+    "optimizer",
+    "ddp-fp32-w2-model_plain",
+    match=_STALE,
+    also={
+        **PARITY,
+        **CLIPPING,
+        **_NO_GRADIENTS,
+        "names": r"the optimizer of no rank keeps state for 'blocks\.0\.linear\.bias'",
+    },
+)
+@twin(
+    "optimizer",
+    "fsdp1-fp32-w2-model_plain",
+    match=_STALE,
+    # It saves no state of a parameter that it does not know.
+    also={**dict.fromkeys(("names", "parity", "clipping"), r"raised KeyError: tensor"), **_NO_GRADIENTS},
+)
+class OptimizerOfAnotherModel(Trainers):
+    """The optimizer was made from what the parameters were before something replaced them; nobody notices."""
+
+    def own(self) -> dict[str, Any]:
+        from transformers import Trainer
+
+        def create_optimizer(trainer: Any, model: Any = None) -> Any:
+            return _stale(Trainer.create_optimizer(trainer, model))
+
+        return {"create_optimizer": create_optimizer}
+
+
+@twin(
+    "optimizer",
+    "fsdp2-fp32-w2-model_plain",
+    match=_STALE,
+    also={**dict.fromkeys(("names", "parity", "clipping"), r"raised"), **_NO_GRADIENTS},
+)
+class OptimizerOfBeforeTheSharding(Trainers):
+    """accelerate hands the shards to the optimizer that it prepares; this one it was not told of."""
+
+    def own(self) -> dict[str, Any]:
+        from transformers import Trainer
+
+        def create_scheduler(trainer: Any, num_training_steps: int, optimizer: Any = None) -> Any:
+            _stale(trainer.optimizer)
+            return Trainer.create_scheduler(trainer, num_training_steps, optimizer)
+
+        return {"create_scheduler": create_scheduler}
+
+
+def _stale(optimizer: Any) -> Any:
+    """The same, with tensors that nobody computes with."""
+    for group in optimizer.param_groups:
+        group["params"] = [parameter.detach().clone().requires_grad_() for parameter in group["params"]]
+    return optimizer
+
+
+@twin(
+    "resume",
+    "ddp-fp32-w2-model_plain",
+    match=r"rank 1: the optimizer's state is empty after the load; 36 tensors were saved(?s:.*)scheduler is at",
+)
+class OnlyTheModelComesBack(Trainers):
+    """As when the file that the library wrote had another name than the one that Trainer looked for.
+
+    https://github.com/huggingface/transformers/issues/25849
+    """
+
+    def own(self) -> dict[str, Any]:
+        return {"_load_optimizer_and_scheduler": lambda trainer, checkpoint: None}
+
+
+@twin(
+    "parity",
+    "ddp-fp32-w2-accumulate_2",
+    match=r"^step 1: the loss is 4\.\d+; 4\.\d+ in the reference",
+    also=CLIPPING,
+)
+class MeanOfMeans(Trainers):
+    """Micro-batches count alike, however many tokens they have: https://github.com/huggingface/transformers/pull/34191."""
+
+    def make_trainer(self, **settings: Any) -> Any:
+        from transformers import Trainer
+
+        trainer = Trainer(**settings)
+        trainer.model_accepts_loss_kwargs = False
+        return trainer
+
+
+@twin("parity", "zero2-fp32-w2", match=r"^step 1: the loss is 4\.\d+; 4\.\d+ in the reference")
+class MeanOfRanks(TrainerDriver):
+    """Ranks count alike, however many tokens they have: https://github.com/huggingface/transformers/issues/34242."""
+
+    def arguments(self, plan: Plan) -> dict[str, Any]:
+        return super().arguments(plan) | {"average_tokens_across_devices": False}
+
+
+@twin(
+    "active",
+    "zero2-fp32-w2-model_plain",
+    match=r"^rank 0: the trainer believes in 1 ranks?",
+    also={**PARITY, **CLIPPING},
+)
+class AloneUnderDeepSpeed(TrainerDriver):
+    """DeepSpeed on CPU ranks without ``use_cpu``, as transformers 5.23 has it: each rank trains on all the data."""
+
+    def arguments(self, plan: Plan) -> dict[str, Any]:
+        return super().arguments(plan) | {"use_cpu": False}
+
+
+@twin(
+    "save_only_model",
+    "ddp-fp32-w2-model_plain-save_only_model",
+    match=r"^state of an optimizer stands in 'checkpoint-3/optimizer\.pt'; .*\nstate of a scheduler stands in 'checkpoint-3/sched",
+)
+@twin(
+    "save_only_model",
+    "zero2-fp32-w2-model_plain-save_only_model",
+    match=r"^state of an optimizer stands in 'checkpoint-3/global_step3/.*_optim_states\.pt'",
+)
+class SavesItAll(TrainerDriver):
+    """The argument went astray."""
+
+    def arguments(self, plan: Plan) -> dict[str, Any]:
+        return super().arguments(plan) | {"save_only_model": False}
+
+
+class SavesOther(Trainers):
+    """Saves something else than the model's state dict."""
+
+    def other(self, state: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def own(self) -> dict[str, Any]:
+        from transformers import Trainer
+
+        def save(trainer: Any, output_dir: Any = None, state_dict: Any = None) -> None:
+            state = trainer.model.state_dict() if state_dict is None else state_dict
+            Trainer._save(trainer, output_dir, self.other(state))
+
+        return {"_save": save}
+
+
+@twin(
+    "save_only_model",
+    "ddp-fp32-w2-model_plain-save_only_model",
+    "zero3-fp32-w2-model_plain-save_only_model",
+    match=r"^1 of 15 weights are not saved, first 'outlet\.bias'$",
+    also={"names": r"1 of 14 parameters stand in no saved file, first 'outlet\.bias'"},
+)
+class LosesTheLast(SavesOther):
+    """One weight falls off."""
+
+    def other(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in state.items() if name != "outlet.bias"}
+
+
+@twin(
+    "save_only_model",
+    "ddp-fp32-w2-model_plain-save_only_model",
+    "zero1-fp32-w2-model_plain-save_only_model",
+    match=r"^1\d of 15 weights have other values in the checkpoint than at the save, first 'inlet\.weight'",
+)
+class RoundsOnTheWay(SavesOther):
+    """Weights go through bfloat16, and are widened again, so that nobody sees it."""
+
+    def other(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {name: value.bfloat16().to(value.dtype) for name, value in state.items()}
+
+
+@twin(
+    "save_only_model",
+    "ddp-fp32-w2-model_plain-save_only_model",
+    "zero2-fp32-w2-model_plain-save_only_model",
+    match=_LATE,
+    also=dict.fromkeys(("names", "parity", "clipping"), _LATE),
+)
+class NoticesAtTheFirstCheckpoint(Trainers):
+    """What cannot work is found out when it is too late: https://github.com/huggingface/transformers/issues/36626."""
+
+    def own(self) -> dict[str, Any]:
+        def late(trainer: Any, *arguments: Any, **named: Any) -> None:
+            raise FileNotFoundError(f"{trainer.args.output_dir}/checkpoint-3/trainer_state.json")
+
+        return {"_save": late, "save_model": late}
+
+
+@twin(
+    "save_only_model",
+    "fsdp2-fp32-w2-model_plain-save_only_model",
+    match=r"^12 of 15 weights have other values in the checkpoint than at the save, first 'inlet\.weight'",
+)
+class SavesTheWeightsOfBefore(Torch):
+    """The state dict was gathered once, before training."""
+
+    def build(self, model: Any) -> None:
+        super().build(model)
+        self._first = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+    def save(self, directory: Path) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        save({"model": self._first}, checkpoint_id=directory)

@@ -1,0 +1,199 @@
+"""Hand-made traces of lives that go on from one another, with digests that compose: for any check, in any cell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pytest_distcompat import digests
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.scenario import Life
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import (
+    FileFact,
+    LifeEnd,
+    LifeTrace,
+    ModelFact,
+    Moment,
+    OptimizerFact,
+    ParameterFact,
+    PlainFact,
+    StateFact,
+    Trace,
+)
+
+#: As in ``traces``, but sizes that no number of ranks divides.
+SHAPES = {"inlet.weight": (3, 3), "frozen.weight": (5, 5), "outlet.weight": (2, 7)}
+TRAINABLE = ("inlet.weight", "outlet.weight")
+TIED = ("inlet.weight", "head.weight")
+SAVED = (*SHAPES, "head.weight", "scale")
+
+
+class Claims(Driver):
+    """Claims everything that a driver can claim."""
+
+    name = "claims"
+    reshards = tuple(STRATEGIES.names())
+    portable: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("ddp", "fsdp1", "zero1", "zero3"), "fsdp2"),
+        "fsdp2": "ddp",
+    }
+
+    @classmethod
+    def can(cls, verb: str) -> bool:
+        """All of it."""
+        return bool(verb)
+
+
+def trace_of(cell: Cell, check: str) -> Trace:
+    """What the probes write in the lives of that check when nothing is wrong."""
+    return Trace.of("hand-made", [_life(cell, life) for life in CHECKS.get(check).lives(cell, Claims).lives])
+
+
+def words(name: str, done: int, numel: int) -> list[int]:
+    """The values of a tensor after so many steps."""
+    return [hash((len(name), name[0] == "o", n)) % 1000 + 7 * done + ord(name[-1]) for n in range(numel)]
+
+
+def digest_of(values: list[int]) -> str:
+    """As ``probe.tensors.digest`` makes it, word by word."""
+    return digests.combine(digests.form(1, (value, value)) for value in values)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in which life a moment is, and how many steps were taken by then."""
+
+    cell: Cell
+    life: Life
+    index: int
+    done: int
+    rank: int
+
+    @property
+    def verb(self) -> str:
+        return self.life.verbs[self.index]
+
+    def live(self, name: str) -> str:
+        """How a parameter of the plain model is called in this life."""
+        front = {"fsdp1": "_fsdp_wrapped_module.", "fsdp2": ""}.get(self.cell.strategy, "module.")
+        return front + name
+
+    def part(self, name: str, kind: str, numel: int, *, split: bool) -> dict[str, Any]:
+        """The digest of what this rank holds, and its size."""
+        whole = words(name + kind, self.done * (name in TRAINABLE), numel)
+        size = math.ceil(numel / self.cell.world_size)
+        own = whole[size * self.rank : size * (self.rank + 1)] if split else whole
+        return {"digest": digest_of(own), "numel": len(own)}
+
+
+def _life(cell: Cell, life: Life) -> LifeTrace:
+    there, moments, done, end = life.cell(cell), [], 0, None
+    for index, verb in enumerate(life.verbs):
+        if verb == "load" and life.damage:
+            told = "FileNotFoundError: no such file: 'checkpoint/shard_0.pt'"
+            end = LifeEnd("raised", f"rank 0 raised {told}", f"rank 0 raised {told}\n...", verb, index)
+            break
+        done = 20 if verb == "reload" else life.first_step if verb == "load" else done + (verb == "step")
+        moments += [_moment(Place(there, life, index, done, rank)) for rank in range(there.world_size)]
+    return LifeTrace(life.name, there.world_size, tuple(moments), end, there.id)
+
+
+def _moment(place: Place) -> Moment:
+    facts: dict[str, Any] = {}
+    if place.verb in {"plain", "reload"}:
+        facts["plain"] = _plain(place.done)
+    elif place.verb == "files":
+        facts["files"] = _files() if place.rank == 0 else ()
+    elif place.verb == "damage":
+        facts["files"] = (FileFact("checkpoint/shard_0.pt", "", place.life.damage, ()),) if place.rank == 0 else ()
+    elif place.verb == "evaluate":
+        facts["outputs"] = (0.25, -2.0, 1.5)
+    else:
+        facts |= {"model": _model(place), "optimizer": _optimizer(place), "scheduler": f"last_epoch={place.done}"}
+        if place.verb == "step":
+            facts["loss"] = 1 / place.done
+    return Moment(place.rank, place.life.name, place.verb, place.index, **facts)
+
+
+def _plain(done: int) -> PlainFact:
+    parameters = (
+        ParameterFact(
+            name,
+            shape,
+            "float32",
+            name in TRAINABLE,
+            digest=digest_of(_after(name, done)),
+            local_numel=math.prod(shape),
+        )
+        for name, shape in SHAPES.items()
+    )
+    return PlainFact(tuple(parameters), (_scale(),), SAVED, (TIED,))
+
+
+def _after(name: str, done: int) -> list[int]:
+    return words(name, done * (name in TRAINABLE), math.prod(SHAPES[name]))
+
+
+def _scale() -> ParameterFact:
+    return ParameterFact(
+        "scale", (4,), "float32", False, placement="persistent", local_numel=4, digest=digest_of([1] * 4)
+    )
+
+
+def _model(place: Place) -> ModelFact:
+    strategy = STRATEGIES.get(place.cell.strategy)
+    parameters = []
+    for name, shape in SHAPES.items():
+        part = place.part(name, "", math.prod(shape), split=strategy.shards)
+        fact = ParameterFact(place.live(name), shape, "float32", name in TRAINABLE, strategy.kind)
+        parameters.append(
+            ParameterFact(
+                fact.name,
+                shape,
+                fact.dtype,
+                fact.trainable,
+                fact.kind,
+                local_numel=part["numel"],
+                digest=part["digest"],
+            )
+        )
+    return ModelFact("Toy", {strategy.wrapper: 1}, tuple(parameters), (_scale(),), world_size=place.cell.world_size)
+
+
+def _optimizer(place: Place) -> OptimizerFact:
+    strategy, groups = STRATEGIES.get(place.cell.strategy), ({"lr": 0.1 * 0.5**place.done, "weight_decay": 0.01},)
+    steps = {"digest": digest_of([place.done]), "numel": 1}
+    states: list[StateFact] = []
+    masters: list[StateFact] = []
+    for name in TRAINABLE:
+        numel, owner = math.prod(SHAPES[name]), place.live(name)
+        for key in ("exp_avg", "exp_avg_sq"):
+            part = place.part(name, key, numel, split=strategy.shards or strategy.flat_masters)
+            (masters if strategy.flat_masters else states).append(StateFact(owner, key, "float32", **_as_state(part)))
+        if strategy.flat_masters:
+            part = place.part(name, "", numel, split=True)
+            masters.append(StateFact(owner, "master", "float32", **_as_state(part)))
+        else:
+            states.append(StateFact(owner, "step", "float32", **_as_state(steps)))
+    if strategy.flat_masters:
+        states.append(StateFact("partition 0", "step", "float32", **_as_state(steps)))
+    if not place.done:
+        return OptimizerFact(("AdamW",), 2, groups=groups)
+    return OptimizerFact(("AdamW",), 2, states=tuple(states), masters=tuple(masters), groups=groups)
+
+
+def _as_state(part: dict[str, Any]) -> dict[str, Any]:
+    return {"numel": part["numel"], "digest": part["digest"]}
+
+
+def _files() -> tuple[FileFact, ...]:
+    shapes = {**SHAPES, "head.weight": SHAPES["inlet.weight"]}
+    return (
+        FileFact("model.safetensors", "safetensors", "model", SAVED, shapes),
+        FileFact("export/model.safetensors", "safetensors", "model", SAVED, shapes),
+    )

@@ -1,0 +1,198 @@
+"""Hand-made traces of train, resume and reference: what the probes write in any cell when nothing is wrong."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks.accumulation import SINGLE_LIFE
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.scenario import REFERENCE_LIFE, RESUME_LIFE, TRAIN_LIFE, Life
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import (
+    CollectiveFact,
+    ComputeFact,
+    FileFact,
+    LifeTrace,
+    ModelFact,
+    Moment,
+    OptimizerFact,
+    ParameterFact,
+    PlainFact,
+    StateFact,
+    StepFact,
+    Trace,
+)
+from pytest_distcompat.worker import WHOLE
+
+#: Even sizes, so that halves are halves; one frozen parameter; one name that is tied to another.
+SHAPES = {"inlet.weight": (4, 2), "frozen.weight": (4, 4), "outlet.weight": (2, 4)}
+TRAINABLE = ("inlet.weight", "outlet.weight")
+TIED = ("inlet.weight", "head.weight")
+SAVED = (*SHAPES, "head.weight", "scale")
+#: What FSDP cuts out, and what option ``ignored`` leaves out.
+BLOCKS, IGNORED = ("inlet", "outlet"), ("frozen",)
+LIVES = (TRAIN_LIFE, RESUME_LIFE, REFERENCE_LIFE)
+
+
+def trace_of(cell: Cell) -> Trace:
+    """The three lives; where gradients are accumulated, a fourth in which they are not."""
+    lives = (*LIVES, SINGLE_LIFE) if cell.option("accumulate") != 1 else LIVES
+    return Trace.of("hand-made", [_life(cell, life) for life in lives])
+
+
+def live_name(cell: Cell, name: str) -> str:
+    """How a parameter or a module of the plain model is called in this cell."""
+    front = {"ddp": "module.", "fsdp1": "_fsdp_wrapped_module.", "fsdp2": ""}.get(cell.strategy, "module.")
+    module, _, last = name.partition(".")
+    if cell.option("activation_checkpointing") and module in BLOCKS and last:
+        module += "._checkpoint_wrapped_module"
+    return ("_orig_mod." if _wrapped_by_compile(cell) else "") + front + ".".join(filter(None, (module, last)))
+
+
+def _wrapped_by_compile(cell: Cell) -> bool:
+    return cell.option("compile") in {True, "aot_eager"}
+
+
+def _life(cell: Cell, life: Life) -> LifeTrace:
+    there, moments, done = life.cell(cell), [], life.first_step
+    for index, verb in enumerate(life.verbs):
+        done += verb in {"step", "reference"}
+        # The reference speaks for the ranks of the cell.
+        told = cell if life == REFERENCE_LIFE else there
+        moments += [_moment(told, life, index, done, rank) for rank in range(there.world_size)]
+    return LifeTrace(life.name, there.world_size, tuple(moments), cell=there.id)
+
+
+def _moment(cell: Cell, life: Life, index: int, done: int, rank: int) -> Moment:
+    """``done`` counts the optimizer steps so far; a life that resumes has none of its own until it loaded."""
+    verb = life.verbs[index]
+    if life.after and verb == "build":
+        done = 0
+    moment = Moment(rank, life.name, verb, index)
+    if verb == "plain":
+        return replace(moment, plain=_plain(cell))
+    if verb == "files":
+        return replace(moment, files=_files() if rank == 0 else ())
+    if verb in {"export", "evaluate"}:
+        return moment
+    optimizer = _optimizer(cell, done, rank)
+    if verb == "reference":
+        # The mean of what the ranks say.
+        loss = 1 / done + (cell.world_size - 1) / 2
+        step = StepFact("AdamW", ("float32",), ("float32",), ("float32",), square=1.0)
+        return replace(moment, loss=loss, grad_norm=2.0, optimizer=optimizer, steps=(step,))
+    moment = replace(moment, scheduler=f"last_epoch={done}", memory=2**20)
+    if verb == "step":
+        fed = tuple(f"batch {done}.{micro} of rank {rank}" for micro in range(_micros(cell, done)))
+        moment = replace(moment, loss=1 / done + rank, grad_norm=2.0, inputs=fed, **_watched(cell, len(fed)))
+        # Both factors of the product of two layers.
+        eight_bits = 4 if PRECISIONS.get(cell.precision).float8 else 0
+        moment = replace(moment, tokens=8 * len(fed), float8=eight_bits * len(fed))
+        if done > life.first_step + WHOLE:
+            # Of later steps the probe reads numbers only.
+            return replace(moment, optimizer=OptimizerFact(("AdamW",), 0, groups=optimizer.groups))
+    scaler = {"scale": 1024.0} if PRECISIONS.get(cell.precision).scaled else {}
+    model = _model(cell, done, rank)
+    return replace(moment, model=model, optimizer=optimizer, rng=f"random after {done}", scaler=scaler)
+
+
+def _micros(cell: Cell, number: int) -> int:
+    """Micro-batches of a step, counted from 1; every eighth is the end of an epoch."""
+    return 1 if number % 8 == 0 else int(cell.option("accumulate"))
+
+
+def _plain(cell: Cell) -> PlainFact:
+    load = PRECISIONS.get(cell.precision).load
+    parameters = tuple(
+        ParameterFact(name, shape, load, name in TRAINABLE, local_numel=math.prod(shape))
+        for name, shape in SHAPES.items()
+    )
+    ignored = IGNORED if cell.option("ignored") else ()
+    return PlainFact(parameters, (_scale(),), SAVED, (TIED,), blocks=BLOCKS, ignored=ignored, linears=3)
+
+
+def _scale() -> ParameterFact:
+    return ParameterFact("scale", (4,), "float32", False, placement="persistent", local_numel=4, digest="scale")
+
+
+def _model(cell: Cell, done: int, rank: int) -> ModelFact:
+    strategy = STRATEGIES.get(cell.strategy)
+    storage = strategy.dtypes(PRECISIONS.get(cell.precision)).storage
+    parameters = []
+    for name, shape in SHAPES.items():
+        train = name in TRAINABLE
+        fact = ParameterFact(live_name(cell, name), shape, storage, train, strategy.kind, held=int(train))
+        shards = strategy.shards and not (cell.option("ignored") and name.partition(".")[0] in IGNORED)
+        part = f" of rank {rank}" if shards else ""
+        fact = replace(
+            fact,
+            kind=strategy.kind if shards or strategy.kind != "DTensor" else "Tensor",
+            local_numel=math.prod(shape) // (cell.world_size if shards else 1),
+            digest=f"{name} after {done * train}{part}",
+        )
+        parameters.append(replace(fact, held=None) if strategy.flat_masters else fact)
+    wrappers = {strategy.wrapper: 1, **({"OptimizedModule": 1} if _wrapped_by_compile(cell) else {})}
+    blocks = tuple(live_name(cell, block) for block in BLOCKS)
+    how = cell.option("compile")
+    return ModelFact(
+        "Toy",
+        wrappers,
+        tuple(parameters),
+        (_scale(),),
+        world_size=cell.world_size,
+        trainer_world_size=cell.world_size,
+        zero_stage=strategy.zero_stage,
+        units=("", *blocks) if strategy.wrapper.startswith("FSDP") else (),
+        checkpointed=blocks if cell.option("activation_checkpointing") else (),
+        compiled=("",) if _wrapped_by_compile(cell) else blocks[: {"regional": 2, "partial": 1}.get(str(how), 0)],
+        float8=2 if PRECISIONS.get(cell.precision).float8 else 0,
+        graphs=int(bool(how)),
+    )
+
+
+def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerFact:
+    strategy = STRATEGIES.get(cell.strategy)
+    row = strategy.dtypes(PRECISIONS.get(cell.precision))
+    names = [live_name(cell, name) for name in TRAINABLE]
+    owners, numel = (["partition 0"], 16) if strategy.flat_masters else (names, 8)
+    split = cell.world_size if strategy.flat_masters or strategy.shards else 1
+    states = [
+        StateFact(
+            owner, key, row.state, 1 if key == "step" else numel // split, f"{owner} {key} after {done} of rank {rank}"
+        )
+        for owner in owners
+        for key in (*(("master",) if strategy.flat_masters else ()), "exp_avg", "exp_avg_sq", "step")
+        if done
+    ]
+    partitioned = dict.fromkeys(names, 8 // cell.world_size) if strategy.flat_masters else {}
+    return OptimizerFact(("AdamW",), len(owners), states=tuple(states), partitioned=partitioned, groups=({"lr": 0.1},))
+
+
+def _watched(cell: Cell, micros: int) -> dict[str, Any]:
+    strategy = STRATEGIES.get(cell.strategy)
+    row = strategy.dtypes(PRECISIONS.get(cell.precision))
+    reduction = "reduce_scatter_base" if strategy.shards else "allreduce"
+    backwards = micros if strategy.reduces_each_micro_batch else 1
+    collectives = (
+        CollectiveFact(reduction, row.reduce, backwards, 16, 16 * backwards),
+        # What is no gradient and must not be taken for one: a norm, a flag, gathered parameters.
+        CollectiveFact("allreduce", "float64", 1, 1, 1),
+        CollectiveFact("allreduce", "int64", 1, 16, 16),
+        CollectiveFact("allgather_base", "float16", 1, 16, 16),
+    )
+    compute = () if cell.option("compile") else (ComputeFact("inlet", row.storage, row.compute, row.compute),)
+    together = strategy.shards or strategy.flat_masters
+    # Clipped to 1.
+    square = 1 / (cell.world_size if together else 1)
+    step = StepFact("AdamW", (row.master,), (row.gradient,), (row.state,), square=square)
+    return {"steps": (step,), "compute": compute, "collectives": collectives}
+
+
+def _files() -> tuple[FileFact, ...]:
+    return (
+        FileFact("model.safetensors", "safetensors", "model", SAVED, {**SHAPES, "head.weight": (4, 2)}),
+        FileFact("optimizer.bin", "torch", "optimizer", TRAINABLE),
+    )

@@ -1,0 +1,135 @@
+"""Does ``accumulation`` see micro-batches that are left out, and reductions and steps that are too many?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.trace import CollectiveFact, StepFact
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound
+
+    from pytest_distcompat.trace import Moment
+
+ONCE = tuple(f"{one}-fp32-w2-accumulate_2" for one in ("ddp", "fsdp1", "fsdp2", "zero0", "zero1"))
+EACH = tuple(f"{one}-fp32-w2-accumulate_2" for one in ("zero2", "zero3"))
+
+
+def reduced(elements: int, calls: int = 1, dtype: str = "float32") -> dict[str, tuple[CollectiveFact, ...]]:
+    return {"collectives": (CollectiveFact("allreduce", dtype, calls, elements // calls or 1, elements),)}
+
+
+@pytest.mark.parametrize("cell", ONCE)
+def test_reduced_after_each_micro_batch(sound: Sound, cell: str) -> None:
+    story = sound(cell).moment("step", reduced(32, 2), nth=1, rank=1)
+    assert story.findings("accumulation") == [
+        "step 2: rank 1: 32 elements of gradients were reduced; expected 16 with one micro-batch"
+    ]
+
+
+@pytest.mark.parametrize("cell", EACH)
+def test_reduced_once_though_gradients_are_partitioned(sound: Sound, cell: str) -> None:
+    story = sound(cell).moment("step", reduced(16), nth=0, rank=0)
+    assert story.findings("accumulation") == [
+        "step 1: rank 0: 16 elements of gradients were reduced; expected 2 times 16, once a micro-batch"
+    ]
+
+
+@pytest.mark.parametrize("cell", [*ONCE, *EACH])
+def test_an_incomplete_step_at_the_end_of_an_epoch_is_not_reduced(sound: Sound, cell: str) -> None:
+    story = sound(cell).moment("step", {"collectives": ()}, nth=7, rank=0)
+    assert story.findings("accumulation") == [
+        "step 8: rank 0: 0 elements of gradients were reduced; expected 16 with one micro-batch"
+    ]
+
+
+def test_norms_flags_and_padding_are_no_gradients(sound: Sound) -> None:
+    def more(moment: Moment) -> Moment:
+        norm, flag = CollectiveFact("allreduce", "float32", 9, 1, 9), CollectiveFact("allreduce", "int64", 1, 16, 16)
+        few = CollectiveFact("allreduce", "float32", 1, 3, 3)
+        return replace(moment, collectives=(*moment.collectives, norm, flag, few))
+
+    assert sound("ddp-fp32-w2-accumulate_4").alter(more, verb="step").findings("accumulation") == []
+
+
+@pytest.mark.parametrize(
+    ("fed", "nth", "finding"),
+    [
+        (("a",), 0, "step 1: rank 0: fed 1 micro-batches; expected 2"),
+        (("a", "b", "c"), 1, "step 2: rank 0: fed 3 micro-batches; expected 2"),
+        (("a", "b", "c"), 9, "step 10: rank 0: fed 3 micro-batches; expected 2 at most"),
+        ((), 9, "step 10: rank 0: fed 0 micro-batches; expected 2 at most"),
+        (("a", "a"), 9, "step 10: rank 0: 1 of 2 micro-batches are one that was fed before in the same step"),
+    ],
+)
+@pytest.mark.parametrize("cell", ONCE)
+def test_what_is_fed(sound: Sound, cell: str, fed: tuple[str, ...], nth: int, finding: str) -> None:
+    assert sound(cell).moment("step", {"inputs": fed}, nth=nth, rank=0).findings("accumulation") == [finding]
+
+
+def test_an_epoch_may_end_anywhere_but_at_its_beginning(sound: Sound) -> None:
+    assert sound("ddp-fp32-w2-accumulate_4").moment("step", {"inputs": ("a",)}, nth=3).findings("accumulation") == []
+
+
+@pytest.mark.parametrize("cell", [*ONCE, *EACH])
+@pytest.mark.parametrize("times", [0, 2])
+def test_the_optimizer_steps_once(sound: Sound, cell: str, times: int) -> None:
+    step = StepFact("AdamW", ("float32",), ("float32",), ("float32",))
+    story = sound(cell).moment("step", {"steps": (step,) * times}, nth=12, rank=1)
+    assert story.findings("accumulation") == [
+        f"step 13: rank 1: the optimizer stepped {times} times; 1 with one micro-batch"
+    ]
+
+
+def test_two_optimizers_step_once_each(sound: Sound) -> None:
+    step = StepFact("AdamW", ("float32",), ("float32",), ("float32",))
+    story = sound("ddp-fp32-w2-accumulate_2")
+    for life in ("train", "single"):
+        story = story.moment("step", {"steps": (step, step)}, life=life)
+    assert story.findings("accumulation") == []
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_in_a_compiled_graph_nobody_sees_what_is_fed(sound: Sound, strategy: str) -> None:
+    story = sound(f"{strategy}-fp32-w2-accumulate_2-compile")
+    for life in ("train", "single"):
+        story = story.moment("step", {"inputs": ()}, life=life)
+    assert story.findings("accumulation") == []
+    expected = "16 with one micro-batch" if strategy == "ddp" else "2 times 16, once a micro-batch"
+    assert story.moment("step", reduced(48), nth=2, rank=0).findings("accumulation") == [
+        f"step 3: rank 0: 48 elements of gradients were reduced; expected {expected}"
+    ]
+
+
+def test_one_rank_alone_reduces_nothing(sound: Sound) -> None:
+    story = sound("ddp-fp32-w1-accumulate_2")
+    for life in ("train", "single"):
+        story = story.moment("step", {"collectives": ()}, life=life)
+    assert story.findings("accumulation") == []
+
+
+@pytest.mark.parametrize(
+    ("life", "nth", "told"), [("train", 6, "step 7"), ("single", 2, "three steps of one micro-batch")]
+)
+def test_silence_is_no_proof(sound: Sound, life: str, nth: int, told: str) -> None:
+    story = sound("fsdp2-fp32-w2-accumulate_2").without("step", life=life, nth=nth, rank=1)
+    assert story.findings("accumulation") == [f"rank 1: no report after {told}"]
+
+
+def test_where_it_says_nothing() -> None:
+    applies = CHECKS.get("accumulation").applies
+    assert applies(Cell.parse("ddp-fp32-w2"), Driver) == "there is one micro-batch a step"
+    assert applies(Cell.parse("ddp-fp32-w2-accumulate_4"), Driver) == ""
+
+
+def test_the_other_life_is_that_of_the_cell_without_the_option() -> None:
+    cell = Cell.parse("fsdp2-bf16_mixed-w4-model_plain-accumulate_4-frozen")
+    train, single = CHECKS.get("accumulation").lives(cell, Driver).lives
+    assert single.cell(cell).id == "fsdp2-bf16_mixed-w4-model_plain-frozen"
+    assert (single.verbs, single.same_as) == (train.verbs, "train")

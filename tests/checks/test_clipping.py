@@ -1,0 +1,77 @@
+"""Does ``clipping`` see that the optimizer is given gradients of another norm?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.trace import StepFact
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound
+
+REPLICAS, PARTS = ("ddp-fp32-w2", "zero0-fp32-w2"), ("fsdp1-fp32-w2", "fsdp2-fp32-w2", "zero1-fp32-w2", "zero3-fp32-w2")
+
+
+@pytest.mark.parametrize("cell", REPLICAS)
+def test_each_replica_is_given_the_whole_gradient(sound: Sound, cell: str) -> None:
+    # Not clipped: the norm is what it was.
+    story = sound(cell).stepped({"square": 4.0}, verb="step", nth=2, rank=1)
+    assert story.findings("clipping") == [
+        "step 3: rank 1: the gradients that the optimizer gets have norm 2; 1 in the reference (2e-04 allowed)"
+    ]
+
+
+@pytest.mark.parametrize("cell", PARTS)
+def test_parts_are_added_up(sound: Sound, cell: str) -> None:
+    # Each clipped to 1 by the norm of its own part.
+    story = sound(cell).stepped({"square": 1.0}, verb="step")
+    told = "all ranks together: the gradients that the optimizer gets have norm 1.41421"
+    assert story.findings("clipping") == [f"step 1: {told}; 1 in the reference (2e-04 allowed)"]
+    # Uneven parts are as good as even ones.
+    story = sound(cell).stepped({"square": 0.9}, verb="step", rank=0).stepped({"square": 0.1}, verb="step", rank=1)
+    assert story.findings("clipping") == []
+
+
+@pytest.mark.parametrize("cell", [*REPLICAS, *PARTS])
+@pytest.mark.parametrize("factor", [0.25, 4.0])
+def test_scaled_by_the_number_of_ranks(sound: Sound, cell: str, factor: float) -> None:
+    story = sound(cell)
+    square = story.trace.life().at("step", 0)[0].steps[0].square
+    found = story.stepped({"square": square * factor}, verb="step", nth=19).findings("clipping")
+    assert found
+    assert all(finding.startswith("step 20: ") for finding in found)
+
+
+def test_only_the_first_step_that_is_off_is_told(sound: Sound) -> None:
+    found = sound("ddp-fp32-w2").stepped({"square": 4.0}, verb="step").findings("clipping")
+    assert [finding.partition(":")[0] for finding in found] == ["step 1", "step 1"]
+
+
+def test_the_precision_says_how_far_off_is_too_far(sound: Sound) -> None:
+    def found(cell: str, square: float) -> list[str]:
+        return sound(cell).stepped({"square": square}, verb="step", nth=0).findings("clipping")
+
+    assert found("ddp-fp32-w2", 1.0001) == []
+    assert found("ddp-fp32-w2", 1.001) != []
+    assert found("ddp-bf16_mixed-w2", 1.001) == []
+    assert found("ddp-bf16_mixed-w2", 1.1) != []
+
+
+def test_several_optimizers_are_one_gradient(sound: Sound) -> None:
+    half = StepFact("AdamW", ("float32",), ("float32",), ("float32",), square=0.5)
+    assert sound("ddp-fp32-w2").moment("step", {"steps": (half, half)}).findings("clipping") == []
+
+
+def test_no_step_is_no_gradient(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w2").moment("step", {"steps": ()}, nth=0)
+    assert story.findings("clipping") == [
+        "step 1: all ranks together: the gradients that the optimizer gets have norm 0; 1 in the reference (2e-04 allowed)"
+    ]
+
+
+@pytest.mark.parametrize(("life", "verb"), [("train", "step"), ("reference", "reference")])
+def test_silence_is_no_proof(sound: Sound, life: str, verb: str) -> None:
+    story = sound("ddp-fp32-w2").without(verb, life=life, nth=19)
+    assert story.findings("clipping") == ["step 20: no reference to compare with"]

@@ -1,0 +1,98 @@
+"""Does ``data`` see that ranks learn the same, or that a resumed run learns from other data?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.driver import Driver
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound
+
+CELLS = ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2", "zero3-fp32-w2")
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("nth", [0, 4])
+def test_the_same_data_on_two_ranks(sound: Sound, cell: str, nth: int) -> None:
+    story = sound(cell).moment("step", {"inputs": (f"batch {nth + 1}.0 of rank 0",)}, nth=nth)
+    if nth > 2:
+        story = story.moment("step", {"inputs": (f"batch {nth + 1}.0 of rank 0",)}, life="resume", nth=nth - 3)
+    assert story.findings("data") == [f"ranks 0 and 1 are fed the same batch in step {nth + 1}"]
+
+
+def test_one_of_several_micro_batches(sound: Sound) -> None:
+    fed = ("batch 2.0 of rank 3", "batch 2.0 of rank 1")
+    story = sound("ddp-fp32-w4-accumulate_2").moment("step", {"inputs": fed}, nth=1, rank=3)
+    assert story.findings("data") == ["ranks 1 and 3 are fed the same batch in step 2"]
+
+
+def test_a_later_step_may_have_what_an_earlier_one_had(sound: Sound) -> None:
+    # Another epoch, or a data set with doubles.
+    story = sound("ddp-fp32-w2").moment("step", {"inputs": ("batch 1.0 of rank 0",)}, nth=1, rank=1)
+    assert story.findings("data") == []
+
+
+def test_nothing_was_fed(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").moment("step", {"inputs": ()}, nth=1, rank=1)
+    assert story.findings("data") == ["rank 1: the model was fed nothing in step 2"]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_random_numbers_begin_anew(sound: Sound, cell: str) -> None:
+    story = sound(cell).moment("load", {"rng": "seeded"}, life="resume", rank=1)
+    assert story.findings("data") == ["rank 1: torch's random state after the load is another than at the save"]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_epoch_begins_anew(sound: Sound, cell: str) -> None:
+    story = sound(cell)
+    for nth in (0, 1):
+        for rank in (0, 1):
+            fed = {"inputs": (f"batch {nth + 1}.0 of rank {rank}",)}
+            story = story.moment("step", fed, life="resume", nth=nth, rank=rank)
+    assert story.findings("data") == [
+        f"rank {rank}: step {nth} after the load is fed other data than in the run that never stopped"
+        for nth in (1, 2)
+        for rank in (0, 1)
+    ]
+
+
+def test_micro_batches_in_another_order(sound: Sound) -> None:
+    fed = ("batch 4.1 of rank 0", "batch 4.0 of rank 0")
+    story = sound("fsdp1-fp32-w2-accumulate_2").moment("step", {"inputs": fed}, life="resume", nth=0, rank=0)
+    assert story.findings("data") == [
+        "rank 0: step 1 after the load is fed other data than in the run that never stopped"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("life", "verb", "nth", "told"),
+    [
+        ("resume", "load", 0, "load"),
+        ("train", "step", 3, "step 1 after the save"),
+        ("resume", "step", 1, "step 2 after the load"),
+    ],
+)
+def test_a_silent_rank_is_told_and_the_others_are_still_compared(
+    sound: Sound, life: str, verb: str, nth: int, told: str
+) -> None:
+    story = sound("ddp-fp32-w4").without(verb, life=life, nth=nth, rank=1)
+    assert story.findings("data") == [f"rank 1: no report after {told}"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ("ddp-fp32-w2-compile", "would break the graph"),
+        ("fsdp2-fp32-w2-save_only_model", "no optimizer state"),
+        ("fsdp2-fp32-w2", ""),
+    ],
+)
+def test_where_it_says_nothing(sound: Sound, cell: str, reason: str) -> None:
+    found = CHECKS.get("data").applies(sound(cell).cell, Driver)
+    assert reason in found
+    assert bool(reason) == bool(found)

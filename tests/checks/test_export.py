@@ -1,0 +1,154 @@
+"""Does ``export`` see files that nobody else can load?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.trace import FileFact
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Story
+
+    from pytest_distcompat.trace import Moment
+
+LivesOf = Callable[[str, str], "Story"]
+CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-fp32-w4", "zero1-fp32-w2", "zero3-fp32-w2")
+FILE = "export/model.safetensors"
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_sound(lives_of: LivesOf, cell: str) -> None:
+    assert lives_of(cell, "export").findings("export") == []
+
+
+def with_file(story: Story, **changes: Any) -> Story:
+    def change(moment: Moment) -> Moment:
+        files = tuple(replace(f, **changes) if f.path == FILE else f for f in moment.files)
+        return replace(moment, files=files)
+
+    return story.alter(change, verb="files", rank=0)
+
+
+@pytest.mark.parametrize(
+    ("cell", "prefix", "hint"),
+    [
+        ("ddp-fp32-w2", "module.", "; expected 'outlet.weight'"),
+        ("fsdp1-fp32-w2-compile", "_orig_mod.", "; expected 'outlet.weight'"),
+        ("zero3-fp32-w2", "_checkpoint_wrapped_module.", ""),
+    ],
+)
+def test_a_name_with_a_segment_too_many(lives_of: LivesOf, cell: str, prefix: str, hint: str) -> None:
+    keys = ("inlet.weight", "frozen.weight", f"{prefix}outlet.weight", "scale")
+    story = with_file(lives_of(cell, "export"), keys=keys)
+    assert story.findings("export") == [
+        f"file {FILE!r}: key '{prefix}outlet.weight' is none of the model's own{hint}",
+        "1 of 5 names stand in no exported file, first 'outlet.weight'",
+    ]
+
+
+def test_one_of_tied_names_is_enough(lives_of: LivesOf) -> None:
+    story = lives_of("ddp-fp32-w2", "export")
+    for kept in ("inlet.weight", "head.weight"):
+        keys = (kept, "frozen.weight", "outlet.weight", "scale")
+        assert with_file(story, keys=keys, shapes={}).findings("export") == []
+    assert with_file(story, keys=("frozen.weight", "outlet.weight"), shapes={}).findings("export") == [
+        "3 of 5 names stand in no exported file, first 'head.weight', 'inlet.weight', 'scale'"
+    ]
+
+
+def test_another_shape(lives_of: LivesOf) -> None:
+    story = lives_of("fsdp2-fp32-w2", "export")
+    shapes = {"outlet.weight": (1, 7)}
+    assert with_file(story, shapes=shapes).findings("export") == [
+        f"file {FILE!r}: 'outlet.weight' has shape (1, 7); (2, 7) in the plain model"
+    ]
+
+
+def test_an_optimizer_in_it(lives_of: LivesOf) -> None:
+    extra = FileFact("export/optimizer.bin", "torch", "optimizer", ("inlet.weight",))
+    story = lives_of("fsdp2-fp32-w2", "export").alter(
+        lambda moment: replace(moment, files=(*moment.files, extra)), verb="files", rank=0
+    )
+    assert story.findings("export") == [
+        "file 'export/optimizer.bin' holds 1 keys of an optimizer; expected the model alone"
+    ]
+
+
+def test_nothing_was_written(lives_of: LivesOf) -> None:
+    story = lives_of("ddp-fp32-w2", "export").moment("files", {"files": ()}, rank=0)
+    assert story.findings("export")[0].startswith("5 of 5 names stand in no exported file")
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_parameter_is_not_the_trained_one(lives_of: LivesOf, cell: str) -> None:
+    story = reloaded(lives_of(cell, "export"), parameters={"digest": "14:1"})
+    assert story.findings("export") == ["parameter 'outlet.weight': other values after the reload"]
+
+
+def reloaded(story: Story, **changes: dict[str, Any]) -> Story:
+    """Other facts of ``outlet.weight`` or of the buffer in the reloaded model."""
+
+    def change(moment: Moment) -> Moment:
+        assert moment.plain is not None
+        parts: dict[str, Any] = {
+            name: tuple(
+                replace(fact, **more) if fact.name in {"outlet.weight", "scale"} else fact
+                for fact in getattr(moment.plain, name)
+            )
+            for name, more in changes.items()
+        }
+        return replace(moment, plain=replace(moment.plain, **parts))
+
+    return story.alter(change, life="reload", verb="reload")
+
+
+def test_a_buffer_is_not_the_trained_one(lives_of: LivesOf) -> None:
+    story = reloaded(lives_of("fsdp2-fp32-w2", "export"), buffers={"digest": "4:1"})
+    assert story.findings("export") == ["buffer 'scale': other values after the reload"]
+
+
+def test_a_lower_dtype_is_compared_with_the_copies_in_that_dtype(lives_of: LivesOf) -> None:
+    """Masters in float32, exported and reloaded in bfloat16: then the live bfloat16 copies are what was exported."""
+    story = lives_of("zero1-fp32-w2", "export")
+    rounded = story.parameters({"dtype": "bfloat16"}, verb="export")
+    rounded = rounded.parameters({"digest": "14:1"}, only="outlet.weight", verb="export")
+    assert rounded.findings("export") == []
+    lower = reloaded(rounded, parameters={"dtype": "bfloat16", "digest": "14:1"})
+    assert lower.findings("export") == []
+    # Rounded, and shown as float32: what the masters knew is lost.
+    lost = reloaded(rounded, parameters={"digest": "14:1"})
+    assert lost.findings("export") == ["parameter 'outlet.weight': other values after the reload"]
+
+
+def test_outputs(lives_of: LivesOf) -> None:
+    story = lives_of("fsdp2-fp32-w2", "export")
+    other = story.moment("evaluate", {"outputs": (0.25, -2.0, 1.6)}, rank=1)
+    assert other.findings("export") == [
+        "rank 1: outputs of the trained and of the reloaded model are up to 0.1 apart (4.0e-04 allowed, of 2)"
+    ]
+    assert story.moment("evaluate", {"outputs": (0.25, -2.0, 1.5001)}).findings("export") == []
+    assert len(story.moment("evaluate", {"outputs": (0.25, -2.0, float("nan"))}).findings("export")) == 2
+    assert story.moment("evaluate", {"outputs": ()}, rank=1).findings("export") == [
+        "rank 1: 0 outputs of the trained model; 3 of the reloaded one"
+    ]
+    silent = story.moment("evaluate", {"outputs": ()}, life="reload")
+    assert silent.findings("export") == ["the reloaded model computed nothing"]
+
+
+def test_no_plain_model(lives_of: LivesOf) -> None:
+    story = lives_of("ddp-fp32-w2", "export").without("reload", life="reload")
+    assert story.findings("export") == ["the plain model was not seen"]
+
+
+def test_where_it_says_nothing() -> None:
+    applies = CHECKS.get("export").applies
+    assert applies(Cell.parse("ddp-fp32-w2"), TorchDriver) == ""
+    assert applies(Cell.parse("ddp-fp32-w2"), Driver) == "the driver has no export()"

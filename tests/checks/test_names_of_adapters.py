@@ -1,0 +1,123 @@
+"""Does ``names`` know buffers, adapters and exports?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.checks.names import adapter_name
+from pytest_distcompat.trace import FileFact, ModelFact, ParameterFact
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound, Story
+
+    from pytest_distcompat.trace import Moment
+
+LORA = ("outlet.lora_A.default.weight", "outlet.lora_B.default.weight")
+
+
+def with_loose_buffer(story: Story) -> Story:
+    """The same, with a buffer that the model makes by itself."""
+    loose = ParameterFact("offset", (4,), "float32", False, placement="non-persistent", digest="4:7")
+
+    def plain(moment: Moment) -> Moment:
+        assert moment.plain is not None
+        return replace(moment, plain=replace(moment.plain, buffers=(*moment.plain.buffers, loose)))
+
+    def live(model: ModelFact) -> ModelFact:
+        return replace(model, buffers=(*model.buffers, loose))
+
+    story = story.alter(plain, verb="plain")
+    return story.alter(lambda moment: replace(moment, model=moment.model and live(moment.model)), verb="build")
+
+
+def test_a_buffer_that_is_not_persistent_is_in_no_file(sound: Sound) -> None:
+    story = with_loose_buffer(sound("ddp-fp32-w2"))
+    assert story.findings("names") == []
+    keys = ("inlet.weight", "frozen.weight", "outlet.weight", "scale", "offset")
+    assert story.file(0, keys=keys, shapes={}).findings("names") == [
+        "file 'model.safetensors': holds 'offset', a buffer that is not persistent"
+    ]
+
+
+def live_buffers(story: Story, change: Callable[[ParameterFact], ParameterFact]) -> Story:
+    def changed(moment: Moment) -> Moment:
+        assert moment.model is not None
+        return replace(moment, model=replace(moment.model, buffers=tuple(map(change, moment.model.buffers))))
+
+    return story.alter(changed, verb="build", rank=1)
+
+
+def test_buffers_keep_their_values_when_built(sound: Sound) -> None:
+    story = with_loose_buffer(sound("fsdp2-bf16_mixed-w2"))
+    other = live_buffers(story, lambda fact: replace(fact, digest="4:8"))
+    assert other.findings("names") == [
+        "rank 1: buffer 'scale' (persistent) has other values after build than in the plain model",
+        "rank 1: buffer 'offset' (non-persistent) has other values after build than in the plain model",
+    ]
+    # In a lower dtype they cannot: that is what the check of dtypes is for.
+    rounded = live_buffers(story, lambda fact: replace(fact, digest="4:8", dtype="bfloat16"))
+    assert rounded.findings("names") == []
+
+
+def test_a_buffer_is_gone(sound: Sound) -> None:
+    story = live_buffers(sound("fsdp2-fp32-w2"), lambda fact: replace(fact, name="other"))
+    assert story.findings("names") == ["rank 1: buffer 'scale' of the plain model has no live counterpart"]
+
+
+def test_what_is_exported_has_plain_names_too(sound: Sound) -> None:
+    def exported(*keys: str) -> list[str]:
+        file = FileFact("export/model.safetensors", "safetensors", "model", keys)
+        story = sound("fsdp1-fp32-w2-compile")
+        return story.alter(
+            lambda moment: replace(moment, files=(*moment.files, file)), verb="files", nth=1, rank=0
+        ).findings("names")
+
+    # What is not in it is the business of the check ``export``.
+    assert exported("outlet.weight") == []
+    (found,) = exported("_orig_mod.outlet.weight")
+    assert found.startswith("file 'export/model.safetensors': key '_orig_mod.outlet.weight' is no name of the plain")
+    assert found.endswith("; expected 'outlet.weight'")
+
+
+def adapted(sound: Sound) -> Story:
+    """A model whose two trained parameters are an adapter's, saved as PEFT saves it: without all else."""
+    story = sound("fsdp2-fp32-w2-adapter")
+    names = dict(zip(("inlet.weight", "outlet.weight"), LORA, strict=True))
+    for old, new in names.items():
+        story = story.renamed(old, new)
+
+    def plain(moment: Moment) -> Moment:
+        assert moment.plain is not None
+        parameters = tuple(replace(fact, name=names.get(fact.name, fact.name)) for fact in moment.plain.parameters)
+        known = (*LORA, "frozen.weight", "scale")
+        return replace(moment, plain=replace(moment.plain, parameters=parameters, state_dict=known, tied=()))
+
+    story = story.alter(plain, verb="plain")
+    story = story.file(0, keys=tuple(map(adapter_name, LORA)), shapes={adapter_name(LORA[0]): (4, 2)})
+    return story.file(1, keys=LORA)
+
+
+def test_an_adapter_may_be_saved_alone_and_without_its_own_name(sound: Sound) -> None:
+    assert adapter_name(LORA[0]) == "outlet.lora_A.weight"
+    assert adapted(sound).findings("names") == []
+    assert adapted(sound).file(0, keys=(*LORA, "frozen.weight", "scale")).findings("names") == []
+
+
+@pytest.mark.parametrize("key", ["base.outlet.lora_A.weight", "outlet.lora_A.other.weight"])
+def test_an_adapter_under_another_name(sound: Sound, key: str) -> None:
+    story = adapted(sound).file(0, keys=(key, "outlet.lora_B.weight"), shapes={})
+    assert story.findings("names") == [
+        f"file 'model.safetensors': key {key!r} is no name of the plain model",
+        f"1 of 2 parameters stand in no saved file, first {LORA[0]!r}",
+    ]
+
+
+def test_an_adapter_of_another_shape(sound: Sound) -> None:
+    story = adapted(sound).file(0, shapes={"outlet.lora_A.weight": (8,)})
+    assert story.findings("names") == [
+        "file 'model.safetensors': 'outlet.lora_A.weight' has shape (8,); (4, 2) in the plain model"
+    ]

@@ -1,0 +1,134 @@
+"""Does ``parity`` see that another model is trained than in one process?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.driver import Driver
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound, Story
+
+    from pytest_distcompat.trace import Moment
+
+CELLS = ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2", "zero1-fp16_mixed-w2", "zero3-bf16_pure-w4", "fsdp1-fp8-w2")
+
+
+def scaled(story: Story, field: str, factor: float, **where: Any) -> Story:
+    """The same with a number that is so much larger."""
+
+    def change(moment: Moment) -> Moment:
+        return replace(moment, **{field: getattr(moment, field) * factor})
+
+    return story.alter(change, verb="step", **where)
+
+
+def test_a_loss_that_is_off_from_the_first_step(sound: Sound) -> None:
+    # The sum over two ranks instead of the mean.
+    assert scaled(sound("ddp-fp32-w2"), "loss", 2).findings("parity") == [
+        "step 1: the loss is 3; 1.5 in the reference (1.0e+00 off, 2e-05 allowed)"
+    ]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("field", ["loss", "grad_norm"])
+def test_the_precision_says_how_far_off_is_too_far(sound: Sound, cell: str, field: str) -> None:
+    story = sound(cell)
+    allowed = {
+        "fp32": {"loss": 2e-5, "grad_norm": 2e-4},
+        "fp16_mixed": {"loss": 5e-4, "grad_norm": 5e-3},
+    }
+    tolerance = allowed.get(story.cell.precision, {"loss": 1e-3, "grad_norm": 1e-2})[field]
+    assert scaled(story, field, 1 + tolerance / 4).findings("parity") == []
+    assert scaled(story, field, 1.2, nth=19).findings("parity") != []
+
+
+def test_the_mean_over_the_ranks_is_what_counts(sound: Sound) -> None:
+    def apart(moment: Moment) -> Moment:
+        assert moment.loss is not None
+        return replace(moment, loss=moment.loss + (0.5 if moment.rank else -0.5))
+
+    assert sound("fsdp2-fp32-w2").alter(apart, verb="step").findings("parity") == []
+    found = sound("fsdp2-fp32-w2").alter(apart, verb="step", rank=1, nth=4).findings("parity")
+    assert found == ["step 5: the loss is 0.95; 0.7 in the reference (3.6e-01 off, 2e-05 allowed)"]
+
+
+def test_only_the_first_step_that_is_off_is_told(sound: Sound) -> None:
+    story = scaled(scaled(sound("zero2-fp32-w2"), "loss", 1.1, nth=7), "grad_norm", 0.5, nth=11)
+    assert [finding.partition(":")[0] for finding in story.findings("parity")] == ["step 8"]
+
+
+@pytest.mark.parametrize(
+    ("norm", "finding"), [(4.0, "4; 2 in the reference (1.0e+00 off"), (float("nan"), "nan; 2 in")]
+)
+def test_a_norm_of_one_rank(sound: Sound, norm: float, finding: str) -> None:
+    story = sound("fsdp1-fp32-w2").moment("step", {"grad_norm": norm}, nth=0, rank=1)
+    (found,) = story.findings("parity")
+    assert found.startswith(f"step 1: rank 1: the gradient norm is {finding}")
+
+
+def test_a_trainer_need_not_tell_a_norm(sound: Sound) -> None:
+    assert sound("ddp-fp32-w2").moment("step", {"grad_norm": None}).findings("parity") == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "told"),
+    [
+        (({"lr": 0.05},), "0.05"),
+        (({"lr": 0.1}, {"lr": 0.2}), "0.1, 0.2"),
+        (({"weight_decay": 0.1},), "none"),
+    ],
+)
+def test_a_learning_rate(sound: Sound, groups: tuple[dict[str, float], ...], told: str) -> None:
+    story = sound("ddp-fp32-w2").optimizer({"groups": groups}, verb="step", nth=9, rank=0)
+    found = story.findings("parity")
+    if len(groups) == 2:
+        # The reference has one group; the first of both is its.
+        assert found == []
+    else:
+        assert found == [f"step 10: rank 0: the learning rate is {told}; 0.1 in the reference"]
+
+
+def test_a_trainer_may_keep_more_groups_of_one_rate(sound: Sound) -> None:
+    story = sound("zero1-fp32-w2").optimizer({"groups": ({"lr": 0.1}, {"lr": 0.1})}, verb="step")
+    assert story.findings("parity") == []
+
+
+def test_each_group_has_its_rate(sound: Sound) -> None:
+    where: dict[str, Any] = {"life": "reference", "verb": "reference"}
+    story = sound("ddp-fp32-w2").optimizer({"groups": ({"lr": 0.1}, {"lr": 0.2})}, **where)
+    assert story.findings("parity") == []
+    story = story.optimizer({"groups": ({"lr": 0.1}, {"lr": 0.3})}, verb="step", nth=0, rank=1)
+    assert story.findings("parity") == ["step 1: rank 1: the learning rate is 0.1, 0.3; 0.1, 0.2 in the reference"]
+
+
+def test_no_optimizer(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").moment("step", {"optimizer": None}, nth=2, rank=1)
+    # Nothing to compare is nothing found: ``optimizer`` speaks of that.
+    assert story.findings("parity") == []
+
+
+@pytest.mark.parametrize(("life", "verb"), [("train", "step"), ("reference", "reference")])
+def test_no_loss(sound: Sound, life: str, verb: str) -> None:
+    story = sound("ddp-fp32-w2").moment(verb, {"loss": None}, life=life, nth=3, rank=0)
+    assert story.findings("parity") == ["step 4: no loss to compare"]
+
+
+def test_silence_is_no_proof(sound: Sound) -> None:
+    assert sound("fsdp2-fp32-w2").without("step", nth=5, rank=0).findings("parity")[0] == (
+        "rank 0: no report after step 6"
+    )
+    found = sound("fsdp2-fp32-w2").without("reference", life="reference").findings("parity")
+    assert found == ["step 1: no reference to compare with"]
+
+
+def test_without_a_reference_there_is_nothing_to_measure_by(sound: Sound) -> None:
+    cell = sound("ddp-fp32-w2").cell
+    for check in ("parity", "clipping"):
+        assert (
+            CHECKS.get(check).applies(cell, Driver) == "the driver has no reference(): there is nothing to measure by"
+        )

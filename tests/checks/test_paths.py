@@ -1,0 +1,66 @@
+"""Does ``paths`` see what did not come back from a directory with a hostile name?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.scenario import NAMED_LIFE, PATHS
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Story
+
+LivesOf = Callable[[str, str], "Story"]
+WHEN = f"after the load from {NAMED_LIFE.directory!r}"
+
+
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-fp32-w4", "zero1-fp32-w2", "zero3-fp32-w2"])
+def test_sound(lives_of: LivesOf, cell: str) -> None:
+    assert lives_of(cell, "paths").findings("paths") == []
+
+
+def test_the_name_is_hostile() -> None:
+    for part in (" ", "/", "pytorch_model_fsdp", "optimizer"):
+        assert part in NAMED_LIFE.directory
+    assert not NAMED_LIFE.directory.isascii()
+    assert {life.directory for life in PATHS.lives} == {NAMED_LIFE.directory}
+
+
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2", "zero3-fp32-w2"])
+def test_weights_that_did_not_come_back(lives_of: LivesOf, cell: str) -> None:
+    story = lives_of(cell, "paths").parameters({"digest": "1:1"}, life="reopened", verb="load")
+    assert story.findings("paths") == [f"parameter 'frozen.weight' and 2 others: other values {WHEN}"]
+
+
+def test_an_optimizer_that_did_not_come_back(lives_of: LivesOf) -> None:
+    story = lives_of("fsdp2-fp32-w2", "paths").optimizer({"states": ()}, life="reopened", verb="load")
+    assert story.findings("paths") == [f"the optimizer's state is empty {WHEN}"]
+
+
+def test_a_scheduler_that_did_not_come_back(lives_of: LivesOf) -> None:
+    story = lives_of("fsdp2-fp32-w2", "paths").moment("load", {"scheduler": "none"}, life="reopened", rank=1)
+    assert story.findings("paths") == [f"rank 1: scheduler is at 'none' {WHEN}; saved at 'last_epoch=1'"]
+
+
+def test_flat_parameters_have_no_names(lives_of: LivesOf) -> None:
+    story = lives_of("fsdp1-fp32-w2", "paths").parameters({"kind": "FlatParameter", "digest": "9:9"}, life="named")
+    assert story.findings("paths") == []
+
+
+@pytest.mark.parametrize("check", ["paths", "damage"])
+@pytest.mark.parametrize(
+    ("cell", "applies"),
+    [
+        ("fsdp2-fp32-w2", True),
+        ("fsdp2-fp32-w2-model_plain-state_dict_full", True),
+        ("fsdp2-bf16_mixed-w2", False),
+        ("fsdp2-fp32-w2-compile", False),
+    ],
+)
+def test_where_it_says_something(check: str, cell: str, *, applies: bool) -> None:
+    assert bool(CHECKS.get(check).applies(Cell.parse(cell), TorchDriver)) is not applies

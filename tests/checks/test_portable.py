@@ -1,0 +1,116 @@
+"""Does ``portable`` see what another strategy did not get back?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.drivers.accelerate import AccelerateDriver
+from pytest_distcompat.drivers.torch import TorchDriver
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Story
+
+    from pytest_distcompat.trace import ModelFact, Moment
+
+LivesOf = Callable[[str, str], "Story"]
+
+
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-fp32-w4", "zero1-fp32-w2", "zero3-fp32-w2"])
+def test_sound(lives_of: LivesOf, cell: str) -> None:
+    assert lives_of(cell, "portable").findings("portable") == []
+
+
+def test_a_parameter_with_other_values(lives_of: LivesOf) -> None:
+    # The live names are those of fsdp2.
+    story = lives_of("fsdp1-fp32-w2", "portable")
+    other = story.alter(
+        lambda moment: replace(moment, model=_other(moment, "outlet.weight")), life="port", verb="load", rank=0
+    )
+    assert other.findings("portable") == ["parameter 'outlet.weight': other values after the load under fsdp2"]
+
+
+def _other(moment: Moment, name: str) -> ModelFact:
+    assert moment.model is not None
+    return replace(
+        moment.model,
+        parameters=tuple(replace(f, digest="3:1") if f.name == name else f for f in moment.model.parameters),
+    )
+
+
+def test_shared_steps_count_several_times(lives_of: LivesOf) -> None:
+    story = lives_of("ddp-fp32-w2", "portable")
+    twice = story.state("step", {"digest": "1:c0000000c"}, life="port", verb="step", nth=0)
+    assert twice.findings("portable") == [
+        "step 'inlet.weight' and 1 others: other values one step after the load under fsdp2",
+    ]
+
+
+@pytest.mark.parametrize("nth", [0, 1])
+def test_a_loss_that_the_first_run_did_not_have(lives_of: LivesOf, nth: int) -> None:
+    story = lives_of("fsdp2-fp32-w2", "portable").moment("step", {"loss": 7.0}, life="port", nth=nth, rank=1)
+    expected = {0: "0.25", 1: "0.2"}[nth]
+    assert story.findings("portable") == [
+        f"rank 1: loss {nth + 1} after the load under ddp is 7; {expected} in the run that never stopped (4e-05 allowed)"
+    ]
+
+
+def test_in_lower_precision_losses_are_the_strategies_own_matter(lives_of: LivesOf) -> None:
+    story = lives_of("fsdp2-bf16_mixed-w2", "portable").moment("step", {"loss": 0.26}, life="port", nth=0)
+    assert story.findings("portable") == []
+
+
+def test_no_loss(lives_of: LivesOf) -> None:
+    story = lives_of("fsdp2-fp32-w2", "portable").moment("step", {"loss": None}, life="port", nth=0, rank=1)
+    assert story.findings("portable") == ["rank 1: no loss to compare"]
+
+
+@pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero3-fp32-w2"])
+def test_weights_that_are_not_the_masters(lives_of: LivesOf, cell: str) -> None:
+    story = lives_of(cell, "portable")
+    other = story.alter(
+        lambda moment: replace(moment, model=_other(moment, "inlet.weight")), life="port", verb="build", rank=1
+    )
+    assert other.findings("portable") == ["parameter 'inlet.weight': other values after the export and build"]
+
+
+def test_a_flat_source_has_no_names_but_steps_and_losses_tell(lives_of: LivesOf) -> None:
+    story = lives_of("fsdp1-fp32-w2", "portable").parameters({"kind": "FlatParameter", "digest": "9:9"}, verb="save")
+    assert story.findings("portable") == []
+    twice = story.state("step", {"digest": "1:c0000000c"}, life="port", verb="step", nth=0)
+    assert twice.findings("portable") == [
+        "step 'inlet.weight' and 1 others: other values one step after the load under fsdp2"
+    ]
+    late = story.moment("step", {"loss": 7.0}, life="port", nth=1)
+    assert [finding[:14] for finding in late.findings("portable")] == ["rank 0: loss 2", "rank 1: loss 2"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ("ddp-fp32-w2", "does not claim that another strategy loads a checkpoint of ddp"),
+        ("fsdp1-fp32-w2", ""),
+        ("zero3-fp32-w2", ""),
+    ],
+)
+def test_where_accelerate_claims_it(cell: str, reason: str) -> None:
+    found = CHECKS.get("portable").applies(Cell.parse(cell), AccelerateDriver)
+    assert (reason in found) if reason else not found
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ("fsdp2-fp32-w2-state_dict_full", "ddp cannot go on from it: DDP has one form of state dict"),
+        ("fsdp1-fp32-w2-no_use_orig_params-state_dict_full", ""),
+        ("ddp-fp32-w2-save_only_model", "hold the model alone"),
+    ],
+)
+def test_where_torch_claims_it(cell: str, reason: str) -> None:
+    found = CHECKS.get("portable").applies(Cell.parse(cell), TorchDriver)
+    assert (reason in found) if reason else not found

@@ -1,0 +1,155 @@
+"""Does ``reshard`` see what another number of ranks did not get back?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.drivers.accelerate import AccelerateDriver
+from pytest_distcompat.drivers.torch import TorchDriver
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Story
+
+    from pytest_distcompat.trace import Moment
+
+LivesOf = Callable[[str, str], "Story"]
+CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w4", "fsdp2-fp32-w2", "zero1-fp32-w2", "zero3-fp32-w2")
+
+
+@pytest.mark.parametrize("cell", [*CELLS, "fsdp2-fp32-w1"])
+def test_sound(lives_of: LivesOf, cell: str) -> None:
+    assert lives_of(cell, "reshard").findings("reshard") == []
+
+
+def test_the_lives_go_up_and_back_and_to_one(lives_of: LivesOf) -> None:
+    def sizes(cell: str) -> dict[str, int]:
+        return {life.name: life.world_size for life in lives_of(cell, "reshard").trace}
+
+    assert sizes("fsdp2-fp32-w2") == {"train": 2, "up": 4, "back": 2, "one": 1}
+    # There is no way from one rank to one.
+    assert sizes("fsdp2-fp32-w1") == {"train": 1, "up": 2, "back": 1}
+
+
+@pytest.mark.parametrize("cell", CELLS[:3])
+def test_one_shard_with_other_values(lives_of: LivesOf, cell: str) -> None:
+    story = lives_of(cell, "reshard")
+    where = {"life": "back", "verb": "load", "rank": 1}
+    other = story.parameters({"digest": "3:1"}, only="outlet.weight", **where)
+    ranks = story.cell.world_size
+    title = "unlike from rank to rank" if cell.startswith("ddp") else "other values"
+    assert other.findings("reshard") == [f"parameter 'outlet.weight': {title} after the load at {ranks} ranks"]
+
+
+def test_ranks_in_another_order(lives_of: LivesOf) -> None:
+    """Each shard is a sound one, at a place that is not its own."""
+    story = lives_of("fsdp2-fp32-w4", "reshard")
+    parts = {moment.rank: moment.model for moment in story.trace.life("back").at("load")}
+    swapped = story.alter(
+        lambda moment: replace(moment, model=parts[{0: 1, 1: 0}.get(moment.rank, moment.rank)]),
+        life="back",
+        verb="load",
+    )
+    assert swapped.findings("reshard") == [
+        "parameter 'frozen.weight' and 2 others: other values after the load at 4 ranks"
+    ]
+
+
+def test_a_part_that_nobody_holds(lives_of: LivesOf) -> None:
+    where = {"life": "one", "verb": "load"}
+    story = lives_of("fsdp2-fp32-w2", "reshard").parameters({"local_numel": 4}, only="inlet.weight", **where)
+    assert story.findings("reshard") == [
+        "parameter 'inlet.weight': the parts of all ranks are 4 elements; expected 9 after the load at 1 rank"
+    ]
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
+def test_a_moment_with_other_values(lives_of: LivesOf, cell: str, key: str) -> None:
+    where = {"life": "up", "verb": "load"}
+    story = lives_of(cell, "reshard").state(key, {"digest": "3:1"}, only="outlet.weight", **where)
+    assert story.findings("reshard") == [f"{key} 'outlet.weight': other values after the load at 4 ranks"]
+
+
+@pytest.mark.parametrize("key", ["master", "exp_avg"])
+@pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero3-fp32-w2"])
+def test_a_part_of_a_flat_master_with_other_values(lives_of: LivesOf, cell: str, key: str) -> None:
+    def other(moment: Moment) -> Moment:
+        assert moment.optimizer is not None
+        masters = tuple(
+            replace(fact, digest="3:1") if (fact.key, fact.owner) == (key, "module.inlet.weight") else fact
+            for fact in moment.optimizer.masters
+        )
+        return replace(moment, optimizer=replace(moment.optimizer, masters=masters))
+
+    story = lives_of(cell, "reshard").alter(other, life="up", verb="load", rank=0)
+    assert story.findings("reshard") == [f"{key} 'inlet.weight': other values after the load at 4 ranks"]
+
+
+@pytest.mark.parametrize("cell", ["fsdp1-fp32-w2", "fsdp2-fp32-w2"])
+def test_the_optimizer_comes_back_empty(lives_of: LivesOf, cell: str) -> None:
+    story = lives_of(cell, "reshard").optimizer({"states": ()}, life="one", verb="load")
+    assert story.findings("reshard") == ["the optimizer's state is empty after the load at 1 rank"]
+
+
+@pytest.mark.parametrize(("cell", "name"), [("fsdp2-fp32-w2", "inlet.weight"), ("zero3-fp32-w2", "partitions")])
+def test_one_step_counts_as_more_than_one(lives_of: LivesOf, cell: str, name: str) -> None:
+    story = lives_of(cell, "reshard").state("step", {"digest": "1:c0000000c"}, life="up", verb="step", nth=0)
+    found = story.findings("reshard")
+    assert len(found) == 1
+    assert found[0].startswith(f"step {name!r}")
+    assert found[0].endswith("other values one step after the load at 4 ranks")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"scheduler": "last_epoch=0"},
+            "scheduler is at 'last_epoch=0' after the load at 1 rank; saved at 'last_epoch=3'",
+        ),
+        ({"loss": float("nan")}, "the loss of the first step after the load at 1 rank is nan"),
+        ({"loss": None}, "the loss of the first step after the load at 1 rank is None"),
+    ],
+)
+def test_scheduler_and_loss(lives_of: LivesOf, changes: dict[str, Any], told: str) -> None:
+    verb = "step" if "loss" in changes else "load"
+    story = lives_of("fsdp2-fp32-w2", "reshard").moment(verb, changes, life="one")
+    assert story.findings("reshard") == [f"rank 0: {told}"]
+
+
+def test_the_numbers_of_the_groups(lives_of: LivesOf) -> None:
+    where = {"life": "one", "verb": "load"}
+    story = lives_of("fsdp2-fp32-w2", "reshard")
+    assert story.optimizer({"groups": ({"lr": 0.1, "weight_decay": 0.01},)}, **where).findings("reshard") == [
+        "rank 0: lr of the optimizer's group 0 is 0.1 after the load at 1 rank; 0.0125 was saved"
+    ]
+    assert story.optimizer({"groups": ()}, **where).findings("reshard") == [
+        "rank 0: the optimizer has 0 param groups after the load at 1 rank; 1 were saved"
+    ]
+
+
+@pytest.mark.parametrize(("life", "verb"), [("up", "save"), ("up", "load"), ("train", "save")])
+def test_a_silent_rank(lives_of: LivesOf, life: str, verb: str) -> None:
+    story = lives_of("ddp-fp32-w2", "reshard").without(verb, life=life, rank=1)
+    assert any(finding.startswith("rank 1: no report after") for finding in story.findings("reshard"))
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ("zero1-fp32-w2", "does not claim that zero1 loads"),
+        ("fsdp1-fp32-w2-no_use_orig_params", "flat parameters"),
+        ("fsdp2-fp32-w2-save_only_model", "hold the model alone"),
+        ("fsdp2-fp32-w2", ""),
+    ],
+)
+def test_where_it_says_nothing(cell: str, reason: str) -> None:
+    driver = AccelerateDriver if cell.startswith("zero") else TorchDriver
+    found = CHECKS.get("reshard").applies(Cell.parse(cell), driver)
+    assert (reason in found) if reason else not found

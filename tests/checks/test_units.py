@@ -1,0 +1,152 @@
+"""Does ``units`` see that a model is cut, recomputed or compiled elsewhere than asked?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.driver import Driver
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound, Story
+
+    from pytest_distcompat.trace import Moment
+
+LAST: dict[str, Any] = {"verb": "step", "nth": 2}
+CUT = "expected 'inlet', 'outlet', the root, and none inside a block"
+
+
+def live(story: Story, *modules: str) -> tuple[str, ...]:
+    """Modules as this cell calls them; the root is the empty name everywhere."""
+    return tuple(story.live(module) if module else "" for module in modules)
+
+
+@pytest.mark.parametrize("cell", ["fsdp1-fp32-w2", "fsdp2-bf16_mixed-w2", "fsdp2-fp32-w2-compile"])
+@pytest.mark.parametrize(
+    ("modules", "told"),
+    [
+        ((), "nothing"),
+        (("",), "the root"),
+        (("inlet", "outlet"), "'inlet', 'outlet'"),
+        (("", "inlet"), "'inlet', the root"),
+        (("", "inlet", "outlet", "outlet.inner"), "'inlet', 'outlet', 'outlet.inner', the root"),
+    ],
+)
+def test_where_fsdp_cuts(sound: Sound, cell: str, modules: tuple[str, ...], told: str) -> None:
+    story = sound(cell)
+    found = story.model({"units": live(story, *modules)}, **LAST, rank=1).findings("units")
+    assert found == [f"rank 1: FSDP's units are {told}; {CUT}"]
+
+
+@pytest.mark.parametrize("cell", ["fsdp1-fp32-w2", "fsdp2-fp32-w2"])
+def test_what_is_no_block_may_be_a_unit_too(sound: Sound, cell: str) -> None:
+    story = sound(cell)
+    assert story.model({"units": live(story, "", "inlet", "outlet", "frozen")}, **LAST).findings("units") == []
+
+
+@pytest.mark.parametrize(("modules", "fine"), [(("",), False), (("", "frozen"), True)])
+def test_units_by_size(sound: Sound, modules: tuple[str, ...], *, fine: bool) -> None:
+    story = sound("fsdp2-fp32-w2-wrap_size")
+    found = story.model({"units": modules}, **LAST, rank=0).findings("units")
+    told = "rank 0: FSDP has one unit for the whole model; expected one for each part that is large enough"
+    assert found == [told] * (not fine)
+
+
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "zero3-fp32-w2", "fsdp1-fp32-w2", "fsdp2-fp32-w2"])
+@pytest.mark.parametrize(
+    ("modules", "told"),
+    [
+        ((), "nothing"),
+        (("inlet",), "'inlet'"),
+        (("inlet.inner", "outlet.inner"), "'inlet.inner', 'outlet.inner'"),
+        (("inlet", "outlet", "outlet.inner"), "'inlet', 'outlet', 'outlet.inner'"),
+    ],
+)
+def test_what_is_recomputed(sound: Sound, cell: str, modules: tuple[str, ...], told: str) -> None:
+    story = with_inner(sound(f"{cell}-activation_checkpointing"))
+    found = story.model({"checkpointed": live(story, *modules)}, **LAST, rank=0).findings("units")
+    assert found == [f"rank 0: the activations are recomputed of {told}; expected 'inlet', 'outlet'"]
+
+
+def with_inner(story: Story) -> Story:
+    """The same with a module inside each block."""
+
+    def change(moment: Moment) -> Moment:
+        assert moment.plain is not None
+        inner = tuple(replace(fact, name=fact.name.replace(".", ".inner.")) for fact in moment.plain.parameters)
+        return replace(moment, plain=replace(moment.plain, parameters=(*moment.plain.parameters, *inner)))
+
+    return story.alter(change, verb="plain")
+
+
+def test_recomputing_that_nobody_asked_for(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w2").model({"checkpointed": ("inlet",)}, **LAST, rank=1)
+    assert story.findings("units") == ["rank 1: the activations of 'inlet' are recomputed; nobody asked for it"]
+
+
+def test_a_parent_may_be_told_of_recomputing_too(sound: Sound) -> None:
+    # As transformers tells the module that holds the layers.
+    story = sound("ddp-fp32-w2-activation_checkpointing")
+    told = (*live(story, "inlet", "outlet"), "module", "")
+    assert story.model({"checkpointed": told}, **LAST).findings("units") == []
+
+
+@pytest.mark.parametrize("how", ["compile", "compile_aot_eager", "compile_regional", "compile_partial"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_model_that_runs_uncompiled(sound: Sound, strategy: str, how: str) -> None:
+    story = sound(f"{strategy}-fp32-w2-{how}").model({"graphs": 0}, **LAST, rank=1)
+    assert story.findings("units") == ["rank 1: torch.compile made no graph in three steps: the model runs uncompiled"]
+
+
+@pytest.mark.parametrize(
+    ("how", "modules", "told"),
+    [
+        ("compile", (), "nothing is wrapped by torch.compile"),
+        ("compile_aot_eager", (), "nothing is wrapped by torch.compile"),
+        ("compile_regional", ("",), "what is compiled is the root; expected each of 'inlet', 'outlet'"),
+        ("compile_regional", ("inlet",), "what is compiled is 'inlet'; expected each of 'inlet', 'outlet'"),
+        ("compile_partial", ("",), "what is compiled is the root; expected one of the blocks"),
+        ("compile_partial", ("frozen",), "what is compiled is 'frozen'; expected one of the blocks"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1"])
+def test_what_is_compiled(sound: Sound, strategy: str, how: str, modules: tuple[str, ...], told: str) -> None:
+    story = sound(f"{strategy}-fp32-w2-{how}")
+    found = story.model({"compiled": live(story, *modules)}, **LAST, rank=0).findings("units")
+    assert found == [f"rank 0: {told}"]
+
+
+@pytest.mark.parametrize(("cell", "kind"), [("fsdp1-fp32-w2", "FSDP1 shard"), ("fsdp2-fp32-w2", "DTensor")])
+def test_what_is_left_out_of_the_sharding(sound: Sound, cell: str, kind: str) -> None:
+    changes = {"kind": kind, "local_numel": 8, "placement": "Shard(dim=0)"}
+    story = sound(f"{cell}-ignored").parameters(changes, only="frozen.weight", **LAST, rank=1)
+    assert story.findings("units") == [
+        f"rank 1: 'frozen.weight' is sharded ({kind}, Shard(dim=0)); it was to be left out of the sharding"
+    ]
+
+
+def test_silence_is_no_proof(sound: Sound) -> None:
+    assert sound("fsdp2-fp32-w2").moment("plain", {"plain": None}).findings("units") == ["the plain model was not seen"]
+    assert sound("fsdp2-fp32-w2").moment("step", {"model": None}, nth=2, rank=0).findings("units") == [
+        "rank 0: no model to read units from"
+    ]
+    assert sound("fsdp2-fp32-w2").without("step", nth=2, rank=0).findings("units") == [
+        "rank 0: no report after three steps"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ("ddp-fp32-w2", "ddp cuts no units, and nothing is recomputed or compiled"),
+        ("zero3-fp32-w2", "zero3 cuts no units, and nothing is recomputed or compiled"),
+        ("zero3-fp32-w2-compile", ""),
+        ("ddp-fp32-w2-activation_checkpointing", ""),
+        ("fsdp1-fp32-w2", ""),
+    ],
+)
+def test_where_it_says_nothing(sound: Sound, cell: str, reason: str) -> None:
+    assert CHECKS.get("units").applies(sound(cell).cell, Driver) == reason
