@@ -15,6 +15,8 @@ class MyDriver(Driver):
     """my_trainer.Trainer on a tiny model."""
 
     name: ClassVar[str] = "my_trainer"
+    #: Known issues of these are expected, whoever finds them.
+    libraries: ClassVar[tuple[str, ...]] = ("torch",)
     preload: ClassVar[tuple[str, ...]] = ("my_trainer", "torch._dynamo")
 
     def plain_model(self) -> nn.Module:

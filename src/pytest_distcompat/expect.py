@@ -56,17 +56,19 @@ def fails(check: str, *, reason: str, match: str = "", **facets: FacetValue) -> 
     return _expectation("fails", check, reason, match, facets)
 
 
-def refuses(
-    check: str = "*", *, match: str, reason: str = "", strict: bool = True, **facets: FacetValue
-) -> Expectation:
+def refuses(check: str = "*", *, match: str, reason: str = "", **facets: FacetValue) -> Expectation:
     """Not supported, and said so: ``build`` raises an error whose message contains ``match`` (a regular expression).
 
-    An error after ``build`` is a LateFailure, no error at all is a failure. ``strict=False`` where the machine decides
-    what is supported: refused with that message, or every claim holds. Raises UsageProblem for an unknown facet.
+    An error after ``build`` is a LateFailure, no error at all is a failure. Raises UsageProblem for an unknown facet.
     """
     if not match:
         raise UsageProblem(f"refuses({check!r}): give match=, the message that the user is to see")
-    return replace(_expectation("refuses", check, reason, match, facets), strict=strict)
+    return _expectation("refuses", check, reason, match, facets)
+
+
+def may_refuse(check: str = "*", *, match: str, reason: str = "", **facets: FacetValue) -> Expectation:
+    """The same where the machine decides what is supported: refused with that message, or every claim holds."""
+    return replace(refuses(check, match=match, reason=reason, **facets), strict=False)
 
 
 def _expectation(kind: str, check: str, reason: str, match: str, facets: dict[str, FacetValue]) -> Expectation:

@@ -140,7 +140,9 @@ class TestDeepSpeed(CompatSuite):
         ("fp32", "bf16_mixed"),
         extra=(
             Matrix(("zero2",), ("bf16_pure", "fp16_mixed", "fp8")),
-            Matrix(("zero3",), ("bf16_mixed",), options=({"model": "plain"}, {"model": "llama_tied"}, {"offload": True})),
+            Matrix(
+                ("zero3",), ("bf16_mixed",), options=({"model": "plain"}, {"model": "llama_tied"}, {"offload": True})
+            ),
             Matrix(("zero2",), ("fp32",), options=({"accumulate": 2}, {"compile": "aot_eager"}, {"adapter": True})),
             Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True}, {"accumulate": 2})),
         ),

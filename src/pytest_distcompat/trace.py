@@ -154,7 +154,8 @@ class CollectiveFact:
 class FileFact:
     """One saved file: its path relative to the checkpoint, what it holds and under which keys.
 
-    ``shapes`` has the global shape of what stands under a key of a model, where the file tells it.
+    ``shapes`` has the global shape of what stands under a key of a model, where the file tells it; ``digests`` its value, in
+    ``Moment.saved`` only: the files of a checkpoint that is to hold the model alone.
     """
 
     path: str
@@ -162,18 +163,7 @@ class FileFact:
     holds: str
     keys: tuple[str, ...]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class SavedFact:
-    """The values in a checkpoint of the model alone: key to the digests that stand under it, one unless files disagree.
-
-    ``optimizer`` and ``scheduler`` are the files that hold such state.
-    """
-
-    weights: Mapping[str, tuple[str, ...]]
-    optimizer: tuple[str, ...] = ()
-    scheduler: tuple[str, ...] = ()
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -209,7 +199,7 @@ class Moment:
     compute: tuple[ComputeFact, ...] = ()
     collectives: tuple[CollectiveFact, ...] = ()
     files: tuple[FileFact, ...] = ()
-    saved: SavedFact | None = None
+    saved: tuple[FileFact, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; ``from_json`` reads it back."""

@@ -42,6 +42,12 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     driver = find_driver(payload["driver"])(Cell.parse(payload["cell"]), world)
     places = Places(Path(payload["save_to"]), Path(payload["load_from"]), Path(payload["export"]), payload["ranks"])
     rank = _Rank(driver, life, places, Observer(), log)
+    if world.size == 1 and world.device == "cpu":
+        # torchrun gives ranks a thread each, and leaves a single one with all cores: on tiny models, and on a machine that
+        # does something else too, threads that wait for one another take a hundred times as long.
+        import torch
+
+        torch.set_num_threads(1)
     rank.live()
     _leave(driver)
 
@@ -65,7 +71,7 @@ class _Rank:
 
     def __init__(self, driver: Driver, life: Life, places: Places, observer: Observer, log: RankLog) -> None:
         self.driver, self.life, self.places, self.observer, self.log = driver, life, places, observer, log
-        self.index = -1
+        self.index, self.end = -1, 0
         self.number = life.first_step
         self.plain: Module | None = None
 
@@ -101,21 +107,22 @@ class _Rank:
         rest = self.life.verbs[self.index :]
         length = next((n for n, verb in enumerate(rest) if verb not in TRAINING | {"files"}), len(rest))
         verbs = tuple(verb for verb in rest[:length] if verb in TRAINING)
-        end = self.index + length
+        self.end = self.index + length
         plain, self.plain = self.plain, None
         plan = Plan(verbs, self.number, self.places.save_to, self.places.load_from)
         with self.observer.watching():
             self.driver.train(plain, plan, self._seen)  # type: ignore[arg-type]  # a plan without build needs no model
-        if self.index < end:
+        if self.index < self.end:
             raise RuntimeError(f"the driver's train() came back before {self.life.verbs[self.index]!r} was seen")
 
     def _seen(self, verb: str, loss: float | None = None) -> None:
         """What ``Driver.train`` calls after each verb."""
         # Before we look: that is no time of the trainer's.
         seconds = time.perf_counter() - self.began
-        expected = self.life.verbs[self.index]
+        expected = self.life.verbs[self.index] if self.index < self.end else ""
         if verb != expected:
-            raise RuntimeError(f"the driver's train() told of {verb!r}; the next verb of the plan is {expected!r}")
+            told = f"the next verb of the plan is {expected!r}" if expected else "the plan is done"
+            raise RuntimeError(f"the driver's train() told of {verb!r}; {told}")
         facts = self._look(whole=verb not in STEPS or self.number < self.life.first_step + WHOLE)
         if verb in STEPS:
             driver = self.driver

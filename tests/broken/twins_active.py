@@ -37,7 +37,7 @@ NO_ROOT = {"units": r"FSDP's units are 'blocks\.0', 'blocks\.1'; expected 'block
         **CLIPPING,
         **MEMORY,
         **UNCUT,
-        "names": r"'module\.inlet\.weight' maps to 'module\.inlet\.weight', which is no",
+        "names": r"'module\.(\S+)' maps to 'module\.\1', which is no",
     },
 )
 @twin(
@@ -96,7 +96,7 @@ class LowerStage(Accelerate):
     "active",
     "zero2-fp32-w2-model_plain",
     match=r"ZeRO stage 0 is running; expected 2",
-    also={**CLIPPING, "optimizer": r"0 of \d+ elements of trainable parameter"},
+    also={**CLIPPING, **MEMORY, "optimizer": r"0 of \d+ elements of trainable parameter"},
 )
 class StageNought(LowerStage):
     """DeepSpeed without ZeRO, as fp8 once brought it about (accelerate #3360)."""

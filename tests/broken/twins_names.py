@@ -98,7 +98,7 @@ class RecomputesInside(AccelerateDriver):
         from torch.utils.checkpoint import checkpoint
 
         for block in self.tiny.block_modules(model):
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 # What DeepSpeed 0.19 does by itself to a model whose blocks are wrapped: the segment stays in ``param_shapes``.

@@ -29,7 +29,8 @@ class OneUnit(Torch):
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
         from torch.distributed.fsdp import fully_shard
 
-        return fully_shard(model)
+        fully_shard(model)
+        return model
 
 
 @twin("units", "fsdp1-fp32-w2-model_plain", match=UNCUT["units"])
@@ -100,7 +101,7 @@ class RecomputesUnasked(Torch):
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
         for block in self.tiny.block_modules(model):
             # As transformers tells its layers, which leaves the names alone.
-            block.gradient_checkpointing = True
+            vars(block)["gradient_checkpointing"] = True
         return super().wrap(model, precision, cell, device)
 
 

@@ -14,7 +14,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.judge import Verdict, judge, skipped
-from pytest_distcompat.known import applying, shipped
+from pytest_distcompat.known import applying, concerned, shipped
 from pytest_distcompat.launch import LAUNCHERS, Warmth
 from pytest_distcompat.models import MODELS
 from pytest_distcompat.runner import Runner
@@ -33,7 +33,7 @@ class Stack:
         if reason:
             return skipped(check, cell, reason)
         trace = self.runner.trace(driver, cell, wanted.lives(cell, kind))
-        return judge(wanted, cell, trace, applying(shipped(), kind.libraries, "cpu"))
+        return judge(wanted, cell, trace, applying(shipped(), concerned(kind), "cpu"))
 
 
 @contextlib.contextmanager

@@ -77,7 +77,8 @@ TEXTS: dict[str, list[str]] = {
     ],
     "test_peer_in_a_collective": ["rank 1 failed: ValueError: the cause", "consequences:", "  rank 0 *"],
     "test_disagree": ["rank 1 skipped (only me) while other ranks went on", "*test_fail.py:*: Skipped: only me"],
-    "test_killed": ["rank 1 was killed by SIGKILL", "consequences:", "  rank 0 was killed by SIGTERM"],
+    # On a busy machine it may not have started yet.
+    "test_killed": ["rank 1 was killed by SIGKILL", "consequences:", "  rank 0 *SIGTERM*"],
     "test_segfault": [
         "rank 1 was killed by SIGSEGV",
         "last output:",

@@ -225,7 +225,7 @@ def test_junit_xml_has_every_verdict(suite: pytest.Pytester) -> None:
 
 
 def test_two_suites_of_one_name_do_not_hide_each_other(suite: pytest.Pytester) -> None:
-    suite.makepyfile(test_other=SUITE.replace("zero3", "zero2"))
+    suite.makepyfile(test_other=SUITE.replace('strategy="zero3"', 'strategy="zero2"'))
     result = suite.runpytest_inprocess("--distcompat-strategies=zero3", "--distcompat-precisions=fp32")
     result.assert_outcomes(failed=2)
     assert result.outlines.count("TestMine (driver my_driver:Mine)") == 2

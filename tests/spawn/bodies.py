@@ -117,6 +117,51 @@ def zero1(payload: Mapping[str, Any], log: RankLog) -> None:
     distributed.destroy_process_group()
 
 
+def compiled(payload: Mapping[str, Any], log: RankLog) -> None:
+    """What torch keeps privately of a module that it compiled in place, of its graphs, and of one that recomputes."""
+    import torch
+
+    from pytest_distcompat.drivers._options import recompute
+    from pytest_distcompat.probe import read_model
+
+    class Block(torch.nn.Linear):
+        """One of our own: torch leaves its own layers alone if they are compiled in place."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).relu()
+
+    model = torch.nn.Sequential(Block(4, 4), torch.nn.Linear(4, 4))
+    recompute(model, [model[1]])
+    model[0].compile(backend="eager")
+    for step in ("before", "after"):
+        fact = read_model(model, None, None)
+        log.write("fact", step=step, compiled=fact.compiled, checkpointed=fact.checkpointed, graphs=fact.graphs)
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def zero0(payload: Mapping[str, Any], log: RankLog) -> None:
+    """The copies that DeepSpeed optimizes without ZeRO."""
+    import deepspeed
+    import torch
+    from torch import distributed
+
+    from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
+    from pytest_distcompat.probe.optimizer import copied, torch_optimizer
+
+    without_shared_memory()
+    model = torch.nn.Linear(4, 3)
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters()), config=config
+    )
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    copies = copied(optimizer)
+    for group in torch_optimizer(optimizer).param_groups:
+        for parameter in group["params"]:
+            log.write("copy", of=names.get(id(copies.get(id(parameter)))), dtype=str(parameter.dtype))
+    distributed.destroy_process_group()
+
+
 def _join() -> float:
     """A process group, and the sum of all ranks' numbers."""
     import torch

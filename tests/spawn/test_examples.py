@@ -11,12 +11,21 @@ pytestmark = pytest.mark.spawn
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize(("name", "passed"), [("my_trainer", 30), ("marker", 7)])
-def test_example(pytester: pytest.Pytester, name: str, passed: int) -> None:
+def run(pytester: pytest.Pytester, name: str) -> pytest.RunResult:
     for path in (EXAMPLES / name).glob("*.py"):
         (pytester.path / path.name).write_text(path.read_text())
-    result = pytester.runpytest_subprocess("--strict-markers")
-    result.assert_outcomes(passed=passed)
-    if name == "my_trainer":
-        result.stdout.fnmatch_lines(["*30 verdicts from 10 process-group lives"])
-        result.stdout.fnmatch_lines(["  refused: ValueError: my_trainer does not support strategy 'fsdp1'*"])
+    return pytester.runpytest_subprocess("--strict-markers")
+
+
+def test_marked_tests(pytester: pytest.Pytester) -> None:
+    run(pytester, "marker").assert_outcomes(passed=7)
+
+
+def test_a_trainer_of_ones_own(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "my_trainer")
+    found = result.parseoutcomes()
+    # Each check in four cells of two strategies, and refused in two more; upstream's own issues are expected failures.
+    assert set(found) <= {"passed", "xfailed"}, result.stdout.str()
+    assert found["passed"] > 4 * found.get("xfailed", 0)
+    result.stdout.fnmatch_lines([f"*{sum(found.values())} verdicts from * process-group lives"])
+    result.stdout.fnmatch_lines(["  refused: ValueError: my_trainer does not support strategy 'fsdp1'*"])

@@ -50,6 +50,22 @@ def test_the_name_of_an_operator(run: Run) -> None:
     )
 
 
+def test_what_torch_keeps_of_what_it_compiled_and_of_what_recomputes(run: Run) -> None:
+    ending = run("compiled", world_size=1)
+    facts = {event["step"]: event for event in events(ending, "fact")}
+    assert not ending.failed, (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper or torch._dynamo.utils.counters is not where it was: "
+        f"see drivers/_options.py:recompute and probe/live.py:_graphs\n{ending.text()}"
+    )
+    assert facts["before"]["compiled"] == facts["after"]["compiled"] == ["0"], (
+        "a module compiled in place has no _compiled_call_impl: see probe/live.py:_compiled"
+    )
+    assert facts["after"]["checkpointed"] == ["1"], "there is no CheckpointWrapper: see probe/live.py:_checkpointed"
+    assert (facts["before"]["graphs"], facts["after"]["graphs"]) == (0, 1), (
+        "counters['stats']['unique_graphs'] does not count graphs: see probe/live.py:_graphs"
+    )
+
+
 @needs_deepspeed
 def test_what_deepspeed_keeps_at_each_parameter(with_deepspeed: Ending) -> None:
     held = {"weight": 0, "bias": 0}
@@ -63,6 +79,20 @@ def test_what_deepspeed_keeps_at_each_parameter(with_deepspeed: Ending) -> None:
         f"probe/optimizer.py:_partitioned\n{with_deepspeed.text()}"
     )
     assert not with_deepspeed.failed, with_deepspeed.text()
+
+
+@needs_deepspeed
+def test_the_copies_that_deepspeed_optimizes_without_zero(warm: WarmLauncher, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        ending = warm.run(Request("bodies:zero0", {}, 2, str(tmp_path)))
+    assert [(event["of"], event["dtype"]) for event in events(ending, "copy")] == [
+        ("weight", "torch.float32"),
+        ("bias", "torch.float32"),
+    ] * 2, (
+        "DeepSpeed's optimizer no longer has fp16_groups beside fp32_groups: see probe/optimizer.py:copied\n"
+        f"{ending.text()}"
+    )
 
 
 @needs_deepspeed

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import Check
-from pytest_distcompat.expect import Expectation, fails, refuses
+from pytest_distcompat.expect import Expectation, fails, may_refuse, refuses
 from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.scenario import RESUME, RESUME_LIFE, TRAIN, TRAIN_LIFE, Life
 from pytest_distcompat.trace import LifeEnd, LifeTrace, Moment, Trace
@@ -163,6 +163,13 @@ def test_refused_at_build_as_declared(verb: str) -> None:
         "by design",
     )
     assert found.ok
+
+
+def test_where_the_machine_decides_it_is_refused_or_all_holds() -> None:
+    either = may_refuse("toy", match="not supported")
+    assert verdict(toy(), either, end=ended("raised", "build", "ValueError: not supported")).status == "refused"
+    assert verdict(toy(), either, end=ended("raised", "build", "ValueError: other")).status == "failed"
+    assert verdict(toy(), either).status == "passed"
 
 
 def test_a_refusal_without_a_reason_gives_the_error_for_one() -> None:

@@ -10,7 +10,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks._values import compare, differences, flat_parameters, settings, values
 from pytest_distcompat.checks.export import exported_weights
-from pytest_distcompat.checks.reshard import counted
+from pytest_distcompat.checks.reshard import counted, saved_as_elsewhere
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import Scenario
@@ -31,6 +31,8 @@ def _claimed(cell: Cell, driver: type[Driver]) -> str:
         return "of DeepSpeed's checkpoints weights alone can be moved, and the driver has no export() and reload()"
     if _by_weights(cell) and cell.option("adapter"):
         return "an adapter is reloaded to be used: frozen, as PEFT has it"
+    if elsewhere := saved_as_elsewhere(cell):
+        return elsewhere
     there = _lives(cell, driver).lives[-1].cell(cell)
     problem = STRATEGIES.get(target).refuses(there)
     return f"{target} cannot go on from it: {problem}" if problem else ""

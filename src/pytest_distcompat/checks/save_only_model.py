@@ -32,16 +32,19 @@ def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
     life = trace.life()
     first, seen, written = life.first("plain"), life.at("save"), life.first("files")
     yield from every_rank(seen, cell.world_size, "save")
-    if first is None or first.plain is None or written is None or written.saved is None:
+    if first is None or first.plain is None or written is None:
         yield "the saved files were not read"
         return
-    saved = written.saved
-    for what, files in (("an optimizer", saved.optimizer), ("a scheduler", saved.scheduler)):
-        if files:
-            yield f"state of {what} stands in {', '.join(map(repr, files[:3]))}; the checkpoint is of the model alone"
+    for what, holds in (("an optimizer", "optimizer"), ("a scheduler", "scheduler")):
+        paths = [repr(file.path) for file in written.saved if file.holds == holds]
+        if paths:
+            yield f"state of {what} stands in {', '.join(paths[:3])}; the checkpoint is of the model alone"
     plain = first.plain
     names = _to_stand(cell, plain)
-    weights = {name: saved.weights[key] for key, name in _keys(plain, names) if key in saved.weights}
+    saved: dict[str, set[str]] = {}
+    for key, digest in (pair for file in written.saved for pair in file.digests.items()):
+        saved.setdefault(key, set()).add(digest)
+    weights = {name: saved[key] for key, name in _keys(plain, names) if key in saved}
     missing = [name for name in names if name not in weights]
     if missing:
         yield f"{len(missing)} of {len(names)} weights are not saved, first {', '.join(map(repr, missing[:3]))}"

@@ -142,12 +142,10 @@ class TinyDriver(Driver):
 
         In one layer, so that of a flat partition some ranks hold nothing of it.
         """
-        import torch
-
         layers = (module for module in self.model.modules() if not list(module.children()))
         first = next(layer for layer in layers if getattr(getattr(layer, "weight", None), "requires_grad", False))
 
-        def hook(module: Module, inputs: Any, output: torch.Tensor) -> None:
+        def hook(_layer: Module, _inputs: Any, output: Any) -> None:
             if output.requires_grad and self.world.rank == self.world.size - 1:
                 output.register_hook(lambda gradient: gradient * math.inf)
 

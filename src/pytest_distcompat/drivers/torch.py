@@ -49,7 +49,7 @@ class TorchDriver(TinyDriver):
         "groups",
         "save_only_model",
     )
-    libraries: ClassVar[tuple[str, ...]] = ("plain-torch",)
+    libraries: ClassVar[tuple[str, ...]] = ("torch",)
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
     portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp1": "fsdp2", "fsdp2": "ddp"}
     order: ClassVar[int] = 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pytest_distcompat.driver import Plan, Seen
 from pytest_distcompat.drivers import _options
 from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, MAX_NORM, TinyDriver
+from pytest_distcompat.drivers._trainer_callback import PlanDoneError, tell
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.cell import Cell
 
-#: After so many steps the learning rate is down by the square root of two.
-TIMESCALE = 10
+#: The one decay whose rates do not depend on how many steps are still to come. Before transformers 5 the time scale is not
+#: handed on, and the rate all but stays.
+SCHEDULE: dict[str, Any] = {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 10}}
 
 
 class TrainerDriver(TinyDriver):
@@ -95,10 +97,13 @@ class TrainerDriver(TinyDriver):
         ]
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, every: int = 1) -> Any:
-        """For the reference, the schedule that ``arguments`` ask for."""
-        from transformers import get_inverse_sqrt_schedule
+        """For the reference, the schedule that ``arguments`` ask for, as Trainer gets it."""
+        from transformers import get_scheduler
 
-        return get_inverse_sqrt_schedule(optimizer, num_warmup_steps=0, timescale=TIMESCALE * every)
+        kind, more = SCHEDULE["lr_scheduler_type"], SCHEDULE["lr_scheduler_kwargs"]
+        return get_scheduler(
+            kind, optimizer, num_warmup_steps=0, num_training_steps=every, scheduler_specific_kwargs=more
+        )
 
     def arguments(self, plan: Plan) -> dict[str, Any]:
         """The keyword arguments for TrainingArguments."""
@@ -113,11 +118,8 @@ class TrainerDriver(TinyDriver):
             "learning_rate": LEARNING_RATE,
             "weight_decay": DECAY,
             "max_grad_norm": MAX_NORM,
-            # The one decay whose rates do not depend on how many steps are still to come.
-            "lr_scheduler_type": "inverse_sqrt",
-            "lr_scheduler_kwargs": {"timescale": TIMESCALE},
+            **SCHEDULE,
             "average_tokens_across_devices": True,
-            "train_sampling_strategy": "sequential",
             # Checkpoints are asked for by a callback, where the plan has them.
             "save_strategy": "no",
             "save_only_model": bool(self.cell.option("save_only_model")),
@@ -134,6 +136,7 @@ class TrainerDriver(TinyDriver):
             settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
         if (how := self.cell.option("compile")) not in {False, "partial"}:
             settings |= {"torch_compile": True, "torch_compile_backend": "inductor" if how is True else "aot_eager"}
+        settings |= in_words_of(settings)
         return settings | (on_cpu(settings) if self.world.device == "cpu" else {})
 
     def _mixed_precision(self) -> dict[str, Any]:
@@ -153,12 +156,22 @@ class TrainerDriver(TinyDriver):
 
     def make_trainer(self, **settings: Any) -> Any:
         """``transformers.Trainer``."""
+        from torch.utils.data import SequentialSampler
         from transformers import Trainer
 
-        return Trainer(**settings)
+        if hasattr(settings["args"], "train_sampling_strategy"):
+            return Trainer(**settings)
+
+        class InOrder(Trainer):  # type: ignore[misc]  # transformers is untyped here
+            """Before transformers 5 a method is all that chooses the sampler."""
+
+            def _get_train_sampler(self, *_: Any) -> Any:
+                return SequentialSampler(self.train_dataset)
+
+        return InOrder(**settings)
 
     def train(self, model: Module, plan: Plan, seen: Seen) -> None:
-        """All of it is one call to ``Trainer.train``. What it does when is told by a callback, see ``_tell``.
+        """All of it is one call to ``Trainer.train``. What it does when is told by a callback, see ``tell``.
 
         Making the Trainer is the build that can be refused; where a checkpoint is loaded, all else is the load.
         """
@@ -184,8 +197,8 @@ class TrainerDriver(TinyDriver):
             checkpoint = get_last_checkpoint(str(plan.load_from))
             if checkpoint is None:
                 raise FileNotFoundError(f"{plan.load_from} holds no directory checkpoint-N")
-        self.trainer.add_callback(_tell(self, plan, seen))
-        with contextlib.suppress(_PlanDoneError):
+        self.trainer.add_callback(tell(self, plan, seen))
+        with contextlib.suppress(PlanDoneError):
             self.trainer.train(resume_from_checkpoint=checkpoint)
 
     def _loss(self) -> Callable[..., torch.Tensor]:
@@ -240,50 +253,19 @@ class TrainerDriver(TinyDriver):
         return None if self.trainer is None else int(self.trainer.args.world_size)
 
 
-class _PlanDoneError(Exception):
-    """The plan ends with a load, and Trainer has no way to stop before its first step."""
+def in_words_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What TrainingArguments of the installed version say otherwise: seen with transformers 4.56 and 5.23."""
+    import os
 
+    from transformers import TrainingArguments
 
-def _tell(driver: TrainerDriver, plan: Plan, seen: Seen) -> Any:
-    """The callback that tells of each verb, and asks for a checkpoint where the plan has one.
-
-    A step is told of from ``on_log``: the optimizer and the scheduler have stepped, the norm and the mean of all ranks'
-    losses are known, and what is to be saved is not saved yet. ``build`` or ``load`` are told of at the beginning of the first
-    step: only then are the random states back.
-    """
-    from transformers import TrainerCallback
-
-    done = [
-        plan.first_step + plan.verbs[:place].count("step") for place, verb in enumerate(plan.verbs) if verb == "save"
-    ]
-
-    class Tell(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
-        def __init__(self) -> None:
-            self.first = "load" if "load" in plan.verbs else "build"
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if self.first:
-                driver.look()
-                verb, self.first = self.first, ""
-                seen(verb)
-                if "step" not in plan.verbs:
-                    raise _PlanDoneError
-
-        def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_save = state.global_step in done
-
-        def on_log(self, _args: Any, state: Any, _control: Any, logs: Mapping[str, float], **_: Any) -> None:
-            if "loss" in logs:  # at the end there is a log of the whole
-                driver.look()
-                driver.grad_norm = logs.get("grad_norm")
-                batches = (driver.batch_of(place, driver.world.rank) for place in driver.micros(state.global_step - 1))
-                driver.tokens = sum(map(driver.tiny.count, batches))
-                seen("step", logs["loss"])
-
-        def on_save(self, *_: Any, **__: Any) -> None:
-            seen("save")
-
-    return Tell()
+    if hasattr(TrainingArguments, "train_sampling_strategy"):
+        return {"train_sampling_strategy": "sequential"}
+    if not settings.get("fsdp"):
+        return {}
+    # ``accelerate launch`` says it like this.
+    os.environ["FSDP_STATE_DICT_TYPE"] = settings["fsdp_config"]["state_dict_type"]
+    return {"fsdp": "full_shard auto_wrap"}
 
 
 def on_cpu(settings: Mapping[str, Any]) -> dict[str, Any]:

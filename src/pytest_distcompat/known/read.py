@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from pytest_distcompat.expect import Expectation, FacetValue, fails, refuses
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.expect import Expectation, FacetValue, fails, may_refuse, refuses
 from pytest_distcompat.failures import UsageProblem
 
 if sys.version_info >= (3, 11):
@@ -26,6 +27,9 @@ else:
 
 #: The format of the file; raised when an old reader would get a new file wrong.
 FORMAT = 1
+
+#: ``may_refuse``: where the machine decides whether it is supported.
+KINDS: dict[str, Callable[..., Expectation]] = {"fails": fails, "refuses": refuses, "may_refuse": may_refuse}
 
 _TEXTS = ("id", "link", "reason", "check", "match", "kind", "device", "fixed_in", "script")
 _NEEDED = ("id", "link", "reason", "check", "match")
@@ -38,7 +42,7 @@ class KnownIssue:
 
     ``packages`` are requirements (``accelerate>=1.7``) that must all be installed and fit for the bug to be there.
     ``drivers`` are the libraries through which it shows: a suite is concerned whose driver names one of them. ``cells`` says
-    in which cells, ``device`` (``cpu``, ``cuda``; empty for both) on which ranks. ``kind`` is ``fails`` or ``refuses``.
+    in which cells, ``device`` (``cpu``, ``cuda``; empty for both) on which ranks. ``kind`` is one of KINDS.
     """
 
     id: str
@@ -62,9 +66,7 @@ class KnownIssue:
     def expectations(self) -> list[Expectation]:
         """One for each entry of ``cells``."""
         reason = f"{self.reason} ({self.link})"
-        if self.kind == "refuses":
-            return [refuses(self.check, match=self.match, reason=reason, **cells) for cells in self.cells]
-        return [fails(self.check, match=self.match, reason=reason, **cells) for cells in self.cells]
+        return [KINDS[self.kind](self.check, match=self.match, reason=reason, **cells) for cells in self.cells]
 
 
 def _fits(requirement: Requirement) -> bool:
@@ -107,8 +109,8 @@ def _issue(entry: Mapping[str, Any], where: str) -> KnownIssue:
     wrong = sorted(set(entry) - _KEYS)
     if wrong:
         raise UsageProblem(f"{where}: no key named {wrong[0]!r}. Known: {', '.join(sorted(_KEYS))}")
-    if entry.get("kind", "fails") not in {"fails", "refuses"}:
-        raise UsageProblem(f"{where}: kind {entry['kind']!r}; expected 'fails' or 'refuses'")
+    if entry.get("kind", "fails") not in KINDS:
+        raise UsageProblem(f"{where}: kind {entry['kind']!r}; expected one of {', '.join(KINDS)}")
     cells = entry.get("cells", [{}])
     try:
         requirements = tuple(Requirement(text) for text in entry.get("packages", ()))
@@ -130,12 +132,17 @@ def _facets(entry: Mapping[str, Any]) -> dict[str, FacetValue]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
 
 
+def concerned(driver: type[Driver]) -> tuple[str, ...]:
+    """What ``drivers`` of an issue may name for that driver: its libraries, and ``driver:<name>`` for itself alone."""
+    return (*driver.libraries, f"driver:{driver.name}")
+
+
 def applying(issues: Iterable[KnownIssue], libraries: Iterable[str], device: str) -> tuple[Expectation, ...]:
     """The expectations for a driver that stands on these libraries, with the versions that are installed."""
-    concerned = set(libraries)
+    named = set(libraries)
     return tuple(
         expectation
         for issue in issues
-        if concerned & set(issue.drivers) and issue.there(device)
+        if named & set(issue.drivers) and issue.there(device)
         for expectation in issue.expectations()
     )

@@ -18,7 +18,7 @@ from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.judge import Verdict, judge, skipped
-from pytest_distcompat.known import applying
+from pytest_distcompat.known import applying, concerned
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.shelf import Shelf
@@ -140,7 +140,7 @@ def blanks(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict
 def expected(case: Case, session: DistcompatSession) -> tuple[Expectation, ...]:
     """What the suite declares, then the known upstream issues of what its driver stands on."""
     driver = find_driver(case.suite.driver)
-    return (*case.suite.expect, *applying(session.known, driver.libraries, session.device))
+    return (*case.suite.expect, *applying(session.known, concerned(driver), session.device))
 
 
 def modules_of(suite: type[CompatSuite], chosen: list[Case]) -> list[str]:

@@ -154,9 +154,14 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in {"c10d", "_c10d_functional"}:
             self._observer.saw(func._schema.name.split("::")[1].strip("_"), _tensors(args))  # noqa: SLF001 - no public way to an operator's name
-        elif func is torch.ops.aten._to_copy.default and kwargs and kwargs.get("dtype") in FLOAT8:
-            self._observer.float8 += 1
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        # Made, not passed on: a view of such a tensor is another operator's result.
+        self._observer.float8 += _in_8_bits(result) and not any(map(_in_8_bits, args))
+        return result
+
+
+def _in_8_bits(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in FLOAT8
 
 
 def _tensors(args: Any) -> list[torch.Tensor]:

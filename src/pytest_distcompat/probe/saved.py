@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.probe.files import _load
 from pytest_distcompat.probe.tensors import digest
-from pytest_distcompat.trace import SavedFact
+from pytest_distcompat.trace import FileFact
 
 #: How the libraries call the parts of a checkpoint, and how the parts are told apart that nobody named.
 _OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict")
 _SCHEDULER = ("scheduler", "lr_scheduler")
 
 
-def read_saved(directory: Path) -> SavedFact:
-    """Every file below the directory; call it when all ranks are done. It reads all tensors, so not for every cell."""
-    weights: dict[str, set[str]] = defaultdict(set)
-    others: dict[str, list[str]] = {"optimizer": [], "scheduler": []}
+def read_saved(directory: Path) -> tuple[FileFact, ...]:
+    """Every file below the directory that holds a model, an optimizer or a scheduler; call it when all ranks are done.
+
+    It reads all tensors of the model, so not for every cell.
+    """
+    facts = []
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        name = str(path.relative_to(directory))
-        for part, content in _parts(path):
-            if part == "model":
-                for key, tensor in content.items():
-                    weights[key].add(digest(tensor))
-            elif content:
-                others[part].append(name)
-    found = {key: tuple(sorted(digests)) for key, digests in weights.items()}
-    return SavedFact(found, tuple(dict.fromkeys(others["optimizer"])), tuple(dict.fromkeys(others["scheduler"])))
+        for holds, content in _parts(path):
+            digests = {str(key): digest(value) for key, value in content.items()} if holds == "model" else {}
+            if content:
+                keys = tuple(map(str, content))
+                facts.append(FileFact(str(path.relative_to(directory)), "", holds, keys, digests=digests))
+    return tuple(facts)
 
 
 def _parts(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -61,9 +61,9 @@ def digest(value: Any) -> str:
         return ""
     flat = local_of(value).detach()
     with torch.no_grad():
-        flat = flat.cpu().contiguous().reshape(-1)
         if flat.is_meta or flat.numel() == 0:
             return digests.EMPTY
+        flat = flat.cpu().contiguous().reshape(-1)
         if flat.is_floating_point():
             # -0.0 equals 0.0, and is to hash like it.
             flat = (flat.float() if flat.element_size() < torch.float32.itemsize else flat) + 0.0

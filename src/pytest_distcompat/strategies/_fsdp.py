@@ -65,14 +65,16 @@ def arguments(version: int, cell: Cell) -> dict[str, Any]:
         "cpu_offload": bool(cell.option("offload")),
         "activation_checkpointing": bool(cell.option("activation_checkpointing")),
         "reshard_after_forward": reshard,
+        # Synchronising module states needs a GPU; the ranks start from the same seed anyway. For FSDP2 it means nothing, yet
+        # transformers 4 does it unless told.
+        "sync_module_states": False,
     }
     if cell.option("wrap") == "size":
         settings |= {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": tiny.unit_size}
     else:
         settings |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": list(tiny.blocks)}
     if version == 1:
-        # Synchronising module states needs a GPU; the ranks start from the same seed anyway.
-        settings |= {"use_orig_params": bool(cell.option("use_orig_params")), "sync_module_states": False}
+        settings["use_orig_params"] = bool(cell.option("use_orig_params"))
         settings["reshard_after_forward"] = "full_shard" if reshard else "shard_grad_op"
     return {"fsdp": True, "fsdp_config": settings}
 

@@ -120,7 +120,7 @@ def _zero(stage: int, meaning: str, options: Mapping[str, str]) -> Strategy:
         accelerate=functools.partial(_accelerate, stage),
         transformers=functools.partial(_transformers, stage),
         deepspeed=functools.partial(_native, stage),
-        options=_NOT_OURS | options,
+        options={**_NOT_OURS, **options},
         order=3 + stage,
     )
 

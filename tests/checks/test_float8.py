@@ -1,0 +1,89 @@
+"""Does ``float8`` see layers that are not converted, and products that are not in 8 bits?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.drivers.torch import TorchDriver
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound, Story
+
+CELLS = ("ddp-fp8-w2", "zero2-fp8-w2", "fsdp2-fp8-w2-fp8_backend_te")
+#: Of a model with five linear layers; the recipe leaves out the first and the last.
+LINEARS, CONVERTED = 5, 3
+
+
+def converted(story: Story, layers: int = CONVERTED, casts: int = 2 * CONVERTED) -> Story:
+    """The story of a model of which so many layers are in 8 bits."""
+    plain = story.trace.life().at("plain")[0].plain
+    assert plain is not None
+    story = story.moment("plain", {"plain": replace(plain, linears=LINEARS)})
+    for verb in ("build", "step"):
+        story = story.model({"float8": layers}, verb=verb)
+    return story.moment("step", {"float8": casts})
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_all_but_the_first_and_the_last_are_enough(sound: Sound, cell: str) -> None:
+    assert converted(sound(cell)).findings("float8") == []
+    assert converted(sound(cell), LINEARS, 3 * LINEARS).findings("float8") == []
+
+
+@pytest.mark.parametrize("layers", [0, CONVERTED - 1])
+@pytest.mark.parametrize("cell", CELLS)
+def test_layers_that_are_not_converted(sound: Sound, cell: str, layers: int) -> None:
+    story = converted(sound(cell)).model({"float8": layers}, verb="build", rank=1)
+    assert story.findings("float8") == [
+        f"rank 1: {layers} of 5 linear layers are in 8 bits after build; expected all but the first and the last"
+    ]
+
+
+def test_layers_that_do_not_stay_converted(sound: Sound) -> None:
+    story = converted(sound("ddp-fp8-w2")).model({"float8": 0}, verb="step", nth=2, rank=0)
+    assert story.findings("float8") == [
+        "rank 0: 0 of 5 linear layers are in 8 bits after three steps; expected all but the first and the last"
+    ]
+
+
+def test_products_in_more_bits(sound: Sound) -> None:
+    story = converted(sound("zero2-fp8-w2")).moment("step", {"float8": 5}, nth=2, rank=1)
+    assert story.findings("float8") == [
+        "rank 1: 5 tensors were made in 8 bits in a step of 3 such layers; expected two factors of each product at least"
+    ]
+
+
+@pytest.mark.parametrize("cell", ["ddp-fp8-w2-fp8_backend_te", "ddp-fp8-w2-compile"])
+def test_what_cannot_be_seen_is_not_asked_for(sound: Sound, cell: str) -> None:
+    assert converted(sound(cell), casts=0).findings("float8") == []
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, None])
+def test_a_loss_that_is_no_number(sound: Sound, loss: float | None) -> None:
+    story = converted(sound("ddp-fp8-w2")).moment("step", {"loss": loss}, nth=2, rank=0)
+    assert story.findings("float8") == [f"rank 0: the loss is {loss}; expected a number"]
+
+
+def test_nothing_to_convert(sound: Sound) -> None:
+    story = converted(sound("ddp-fp8-w2"))
+    plain = story.trace.life().at("plain")[0].plain
+    assert plain is not None
+    assert story.moment("plain", {"plain": replace(plain, linears=0)}).findings("float8") == [
+        "the plain model has no linear layer whose sizes 16 divides: there is nothing to convert"
+    ]
+
+
+def test_a_silent_rank(sound: Sound) -> None:
+    story = converted(sound("ddp-fp8-w2")).without("step", nth=2, rank=1)
+    assert story.findings("float8") == ["rank 1: no report after three steps"]
+
+
+def test_other_precisions_ask_for_no_8_bits(sound: Sound) -> None:
+    check = CHECKS.get("float8")
+    assert check.applies(sound("ddp-fp32-w2").cell, TorchDriver) == "fp32 asks for no 8 bits"
+    assert not check.applies(sound("ddp-fp8-w2").cell, TorchDriver)

@@ -1,0 +1,110 @@
+"""Does ``scaling`` see a loss that is not scaled, scales that part, and a step that should have been skipped?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.trace import LifeTrace, Moment, Trace
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound, Story
+
+CELLS = ("ddp-fp16_mixed-w2", "fsdp1-fp16_mixed-w2", "zero1-fp16_mixed-w2")
+#: The verb, the step of training that it looks like, and the scale after it.
+VERBS = (("step", 0, 1024.0), ("overflow", 0, 512.0), ("step", 1, 512.0))
+
+
+def overflowing(story: Story) -> Story:
+    """The same training, with an overflow in the second step that all ranks skip."""
+    train = story.trace.life()
+    moments: list[Moment] = []
+    for index, (verb, nth, scale) in enumerate(VERBS):
+        seen: dict[str, Any] = {"life": "overflow", "verb": verb, "index": index, "scaler": {"scale": scale}}
+        moments += [replace(moment, **seen) for moment in train.at("step", nth)]
+    life = LifeTrace("overflow", train.world_size, tuple(moments))
+    return replace(story, trace=Trace.of("hand-made", [life]))
+
+
+def alter(story: Story, verb: str, changes: dict[str, Any], **where: Any) -> Story:
+    return story.moment(verb, changes, life="overflow", **where)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_sound(sound: Sound, cell: str) -> None:
+    assert overflowing(sound(cell)).findings("scaling") == []
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_no_scaler(sound: Sound, cell: str) -> None:
+    story = overflowing(sound(cell))
+    for verb in ("step", "overflow"):
+        story = alter(story, verb, {"scaler": {}})
+    assert story.findings("scaling") == [
+        f"rank {rank}: nothing scales the loss; small gradients vanish in float16" for rank in (0, 1)
+    ]
+
+
+def test_a_scale_of_one(sound: Sound) -> None:
+    story = alter(overflowing(sound("ddp-fp16_mixed-w2")), "step", {"scaler": {"scale": 1.0}}, nth=0)
+    assert story.findings("scaling")[:2] == [
+        f"rank {rank}: the loss is scaled by 1; expected more than 1" for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(("verb", "nth", "what"), [("overflow", 0, "the overflow"), ("step", 1, "the step after it")])
+def test_scales_that_part(sound: Sound, verb: str, nth: int, what: str) -> None:
+    story = alter(overflowing(sound("fsdp1-fp16_mixed-w2")), verb, {"scaler": {"scale": 256.0}}, nth=nth, rank=1)
+    assert story.findings("scaling") == [f"ranks scale the loss differently after {what}: by 256, 512"]
+
+
+def test_a_scale_that_stays(sound: Sound) -> None:
+    story = alter(overflowing(sound("ddp-fp16_mixed-w2")), "overflow", {"scaler": {"scale": 1024.0}})
+    assert story.findings("scaling") == [
+        f"rank {rank}: the scale is 1024 after an overflow at 1024; expected a smaller one" for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_rank_that_steps_while_the_others_skip(sound: Sound, cell: str) -> None:
+    story = overflowing(sound(cell))
+    last = story.trace.life("overflow").at("step", 1)[1]
+    story = alter(story, "overflow", {"model": last.model, "optimizer": last.optimizer}, rank=1)
+    (skipped, stuck) = story.findings("scaling")
+    assert skipped.startswith("rank 1: ")
+    assert skipped.endswith(" others changed in a step whose gradients overflow; expected it to be skipped")
+    assert stuck == "rank 1: nothing changed in the step after the overflow; expected training to go on"
+
+
+def test_a_master_alone_that_changes(sound: Sound) -> None:
+    story = overflowing(sound("zero1-fp16_mixed-w2")).state(
+        "exp_avg", {"digest": "another"}, life="overflow", verb="overflow", rank=0
+    )
+    assert story.findings("scaling") == [
+        "rank 0: exp_avg of 'partition 0' changed in a step whose gradients overflow; expected it to be skipped"
+    ]
+
+
+def test_a_silent_rank(sound: Sound) -> None:
+    story = overflowing(sound("ddp-fp16_mixed-w2")).without("overflow", life="overflow", rank=1)
+    assert "rank 1: no report after the step that overflows" in story.findings("scaling")
+
+
+@pytest.mark.parametrize(
+    ("cell", "driver", "reason"),
+    [
+        ("ddp-bf16_mixed-w2", TorchDriver, "bf16_mixed needs no scaled loss"),
+        ("ddp-fp16_mixed-w2-compile", TorchDriver, "a hook that makes gradients overflow would break the graph"),
+        ("ddp-fp16_mixed-w2", Driver, r"the driver has no overflow(): no gradients can be made to"),
+        ("ddp-fp16_mixed-w2", TorchDriver, ""),
+    ],
+)
+def test_where_it_says_nothing(sound: Sound, cell: str, driver: type[Driver], reason: str) -> None:
+    found = CHECKS.get("scaling").applies(sound(cell).cell, driver)
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)

@@ -1,0 +1,120 @@
+"""Digests compose: what the shards of all ranks hash to is what the whole does."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat import digests
+from pytest_distcompat.digests import EMPTY, combine, form, is_zero, read, without_padding
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
+
+from pytest_distcompat.probe.tensors import digest
+
+#: Around the sizes that are hashed at a time, where a carry would get lost.
+SIZES = (1, 2, 91, (1 << 15) - 1, 1 << 15, (1 << 15) + 1, 3 * (1 << 15) + 7)
+
+
+def values(numel: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_any_cut_gives_the_digest_of_the_whole(numel: int, parts: int) -> None:
+    whole, chance = values(numel), random.Random(numel * parts)
+    cuts = [0, *sorted(chance.randrange(numel + 1) for _ in range(parts - 1)), numel]
+    shards = [whole[start:end] for start, end in itertools.pairwise(cuts)]
+    assert combine(digest(shard) for shard in shards) == digest(whole)
+    assert combine([digest(whole), EMPTY]) == combine([EMPTY, digest(whole)]) == digest(whole)
+
+
+def test_a_cut_by_rows_is_one_of_the_flat_tensor() -> None:
+    whole = values(13 * 7).reshape(13, 7)
+    # As Shard(0) cuts it over four ranks: 4, 4, 4 and 1 rows.
+    assert combine(digest(rows) for rows in torch.split(whole, 4)) == digest(whole)
+    assert digest(whole) == digest(whole.flatten()) == digest(whole.t().contiguous().t())
+
+
+def test_order_and_values_count() -> None:
+    one, other = values(8), values(8, seed=1)
+    assert combine([digest(one), digest(other)]) != combine([digest(other), digest(one)])
+    changed = one.clone()
+    changed[3] = torch.nextafter(changed[3], torch.tensor(9.0))
+    assert digest(changed) != digest(one)
+    assert digest(torch.zeros(3)) != digest(torch.zeros(4))
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("padding", [0, 1, 5])
+def test_padding_comes_off(numel: int, padding: int) -> None:
+    whole = values(numel)
+    padded = torch.nn.functional.pad(whole, (0, padding))
+    assert without_padding(digest(padded), numel) == digest(whole)
+
+
+def test_what_is_no_padding_stays_or_makes_no_sense() -> None:
+    whole = values(6)
+    assert without_padding(digest(whole), 9) == digest(whole)
+    assert without_padding(digest(whole), 5) != digest(whole[:5])
+
+
+@pytest.mark.parametrize("numel", [1, 5, (1 << 15) + 1])
+def test_zero(numel: int) -> None:
+    zero, almost = torch.zeros(numel), torch.zeros(numel)
+    almost[-1] = 1e-30
+    assert is_zero(digest(zero))
+    assert is_zero(combine([digest(zero), EMPTY, digest(zero)]))
+    assert not is_zero(digest(almost))
+    # Equal numbers, equal digests.
+    assert digest(-zero) == digest(zero)
+
+
+def test_empty() -> None:
+    assert digest(torch.empty(0)) == digest(torch.empty(0, 7)) == combine([]) == EMPTY
+    assert is_zero(EMPTY)
+    assert digest(torch.empty(3, device="meta")) == EMPTY
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_a_digest_is_of_values_whatever_they_are_kept_in(dtype: torch.dtype) -> None:
+    rounded = values(200).to(dtype)
+    assert digest(rounded) == digest(rounded.float())
+    assert digest(values(200)) != digest(rounded)
+    # An odd number of two-byte elements ends inside a word, and composes all the same.
+    assert combine([digest(rounded[:7]), digest(rounded[7:])]) == digest(rounded)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32, torch.int8, torch.bool])
+def test_other_dtypes_compose_too(dtype: torch.dtype) -> None:
+    whole = (values(101) * 3).to(dtype)
+    assert combine([digest(whole[:30]), digest(whole[30:])]) == digest(whole)
+    assert digest(whole) != digest(~whole if dtype == torch.bool else whole + 1)
+
+
+def test_a_number_is_a_tensor_of_one() -> None:
+    assert digest(3) == digest(3.0) == digest(torch.tensor(3.0))
+    assert digest("adamw") == digest(None) == ""
+
+
+def test_a_digest_reads_back() -> None:
+    found = digest(values(17))
+    words, hashes = read(found)
+    assert words == 17
+    assert form(words, hashes) == found
+    assert all(0 <= part < prime for part, prime in zip(hashes, digests.PRIMES, strict=True))
+
+
+@pytest.mark.parametrize("text", ["", "12", "12:", ":ff", "twelve:ff", "12:xyz"])
+def test_what_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        read(text)
+    with pytest.raises(ValueError, match="invalid literal"):
+        combine([text])

@@ -1,0 +1,154 @@
+"""Which lives are run, where, and what they find there; by a launcher that starts no process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.launch import Ending, RankEnd, Request
+from pytest_distcompat.runner import Runner, count_lives
+from pytest_distcompat.scenario import DAMAGE, EXPORT, PARITY, RESUME, TRAIN, TRAIN_LIFE, Life, Scenario
+
+
+@dataclass
+class Ranks:
+    """Every rank does all verbs, but in the life of that name all end with an exception in that verb."""
+
+    broken: dict[str, str] = field(default_factory=dict)
+    requests: list[Request] = field(default_factory=list)
+
+    def run(self, request: Request) -> Ending:
+        self.requests.append(request)
+        life = request.payload["life"]
+        if "save" in life["verbs"]:
+            (Path(request.payload["save_to"]) / "shard").write_text("whole", encoding="utf-8")
+        broken = self.broken.get(life["name"], "")
+        events = {rank: list(told(life, rank, broken)) for rank in range(request.world_size)}
+        ends = (RankEnd(rank, *(("raised", "raised ValueError: x") if broken else ("done",))) for rank in events)
+        return Ending(tuple(ends), events, command="torchrun ...")
+
+    def warm_up(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def ran(self) -> list[tuple[str, str]]:
+        return [(request.payload["life"]["name"], request.payload["cell"]) for request in self.requests]
+
+
+def told(life: dict[str, Any], rank: int, broken: str) -> Iterator[dict[str, Any]]:
+    for index, verb in enumerate(life["verbs"]):
+        yield {"event": "verb", "verb": verb, "index": index}
+        if verb == broken:
+            return
+        moment = {"rank": rank, "life": life["name"], "verb": verb, "index": index}
+        yield {"event": "moment", "verb": verb, "index": index, "moment": moment}
+    yield {"event": "done"}
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+@pytest.fixture
+def runner(tmp_path: Path, ranks: Ranks) -> Runner:
+    return Runner(tmp_path / "store", ranks, device="cpu", timeout=1)
+
+
+def cells(*names: str) -> Iterator[Cell]:
+    return map(Cell.parse, names)
+
+
+def test_scenarios_share_their_lives(runner: Runner, ranks: Ranks) -> None:
+    for scenario in (TRAIN, RESUME, PARITY, RESUME):
+        trace = runner.trace("d", Cell.parse("fsdp2-fp32-w2"), scenario)
+        assert [life.name for life in trace] == [life.name for life in scenario.lives]
+    assert ranks.ran == [("train", "fsdp2-fp32-w2"), ("resume", "fsdp2-fp32-w2"), ("reference", "ddp-fp32-w1")]
+    assert count_lives(runner.store) == 3
+
+
+def test_one_reference_for_all_strategies(runner: Runner, ranks: Ranks) -> None:
+    names = ("ddp-fp32-w2", "zero3-fp32-w2", "fsdp2-fp32-w2-compile", "fsdp1-fp32-w2-state_dict_full")
+    references = {str(runner.trace("d", cell, PARITY).life("reference")) for cell in cells(*names)}
+    assert len(references) == 1
+    assert ranks.ran.count(("reference", "ddp-fp32-w1")) == 1
+
+
+def test_a_reference_of_its_own_for_other_data_another_model_or_another_driver(runner: Runner, ranks: Ranks) -> None:
+    for cell in cells("ddp-fp32-w2", "ddp-fp32-w4", "ddp-bf16_mixed-w2", "ddp-fp32-w2-model_plain"):
+        runner.trace("d", cell, PARITY)
+    runner.trace("other", Cell.parse("ddp-fp32-w2"), PARITY)
+    references = [request for request in ranks.requests if request.payload["life"]["name"] == "reference"]
+    assert [request.payload["ranks"] for request in references] == [2, 4, 2, 2, 2]
+    assert {request.world_size for request in references} == {1}
+
+
+def test_a_life_that_others_know_under_another_name_runs_once(runner: Runner, ranks: Ranks) -> None:
+    alias = Life("baseline", TRAIN_LIFE.verbs, strategy="ddp", only=(), same_as="train")
+    runner.trace("d", Cell.parse("ddp-fp32-w2"), TRAIN)
+    trace = runner.trace("d", Cell.parse("fsdp2-fp32-w2-compile"), Scenario("s", (TRAIN_LIFE, alias)))
+    assert ranks.ran == [("train", "ddp-fp32-w2"), ("train", "fsdp2-fp32-w2-compile")]
+    assert (trace.life("baseline").name, trace.life("baseline").cell) == ("baseline", "ddp-fp32-w2")
+
+
+@pytest.mark.parametrize(("broken", "resumed"), [("save", False), ("build", False), ("files", True), ("export", True)])
+def test_what_was_saved_can_be_gone_on_from(runner: Runner, ranks: Ranks, broken: str, *, resumed: bool) -> None:
+    ranks.broken["train"] = broken
+    trace = runner.trace("d", Cell.parse("ddp-fp32-w2"), RESUME)
+    assert [name for name, _ in ranks.ran] == ["train", "resume"][: 1 + resumed]
+    train, resume = trace.life("train").end, trace.life("resume").end
+    assert train is not None
+    assert (train.kind, train.verb) == ("raised", broken)
+    assert resume == (None if resumed else train)
+
+
+@pytest.mark.parametrize(("broken", "reloaded"), [("export", False), ("evaluate", True)])
+def test_what_was_exported_can_be_loaded(runner: Runner, ranks: Ranks, broken: str, *, reloaded: bool) -> None:
+    ranks.broken["train"] = broken
+    runner.trace("d", Cell.parse("ddp-fp32-w2"), EXPORT)
+    assert [name for name, _ in ranks.ran] == ["train", "reload"][: 1 + reloaded]
+
+
+def test_what_is_damaged_is_a_copy(runner: Runner, ranks: Ranks) -> None:
+    cell = Cell.parse("fsdp2-fp32-w2")
+    runner.trace("d", cell, DAMAGE)
+    train, *damaged = ranks.requests
+    original = Path(train.payload["save_to"])
+    for request in damaged:
+        found = Path(request.payload["load_from"])
+        assert found == Path(request.payload["save_to"]) != original
+        assert (found / "shard").read_text(encoding="utf-8") == "whole"
+    # Who goes on from it afterwards finds the original.
+    runner.trace("d", cell, RESUME)
+    assert Path(ranks.requests[-1].payload["load_from"]) == original
+    assert ranks.requests[-1].payload["life"]["name"] == "resume"
+
+
+def test_a_life_that_goes_on_elsewhere_belongs_to_where_it_comes_from(runner: Runner, ranks: Ranks) -> None:
+    port = Life("port", ("plain", "build", "load"), after="train", strategy="fsdp2")
+    for cell in cells("ddp-fp32-w2", "fsdp1-fp32-w2"):
+        runner.trace("d", cell, Scenario("portable", (TRAIN_LIFE, port)))
+    ported = [request for request in ranks.requests if request.payload["life"]["name"] == "port"]
+    assert {request.payload["cell"] for request in ported} == {"fsdp2-fp32-w2"}
+    assert len({request.payload["load_from"] for request in ported}) == 2
+    assert len({request.directory for request in ported}) == 2
+
+
+def test_a_life_that_was_broken_off_with_its_pytest_begins_anew(runner: Runner, ranks: Ranks, tmp_path: Path) -> None:
+    cell = Cell.parse("ddp-fp32-w2")
+    runner.trace("d", cell, TRAIN)
+    (directory,) = (path for path in runner.store.iterdir() if path.is_dir())
+    (directory / "life.json").unlink()
+    (directory / "rank-0.jsonl").write_text("left over", encoding="utf-8")
+    again = Runner(tmp_path / "store", ranks, device="cpu", timeout=1)
+    again.trace("d", cell, TRAIN)
+    assert len(ranks.requests) == 2
+    assert not (directory / "rank-0.jsonl").exists()

@@ -1,0 +1,157 @@
+"""What a rank tells the trainer to do, and what it says of one that does otherwise; no process group, no probe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.driver import Driver, Plan
+from pytest_distcompat.scenario import RESUME_LIFE, TRAIN_LIFE, Life
+from pytest_distcompat.worker import Places, _Rank
+from pytest_distcompat.world import World
+
+if TYPE_CHECKING:
+    from pytest_distcompat.driver import Seen
+
+SHORT = Life("short", ("plain", "build", "step", "save", "files", "step", "export"), first_step=3)
+
+
+class Listens:
+    """Stands for the log and for the observer: notes verbs as they end."""
+
+    def __init__(self) -> None:
+        self.moments: list[dict[str, Any]] = []
+        self.watched = 0
+
+    def write(self, event: str, **data: Any) -> None:
+        if event == "moment":
+            self.moments.append(data["moment"])
+
+    def restart(self) -> None:
+        pass
+
+    def attach(self, model: Any) -> None:
+        pass
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def watching(self) -> Listens:
+        self.watched += 1
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Five(Driver):
+    """The five verbs, which only note that they were called."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.calls: list[Any] = []
+
+    def plain_model(self) -> Any:
+        return "plain"
+
+    def build(self, model: Any) -> None:
+        self.calls.append(("build", model))
+
+    def step(self, number: int) -> float:
+        self.calls.append(("step", number))
+        return 1.0 / number
+
+    def save(self, directory: Path) -> None:
+        self.calls.append(("save", directory.name))
+
+    def load(self, directory: Path) -> None:
+        self.calls.append(("load", directory.name))
+
+
+class Callbacks(Five):
+    """A trainer that does all verbs in one call, and tells of ``told``."""
+
+    told: tuple[str, ...] = ()
+    plans: tuple[Plan, ...] = ()
+
+    def train(self, model: Any, plan: Plan, seen: Seen) -> None:
+        self.plans = (*self.plans, plan)
+        for verb in self.told or plan.verbs:
+            seen(verb, 0.5) if verb == "step" else seen(verb)
+
+
+@pytest.fixture
+def listens(monkeypatch: pytest.MonkeyPatch) -> Listens:
+    """The probe sees nothing: there is no model to look at."""
+    monkeypatch.setattr(_Rank, "_look", lambda self, whole: {"tokens": int(whole)})
+    for verb in ("_files", "_export", "_evaluate"):
+        monkeypatch.setattr(_Rank, verb, lambda self: {})
+    monkeypatch.setattr(_Rank, "_show", lambda self, model: {})
+    return Listens()
+
+
+def live(driver: type[Driver], life: Life, listens: Listens, **attributes: Any) -> Any:
+    """The driver after a life of it, on rank 0 of 2."""
+    made = driver(Cell.parse("ddp-fp32-w2"), World(0, 2, 0, "cpu"))
+    vars(made).update(attributes)
+    places = Places(Path("new"), Path("old"), Path("whole"), 2)
+    _Rank(made, life, places, listens, listens).live()  # type: ignore[arg-type]  # stands for both
+    return made
+
+
+def test_a_driver_of_five_verbs_is_called_verb_by_verb(listens: Listens) -> None:
+    driver = live(Five, SHORT, listens)
+    assert driver.calls == [("build", "plain"), ("step", 3), ("save", "new"), ("step", 4)]
+    assert [moment["verb"] for moment in listens.moments] == list(SHORT.verbs)
+    assert [moment["index"] for moment in listens.moments] == list(range(len(SHORT.verbs)))
+    assert [moment["loss"] for moment in listens.moments if moment["verb"] == "step"] == [1 / 3, 1 / 4]
+
+
+def test_a_resumed_life_loads_where_it_is_told(listens: Listens) -> None:
+    driver = live(Five, RESUME_LIFE, listens)
+    assert driver.calls == [("build", "plain"), ("load", "old"), ("step", 3), ("step", 4)]
+
+
+def test_all_of_a_training_is_one_plan(listens: Listens) -> None:
+    driver = live(Callbacks, TRAIN_LIFE, listens)
+    (plan,) = driver.plans
+    assert plan.verbs == ("build", *("step",) * 3, "save", *("step",) * 17)
+    assert (plan.first_step, plan.last_step, plan.save_to.name) == (0, 20, "new")
+    # Files are read in between, without the trainer's doing.
+    assert [moment["verb"] for moment in listens.moments] == list(TRAIN_LIFE.verbs)
+    assert listens.watched == 1
+
+
+def test_the_first_steps_are_looked_at_in_full(listens: Listens) -> None:
+    live(Callbacks, TRAIN_LIFE, listens)
+    looked = [moment["tokens"] for moment in listens.moments if moment["verb"] == "build"]
+    assert looked == [1]
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (("step",), "told of 'step'; the next verb of the plan is 'build'"),
+        (("build", "save"), "told of 'save'; the next verb of the plan is 'step'"),
+        (("build", "step", "step"), "told of 'step'; the next verb of the plan is 'save'"),
+        (("build", "step", "save", "step", "step"), "told of 'step'; the plan is done"),
+        (("build", "step", "save", "step", "export"), "told of 'export'; the plan is done"),
+        (("build", "step", "save"), "came back before 'step' was seen"),
+        (("build",), "came back before 'step' was seen"),
+    ],
+)
+def test_a_trainer_that_does_not_keep_to_the_plan(listens: Listens, told: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"^the driver's train\(\) {message}"):
+        live(Callbacks, SHORT, listens, told=told)
+
+
+def test_one_that_goes_on_when_the_life_is_over(listens: Listens) -> None:
+    told = ("build", "load", "step", "step", "step")
+    with pytest.raises(RuntimeError, match=r"told of 'step'; the plan is done"):
+        live(Callbacks, RESUME_LIFE, listens, told=told)
