@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from pytest_distcompat import suite
 from pytest_distcompat.known import shipped
-from pytest_distcompat.suite import TestTorch as Torch
 
 pytestmark = pytest.mark.spawn
 
@@ -36,11 +36,11 @@ def test_the_smoke_profile_holds_but_for_what_is_known_and_two_workers_say_the_s
     found = verdicts(alone)
     assert not {place: status for place, status in found.items() if status not in {"passed", "known", "refused"}}
     # What fails is known by a file that comes with the package, not by the suite.
-    assert not Torch.expect
+    assert not suite.TestTorch.expect
     reasons = [issue.reason for issue in shipped()]
     told = [r["reason"] for r in alone["results"] if r["status"] in {"known", "refused"}]
     assert all(any(reason in said for reason in reasons) for said in told), told
-    assert {cell.partition("-")[0] for _, cell, _ in found} == set(Torch.matrix.strategies)
+    assert {cell.partition("-")[0] for _, cell, _ in found} == set(suite.TestTorch.matrix.strategies)
     # Lives are shared between checks.
     assert alone["run"]["lives"] < len(found)
 

@@ -117,8 +117,10 @@ class AccelerateDriver(TinyDriver):
             _options.compile_blocks(how, self.tiny.block_modules(model))
         if how in {False, "partial"}:
             return {}
-        backend = "inductor" if how is True else "aot_eager"
-        return {"dynamo_plugin": TorchDynamoPlugin(backend=backend, use_regional_compilation=how == "regional")}
+        settings: dict[str, Any] = {"backend": "inductor" if how is True else "aot_eager"}
+        if how == "regional":
+            settings["use_regional_compilation"] = True
+        return {"dynamo_plugin": TorchDynamoPlugin(**settings)}
 
     def _recompute(self, model: Any) -> None:
         """For FSDP accelerate recomputes; for the others it is the model's business."""
