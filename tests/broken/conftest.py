@@ -30,6 +30,8 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         patch.setenv("HF_HUB_OFFLINE", "1")
         launcher = LAUNCHERS["warm"](Warmth(("torch", *preload)))
         try:
-            yield Runner(tmp_path_factory.mktemp("twins"), launcher, device="cpu", timeout=60)
+            # As little as a busy machine does not take for slow.
+            limits = {"throughput": 0.1}
+            yield Runner(tmp_path_factory.mktemp("twins"), launcher, device="cpu", timeout=60, limits=limits)
         finally:
             launcher.close()

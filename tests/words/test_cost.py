@@ -86,7 +86,7 @@ def test_memory_is_silent_where_each_is_kept_once() -> None:
     ],
 )
 def test_memory_speaks_of_too_much_and_too_little(states: dict[str, int], message: str) -> None:
-    (found,) = CHECKS.get("memory").findings(CELL, trace(life(**states)))
+    (found,) = CHECKS.get("memory").findings(CELL, trace(life("train", seconds=0.5, ranks=2, **states)))
     assert message in found
 
 

@@ -62,9 +62,9 @@ def test_full_has_every_option_by_itself(driver: type[Driver]) -> None:
 
 def pairs(cell: Cell) -> set[tuple[object, object]]:
     """The pairs of values that a cell covers; no option counts as one."""
-    kept = [option for option in cell.options if option[0] in KEEPING] or [None]
-    trained = [option for option in cell.options if option[0] not in KEEPING] or ["none"]
-    values = [("strategy", cell.strategy), ("precision", cell.precision), *kept, *trained]
+    kept: list[object] = [option for option in cell.options if option[0] in KEEPING] or [None]
+    trained: list[object] = [option for option in cell.options if option[0] not in KEEPING] or ["none"]
+    values: list[object] = [("strategy", cell.strategy), ("precision", cell.precision), *kept, *trained]
     return {(a, b) for a, b in itertools.combinations(values, 2)}
 
 

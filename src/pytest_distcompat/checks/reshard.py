@@ -18,14 +18,18 @@ SAVED = 3
 
 
 #: Options that change what a checkpoint holds, or how.
-SAVING = frozenset({"model", "state_dict", "use_orig_params", "offload", "groups", "frozen", "adapter", "save_only_model"})
+SAVING = frozenset(
+    {"model", "state_dict", "use_orig_params", "offload", "groups", "frozen", "adapter", "save_only_model"}
+)
 
 
 def saved_as_elsewhere(cell: Cell) -> str:
     """Why the claim is tested elsewhere; empty if it is tested here. Lives at other world sizes are the dearest there are."""
     others = [name for name, _ in cell.options if name not in SAVING]
     if others:
-        return f"{others[0]} changes how the model is trained, not what is saved, and what is saved is tested without it"
+        return (
+            f"{others[0]} changes how the model is trained, not what is saved, and what is saved is tested without it"
+        )
     if cell.precision not in {"fp32", "bf16_mixed"}:
         return f"a checkpoint in {cell.precision} is put together as those in fp32 and bf16_mixed are"
     return ""

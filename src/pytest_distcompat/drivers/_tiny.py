@@ -169,6 +169,9 @@ class TinyDriver(Driver):
         import torch
 
         model.eval()
+        if model is not self.model and len({parameter.dtype for parameter in model.parameters()}) > 1:
+            # Trained weights in float32 beside frozen ones in bfloat16: no model computes with both.
+            model.float()
         with torch.no_grad():
             return self.tiny.outputs(model, self.batch_of(HELD_OUT, 0))
 

@@ -31,9 +31,9 @@ FORMAT = 1
 #: ``may_refuse``: where the machine decides whether it is supported.
 KINDS: dict[str, Callable[..., Expectation]] = {"fails": fails, "refuses": refuses, "may_refuse": may_refuse}
 
-_TEXTS = ("id", "link", "reason", "check", "match", "kind", "device", "fixed_in", "script")
+_TEXTS = ("id", "link", "reason", "match", "kind", "device", "fixed_in", "script")
 _NEEDED = ("id", "link", "reason", "check", "match")
-_KEYS = {*_TEXTS, "packages", "drivers", "cells"}
+_KEYS = {*_TEXTS, "check", "packages", "drivers", "cells"}
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,14 @@ class KnownIssue:
 
     ``packages`` are requirements (``accelerate>=1.7``) that must all be installed and fit for the bug to be there.
     ``drivers`` are the libraries through which it shows: a suite is concerned whose driver names one of them. ``cells`` says
-    in which cells, ``device`` (``cpu``, ``cuda``; empty for both) on which ranks. ``kind`` is one of KINDS.
+    in which cells, ``check`` by which checks, ``device`` (``cpu``, ``cuda``; empty for both) on which ranks. ``kind`` is
+    one of KINDS.
     """
 
     id: str
     link: str
     reason: str
-    check: str
+    check: tuple[str, ...]
     match: str
     kind: str = "fails"
     packages: tuple[str, ...] = ()
@@ -66,7 +67,8 @@ class KnownIssue:
     def expectations(self) -> list[Expectation]:
         """One for each entry of ``cells``."""
         reason = f"{self.reason} ({self.link})"
-        return [KINDS[self.kind](self.check, match=self.match, reason=reason, **cells) for cells in self.cells]
+        make = KINDS[self.kind]
+        return [make(check, match=self.match, reason=reason, **cells) for check in self.check for cells in self.cells]
 
 
 def _fits(requirement: Requirement) -> bool:
@@ -116,6 +118,7 @@ def _issue(entry: Mapping[str, Any], where: str) -> KnownIssue:
         requirements = tuple(Requirement(text) for text in entry.get("packages", ()))
         issue = KnownIssue(
             **{name: str(entry[name]) for name in _TEXTS if name in entry},
+            check=_names(entry["check"]),
             packages=tuple(entry.get("packages", ())),
             drivers=tuple(entry.get("drivers", ())),
             cells=tuple(_facets(one) for one in ([cells] if isinstance(cells, Mapping) else cells)),
@@ -125,6 +128,10 @@ def _issue(entry: Mapping[str, Any], where: str) -> KnownIssue:
     except (InvalidRequirement, UsageProblem) as error:
         raise UsageProblem(f"{where}: {error}") from error
     return issue
+
+
+def _names(entry: str | list[str]) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _facets(entry: Mapping[str, Any]) -> dict[str, FacetValue]:

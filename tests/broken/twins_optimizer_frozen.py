@@ -1,0 +1,83 @@
+"""Trainers that move what is frozen, or freeze what is to be trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_distcompat.drivers.accelerate import AccelerateDriver
+
+from .declare import CLIPPING, MEMORY, PARITY, Torch, twin
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+@twin(
+    "optimizer",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"frozen parameter '(module\.)?frozen\.weight' moved",
+    also={**PARITY, **CLIPPING},
+)
+class FrozenDrifts(Torch):
+    """Weight decay done by hand, for frozen parameters too."""
+
+    def step(self, number: int) -> float:
+        import torch
+
+        loss = super().step(number)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(0.999)
+        return loss
+
+
+@twin(
+    "optimizer",
+    "zero1-bf16_mixed-w2-model_plain",
+    match=r"frozen parameter 'module\.frozen\.weight' moved",
+    also={
+        **PARITY,
+        **CLIPPING,
+        **MEMORY,
+        "names": r"the optimizer keeps state for 'frozen\.bias', which is no trainable",
+    },
+)
+class Thawed(AccelerateDriver):
+    """A trainer that switches gradients on for all parameters, whoever froze them."""
+
+    def build(self, model: Module) -> None:
+        model.requires_grad_(requires_grad=True)
+        super().build(model)
+
+
+@twin(
+    "optimizer",
+    "ddp-fp32-w2-model_plain",
+    match=r"frozen parameter 'module\.frozen\.weight' moved",
+    also={
+        **PARITY,
+        **CLIPPING,
+        **MEMORY,
+        "names": r"the optimizer keeps state for 'frozen\.bias', which is no trainable",
+    },
+)
+class ThawedTorch(Torch):
+    """The same with plain torch."""
+
+    def build(self, model: Module) -> None:
+        model.requires_grad_(requires_grad=True)
+        super().build(model)
+
+
+@twin(
+    "optimizer",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"trainable parameter 'outlet\.weight' is not in the optimizer(?s:.*)'outlet\.weight' did not move",
+    also={**PARITY, **CLIPPING, **MEMORY, "names": r"the optimizer of no rank keeps state for 'outlet\.weight'"},
+)
+class FrozenUnasked(Torch):
+    """A trainer that freezes the last layer, and forgets to say so."""
+
+    def build(self, model: Module) -> None:
+        model.get_submodule("outlet").requires_grad_(requires_grad=False)
+        super().build(model)
