@@ -25,7 +25,20 @@ def _json(results: Iterable[Result], run: Mapping[str, Any], rows: Iterable[Row]
 
 
 def _markdown(results: Iterable[Result], run: Mapping[str, Any], rows: Iterable[Row]) -> str:
-    return "\n".join([*_markdown_lines(list(results), run), *_markdown_cost(list(rows))]) + "\n"
+    cells = list(rows)
+    return "\n".join([*_markdown_lines(list(results), run), *_markdown_blanks(cells), *_markdown_cost(cells)]) + "\n"
+
+
+def _markdown_blanks(rows: list[Row]) -> Iterator[str]:
+    """Why a check has nothing to say in a cell: a line a reason."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        for check, reason in row.blanks.items():
+            reasons.setdefault((row.driver, check, reason), []).append(row.cell)
+    if reasons:
+        yield from ("", "## Blanks", "")
+    for (driver, check, reason), names in reasons.items():
+        yield f"- {driver}: {check}: {reason} ({len(names)} cells: {', '.join(names)})"
 
 
 def _markdown_cost(rows: list[Row]) -> Iterator[str]:
