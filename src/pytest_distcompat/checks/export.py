@@ -88,15 +88,22 @@ def _values(train: LifeTrace, reload: LifeTrace, loaded: PlainFact) -> Iterator[
 
 
 def exported_weights(train: LifeTrace, reload: LifeTrace) -> Mapping[str, tuple[str, ...]]:
-    """What the export stands for: the masters, or, where it was reloaded in a lower dtype, the copies in that dtype."""
+    """What the export stands for: the masters, or, of what was reloaded in a lower dtype, the copies in that dtype.
+
+    By each tensor's own dtype: trained weights may be exported in float32 beside frozen ones in bfloat16.
+    """
     trained = values(train, train.at("export"))
     loaded = reload.first("reload")
     model = next((moment.model for moment in train.at("export") if moment.model), None)
     if not trained.of("master") or loaded is None or loaded.plain is None or model is None:
         return trained.weights
-    least = min(_SIZES.get(fact.dtype, 4) for fact in loaded.plain.parameters)
     live = max(_SIZES.get(fact.dtype, 4) for fact in model.parameters)
-    return trained.of("parameter") if least <= live < _SIZES["float32"] else trained.weights
+    sizes = {fact.name: _SIZES.get(fact.dtype, 4) for fact in loaded.plain.parameters}
+    copies = trained.of("parameter")
+    return {
+        name: copies[name] if name in copies and sizes.get(name, 4) <= live < _SIZES["float32"] else master
+        for name, master in trained.weights.items()
+    }
 
 
 def _outputs(cell: Cell, trained: tuple[Moment, ...], reloaded: tuple[Moment, ...]) -> Iterator[str]:
