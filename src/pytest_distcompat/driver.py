@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.world import World
 
 #: The verbs that are an optimizer step.
-STEPS = frozenset({"step", "overflow"})
+STEP_VERBS = frozenset({"step", "overflow"})
 
 #: Told after each verb: its name and, after a step, the loss on this rank.
 Seen = Callable[..., None]
@@ -74,8 +74,6 @@ class Driver:
     scaler: Any = None
     #: The gradient norm of the last step, before clipping, if the trainer tells it.
     grad_norm: float | None = None
-    #: What the trainer clips gradients to; None for no clipping.
-    max_norm: float | None = None
     #: How many tokens (or samples) this rank learned from in the last step.
     tokens: int = 0
     #: Class names of the modules that are to be sharded, checkpointed and compiled one by one.
@@ -132,7 +130,7 @@ class Driver:
         """
         number = plan.first_step
         for verb in plan.verbs:
-            if verb in STEPS:
+            if verb in STEP_VERBS:
                 seen(verb, getattr(self, verb)(number))
                 number += 1
                 continue

@@ -110,11 +110,13 @@ def _pairwise(
     kept = _choices(driver, lambda name: name in KEEPING)
     trained = _choices(driver, lambda name: name not in KEEPING)
 
-    def possible(row: Sequence[Any]) -> bool:
-        return not driver.unable(_cell(row[0], row[1], world_size, row[2], row[3]), device)
+    def cell(row: Sequence[Any]) -> Cell:
+        return _cell(row[0], row[1], world_size, row[2], row[3])
 
-    constraint = {"operator": "fn", "requires": [0, 1, 2, 3], "evaluate": possible}
-    for row in make([list(strategies), list(precisions), kept, trained], constraints=[constraint]):
-        cell = _cell(row[0], row[1], world_size, row[2], row[3])
-        if possible(row):
-            yield cell
+    possible = {
+        "operator": "fn",
+        "requires": [0, 1, 2, 3],
+        "evaluate": lambda row: not driver.unable(cell(row), device),
+    }
+    for row in make([list(strategies), list(precisions), kept, trained], constraints=[possible]):
+        yield cell(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -67,8 +68,8 @@ class Runner:
         with FileLock(f"{directory}.lock"):
             if not done.exists():
                 self._run(driver, cell, life, after)
-            data = json.loads(done.read_text(encoding="utf-8"))
-        return dataclasses.replace(_life_from_json(data["trace"]), name=life.name), data["command"]
+        trace, command = _read(done)
+        return dataclasses.replace(trace, name=life.name), command
 
     def _run(self, driver: str, cell: Cell, life: Life, after: Life | None) -> None:
         directory = self._directory(driver, cell, life)
@@ -123,6 +124,13 @@ class Runner:
         name = re.sub(r"[^\w.-]", "_", text)
         # A file name has 255 bytes, and a cell's id may be long.
         return self.store / f"{name[:180]}-{hashlib.sha256(f'{text} {self._device}'.encode()).hexdigest()[:8]}"
+
+
+@functools.lru_cache(maxsize=16)
+def _read(done: Path) -> tuple[LifeTrace, str]:
+    """A life that is over, and the command that runs it again. The checks of a cell, one after the other, read the same lives."""
+    data = json.loads(done.read_text(encoding="utf-8"))
+    return _life_from_json(data["trace"]), data["command"]
 
 
 def count_lives(store: Path) -> int:

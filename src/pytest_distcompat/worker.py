@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.driver import STEPS, Driver, Plan
+from pytest_distcompat.driver import STEP_VERBS, Driver, Plan
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.scenario import Life
 from pytest_distcompat.trace import Moment
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.probe import Observer
 
 #: The verbs that are the trainer's own, and may be one call to it.
-TRAINING = STEPS | {"build", "load", "save"}
+TRAINING = STEP_VERBS | {"build", "load", "save"}
 
 
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
@@ -123,8 +123,8 @@ class _Rank:
         if verb != expected:
             told = f"the next verb of the plan is {expected!r}" if expected else "the plan is done"
             raise RuntimeError(f"the driver's train() told of {verb!r}; {told}")
-        facts = self._look(whole=verb not in STEPS or self.number < self.life.first_step + WHOLE)
-        if verb in STEPS:
+        facts = self._look(whole=verb not in STEP_VERBS or self.number < self.life.first_step + WHOLE)
+        if verb in STEP_VERBS:
             driver = self.driver
             facts |= {"loss": loss, "grad_norm": driver.grad_norm, "tokens": driver.tokens, **self.observer.facts()}
             self.number += 1

@@ -47,7 +47,6 @@ class Mutant:
     upstream: tuple[str, ...]
     symptom: str
     edits: tuple[Edit, ...]
-    seen: tuple[Sighting, ...] = ()
     stand_in: bool = False
 
 

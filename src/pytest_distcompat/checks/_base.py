@@ -95,6 +95,12 @@ def message(findings: list[str]) -> str:
     return "\n".join(shown)
 
 
+def pairs(before: tuple[Moment, ...], after: tuple[Moment, ...]) -> Iterator[tuple[Moment, Moment]]:
+    """Each rank's two moments; a rank that did not report has none to compare."""
+    was = {moment.rank: moment for moment in before}
+    return ((was[moment.rank], moment) for moment in after if moment.rank in was)
+
+
 def every_rank(moments: tuple[Moment, ...], world_size: int, what: str) -> Iterator[str]:
     """A finding if a rank did not report: silence is no proof."""
     missing = sorted(set(range(world_size)) - {moment.rank for moment in moments})

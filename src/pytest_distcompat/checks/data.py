@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import check, every_rank, pairs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import RESUME
-from pytest_distcompat.trace import LifeTrace, Moment, Trace
+from pytest_distcompat.trace import LifeTrace, Trace
 
 
 def _watched(cell: Cell, driver: type[Driver]) -> str:
@@ -29,22 +29,16 @@ def data(cell: Cell, trace: Trace) -> Iterator[str]:
     for nth in range(5):
         yield from _apart(whole, nth)
     yield from every_rank(resumed.at("load"), cell.world_size, "load")
-    for before, after in _pairs(whole.at("save"), resumed.at("load")):
+    for before, after in pairs(whole.at("save"), resumed.at("load")):
         if before.rng != after.rng:
             yield f"rank {after.rank}: torch's random state after the load is another than at the save"
     for nth in (0, 1):
         yield from every_rank(whole.at("step", 3 + nth), cell.world_size, f"step {nth + 1} after the save")
         yield from every_rank(resumed.at("step", nth), cell.world_size, f"step {nth + 1} after the load")
-        for expected, found in _pairs(whole.at("step", 3 + nth), resumed.at("step", nth)):
+        for expected, found in pairs(whole.at("step", 3 + nth), resumed.at("step", nth)):
             if expected.inputs != found.inputs:
                 told = f"step {nth + 1} after the load is fed other data than in the run that never stopped"
                 yield f"rank {found.rank}: {told}"
-
-
-def _pairs(before: tuple[Moment, ...], after: tuple[Moment, ...]) -> Iterator[tuple[Moment, Moment]]:
-    """Each rank's two moments; a rank that did not report has none to compare."""
-    was = {moment.rank: moment for moment in before}
-    return ((was[moment.rank], moment) for moment in after if moment.rank in was)
 
 
 def _apart(life: LifeTrace, nth: int) -> Iterator[str]:

@@ -8,6 +8,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks._values import compare, flat_parameters, values
 from pytest_distcompat.checks.names import adapter_name
+from pytest_distcompat.cost import BYTES
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import EXPORT
@@ -15,8 +16,6 @@ from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import FileFact, LifeTrace, Moment, PlainFact, Trace
 
 PREFIX = "export/"
-#: Bytes an element has.
-_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def _exports(cell: Cell, driver: type[Driver]) -> str:
@@ -97,11 +96,11 @@ def exported_weights(train: LifeTrace, reload: LifeTrace) -> Mapping[str, tuple[
     model = next((moment.model for moment in train.at("export") if moment.model), None)
     if not trained.of("master") or loaded is None or loaded.plain is None or model is None:
         return trained.weights
-    live = max(_SIZES.get(fact.dtype, 4) for fact in model.parameters)
-    sizes = {fact.name: _SIZES.get(fact.dtype, 4) for fact in loaded.plain.parameters}
+    live = max(BYTES.get(fact.dtype, 4) for fact in model.parameters)
+    sizes = {fact.name: BYTES.get(fact.dtype, 4) for fact in loaded.plain.parameters}
     copies = trained.of("parameter")
     return {
-        name: copies[name] if name in copies and sizes.get(name, 4) <= live < _SIZES["float32"] else master
+        name: copies[name] if name in copies and sizes.get(name, 4) <= live < BYTES["float32"] else master
         for name, master in trained.weights.items()
     }
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._values import flat_parameters
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import FileFact, Moment, PlainFact, Trace
@@ -77,7 +78,7 @@ class _Oracle:
         if moment.model is None:
             yield f"{where}: no model to read names from"
             return
-        if any(fact.kind == "FlatParameter" for fact in moment.model.parameters):
+        if flat_parameters((moment,)):
             return  # one flat parameter a unit has no names of its own; the files have
         found = Counter(self.canonical(fact.name) for fact in moment.model.parameters)
         raw = {self.canonical(fact.name): fact.name for fact in moment.model.parameters}
@@ -117,7 +118,7 @@ class _Oracle:
                 return
             owners |= {state.owner for state in moment.optimizer.states if not state.owner.startswith("partition ")}
             owners |= {name for name, numel in moment.optimizer.partitioned.items() if numel}
-        if any(fact.kind == "FlatParameter" for moment in trained if moment.model for fact in moment.model.parameters):
+        if flat_parameters(trained):
             return
         found = {self.canonical(name) for name in owners}
         for name in sorted(self.trainable - found):

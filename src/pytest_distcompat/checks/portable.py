@@ -10,15 +10,12 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks._values import compare, differences, flat_parameters, settings, values
 from pytest_distcompat.checks.export import exported_weights
-from pytest_distcompat.checks.reshard import counted, saved_as_elsewhere
+from pytest_distcompat.checks.reshard import SAVED, counted, saved_as_elsewhere
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import Scenario
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import LifeTrace, Trace
-
-#: The steps of ``train`` that come before the save.
-SAVED = 3
 
 
 def _claimed(cell: Cell, driver: type[Driver]) -> str:

@@ -15,8 +15,6 @@ from pytest_distcompat.trace import LifeTrace, Trace
 
 #: The steps of ``train`` that come before the save.
 SAVED = 3
-
-
 #: Options that change what a checkpoint holds, or how.
 SAVING = frozenset(
     {"model", "state_dict", "use_orig_params", "offload", "groups", "frozen", "adapter", "save_only_model"}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import check, every_rank, pairs
 from pytest_distcompat.checks._values import held_states
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESUME
@@ -36,13 +36,13 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(trained, cell.world_size, "three steps")
     yield from every_rank(saved, cell.world_size, "save")
     yield from every_rank(loaded, cell.world_size, "load")
-    for before, after in _pairs(trained, saved):
+    for before, after in pairs(trained, saved):
         yield from _same(before, after, "save")
     if cell.option("save_only_model"):
-        for before, after in _pairs(saved, loaded):
+        for before, after in pairs(saved, loaded):
             yield from _model(before, after, "load")
         return
-    for before, after in _pairs(saved, loaded):
+    for before, after in pairs(saved, loaded):
         yield from _same(before, after, "load")
         if before.scaler != after.scaler:
             yield f"rank {after.rank}: the gradient scaler is at {after.scaler}; saved at {before.scaler}"
@@ -53,12 +53,6 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from every_rank(expected, cell.world_size, f"step {nth + 1} after the save")
         yield from every_rank(found, cell.world_size, f"step {nth + 1} after the load")
         yield from _losses(nth, expected, found, _tolerance(cell))
-
-
-def _pairs(before: tuple[Moment, ...], after: tuple[Moment, ...]) -> Iterator[tuple[Moment, Moment]]:
-    """Each rank's two moments; a rank that did not report has none to compare."""
-    was = {moment.rank: moment for moment in before}
-    return ((was[moment.rank], moment) for moment in after if moment.rank in was)
 
 
 def _same(before: Moment, after: Moment, verb: str) -> Iterator[str]:
@@ -125,7 +119,7 @@ def _tolerance(cell: Cell) -> float:
 
 
 def _losses(nth: int, whole: tuple[Moment, ...], resumed: tuple[Moment, ...], tolerance: float) -> Iterator[str]:
-    for expected, found in _pairs(whole, resumed):
+    for expected, found in pairs(whole, resumed):
         if expected.loss is None or found.loss is None:
             yield f"rank {found.rank}: no loss to compare"
         elif not math.isclose(expected.loss, found.loss, rel_tol=tolerance):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import check, every_rank, pairs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import OVERFLOW
@@ -52,9 +52,9 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
         if len(scales) > 1:
             listed = ", ".join(f"{scale:g}" for scale in sorted(scales))
             yield f"ranks scale the loss differently after {what}: by {listed}"
-    for old, new in zip(before, spoilt, strict=False):
+    for old, new in pairs(before, spoilt):
         yield from _skipped(old, new)
-    for old, new in zip(spoilt, after, strict=False):
+    for old, new in pairs(spoilt, after):
         if new.optimizer and new.optimizer.states and _values(old) == _values(new):
             yield f"rank {new.rank}: nothing changed in the step after the overflow; expected training to go on"
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.judge import Verdict, judge, skipped
-from pytest_distcompat.known import applying, concerned
+from pytest_distcompat.known import concerned
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.shelf import Shelf
@@ -39,6 +39,8 @@ class Case:
     suite: type[CompatSuite]
     cell: Cell
     check: Check
+    #: The checks that have no item in the cell, with the reason.
+    blanks: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def id(self) -> str:
@@ -124,7 +126,7 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         empty = blanks(cell, driver, session)
         able = not driver.unable(cell, session.device)
         checks = [check for check in CHECKS.things.values() if check.name not in empty]
-        found += [Case(suite, cell, check) for check in (checks if able else checks[:1])]
+        found += [Case(suite, cell, check, empty) for check in (checks if able else checks[:1])]
     return found
 
 
@@ -135,12 +137,6 @@ def blanks(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict
         if check.limit and check.limit not in session.limits:
             found[name] = f"no limit was given: --distcompat-{check.limit}"
     return {name: reason for name, reason in found.items() if reason}
-
-
-def expected(case: Case, session: DistcompatSession) -> tuple[Expectation, ...]:
-    """What the suite declares, then the known upstream issues of what its driver stands on."""
-    driver = find_driver(case.suite.driver)
-    return (*case.suite.expect, *applying(session.known, concerned(driver), session.device))
 
 
 def modules_of(suite: type[CompatSuite], chosen: list[Case]) -> list[str]:
@@ -163,7 +159,7 @@ class BoundCase:
         """Raise VerdictFailure, or skip, or xfail, or return."""
         __tracebackhide__ = True
         verdict, command = self._verdict()
-        case, session = self.case, self.item.config.stash[SESSION]
+        case = self.case
         self.item.stash[VERDICT] = {
             "suite": case.suite.__name__,
             "driver": case.suite.driver,
@@ -173,7 +169,7 @@ class BoundCase:
             "message": verdict.message,
             "reason": verdict.reason,
             "nodeid": self.item.nodeid,
-            "blanks": blanks(case.cell, find_driver(case.suite.driver), session),
+            "blanks": dict(case.blanks),
             "cost": self._cost,
         }
         if verdict.status == "skipped":
@@ -197,7 +193,9 @@ class BoundCase:
         command = trace.notes.get(broken) or next(reversed(list(trace.notes.values())), "")
         found = cost(trace)
         self._cost = dataclasses.asdict(found) if found else {}
-        return judge(case.check, case.cell, trace, expected(case, session)), command
+        # What the suite itself declares comes first.
+        expected = (*case.suite.expect, *session.known_of(concerned(driver)))
+        return judge(case.check, case.cell, trace, expected), command
 
     def _text(self, verdict: Verdict, command: str) -> str:
         session = self.item.config.stash[SESSION]

@@ -15,6 +15,7 @@ import pytest
 from pytest_distcompat.plugin.options import OPTIONS, PRELOAD, Setting, setting
 
 if TYPE_CHECKING:
+    from pytest_distcompat.expect import Expectation
     from pytest_distcompat.known import KnownIssue
     from pytest_distcompat.launch import Launcher
     from pytest_distcompat.runner import Runner
@@ -139,6 +140,16 @@ class DistcompatSession:
 
         own: tuple[KnownIssue, ...] = self.setting("known").value
         return (*own, *shipped())
+
+    @functools.cache  # noqa: B019 - a session lives as long as its process
+    def known_of(self, libraries: tuple[str, ...]) -> tuple[Expectation, ...]:
+        """What is known upstream of these libraries (``known.concerned``), in the versions that are installed, on this device.
+
+        Once a driver: it looks versions up, and every item of a suite asks.
+        """
+        from pytest_distcompat.known import applying
+
+        return applying(self.known, libraries, self.device)
 
     @functools.cached_property
     def runner(self) -> Runner:

@@ -26,16 +26,16 @@ def read_plain(model: Module, blocks: Collection[str] = (), ignored: tuple[str, 
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     parameters = tuple(_plain(name, parameter) for name, parameter in model.named_parameters())
-    persistent = set(model.state_dict())
+    state_dict = tuple(model.state_dict())
     buffers = tuple(
-        _plain(name, buffer, placement="persistent" if name in persistent else "non-persistent")
+        _plain(name, buffer, placement="persistent" if name in state_dict else "non-persistent")
         for name, buffer in model.named_buffers()
     )
     tied = tuple(tuple(group) for group in names.values() if len(group) > 1)
     return PlainFact(
         parameters,
         buffers,
-        tuple(model.state_dict()),
+        state_dict,
         tied,
         blocks=tuple(name for name, module in model.named_modules() if type(module).__name__ in blocks),
         ignored=ignored,
@@ -68,7 +68,8 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
     from torch import distributed
 
     held: Counter[int] = Counter()
-    flat = bool(_zero_stage(model))
+    stage = _zero_stage(model)
+    flat = bool(stage)
     if optimizer is not None and not flat:
         copies = copied(optimizer)
         entries = (p for group in torch_optimizer(optimizer).param_groups for p in group["params"])
@@ -88,7 +89,7 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
         world_size=distributed.get_world_size() if ready else 1,
         trainer_world_size=trainer_world_size,
         backend=str(distributed.get_backend()) if ready else "",
-        zero_stage=_zero_stage(model),
+        zero_stage=stage,
         units=tuple(_units(model)),
         checkpointed=tuple(_checkpointed(model)),
         compiled=tuple(_compiled(model)),

@@ -60,6 +60,15 @@ class Row:
     cost: dict[str, float] = field(default_factory=dict)
 
 
+def blank_reasons(rows: Iterable[Row]) -> dict[tuple[str, str], list[str]]:
+    """(check, why it has nothing to say) to the cells."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for check, reason in row.blanks.items():
+            reasons.setdefault((check, reason), []).append(row.cell)
+    return reasons
+
+
 def by_suite(results: Iterable[Result]) -> list[list[Result]]:
     """Grouped, in the order of first appearance."""
     suites: dict[tuple[str, str], list[Result]] = {}

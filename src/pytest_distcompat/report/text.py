@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from pytest_distcompat.report.result import Result, Row, by_suite, table
+from pytest_distcompat.report.result import Result, Row, blank_reasons, by_suite, table
 
 
 def matrix_text(results: Iterable[Result], cells: Iterable[Row] = ()) -> Iterator[str]:
@@ -19,17 +19,9 @@ def matrix_text(results: Iterable[Result], cells: Iterable[Row] = ()) -> Iterato
         for status, title in (("known", "known"), ("skipped", "not run"), ("refused", "refused")):
             for reason, names in _reasons(found, status).items():
                 yield f"  {title}: {reason} [{_short(names)}]"
-        yield from _blanks(row for row in extra if row.suite == found[0].suite and row.driver == found[0].driver)
-
-
-def _blanks(rows: Iterable[Row]) -> Iterator[str]:
-    """Why a check has nothing to say in some cells: a line a reason."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        for check, reason in row.blanks.items():
-            reasons.setdefault((check, reason), []).append(row.cell)
-    for (check, reason), names in reasons.items():
-        yield f"  blank: {check}: {reason} [{_short(names)}]"
+        here = (row for row in extra if row.suite == found[0].suite and row.driver == found[0].driver)
+        for (check, reason), names in blank_reasons(here).items():
+            yield f"  blank: {check}: {reason} [{_short(names)}]"
 
 
 def _reasons(results: Iterable[Result], status: str) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.report.result import Result, Row, by_suite, table
+from pytest_distcompat.report.result import Result, Row, blank_reasons, by_suite, table
 
 #: Raised when a key changes its meaning or goes away; new keys may come at any time.
 FORMAT = 1
@@ -31,14 +31,11 @@ def _markdown(results: Iterable[Result], run: Mapping[str, Any], rows: Iterable[
 
 def _markdown_blanks(rows: list[Row]) -> Iterator[str]:
     """Why a check has nothing to say in a cell: a line a reason."""
-    reasons: dict[tuple[str, str, str], list[str]] = {}
-    for row in rows:
-        for check, reason in row.blanks.items():
-            reasons.setdefault((row.driver, check, reason), []).append(row.cell)
-    if reasons:
+    if any(row.blanks for row in rows):
         yield from ("", "## Blanks", "")
-    for (driver, check, reason), names in reasons.items():
-        yield f"- {driver}: {check}: {reason} ({len(names)} cells: {', '.join(names)})"
+    for driver in dict.fromkeys(row.driver for row in rows):
+        for (check, reason), names in blank_reasons(row for row in rows if row.driver == driver).items():
+            yield f"- {driver}: {check}: {reason} ({len(names)} cells: {', '.join(names)})"
 
 
 def _markdown_cost(rows: list[Row]) -> Iterator[str]:
