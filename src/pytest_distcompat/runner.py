@@ -21,6 +21,8 @@ from pytest_distcompat.scenario import Life, Scenario
 from pytest_distcompat.trace import LifeEnd, LifeTrace, Moment, Trace
 
 _DONE = "life.json"
+#: What a rank of a suite runs.
+WORKER = "pytest_distcompat.worker"
 
 
 class Runner:
@@ -87,7 +89,7 @@ class Runner:
             found = own
         there = life.cell(cell)
         request = Request(
-            target="pytest_distcompat.worker:run",
+            target=f"{WORKER}:run",
             payload={
                 "driver": driver,
                 "cell": there.id,

@@ -21,15 +21,19 @@ class Shelf(Generic[T]):
     def __init__(self, package: str, kind: type[T], word: str) -> None:
         self._package, self._kind, self._word = package, kind, word
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that hold the things, by their full names."""
+        package = importlib.import_module(self._package)
+        names = (info.name for info in pkgutil.iter_modules(package.__path__))
+        return tuple(f"{self._package}.{name}" for name in names if not name.startswith("_"))
+
     @functools.cached_property
     def things(self) -> dict[str, T]:
         """Name to thing. Raises TypeError for a module that holds none, or one of a name that there is already."""
-        package = importlib.import_module(self._package)
         found: dict[str, T] = {}
-        for info in pkgutil.iter_modules(package.__path__):
-            if info.name.startswith("_"):
-                continue
-            module = importlib.import_module(f"{self._package}.{info.name}")
+        for full_name in self.modules:
+            module = importlib.import_module(full_name)
             here = [value for value in vars(module).values() if self._belongs(value, module.__name__)]
             if not here:
                 raise TypeError(f"{module.__name__} holds no {self._kind.__name__}")

@@ -123,7 +123,8 @@ class _Rank:
         if verb != expected:
             told = f"the next verb of the plan is {expected!r}" if expected else "the plan is done"
             raise RuntimeError(f"the driver's train() told of {verb!r}; {told}")
-        facts = self._look(whole=verb not in STEP_VERBS or self.number < self.life.first_step + WHOLE)
+        with self.observer.aside():
+            facts = self._look(whole=verb not in STEP_VERBS or self.number < self.life.first_step + WHOLE)
         if verb in STEP_VERBS:
             driver = self.driver
             facts |= {"loss": loss, "grad_norm": driver.grad_norm, "tokens": driver.tokens, **self.observer.facts()}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_distcompat.drivers import _options
+from pytest_distcompat.drivers import _options, _preload
 from pytest_distcompat.drivers._tiny import MAX_NORM, TinyDriver
 from pytest_distcompat.strategies import STRATEGIES
 
@@ -24,18 +24,7 @@ class AccelerateDriver(TinyDriver):
     """The training loop of accelerate's own documentation."""
 
     name: ClassVar[str] = "accelerate"
-    preload: ClassVar[tuple[str, ...]] = (
-        "accelerate",
-        "accelerate.utils.fsdp_utils",
-        "deepspeed",
-        # Every ZeRO engine imports it, and torch._dynamo with it: seconds a life.
-        "deepspeed.runtime.zero.muon.muon_optimizer",
-        "deepspeed.checkpoint",
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint",
-        "torch.distributed.tensor",
-        "safetensors.torch",
-    )
+    preload: ClassVar[tuple[str, ...]] = _preload.ACCELERATE
     options: ClassVar[tuple[str, ...]] = (
         "model",
         "state_dict",

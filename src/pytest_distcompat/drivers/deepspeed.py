@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_distcompat.drivers import _options
+from pytest_distcompat.drivers import _options, _preload
 from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.precisions import PRECISIONS
@@ -25,14 +25,7 @@ class DeepSpeedDriver(TinyDriver):
     """The training loop of DeepSpeed's own documentation."""
 
     name: ClassVar[str] = "deepspeed"
-    preload: ClassVar[tuple[str, ...]] = (
-        "deepspeed",
-        # Every ZeRO engine imports it, and torch._dynamo with it: seconds a life.
-        "deepspeed.runtime.zero.muon.muon_optimizer",
-        "deepspeed.checkpoint",
-        "deepspeed.utils.zero_to_fp32",
-        "safetensors.torch",
-    )
+    preload: ClassVar[tuple[str, ...]] = _preload.DEEPSPEED
     options: ClassVar[tuple[str, ...]] = (
         "model",
         "compile",

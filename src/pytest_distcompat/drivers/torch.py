@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_distcompat.drivers import _options
+from pytest_distcompat.drivers import _options, _preload
 from pytest_distcompat.drivers._tiny import MAX_NORM, TinyDriver
 from pytest_distcompat.strategies import STRATEGIES
 
@@ -25,14 +25,7 @@ class TorchDriver(TinyDriver):
     """The training loop of torch's own tutorials."""
 
     name: ClassVar[str] = "torch"
-    preload: ClassVar[tuple[str, ...]] = (
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint",
-        "torch.distributed.checkpoint.state_dict",
-        "torch.distributed.tensor",
-        "torch.nn.parallel",
-        "safetensors.torch",
-    )
+    preload: ClassVar[tuple[str, ...]] = _preload.TORCH
     options: ClassVar[tuple[str, ...]] = (
         "model",
         "state_dict",

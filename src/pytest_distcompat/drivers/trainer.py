@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.driver import Plan, Seen
-from pytest_distcompat.drivers import _options
+from pytest_distcompat.drivers import _options, _preload
 from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, MAX_NORM, TinyDriver
 from pytest_distcompat.drivers._trainer_callback import PlanDoneError, tell
 from pytest_distcompat.strategies import STRATEGIES
@@ -33,19 +33,7 @@ class TrainerDriver(TinyDriver):
 
     name: ClassVar[str] = "trainer"
     mean: ClassVar[str] = "token"
-    preload: ClassVar[tuple[str, ...]] = (
-        "transformers.trainer",
-        "transformers.integrations.deepspeed",
-        "accelerate.utils.fsdp_utils",
-        "deepspeed",
-        # Every ZeRO engine imports it, and torch._dynamo with it: seconds a life.
-        "deepspeed.runtime.zero.muon.muon_optimizer",
-        "deepspeed.checkpoint",
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint",
-        "torch.distributed.tensor",
-        "safetensors.torch",
-    )
+    preload: ClassVar[tuple[str, ...]] = _preload.TRAINER
     options: ClassVar[tuple[str, ...]] = (
         "model",
         "state_dict",

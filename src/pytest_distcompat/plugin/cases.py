@@ -21,6 +21,7 @@ from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.runner import WORKER
 from pytest_distcompat.shelf import Shelf
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.suite import CompatSuite
@@ -141,11 +142,14 @@ def blanks(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict
 
 def modules_of(suite: type[CompatSuite], chosen: list[Case]) -> list[str]:
     """What the fork server should import for the suite."""
+    from pytest_distcompat.drivers import DRIVERS
     from pytest_distcompat.models import MODELS
 
     driver: type[Driver] = find_driver(suite.driver)
     models = {str(case.cell.option("model")) for case in chosen} if "model" in driver.options else set()
-    return [*driver.preload, *(module for model in sorted(models) for module in MODELS.get(model).preload)]
+    of_models = [module for model in sorted(models) for module in MODELS.get(model).preload]
+    own = [module for shelf in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in shelf.modules]
+    return [*driver.preload, *of_models, WORKER, "pytest_distcompat.probe", *own]
 
 
 class BoundCase:

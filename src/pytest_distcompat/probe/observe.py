@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
 from pytest_distcompat.trace import CollectiveFact, ComputeFact, StepFact
@@ -54,7 +54,8 @@ class Observer:
             return  # a trainer that compiles though nobody asked for it
         if self._active and torch.is_grad_enabled():
             fed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
-            self.inputs.append(" ".join(sorted(digest(value) for value in fed)))
+            with self.aside():
+                self.inputs.append(" ".join(sorted(digest(value) for value in fed)))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -65,6 +66,16 @@ class Observer:
                 yield
         finally:
             self._active = False
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is computed inside is the probe's own, and no business of anybody's.
+
+        ``_disable_current_modes`` is private, but torch's own kernels use it so; without it every operator of a digest goes
+        through Python. ``tests/spawn/test_private_names.py`` says when it goes away.
+        """
+        with _disable_current_modes():
+            yield
 
     def restart(self) -> None:
         """Forget what was seen: the next verb begins."""
@@ -107,7 +118,8 @@ class Observer:
         master = {dtype_name(p.dtype) for p in tensors}
         gradients = [local_of(p.grad) for p in tensors if p.grad is not None]
         gradient = {dtype_name(grad.dtype) for grad in gradients}
-        square = sum(float(grad.double().square().sum()) for grad in gradients)
+        with self.aside():
+            square = sum(float(grad.double().square().sum()) for grad in gradients)
         self._before[id(optimizer)] = (master, gradient, square)
 
     def _post_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

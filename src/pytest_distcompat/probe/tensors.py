@@ -40,12 +40,15 @@ _CHUNK = 1 << 15
 
 
 @functools.cache
-def _powers(prime: int, base: int) -> torch.Tensor:
-    """base**(n-1), ..., base, 1 modulo the prime, for a whole chunk."""
-    powers = torch.ones(1, dtype=torch.int64)
-    while powers.numel() < _CHUNK:
-        powers = torch.cat((powers, powers * pow(base, powers.numel(), prime) % prime))
-    return powers.flip(0)
+def _powers() -> tuple[torch.Tensor, torch.Tensor]:
+    """The primes, shape (2, 1), and for each base**(n-1), ..., base, 1 modulo it, for a whole chunk: shape (2, chunk)."""
+    rows = []
+    for prime, base in zip(digests.PRIMES, digests.BASES, strict=True):
+        powers = torch.ones(1, dtype=torch.int64)
+        while powers.numel() < _CHUNK:
+            powers = torch.cat((powers, powers * pow(base, powers.numel(), prime) % prime))
+        rows.append(powers.flip(0))
+    return torch.tensor(digests.PRIMES, dtype=torch.int64).unsqueeze(1), torch.stack(rows)
 
 
 def digest(value: Any) -> str:
@@ -70,18 +73,22 @@ def digest(value: Any) -> str:
         elif flat.element_size() % 4:
             flat = flat.to(torch.int32)
         words = flat.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-        hashes = [_hash(words, prime, base) for prime, base in zip(digests.PRIMES, digests.BASES, strict=True)]
-        return digests.form(words.numel(), (hashes[0], hashes[1]))
+        return digests.form(words.numel(), _hash(words))
 
 
-def _hash(words: torch.Tensor, prime: int, base: int) -> int:
-    powers = _powers(prime, base)
+def _hash(words: torch.Tensor) -> tuple[int, int]:
+    """Under both primes at once: a probe hashes hundreds of small tensors a step, and each operator is a call."""
+    primes, powers = _powers()
+    rest = words % primes
     if words.numel() <= _CHUNK:
-        return int((words % prime * powers[_CHUNK - words.numel() :] % prime).sum()) % prime
+        sums: list[int] = (rest * powers[:, _CHUNK - words.numel() :] % primes).sum(dim=1).tolist()
+        return sums[0] % digests.PRIMES[0], sums[1] % digests.PRIMES[1]
     # Zeros in front do not change the sum, so the first chunk may be filled up.
-    filled = torch.nn.functional.pad(words % prime, (-words.numel() % _CHUNK, 0))
-    chunks: list[int] = (filled.reshape(-1, _CHUNK) * powers % prime).sum(dim=1).tolist()
-    step, found = pow(base, _CHUNK, prime), 0
-    for chunk in chunks:
-        found = (found * step + chunk) % prime
-    return found
+    filled = torch.nn.functional.pad(rest, (-words.numel() % _CHUNK, 0)).reshape(2, -1, _CHUNK)
+    parts: list[list[int]] = (filled * powers[:, None] % primes[:, None]).sum(dim=2).tolist()
+    found = [0, 0]
+    for which, (prime, base) in enumerate(zip(digests.PRIMES, digests.BASES, strict=True)):
+        step = pow(base, _CHUNK, prime)
+        for part in parts[which]:
+            found[which] = (found[which] * step + part) % prime
+    return found[0], found[1]

@@ -1,0 +1,33 @@
+"""What ranks import sooner or later, for the fork server to have it already: whatever is not here is paid by every rank of every life.
+
+A name that an older or newer release lacks is passed over.
+"""
+
+from __future__ import annotations
+
+TORCH = (
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.tensor",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "torch.nn.parallel",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
+    "numpy.ctypeslib",
+    "safetensors.torch",
+)
+DEEPSPEED = (
+    *TORCH,
+    "deepspeed",
+    "deepspeed.utils.zero_to_fp32",
+    # Every ZeRO engine imports it, and torch._dynamo with it: seconds a life.
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.module_inject.auto_ep_presets.registry",
+    "deepspeed.comm.mori",
+    "deepspeed.checkpoint",
+)
+ACCELERATE = ("accelerate", "accelerate.utils.fsdp_utils", *DEEPSPEED)
+TRAINER = ("transformers.trainer", "transformers.integrations.deepspeed", *ACCELERATE)
