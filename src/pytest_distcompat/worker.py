@@ -129,6 +129,9 @@ class _Rank:
             driver = self.driver
             facts |= {"loss": loss, "grad_norm": driver.grad_norm, "tokens": driver.tokens, **self.observer.facts()}
             self.number += 1
+            if self.number >= self.life.first_step + WHOLE and driver.cell.option("accumulate") == 1:
+                # What the check of accumulation counts in every step of an epoch, all others ask of the first ones only.
+                self.observer.look_away()
         self._end(facts, seconds)
         while self.index < len(self.life.verbs) and self.life.verbs[self.index] == "files":
             # By now all ranks have left ``save``, for they took collective steps since.

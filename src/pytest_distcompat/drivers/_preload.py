@@ -1,4 +1,4 @@
-"""What ranks import sooner or later, for the fork server to have it already: whatever is not here is paid by every rank of every life.
+"""What ranks import sooner or later, for the fork server to have it already: what is not here is paid by every rank anew.
 
 A name that an older or newer release lacks is passed over.
 """
