@@ -57,6 +57,16 @@ OPTIONS: dict[str, Option] = {
         ),
         Option("save_only_model", (False, True), "checkpoints hold the model alone"),
         Option("fp8_backend", ("torchao", "te"), "which library converts layers to 8 bits"),
+        Option(
+            "float32_norms",
+            (False, True),
+            "norms are loaded in float32, whatever all else is loaded in: a model of two dtypes",
+        ),
+        Option(
+            "grad_accum_dtype",
+            ("auto", "fp32"),
+            "DeepSpeed: what gradients are added up in; auto is the parameters' dtype",
+        ),
         Option("conflict", (False, True), "the DeepSpeed JSON asks for another precision than the trainer is told"),
     )
 }

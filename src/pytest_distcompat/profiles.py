@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_distcompat.cell import OPTIONS, Cell, Matrix, OptionValue
@@ -12,7 +12,7 @@ from pytest_distcompat.failures import UsageProblem
 
 #: Name to meaning, from the least to the most.
 PROFILES = {
-    "smoke": "each strategy and each precision of the matrix once, no options",
+    "smoke": "each strategy and each precision of the matrix once, no options; checks with lives of their own in one cell only",
     "default": "the suite's matrix",
     "pairwise": "every pair of strategy, precision and option values that the driver can do, two options a cell at most",
     "full": "every strategy in every precision with every option value by itself",
@@ -63,6 +63,21 @@ def cells(
         for strategy, precision, size, choice in itertools.product(strategies, precisions, world_sizes, choices)
     ]
     return list(dict.fromkeys([*found, *matrix.cells(*names, world_size)]))
+
+
+def left_out(
+    profile: str, asked: Mapping[Cell, Collection[str]], costly: Collection[str]
+) -> dict[tuple[Cell, str], str]:
+    """What a profile leaves out of the checks that a suite could ask: (cell, check) -> the reason.
+
+    ``asked`` maps the suite's cells to the checks that apply there. ``smoke`` asks a check that takes several lives of its
+    own in the last of them only, which is the one that is cut the most.
+    """
+    found: dict[tuple[Cell, str], str] = {}
+    for check in costly if profile == "smoke" else ():
+        there = [cell for cell, checks in asked.items() if check in checks]
+        found |= {(cell, check): f"the smoke profile asks it of {there[-1]} only" for cell in there[:-1]}
+    return found
 
 
 def _choices(driver: type[Driver], of: Callable[[str], bool] = lambda name: True) -> list[Choice]:  # noqa: ARG005

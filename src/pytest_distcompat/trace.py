@@ -98,8 +98,8 @@ class OptimizerFact:
 
     ``foreign`` counts entries that are no live parameter of the model (a stale optimizer has nothing but these).
     ``partitioned`` maps a live parameter's name to how many of its elements this rank's flat master holds (ZeRO);
-    ``masters`` are these parts. ``groups`` has the numbers of each parameter group: ``lr``, ``weight_decay``,
-    ``betas.0``.
+    ``masters`` are these parts. ``accumulates`` is the dtype in which ZeRO adds gradients up, empty without ZeRO.
+    ``groups`` has the numbers of each parameter group: ``lr``, ``betas.0``.
     """
 
     chain: tuple[str, ...]
@@ -108,6 +108,7 @@ class OptimizerFact:
     states: tuple[StateFact, ...] = ()
     partitioned: Mapping[str, int] = field(default_factory=dict)
     masters: tuple[StateFact, ...] = ()
+    accumulates: str = ""
     groups: tuple[Mapping[str, float], ...] = ()
 
 

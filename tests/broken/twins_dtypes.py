@@ -25,7 +25,15 @@ class Upcasts(Torch):
     """Sound: plain torch, with the float32 copy that it leaves to the user."""
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
-        return super().wrap(model.float(), precision, cell, device)
+        return super().wrap(upcast(model, cell), precision, cell, device)
+
+
+def upcast(model: Module, cell: Cell) -> Module:
+    """Masters for what is trained; for all where one flat parameter, which has one dtype, holds both."""
+    for parameter in model.parameters():
+        if parameter.requires_grad or cell.strategy == "fsdp1":
+            parameter.data = parameter.data.float()
+    return model
 
 
 SOUND = "broken.twins_dtypes:Upcasts"
@@ -67,7 +75,7 @@ class NoPolicy(Upcasts):
     """float32 throughout: the mixed-precision policy got lost on the way."""
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
-        return super().wrap(model, PRECISIONS.get("fp32"), cell, device)
+        return super().wrap(model.float(), PRECISIONS.get("fp32"), cell, device)
 
 
 @twin(
@@ -75,6 +83,9 @@ class NoPolicy(Upcasts):
 )
 class NoAutocast(Upcasts):
     """DDP without autocast."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        return super().wrap(model.float(), precision, cell, device)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -112,7 +123,7 @@ class ReducesInFloat32(Upcasts):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        model.float()
+        upcast(model, cell)
         for block in self.tiny.block_modules(model):
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
@@ -185,6 +196,9 @@ class SecondOptimizer(Torch):
 )
 class PureInFloat32(Upcasts):
     """Asked to keep everything in bfloat16, and quietly upcasts: twice the memory."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        return super().wrap(model.float(), precision, cell, device)
 
 
 class Said(Accelerate):

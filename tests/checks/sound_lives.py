@@ -120,10 +120,12 @@ def _scale() -> ParameterFact:
 
 def _model(cell: Cell, done: int, rank: int) -> ModelFact:
     strategy = STRATEGIES.get(cell.strategy)
-    storage = strategy.dtypes(PRECISIONS.get(cell.precision)).storage
+    precision = PRECISIONS.get(cell.precision)
+    row = strategy.dtypes(precision)
     parameters = []
     for name, shape in SHAPES.items():
         train = name in TRAINABLE
+        storage = row.storage if train else precision.load
         fact = ParameterFact(live_name(cell, name), shape, storage, train, strategy.kind, held=int(train))
         shards = strategy.shards and not (cell.option("ignored") and name.partition(".")[0] in IGNORED)
         part = f" of rank {rank}" if shards else ""
@@ -141,7 +143,7 @@ def _model(cell: Cell, done: int, rank: int) -> ModelFact:
         "Toy",
         wrappers,
         tuple(parameters),
-        (_scale(),),
+        (replace(_scale(), dtype=row.buffer or "float32"),),
         world_size=cell.world_size,
         trainer_world_size=cell.world_size,
         zero_stage=strategy.zero_stage,

@@ -36,6 +36,53 @@ def test_what_is_frozen_or_empty_may_be_stored_otherwise(sound: Sound, only: str
     assert story.findings("dtypes") == []
 
 
+@pytest.mark.parametrize("cell", ["ddp-bf16_mixed-w2", "fsdp2-bf16_mixed-w2", "zero3-bf16_mixed-w2"])
+def test_a_frozen_parameter_that_is_wider_than_it_was_loaded(sound: Sound, cell: str) -> None:
+    story = sound(cell)
+    wrong = story.parameters({"dtype": "float32"}, only="frozen.weight", verb="step", nth=2, rank=1)
+    name = story.live("frozen.weight")
+    told = f"frozen parameters are stored in float32, first {name!r}; loaded in bfloat16"
+    assert [text for text in wrong.findings("dtypes") if told in text and text.startswith("rank 1: 1 of ")]
+    assert len(wrong.findings("dtypes")) == 1
+
+
+def test_in_one_flat_parameter_all_have_the_dtype_of_what_is_trained(sound: Sound) -> None:
+    story = sound("fsdp1-bf16_mixed-w2").parameters({"dtype": "float32"}, only="frozen.weight", verb="step", nth=2)
+    assert story.model({"units": ("",)}, verb="step", nth=2).findings("dtypes") == []
+    # In a unit of its own it need not be.
+    assert "frozen parameters are stored in float32" in story.findings("dtypes")[0]
+
+
+@pytest.mark.parametrize(
+    ("cell", "found", "expected"),
+    [
+        ("zero1-bf16_mixed-w2-grad_accum_dtype_fp32", "bfloat16", "float32"),
+        ("zero2-bf16_mixed-w2", "float32", "bfloat16"),
+        ("zero3-fp32-w2", "bfloat16", "float32"),
+    ],
+)
+def test_accumulation_of_gradients(sound: Sound, cell: str, found: str, expected: str) -> None:
+    story = sound(cell)
+    wrong = story.optimizer({"accumulates": found}, verb="step", nth=2, rank=1)
+    assert wrong.findings("dtypes") == [f"rank 1: gradients are added up in {found}; expected {expected}"]
+    assert story.optimizer({"accumulates": expected}, verb="step", nth=2).findings("dtypes") == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "found", "expected"),
+    [
+        ("ddp-bf16_mixed-w2", "bfloat16", "float32"),
+        ("zero2-bf16_mixed-w2", "bfloat16", "float32"),
+        ("fsdp1-bf16_mixed-w2", "float32", "bfloat16"),
+        ("fsdp2-fp32-w2", "float64", "float32"),
+    ],
+)
+def test_buffers(sound: Sound, cell: str, found: str, expected: str) -> None:
+    story = sound(cell)
+    wrong = story.buffers({"dtype": found}, verb="step", nth=2, rank=0)
+    assert wrong.findings("dtypes") == [f"rank 0: 1 buffers are in {found}, first 'scale'; expected {expected}"]
+
+
 @pytest.mark.parametrize(
     ("cell", "outputs", "text"),
     [

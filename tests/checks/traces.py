@@ -102,6 +102,14 @@ class Story:
 
         return self._part("model", lambda model: _each(model, "parameters", change), where)
 
+    def buffers(self, changes: dict[str, Any], **where: Any) -> Story:
+        """With every buffer of the live model changed."""
+        return self._part(
+            "model",
+            lambda model: replace(model, buffers=tuple(replace(fact, **changes) for fact in model.buffers)),
+            where,
+        )
+
     def renamed(self, old: str, new: str, **where: Any) -> Story:
         """The same, with a live parameter (by its plain name) under another live name, in the optimizer too."""
         name = self.live(old)

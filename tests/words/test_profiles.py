@@ -12,7 +12,7 @@ from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.profiles import KEEPING, PROFILES, cells
+from pytest_distcompat.profiles import KEEPING, PROFILES, cells, left_out
 from pytest_distcompat.strategies import STRATEGIES
 
 NAMES = (STRATEGIES.names(), PRECISIONS.names())
@@ -51,6 +51,14 @@ def test_smoke_has_each_strategy_and_each_precision_that_can_be_run(driver: type
 def test_smoke_stays_inside_the_matrix() -> None:
     found = of("smoke", DRIVERS.get("torch"), Matrix(("fsdp2",), ("fp32", "bf16_pure")))
     assert [cell.id for cell in found] == ["fsdp2-fp32-w2", "fsdp2-bf16_pure-w2"]
+
+
+def test_smoke_asks_a_costly_check_of_one_cell_and_the_others_say_so() -> None:
+    ddp, fsdp2, zero3 = (Cell(strategy, "fp32") for strategy in ("ddp", "fsdp2", "zero3"))
+    asked = {ddp: ["names", "reshard"], fsdp2: ["names", "reshard"], zero3: ["names"]}
+    told = "the smoke profile asks it of fsdp2-fp32-w2 only"
+    assert left_out("smoke", asked, ["reshard", "paths"]) == {(ddp, "reshard"): told}
+    assert not left_out("default", asked, ["reshard", "paths"])
 
 
 def test_full_has_every_option_by_itself(driver: type[Driver]) -> None:

@@ -45,6 +45,8 @@ class Check:
     limit: str = ""
     #: The lives that are to end in an exception: a crash or a hang there is the verdict, whenever it came.
     raises: tuple[str, ...] = ()
+    #: Whether it takes several lives that no other check reads.
+    costly: bool = False
 
     def lives(self, cell: Cell, driver: type[Driver]) -> Scenario:
         """The lives that the claim is about, in that cell."""
@@ -78,11 +80,12 @@ def check(
     applies: Applies = _everywhere,
     limit: str = "",
     raises: tuple[str, ...] = (),
+    costly: bool = False,
 ) -> Callable[[Claim], Check]:
     """Make a Check of a function whose name is the check's and whose docstring is its claim."""
 
     def make(claim: Claim) -> Check:
-        return Check(claim.__name__.rstrip("_"), scenario, until, claim, order, applies, limit, raises)
+        return Check(claim.__name__.rstrip("_"), scenario, until, claim, order, applies, limit, raises, costly)
 
     return make
 

@@ -16,6 +16,7 @@ _DONE = {"truncate": "cut in half", "remove": "gone"}
 
 @check(
     scenario=DAMAGE,
+    costly=True,
     until=(("truncated", "damage", 0), ("removed", "damage", 0)),
     order=15,
     applies=only_where_it_differs,

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks.active import REDUCTIONS
+from pytest_distcompat.cost import BYTES
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
-from pytest_distcompat.strategies import STRATEGIES, Dtypes
-from pytest_distcompat.trace import Moment, Trace
+from pytest_distcompat.strategies import STRATEGIES, Dtypes, Strategy
+from pytest_distcompat.trace import ModelFact, Moment, ParameterFact, PlainFact, Trace
 
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=3)
 def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
-    """On every rank, stored parameters, matrix products, gradients on the wire, gradients that the optimizer sees, what
-    the optimizer updates and its state have the dtypes of the strategy's row in the table.
+    """On every rank, stored parameters, matrix products, gradients on the wire, gradients that the optimizer sees (added up
+    over the micro-batches of a step), what the optimizer updates and its state have the dtypes of the strategy's row in the
+    table; a parameter that is not trained is no wider than it was loaded, and buffers are what they were, or what the row says.
 
     If it fails: master and state in bfloat16 where float32 is promised is the case of
     https://huggingface.co/blog/deepspeed-to-fsdp-and-back: the same learning rate then trains another model. Load in
     float32, or let the trainer upcast before it shards.
     """
-    row = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
+    strategy = STRATEGIES.get(cell.strategy)
+    row = strategy.dtypes(PRECISIONS.get(cell.precision))
+    first = trace.life().first("plain")
     trained = trace.life().at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
     smallest = _smallest_gradient(cell, trace)
     for moment in trained:
         yield from _stored(row, moment)
+        if first and first.plain and moment.model:
+            kept = (_not_trained(strategy, cell, first.plain, moment.model), _buffers(row, first.plain, moment.model))
+            yield from (f"rank {moment.rank}: {text}" for text in itertools.chain(*kept))
         # No hook can look inside a compiled graph, and none stays on a layer that another was put in the place of.
         if not cell.option("compile") and cell.option("fp8_backend") != "te":
             yield from _computed(row, moment)
         if cell.world_size > 1:
             yield from _reduced(row, moment, smallest)
+        yield from _accumulated(row, cell, moment)
     yield from _stepped(row, trained)
 
 
@@ -45,6 +54,37 @@ def _stored(row: Dtypes, moment: Moment) -> Iterator[str]:
             f"rank {moment.rank}: {len(wrong)} of {len(facts)} trainable parameters are stored in "
             f"{_list(fact.dtype for fact in wrong)}, first {wrong[0].name!r}; expected {row.storage}"
         )
+
+
+def _not_trained(strategy: Strategy, cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
+    """Masters are for what is trained: of a frozen base model they are memory for nothing."""
+    loaded = {fact.name: fact.dtype for fact in plain.parameters}
+    shared = {_unit(model, fact) for fact in model.parameters if fact.trainable}
+    frozen = [fact for fact in model.parameters if not fact.trainable and fact.local_numel]
+    pairs = [(fact, loaded.get(strategy.canonical(fact.name, cell, loaded))) for fact in frozen]
+    wider = [
+        (fact, dtype)
+        for fact, dtype in pairs
+        # FSDP1 keeps all of a unit in one flat parameter, which has one dtype.
+        if dtype and BYTES[fact.dtype] > BYTES[dtype] and not ("FSDP1" in fact.kind and _unit(model, fact) in shared)
+    ]
+    if wider:
+        fact, dtype = wider[0]
+        told = f"{len(wider)} of {len(frozen)} frozen parameters are stored in {fact.dtype}, first {fact.name!r}"
+        yield f"{told}; loaded in {dtype}"
+
+
+def _unit(model: ModelFact, fact: ParameterFact) -> str:
+    """The unit of FSDP that the parameter is in: the innermost."""
+    return max((unit for unit in model.units if not unit or fact.name.startswith(f"{unit}.")), key=len, default="")
+
+
+def _buffers(row: Dtypes, plain: PlainFact, model: ModelFact) -> Iterator[str]:
+    expected = {row.buffer if row.buffer and "float" in fact.dtype else fact.dtype for fact in plain.buffers}
+    # That one is missing is the names' business.
+    wrong = [fact for fact in model.buffers if fact.dtype not in expected]
+    if wrong:
+        yield f"{len(wrong)} buffers are in {wrong[0].dtype}, first {wrong[0].name!r}; expected {_list(expected)}"
 
 
 def _computed(row: Dtypes, moment: Moment) -> Iterator[str]:
@@ -71,6 +111,14 @@ def _reduced(row: Dtypes, moment: Moment, smallest: int) -> Iterator[str]:
     }
     if found != {row.reduce}:
         yield f"rank {moment.rank}: gradients were reduced in {_list(found)}; expected {row.reduce}"
+
+
+def _accumulated(row: Dtypes, cell: Cell, moment: Moment) -> Iterator[str]:
+    """Only ZeRO has buffers of their own for it; all others add up in what the optimizer is given."""
+    found = moment.optimizer.accumulates if moment.optimizer else ""
+    expected = "float32" if cell.option("grad_accum_dtype") == "fp32" else row.storage
+    if found not in {"", expected}:
+        yield f"rank {moment.rank}: gradients are added up in {found}; expected {expected}"
 
 
 def _stepped(row: Dtypes, trained: tuple[Moment, ...]) -> Iterator[str]:

@@ -22,6 +22,7 @@ def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str:
 
 @check(
     scenario=PATHS,
+    costly=True,
     until=(("named", "step", 1), ("reopened", "step", 0)),
     order=14,
     applies=only_where_it_differs,

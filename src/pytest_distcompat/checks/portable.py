@@ -48,7 +48,7 @@ def _lives(cell: Cell, driver: type[Driver]) -> Scenario:
 _UNTIL = (("train", "step", SAVED + 1), ("port", "step", 0))
 
 
-@check(scenario=_lives, until=_UNTIL, order=12, applies=_claimed)
+@check(scenario=_lives, until=_UNTIL, order=12, applies=_claimed, costly=True)
 def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     """Loaded under another strategy at the same world size, all ranks together hold bit by bit what was saved: parameters,
     the optimizer's state of each, step counts, learning rate, scheduler. One more step counts one more step, and in float32

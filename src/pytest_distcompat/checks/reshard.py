@@ -57,7 +57,7 @@ def _lives(cell: Cell, driver: type[Driver]) -> Scenario:
 _UNTIL = (("train", "step", SAVED), ("up", "step", 3), ("up", "save", 0), ("back", "step", 0), ("one", "step", 0))
 
 
-@check(scenario=_lives, until=_UNTIL, order=11, applies=_claimed)
+@check(scenario=_lives, until=_UNTIL, order=11, applies=_claimed, costly=True)
 def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     """Loaded at twice the world size, in one process, and back at the first world size from twice, all ranks together hold
     bit by bit what all ranks together saved: parameters, the optimizer's state of each, its step counts, its learning rate,

@@ -64,6 +64,11 @@ class TinyDriver(Driver):
             return f"PEFT is for transformers' models, {tiny.name} is none"
         if cell.precision == "fp8" and not tiny.in_8_bits:
             return f"the model {tiny.name} has no layer whose sizes 16 divides: nothing would be in 8 bits"
+        precision = PRECISIONS.get(cell.precision)
+        if cell.option("float32_norms") and (precision.load == "float32" or not precision.mixed):
+            return f"{cell.precision} has one dtype for all that is loaded"
+        if cell.option("grad_accum_dtype") == "fp32" and not (precision.mixed and precision.compute == "bfloat16"):
+            return f"{cell.precision} has no gradients in bfloat16 beside float32 masters, which could be added up in either"
         if cell.option("adapter") and cell.option("frozen"):
             return "with an adapter all else is frozen anyway"
         return ""
@@ -75,8 +80,9 @@ class TinyDriver(Driver):
         torch.manual_seed(0)
         model = self.tiny.make()
         load = getattr(torch, self.precision.load)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(load)
+        for name, parameter in model.named_parameters():
+            if not (self.cell.option("float32_norms") and "norm" in name):
+                parameter.data = parameter.data.to(load)
         if self.cell.option("frozen"):
             for name in self.tiny.part:
                 model.get_submodule(name).requires_grad_(requires_grad=False)

@@ -41,6 +41,8 @@ class AccelerateDriver(TinyDriver):
         "adapter",
         "groups",
         "fp8_backend",
+        "float32_norms",
+        "grad_accum_dtype",
         "conflict",
     )
     libraries: ClassVar[tuple[str, ...]] = ("accelerate", "torch", "deepspeed")

@@ -36,6 +36,8 @@ class DeepSpeedDriver(TinyDriver):
         "frozen",
         "adapter",
         "groups",
+        "float32_norms",
+        "grad_accum_dtype",
         "conflict",
     )
     libraries: ClassVar[tuple[str, ...]] = ("deepspeed", "torch")

@@ -41,6 +41,7 @@ class TorchDriver(TinyDriver):
         "adapter",
         "groups",
         "save_only_model",
+        "float32_norms",
     )
     libraries: ClassVar[tuple[str, ...]] = ("torch",)
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")

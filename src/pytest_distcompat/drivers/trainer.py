@@ -48,6 +48,8 @@ class TrainerDriver(TinyDriver):
         "frozen",
         "adapter",
         "save_only_model",
+        "float32_norms",
+        "grad_accum_dtype",
         "conflict",
     )
     libraries: ClassVar[tuple[str, ...]] = ("transformers", "accelerate", "torch", "deepspeed")

@@ -111,23 +111,31 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     if drivers and suite.driver not in drivers:
         return []
     strategies, precisions = session.setting("strategies").value, session.setting("precisions").value
-    driver, found = find_driver(suite.driver), []
+    driver, profile = find_driver(suite.driver), session.setting("profile").value
     names = (STRATEGIES.names(), PRECISIONS.names())
     cells = profiles.cells(
-        session.setting("profile").value,
+        profile,
         suite.matrix,
         driver=driver,
         names=names,
         world_size=session.world_size,
         device=session.device,
     )
-    for cell in cells:
-        if (strategies and cell.strategy not in strategies) or (precisions and cell.precision not in precisions):
-            continue
-        empty = blanks(cell, driver, session)
-        able = not driver.unable(cell, session.device)
-        checks = [check for check in CHECKS.things.values() if check.name not in empty]
-        found += [Case(suite, cell, check, empty) for check in (checks if able else checks[:1])]
+    empty = {
+        cell: blanks(cell, driver, session)
+        for cell in cells
+        if not (strategies and cell.strategy not in strategies)
+        and not (precisions and cell.precision not in precisions)
+    }
+    able = {cell: not driver.unable(cell, session.device) for cell in empty}
+    asked = {cell: [name for name in CHECKS.names() if name not in empty[cell]] for cell in empty if able[cell]}
+    costly = [name for name, check in CHECKS.things.items() if check.costly]
+    for (cell, check), reason in profiles.left_out(profile, asked, costly).items():
+        empty[cell][check] = reason
+    found: list[Case] = []
+    for cell, reasons in empty.items():
+        checks = [check for check in CHECKS.things.values() if check.name not in reasons]
+        found += [Case(suite, cell, check, reasons) for check in (checks if able[cell] else checks[:1])]
     return found
 
 

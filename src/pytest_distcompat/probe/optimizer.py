@@ -75,6 +75,7 @@ def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> Opti
         states=tuple(states),
         partitioned=partitioned,
         masters=tuple(_masters(model, inner)),
+        accumulates=_accumulates(optimizer),
         groups=groups,
     )
 
@@ -117,6 +118,15 @@ def _partitioned(model: Module) -> dict[str, int]:
             mapping = parameter._hp_mapping  # noqa: SLF001 - see the docstring
             found[name] = 0 if mapping is None else int(mapping.lp_fragment_address.numel)
     return found
+
+
+def _accumulates(optimizer: Any) -> str:
+    """What DeepSpeed adds gradients up in: private, ``tests/spawn/test_private_names.py`` says when it goes away."""
+    for link in chain(optimizer):
+        for attribute in ("gradient_accumulation_dtype", "grad_acc_dtype"):
+            if isinstance(dtype := getattr(link, attribute, None), torch.dtype):
+                return dtype_name(dtype)
+    return ""
 
 
 def _masters(model: Module, inner: Any) -> Iterator[StateFact]:

@@ -20,7 +20,7 @@ class Dtypes:
 
     ``storage``: the live parameter as this rank keeps it. ``compute``: the output of a matrix product in forward.
     ``reduce``: what gradients travel in. ``gradient``: the gradient that the optimizer sees. ``master``: what the
-    optimizer updates. ``state``: its moments.
+    optimizer updates. ``state``: its moments. ``buffer``: buffers of floating point; empty where they stay what they were.
     """
 
     storage: str
@@ -29,10 +29,11 @@ class Dtypes:
     gradient: str
     master: str
     state: str
+    buffer: str = ""
 
 
 #: Why an option of DeepSpeed is none of torch's strategies.
-NO_JSON = "there is no DeepSpeed JSON to contradict"
+OF_DEEPSPEED = dict.fromkeys(("conflict", "grad_accum_dtype_fp32"), "there is no DeepSpeed JSON to say it in")
 NO_SHARDS = "there are no shards of parameters that it could be about"
 
 #: Segments that options, not strategies, put into live names.

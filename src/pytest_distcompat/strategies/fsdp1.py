@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.strategies import _fsdp
-from pytest_distcompat.strategies._base import NO_JSON, Strategy
+from pytest_distcompat.strategies._base import OF_DEEPSPEED, Dtypes, Strategy
 from pytest_distcompat.strategies._fsdp import ignored_modules
 
 if TYPE_CHECKING:
@@ -48,10 +49,17 @@ def _transformers(precision: Precision, cell: Cell) -> Mapping[str, Any]:
     return _fsdp.arguments(1, cell)
 
 
+def _dtypes(precision: Precision) -> Dtypes:
+    """As FSDP2, and from the first forward on buffers in the compute dtype: ``MixedPrecision(buffer_dtype=...)``, which
+    accelerate sets too.
+    """
+    return dataclasses.replace(_fsdp.dtypes(precision), buffer=precision.compute if precision.mixed else "")
+
+
 FSDP1 = Strategy(
     "fsdp1",
     meaning="torch.distributed.fsdp.FullyShardedDataParallel: flat parameters, sharded",
-    dtypes=_fsdp.dtypes,
+    dtypes=_dtypes,
     wrapper="FSDP1",
     kind="FSDP1 shard",
     shards=True,
@@ -63,7 +71,7 @@ FSDP1 = Strategy(
         "meta_init": "FSDP1 fills what was made on the meta device by synchronising module states, which needs a GPU",
         "offload": "FSDP1 offloads from an accelerator to the CPU, and there is none",
         "cpu_ram_efficient_loading": "FSDP1 then synchronises module states, which needs a GPU",
-        "conflict": NO_JSON,
+        **OF_DEEPSPEED,
     },
     order=1,
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.strategies import _fsdp
-from pytest_distcompat.strategies._base import NO_JSON, Strategy
+from pytest_distcompat.strategies._base import OF_DEEPSPEED, Strategy
 from pytest_distcompat.strategies._fsdp import ignored_modules
 
 if TYPE_CHECKING:
@@ -92,6 +92,6 @@ FSDP2 = Strategy(
     torch=_torch,
     accelerate=_accelerate,
     transformers=_transformers,
-    options={"no_use_orig_params": "FSDP2 has no flat parameters", "conflict": NO_JSON},
+    options={"no_use_orig_params": "FSDP2 has no flat parameters", **OF_DEEPSPEED},
     order=2,
 )

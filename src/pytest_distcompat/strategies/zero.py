@@ -54,6 +54,8 @@ def config(stage: int, precision: Precision, cell: Cell, micro_batch: int = 2) -
     if precision.compute == "float16" or cell.option("conflict"):
         # By default DeepSpeed lets the first overflow pass without a smaller scale.
         written["fp16"] = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}
+    if cell.option("grad_accum_dtype") != "auto":
+        written["data_types"] = {"grad_accum_dtype": cell.option("grad_accum_dtype")}
     if cell.option("conflict"):
         written["bf16"] = {"enabled": False}
     return written
@@ -130,7 +132,13 @@ def _whole(stage: int) -> dict[str, str]:
 
 
 ZERO0 = _zero(
-    0, "nothing partitioned, plain data parallel", _whole(0) | {"offload": "without ZeRO DeepSpeed offloads nothing"}
+    0,
+    "nothing partitioned, plain data parallel",
+    _whole(0)
+    | {
+        "offload": "without ZeRO DeepSpeed offloads nothing",
+        "grad_accum_dtype_fp32": "without ZeRO DeepSpeed refuses to add gradients up in another dtype than the parameters'",
+    },
 )
 ZERO1 = _zero(1, "optimizer state partitioned", _whole(1))
 ZERO2 = _zero(2, "optimizer state and gradients partitioned", _whole(2))

@@ -1,0 +1,70 @@
+"""Trainers that widen or narrow what is not trained, or add gradients up in another dtype than they were told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
+
+from .declare import Torch, twin
+from .twins_dtypes import SOUND, Upcasts
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.precisions import Precision
+
+
+@twin(
+    "dtypes",
+    "fsdp2-bf16_mixed-w2-model_plain",
+    match=r"^rank 0: 2 of 2 frozen parameters are stored in float32, first '(module\.)?frozen\.weight'; loaded in bfloat16\n"
+    r"rank 1: 2 of 2 frozen parameters are stored in float32, .*$",
+    sound=SOUND,
+)
+class FrozenUpcast(Upcasts):
+    """Masters for all, the frozen layer's too: a LoRA run then holds its base model twice as large."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        return super().wrap(model.float(), precision, cell, device)
+
+
+@twin(
+    "dtypes",
+    "ddp-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"^rank 0: 2 buffers are in bfloat16, first '(module\.)?scale'; expected float32\nrank 1: 2 buffers .*$",
+)
+class BuffersCast(Torch):
+    """Buffers go the way of the activations: rotary frequencies or running means lose their digits so."""
+
+    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+        for module in model.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.bfloat16())
+        return super().wrap(model, precision, cell, device)
+
+
+@twin(
+    "dtypes",
+    "zero1-bf16_mixed-w2-model_plain-grad_accum_dtype_fp32",
+    "zero2-bf16_mixed-w2-model_plain-grad_accum_dtype_fp32",
+    "zero3-bf16_mixed-w2-model_plain-grad_accum_dtype_fp32",
+    match=r"^rank 0: gradients are added up in bfloat16; expected float32\n"
+    r"rank 1: gradients are added up in bfloat16; expected float32$",
+)
+class DataTypesLost(DeepSpeedDriver):
+    """The section ``data_types`` of the JSON is dropped on the way: sums of many micro-batches lose their small parts."""
+
+    def build(self, model: Module) -> None:
+        import dataclasses
+
+        sound = self.strategy.deepspeed
+        assert sound is not None
+        self.strategy = dataclasses.replace(
+            self.strategy,
+            deepspeed=lambda *told: {key: value for key, value in sound(*told).items() if key != "data_types"},
+        )
+        super().build(model)
