@@ -15,6 +15,15 @@ def visible_gpus() -> int:
 
 def gpu_uuids() -> list[str]:
     """The UUID of every GPU of the machine, in NVML's order; empty where there is no driver."""
+    return _of_each_gpu("nvmlDeviceGetUUID")
+
+
+def gpu_name() -> str:
+    """What the machine's first GPU is called (``NVIDIA H200``); empty where there is no driver."""
+    return next(iter(_of_each_gpu("nvmlDeviceGetName")), "")
+
+
+def _of_each_gpu(question: str) -> list[str]:
     import pynvml
 
     try:
@@ -23,7 +32,7 @@ def gpu_uuids() -> list[str]:
         return []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        return [_text(getattr(pynvml, question)(handle)) for handle in handles]
     finally:
         pynvml.nvmlShutdown()
 

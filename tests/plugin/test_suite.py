@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.launch import RankEnd
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -198,3 +201,60 @@ def test_the_fork_server_gets_what_the_chosen_driver_and_models_need(
     assert set(DRIVERS.get("torch").preload) <= set(ranks.warmth.modules)
     assert not {"accelerate", "deepspeed"} & set(ranks.warmth.modules)
     assert not ranks.warmth.call  # no marked test: no pytest session in the fork server
+
+
+@pytest.mark.parametrize(
+    ("end", "kind"),
+    [
+        (RankEnd(1, "killed", "SIGKILL"), "LifeFailure"),
+        (RankEnd(1, "raised", "ValueError: no", text="ValueError: no"), "Incompatible"),
+    ],
+)
+def test_what_is_raised_tells_a_claim_from_a_life(
+    end: RankEnd, kind: str, pytester: pytest.Pytester, ranks: FakeRanks
+) -> None:
+    ranks.tell = lambda request: ranks.told((RankEnd(0, "done"), ()), (end, ()))
+    pytester.makeconftest(
+        """
+        import pytest
+
+        @pytest.hookimpl(wrapper=True)
+        def pytest_runtest_makereport(item, call):
+            if call.excinfo is not None:
+                print("raised", [kind.__name__ for kind in call.excinfo.type.__mro__])
+            return (yield)
+        """
+    )
+    pytester.makepyfile(SUITE)
+    result = pytester.runpytest_inprocess("-s", "-k", "ddp and fp32 and names")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"*raised *'{kind}', 'DistcompatError'*"])
+
+
+def test_a_smoke_run_asks_costly_checks_once_and_says_so(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(SUITE)
+    found = collect(pytester, "--distcompat-profile=smoke")
+    assert [name for name in found if ":reshard]" in name] == ["TestX::test[fsdp2-bf16_mixed-w2:reshard]"]
+    assert [name for name in found if ":paths]" in name] == ["TestX::test[ddp-fp32-w2:paths]"]
+    assert len([name for name in found if ":resume]" in name]) == 2
+
+
+@pytest.mark.parametrize(
+    ("driver", "cell", "library", "reason"),
+    [
+        ("accelerate", "zero2-fp32-w2", "deepspeed", "deepspeed is not installed"),
+        ("accelerate", "fsdp2-fp32-w2", "deepspeed", ""),
+        ("trainer", "ddp-fp32-w2", "accelerate", "accelerate is not installed"),
+        ("torch", "ddp-fp32-w2", "transformers", "transformers is not installed"),
+        ("torch", "ddp-fp32-w2-model_plain", "transformers", ""),
+        ("torch", "ddp-fp32-w2-adapter", "peft", "peft is not installed"),
+    ],
+)
+def test_what_is_not_installed_is_a_reason(
+    driver: str, cell: str, library: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == library else there(name, *rest)
+    )
+    assert DRIVERS.get(driver).unable(Cell.parse(cell), "cpu") == reason

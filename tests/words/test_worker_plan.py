@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,12 @@ class Listens:
     def watching(self) -> Listens:
         self.watched += 1
         return self
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def look_away(self) -> None:
+        pass
 
     def __enter__(self) -> None:
         pass

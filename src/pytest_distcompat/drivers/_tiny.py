@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.models import MODELS, TinyModel
 from pytest_distcompat.precisions import PRECISIONS, Precision
+from pytest_distcompat.precisions._base import installed
 from pytest_distcompat.strategies import STRATEGIES, Strategy
 
 if TYPE_CHECKING:
@@ -49,9 +50,12 @@ class TinyDriver(Driver):
 
     @classmethod
     def unable(cls, cell: Cell, device: str = "cpu") -> str:
-        """An option the driver does not speak, or one that makes no sense for the strategy, the precision or the model."""
+        """An option the driver does not speak, one that makes no sense for the strategy, the precision or the model, or a
+        library that is not there.
+        """
         problem = (
             super().unable(cell, device)
+            or _missing(cls.needs(cell))
             or STRATEGIES.get(cell.strategy).refuses(cell)
             or PRECISIONS.get(cell.precision).unable(cell, device)
         )
@@ -72,6 +76,14 @@ class TinyDriver(Driver):
         if cell.option("adapter") and cell.option("frozen"):
             return "with an adapter all else is frozen anyway"
         return ""
+
+    @classmethod
+    def needs(cls, cell: Cell) -> tuple[str, ...]:
+        """The modules without which the cell cannot be run."""
+        zero = STRATEGIES.get(cell.strategy).zero_stage is not None
+        found = [module for module in cls.libraries if module != "deepspeed" or zero]
+        found += ["peft"] if cell.option("adapter") else []
+        return (*found, *MODELS.get(str(cell.option("model"))).preload)
 
     def plain_model(self) -> Module:
         """The tiny model from a fixed seed, in the precision's load dtype (buffers keep their own)."""
@@ -219,3 +231,9 @@ class TinyDriver(Driver):
         self.optimizer.step()
         self.scheduler.step()
         return total
+
+
+def _missing(modules: Iterable[str]) -> str:
+    """Which of the packages are not installed, as one sentence; nothing is imported."""
+    packages = dict.fromkeys(module.partition(".")[0] for module in modules)
+    return next((f"{package} is not installed" for package in packages if not installed(package)), "")

@@ -215,11 +215,12 @@ def pytest_runtest_makereport(
 
         marked.finish_report(item, call, report)
     elif call.when == "call" and "distcompat_case" in getattr(item, "fixturenames", ()):
-        from pytest_distcompat.plugin.cases import VERDICT, VerdictFailure
+        from pytest_distcompat.failures import DistcompatError
+        from pytest_distcompat.plugin.cases import VERDICT
         from pytest_distcompat.plugin.results import ATTRIBUTE
 
         setattr(report, ATTRIBUTE, item.stash.get(VERDICT, None))
-        if call.excinfo is not None and isinstance(call.excinfo.value, VerdictFailure):
+        if call.excinfo is not None and isinstance(call.excinfo.value, DistcompatError):
             report.longrepr = str(call.excinfo.value)
     return report
 

@@ -16,7 +16,7 @@ from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.expect import Expectation
-from pytest_distcompat.failures import DistcompatError, UsageProblem
+from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, LifeFailure, UsageProblem
 from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
@@ -29,8 +29,8 @@ from pytest_distcompat.suite import CompatSuite
 VERDICT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 
 
-class VerdictFailure(DistcompatError):
-    """An item's verdict is no success; the message is the text to show."""
+#: What is raised for a verdict that is no success; the message is the text to show.
+FAILURES: Mapping[str, type[DistcompatError]] = {"late": LateFailure, "crashed": LifeFailure, "hung": LifeFailure}
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class BoundCase:
         self._cost: dict[str, Any] = {}
 
     def __call__(self) -> None:
-        """Raise VerdictFailure, or skip, or xfail, or return."""
+        """Raise Incompatible, LateFailure or LifeFailure, or skip, or xfail, or return."""
         __tracebackhide__ = True
         verdict, command = self._verdict()
         case = self.case
@@ -189,7 +189,7 @@ class BoundCase:
         if verdict.status == "known":
             pytest.xfail(verdict.reason)
         if not verdict.ok:
-            raise VerdictFailure(self._text(verdict, command))
+            raise FAILURES.get(verdict.status, Incompatible)(self._text(verdict, command))
 
     def _verdict(self) -> tuple[Verdict, str]:
         case = self.case
@@ -203,7 +203,7 @@ class BoundCase:
         trace = session.runner.trace(case.suite.driver, case.cell, scenario)
         broken = next((life.name for life in trace if life.end is not None), "")
         command = trace.notes.get(broken) or next(reversed(list(trace.notes.values())), "")
-        found = cost(trace)
+        found = cost(trace, session.gpu_name)
         self._cost = dataclasses.asdict(found) if found else {}
         # What the suite itself declares comes first.
         expected = (*case.suite.expect, *session.known_of(concerned(driver)))

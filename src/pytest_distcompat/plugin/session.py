@@ -74,6 +74,13 @@ class DistcompatSession:
         return "cuda" if self.gpus else "cpu"
 
     @functools.cached_property
+    def gpu_name(self) -> str:
+        """What the GPUs are called, which tells how fast they could be; empty on the CPU."""
+        from pytest_distcompat.devices import gpu_name
+
+        return gpu_name() if self.gpus else ""
+
+    @functools.cached_property
     def world_size(self) -> int:
         """The number of ranks where a test does not say. Raises pytest.UsageError for more than there are GPUs."""
         asked = self.setting("world_size")
