@@ -56,6 +56,11 @@ def fails(check: str, *, reason: str, match: str = "", **facets: FacetValue) -> 
     return _expectation("fails", check, reason, match, facets)
 
 
+def may_fail(check: str, *, reason: str, match: str = "", **facets: FacetValue) -> Expectation:
+    """The same where rounding decides: a number that is sometimes within a tolerance, sometimes not. Known, or it passes."""
+    return replace(fails(check, reason=reason, match=match, **facets), strict=False)
+
+
 def refuses(check: str = "*", *, match: str, reason: str = "", **facets: FacetValue) -> Expectation:
     """Not supported, and said so: ``build`` raises an error whose message contains ``match`` (a regular expression).
 

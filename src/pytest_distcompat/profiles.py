@@ -28,8 +28,8 @@ KEEPING = (
     "cpu_ram_efficient_loading",
     "meta_init",
     "wrap",
-    "ignored",
     "save_only_model",
+    "float32_norms",
 )
 
 #: One option with its value; None for none.

@@ -155,8 +155,8 @@ class CollectiveFact:
 class FileFact:
     """One saved file: its path relative to the checkpoint, what it holds and under which keys.
 
-    ``shapes`` has the global shape of what stands under a key of a model, where the file tells it; ``digests`` its value, in
-    ``Moment.saved`` only: the files of a checkpoint that is to hold the model alone.
+    ``shapes`` has the global shape of what stands under a key of a model, ``dtypes`` its dtype, where the file tells it;
+    ``digests`` its value, in ``Moment.saved`` only.
     """
 
     path: str
@@ -164,6 +164,7 @@ class FileFact:
     holds: str
     keys: tuple[str, ...]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
 
 

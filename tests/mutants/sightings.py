@@ -33,6 +33,14 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "acc-3904-dcp-optim": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", _LOAD_EMPTY),),
     "acc-3905-upcast-noop": (Sighting("accelerate", "fsdp2-bf16_mixed-w2", "dtypes", _MASTERS),),
     "acc-3971-planner": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", "Missing key in checkpoint state_dict"),),
+    "acc-3982-zip-load": (
+        Sighting(
+            "mutants.drivers:Quantized",
+            "fsdp2-fp32-w2-cpu_ram_efficient_loading",
+            "active",
+            "`weight` is not an nn.Module",
+        ),
+    ),
     "acc-4119-path-marker": (Sighting("accelerate", "fsdp2-fp32-w2", "paths", "CheckpointException|No such file"),),
     "acc-4172-ac-children": (
         Sighting("accelerate", "fsdp2-fp32-w2-activation_checkpointing", "units", "the activations are recomputed of"),
@@ -40,6 +48,19 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "acc-999-sched-gas": (Sighting("accelerate", "ddp-fp32-w2-accumulate_2", "parity", "the learning rate is"),),
     "ds-5150-clip": (
         Sighting("deepspeed", "zero0-fp32-w2", "clipping", "the gradients that the optimizer gets have norm"),
+    ),
+    "ds-5170-bf16-allreduce": (
+        Sighting(
+            "deepspeed",
+            "zero1-bf16_mixed-w2-grad_accum_dtype_fp32",
+            "clipping",
+            "the gradients that the optimizer gets",
+        ),
+    ),
+    "ds-7580-overflow-z1": (
+        Sighting(
+            "broken.twins_float8:Half", "zero1-fp16_mixed-w2", "scaling", "SIGABRT in verb 'overflow'|changed in a step"
+        ),
     ),
     "ds-7586-z0-load-path": (Sighting("deepspeed", "zero0-bf16_mixed-w2", "resume", "AttributeError"),),
     "ds-7786-z0-bf16-ckpt": (Sighting("deepspeed", "zero0-bf16_mixed-w2", "resume", "optimizer"),),

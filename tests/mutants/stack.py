@@ -43,7 +43,8 @@ def stack(store: Path, path: tuple[Path, ...], cells: tuple[tuple[str, str], ...
     for driver, cell in cells:
         model = MODELS.get(str(Cell.parse(cell).option("model")))
         modules += [*find_driver(driver).preload, *model.preload]
-    front = [*(str(directory) for directory in path), os.environ.get("PYTHONPATH", "")]
+    tests = str(Path(__file__).parents[1])
+    front = [*(str(directory) for directory in path), os.environ.get("PYTHONPATH", ""), tests]
     with pytest.MonkeyPatch.context() as patch:
         # Before the launcher starts: it hands its own path on to the fork server, and that to the ranks.
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, front)))

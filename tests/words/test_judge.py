@@ -8,7 +8,7 @@ import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import Check
-from pytest_distcompat.expect import Expectation, fails, may_refuse, refuses
+from pytest_distcompat.expect import Expectation, fails, may_fail, may_refuse, refuses
 from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.scenario import RESUME, RESUME_LIFE, TRAIN, TRAIN_LIFE, Life
 from pytest_distcompat.trace import LifeEnd, LifeTrace, Moment, Trace
@@ -169,6 +169,13 @@ def test_where_the_machine_decides_it_is_refused_or_all_holds() -> None:
     either = may_refuse("toy", match="not supported")
     assert verdict(toy(), either, end=ended("raised", "build", "ValueError: not supported")).status == "refused"
     assert verdict(toy(), either, end=ended("raised", "build", "ValueError: other")).status == "failed"
+    assert verdict(toy(), either).status == "passed"
+
+
+def test_where_rounding_decides_it_is_known_or_it_passes() -> None:
+    either = may_fail("toy", reason="rounding", match="off")
+    assert verdict(toy("a bit off"), either).status == "known"
+    assert verdict(toy("something else"), either).status == "failed"
     assert verdict(toy(), either).status == "passed"
 
 

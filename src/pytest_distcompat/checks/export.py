@@ -97,7 +97,15 @@ def exported_weights(train: LifeTrace, reload: LifeTrace) -> Mapping[str, tuple[
     if not trained.of("master") or loaded is None or loaded.plain is None or model is None:
         return trained.weights
     live = max(BYTES.get(fact.dtype, 4) for fact in model.parameters)
-    sizes = {fact.name: BYTES.get(fact.dtype, 4) for fact in loaded.plain.parameters}
+    # The file's own dtype: PEFT widens what it loads.
+    written = {
+        key: dtype for moment in train.at("files", 1) for file in moment.files for key, dtype in file.dtypes.items()
+    }
+    told = {
+        fact.name: written.get(fact.name) or written.get(adapter_name(fact.name)) or fact.dtype
+        for fact in loaded.plain.parameters
+    }
+    sizes = {name: BYTES.get(dtype, 4) for name, dtype in told.items()}
     copies = trained.of("parameter")
     return {
         name: copies[name] if name in copies and sizes.get(name, 4) <= live < BYTES["float32"] else master

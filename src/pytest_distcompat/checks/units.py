@@ -64,6 +64,10 @@ def _cut(cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
             yield "FSDP has one unit for the whole model; expected one for each part that is large enough"
         return
     inside = {name for name in found if _under(name, plain.blocks)}
+    if cell.option("adapter"):
+        # PEFT's policy for FSDP1 makes a unit of each trained layer, apart from the frozen ones:
+        # https://huggingface.co/docs/peft/accelerate/fsdp
+        inside -= {fact.name.rpartition(".")[0] for fact in plain.parameters if fact.trainable}
     # Embeddings and heads may be units of their own.
     if inside or not {"", *plain.blocks} <= found:
         expected = _list({"", *plain.blocks})

@@ -9,6 +9,59 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from pytest_distcompat.cell import Cell
+
+
+def unable_on_cpu(cell: Cell) -> str:
+    """What accelerate, and Trainer by it, cannot do with FSDP on CPU ranks; empty for all else."""
+    if cell.strategy == "fsdp1" and cell.option("state_dict") == "full":
+        return (
+            "accelerate gathers FSDP1's full state dict with offload to the CPU, which on CPU ranks is a segmentation "
+            "fault in torch (https://github.com/pytorch/pytorch/issues/188989)"
+        )
+    if cell.strategy == "fsdp2" and cell.option("offload"):
+        return "accelerate offloads through pinned memory, which needs a GPU"
+    return ""
+
+
+def unable_to_recompute(cell: Cell) -> str:
+    """What would hang: no verdict could be had of it, and a known issue never covers a hang."""
+    if cell.strategy == "fsdp1" and cell.option("activation_checkpointing") and cell.option("wrap") == "size":
+        return (
+            "recomputed modules then hold several of FSDP1's units: one rank gathers for the recomputation while another "
+            "reduces gradients, and both wait (docs/upstream.md)"
+        )
+    return ""
+
+
+def recompute_by_model(model: Any, blocks: Iterable[Module]) -> None:
+    """The model's own way where it has one, as transformers' models have; else the wrapper around each block."""
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    else:
+        recompute(model, blocks)
+
+
+def merge_shards(accelerator: Any, model: Any, directory: Path) -> None:
+    """FSDP1's weights in one file by way of a sharded checkpoint and accelerate's documented merge.
+
+    For CPU ranks, where gathering crashes torch: https://huggingface.co/docs/accelerate/usage_guides/fsdp
+    """
+    from accelerate.utils import merge_fsdp_weights, save_fsdp_model
+
+    shards = directory.parent / "shards"
+    save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, str(shards), 0)
+    # On every rank: it waits for all of them.
+    merge_fsdp_weights(str(shards / "pytorch_model_fsdp_0"), str(directory))
+
+
+def whole_state(model: Module) -> dict[str, Any]:
+    """FSDP1's whole state dict on every rank, by torch, without the offload that crashes on CPU ranks."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
 
 def recompute(model: Module, blocks: Iterable[Module]) -> None:
     """Activation checkpointing around each block, in place.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.drivers import _options, _preload
 from pytest_distcompat.drivers._tiny import MAX_NORM, TinyDriver
+from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -58,14 +59,10 @@ class AccelerateDriver(TinyDriver):
         """The strategies without an accelerate dialect, and what crashes the interpreter on this device."""
         if STRATEGIES.get(cell.strategy).accelerate is None:
             return f"accelerate has no {cell.strategy}"
-        if device == "cpu" and cell.strategy == "fsdp1" and cell.option("state_dict") == "full":
-            return (
-                "accelerate gathers FSDP1's full state dict with offload to the CPU, which on CPU ranks is a segmentation "
-                "fault in torch (https://github.com/pytorch/pytorch/issues/188989)"
-            )
-        if device == "cpu" and cell.strategy == "fsdp2" and cell.option("offload"):
-            return "accelerate offloads through pinned memory, which needs a GPU"
-        return super().unable(cell, device)
+        if cell.option("conflict") and PRECISIONS.get(cell.precision).compute == "float32":
+            return "to accelerate fp32 means that nothing was said, so that no JSON contradicts it"
+        problem = (_options.unable_on_cpu(cell) if device == "cpu" else "") or _options.unable_to_recompute(cell)
+        return problem or super().unable(cell, device)
 
     def build(self, model: Module) -> None:
         """One Accelerator, then data, model, optimizer and scheduler together through ``prepare``."""
@@ -117,11 +114,7 @@ class AccelerateDriver(TinyDriver):
         """For FSDP accelerate recomputes; for the others it is the model's business."""
         if not self.cell.option("activation_checkpointing") or "fsdp" in self.cell.strategy:
             return
-        if hasattr(model, "gradient_checkpointing_enable"):
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.train()
-        else:
-            _options.recompute(model, self.tiny.block_modules(model))
+        _options.recompute_by_model(model, self.tiny.block_modules(model))
 
     def _recipe(self) -> list[Any]:
         """How layers become 8 bits wide. Without all-gather in 8 bits, which DeepSpeed cannot do."""
@@ -188,7 +181,7 @@ class AccelerateDriver(TinyDriver):
             unwrapped.save_pretrained(directory, is_main_process=main, state_dict=self._whole_state())
             return
         if self.cell.strategy == "fsdp1" and self.world.device == "cpu":
-            self._merge(directory)
+            _options.merge_shards(self.accelerator, self.model, directory)
         else:
             self.accelerator.save_model(self.model, str(directory))
         if main and hasattr(unwrapped, "config"):
@@ -198,17 +191,7 @@ class AccelerateDriver(TinyDriver):
         """``get_state_dict``; for FSDP1 on CPU ranks by torch, without the offload that crashes it."""
         if self.cell.strategy != "fsdp1" or self.world.device != "cpu":
             return self.accelerator.get_state_dict(self.model)
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
-
-    def _merge(self, directory: Path) -> None:
-        from accelerate.utils import merge_fsdp_weights, save_fsdp_model
-
-        shards = directory.parent / "shards"
-        save_fsdp_model(self.accelerator.state.fsdp_plugin, self.accelerator, self.model, str(shards), 0)
-        # On every rank: it waits for all of them.
-        merge_fsdp_weights(str(shards / "pytorch_model_fsdp_0"), str(directory))
+        return _options.whole_state(self.model)
 
     def trainer_world_size(self) -> int | None:
         """What accelerate believes."""

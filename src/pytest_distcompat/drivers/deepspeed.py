@@ -6,7 +6,7 @@ https://deepspeed.readthedocs.io/en/latest/initialize.html, https://deepspeed.re
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pytest_distcompat.drivers import _options, _preload
 from pytest_distcompat.drivers._tiny import TinyDriver
@@ -77,7 +77,7 @@ class DeepSpeedDriver(TinyDriver):
             config["checkpoint"] = {"load_universal": True}
         self.raw = _options.in_8_bits(model) if self.precision.float8 else model
         if self.cell.option("activation_checkpointing"):
-            self._recompute(self.raw)
+            _options.recompute_by_model(self.raw, self.tiny.block_modules(self.raw))
         if self.cell.option("meta_init"):
             # Parameters are partitioned one by one; the whole model need not fit into one rank's memory.
             deepspeed.zero.Init(module=self.raw, config_dict_or_path=config)
@@ -88,13 +88,6 @@ class DeepSpeedDriver(TinyDriver):
         how = self.cell.option("compile")
         if how:
             self.model.compile(backend="inductor" if how is True else str(how))
-
-    def _recompute(self, model: Any) -> None:
-        if hasattr(model, "gradient_checkpointing_enable"):
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.train()
-        else:
-            _options.recompute(model, self.tiny.block_modules(model))
 
     def step(self, number: int) -> float:
         """Forward and backward of each micro-batch; the engine scales, reduces, clips and steps the scheduler by itself."""

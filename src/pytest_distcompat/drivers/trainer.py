@@ -68,18 +68,17 @@ class TrainerDriver(TinyDriver):
             return "Trainer makes these two groups of parameters anyway"
         if cell.option("fp8_backend") == "te":
             return "Trainer hands accelerate no recipe for Transformer Engine"
-        if device == "cpu" and cell.strategy == "fsdp1" and cell.option("state_dict") == "full":
-            return (
-                "Trainer gathers FSDP1's full state dict with offload to the CPU, which on CPU ranks is a segmentation "
-                "fault in torch (https://github.com/pytorch/pytorch/issues/188989)"
-            )
-        if device == "cpu" and cell.strategy == "fsdp2" and cell.option("offload"):
-            return "accelerate offloads through pinned memory, which needs a GPU"
-        return super().unable(cell, device)
+        if cell.option("activation_checkpointing") and cell.option("model") == "plain" and "fsdp" not in cell.strategy:
+            return "Trainer has the model recompute, and the plain one has no gradient_checkpointing_enable()"
+        problem = (_options.unable_on_cpu(cell) if device == "cpu" else "") or _options.unable_to_recompute(cell)
+        return problem or super().unable(cell, device)
 
     def groups(self, model: Module) -> Any:
         """Trainer's own two groups, for the reference: norms and biases without weight decay."""
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not self.cell.option("use_orig_params"):
+            # A flat parameter belongs to one group as a whole: https://docs.pytorch.org/docs/stable/fsdp.html (use_orig_params).
+            return [{"params": [p for _, p in trained], "weight_decay": DECAY}]
         free = {name for name, _ in trained if "bias" in name or "norm" in name}
         return [
             {"params": [p for name, p in trained if name not in free], "weight_decay": DECAY},
@@ -221,21 +220,20 @@ class TrainerDriver(TinyDriver):
         """
         accelerator = self.trainer.accelerator
         if self.cell.strategy == "fsdp1" and self.world.device == "cpu":
-            self._merge(accelerator, directory)
+            self._gather(directory)
             return
         if "fsdp" in self.cell.strategy:
             accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         self.trainer.save_model(str(directory))
 
-    def _merge(self, accelerator: Any, directory: Path) -> None:
-        from accelerate.utils import merge_fsdp_weights, save_fsdp_model
-
-        shards = directory.parent / "shards"
-        save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, self.trainer.model, str(shards), 0)
-        # On every rank: it waits for all of them.
-        merge_fsdp_weights(str(shards / "pytorch_model_fsdp_0"), str(directory))
-        unwrapped = accelerator.unwrap_model(self.trainer.model)
-        if self.world.rank == 0 and hasattr(unwrapped, "config"):
+    def _gather(self, directory: Path) -> None:
+        accelerator, model = self.trainer.accelerator, self.trainer.model_wrapped
+        unwrapped, main = accelerator.unwrap_model(self.trainer.model), self.world.rank == 0
+        if self.cell.option("adapter"):
+            unwrapped.save_pretrained(directory, is_main_process=main, state_dict=_options.whole_state(model))
+            return
+        _options.merge_shards(accelerator, self.trainer.model, directory)
+        if main and hasattr(unwrapped, "config"):
             unwrapped.config.save_pretrained(directory)
 
     def trainer_world_size(self) -> int | None:

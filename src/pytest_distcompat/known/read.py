@@ -17,7 +17,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.expect import Expectation, FacetValue, fails, may_refuse, refuses
+from pytest_distcompat.expect import Expectation, FacetValue, fails, may_fail, may_refuse, refuses
 from pytest_distcompat.failures import UsageProblem
 
 if sys.version_info >= (3, 11):
@@ -28,8 +28,13 @@ else:
 #: The format of the file; raised when an old reader would get a new file wrong.
 FORMAT = 1
 
-#: ``may_refuse``: where the machine decides whether it is supported.
-KINDS: dict[str, Callable[..., Expectation]] = {"fails": fails, "refuses": refuses, "may_refuse": may_refuse}
+#: ``may_refuse``: where the machine decides whether it is supported; ``may_fail``: where rounding decides.
+KINDS: dict[str, Callable[..., Expectation]] = {
+    "fails": fails,
+    "may_fail": may_fail,
+    "refuses": refuses,
+    "may_refuse": may_refuse,
+}
 
 _TEXTS = ("id", "link", "reason", "match", "kind", "device", "fixed_in", "script")
 _NEEDED = ("id", "link", "reason", "check", "match")

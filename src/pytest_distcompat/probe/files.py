@@ -21,8 +21,8 @@ def read_files(directory: Path, prefix: str = "") -> tuple[FileFact, ...]:
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         name = prefix + str(path.relative_to(directory))
         if path.suffix == ".safetensors":
-            shapes = _safetensors_shapes(path)
-            facts.append(FileFact(name, "safetensors", "model", tuple(shapes), shapes))
+            shapes, dtypes = _safetensors(path)
+            facts.append(FileFact(name, "safetensors", "model", tuple(shapes), shapes, dtypes))
         elif path.name == ".metadata":
             facts.extend(_dcp(path.parent, prefix + str(path.parent.relative_to(directory))))
         elif path.suffix in {".pt", ".bin"}:
@@ -30,11 +30,17 @@ def read_files(directory: Path, prefix: str = "") -> tuple[FileFact, ...]:
     return tuple(facts)
 
 
-def _safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+#: safetensors' names of dtypes to torch's: https://huggingface.co/docs/safetensors/index#format.
+_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def _safetensors(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - no mapping
+        parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+        dtypes = {key: _DTYPES.get(part.get_dtype(), part.get_dtype()) for key, part in parts.items()}
+        return {key: tuple(part.get_shape()) for key, part in parts.items()}, dtypes
 
 
 def _dcp(directory: Path, name: str) -> Iterator[FileFact]:
