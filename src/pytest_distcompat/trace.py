@@ -97,9 +97,8 @@ class OptimizerFact:
     """The optimizer on one rank: ``chain`` from the outermost wrapper to the torch optimizer that steps.
 
     ``foreign`` counts entries that are no live parameter of the model (a stale optimizer has nothing but these).
-    ``partitioned`` maps a live parameter's name to how many of its elements this rank's flat master holds (ZeRO);
-    ``masters`` are these parts. ``accumulates`` is the dtype in which ZeRO adds gradients up, empty without ZeRO.
-    ``groups`` has the numbers of each parameter group: ``lr``, ``betas.0``.
+    ``partitioned`` maps a live parameter's name to how many of its elements this rank's flat master holds (ZeRO); ``masters`` are
+    these parts. ``accumulates`` is the dtype in which ZeRO adds gradients up. ``groups`` has each group's numbers: ``lr``, ``betas.0``.
     """
 
     chain: tuple[str, ...]
