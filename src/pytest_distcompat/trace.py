@@ -1,8 +1,7 @@
 """What the probes of all ranks wrote: plain data, JSON in and out, the only thing that leaves the ranks.
 
 Dtypes are torch's names without the prefix (``"float32"``, ``"bfloat16"``), shapes are tuples of ints, a digest is a
-hash of a tensor's local values, whatever dtype they are kept in: equal digests mean equal values, bit by bit, and those of
-shards compose to that of the whole (``digests``).
+hash of a tensor's local values, in whatever dtype: equal digests mean equal values, and shards' compose (``digests``).
 """
 
 from __future__ import annotations
@@ -97,8 +96,8 @@ class OptimizerFact:
     """The optimizer on one rank: ``chain`` from the outermost wrapper to the torch optimizer that steps.
 
     ``foreign`` counts entries that are no live parameter of the model (a stale optimizer has nothing but these).
-    ``partitioned`` maps a live parameter's name to how many of its elements this rank's flat master holds (ZeRO); ``masters`` are
-    these parts. ``accumulates`` is the dtype in which ZeRO adds gradients up. ``groups`` has each group's numbers: ``lr``, ``betas.0``.
+    ``partitioned`` maps a live parameter's name to how many of its elements this rank's flat master holds (ZeRO);
+    ``masters`` are these parts. ``accumulates`` is what ZeRO adds gradients up in; ``groups`` each group's numbers: ``lr``.
     """
 
     chain: tuple[str, ...]

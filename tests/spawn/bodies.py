@@ -85,6 +85,33 @@ def dispatched(payload: Mapping[str, Any], log: RankLog) -> None:
     distributed.destroy_process_group()
 
 
+def watched(payload: Mapping[str, Any], log: RankLog) -> None:
+    """What the probe sees of collectives: while it watches, while it computes itself, and when it has seen enough."""
+    import torch
+    from torch import distributed
+
+    from pytest_distcompat.probe import Observer
+
+    _join()
+    observer, number = Observer(), torch.ones(1)
+
+    def reduce(when: str) -> None:
+        distributed.all_reduce(number)
+        log.write("seen", when=when, calls=sum(observer.collectives.values()))
+        observer.restart()
+
+    reduce("before")
+    with observer.watching():
+        reduce("watching")
+        with observer.aside():
+            reduce("aside")
+        reduce("watching again")
+        observer.look_away()
+        reduce("looked away")
+    reduce("after")
+    distributed.destroy_process_group()
+
+
 def zero1(payload: Mapping[str, Any], log: RankLog) -> None:
     """What DeepSpeed keeps privately at each parameter, and in its table of operators."""
     import deepspeed
@@ -104,6 +131,7 @@ def zero1(payload: Mapping[str, Any], log: RankLog) -> None:
         "bf16": {"enabled": True},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    log.write("accumulates", dtype=str(getattr(engine.optimizer, "gradient_accumulation_dtype", "absent")))
     for name, parameter in engine.module.named_parameters():
         mapping = getattr(parameter, "_hp_mapping", "absent")
         address = getattr(mapping, "lp_fragment_address", None)

@@ -50,6 +50,21 @@ def test_the_name_of_an_operator(run: Run) -> None:
     )
 
 
+def test_the_modes_that_are_put_aside(run: Run) -> None:
+    ending = run("watched", world_size=1)
+    assert {event["when"]: event["calls"] for event in events(ending, "seen")} == {
+        "before": 0,
+        "watching": 1,
+        "aside": 0,
+        "watching again": 1,
+        "looked away": 0,
+        "after": 0,
+    }, (
+        "torch.utils._python_dispatch._disable_current_modes or _get_current_dispatch_mode is not what it was: see "
+        f"probe/observe.py:Observer.aside and look_away\n{ending.text()}"
+    )
+
+
 def test_what_torch_keeps_of_what_it_compiled_and_of_what_recomputes(run: Run) -> None:
     ending = run("compiled", world_size=1)
     facts = {event["step"]: event for event in events(ending, "fact")}
@@ -79,6 +94,13 @@ def test_what_deepspeed_keeps_at_each_parameter(with_deepspeed: Ending) -> None:
         f"probe/optimizer.py:_partitioned\n{with_deepspeed.text()}"
     )
     assert not with_deepspeed.failed, with_deepspeed.text()
+
+
+@needs_deepspeed
+def test_what_deepspeed_adds_gradients_up_in(with_deepspeed: Ending) -> None:
+    assert [event["dtype"] for event in events(with_deepspeed, "accumulates")] == ["torch.bfloat16"] * 2, (
+        "DeepSpeed's ZeRO optimizer has no gradient_accumulation_dtype: see probe/optimizer.py:_accumulates"
+    )
 
 
 @needs_deepspeed
