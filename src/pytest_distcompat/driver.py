@@ -36,7 +36,12 @@ class Plan:
     @property
     def last_step(self) -> int:
         """How many steps have been taken when the plan is done, those before it included."""
-        return self.first_step + self.verbs.count("step")
+        return self.first_step + len(self.steps)
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The verbs that are a step."""
+        return tuple(verb for verb in self.verbs if verb in STEP_VERBS)
 
 
 class Driver:

@@ -76,6 +76,7 @@ class TestAccelerate(CompatSuite):
         precisions=("fp32", "bf16_mixed"),
         extra=(
             Matrix(("fsdp2", "zero2"), ("bf16_pure", "fp16_mixed", "fp8")),
+            Matrix(("fsdp2",), ("bf16_mixed",), options=({"float32_norms": True},)),
             Matrix(("fsdp1", "fsdp2", "zero3"), ("bf16_mixed",), options=({"model": "llama_tied"}, {"model": "plain"})),
             Matrix(
                 ("fsdp2",),
@@ -126,6 +127,7 @@ class TestTrainer(CompatSuite):
                     {"save_only_model": True, "state_dict": "full"},
                 ),
             ),
+            Matrix(("fsdp2",), ("fp16_mixed",)),
             Matrix(("zero2",), ("bf16_mixed",), options=({"accumulate": 2}, {"conflict": True})),
         ),
     )
@@ -144,6 +146,7 @@ class TestDeepSpeed(CompatSuite):
                 ("zero3",), ("bf16_mixed",), options=({"model": "plain"}, {"model": "llama_tied"}, {"offload": True})
             ),
             Matrix(("zero2",), ("fp32",), options=({"accumulate": 2}, {"compile": "aot_eager"}, {"adapter": True})),
+            Matrix(("zero1",), ("bf16_mixed",), options=({"grad_accum_dtype": "fp32"},)),
             Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True}, {"accumulate": 2})),
         ),
     )

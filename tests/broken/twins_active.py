@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from pytest_distcompat.drivers import accelerate as accelerate_driver
-from pytest_distcompat.drivers._tiny import MAX_NORM
 from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.strategies._base import MAX_NORM
 
 from .declare import CLIPPING, MEMORY, PARITY, UNCUT, Accelerate, Torch, twin
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.drivers._tiny import MAX_NORM
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.strategies._base import MAX_NORM
 
 from .declare import CLIPPING, PARITY, Accelerate, Torch, twin
 from .twins_dtypes import MastersInBfloat16

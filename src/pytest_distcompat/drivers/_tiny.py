@@ -13,6 +13,7 @@ from pytest_distcompat.models import MODELS, TinyModel
 from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.precisions._base import installed
 from pytest_distcompat.strategies import STRATEGIES, Strategy
+from pytest_distcompat.strategies._base import MAX_NORM
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from pytest_distcompat.models._base import Batch
     from pytest_distcompat.world import World
 
-#: Gradients are clipped to this norm; those of the tiny models begin well above.
-MAX_NORM = 1.0
 LEARNING_RATE, DECAY, GAMMA = 3e-3, 0.01, 0.95
 #: Steps an epoch. With accumulation the last of them has one micro-batch only, as the end of a real epoch has.
 EPOCH = 8
@@ -36,7 +35,6 @@ class TinyDriver(Driver):
 
     #: What a loss is the mean of: ``rank``, the mean of the ranks' and micro-batches' means; ``token``, all tokens alike.
     mean: ClassVar[str] = "rank"
-    max_norm = MAX_NORM
 
     def __init__(self, cell: Cell, world: World) -> None:
         super().__init__(cell, world)

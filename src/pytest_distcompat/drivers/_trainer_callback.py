@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,23 +23,28 @@ def tell(driver: Any, plan: Plan, seen: Seen) -> Any:
     """
     from transformers import TrainerCallback
 
-    done = [
-        plan.first_step + plan.verbs[:place].count("step") for place, verb in enumerate(plan.verbs) if verb == "save"
+    before = [
+        dataclasses.replace(plan, verbs=plan.verbs[:place]) for place, verb in enumerate(plan.verbs) if verb == "save"
     ]
+    done = [part.last_step for part in before]
 
     class _Tell(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
         def __init__(self) -> None:
             self.first = "load" if "load" in plan.verbs else "build"
+            self.step = contextlib.ExitStack()
 
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
+        def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
             if self.first:
                 driver.look()
                 verb, self.first = self.first, ""
                 seen(verb)
-                if "step" not in plan.verbs:
+                if not plan.steps:
                     raise PlanDoneError
+            if plan.steps[state.global_step - plan.first_step] == "overflow":
+                self.step.enter_context(driver.overflowing())
 
         def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.step.close()
             control.should_save = state.global_step in done
 
         def on_log(self, _args: Any, state: Any, _control: Any, logs: Mapping[str, float], **_: Any) -> None:
@@ -46,7 +53,7 @@ def tell(driver: Any, plan: Plan, seen: Seen) -> Any:
                 driver.grad_norm = logs.get("grad_norm")
                 batches = (driver.batch_of(place, driver.world.rank) for place in driver.micros(state.global_step - 1))
                 driver.tokens = sum(map(driver.tiny.count, batches))
-                seen("step", logs["loss"])
+                seen(plan.steps[state.global_step - 1 - plan.first_step], logs["loss"])
 
         def on_save(self, *_: Any, **__: Any) -> None:
             seen("save")

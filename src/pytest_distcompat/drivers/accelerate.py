@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.drivers import _options, _preload
-from pytest_distcompat.drivers._tiny import MAX_NORM, TinyDriver
+from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.strategies._base import MAX_NORM
 
 if TYPE_CHECKING:
     from torch.nn import Module

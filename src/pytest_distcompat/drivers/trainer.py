@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.driver import Plan, Seen
 from pytest_distcompat.drivers import _options, _preload
-from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, MAX_NORM, TinyDriver
+from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
 from pytest_distcompat.drivers._trainer_callback import PlanDoneError, tell
 from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.strategies._base import MAX_NORM
 
 if TYPE_CHECKING:
     import torch
@@ -189,6 +190,10 @@ class TrainerDriver(TinyDriver):
         self.trainer.add_callback(tell(self, plan, seen))
         with contextlib.suppress(PlanDoneError):
             self.trainer.train(resume_from_checkpoint=checkpoint)
+
+    def overflow(self, number: int) -> float:
+        """Not called: ``train`` does every step, and the callback makes the gradients of this one overflow."""
+        raise NotImplementedError
 
     def _loss(self) -> Callable[..., torch.Tensor]:
         """For a model that computes none."""

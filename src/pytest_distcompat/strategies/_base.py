@@ -32,6 +32,9 @@ class Dtypes:
     buffer: str = ""
 
 
+#: What the built-in drivers clip gradients to; DeepSpeed is told in its JSON.
+MAX_NORM = 1.0
+
 #: Why an option of DeepSpeed is none of torch's strategies.
 OF_DEEPSPEED = dict.fromkeys(("conflict", "grad_accum_dtype_fp32"), "there is no DeepSpeed JSON to say it in")
 NO_SHARDS = "there are no shards of parameters that it could be about"

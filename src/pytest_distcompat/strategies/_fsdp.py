@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from pytest_distcompat.precisions import Precision
 
 
+#: The forms of a checkpoint, as accelerate and transformers call them.
+FORMS = {"sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"}
+
+
 def dtypes(precision: Precision) -> Dtypes:
     """Shards and optimizer in the master dtype, products and reduction in the compute dtype.
 
@@ -29,7 +33,7 @@ def plugin(version: int, cell: Cell) -> dict[str, Any]:
 
     from pytest_distcompat.models import MODELS
 
-    form = {"sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"}[str(cell.option("state_dict"))]
+    form = FORMS[str(cell.option("state_dict"))]
     tiny = MODELS.get(str(cell.option("model")))
     settings: dict[str, Any] = {
         "fsdp_version": version,
@@ -60,7 +64,7 @@ def arguments(version: int, cell: Cell) -> dict[str, Any]:
     reshard = bool(cell.option("reshard_after_forward"))
     settings: dict[str, Any] = {
         "version": version,
-        "state_dict_type": {"sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"}[str(cell.option("state_dict"))],
+        "state_dict_type": FORMS[str(cell.option("state_dict"))],
         "cpu_ram_efficient_loading": bool(cell.option("cpu_ram_efficient_loading")),
         "cpu_offload": bool(cell.option("offload")),
         "activation_checkpointing": bool(cell.option("activation_checkpointing")),

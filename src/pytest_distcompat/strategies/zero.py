@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies._base import Dtypes, Strategy
+from pytest_distcompat.strategies._base import MAX_NORM, Dtypes, Strategy
 
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
@@ -21,10 +21,6 @@ def _dtypes(precision: Precision) -> Dtypes:
     """
     master, compute = precision.master, precision.compute
     return Dtypes(storage=compute, compute=compute, reduce=compute, gradient=master, master=master, state=master)
-
-
-#: What the drivers clip gradients to; DeepSpeed clips by itself.
-MAX_NORM = 1.0
 
 
 def config(stage: int, precision: Precision, cell: Cell, micro_batch: int = 2) -> dict[str, Any]:
