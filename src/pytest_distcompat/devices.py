@@ -1,16 +1,31 @@
-"""How many GPUs this process may use: asked of NVML, so that CUDA is not initialised and torch not imported."""
+"""Which GPUs this process may use: asked of NVML, so that CUDA is not initialised and torch not imported."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MigInstance:
+    """A part of a GPU in MIG mode: its GPU's UUID, its own, and the older name of it (``MIG-GPU-8932f937.../3/0``)."""
+
+    gpu: str
+    uuid: str
+    path: str
 
 
 def visible_gpus() -> int:
     """The number of GPUs that CUDA would show a process of ours, ``CUDA_VISIBLE_DEVICES`` obeyed. 0 without a driver."""
-    uuids = gpu_uuids()
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len(uuids) if wanted is None else count_visible(wanted, uuids)
+    return len(visible_ids())
+
+
+def visible_ids() -> list[str]:
+    """The UUIDs of those GPUs and MIG instances: the same for every process of the machine, however it names them."""
+    return names_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpu_uuids(), mig_instances())
 
 
 def gpu_uuids() -> list[str]:
@@ -23,18 +38,62 @@ def gpu_name() -> str:
     return next(iter(_of_each_gpu("nvmlDeviceGetName")), "")
 
 
+def mig_instances() -> list[MigInstance]:
+    """Every MIG instance of the machine, in NVML's order; empty where no GPU is in MIG mode."""
+    found = []
+    with _nvml() as nvml:
+        for gpu in _handles(nvml):
+            for index in range(_most_instances(nvml, gpu)):
+                # The numbers have gaps where an instance was destroyed.
+                with contextlib.suppress(nvml.NVMLError):
+                    part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
+                    of, own = (_text(nvml.nvmlDeviceGetUUID(handle)) for handle in (gpu, part))
+                    numbers = (nvml.nvmlDeviceGetGpuInstanceId(part), nvml.nvmlDeviceGetComputeInstanceId(part))
+                    found.append(MigInstance(of, own, f"MIG-{of}/{numbers[0]}/{numbers[1]}"))
+    return found
+
+
+def used_memory(ids: Sequence[str]) -> dict[str, int]:
+    """Bytes in use on each of these GPUs or MIG instances, by whatever process; those that NVML does not know are left out."""
+    found = {}
+    with _nvml() as nvml:
+        for uuid in ids if nvml else ():
+            with contextlib.suppress(nvml.NVMLError):
+                found[uuid] = int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)).used)
+    return found
+
+
 def _of_each_gpu(question: str) -> list[str]:
+    with _nvml() as nvml:
+        return [_text(getattr(nvml, question)(handle)) for handle in _handles(nvml)]
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    """NVML's functions, None without a driver."""
     import pynvml
 
+    with contextlib.ExitStack() as end:
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            yield None
+            return
+        end.callback(pynvml.nvmlShutdown)
+        yield pynvml
+
+
+def _handles(nvml: Any) -> list[Any]:
+    return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())] if nvml else []
+
+
+def _most_instances(nvml: Any, gpu: Any) -> int:
+    """How many MIG instances that GPU may have; 0 if it is not in MIG mode or has none."""
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [_text(getattr(pynvml, question)(handle)) for handle in handles]
-    finally:
-        pynvml.nvmlShutdown()
+        current, _ = nvml.nvmlDeviceGetMigMode(gpu)
+        return int(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)) if current else 0
+    except nvml.NVMLError:
+        return 0
 
 
 def _text(value: str | bytes) -> str:
@@ -42,21 +101,37 @@ def _text(value: str | bytes) -> str:
 
 
 def count_visible(wanted: str, uuids: Sequence[str]) -> int:
-    """How many of the machine's GPUs a value of CUDA_VISIBLE_DEVICES shows.
+    """How many of the machine's GPUs a value of CUDA_VISIBLE_DEVICES shows."""
+    return len(names_visible(wanted, uuids))
 
-    Entries are indices, UUIDs or beginnings of UUIDs (``GPU-8932f937``), or MIG names (taken as they are: NVML lists
-    them under their GPU). As CUDA does, stop at the first entry that names nothing, and show nothing if one is named twice.
+
+def names_visible(wanted: str | None, uuids: Sequence[str], instances: Sequence[MigInstance] = ()) -> list[str]:
+    """The UUIDs of what a value of CUDA_VISIBLE_DEVICES shows, in its order; None is the variable not set.
+
+    Entries are indices, UUIDs or beginnings of one UUID (``GPU-8932f937``), or MIG names in either form; one that NVML
+    does not list is taken as it is. As CUDA does, stop at the first entry that names nothing, and show nothing if one is
+    named twice. A GPU in MIG mode is its first instance, for CUDA shows no more of it.
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
+    https://docs.nvidia.com/datacenter/tesla/mig-user-guide/#cuda-device-enumeration
     """
+    first = {instance.gpu: instance.uuid for instance in reversed(instances)}
+    whole = [first.get(uuid, uuid) for uuid in uuids]
+    if wanted is None:
+        return whole
     shown: list[str] = []
     for raw in wanted.split(","):
         entry = raw.strip()
         if entry.isdigit() and int(entry) < len(uuids):
-            shown.append(uuids[int(entry)])
+            shown.append(whole[int(entry)])
         elif entry.startswith("MIG-"):
-            shown.append(entry)
-        elif entry.startswith("GPU-") and (match := [uuid for uuid in uuids if uuid.startswith(entry)]):
+            named = {part.uuid for part in instances if part.uuid.startswith(entry) or part.path == entry}
+            shown.append(named.pop() if len(named) == 1 else entry)
+        elif len(match := [name for name, uuid in zip(whole, uuids, strict=True) if _begins(uuid, entry)]) == 1:
             shown.append(match[0])
         else:
             break
-    return len(shown) if len(set(shown)) == len(shown) else 0
+    return shown if len(set(shown)) == len(shown) else []
+
+
+def _begins(uuid: str, entry: str) -> bool:
+    return entry.startswith("GPU-") and uuid.startswith(entry)

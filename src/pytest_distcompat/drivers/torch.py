@@ -212,7 +212,9 @@ class TorchDriver(TinyDriver):
         """Without gradients: compiled anew for evaluation, FSDP1 trips over the sharded ones that a step left."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        return super().evaluate(model)
+        # A model of two dtypes computes under autocast only.
+        with self._autocast() if self.cell.option("float32_norms") else contextlib.nullcontext():
+            return super().evaluate(model)
 
     def export(self, directory: Path) -> None:
         """The whole state dict on rank 0, in the form that the model's own library loads."""

@@ -125,7 +125,8 @@ class Observer:
     def _pre_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._active:
             return
-        tensors = [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
+        # Frozen parameters may have been handed over too: nobody updates them.
+        tensors = [p for group in optimizer.param_groups for p in group["params"] if p.numel() and p.requires_grad]
         master = {dtype_name(p.dtype) for p in tensors}
         gradients = [local_of(p.grad) for p in tensors if p.grad is not None]
         gradient = {dtype_name(grad.dtype) for grad in gradients}
