@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -21,6 +20,8 @@ from pytest_distcompat.scenario import Life, Scenario
 from pytest_distcompat.trace import LifeEnd, LifeTrace, Moment, Trace
 
 _DONE = "life.json"
+#: How many lives are kept decoded: a train life of 20 steps takes some hundredths of a second to read.
+KEPT = 16
 #: What a rank of a suite runs.
 WORKER = "pytest_distcompat.worker"
 
@@ -44,6 +45,7 @@ class Runner:
         self._timeout = timeout
         self._notice = notice
         self._limits = dict(limits or {})
+        self._read: dict[Path, tuple[LifeTrace, str]] = {}
 
     def trace(self, driver: str, cell: Cell, scenario: Scenario) -> Trace:
         """The trace of a scenario; lives that another check already needed are read, not run again."""
@@ -68,12 +70,15 @@ class Runner:
         self.store.mkdir(parents=True, exist_ok=True)
         # Released by the operating system if its holder dies, and then the next one runs the life again.
         with FileLock(f"{directory}.lock"):
-            if not done.exists():
-                self._run(driver, cell, life, after)
-        trace, command = _read(done)
+            if done not in self._read:
+                self._read[done] = _read(done) if done.exists() else self._run(driver, cell, life, after)
+        # The checks of a cell, one after the other, read the same lives; those of another cell are not asked for again.
+        for old in list(self._read)[:-KEPT]:
+            del self._read[old]
+        trace, command = self._read[done]
         return dataclasses.replace(trace, name=life.name), command
 
-    def _run(self, driver: str, cell: Cell, life: Life, after: Life | None) -> None:
+    def _run(self, driver: str, cell: Cell, life: Life, after: Life | None) -> tuple[LifeTrace, str]:
         directory = self._directory(driver, cell, life)
         # A life that was broken off with its pytest process left logs, which ranks would append to.
         shutil.rmtree(directory, ignore_errors=True)
@@ -112,6 +117,7 @@ class Runner:
         waiting = directory / f"{_DONE}.{os.getpid()}"
         waiting.write_text(json.dumps(data), encoding="utf-8")
         waiting.rename(directory / _DONE)
+        return trace, ending.command
 
     def _directory(self, driver: str, cell: Cell, life: Life) -> Path:
         """Where a life keeps what it leaves; the same life for two cells is one, if it runs in the same cell for as many ranks.
@@ -128,9 +134,8 @@ class Runner:
         return self.store / f"{name[:180]}-{hashlib.sha256(f'{text} {self._device}'.encode()).hexdigest()[:8]}"
 
 
-@functools.lru_cache(maxsize=16)
 def _read(done: Path) -> tuple[LifeTrace, str]:
-    """A life that is over, and the command that runs it again. The checks of a cell, one after the other, read the same lives."""
+    """A life that is over, and the command that runs it again."""
     data = json.loads(done.read_text(encoding="utf-8"))
     return _life_from_json(data["trace"]), data["command"]
 
