@@ -1,6 +1,6 @@
 """torch 2.13.0: fully_shard takes a unit of two dtypes under a mixed-precision policy, and refuses in the first forward only.
 
-Expected: an error where the mistake is made, as FSDP1 has it. Seen: ``FSDP expects uniform original parameter dtype`` from forward.
+Expected: an error where the mistake is made, as with FSDP1. Seen: ``FSDP expects uniform original parameter dtype`` from forward.
 """
 
 import os

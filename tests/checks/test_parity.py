@@ -30,7 +30,7 @@ def scaled(story: Story, field: str, factor: float, **where: Any) -> Story:
 def test_a_loss_that_is_off_from_the_first_step(sound: Sound) -> None:
     # The sum over two ranks instead of the mean.
     assert scaled(sound("ddp-fp32-w2"), "loss", 2).findings("parity") == [
-        "step 1: the loss is 3; 1.5 in the reference (1.0e+00 off, 2e-05 allowed)"
+        "step 1: the loss is 3; 1.5 in the reference (1.0e+00 off, 2.0e-05 allowed)"
     ]
 
 
@@ -54,7 +54,7 @@ def test_the_mean_over_the_ranks_is_what_counts(sound: Sound) -> None:
 
     assert sound("fsdp2-fp32-w2").alter(apart, verb="step").findings("parity") == []
     found = sound("fsdp2-fp32-w2").alter(apart, verb="step", rank=1, nth=4).findings("parity")
-    assert found == ["step 5: the loss is 0.95; 0.7 in the reference (3.6e-01 off, 2e-05 allowed)"]
+    assert found == ["step 5: the loss is 0.95; 0.7 in the reference (3.6e-01 off, 2.0e-05 allowed)"]
 
 
 def test_only_the_first_step_that_is_off_is_told(sound: Sound) -> None:

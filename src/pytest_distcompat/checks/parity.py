@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.models import MODELS
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import PARITY, STEPS
 from pytest_distcompat.strategies import STRATEGIES
@@ -33,6 +34,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     gradients that are summed instead of averaged, a schedule that runs too fast.
     """
     precision = PRECISIONS.get(cell.precision)
+    tolerance = precision.loss_tolerance * MODELS.get(str(cell.option("model"))).spread
     trained, reference = trace.life("train"), trace.life("reference")
     for step in range(STEPS):
         here, there = trained.at("step", step), reference.at("reference", step)
@@ -40,7 +42,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         if not here or not there:
             yield f"step {step + 1}: no reference to compare with"
             return
-        found = [*_loss(here, there[0], precision.loss_tolerance), *_norm(here, there[0], precision.norm_tolerance)]
+        found = [*_loss(here, there[0], tolerance), *_norm(here, there[0], precision.norm_tolerance)]
         found += _rates(here, there[0])
         yield from (f"step {step + 1}: {text}" for text in found)
         if found:
@@ -55,7 +57,7 @@ def _loss(here: tuple[Moment, ...], there: Moment, tolerance: float) -> Iterator
     loss = sum(losses) / len(losses)
     if not math.isclose(loss, there.loss, rel_tol=tolerance):
         off = abs(loss - there.loss) / abs(there.loss)
-        yield f"the loss is {loss:.6g}; {there.loss:.6g} in the reference ({off:.1e} off, {tolerance:.0e} allowed)"
+        yield f"the loss is {loss:.6g}; {there.loss:.6g} in the reference ({off:.1e} off, {tolerance:.1e} allowed)"
 
 
 def _norm(here: tuple[Moment, ...], there: Moment, tolerance: float) -> Iterator[str]:
@@ -67,7 +69,7 @@ def _norm(here: tuple[Moment, ...], there: Moment, tolerance: float) -> Iterator
             and not math.isclose(norm, there.grad_norm, rel_tol=tolerance)
         ):
             off = abs(norm - there.grad_norm) / there.grad_norm
-            told = f"{there.grad_norm:.6g} in the reference ({off:.1e} off, {tolerance:.0e} allowed)"
+            told = f"{there.grad_norm:.6g} in the reference ({off:.1e} off, {tolerance:.1e} allowed)"
             yield f"rank {moment.rank}: the gradient norm is {norm:.6g}; {told}"
 
 

@@ -12,7 +12,7 @@ BF16_MIXED = Precision(
     compute="bfloat16",
     master="float32",
     meaning="loaded and computed in bfloat16, master weights and optimizer state in float32",
-    # 4e-4 and 9e-3 seen; with bfloat16 masters losses are 2e-3 off.
+    # 5e-4 and 9e-3 seen; with bfloat16 masters losses are 1.1e-3 to 2e-3 off.
     loss_tolerance=1e-3,
     norm_tolerance=2e-2,
     order=1,
