@@ -1,7 +1,7 @@
 """Does a profile of the built-in suite see each upstream bug that is brought back?
 
-``python benchmarks/upstream_bugs.py --profile pairwise``: for each mutant (tests/mutants) the cells of the profile are tried, those
-most like the one where it is known to be seen first, until a check fails there that holds on the sound stack.
+``python benchmarks/upstream_bugs.py --profile pairwise``: for each mutant (tests/mutants) the cells of the profile are tried,
+those most like the one where it is known to be seen first, until a check fails there that holds on the sound stack.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 #: Room to floor, as docs/architecture.md draws it. A module imports only from lower floors or from its own room.
 FLOORS = {
-    **dict.fromkeys(["failures", "cell", "digests", "trace", "scenario", "expect", "shelf", "world"], 0),
-    **dict.fromkeys(["precisions", "models", "launch", "report", "devices", "driver"], 1),
+    **dict.fromkeys(["failures", "cell", "digests", "trace", "scenario", "expect", "shelf", "world", "devices"], 0),
+    **dict.fromkeys(["precisions", "models", "launch", "report", "driver", "lease"], 1),
     **dict.fromkeys(["strategies", "runner", "probe", "cost", "known"], 2),
     **dict.fromkeys(["checks", "drivers"], 3),
     **dict.fromkeys(["judge", "suite", "worker", "profiles"], 4),

@@ -203,6 +203,9 @@ class FakeRanks:
     def warm_up(self) -> None:
         self.calls.append("warm_up")
 
+    def get_warm(self) -> str:
+        return ""
+
     def run(self, request: Request) -> Ending:
         request.write()
         self.requests.append(request)

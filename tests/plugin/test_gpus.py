@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+import types
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -43,6 +45,100 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_visible_devices_are_counted_as_cuda_counts_them(wanted: str, count: int) -> None:
     assert devices.count_visible(wanted, UUIDS) == count
+
+
+GPU_A, GPU_B, GPU_C = UUIDS
+INSTANCES = [
+    devices.MigInstance(GPU_B, "MIG-5b0a", f"MIG-{GPU_B}/3/0"),
+    devices.MigInstance(GPU_B, "MIG-5c1b", f"MIG-{GPU_B}/4/0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        (None, [GPU_A, "MIG-5b0a", GPU_C]),  # of a GPU in MIG mode CUDA shows the first instance
+        ("1", ["MIG-5b0a"]),
+        ("GPU-bbbb,0", ["MIG-5b0a", GPU_A]),
+        ("MIG-5c1b", ["MIG-5c1b"]),
+        ("MIG-5c", ["MIG-5c1b"]),
+        (f"MIG-{GPU_B}/4/0,MIG-{GPU_B}/3/0", ["MIG-5c1b", "MIG-5b0a"]),
+        (f"MIG-{GPU_B}/3/0,MIG-5b0a", []),  # one instance by both of its names
+        ("1,MIG-5b0a", []),
+        ("MIG-ffff", ["MIG-ffff"]),
+        ("GPU-,0", []),  # begins the name of each, and so names none
+        ("2,GPU-", [GPU_C]),
+    ],
+)
+def test_however_a_device_is_named_it_has_one_id(wanted: str | None, names: list[str]) -> None:
+    assert devices.names_visible(wanted, UUIDS, INSTANCES) == names
+
+
+class MadeUpNvml(types.ModuleType):
+    """Two GPUs, the second in MIG mode with room for three instances, the second of which was destroyed."""
+
+    class NVMLError(Exception):
+        """What pynvml raises."""
+
+    shut_down = 0
+
+    def nvmlInit(self) -> None:  # noqa: N802 - its name
+        pass
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.shut_down += 1
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        used = {GPU_A: 100, GPU_B: 200, "MIG-5b0a": 30, "MIG-5c1b": 40}
+        self.nvmlDeviceGetCount = lambda: 2
+        self.nvmlDeviceGetHandleByIndex = UUIDS.__getitem__
+        self.nvmlDeviceGetUUID = lambda handle: handle.encode()  # as old versions of pynvml do
+        self.nvmlDeviceGetMigMode = lambda handle: self.known({GPU_B: [1, 1]}, handle)
+        self.nvmlDeviceGetMaxMigDeviceCount = lambda handle: 3
+        self.nvmlDeviceGetMigDeviceHandleByIndex = lambda handle, index: self.known(
+            {0: "MIG-5b0a", 2: "MIG-5c1b"}, index
+        )
+        self.nvmlDeviceGetGpuInstanceId = {"MIG-5b0a": 3, "MIG-5c1b": 4}.__getitem__
+        self.nvmlDeviceGetComputeInstanceId = lambda handle: 0
+        self.nvmlDeviceGetHandleByUUID = lambda uuid: self.known({name: name for name in used}, uuid)
+        self.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(used=used[handle])
+
+    def known(self, table: dict[Any, Any], key: Any) -> Any:
+        """A value, or NVML's error where there is none."""
+        if key not in table:
+            raise self.NVMLError
+        return table[key]
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> MadeUpNvml:
+    made = MadeUpNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    return made
+
+
+def test_mig_instances_are_listed_with_both_names(nvml: MadeUpNvml) -> None:
+    assert devices._of_each_gpu("nvmlDeviceGetUUID") == [GPU_A, GPU_B]
+    assert devices.mig_instances() == INSTANCES
+    assert nvml.shut_down == 2
+
+
+def test_used_memory_is_told_of_what_nvml_knows(nvml: MadeUpNvml) -> None:
+    assert devices.used_memory([GPU_A, "MIG-5c1b", "GPU-made-up"]) == {GPU_A: 100, "MIG-5c1b": 40}
+    assert nvml.shut_down == 1
+
+
+def test_without_a_driver_there_is_nothing(nvml: MadeUpNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver() -> None:
+        raise nvml.NVMLError
+
+    monkeypatch.setattr(nvml, "nvmlInit", no_driver)
+    assert not devices._of_each_gpu("nvmlDeviceGetUUID")
+    assert not devices.mig_instances()
+    assert devices.used_memory([GPU_A]) == {}
+    assert devices.gpu_name() == ""
+    assert not nvml.shut_down
 
 
 @pytest.mark.usefixtures("three_gpus")

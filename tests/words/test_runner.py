@@ -35,6 +35,9 @@ class Ranks:
     def warm_up(self) -> None:
         pass
 
+    def get_warm(self) -> str:
+        return ""
+
     def close(self) -> None:
         pass
 

@@ -31,6 +31,10 @@ class TorchrunLauncher:
     def warm_up(self) -> None:
         """Nothing can be prepared: that is the point."""
 
+    def get_warm(self) -> str:
+        """Nothing to wait for."""
+        return ""
+
     def run(self, request: Request) -> Ending:
         """Start the ranks, wait until they ended or were ended; never raises for what the ranks do."""
         try:

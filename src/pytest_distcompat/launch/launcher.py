@@ -14,6 +14,9 @@ class Launcher(Protocol):
     def warm_up(self) -> None:
         """Begin to get ready, without waiting for it."""
 
+    def get_warm(self) -> str:
+        """Wait until ready; what went wrong, if something did. ``run`` does so too."""
+
     def run(self, request: Request) -> Ending:
         """Start the ranks, wait until they ended or were ended; never raises for what the ranks do."""
 

@@ -89,7 +89,7 @@ class WarmLauncher:
     def run(self, request: Request) -> Ending:
         """Start the ranks, wait until they ended or were ended; never raises for what the ranks do."""
         try:
-            problem = self._get_warm()
+            problem = self.get_warm()
             if problem:
                 return conclude(request.directory, request.world_size, None, launch_error=problem)
             return self._run(request)
@@ -98,7 +98,8 @@ class WarmLauncher:
             self.close()
             raise
 
-    def _get_warm(self) -> str:
+    def get_warm(self) -> str:
+        """Wait until ready; what went wrong, if something did."""
         self.warm_up()
         if self._status is not None:
             return ""
@@ -113,7 +114,7 @@ class WarmLauncher:
     def _run(self, request: Request) -> Ending:
         assert self._process is not None
         assert self._channel is not None
-        changes = self._changes(request.world_size)
+        changes = self._changes(request)
         request = dataclasses.replace(request.from_here(), **changes)
         path = request.write()
         watch = Watch(request)
@@ -153,9 +154,9 @@ class WarmLauncher:
             self.close()
         return ending
 
-    def _changes(self, world_size: int) -> dict[str, Any]:
+    def _changes(self, request: Request) -> dict[str, Any]:
         """What makes of the launcher process's environment that which torchrun, started now, would give to ranks."""
-        now = _of_ranks(os.environ, self._device, world_size)
+        now = {**_of_ranks(os.environ, self._device, request.world_size), **request.set}
         names = {name for name in {*now, *self._base} if not _OF_THE_AGENT.fullmatch(name)}
         changed = sorted(name for name in names if now.get(name) != self._base.get(name))
         return {

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.expect import Expectation
     from pytest_distcompat.known import KnownIssue
     from pytest_distcompat.launch import Launcher
+    from pytest_distcompat.lease import Pool
     from pytest_distcompat.runner import Runner
 
 SESSION: pytest.StashKey[DistcompatSession] = pytest.StashKey()
@@ -121,6 +122,7 @@ class DistcompatSession:
         from pytest_distcompat.launch import LAUNCHERS, Warmth
         from pytest_distcompat.launch.request import import_path
         from pytest_distcompat.plugin import rank_session
+        from pytest_distcompat.plugin.leased import LeasedLauncher
 
         if self._launcher is None:
             preload: list[str] = self.config.getini(PRELOAD)
@@ -131,9 +133,16 @@ class DistcompatSession:
             modules = tuple(dict.fromkeys((*self.modules, *preload)))
             warmth = Warmth(modules, call, payload, path=import_path())
             kind: Any = LAUNCHERS[self.setting("launcher").value]
-            self._launcher = kind(warmth, device=self.device)
+            self._launcher = LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
         assert self._launcher is not None
         return self._launcher
+
+    @functools.cached_property
+    def pool(self) -> Pool:
+        """What lends devices to the lives of this session and of all others of this user."""
+        from pytest_distcompat.lease import Pool, cpu_slots, gpus
+
+        return Pool(None, gpus(self.gpus) if self.gpus else cpu_slots(), timeline=self.store)
 
     @property
     def limits(self) -> dict[str, float]:

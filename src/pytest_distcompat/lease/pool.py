@@ -1,0 +1,214 @@
+"""Leases devices to one process group at a time, among all processes of one user on a machine.
+
+A device is leased while the process that took it keeps the device's file locked, so the operating system ends the lease of
+a process that dies, in whatever way. Beside each lock lies who has it, for messages, and how much memory was in use before:
+a file that is still there when the lock can be had tells of a holder that died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from urllib.parse import quote
+
+import psutil
+from filelock import Timeout
+
+from pytest_distcompat.failures import DistcompatError, UsageProblem
+from pytest_distcompat.lease.inventory import Inventory
+from pytest_distcompat.lease.memory import PATIENCE, TOLERANCE, DeviceMemory, Leak, Memory, await_free
+from pytest_distcompat.lease.tickets import POLL, Queue, file_lock
+from pytest_distcompat.lease.timeline import Span, append, now
+
+#: How long to wait for a lease, in seconds: longer than any test should hold one.
+TIMEOUT = 3600.0
+
+
+class LeaseTimeout(DistcompatError, TimeoutError):
+    """The devices were not to be had in time; the message says who holds them and who waits before."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who has a device: ``since`` when, in seconds since the epoch, and its memory in use ``before``, in bytes, if known."""
+
+    id: str
+    who: str
+    pid: int
+    since: float
+    before: int | None = None
+
+
+@dataclass
+class Lease:
+    """What was leased, and the environment that shows it to ranks and nothing else.
+
+    ``leak`` tells, from the beginning, what the last holder left if it died, and at the end what this lease left.
+    """
+
+    ids: tuple[str, ...]
+    environment: Mapping[str, str]
+    leak: tuple[Leak, ...] = field(default=())
+
+
+class Pool:
+    """The devices of an inventory, leased from a directory that all who share them use.
+
+    ``memory``, ``tolerance`` in bytes and ``patience`` in seconds say when a device is free again (``lease.memory``);
+    ``timeline`` is the directory for the record of leases (``lease.timeline``).
+    Raises UsageProblem if the directory is not this user's own.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        inventory: Inventory,
+        *,
+        memory: Memory | None = None,
+        tolerance: int = TOLERANCE,
+        patience: float = PATIENCE,
+        timeline: Path | None = None,
+    ) -> None:
+        self.inventory = inventory
+        self._directory = own_directory(directory or default_directory())
+        self._queue = Queue(self._directory / "queue")
+        self._memory = memory or DeviceMemory()
+        self._tolerance = tolerance
+        self._patience = patience
+        self._timeline = timeline
+
+    @contextlib.contextmanager
+    def lease(self, ranks: int, *, who: str, timeout: float = TIMEOUT) -> Iterator[Lease]:
+        """Devices for so many ranks, all or none, for the block; ``who`` is told to others who wait.
+
+        Raises UsageProblem for more GPUs than there are, LeaseTimeout after ``timeout`` seconds of waiting.
+        """
+        count = self.inventory.needed(ranks)
+        asked = now()
+        with contextlib.ExitStack() as held:
+            ids = self._take(count, who, asked.monotonic + timeout, held)
+            left = self._left_by_the_dead(ids)
+            got = now()
+            before = self._memory.used(ids) if self.inventory.kind == "gpu" else {}
+            for name in ids:
+                self._sign(Holder(name, who, os.getpid(), got.wall, before.get(name)))
+            lease = Lease(ids, self.inventory.environment(ids), left)
+            owner = os.getpid()
+            try:
+                yield lease
+            finally:
+                # A forked child that leaves the block gives nothing back: the lease is its parent's.
+                if os.getpid() == owner:
+                    self._see_free(lease, who, before)
+                    if self._timeline is not None:
+                        # No test depends on it.
+                        with contextlib.suppress(OSError):
+                            append(self._timeline, Span(ids, who, owner, asked, got, now(), lease.leak))
+
+    def _see_free(self, lease: Lease, who: str, before: Mapping[str, int]) -> None:
+        """Wait for the memory of all its devices, and charge it with what does not come back."""
+        above = await_free(self._memory, before, tolerance=self._tolerance, patience=self._patience)
+        lease.leak += tuple(Leak(name, size, who) for name, size in above.items())
+        for name in lease.ids:
+            self._path(name, "json").unlink(missing_ok=True)
+
+    def holders(self) -> list[Holder]:
+        """Who has which device of the inventory at this moment."""
+        return [holder for name in self.inventory.ids if (holder := self._holder(name)) is not None]
+
+    def _holder(self, name: str) -> Holder | None:
+        with contextlib.suppress(Timeout), file_lock(self._path(name, "lock")).acquire(blocking=False):
+            return None
+        signed = self._signed(name)
+        if signed is not None and psutil.pid_exists(signed.pid):
+            return signed
+        # Who has not yet all that it asked for signs later; until then a dead one's name may stand there.
+        return Holder(name, "a lease that is about to begin", 0, time.time())
+
+    def _take(self, count: int, who: str, deadline: float, held: contextlib.ExitStack) -> tuple[str, ...]:
+        """Lock that many devices. What is locked is kept while waiting for more: nobody else may take it before us."""
+        taken: set[str] = set()
+        try:
+            with self._queue.turn(self.inventory.ids, count, who, deadline):
+                while True:
+                    for name in self.inventory.ids:
+                        if len(taken) < count and name not in taken and self._lock(name, held):
+                            taken.add(name)
+                    if len(taken) == count or time.monotonic() >= deadline:
+                        break
+                    time.sleep(POLL)
+        except Timeout:
+            # Somebody who came before still waits.
+            pass
+        if len(taken) < count:
+            raise LeaseTimeout(self._why(count, who, taken))
+        return tuple(name for name in self.inventory.ids if name in taken)
+
+    def _lock(self, name: str, held: contextlib.ExitStack) -> bool:
+        """Lock a device until ``held`` is closed; whether it was free."""
+        try:
+            held.enter_context(file_lock(self._path(name, "lock")).acquire(blocking=False))
+        except Timeout:
+            return False
+        return True
+
+    def _left_by_the_dead(self, ids: tuple[str, ...]) -> tuple[Leak, ...]:
+        """Wait for the memory of holders that died before they could; what did not come back is theirs."""
+        dead = {name: signed for name in ids if (signed := self._signed(name)) is not None}
+        before = {name: holder.before for name, holder in dead.items() if holder.before is not None}
+        above = await_free(self._memory, before, tolerance=self._tolerance, patience=self._patience)
+        return tuple(Leak(name, size, dead[name].who) for name, size in above.items())
+
+    def _why(self, count: int, who: str, taken: set[str]) -> str:
+        lines = [f"{who}: no {count} of {len(self.inventory.ids)} {self.inventory.words} to be had in time"]
+        for holder in (self._holder(name) for name in self.inventory.ids if name not in taken):
+            if holder is not None:
+                since = time.strftime("%H:%M:%S", time.localtime(holder.since))
+                lines.append(f"  {holder.id} is held by {holder.who} (pid {holder.pid or 'unknown'}) since {since}")
+        before = [ticket for ticket in self._queue.waiting() if set(ticket.ids) & set(self.inventory.ids)]
+        lines.extend(f"  {ticket.who} (pid {ticket.pid}) waits for {ticket.count}" for ticket in before)
+        return "\n".join(lines)
+
+    def _sign(self, holder: Holder) -> None:
+        path = self._path(holder.id, "json")
+        path.write_text(json.dumps(asdict(holder)), encoding="utf-8")
+
+    def _signed(self, name: str) -> Holder | None:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return Holder(**json.loads(self._path(name, "json").read_text(encoding="utf-8")))
+        return None
+
+    def _path(self, name: str, kind: str) -> Path:
+        # An older MIG name has slashes.
+        return self._directory / f"{quote(name, safe='')}.{kind}"
+
+
+def default_directory() -> Path:
+    """The directory that all pytest runs of this user share."""
+    return Path(tempfile.gettempdir()) / f"distcompat-leases-{os.getuid()}"
+
+
+def own_directory(path: Path) -> Path:
+    """Make that directory, for this user alone. Raises UsageProblem if it is somebody else's, or open to others.
+
+    In a temporary directory for all, whoever comes first could lay a link there, or hold our locks.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "is not a directory"
+    elif found.st_uid != os.getuid():
+        problem = f"belongs to user {found.st_uid}, not {os.getuid()}"
+    elif found.st_mode & 0o077:
+        problem = f"is open to others (mode {stat.S_IMODE(found.st_mode):o}, expected 700)"
+    else:
+        return path
+    raise UsageProblem(f"leases cannot be kept in {path}: it {problem}")

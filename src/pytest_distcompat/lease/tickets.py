@@ -1,0 +1,117 @@
+"""Who is served before whom: a queue of tickets, each a file that its owner keeps locked while it waits.
+
+First come, first served. Nobody overtakes an earlier ticket that may take one of the same devices, so a large request is
+served after those that came before it, however many small ones follow. Tickets of inventories with no device in common do
+not see each other: that is the only overtaking, and it delays nobody. A small request that would fit beside a waiting
+large one does wait; packing (``packing.py``) keeps that rare by asking for the large ones first.
+
+The operating system unlocks the file of a process that dies, and so takes it out of the queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+#: How often a waiter looks, in seconds.
+POLL = 0.02
+#: The same for the lock around taking a ticket, which is held for well under a millisecond.
+_POLL_JOINING = 0.002
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A request: the devices that it may take (``ids``), how many of them, for whom."""
+
+    number: int
+    ids: tuple[str, ...]
+    count: int
+    who: str
+    pid: int = 0
+
+
+def ahead(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
+    """The tickets to be served before ``mine``, the nearest first: the earlier ones that may take one of its devices."""
+    before = [other for other in others if other.number < mine.number and set(other.ids) & set(mine.ids)]
+    return sorted(before, key=lambda ticket: ticket.number, reverse=True)
+
+
+class Queue:
+    """The tickets of all processes, as files of one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(exist_ok=True)
+
+    @contextlib.contextmanager
+    def turn(self, ids: tuple[str, ...], count: int, who: str, deadline: float) -> Iterator[Ticket]:
+        """Wait for one's turn and keep it in the block. Raises filelock.Timeout at ``deadline`` (monotonic seconds)."""
+        with self._joined(ids, count, who, deadline) as mine:
+            # Whoever comes later has a larger number, so the list only gets shorter.
+            for other in ahead(mine, self._tickets()):
+                self._await_end(other, deadline)
+            yield mine
+
+    def waiting(self) -> list[Ticket]:
+        """The tickets whose owners live, in order."""
+        return [ticket for ticket in self._tickets() if not self._ended(ticket)]
+
+    @contextlib.contextmanager
+    def _joined(self, ids: tuple[str, ...], count: int, who: str, deadline: float) -> Iterator[Ticket]:
+        with contextlib.ExitStack() as lock:
+            joining = file_lock(self._directory / "joining.lock")
+            with joining.acquire(timeout=_left(deadline), poll_interval=_POLL_JOINING):
+                # All processes of a machine share this clock, so numbers grow; and none comes twice, not even when its
+                # owner is long gone and somebody still looks for it.
+                mine = Ticket(time.monotonic_ns(), ids, count, who, os.getpid())
+                lock.enter_context(file_lock(self._path(mine, "lock")).acquire(blocking=False))
+                # Only now: a ticket that can be seen and is not locked is a dead man's.
+                self._path(mine, "json").write_text(json.dumps(asdict(mine)), encoding="utf-8")
+            # Done before the lock is let go.
+            lock.callback(self._forget, mine)
+            yield mine
+
+    def _await_end(self, other: Ticket, deadline: float) -> None:
+        """Wait until its owner has been served, has given up or is dead; then its lock can be had."""
+        with file_lock(self._path(other, "lock")).acquire(timeout=_left(deadline), poll_interval=POLL):
+            self._forget(other)
+
+    def _ended(self, other: Ticket) -> bool:
+        try:
+            self._await_end(other, 0.0)
+        except Timeout:
+            return False
+        return True
+
+    def _tickets(self) -> list[Ticket]:
+        """All tickets, those of the dead included, in order."""
+        found = []
+        for path in self._directory.glob("*.json"):
+            # Its owner may just be leaving.
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                data = json.loads(path.read_text(encoding="utf-8"))
+                found.append(Ticket(**{**data, "ids": tuple(data["ids"])}))
+        return sorted(found, key=lambda ticket: ticket.number)
+
+    def _forget(self, ticket: Ticket) -> None:
+        for kind in ("json", "lock"):
+            self._path(ticket, kind).unlink(missing_ok=True)
+
+    def _path(self, ticket: Ticket, kind: str) -> Path:
+        return self._directory / f"{ticket.number}.{kind}"
+
+
+def file_lock(path: Path) -> FileLock:
+    """A lock that whoever opens the file contends for, threads of one process too; gone with the process."""
+    return FileLock(path, thread_local=False)
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

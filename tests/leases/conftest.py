@@ -1,0 +1,114 @@
+"""A pool on made-up devices, and processes that contend for it."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from pytest_distcompat.lease import Inventory, Pool
+
+#: When a test gives up, in seconds. Nothing here takes a second; a loaded machine may.
+DEADLINE = 60.0
+IDS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+
+
+class Contender:
+    """A process of its own that leases as it is told (contender.py)."""
+
+    def __init__(self, directory: Path, timeline: Path, who: str, ids: Sequence[str]) -> None:
+        self.who = who
+        self.process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("contender.py"), directory, timeline, who, *ids],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def tell(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+
+    def hear(self) -> list[str]:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], DEADLINE)
+        assert ready, f"{self.who} said nothing"
+        return self.process.stdout.readline().split()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@dataclass
+class Field:
+    """Where processes contend: the pool of this process, its timeline, and the others."""
+
+    pool: Pool
+    directory: Path
+    timeline: Path
+    contenders: list[Contender] = field(default_factory=list)
+
+    def enter(self, *who: str, ids: Sequence[str] = IDS) -> list[Contender]:
+        """Start processes and wait until they are ready."""
+        new = [Contender(self.directory, self.timeline, name, ids) for name in who]
+        self.contenders += new
+        for contender in new:
+            assert contender.hear() == ["ready"]
+        return new
+
+    def await_waiting(self, *who: str) -> None:
+        """Until these, in this order, are who waits."""
+        await_that(lambda: [ticket.who for ticket in self.pool._queue.waiting()], list(who))
+
+    def await_held(self, *ids: str) -> None:
+        """Until these are what somebody holds, be it for a lease that has not yet begun."""
+        await_that(lambda: [holder.id for holder in self.pool.holders()], list(ids))
+
+
+def await_that(look: Callable[[], object], expected: object) -> None:
+    """Look until it is so."""
+    deadline = time.monotonic() + DEADLINE
+    while (found := look()) != expected:
+        assert time.monotonic() < deadline, f"{found}, not {expected}"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Iterator[Field]:
+    directory, timeline = tmp_path / "leases", tmp_path / "timeline"
+    made = Field(Pool(directory, Inventory("gpu", IDS), timeline=timeline), directory, timeline)
+    yield made
+    for contender in made.contenders:
+        contender.kill()
+        for pipe in (contender.process.stdin, contender.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                assert pipe is not None
+                pipe.close()
+
+
+@dataclass
+class MadeUpMemory:
+    """Memory of made-up GPUs: ``now`` in bytes; each look takes the next of what is ``to_come``."""
+
+    now: dict[str, int]
+    to_come: list[dict[str, int]] = field(default_factory=list)
+
+    def used(self, ids: Sequence[str]) -> Mapping[str, int]:
+        if self.to_come:
+            self.now = {**self.now, **self.to_come.pop(0)}
+        return {name: self.now[name] for name in ids if name in self.now}
+
+
+@pytest.fixture
+def memory() -> MadeUpMemory:
+    return MadeUpMemory(dict.fromkeys(IDS, 1 << 30))

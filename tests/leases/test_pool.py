@@ -1,0 +1,246 @@
+"""What a lease promises, in one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat import devices
+from pytest_distcompat.failures import DistcompatError, UsageProblem
+from pytest_distcompat.lease import Inventory, Lease, LeaseTimeout, Pool, cpu_slots, default_directory, gpus, here
+from pytest_distcompat.lease import pool as pool_module
+
+if TYPE_CHECKING:
+    from tests.leases.conftest import Field, MadeUpMemory
+
+IDS = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
+UUIDS = ["GPU-aaaa0000-1", "GPU-bbbb1111-2", "GPU-cccc2222-3"]
+
+
+@pytest.fixture
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_uuids", lambda: UUIDS)
+
+
+def ask(pool: Pool, ranks: int, who: str = "test_it") -> tuple[str, ...]:
+    """What is to be had at once."""
+    with pool.lease(ranks, who=who, timeout=0) as lease:
+        return lease.ids
+
+
+def test_a_lease_names_its_devices_and_shows_them_to_ranks(arena: Field) -> None:
+    with arena.pool.lease(2, who="one", timeout=0) as one, arena.pool.lease(2, who="two", timeout=0) as two:
+        assert (one.ids, two.ids) == (("GPU-a", "GPU-b"), ("GPU-c", "GPU-d"))
+        assert two.environment == {"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-d"}
+    assert ask(arena.pool, 4) == ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+
+
+def test_an_exception_in_the_block_gives_the_devices_back(arena: Field) -> None:
+    with pytest.raises(KeyboardInterrupt), arena.pool.lease(4, who="one"):
+        raise KeyboardInterrupt
+    assert len(ask(arena.pool, 4)) == 4
+
+
+def test_more_than_there_are_is_refused_at_once(arena: Field) -> None:
+    with pytest.raises(UsageProblem, match="5 ranks need 5 GPUs; there are 4: GPU-a, GPU-b"):
+        ask(arena.pool, 5)
+    with pytest.raises(UsageProblem, match="at least 1, not 0"):
+        ask(arena.pool, 0)
+
+
+def test_a_timeout_says_who_has_them_and_who_waits(arena: Field) -> None:
+    (waiter,) = arena.enter("tests/b.py::test_waits")
+    with arena.pool.lease(3, who="tests/a.py::test_long", timeout=0):
+        waiter.tell("lease 2")
+        arena.await_held(*IDS)
+        with pytest.raises(LeaseTimeout) as caught:
+            ask(arena.pool, 1, "tests/c.py::test_late")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "tests/c.py::test_late: no 1 of 4 GPUs to be had in time"
+    assert f"GPU-a is held by tests/a.py::test_long (pid {os.getpid()}) since " in lines[1]
+    assert lines[4].startswith("  GPU-d is held by a lease that is about to begin")
+    assert lines[5] == f"  tests/b.py::test_waits (pid {waiter.process.pid}) waits for 2"
+    assert isinstance(caught.value, DistcompatError)
+    assert isinstance(caught.value, TimeoutError)
+
+
+def test_who_gives_up_holds_nothing(arena: Field) -> None:
+    with arena.pool.lease(1, who="one"):
+        with pytest.raises(LeaseTimeout) as caught:
+            ask(arena.pool, 4)
+        # What it had locked so far is not somebody's.
+        assert len(str(caught.value).splitlines()) == 2
+        assert ask(arena.pool, 3) == ("GPU-b", "GPU-c", "GPU-d")
+
+
+def test_threads_of_one_process_contend_like_processes(arena: Field) -> None:
+    taken: list[tuple[str, ...]] = []
+    together = threading.Barrier(4)
+
+    def contend(number: int) -> None:
+        with arena.pool.lease(1, who=f"thread {number}") as lease:
+            taken.append(lease.ids)
+            together.wait(60)
+
+    threads = [threading.Thread(target=contend, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == [("GPU-a",), ("GPU-b",), ("GPU-c",), ("GPU-d",)]
+
+
+def test_a_forked_child_gives_nothing_back(arena: Field) -> None:
+    script = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from pytest_distcompat.lease import Inventory, Pool\n"
+        "pool = Pool(Path(sys.argv[1]), Inventory('gpu', ('GPU-a',)))\n"
+        "with pool.lease(1, who='parent'):\n"
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        sys.exit()\n"
+        "    os.waitpid(child, 0)\n"
+        "    print(*(holder.who for holder in pool.holders()))\n"
+    )
+    command = [sys.executable, "-c", script, str(arena.directory)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "parent\n"
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_runs_that_name_gpus_differently_share_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    by_index = Pool(tmp_path / "leases", gpus())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bbbb,GPU-cccc2222-3")
+    by_name = Pool(tmp_path / "leases", gpus())
+    assert by_index.inventory.ids == ("GPU-bbbb1111-2", "GPU-aaaa0000-1")
+    with by_index.lease(1, who="one", timeout=0) as lease:
+        assert lease.environment == {"CUDA_VISIBLE_DEVICES": "GPU-bbbb1111-2"}
+        assert ask(by_name, 1) == ("GPU-cccc2222-3",)
+        with pytest.raises(LeaseTimeout, match="no 2 of 2 GPUs"):
+            ask(by_name, 2)
+    assert len(ask(by_name, 2)) == 2
+
+
+def test_names_that_are_no_file_names_are_leased_too(tmp_path: Path) -> None:
+    pool = Pool(tmp_path / "leases", Inventory("gpu", ("MIG-GPU-aaaa/3/0", "MIG-GPU-aaaa/4/0")))
+    with pool.lease(1, who="one", timeout=0):
+        assert ask(pool, 1) == ("MIG-GPU-aaaa/4/0",)
+
+
+def test_the_cpu_has_two_slots_for_each_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 5}, raising=False)
+    monkeypatch.setattr(devices, "gpu_uuids", list)
+    assert here() == cpu_slots() == Inventory("cpu", ("cpu-2.0", "cpu-2.1", "cpu-5.0", "cpu-5.1"))
+    pool = Pool(tmp_path / "leases", here())
+    with pool.lease(40, who="wide", timeout=0) as lease:
+        # More ranks than slots: all of them, and nobody beside them.
+        assert (lease.ids, lease.environment) == (pool.inventory.ids, {})
+        with pytest.raises(LeaseTimeout, match="no 1 of 4 CPU slots"):
+            ask(pool, 1)
+    assert ask(pool, 1) == ("cpu-2.0",)
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_the_gpus_are_preferred_and_may_be_limited() -> None:
+    assert here() == gpus() == Inventory("gpu", tuple(UUIDS))
+    assert gpus(2).ids == tuple(UUIDS[:2])
+
+
+@pytest.mark.parametrize("ids", [(), ("GPU-a", "GPU-a")])
+def test_an_inventory_is_not_empty_and_names_nothing_twice(ids: tuple[str, ...]) -> None:
+    with pytest.raises(UsageProblem, match="at least one device and each once"):
+        Inventory("gpu", ids)
+
+
+def test_the_directory_is_of_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    Pool(None, Inventory("cpu", ("cpu-0",)))
+    assert default_directory().parent == tmp_path
+    assert default_directory().stat().st_mode & 0o777 == 0o700
+
+
+def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leases").mkdir(mode=0o700)
+    real = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: real + 1)
+    with pytest.raises(UsageProblem, match=f"leases: it belongs to user {real}, not {real + 1}"):
+        Pool(tmp_path / "leases", Inventory("cpu", ("cpu-0",)))
+
+
+def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "leases").mkdir()
+    (tmp_path / "leases").chmod(0o755)
+    with pytest.raises(UsageProblem, match=r"it is open to others \(mode 755, expected 700\)"):
+        Pool(tmp_path / "leases", Inventory("cpu", ("cpu-0",)))
+
+
+@pytest.mark.parametrize("target", ["real", "nowhere"])
+def test_a_link_is_refused(target: str, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "leases").symlink_to(tmp_path / target)
+    with pytest.raises(UsageProblem, match="it is not a directory"):
+        Pool(tmp_path / "leases", Inventory("cpu", ("cpu-0",)))
+
+
+def lease_with(memory: MadeUpMemory, directory: Path, who: str, change: dict[str, int]) -> Lease:
+    """A lease of two GPUs in which memory in use changes."""
+    with Pool(directory, Inventory("gpu", ("GPU-a", "GPU-b")), memory=memory, patience=0).lease(2, who=who) as lease:
+        memory.now.update({name: memory.now[name] + change[name] for name in change})
+    return lease
+
+
+def test_what_stays_in_use_is_charged_to_the_lease_and_not_to_the_next(tmp_path: Path, memory: MadeUpMemory) -> None:
+    leaky = lease_with(memory, tmp_path / "leases", "leaky", {"GPU-b": 300 << 20})
+    assert [(leak.id, leak.bytes, leak.who) for leak in leaky.leak] == [("GPU-b", 300 << 20, "leaky")]
+    assert lease_with(memory, tmp_path / "leases", "clean", {"GPU-a": 10 << 20}).leak == ()
+
+
+def test_memory_that_comes_back_late_is_waited_for(tmp_path: Path, memory: MadeUpMemory) -> None:
+    pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, patience=60)
+    before = memory.now["GPU-a"]
+    with pool.lease(1, who="slow") as lease:
+        memory.to_come = [{"GPU-a": before + (500 << 20)}, {"GPU-a": before + (200 << 20)}, {"GPU-a": before}]
+    assert lease.leak == ()
+    assert not memory.to_come
+
+
+def test_memory_of_a_killed_holder_is_waited_for_and_charged_to_it(arena: Field, memory: MadeUpMemory) -> None:
+    (holder,) = arena.enter("tests/a.py::test_killed")
+    holder.tell("lease 2")
+    holder.hear()
+    for name in ("GPU-a", "GPU-b"):
+        # As if NVML had known the made-up GPUs.
+        signed = arena.pool._signed(name)
+        assert signed is not None
+        arena.pool._sign(pool_module.Holder(name, signed.who, signed.pid, signed.since, memory.now[name]))
+    holder.kill()
+    before = dict(memory.now)
+    memory.to_come = [
+        {"GPU-a": before["GPU-a"] + (900 << 20), "GPU-b": before["GPU-b"] + (900 << 20)},
+        {"GPU-a": before["GPU-a"], "GPU-b": before["GPU-b"] + (400 << 20)},
+    ]
+    pool = Pool(arena.directory, arena.pool.inventory, memory=memory, patience=0.1)
+    with pool.lease(2, who="next") as lease:
+        assert [(leak.id, leak.bytes, leak.who) for leak in lease.leak] == [
+            ("GPU-b", 400 << 20, "tests/a.py::test_killed")
+        ]
+    assert len(lease.leak) == 1
+    with pool.lease(2, who="one after") as lease:
+        assert lease.leak == ()
+
+
+def test_what_a_dead_process_signed_is_not_shown_as_held(arena: Field) -> None:
+    (holder,) = arena.enter("dead")
+    holder.tell("lease 1")
+    holder.hear()
+    holder.kill()
+    with arena.pool.lease(1, who="one"):
+        assert [found.who for found in arena.pool.holders()] == ["one"]

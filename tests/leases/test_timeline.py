@@ -1,0 +1,74 @@
+"""The record of leases: written by many, read and drawn by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.lease import Instant, Inventory, Leak, Pool, Span, busy, chart, read_timeline
+
+if TYPE_CHECKING:
+    from tests.leases.conftest import Field, MadeUpMemory
+
+
+def span(who: str, begin: float, end: float, *ids: str) -> Span:
+    return Span(ids, who, 1, Instant(begin, begin), Instant(begin, begin), Instant(end, end))
+
+
+def test_each_lease_leaves_a_line(arena: Field) -> None:
+    assert read_timeline(arena.timeline) == []
+    with arena.pool.lease(1, who="outer"), arena.pool.lease(2, who="inner") as inner:
+        pass
+    outer_line, inner_line = read_timeline(arena.timeline)
+    assert (outer_line.who, inner_line.who) == ("outer", "inner")
+    assert inner_line.ids == inner.ids
+    for line in (outer_line, inner_line):
+        assert line.asked.monotonic <= line.got.monotonic <= line.released.monotonic
+    assert outer_line.got.monotonic <= inner_line.asked.monotonic
+    assert inner_line.released.monotonic <= outer_line.released.monotonic
+
+
+def test_the_leak_is_in_it(tmp_path: Path, memory: MadeUpMemory) -> None:
+    pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, patience=0, timeline=tmp_path)
+    with pool.lease(1, who="leaky"):
+        memory.now["GPU-a"] += 1 << 30
+    assert [line.leak for line in read_timeline(tmp_path)] == [(Leak("GPU-a", 1 << 30, "leaky"),)]
+
+
+def test_an_unfinished_line_is_dropped(arena: Field) -> None:
+    with arena.pool.lease(1, who="whole"):
+        pass
+    with (arena.timeline / "leases.jsonl").open("a") as file:
+        file.write('{"ids": ["GPU-a"], "who": "ha')
+    assert [line.who for line in read_timeline(arena.timeline)] == ["whole"]
+
+
+def test_a_timeline_that_cannot_be_written_fails_no_test(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    pool = Pool(tmp_path / "leases", Inventory("cpu", ("cpu-0",)), timeline=tmp_path / "file")
+    with pool.lease(1, who="one"):
+        pass
+
+
+def test_it_is_drawn_a_line_for_each_device() -> None:
+    spans = [span("one", 0, 4, "a", "b"), span("two", 4, 8, "a"), span("three", 6, 8, "b")]
+    assert chart(spans, ("a", "bb", "b"), width=8) == [
+        "a   AAAABBBB",
+        "bb  ........",
+        "b   AAAA..CC",
+    ]
+    assert chart([], ("a",)) == []
+
+
+def test_short_leases_are_seen_too() -> None:
+    assert chart([span("long", 0, 1000, "a"), span("short", 1000, 1000.1, "b")], ("a", "b"), width=4) == [
+        "a  AAAA",
+        "b  ...B",
+    ]
+
+
+def test_how_busy_the_devices_were() -> None:
+    assert busy([span("one", 0, 4, "a", "b"), span("two", 4, 8, "a")], ("a", "b")) == pytest.approx(0.75)
+    assert busy([], ("a",)) == 0
