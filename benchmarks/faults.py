@@ -1,0 +1,222 @@
+"""What people's harnesses make of a faulty test, ours beside them, on the same bodies: verdict, cause, seconds, left-overs.
+
+``python benchmarks/faults.py [--limit 5] [FAULT ...]`` prints a Markdown table, two gloo ranks each. A verdict is right if the
+test fails; the cause is shown if the output names it (``CAUSES``). Left: processes alive when the harness is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+BODIES = """
+import ctypes, os, signal, sys, time
+import torch
+from torch import distributed
+
+def meet():
+    distributed.all_reduce(torch.ones(2))
+
+def raises(rank):
+    if rank == 1:
+        raise ValueError("the cause")
+    meet()
+
+def exits_0(rank):
+    if rank == 1:
+        os._exit(0)
+    meet()
+
+def exits_3(rank):
+    if rank == 1:
+        sys.exit(3)
+    meet()
+
+def killed(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    meet()
+
+def segfault(rank):
+    if rank == 1:
+        ctypes.string_at(0)
+    meet()
+
+def asleep(rank):
+    if rank == 1:
+        fall_asleep()
+    meet()
+
+def fall_asleep():
+    time.sleep(600)
+
+def exits_0_alone(rank):
+    if rank == 1:
+        os._exit(0)
+
+def killed_alone(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def skips(rank):
+    import unittest
+    if rank == 1:
+        raise unittest.SkipTest("not here")
+"""
+
+#: Of each body: what the output has to say, so that its reader knows the cause.
+CAUSES = {
+    "raises": r"ValueError: the cause",
+    "exits_0": r"(?i)(rank|process) 1 (exited|terminated)|rank +: 1 ",
+    "exits_3": r"(?i)(rank|process) 1 (failed: SystemExit|exited|terminated)|rank +: 1 ",
+    "killed": r"SIGKILL|-9\b|signal 9",
+    "segfault": r"(?i)SIGSEGV|segmentation fault|-11\b|signal 11",
+    "asleep": r"fall_asleep",
+    "exits_0_alone": r"(?i)(rank|process) 1 (exited|terminated)|rank +: 1 ",
+    "killed_alone": r"SIGKILL|-9\b|signal 9",
+    "skips": r"not here",
+}
+
+MARKED = """
+import pytest
+import bodies
+
+@pytest.mark.distcompat(world_size=2, timeout={limit})
+def test_body(rank, process_group):
+    bodies.{body}(rank)
+"""
+
+SCRIPT = """
+import os
+import bodies
+from torch import distributed
+
+distributed.init_process_group("gloo")
+bodies.{body}(int(os.environ["RANK"]))
+distributed.destroy_process_group()
+"""
+
+TORCHRUN = """
+import subprocess, sys
+
+def test_body():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    subprocess.run(command, check=True, timeout={limit} + 5)
+"""
+
+ACCELERATE = """
+import sys
+from accelerate.test_utils.testing import execute_subprocess_async
+
+def test_body():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    execute_subprocess_async(command, timeout={limit} + 5)
+"""
+
+MULTI_PROCESS = """
+import bodies
+from torch import distributed
+from torch.testing._internal import common_distributed
+
+# Its time limit is 300 s, but for the tests that this table names.
+common_distributed.TIMEOUT_OVERRIDE["test_body"] = {limit} + 5
+
+class TestBody(common_distributed.MultiProcessTestCase):
+    @property
+    def world_size(self):
+        return 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def test_body(self):
+        store = distributed.FileStore(self.file_name, 2)
+        distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=2)
+        bodies.{body}(self.rank)
+        distributed.destroy_process_group()
+"""
+
+#: A test module for each way; cold ones get 5 seconds more, for their imports.
+WAYS = {
+    "ours": MARKED,
+    "`subprocess.run(torchrun)`": TORCHRUN,
+    "accelerate `execute_subprocess_async`": ACCELERATE,
+    "torch `MultiProcessTestCase`": MULTI_PROCESS,
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a harness made of a fault."""
+
+    right: bool
+    cause: bool
+    seconds: float
+    left: int
+
+    def __str__(self) -> str:
+        verdict = "right" if self.right else "**wrong**"
+        shown = "cause" if self.cause else "no cause"
+        left = f", {self.left} left" if self.left else ""
+        return f"{verdict}, {shown}, {self.seconds:.1f} s{left}"
+
+
+def run(way: str, body: str, limit: float) -> Found:
+    """One fault in a pytest of its own; what it leaves is found by its environment, and killed."""
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, "BENCHMARK_MARK": mark, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as directory:
+        here = Path(directory)
+        # So that ours waits for no lease of another run.
+        environment["TMPDIR"] = directory
+        (here / "bodies.py").write_text(BODIES, encoding="utf-8")
+        (here / "script.py").write_text(SCRIPT.format(body=body), encoding="utf-8")
+        (here / "test_body.py").write_text(WAYS[way].format(body=body, limit=limit), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "test_body.py"]
+        began = time.monotonic()
+        with (here / "output").open("wb") as output, contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, cwd=here, env=environment, stdout=output, stderr=output, check=False, timeout=60)
+        seconds = time.monotonic() - began
+        text = (here / "output").read_text(encoding="utf-8", errors="replace")
+        left = remaining(mark)
+    return Found("1 failed" in text, bool(re.search(CAUSES[body], text)), seconds, left)
+
+
+def remaining(mark: str) -> int:
+    """How many processes with that mark are still there a second later; they are killed."""
+    time.sleep(1)
+    found = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("BENCHMARK_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found += 1
+                process.kill()
+    return found
+
+
+def main() -> None:
+    """Print the table, a row a fault."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--limit", type=float, default=5.0, help="seconds after which a test hangs")
+    parser.add_argument("faults", nargs="*", default=list(CAUSES), help=f"of {', '.join(CAUSES)}; all")
+    given = parser.parse_args()
+    print("| rank 1 |", " | ".join(WAYS), "|")
+    print("| --- |", " | ".join("---" for _ in WAYS), "|")
+    for body in given.faults:
+        print(f"| {body} |", " | ".join(str(run(way, body, given.limit)) for way in WAYS), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Faulty tests run by a pytest of its own, which tells how each ended; then it is seen what they left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a pytest that ran faulty tests said, and what is left of it."""
+
+    code: int
+    out: str
+    directory: Path
+    reports: tuple[Mapping[str, Any], ...]
+    left: tuple[str, ...]
+
+    def of(self, name: str) -> Mapping[str, Any]:
+        """The report that tells how the test of that name (all after the file) ended."""
+        told = [report for report in self._told if report["nodeid"].partition("::")[2] == name]
+        assert told, f"no test {name}:\n{self.out}"
+        return next((report for report in told if report["outcome"] == "failed"), told[0])
+
+    def outcome(self, name: str) -> str:
+        report = self.of(name)
+        if report["xfail"] is not None:
+            return "xfailed" if report["outcome"] == "skipped" else "xpassed"
+        return str(report["outcome"])
+
+    @property
+    def outcomes(self) -> dict[str, str]:
+        return {name: self.outcome(name) for name in (report["nodeid"].partition("::")[2] for report in self._told)}
+
+    @property
+    def _told(self) -> list[Mapping[str, Any]]:
+        """Reports that tell how a test ended: that a set-up went well does not."""
+        found = [report for report in self.reports if "when" in report]
+        return [report for report in found if report["when"] == "call" or report["outcome"] != "passed"]
+
+    def lines(self, name: str) -> list[str]:
+        """What the report says, without the line in which xdist names its worker."""
+        lines = str(self.of(name)["text"]).splitlines()
+        return lines[1:] if lines and lines[0].startswith("[gw") else lines
+
+    def shows(self, name: str, first: str, *more: str) -> None:
+        """The report begins with that line and has the others, in this order, somewhere below."""
+        lines = self.lines(name)
+        pytest.LineMatcher(lines[:1]).fnmatch_lines([first])
+        pytest.LineMatcher(lines).fnmatch_lines([first, *more])
+
+    def causes(self, name: str) -> list[int]:
+        """The ranks with a section of their own, in the order shown."""
+        found = [line.split()[2] for line in self.lines(name) if line.startswith("--- rank ")]
+        return [int(rank.rstrip(":")) for rank in found]
+
+    def consequences(self, name: str) -> set[int]:
+        """The ranks that are folded under the cause."""
+        _, _, folded = "\n".join(self.lines(name)).partition("\nconsequences:\n")
+        return {int(line.split()[1]) for line in folded.splitlines() if line.startswith("  rank ")}
+
+    def section(self, name: str, rank: int) -> str:
+        """What the report says of that rank."""
+        _, _, after = "\n".join(self.lines(name)).partition(f"\n--- rank {rank}: ")
+        return after.partition("\n--- rank ")[0]
+
+    def properties(self, name: str) -> dict[str, Any]:
+        return dict(self.of(name)["properties"])
+
+    @property
+    def left_by_tests(self) -> dict[str, list[str]]:
+        """By test: the processes that it started and that were there after it; but for each process's first, which warms up."""
+        seen: set[int] = set()
+        found = {}
+        for one in self.reports:
+            if one.get("left") and one["process"] in seen:
+                found[one["nodeid"]] = one["left"]
+            seen.add(one.get("process", 0))
+        return found
+
+
+class Faulty:
+    """A pytest that runs faulty tests, in a directory, an environment and a temporary directory of its own."""
+
+    def __init__(
+        self, directory: Path, args: Sequence[str], environment: Mapping[str, str], wrap: Sequence[str]
+    ) -> None:
+        self.directory = directory
+        self._mark = uuid.uuid4().hex
+        self._before = _names(SHARED_MEMORY)
+        self._reports = directory / "reports.jsonl"
+        self.temporary = directory / "temporary"
+        self.temporary.mkdir(exist_ok=True)
+        private = _private_shared_memory()
+        command = [*private, *wrap, sys.executable, "-m", "pytest", "-p", "faults_recorder", "-p", "no:randomly", "-v"]
+        command += [*([] if "--basetemp" in args else ["--basetemp", str(directory / "basetemp")]), *args]
+        own = {
+            "TMPDIR": str(self.temporary),
+            "FAULTS_REPORTS": str(self._reports),
+            "FAULTS_MARK": self._mark,
+        }
+        self._output = (directory / "output.txt").open("w", encoding="utf-8")
+        self.process = subprocess.Popen(
+            command,
+            cwd=directory,
+            env={**environment, **own},
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._shared = _open_shared_memory(self.process) if private else None
+
+    def wait_for(self, *names: str) -> None:
+        """Until the tests have written these files into the directory."""
+        deadline = time.monotonic() + 60
+        while not all((self.directory / name).exists() for name in names):
+            assert time.monotonic() < deadline, self.out
+            assert self.process.poll() is None, self.out
+            time.sleep(0.02)
+
+    @property
+    def out(self) -> str:
+        return (self.directory / "output.txt").read_text(encoding="utf-8", errors="replace")
+
+    def finish(self, seconds: float = 150.0, *, killed: bool = False) -> Run:
+        """Wait for its end, and then for that of all it started. Whoever is ``killed`` cannot remove temporary files."""
+        try:
+            code = self.process.wait(seconds)
+        finally:
+            self._output.close()
+            self.kill()
+        reports = []
+        if self._reports.exists():
+            for line in self._reports.read_text(encoding="utf-8").splitlines():
+                # The last one of a killed process may be cut.
+                with contextlib.suppress(ValueError):
+                    reports.append(json.loads(line))
+        return Run(code, self.out, self.directory, tuple(reports), tuple(self._left(killed=killed)))
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def _left(self, *, killed: bool) -> list[str]:
+        """Processes, shared memory and temporary files; they get a while to go away by themselves."""
+        deadline = time.monotonic() + 5
+        while (left := self._seen(killed=killed)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        return left
+
+    def _seen(self, *, killed: bool) -> list[str]:
+        left = [f"process {process.pid} {process.name()}" for process in self._processes()]
+        # Without one of our own: new files, but for those of other people, which they use.
+        shared = _names(self._shared) if self._shared else _names(SHARED_MEMORY) - self._before - _mapped()
+        left += [f"shared memory {name}" for name in sorted(shared)]
+        # torch's cache of compiled kernels and the files by which runs share a machine stay, on purpose.
+        meant = ("torchinductor_", "distcompat-leases")
+        temporary = [path.name for path in sorted(self.temporary.iterdir()) if not path.name.startswith(meant)]
+        return left if killed else left + [f"temporary {name}" for name in temporary]
+
+    def _processes(self) -> list[psutil.Process]:
+        """Those that inherited our mark, whoever their parent is by now."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("FAULTS_MARK") == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+
+def _names(directory: Path | int) -> set[str]:
+    return {entry.name for entry in os.scandir(directory)}
+
+
+@functools.cache
+def _private_shared_memory() -> list[str]:
+    """What to put before a command for a /dev/shm of its own; nothing, where that is not allowed."""
+    script = 'mount -t tmpfs none /dev/shm && exec "$@"'
+    prefix = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    with contextlib.suppress(OSError):
+        if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0:
+            return prefix
+    return []
+
+
+def _open_shared_memory(process: subprocess.Popen[bytes]) -> int:
+    """The /dev/shm of that process, open: so it can be looked at after its end."""
+    deadline = time.monotonic() + 10
+    theirs = Path(f"/proc/{process.pid}/root/dev/shm")
+    while theirs.stat().st_dev == SHARED_MEMORY.stat().st_dev:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return os.open(theirs, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _mapped() -> set[str]:
+    """The files in shared memory that a process has mapped."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+            found |= {Path(line.split()[5]).name for line in lines if " /dev/shm/" in line}
+    return found
+
+
+Start = Callable[..., Faulty]
+RunFaults = Callable[..., Run]
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """For processes: no GPU, no waiting for name servers, nothing of the outer pytest's."""
+    recorder = tmp_path_factory.mktemp("recorder")
+    shutil.copy(HERE / "faults_recorder.py", recorder)
+    theirs = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {
+        **theirs,
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))),
+        "PYTHONPATH": str(recorder),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "RES_OPTIONS": "timeout:1 attempts:1",
+        "COLUMNS": "200",
+    }
+
+
+@pytest.fixture(scope="session")
+def start(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Start pytest on ``bodies``, a file beside this one, or on source text; ``wrap`` stands before its command."""
+    started: list[Faulty] = []
+
+    def start(bodies: str, *args: str, wrap: Sequence[str] = (), **changed: str) -> Faulty:
+        directory = tmp_path_factory.mktemp("faulty")
+        if "\n" in bodies:
+            (directory / "test_faulty.py").write_text(bodies, encoding="utf-8")
+        else:
+            shutil.copy(HERE / bodies, directory / f"test_{bodies.removeprefix('faults_')}")
+        faulty = Faulty(directory, args, {**environment, **changed}, wrap)
+        started.append(faulty)
+        return faulty
+
+    yield start
+    for faulty in started:
+        faulty.kill()
+
+
+@pytest.fixture(scope="session")
+def run_faults(start: Start) -> RunFaults:
+    """The same, and wait for its end."""
+
+    def run(bodies: str, *args: str, **more: Any) -> Run:
+        return start(bodies, *args, **more).finish()
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Whoever runs these tests in the background ignores SIGINT, which processes inherit."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

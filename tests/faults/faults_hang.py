@@ -1,0 +1,196 @@
+"""Not collected here: test_hanging.py copies it and runs it on real ranks; in every test but the first a rank hangs."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIMIT = 2.0
+two = pytest.mark.distcompat(world_size=2, timeout=LIMIT)
+four = pytest.mark.distcompat(world_size=4, timeout=LIMIT)
+
+
+def meet(size: int = 2) -> None:
+    import torch
+    from torch import distributed
+
+    distributed.all_reduce(torch.ones(size))
+
+
+def fall_asleep() -> None:
+    time.sleep(600)
+
+
+def loop() -> None:
+    number = 0
+    while number >= 0:
+        number += 1
+
+
+def hold_the_lock() -> None:
+    # Twice, in C, the interpreter's own lock not released: no other thread of Python runs, and no Python signal handler.
+    mutex = ctypes.create_string_buffer(128)
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+
+
+def wait_for_a_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    with lock:
+        pass
+
+
+@pytest.mark.distcompat(world_size=2)
+def test_well(process_group: Any) -> None:
+    meet()
+
+
+@four
+def test_each_elsewhere(rank: int, process_group: Any) -> None:
+    (fall_asleep, loop, hold_the_lock, meet)[rank]()
+
+
+@two
+def test_one_asleep_the_other_done(rank: int) -> None:
+    if rank == 1:
+        fall_asleep()
+
+
+@two
+def test_deaf(rank: int, process_group: Any) -> None:
+    if rank == 1:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL})
+        wait_for_a_lock()
+    meet()
+
+
+@four
+def test_nobody_joins(rank: int, process_group: Any) -> None:
+    if rank == 2:
+        meet()
+
+
+@two
+def test_another_collective(rank: int, process_group: Any) -> None:
+    import torch
+    from torch import distributed
+
+    if rank == 0:
+        meet()
+    else:
+        distributed.broadcast_object_list([None], src=0)
+        distributed.recv(torch.ones(3), src=0)
+
+
+@two
+def test_another_order_of_groups(rank: int, process_group: Any) -> None:
+    import torch
+    from torch import distributed
+
+    first, second = distributed.new_group([0, 1]), distributed.new_group([0, 1])
+    for group in (first, second) if rank == 0 else (second, first):
+        distributed.all_reduce(torch.ones(2), group=group)
+
+
+@two
+def test_another_shape(rank: int, process_group: Any) -> None:
+    for _ in range(20):
+        meet(2 if rank == 0 else 2**20)
+    fall_asleep()
+
+
+class Slow:
+    """A data set that never comes."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        fall_asleep()
+        return index
+
+
+@two
+def test_dataloader_workers(rank: int, process_group: Any) -> None:
+    from torch.utils.data import DataLoader
+
+    if rank == 1:
+        list(DataLoader(Slow(), num_workers=2, multiprocessing_context="fork"))  # type: ignore[arg-type]
+    meet()
+
+
+@two
+def test_import(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "never_there.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    if rank == 1:
+        __import__("never_there")
+
+
+@pytest.fixture
+def hangs_up(rank: int) -> None:
+    if rank == 1:
+        fall_asleep()
+
+
+@pytest.fixture
+def hangs_down(rank: int) -> Iterator[None]:
+    yield
+    if rank == 1:
+        fall_asleep()
+
+
+@two
+def test_setup(hangs_up: None, process_group: Any) -> None:
+    pass
+
+
+@two
+def test_teardown(hangs_down: None) -> None:
+    pass
+
+
+@two
+def test_the_group_is_destroyed_by_one(rank: int, process_group: Any) -> None:
+    from torch import distributed
+
+    if rank == 1:
+        distributed.barrier()
+
+
+@two
+def test_thread_at_exit(rank: int) -> None:
+    if rank == 1:
+        threading.Thread(target=fall_asleep).start()
+
+
+@two
+def test_finalizer_at_exit(rank: int) -> None:
+    import multiprocessing.util
+
+    if rank == 1:
+        multiprocessing.util.Finalize(None, fall_asleep, exitpriority=1)
+
+
+@two
+def test_atexit_on_all(rank: int) -> None:
+    atexit.register(fall_asleep)
+    threading.Thread(target=fall_asleep).start()
+
+
+@two
+def test_raises_while_the_other_hangs(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("the cause")
+    hold_the_lock()

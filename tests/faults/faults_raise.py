@@ -1,0 +1,186 @@
+"""Not collected here: test_raising.py copies it and runs it on real ranks; every test but the first fails by an exception."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+import pytest
+
+two = pytest.mark.distcompat(world_size=2)
+four = pytest.mark.distcompat(world_size=4)
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def meet() -> None:
+    import torch
+    from torch import distributed
+
+    distributed.all_reduce(torch.ones(2))
+
+
+class Needy(Exception):
+    """Its arguments do not fit its constructor: it cannot be made again from them."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"needs {one} and {two}")
+
+
+class Handful(Exception):
+    """Holds what no pickle takes."""
+
+    def __init__(self) -> None:
+        super().__init__("hands full")
+        self.lock, self.made = threading.Lock(), lambda: None
+
+
+class Halt(BaseException):
+    pass
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def group() -> NoReturn:
+    if sys.version_info >= (3, 11):
+        raise ExceptionGroup("several", [ValueError("the one"), TypeError("the other")])  # noqa: F821 - as the line above says
+    raise ValueError("several")
+
+
+def chained() -> None:
+    try:
+        raising(KeyError("deep down"))()
+    except KeyError as error:
+        raise RuntimeError("on top") from error
+
+
+def raising(error: BaseException) -> Any:
+    def act() -> NoReturn:
+        raise error
+
+    return act
+
+
+ACTS = {
+    "needy": raising(Needy(1, 2)),
+    "handful": raising(Handful()),
+    "halt": raising(Halt("not an Exception")),
+    "speechless": raising(Speechless()),
+    "group": group,
+    "chained": chained,
+    "exit 0": lambda: sys.exit(0),
+    "exit 3": lambda: sys.exit(3),
+    "exit text": lambda: sys.exit("bye"),
+    "interrupt": raising(KeyboardInterrupt()),
+    "pytest.exit": lambda: pytest.exit("all stop"),
+    "surrogate": raising(ValueError("odd \udcff text")),
+    "lines": raising(ValueError("first line\nsecond line")),
+    "like a lost peer": raising(RuntimeError("Connection closed by peer, says my own code")),
+}
+
+
+@two
+def test_well(rank: int) -> None:
+    meet()
+
+
+@four
+def test_before(rank: int) -> None:
+    if rank == 2:
+        raise ValueError("before the collective")
+    meet()
+
+
+@two
+def test_inside(rank: int) -> None:
+    import torch
+    from torch import distributed
+
+    distributed.all_reduce("no tensor" if rank == 1 else torch.ones(2))
+
+
+@four
+def test_inside_of_backward(rank: int) -> None:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        if rank == 1:
+            raise ArithmeticError("in the backward pass")
+        return gradient
+
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    model.module[0].weight.register_hook(hook)
+    model(torch.ones(1, 4)).sum().backward()
+
+
+@two
+def test_after(rank: int) -> None:
+    meet()
+    if rank == 1:
+        raise ValueError("after the collective")
+
+
+@four
+def test_after_while_the_others_meet_again(rank: int) -> None:
+    meet()
+    if rank == 3:
+        raise ValueError("between two collectives")
+    meet()
+
+
+@four
+def test_different(rank: int) -> None:
+    if rank == 2:
+        raise ValueError("the first")
+    if rank == 1:
+        time.sleep(0.1)
+        raise TypeError("the second")
+    meet()
+
+
+@two
+def test_on_all(rank: int) -> None:
+    raise ValueError(f"on rank {rank}")
+
+
+@two
+@pytest.mark.parametrize("act", ACTS)
+def test_one(act: str, rank: int) -> None:
+    if rank == 1:
+        ACTS[act]()
+    meet()
+
+
+@two
+def test_in_a_thread_that_is_waited_for(rank: int) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    if rank == 1:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(raising(ValueError("in a thread"))).result()
+    meet()
+
+
+@two
+def test_dataloader_worker_raises(rank: int) -> None:
+    from torch.utils.data import DataLoader
+
+    if rank == 1:
+        list(
+            DataLoader(
+                [1, 2],  # type: ignore[arg-type]
+                num_workers=1,
+                collate_fn=raising_in_a_worker,
+            )
+        )
+    meet()
+
+
+def raising_in_a_worker(batch: Any) -> NoReturn:
+    raise LookupError(f"in worker process {os.getpid()}")

@@ -1,0 +1,171 @@
+"""Not collected here: test_skipping.py copies it and runs it on real ranks, which do not agree whether to run a test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import unittest
+from typing import Any
+
+import pytest
+
+two = pytest.mark.distcompat(world_size=2)
+four = pytest.mark.distcompat(world_size=4)
+
+
+def meet() -> None:
+    import torch
+    from torch import distributed
+
+    distributed.all_reduce(torch.ones(2))
+
+
+@two
+def test_well(process_group: Any) -> None:
+    meet()
+
+
+@two
+def test_skip_and_pass(rank: int) -> None:
+    if rank == 0:
+        pytest.skip("not here")
+
+
+@four
+def test_skip_and_wait(rank: int, process_group: Any) -> None:
+    if rank == 2:
+        pytest.skip("not here")
+    meet()
+
+
+@two
+def test_skip_and_fail(rank: int) -> None:
+    if rank == 0:
+        pytest.skip("not here")
+    time.sleep(0.2)
+    raise ValueError("the worst")
+
+
+@two
+def test_fail_and_skip(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("the worst")
+    time.sleep(0.2)
+    pytest.skip("not here")
+
+
+@two
+def test_skip_and_die(rank: int) -> None:
+    if rank == 0:
+        pytest.skip("not here")
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.distcompat(world_size=2, timeout=3)
+def test_skip_and_hang(rank: int) -> None:
+    if rank == 0:
+        pytest.skip("not here")
+    time.sleep(600)
+
+
+@two
+@pytest.mark.xfail(reason="known")
+def test_skip_and_expected_failure(rank: int) -> None:
+    if rank == 0:
+        pytest.skip("not here")
+    raise ValueError
+
+
+@two
+def test_importorskip(rank: int) -> None:
+    if rank == 1:
+        pytest.importorskip("no_such_module_anywhere")
+
+
+@pytest.fixture
+def skips_on_one(rank: int) -> None:
+    if rank == 1:
+        pytest.skip("not set up")
+
+
+@two
+def test_in_setup(skips_on_one: None, process_group: Any) -> None:
+    meet()
+
+
+@two
+@pytest.mark.skipif("os.environ.get('RANK') == '1'", reason="by rank")
+def test_mark_of_one_rank(rank: int) -> None:
+    pass
+
+
+@two
+def test_unittest(rank: int) -> None:
+    if rank == 1:
+        raise unittest.SkipTest("not here")
+
+
+@four
+def test_all_skip_at_last(rank: int) -> None:
+    time.sleep(rank * 0.2)
+    pytest.skip(f"rank {rank} says so")
+
+
+@two
+def test_reasons_differ(rank: int) -> None:
+    pytest.skip(f"rank {rank} says so")
+
+
+@two
+def test_xfail_and_pass(rank: int) -> None:
+    if rank == 1:
+        pytest.xfail("not yet")
+
+
+@two
+def test_xfail_and_wait(rank: int, process_group: Any) -> None:
+    if rank == 1:
+        pytest.xfail("not yet")
+    meet()
+
+
+@two
+def test_xfail_and_fail(rank: int) -> None:
+    if rank == 0:
+        pytest.xfail("not yet")
+    time.sleep(0.1)
+    raise ValueError("another one")
+
+
+@two
+def test_xfail_and_die(rank: int) -> None:
+    time.sleep(0.1)
+    if rank == 0:
+        pytest.xfail("not yet")
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@two
+@pytest.mark.xfail("os.environ.get('RANK') == '0'", reason="by rank", raises=ValueError)
+def test_xfail_mark_of_one_rank(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("not excused here")
+    time.sleep(0.2)
+    raise ValueError
+
+
+@two
+def test_xfail_added_on_one(rank: int, request: pytest.FixtureRequest) -> None:
+    if rank == 0:
+        time.sleep(0.2)
+        request.applymarker(pytest.mark.xfail(reason="added"))
+    raise ValueError(f"on rank {rank}")
+
+
+@two
+@pytest.mark.parametrize("number", [os.getpid()])
+def test_collected_by_process(number: int, rank: int) -> None:
+    pass

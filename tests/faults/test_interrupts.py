@@ -1,0 +1,183 @@
+"""Whatever ends pytest in mid-test, its ranks end with it; and other plugins and options that end or time tests."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.faults.conftest import Faulty, Start
+
+pytestmark = pytest.mark.spawn
+
+#: Ranks that are in the middle of something, and say so.
+BUSY = """
+import os
+import time
+from pathlib import Path
+import pytest
+
+mark = pytest.mark.distcompat(world_size=2)
+
+@mark
+def test_well(process_group):
+    process_group.barrier().wait()
+
+@pytest.fixture
+def fixture():
+    yield
+    Path(f"torn-down-{os.environ['RANK']}").touch()
+
+@mark
+def test_busy(rank, process_group, fixture):
+    Path(f"busy-{rank}").touch()
+    if rank == 0:
+        time.sleep(600)
+    process_group.barrier().wait()
+
+@mark
+def test_next(rank):
+    pass
+"""
+KILLS_ITS_WORKER = """
+import os
+import signal
+import time
+import psutil
+import pytest
+
+mark = pytest.mark.distcompat(world_size=2)
+
+@mark
+def test_well(process_group):
+    process_group.barrier().wait()
+
+@mark
+def test_worker_dies(rank, process_group):
+    if rank == 1:
+        # Fork server, launcher process, the worker.
+        os.kill(psutil.Process().parents()[2].pid, signal.SIGKILL)
+    time.sleep(600)
+
+def test_worker_exits():
+    os._exit(1)
+
+@mark
+@pytest.mark.parametrize("number", range(3))
+def test_next(process_group, number):
+    process_group.barrier().wait()
+"""
+FAILING = """
+import time
+import pytest
+
+pytestmark = pytest.mark.distcompat(world_size=2)
+
+@pytest.mark.parametrize("number", range(4))
+def test_fails(rank, process_group, number):
+    if rank == 1:
+        raise ValueError(number)
+    process_group.barrier().wait()
+"""
+SLOW = """
+import time
+import pytest
+
+@pytest.mark.distcompat(world_size=2)
+def test_slow(rank, process_group):
+    time.sleep(1.5)
+
+@pytest.mark.distcompat(world_size=2, timeout=3)
+def test_hangs(rank, process_group):
+    time.sleep(600 * rank)
+    process_group.barrier().wait()
+
+@pytest.mark.timeout(2)
+@pytest.mark.distcompat(world_size=2)
+def test_hangs_too(rank, process_group):
+    if rank == 1:
+        while True:
+            pass
+"""
+
+
+@pytest.fixture
+def busy(start: Start) -> Faulty:
+    """A pytest whose two ranks are in the middle of a test."""
+    faulty = start(BUSY)
+    faulty.wait_for("busy-0", "busy-1")
+    return faulty
+
+
+def test_ctrl_c(busy: Faulty) -> None:
+    busy.process.send_signal(signal.SIGINT)
+    run = busy.finish(30)
+    assert run.code == pytest.ExitCode.INTERRUPTED
+    assert "KeyboardInterrupt" in run.out
+    assert "test_next" not in run.outcomes
+    assert not run.left
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.05])
+def test_ctrl_c_twice(busy: Faulty, pause: float) -> None:
+    busy.process.send_signal(signal.SIGINT)
+    time.sleep(pause)
+    busy.process.send_signal(signal.SIGINT)
+    run = busy.finish(30, killed=True)
+    assert run.code != pytest.ExitCode.OK
+    assert not run.left
+
+
+def test_ctrl_c_with_xdist(start: Start) -> None:
+    faulty = start(BUSY, "-n", "2")
+    faulty.wait_for("busy-0", "busy-1")
+    faulty.process.send_signal(signal.SIGINT)
+    run = faulty.finish(60)
+    assert run.code == pytest.ExitCode.INTERRUPTED
+    assert not run.left
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_pytest_is_ended(busy: Faulty, number: int) -> None:
+    busy.process.send_signal(number)
+    run = busy.finish(30, killed=True)
+    assert run.code == -number
+    assert not run.left
+
+
+def test_maxfail(start: Start) -> None:
+    run = start(FAILING, "--maxfail=2").finish()
+    assert run.outcomes == {"test_fails[0]": "failed", "test_fails[1]": "failed"}
+    assert "stopping after 2 failures" in run.out
+    assert not run.left
+
+
+def test_workers_of_xdist_die(start: Start) -> None:
+    run = start(KILLS_ITS_WORKER, "-n", "2").finish(killed=True)
+    assert run.code == pytest.ExitCode.TESTS_FAILED
+    failed = {"test_worker_dies", "test_worker_exits"}
+    assert {name for name, end in run.outcomes.items() if end == "failed"} == failed, run.out
+    for name in failed:
+        assert "crashed while running" in "\n".join(run.lines(name))
+    assert {f"test_next[{number}]" for number in range(3)} <= set(run.outcomes)
+    assert not run.left
+
+
+def test_time_limits_of_others(start: Start) -> None:
+    # faulthandler_timeout writes stacks of pytest itself and ends nothing; pytest-timeout's limit is taken over.
+    run = start(SLOW, "-o", "faulthandler_timeout=0.5", "--timeout=20").finish()
+    assert run.outcomes == {"test_slow": "passed", "test_hangs": "failed", "test_hangs_too": "failed"}, run.out
+    run.shows("test_hangs", "time limit of 3 s: ranks 0, 1 still running")
+    run.shows("test_hangs_too", "time limit of 2 s: rank 1 still running")
+    assert not run.left
+
+
+def test_without_other_plugins(start: Start) -> None:
+    without = [f"-pno:{name}" for name in ("xdist", "timeout", "faulthandler", "cacheprovider", "junitxml", "logging")]
+    run = start(FAILING, "-k", "0", "--capture=sys", *without).finish()
+    assert run.outcomes == {"test_fails[0]": "failed"}, run.out
+    run.shows("test_fails[0]", "rank 1 failed: ValueError: 0", "consequences:", "  rank 0 *")
+    assert not run.left

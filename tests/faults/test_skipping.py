@@ -1,0 +1,116 @@
+"""Ranks that do not agree whether to run a test, or that it may fail: never a skip, never a pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.faults.conftest import Run, RunFaults
+
+pytestmark = pytest.mark.spawn
+
+#: Tests that fail: the first line of the report, and more of its lines.
+FAILED: dict[str, tuple[str, list[str]]] = {
+    "test_skip_and_pass": ("rank 0 skipped (not here) while other ranks went on", ["*: Skipped: not here"]),
+    "test_skip_and_wait": ("rank 2 skipped (not here) while other ranks went on", ["*: Skipped: not here"]),
+    "test_skip_and_fail": ("rank 1 failed: ValueError: the worst", ["*rank 0: skipped (not here)*"]),
+    "test_fail_and_skip": ("rank 1 failed: ValueError: the worst", ["*rank 0: skipped (not here)*"]),
+    "test_skip_and_die": ("rank 1 was killed by SIGKILL", []),
+    "test_skip_and_hang": ("time limit of 3 s: *rank*1 still running", ["*in test_skip_and_hang"]),
+    "test_importorskip": (
+        "rank 1 skipped (could not import 'no_such_module_anywhere'*",
+        ["*test_skip.py:*: Skipped: *"],
+    ),
+    "test_in_setup": ("rank 1 skipped (not set up) while other ranks went on", ["*: Skipped: not set up"]),
+    "test_mark_of_one_rank": ("rank 1 skipped (by rank) while other ranks went on", []),
+    "test_unittest": ("rank 1 skipped (not here) while other ranks went on", []),
+    "test_xfail_and_fail": ("rank 1 failed: ValueError: another one", []),
+    "test_xfail_and_die": ("rank 1 was killed by SIGKILL", []),
+    "test_xfail_mark_of_one_rank": ("rank 1 failed: KeyError: 'not excused here'", []),
+    "test_xfail_added_on_one": ("rank 1 failed: ValueError: on rank 1", []),
+    "test_collected_by_process[*]": (
+        "rank [01] raised LookupError: *this rank collected no item*",
+        ["*close to it: *"],
+    ),
+}
+#: The others.
+ENDS = {
+    "test_well": "passed",
+    "test_all_skip_at_last": "skipped",
+    "test_reasons_differ": "skipped",
+    "test_xfail_and_pass": "xfailed",
+    "test_xfail_and_wait": "xfailed",
+    "test_skip_and_expected_failure": "xfailed",
+}
+#: Started by torchrun, each rank collects for itself.
+BY_RANK = """
+import os
+import pytest
+
+pytestmark = pytest.mark.distcompat(world_size=2)
+rank_here = os.environ.get("RANK", "0")
+
+@pytest.mark.parametrize("number", [1, 2] if rank_here == "0" else [1])
+def test_parameters(number, rank):
+    pass
+
+if rank_here == "0":
+    def test_on_one_rank(rank, process_group):
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def run(run_faults: RunFaults) -> Run:
+    return run_faults("faults_skip.py", "--distcompat-timeout=30")
+
+
+@pytest.fixture(scope="module")
+def collected_by_rank(run_faults: RunFaults) -> Run:
+    return run_faults(BY_RANK, "--distcompat-launcher=torchrun", "--distcompat-timeout=60", "-n", "2")
+
+
+def _name(run: Run, name: str) -> str:
+    """The whole name of the test with a parameter that nobody knows before."""
+    return next(found for found in run.outcomes if found == name or found.startswith(name.removesuffix("*]")))
+
+
+def test_all_end_as_the_worst_rank(run: Run) -> None:
+    assert run.code == pytest.ExitCode.TESTS_FAILED, run.out
+    assert run.outcomes == {**{_name(run, name): "failed" for name in FAILED}, **ENDS}
+
+
+def _named(name: str) -> object:
+    """As a parameter."""
+    reason = (
+        "ending.Ending.in_order: a rank that ends by its xfail is shown before one that really failed, if it was first"
+    )
+    marks = pytest.mark.xfail(strict=True, reason=reason) if name == "test_xfail_and_fail" else ()
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [_named(name) for name in FAILED])
+def test_the_worst_is_shown_first(name: str, run: Run) -> None:
+    first, more = FAILED[name]
+    run.shows(_name(run, name), first, *more)
+
+
+def test_ranks_that_collect_other_parameters(collected_by_rank: Run) -> None:
+    run = collected_by_rank
+    assert run.outcomes == {
+        "test_parameters[1]": "passed",
+        "test_parameters[2]": "failed",
+        "test_on_one_rank": "failed",
+    }, run.out
+    run.shows("test_parameters[2]", "rank 1 raised LookupError: *collected no item*parameters[[]2[]]*")
+    run.shows(
+        "test_on_one_rank", "rank 1 raised LookupError: *collected no item*on_one_rank*", "consequences:", "  rank 0 *"
+    )
+
+
+def test_nothing_is_left(run: Run, collected_by_rank: Run) -> None:
+    for one in (run, collected_by_rank):
+        assert not one.left_by_tests
+        assert not one.left
