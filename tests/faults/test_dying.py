@@ -92,9 +92,6 @@ def test_the_kernel_ends_a_rank_that_has_too_much_memory(run: Run, memory: Path 
     run.shows("test_out_of_memory", "rank 1 was killed by SIGKILL*", "consequences:", "  rank 0 *")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="rank_session._capturing: what a rank that dies printed is lost with pytest's capture"
-)
 def test_the_last_words_of_a_rank_are_shown(run: Run) -> None:
     assert "words before the end" in str(run.of("test_exits_3"))
     assert "words before the end" in str(run.of("test_expected_failure"))
@@ -106,7 +103,6 @@ def test_two_that_die_are_both_shown(run: Run) -> None:
     assert "rank 1: was killed by SIGKILL" in told
 
 
-@pytest.mark.xfail(strict=True, reason="ending._rank_end: a death is dated by the last thing that the rank said")
 def test_a_death_after_an_exception_is_shown_below_it(run: Run) -> None:
     run.shows(
         "test_one_dies_after_another_raised", "rank 0 failed: ValueError: first", "*rank 1: was killed by SIGKILL*"

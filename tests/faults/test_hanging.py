@@ -49,10 +49,6 @@ def test_who_hangs_is_named_and_where(name: str, run: Run) -> None:
         pytest.LineMatcher(stack).fnmatch_lines([f"  File *, line * in {function}" for function in functions])
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="ending._fold: when all ends are consequences, an ended rank is shown before the one that raised",
-)
 def test_a_collective_that_nobody_joins(run: Run) -> None:
     # The others are done and gone: rank 2 loses them.
     run.shows("test_nobody_joins", "rank 2 failed: *", "consequences:")

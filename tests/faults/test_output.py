@@ -47,13 +47,7 @@ def test_all_end_as_they_should(run: Run) -> None:
     assert run.outcomes == {**dict.fromkeys(PASSED, "passed"), **dict.fromkeys(FAILED, "failed")}
 
 
-def _named(name: str) -> object:
-    """As a parameter."""
-    reason = "agent.run: torch reads a cut pickle of the rank's exception, and that error is told instead of the rank"
-    return pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=reason) if "disk_quota" in name else ())
-
-
-@pytest.mark.parametrize("name", [_named(name) for name in FAILED])
+@pytest.mark.parametrize("name", FAILED)
 def test_the_verdict_is_told(name: str, run: Run) -> None:
     first, more = FAILED[name]
     run.shows(name, first, *more)
@@ -78,19 +72,11 @@ def test_the_report_file_is_whole(run: Run) -> None:
     assert cases == {*PASSED, *FAILED}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="outcome._last_line: the first line of a message is told whole, however long, and twice"
-)
 def test_the_headline_is_short(run: Run) -> None:
     assert len(run.lines("test_large_exception")[0]) < 10_000
 
 
 def test_nothing_is_left(run: Run) -> None:
-    assert not [left for left in run.left if "pytorch-errorfile" not in left]
-
-
-@pytest.mark.xfail(strict=True, reason="agent.run: torch leaves its files for exceptions, if it fails itself")
-def test_nothing_is_left_where_torch_fails(run: Run) -> None:
     assert not run.left_by_tests
     assert not run.left
 

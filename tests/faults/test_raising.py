@@ -75,14 +75,7 @@ def test_one_exception_on_all_ranks_is_shown_of_all(run: Run) -> None:
     assert not run.consequences("test_on_all")
 
 
-def _named(act: str) -> object:
-    """As a parameter."""
-    reason = "ending._fold: words of a lost peer anywhere in the text, source lines included, make of the cause a consequence"
-    wrong = {"exit 0", "exit 3", "exit text", "like a lost peer"}
-    return pytest.param(act, marks=pytest.mark.xfail(strict=True, reason=reason) if act in wrong else ())
-
-
-@pytest.mark.parametrize("act", [_named(name) for name in ONE])
+@pytest.mark.parametrize("act", ONE)
 def test_whatever_is_raised_is_told_as_it_is(act: str, run: Run) -> None:
     first, more = ONE[act]
     run.shows(f"test_one[{act}]", first, *more)

@@ -82,16 +82,7 @@ def test_all_end_as_the_worst_rank(run: Run) -> None:
     assert run.outcomes == {**{_name(run, name): "failed" for name in FAILED}, **ENDS}
 
 
-def _named(name: str) -> object:
-    """As a parameter."""
-    reason = (
-        "ending.Ending.in_order: a rank that ends by its xfail is shown before one that really failed, if it was first"
-    )
-    marks = pytest.mark.xfail(strict=True, reason=reason) if name == "test_xfail_and_fail" else ()
-    return pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", [_named(name) for name in FAILED])
+@pytest.mark.parametrize("name", FAILED)
 def test_the_worst_is_shown_first(name: str, run: Run) -> None:
     first, more = FAILED[name]
     run.shows(_name(run, name), first, *more)

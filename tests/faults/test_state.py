@@ -70,21 +70,16 @@ def test_the_parent_sees_none_of_it(run: Run) -> None:
     assert run.properties("test_of_the_parent_before") == run.properties("test_of_the_parent_after")
 
 
-SAME = pytest.mark.xfail(strict=True, reason="rank.main: ranks inherit the generators of the fork server, all the same")
-
-
-@pytest.mark.parametrize("name", ["random", pytest.param("numpy", marks=SAME), pytest.param("torch", marks=SAME)])
+@pytest.mark.parametrize("name", ["random", "numpy", "torch"])
 def test_ranks_draw_different_numbers_unless_they_seed(name: str, run: Run) -> None:
     first, second = drawn(run)
     assert first[name] != second[name]
 
 
-@pytest.mark.xfail(strict=True, reason="rank.main: after a fork Python seeds its generator anew, whatever a module set")
 def test_a_seed_at_import_holds_on_all_ranks(seeded: Run) -> None:
     assert seeded.outcomes == {"test_seeded[0]": "passed", "test_seeded[1]": "passed"}, seeded.out
 
 
-@pytest.mark.xfail(strict=True, reason="rank.main: multiprocessing gives its children its own start method, forkserver")
 def test_processes_of_a_rank_start_as_those_of_any_script(run: Run) -> None:
     assert run.properties("test_start_method")["method"] == multiprocessing.get_start_method()
 

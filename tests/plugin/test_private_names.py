@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ def test_the_global_capture_can_be_stopped_and_started(pytester: pytest.Pytester
         assert callable(getattr(manager, name, None)), (
             f"plugin/rank_session.py: _collected() and _capturing() call {name}() of the plugin 'capturemanager', which is gone"
         )
+
+
+def test_where_captured_output_lies() -> None:
+    from _pytest import capture
+
+    message = "plugin/rank_session.py: _capturing() gives _pytest.capture.FDCapture files by another TemporaryFile"
+    assert "TemporaryFile(" in inspect.getsource(capture.FDCaptureBase.__init__), message
 
 
 def test_the_fault_handler_can_be_set_up_again(pytester: pytest.Pytester) -> None:

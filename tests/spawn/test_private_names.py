@@ -40,6 +40,14 @@ def test_the_processes_of_the_agent(run: Run) -> None:
     )
 
 
+def test_the_watch_of_the_agent() -> None:
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    assert callable(getattr(LocalElasticAgent, "_monitor_workers", None)), (
+        "LocalElasticAgent._monitor_workers is gone: launch/agent.py:Watching notes there when a rank was first seen to be gone"
+    )
+
+
 def test_the_name_of_an_operator(run: Run) -> None:
     ending = run("dispatched")
     assert {(event["namespace"], event["name"]) for event in events(ending, "operator")} == {

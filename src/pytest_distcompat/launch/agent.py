@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import tempfile
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +78,20 @@ class OneNode(RendezvousHandler):
         return True
 
 
+class Watching(LocalElasticAgent):
+    """Notes when it first saw a rank gone, for a rank that is killed cannot tell."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ended_at: dict[int, float] = {}
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        for rank, code in enumerate(_exit_codes(self)):
+            if code is not None:
+                self.ended_at.setdefault(rank, time.monotonic())
+        return super()._monitor_workers(worker_group)
+
+
 def run(request: Request, entrypoint: Callable[[str], None], start_method: str) -> dict[str, Any]:
     """One life under torchrun's agent.
 
@@ -94,7 +110,9 @@ def run(request: Request, entrypoint: Callable[[str], None], start_method: str) 
     )
     logs = DefaultLogsSpecs(log_dir=str(Path(request.directory) / "logs"), redirects=Std.ALL)
     Path(request.directory, "logs").mkdir(exist_ok=True)
-    agent = LocalElasticAgent(spec, logs, start_method=start_method)
+    # Where torch has ranks write their exceptions; it does not always remove those files.
+    tempfile.tempdir = request.directory
+    agent = Watching(spec, logs, start_method=start_method)
     first: int | None = None
     try:
         result = agent.run()
@@ -102,9 +120,20 @@ def run(request: Request, entrypoint: Callable[[str], None], start_method: str) 
     except SignalException:
         # Our parent knows that no rank is left; an agent whose ranks all left by os._exit(0) would wait for ever.
         pass
+    except Exception:
+        # torch reads what a rank left of its exception, which may be cut (a full disk). Exit codes are there all the same.
+        if agent._pcontext is None:  # noqa: SLF001 - see _exit_codes
+            raise
+    finally:
+        tempfile.tempdir = None
     codes = _exit_codes(agent)
     swept = sweep_shared_memory(range(request.world_size), port)
-    return {"exit_codes": codes, "first": first, "swept": swept}
+    return {
+        "exit_codes": codes,
+        "first": first,
+        "swept": swept,
+        "ended_at": [agent.ended_at.get(rank) for rank in range(len(codes))],
+    }
 
 
 def _exit_codes(agent: LocalElasticAgent) -> list[int | None]:

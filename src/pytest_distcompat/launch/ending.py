@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,7 @@ def conclude(
     timed_out: bool = False,
     ended_by_us: Sequence[int] = (),
     first: int | None = None,
+    ended_at: Sequence[float | None] = (),
     **more: Any,
 ) -> Ending:
     """Put together what is known of each rank.
@@ -178,6 +179,11 @@ def conclude(
     ends = [
         _rank_end(directory, rank, events[rank], codes[rank], ended=ended if rank in ended_by_us else "")
         for rank in range(world_size)
+    ]
+    died = {rank: time for rank, time in enumerate(ended_at) if time is not None}
+    ends = [
+        replace(end, time=died[end.rank]) if end.status in {"killed", "exited"} and end.rank in died else end
+        for end in ends
     ]
     return Ending(tuple(_fold(ends, first)), events, timed_out=timed_out, **more)
 
@@ -234,10 +240,9 @@ def exit_name(code: int | None) -> str:
 
 def _fold(ends: Sequence[RankEnd], first: int | None) -> list[RankEnd]:
     """Mark as consequence what another rank's end explains; what nothing explains stays a cause."""
-    from dataclasses import replace
 
     def consequence(end: RankEnd) -> str:
-        if end.status == "raised" and LOST_PEER.search(f"{end.message}\n{end.text}"):
+        if end.status == "raised" and LOST_PEER.search(f"{end.message}\n{_without_source(end.text)}"):
             return "lost peer"
         # The agent ends the other ranks by SIGTERM once one has failed; that one may have got its SIGTERM elsewhere.
         if end.status in {"killed", "missing"} and "SIGTERM" in end.message and end.rank != first:
@@ -253,8 +258,20 @@ def _fold(ends: Sequence[RankEnd], first: int | None) -> list[RankEnd]:
         ends = [replace(end, status="done") if end.status == "stuck" and _said(end, "done") else end for end in ends]
     roots = [end for end in ends if end.status not in {"done", "stopped"} and not consequence(end)]
     if not roots:
-        return list(ends)
+        # Each is said to be another's consequence. One that raised is nearer to the cause than those that were ended.
+        raised = any(end.status == "raised" for end in ends)
+        return [replace(end, status="stopped") if raised and consequence(end) == "stopped" else end for end in ends]
     return [replace(end, status=consequence(end) or end.status) for end in ends]
+
+
+def _without_source(text: str) -> str:
+    """What the exceptions of a traceback say: of pytest's lines those marked ``E``, of Python's those that are not indented.
+
+    The test's own source beside them may hold any words.
+    """
+    lines = text.splitlines()
+    marked = [line for line in lines if line.startswith("E ")]
+    return "\n".join(marked or [line for line in lines if not line.startswith(" ")])
 
 
 def _said(end: RankEnd, event: str) -> bool:
@@ -264,8 +281,12 @@ def _said(end: RankEnd, event: str) -> bool:
 def _tail(directory: str | Path, rank: int) -> str:
     """The last lines that the rank wrote to its real stdout and stderr."""
     parts = []
-    for name in ("stdout.log", "stderr.log"):
-        for path in sorted(Path(directory).glob(f"logs/*/attempt_0/{rank}/{name}")):
+    for name in (
+        f"rank-{rank}.*.captured",
+        f"logs/*/attempt_0/{rank}/stdout.log",
+        f"logs/*/attempt_0/{rank}/stderr.log",
+    ):
+        for path in sorted(Path(directory).glob(name)):
             with path.open("rb") as file:
                 file.seek(0, 2)
                 file.seek(max(0, file.tell() - 20_000))

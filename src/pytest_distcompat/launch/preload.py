@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import random
 import sys
 import time
 import traceback
@@ -48,12 +49,16 @@ def main(path: str) -> None:
             status["missing"].append(name)
             traceback.print_exc()
     threads = native_threads()
+    before = _generators()
     try:
         if wanted["call"]:
             module, _, function = wanted["call"].partition(":")
             collected = getattr(importlib.import_module(module), function)(wanted["payload"])
     except BaseException:  # a conftest may raise anything; the ranks will meet it again and report it
         status["error"] = traceback.format_exc()
+    _seeded.update(
+        {name: state for name, state in _generators().items() if name in before and repr(state) != repr(before[name])}
+    )
     if wanted["device"] == "cpu":
         without_shared_memory()
     # All that is here stays: no collection of a rank's has to look through it again. Some libraries collect at every turn,
@@ -65,6 +70,33 @@ def main(path: str) -> None:
     waiting = Path(f"{wanted['status']}.new")
     waiting.write_text(json.dumps(status), encoding="utf-8")
     waiting.rename(wanted["status"])
+
+
+#: The states of generators that were seeded, or drawn from, while the session was collected.
+_seeded: dict[str, Any] = {}
+
+
+def _generators() -> dict[str, Any]:
+    """The states of the global generators of Python, numpy and torch; numpy's is made now if nobody has."""
+    found: dict[str, Any] = {"random": random.getstate()}
+    if "numpy" in sys.modules:
+        found["numpy"] = importlib.import_module("numpy.random").get_state()
+    if "torch" in sys.modules:
+        found["torch"] = sys.modules["torch"].default_generator.get_state().numpy().tobytes()
+    return found
+
+
+def randomness() -> None:
+    """Give this rank generators as a fresh process has them: its own, but where a module set them when it was imported.
+
+    A fork hands torch's and numpy's on as they are, so all ranks would draw the same, and seeds Python's anew.
+    """
+    if "torch" in sys.modules and "torch" not in _seeded:
+        sys.modules["torch"].default_generator.seed()
+    if "numpy.random" in sys.modules and "numpy" not in _seeded:
+        sys.modules["numpy.random"].seed()
+    if "random" in _seeded:
+        random.setstate(_seeded["random"])
 
 
 def _unfit(threads_of_libraries: int) -> str:

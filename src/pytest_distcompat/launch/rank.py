@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from pytest_distcompat.launch import preload
 from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent
 from pytest_distcompat.launch.request import RankLog, Request, extend_import_path, has_ended, read_events
 
@@ -44,6 +46,9 @@ def main(path: str, *, by_hand: bool = False) -> None:
     if request.cwd:
         os.chdir(request.cwd)
     extend_import_path(request.import_path)
+    # multiprocessing hands its own start method down; a rank of torchrun has Python's default.
+    multiprocessing.set_start_method(None, force=True)
+    preload.randomness()
     log.write("start", pid=os.getpid())
     try:
         module, _, function = request.target.partition(":")

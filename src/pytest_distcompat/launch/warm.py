@@ -143,6 +143,7 @@ class WarmLauncher:
             timed_out=watch.timed_out,
             ended_by_us=watch.ended_by_us,
             first=(answer or {}).get("first"),
+            ended_at=(answer or {}).get("ended_at", ()),
             launch_error=(answer or {}).get("launch_error", ""),
             seconds=time.monotonic() - watch.began,
             timeout=request.timeout,
@@ -217,6 +218,9 @@ class WarmLauncher:
         assert self._directory is not None
         assert self._process is not None
         log = Path(self._directory.name, "server.log").read_text(encoding="utf-8", errors="replace")[-4000:]
+        if self._process.poll() is None:
+            hangs = "a module or a conftest.py hangs at import"
+            return f"{log}\nthe launcher process did not get ready within {WARM_TIME:g} s: {hangs}"
         return f"{log}\nthe launcher process died {when} ({exit_name(self._process.poll())})"
 
     def close(self) -> None:

@@ -91,6 +91,9 @@ def process_group(world: World) -> Iterator[Any]:
     if world.device != "cpu":
         torch.cuda.set_device(world.device)
     distributed.init_process_group(world.backend)
+    if world.backend == "gloo":
+        # A rank that is connected to all may be done, and gone, before another one is.
+        distributed.barrier()
     yield distributed.group.WORLD
     if distributed.is_initialized():
         distributed.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 #: Captured output beyond this many characters is cut in the middle; the whole is in the life's directory.
 SECTION = 65536
+
+#: How much of an exception's first line stands in a headline.
+HEADLINE = 500
 
 #: The title of what a rank wrote past pytest's capture.
 UNCAPTURED = "Uncaptured output"
@@ -82,7 +86,7 @@ def _is_plain(value: Any) -> bool:
 def _last_line(report: pytest.TestReport, text: str) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
-        return str(crash.message).splitlines()[0] if crash.message else ""
+        return str(crash.message).splitlines()[0][:HEADLINE] if crash.message else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # What has no crash location (an unknown fixture) still marks its error as pytest does.
     marked = [line.removeprefix("E").strip() for line in lines if line.startswith("E  ")]
@@ -132,6 +136,7 @@ def merge(ending: Ending) -> Outcome:
         cause = ending.cause
         if kinds == {XFailed.KIND} and cause is not None and not ending.timed_out:
             return Outcome("xfailed", cause.message.removeprefix("raised xfailed: "), **shown)
+        ending = _excused_last(ending)
         text = ending.text().replace("raised failed", "failed").replace("raised skipped", "skipped")
         return Outcome("failed", text, hard=_crashed(ending), **shown)
     skips = {rank: phase for rank, found in phases.items() for phase in found if phase.outcome == "skipped"}
@@ -150,6 +155,13 @@ def merge(ending: Ending) -> Outcome:
         )
     unexpected = (phase.text for found in phases.values() for phase in found if phase.text.startswith(STRICT_XPASS))
     return Outcome("passed", next(unexpected, ""), **shown)
+
+
+def _excused_last(ending: Ending) -> Ending:
+    """The ranks that ended by a skip or an xfail of their own behind those that really failed, whoever was first."""
+    excused = {XFailed.KIND, SkipElsewhere.KIND}
+    ranks = (dataclasses.replace(end, time=math.inf) if end.kind in excused else end for end in ending.ranks)
+    return dataclasses.replace(ending, ranks=tuple(ranks))
 
 
 def _crashed(ending: Ending) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import base64
 import contextlib
 import difflib
+import functools
 import os
 import pickle
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest import capture as pytest_capture
 
 from pytest_distcompat.plugin.outcome import Phase, SkipElsewhere, XFailed, phase_of
 from pytest_distcompat.world import World
@@ -101,13 +104,25 @@ def _collected(config: pytest.Config) -> pytest.Session:
 
 
 @contextlib.contextmanager
-def _capturing(config: pytest.Config) -> Iterator[None]:
-    """Capture this rank's output as pytest does, into files of its own."""
+def _capturing(config: pytest.Config, directory: Path, rank: int) -> Iterator[None]:
+    """Capture this rank's output as pytest does, but into files with a name: a rank that dies leaves its last words there.
+
+    ``_pytest.capture.TemporaryFile`` is private; ``tests/plugin/test_private_names.py`` says when it changes.
+    """
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is None:
         yield
         return
-    capture.start_global_capturing()
+    module: Any = pytest_capture
+    before = module.TemporaryFile
+    files = functools.partial(
+        tempfile.NamedTemporaryFile, dir=directory, prefix=f"rank-{rank}.", suffix=".captured", delete=False
+    )
+    module.TemporaryFile = files
+    try:
+        capture.start_global_capturing()
+    finally:
+        module.TemporaryFile = before
     try:
         yield
     finally:
@@ -140,7 +155,7 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     reporter = _Reporter(log, payload["world_size"], directory)
     config.pluginmanager.register(reporter, "distcompat-rank")
     _fault_handler(config)
-    with _capturing(config):
+    with _capturing(config, directory, log.rank):
         config.hook.pytest_runtest_protocol(item=item, nextitem=None)
 
 
