@@ -100,11 +100,6 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def count_visible(wanted: str, uuids: Sequence[str]) -> int:
-    """How many of the machine's GPUs a value of CUDA_VISIBLE_DEVICES shows."""
-    return len(names_visible(wanted, uuids))
-
-
 def names_visible(wanted: str | None, uuids: Sequence[str], instances: Sequence[MigInstance] = ()) -> list[str]:
     """The UUIDs of what a value of CUDA_VISIBLE_DEVICES shows, in its order; None is the variable not set.
 

@@ -45,7 +45,7 @@ class Runner:
         self._timeout = timeout
         self._notice = notice
         self._limits = dict(limits or {})
-        self._read: dict[Path, tuple[LifeTrace, str]] = {}
+        self._decoded: dict[Path, tuple[LifeTrace, str]] = {}
 
     def trace(self, driver: str, cell: Cell, scenario: Scenario) -> Trace:
         """The trace of a scenario; lives that another check already needed are read, not run again."""
@@ -67,15 +67,15 @@ class Runner:
     def _life(self, driver: str, cell: Cell, life: Life, after: Life | None) -> tuple[LifeTrace, str]:
         directory = self._directory(driver, cell, life)
         done = directory / _DONE
-        self.store.mkdir(parents=True, exist_ok=True)
-        # Released by the operating system if its holder dies, and then the next one runs the life again.
-        with FileLock(f"{directory}.lock"):
-            if done not in self._read:
-                self._read[done] = _read(done) if done.exists() else self._run(driver, cell, life, after)
-        # The checks of a cell, one after the other, read the same lives; those of another cell are not asked for again.
-        for old in list(self._read)[:-KEPT]:
-            del self._read[old]
-        trace, command = self._read[done]
+        if done not in self._decoded:
+            self.store.mkdir(parents=True, exist_ok=True)
+            # Released by the operating system if its holder dies, and then the next one runs the life again.
+            with FileLock(f"{directory}.lock"):
+                self._decoded[done] = _read(done) if done.exists() else self._run(driver, cell, life, after)
+            # The checks of a cell, one after the other, read the same lives; those of another cell are not asked for again.
+            for old in list(self._decoded)[:-KEPT]:
+                del self._decoded[old]
+        trace, command = self._decoded[done]
         return dataclasses.replace(trace, name=life.name), command
 
     def _run(self, driver: str, cell: Cell, life: Life, after: Life | None) -> tuple[LifeTrace, str]:

@@ -28,14 +28,14 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     strategy = STRATEGIES.get(cell.strategy)
     row = strategy.dtypes(PRECISIONS.get(cell.precision))
-    first = trace.life().first("plain")
-    trained = trace.life().at("step", 2)
+    first, trained = trace.life().first("plain"), trace.life().at("step", 2)
+    plain = first.plain if first else None
     yield from every_rank(trained, cell.world_size, "three steps")
-    smallest = _smallest_gradient(cell, trace)
+    smallest = _smallest_gradient(cell, plain)
     for moment in trained:
         yield from _stored(row, moment)
-        if first and first.plain and moment.model:
-            kept = (_not_trained(strategy, cell, first.plain, moment.model), _buffers(row, first.plain, moment.model))
+        if plain and moment.model:
+            kept = (_not_trained(strategy, cell, plain, moment.model), _buffers(row, plain, moment.model))
             yield from (f"rank {moment.rank}: {text}" for text in itertools.chain(*kept))
         # No hook can look inside a compiled graph, and none stays on a layer that another was put in the place of.
         if not cell.option("compile") and cell.option("fp8_backend") != "te":
@@ -93,14 +93,13 @@ def _computed(row: Dtypes, moment: Moment) -> Iterator[str]:
         yield f"rank {moment.rank}: matrix products ran in {_list(found)}; expected {row.compute}"
 
 
-def _smallest_gradient(cell: Cell, trace: Trace) -> int:
+def _smallest_gradient(cell: Cell, plain: PlainFact | None) -> int:
     """A reduction of fewer elements is a norm, a metric or a flag, no gradient.
 
     ZeRO reduces a parameter that lies across two partitions in slices, hence the division.
     """
-    first = trace.life().first("plain")
-    facts = first.plain.parameters if first and first.plain else ()
-    return max(2, min((math.prod(fact.shape) for fact in facts if fact.trainable), default=0) // cell.world_size)
+    sizes = (math.prod(fact.shape) for fact in (plain.parameters if plain else ()) if fact.trainable)
+    return max(2, min(sizes, default=0) // cell.world_size)
 
 
 def _reduced(row: Dtypes, moment: Moment, smallest: int) -> Iterator[str]:

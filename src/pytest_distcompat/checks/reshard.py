@@ -17,7 +17,17 @@ from pytest_distcompat.trace import LifeTrace, Trace
 SAVED = 3
 #: Options that change what a checkpoint holds, or how.
 SAVING = frozenset(
-    {"model", "state_dict", "use_orig_params", "offload", "groups", "frozen", "adapter", "save_only_model"}
+    {
+        "model",
+        "state_dict",
+        "use_orig_params",
+        "offload",
+        "groups",
+        "frozen",
+        "adapter",
+        "save_only_model",
+        "float32_norms",
+    }
 )
 
 

@@ -23,10 +23,12 @@ def tell(driver: Any, plan: Plan, seen: Seen) -> Any:
     """
     from transformers import TrainerCallback
 
-    before = [
-        dataclasses.replace(plan, verbs=plan.verbs[:place]) for place, verb in enumerate(plan.verbs) if verb == "save"
-    ]
-    done = [part.last_step for part in before]
+    # The steps after which the plan saves.
+    done = {
+        dataclasses.replace(plan, verbs=plan.verbs[:place]).last_step
+        for place, verb in enumerate(plan.verbs)
+        if verb == "save"
+    }
 
     class _Tell(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
         def __init__(self) -> None:

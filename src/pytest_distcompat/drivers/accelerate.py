@@ -62,8 +62,7 @@ class AccelerateDriver(TinyDriver):
             return f"accelerate has no {cell.strategy}"
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute == "float32":
             return "to accelerate fp32 means that nothing was said, so that no JSON contradicts it"
-        problem = (_options.unable_on_cpu(cell) if device == "cpu" else "") or _options.unable_to_recompute(cell)
-        return problem or super().unable(cell, device)
+        return _options.unable_by_accelerate(cell, device) or super().unable(cell, device)
 
     def build(self, model: Module) -> None:
         """One Accelerator, then data, model, optimizer and scheduler together through ``prepare``."""

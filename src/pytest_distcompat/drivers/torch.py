@@ -218,8 +218,6 @@ class TorchDriver(TinyDriver):
 
     def export(self, directory: Path) -> None:
         """The whole state dict on rank 0, in the form that the model's own library loads."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        state = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
+        state = _options.whole_state(self.model)
         if self.world.rank == 0:
             _options.write_whole(self.raw, state, directory)

@@ -71,8 +71,7 @@ class TrainerDriver(TinyDriver):
             return "Trainer hands accelerate no recipe for Transformer Engine"
         if cell.option("activation_checkpointing") and cell.option("model") == "plain" and "fsdp" not in cell.strategy:
             return "Trainer has the model recompute, and the plain one has no gradient_checkpointing_enable()"
-        problem = (_options.unable_on_cpu(cell) if device == "cpu" else "") or _options.unable_to_recompute(cell)
-        return problem or super().unable(cell, device)
+        return _options.unable_by_accelerate(cell, device) or super().unable(cell, device)
 
     def groups(self, model: Module) -> Any:
         """Trainer's own two groups, for the reference: norms and biases without weight decay."""

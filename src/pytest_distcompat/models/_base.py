@@ -27,7 +27,7 @@ class TinyModel:
     ``blocks`` names the classes that FSDP wraps one by one, ``unit_size`` how many parameters option ``wrap`` makes a unit
     of, ``part`` the modules that option ``frozen`` freezes, ``ignored`` the one, of frozen weights, that the option of that
     name leaves out of the sharding, ``adapted`` the modules that LoRA adapts. ``spread`` is how much further its loss may be
-    off a reference than a precision allows: the fewer are averaged, the more rounding shows.
+    off a reference than a precision below float32 allows: the fewer are averaged, the more rounding shows.
     """
 
     name: str
