@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from multi_process import multi_process  # type: ignore[import-not-found] # a script imports from its own directory
 
 BODIES = """
 import ctypes, os, signal, sys, time
@@ -124,29 +125,10 @@ def test_body():
     execute_subprocess_async(command, timeout={limit} + 5)
 """
 
-MULTI_PROCESS = """
-import bodies
-from torch import distributed
-from torch.testing._internal import common_distributed
-
-# Its time limit is 300 s, but for the tests that this table names.
-common_distributed.TIMEOUT_OVERRIDE["test_body"] = {limit} + 5
-
-class TestBody(common_distributed.MultiProcessTestCase):
-    @property
-    def world_size(self):
-        return 2
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_processes()
-
-    def test_body(self):
-        store = distributed.FileStore(self.file_name, 2)
-        distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=2)
-        bodies.{body}(self.rank)
-        distributed.destroy_process_group()
-"""
+#: Its time limit is 300 s, but for the tests that a table of its own names.
+MULTI_PROCESS = multi_process(
+    'import bodies\ncommon_distributed.TIMEOUT_OVERRIDE["test_0"] = {limit} + 5', "bodies.{body}(self.rank)", "1"
+)
 
 #: A test module for each way; cold ones get 5 seconds more, for their imports.
 WAYS = {

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from multi_process import multi_process  # type: ignore[import-not-found] # a script imports from its own directory
+
 STACK = "import accelerate\nimport transformers\nfrom transformers import Trainer\nimport deepspeed\n"
 
 BODY = """
@@ -52,31 +54,6 @@ from body import body
 @pytest.mark.parametrize("number", range({count}))
 def test_body(process_group, number):
     body()
-"""
-
-MULTI_PROCESS = """
-from body import body
-from torch import distributed
-from torch.testing._internal.common_distributed import MultiProcessTestCase
-
-class TestBody(MultiProcessTestCase):
-    @property
-    def world_size(self):
-        return 2
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_processes()
-
-    def start(self):
-        store = distributed.FileStore(self.file_name, 2)
-        distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=2)
-        body()
-        distributed.destroy_process_group()
-
-for number in range({count}):
-    setattr(TestBody, f"test_{{number}}", lambda self: self.start())
-    getattr(TestBody, f"test_{{number}}").__name__ = f"test_{{number}}"
 """
 
 CONTINUOUS = """
@@ -161,6 +138,7 @@ LAUNCH = [
 ]
 WAYS = [
     Way("ours, fresh ranks each test", 40, by_pytest(MARKED)),
+    Way("ours, ranks that tests share", 40, by_pytest(MARKED, "--distcompat-reuse=session")),
     Way("ours, the first test of a session", 1, by_pytest(MARKED, first=True)),
     Way("ours, `--distcompat-launcher torchrun`", 3, by_pytest(MARKED, "--distcompat-launcher=torchrun")),
     Way(
@@ -169,7 +147,7 @@ WAYS = [
         by_command(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
     ),
     Way("`accelerate launch`", 2, by_command(*LAUNCH, "--mixed_precision", "no", "--dynamo_backend", "no")),
-    Way("torch `MultiProcessTestCase`", 3, by_pytest(MULTI_PROCESS)),
+    Way("torch `MultiProcessTestCase`", 3, by_pytest(multi_process("from body import body", "body()"))),
     Way("torch `MultiProcContinuousTest` (ranks kept)", 20, by_pytest(CONTINUOUS)),
 ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import shutil
 import signal
@@ -19,42 +18,18 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.pytest_runs import RECORDED, reports
+from tests.pytest_runs import Run as RunOfPytest
 
 HERE = Path(__file__).parent
 SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(RunOfPytest):
     """What a pytest that ran faulty tests said, and what is left of it."""
 
-    code: int
-    out: str
-    directory: Path
-    reports: tuple[Mapping[str, Any], ...]
     left: tuple[str, ...]
-
-    def of(self, name: str) -> Mapping[str, Any]:
-        """The report that tells how the test of that name (all after the file) ended."""
-        told = [report for report in self._told if report["nodeid"].partition("::")[2] == name]
-        assert told, f"no test {name}:\n{self.out}"
-        return next((report for report in told if report["outcome"] == "failed"), told[0])
-
-    def outcome(self, name: str) -> str:
-        report = self.of(name)
-        if report["xfail"] is not None:
-            return "xfailed" if report["outcome"] == "skipped" else "xpassed"
-        return str(report["outcome"])
-
-    @property
-    def outcomes(self) -> dict[str, str]:
-        return {name: self.outcome(name) for name in (report["nodeid"].partition("::")[2] for report in self._told)}
-
-    @property
-    def _told(self) -> list[Mapping[str, Any]]:
-        """Reports that tell how a test ended: that a set-up went well does not."""
-        found = [report for report in self.reports if "when" in report]
-        return [report for report in found if report["when"] == "call" or report["outcome"] != "passed"]
 
     def lines(self, name: str) -> list[str]:
         """What the report says, without the line in which xdist names its worker."""
@@ -86,6 +61,11 @@ class Run:
         return dict(self.of(name)["properties"])
 
     @property
+    def shares_ranks(self) -> bool:
+        """Whether its tests run on ranks that live on: those are there after a test, and gone with pytest."""
+        return "reuse session" in self.out
+
+    @property
     def left_by_tests(self) -> dict[str, list[str]]:
         """By test: the processes that it started and that were there after it; but for each process's first, which warms up."""
         seen: set[int] = set()
@@ -106,15 +86,15 @@ class Faulty:
         self.directory = directory
         self._mark = uuid.uuid4().hex
         self._before = _names(SHARED_MEMORY)
-        self._reports = directory / "reports.jsonl"
         self.temporary = directory / "temporary"
         self.temporary.mkdir(exist_ok=True)
-        private = _private_shared_memory()
-        command = [*private, *wrap, sys.executable, "-m", "pytest", "-p", "faults_recorder", "-p", "no:randomly", "-v"]
+        private = private_shared_memory()
+        command = [*private, *wrap, sys.executable, "-m", "pytest", *RECORDED, "-v"]
         command += [*([] if "--basetemp" in args else ["--basetemp", str(directory / "basetemp")]), *args]
         own = {
             "TMPDIR": str(self.temporary),
-            "FAULTS_REPORTS": str(self._reports),
+            "RECORDED_PROCESSES": "yes",
+            "RECORDED_REPORTS": str(directory / "reports.jsonl"),
             "FAULTS_MARK": self._mark,
         }
         self._output = (directory / "output.txt").open("w", encoding="utf-8")
@@ -148,13 +128,7 @@ class Faulty:
         finally:
             self._output.close()
             self.kill()
-        reports = []
-        if self._reports.exists():
-            for line in self._reports.read_text(encoding="utf-8").splitlines():
-                # The last one of a killed process may be cut.
-                with contextlib.suppress(ValueError):
-                    reports.append(json.loads(line))
-        return Run(code, self.out, self.directory, tuple(reports), tuple(self._left(killed=killed)))
+        return Run(code, self.out, self.directory, reports(self.directory), tuple(self._left(killed=killed)))
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -196,7 +170,7 @@ def _names(directory: Path | int) -> set[str]:
 
 
 @functools.cache
-def _private_shared_memory() -> list[str]:
+def private_shared_memory() -> list[str]:
     """What to put before a command for a /dev/shm of its own; nothing, where that is not allowed."""
     script = 'mount -t tmpfs none /dev/shm && exec "$@"'
     prefix = ["unshare", "--mount", "sh", "-c", script, "sh"]
@@ -231,20 +205,13 @@ RunFaults = Callable[..., Run]
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """For processes: no GPU, no waiting for name servers, nothing of the outer pytest's."""
-    recorder = tmp_path_factory.mktemp("recorder")
-    shutil.copy(HERE / "faults_recorder.py", recorder)
-    theirs = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return {
-        **theirs,
-        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))),
-        "PYTHONPATH": str(recorder),
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "RES_OPTIONS": "timeout:1 attempts:1",
-        "COLUMNS": "200",
-    }
+def environment(environment: dict[str, str]) -> dict[str, str]:
+    """With what the faults import."""
+    for module in (HERE / "faults_group.py", HERE / "faults_forked.py", HERE.parent / "plugin" / "adopter.py"):
+        importable = Path(environment["PYTHONPATH"], "tests", module.parent.name)
+        importable.mkdir(exist_ok=True)
+        shutil.copy(module, importable)
+    return environment
 
 
 @pytest.fixture(scope="session")
@@ -275,6 +242,17 @@ def run_faults(start: Start) -> RunFaults:
         return start(bodies, *args, **more).finish()
 
     return run
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(), ("-n", "2"), ("--distcompat-reuse=session",)],
+    ids=["alone", "workers", "kept"],
+)
+def workers(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """For a pytest that runs the tests itself, one that has workers of xdist do it, and one whose tests share ranks."""
+    found: tuple[str, ...] = request.param
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -15,21 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-two = pytest.mark.distcompat(world_size=2)
-four = pytest.mark.distcompat(world_size=4)
-
-
-def meet() -> None:
-    import torch
-    from torch import distributed
-
-    distributed.all_reduce(torch.ones(2))
-
-
-@two
-def test_well(process_group: Any) -> None:
-    meet()
+from tests.faults.faults_group import four, meet, test_well, two  # noqa: F401 - a test of this module too
 
 
 @two

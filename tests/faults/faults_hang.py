@@ -12,17 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.faults.faults_group import meet, test_well  # noqa: F401 - a test of this module too
 
 LIMIT = 2.0
 two = pytest.mark.distcompat(world_size=2, timeout=LIMIT)
 four = pytest.mark.distcompat(world_size=4, timeout=LIMIT)
-
-
-def meet(size: int = 2) -> None:
-    import torch
-    from torch import distributed
-
-    distributed.all_reduce(torch.ones(size))
 
 
 def fall_asleep() -> None:
@@ -49,11 +43,6 @@ def wait_for_a_lock() -> None:
         pass
 
 
-@pytest.mark.distcompat(world_size=2)
-def test_well(process_group: Any) -> None:
-    meet()
-
-
 @four
 def test_each_elsewhere(rank: int, process_group: Any) -> None:
     (fall_asleep, loop, hold_the_lock, meet)[rank]()
@@ -70,9 +59,16 @@ def test_deaf(rank: int, process_group: Any) -> None:
     if rank == 1:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL})
+        signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
         wait_for_a_lock()
     meet()
+
+
+@two
+def test_deaf_and_alone(rank: int) -> None:
+    if rank == 1:
+        signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+    fall_asleep()
 
 
 @four
@@ -101,6 +97,59 @@ def test_another_order_of_groups(rank: int, process_group: Any) -> None:
     first, second = distributed.new_group([0, 1]), distributed.new_group([0, 1])
     for group in (first, second) if rank == 0 else (second, first):
         distributed.all_reduce(torch.ones(2), group=group)
+
+
+@two
+def test_other_tensors(rank: int, process_group: Any) -> None:
+    import torch
+    from torch import distributed
+
+    # As many bytes: gloo does not notice.
+    distributed.all_reduce(torch.ones(2, dtype=torch.int32 if rank else torch.float32))
+    if rank == 1:
+        fall_asleep()
+    meet()
+
+
+@four
+def test_objects(rank: int, process_group: Any) -> None:
+    from torch import distributed
+
+    if rank == 2:
+        loop()
+    distributed.all_gather_object([None] * 4, "object")
+
+
+@two
+def test_receiver(rank: int, process_group: Any) -> None:
+    import torch
+    from torch import distributed
+
+    if rank == 0:
+        distributed.recv(torch.ones(3), src=1)
+    fall_asleep()
+
+
+@two
+def test_backward(rank: int, process_group: Any) -> None:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    loss = model(torch.ones(1, 4)).sum()
+    if rank == 1:
+        fall_asleep()
+    loss.backward()
+
+
+@two
+def test_left_to_itself(rank: int, process_group: Any) -> None:
+    import torch
+    from torch import distributed
+
+    if rank == 0:
+        distributed.all_reduce(torch.ones(2), async_op=True)
+    fall_asleep()
 
 
 @two

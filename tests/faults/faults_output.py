@@ -12,22 +12,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.faults.faults_group import meet, test_well, two  # noqa: F401 - a test of this module too
 
-two = pytest.mark.distcompat(world_size=2)
 MUCH = 30 * 2**20
+FLOOD = 100 * 2**20
 LARGE = 4 * 2**20
 
 
-def meet() -> None:
-    import torch
-    from torch import distributed
-
-    distributed.all_reduce(torch.ones(2))
+def test_memory_of_the_parent_before(record_property: Callable[[str, object], None]) -> None:
+    record_property("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 @two
-def test_well(process_group: Any) -> None:
+def test_flood(rank: int, capfd: pytest.CaptureFixture[str], process_group: Any) -> None:
+    if rank == 1:
+        line = b"x" * (2**16 - 1) + b"\n"
+        for _ in range(FLOOD // len(line)):
+            os.write(1, line)
+        with capfd.disabled():
+            for _ in range(FLOOD // len(line)):
+                os.write(1, line)
+        raise ValueError("after the flood")
     meet()
+
+
+def test_memory_of_the_parent_after(record_property: Callable[[str, object], None]) -> None:
+    record_property("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 @two

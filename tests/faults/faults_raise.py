@@ -9,17 +9,9 @@ import time
 from typing import Any, NoReturn
 
 import pytest
+from tests.faults.faults_group import four, meet, test_well, two  # noqa: F401 - a test of this module too
 
-two = pytest.mark.distcompat(world_size=2)
-four = pytest.mark.distcompat(world_size=4)
 pytestmark = pytest.mark.usefixtures("process_group")
-
-
-def meet() -> None:
-    import torch
-    from torch import distributed
-
-    distributed.all_reduce(torch.ones(2))
 
 
 class Needy(Exception):
@@ -82,11 +74,6 @@ ACTS = {
     "lines": raising(ValueError("first line\nsecond line")),
     "like a lost peer": raising(RuntimeError("Connection closed by peer, says my own code")),
 }
-
-
-@two
-def test_well(rank: int) -> None:
-    meet()
 
 
 @four

@@ -9,21 +9,7 @@ import unittest
 from typing import Any
 
 import pytest
-
-two = pytest.mark.distcompat(world_size=2)
-four = pytest.mark.distcompat(world_size=4)
-
-
-def meet() -> None:
-    import torch
-    from torch import distributed
-
-    distributed.all_reduce(torch.ones(2))
-
-
-@two
-def test_well(process_group: Any) -> None:
-    meet()
+from tests.faults.faults_group import four, meet, test_well, two  # noqa: F401 - a test of this module too
 
 
 @two
@@ -163,9 +149,3 @@ def test_xfail_added_on_one(rank: int, request: pytest.FixtureRequest) -> None:
         time.sleep(0.2)
         request.applymarker(pytest.mark.xfail(reason="added"))
     raise ValueError(f"on rank {rank}")
-
-
-@two
-@pytest.mark.parametrize("number", [os.getpid()])
-def test_collected_by_process(number: int, rank: int) -> None:
-    pass

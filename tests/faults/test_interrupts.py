@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from typing import TYPE_CHECKING
 
 import pytest
+
+from pytest_distcompat.launch.temporary import remove_those_of_the_dead
 
 if TYPE_CHECKING:
     from tests.faults.conftest import Faulty, Start
@@ -148,6 +151,28 @@ def test_pytest_is_ended(busy: Faulty, number: int) -> None:
     assert not run.left
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_temporary_files_of_the_killed_go_with_the_next_run(
+    busy: Faulty, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy.process.send_signal(number)
+    busy.finish(30, killed=True)
+    assert any(busy.temporary.glob("distcompat-*")), "what is to be removed is there"
+    # The next run begins with that.
+    monkeypatch.setattr("tempfile.tempdir", str(busy.temporary))
+    remove_those_of_the_dead()
+    assert [path.name for path in busy.temporary.iterdir()] == [f"distcompat-leases-{os.getuid()}"]
+
+
+@pytest.mark.parametrize("option", ["--forked", "--forks-by-another-name"])
+def test_plugins_that_fork_are_refused(start: Start, option: str) -> None:
+    run = start(FAILING, "-p", "tests.faults.faults_forked", option, "-k", "0").finish()
+    assert run.outcomes in ({}, {"test_fails[0]": "failed"})
+    assert "in a fork of pytest's process" in run.out
+    assert "ValueError" not in run.out
+    assert not run.left
+
+
 def test_maxfail(start: Start) -> None:
     run = start(FAILING, "--maxfail=2").finish()
     assert run.outcomes == {"test_fails[0]": "failed", "test_fails[1]": "failed"}
@@ -170,8 +195,11 @@ def test_time_limits_of_others(start: Start) -> None:
     # faulthandler_timeout writes stacks of pytest itself and ends nothing; pytest-timeout's limit is taken over.
     run = start(SLOW, "-o", "faulthandler_timeout=0.5", "--timeout=20").finish()
     assert run.outcomes == {"test_slow": "passed", "test_hangs": "failed", "test_hangs_too": "failed"}, run.out
-    run.shows("test_hangs", "time limit of 3 s: ranks 0, 1 still running")
-    run.shows("test_hangs_too", "time limit of 2 s: rank 1 still running")
+    run.shows(
+        "test_hangs",
+        "time limit of 3 s: rank 0 *with barrier (default_pg, #2) unfinished; rank 1 is in test_hangs at *",
+    )
+    run.shows("test_hangs_too", "time limit of 2 s: rank 1 is in test_hangs_too at *")
     assert not run.left
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,9 +22,12 @@ PASSED = {
     "test_large_property",
     "test_unpicklable_results",
     "test_well_after_all",
+    "test_memory_of_the_parent_before",
+    "test_memory_of_the_parent_after",
 }
 #: The first line of the report, and more of its lines.
 FAILED: dict[str, tuple[str, list[str]]] = {
+    "test_flood": ("rank 1 failed: ValueError: after the flood", ["consequences:"]),
     "test_much_and_fail": ("rank 1 failed: ValueError: after much", ["consequences:"]),
     "test_much_past_the_capture": ("rank 1 exited with code 3 without a report", ["last output:", "the end of much"]),
     "test_binary": ("rank 1 failed: ValueError: after binary *", ["consequences:"]),
@@ -59,6 +64,12 @@ def test_much_output_is_shown_in_part(run: Run) -> None:
     assert "characters cut" in shown
     assert shown.endswith("the end of much\n")
     assert len(run.out) < 2**25
+
+
+def test_200_mb_of_output_take_no_memory_of_the_parent(run: Run) -> None:
+    # In KiB: the most that the process ever had.
+    before, after = (run.properties(f"test_memory_of_the_parent_{when}")["peak"] for when in ("before", "after"))
+    assert after - before < 2**15
 
 
 def test_results_that_cannot_travel_are_left_out(run: Run) -> None:
@@ -133,13 +144,13 @@ def test_a_full_disk(start: Start, mounts: None) -> None:
     assert not run.left
 
 
-def test_a_read_only_temporary_directory(start: Start, mounts: None) -> None:
+def test_a_read_only_temporary_directory(start: Start, mounts: None, tmp_path: Path) -> None:
     # Python then takes another one, as it does for everybody.
     mount = ["sh", "-c", 'mount -t tmpfs -o ro none temporary && exec "$@"', "sh"]
-    run = start(WELL, wrap=mount).finish()
+    run = start(WELL, wrap=mount, TEMP=str(tmp_path)).finish()
     assert run.outcomes == {"test_well": "passed"}, run.out
     assert not run.left
-    assert not [*run.directory.glob("distcompat-*"), *run.directory.glob("pymp-*")]
+    assert [path.name for path in tmp_path.iterdir()] == [f"distcompat-leases-{os.getuid()}"]
 
 
 def test_a_read_only_base(start: Start, mounts: None) -> None:

@@ -18,7 +18,10 @@ FAILED: dict[str, tuple[str, list[str]]] = {
     "test_skip_and_fail": ("rank 1 failed: ValueError: the worst", ["*rank 0: skipped (not here)*"]),
     "test_fail_and_skip": ("rank 1 failed: ValueError: the worst", ["*rank 0: skipped (not here)*"]),
     "test_skip_and_die": ("rank 1 was killed by SIGKILL", []),
-    "test_skip_and_hang": ("time limit of 3 s: *rank*1 still running", ["*in test_skip_and_hang"]),
+    "test_skip_and_hang": (
+        "time limit of 3 s: *rank 1 is in test_skip_and_hang at test_skip.py:*: time.sleep(600)",
+        ["*in test_skip_and_hang"],
+    ),
     "test_importorskip": (
         "rank 1 skipped (could not import 'no_such_module_anywhere'*",
         ["*test_skip.py:*: Skipped: *"],
@@ -30,10 +33,6 @@ FAILED: dict[str, tuple[str, list[str]]] = {
     "test_xfail_and_die": ("rank 1 was killed by SIGKILL", []),
     "test_xfail_mark_of_one_rank": ("rank 1 failed: KeyError: 'not excused here'", []),
     "test_xfail_added_on_one": ("rank 1 failed: ValueError: on rank 1", []),
-    "test_collected_by_process[*]": (
-        "rank [01] raised LookupError: *this rank collected no item*",
-        ["*close to it: *"],
-    ),
 }
 #: The others.
 ENDS = {
@@ -44,6 +43,15 @@ ENDS = {
     "test_xfail_and_wait": "xfailed",
     "test_skip_and_expected_failure": "xfailed",
 }
+BY_PROCESS = """
+import os
+import pytest
+
+@pytest.mark.distcompat(world_size=2)
+@pytest.mark.parametrize("number", [os.getpid()])
+def test_collected_by_process(number, rank):
+    pass
+"""
 #: Started by torchrun, each rank collects for itself.
 BY_RANK = """
 import os
@@ -63,8 +71,8 @@ if rank_here == "0":
 
 
 @pytest.fixture(scope="module")
-def run(run_faults: RunFaults) -> Run:
-    return run_faults("faults_skip.py", "--distcompat-timeout=30")
+def run(run_faults: RunFaults, workers: tuple[str, ...]) -> Run:
+    return run_faults("faults_skip.py", "--distcompat-timeout=30", *workers)
 
 
 @pytest.fixture(scope="module")
@@ -72,20 +80,23 @@ def collected_by_rank(run_faults: RunFaults) -> Run:
     return run_faults(BY_RANK, "--distcompat-launcher=torchrun", "--distcompat-timeout=60", "-n", "2")
 
 
-def _name(run: Run, name: str) -> str:
-    """The whole name of the test with a parameter that nobody knows before."""
-    return next(found for found in run.outcomes if found == name or found.startswith(name.removesuffix("*]")))
-
-
 def test_all_end_as_the_worst_rank(run: Run) -> None:
     assert run.code == pytest.ExitCode.TESTS_FAILED, run.out
-    assert run.outcomes == {**{_name(run, name): "failed" for name in FAILED}, **ENDS}
+    assert run.outcomes == {**dict.fromkeys(FAILED, "failed"), **ENDS}
 
 
 @pytest.mark.parametrize("name", FAILED)
 def test_the_worst_is_shown_first(name: str, run: Run) -> None:
     first, more = FAILED[name]
-    run.shows(_name(run, name), first, *more)
+    run.shows(name, first, *more)
+
+
+def test_parameters_that_depend_on_the_process(run_faults: RunFaults) -> None:
+    run = run_faults(BY_PROCESS)
+    (name,) = run.outcomes
+    assert run.outcome(name) == "failed"
+    run.shows(name, "rank [01] raised LookupError: *this rank collected no item*", "*close to it: *")
+    assert not run.left
 
 
 def test_ranks_that_collect_other_parameters(collected_by_rank: Run) -> None:
@@ -103,5 +114,5 @@ def test_ranks_that_collect_other_parameters(collected_by_rank: Run) -> None:
 
 def test_nothing_is_left(run: Run, collected_by_rank: Run) -> None:
     for one in (run, collected_by_rank):
-        assert not one.left_by_tests
+        assert one.shares_ranks or not one.left_by_tests
         assert not one.left

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.pytest_runs import RECORDED, reports
+from tests.pytest_runs import Run as RunOfPytest
 
 # Imported before any run in this process: pytester takes out of sys.modules what such a run imports.
 import pytest_distcompat.plugin.cases
@@ -23,7 +24,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
-from pytest_distcompat.launch import LAUNCHERS, Ending, RankEnd, Request, Warmth
+from pytest_distcompat.launch import LAUNCHERS, Ending, Keeping, RankEnd, Request, Warmth
 from pytest_distcompat.models import MODELS
 from pytest_distcompat.plugin.outcome import Phase
 from pytest_distcompat.precisions import PRECISIONS
@@ -32,48 +33,10 @@ from pytest_distcompat.strategies import STRATEGIES
 for shelf in (CHECKS, DRIVERS, MODELS, PRECISIONS, STRATEGIES):
     assert shelf.things
 
-#: A plugin for a process of its own: it leaves all reports in a file.
-RECORDER = """
-import json
-found = []
-def pytest_runtest_logreport(report):
-    found.append({
-        "nodeid": report.nodeid, "when": report.when, "outcome": report.outcome, "text": report.longreprtext,
-        "sections": report.sections, "properties": report.user_properties, "xfail": getattr(report, "wasxfail", None),
-    })
-def pytest_sessionfinish(session):
-    if not hasattr(session.config, "workerinput"):
-        with open("reports.json", "w") as file:
-            json.dump(found, file)
-"""
-
 
 @dataclass(frozen=True)
-class Run:
-    """What one process of pytest did."""
-
-    code: int
-    out: str
-    directory: Path
-    reports: tuple[Mapping[str, Any], ...]
-
-    def of(self, name: str) -> Mapping[str, Any]:
-        """The report that tells how the test of that name (all after the file) ended."""
-        found = [report for report in self.reports if report["nodeid"].partition("::")[2] == name]
-        assert found, f"no test {name}:\n{self.out}"
-        told = [report for report in found if report["when"] == "call" or report["outcome"] != "passed"]
-        return next((report for report in told if report["outcome"] == "failed"), told[0])
-
-    def outcome(self, name: str) -> str:
-        report = self.of(name)
-        if report["xfail"] is not None:
-            return "xfailed" if report["outcome"] == "skipped" else "xpassed"
-        return str(report["outcome"])
-
-    @property
-    def outcomes(self) -> dict[str, str]:
-        names = dict.fromkeys(report["nodeid"].partition("::")[2] for report in self.reports)
-        return {name: self.outcome(name) for name in names}
+class Run(RunOfPytest):
+    """What one process of pytest did, and the words in which it said so."""
 
     def text(self, name: str) -> str:
         return str(self.of(name)["text"])
@@ -92,34 +55,23 @@ RunPytest = Callable[..., Run]
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """For processes: no GPU, our commands on the path, nothing of the outer pytest's."""
-    recorder = tmp_path_factory.mktemp("recorder")
-    (recorder / "distcompat_recorder.py").write_text(RECORDER, encoding="utf-8")
-    theirs = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return {
-        **theirs,
-        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))),
-        "PYTHONPATH": str(recorder),
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "200",
-    }
-
-
-@pytest.fixture(scope="session")
 def run_pytest(environment: dict[str, str]) -> RunPytest:
     """Run pytest in that directory, as a process with a base temporary directory of its own."""
 
     def run(directory: Path, *args: str) -> Run:
-        command = [sys.executable, "-m", "pytest", "-p", "distcompat_recorder", "-p", "no:randomly"]
-        command += [f"--basetemp={directory / 'basetemp'}", *args]
+        command = [sys.executable, "-m", "pytest", *RECORDED, f"--basetemp={directory / 'basetemp'}", *args]
+        # A test may run pytest in one directory twice.
+        (directory / "reports.jsonl").unlink(missing_ok=True)
         done = subprocess.run(
-            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=False
+            command,
+            cwd=directory,
+            env={**environment, "RECORDED_REPORTS": str(directory / "reports.jsonl")},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
-        left = directory / "reports.json"
-        reports = json.loads(left.read_text(encoding="utf-8")) if left.exists() else []
-        return Run(done.returncode, done.stdout + done.stderr, directory, tuple(reports))
+        return Run(done.returncode, done.stdout + done.stderr, directory, reports(directory))
 
     return run
 
@@ -192,6 +144,8 @@ class FakeRanks:
 
     tell: Callable[[Request], Ending]
     requests: list[Request] = field(default_factory=list)
+    kept: list[Keeping | None] = field(default_factory=list)
+    keeping: str = ""
     warmth: Warmth | None = None
     calls: list[str] = field(default_factory=list)
 
@@ -206,10 +160,14 @@ class FakeRanks:
     def get_warm(self) -> str:
         return ""
 
-    def run(self, request: Request) -> Ending:
+    def run(self, request: Request, keep: Keeping | None = None) -> Ending:
         request.write()
         self.requests.append(request)
+        self.kept.append(keep)
         return self.tell(request)
+
+    def retire(self) -> str:
+        return ""
 
     def close(self) -> None:
         self.calls.append("close")

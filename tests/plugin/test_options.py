@@ -12,6 +12,7 @@ from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.plugin.options import OPTIONS, setting
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.profiles import PROFILES
+from pytest_distcompat.report import Report
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -20,11 +21,15 @@ if TYPE_CHECKING:
 #: A file of known issues that is right.
 SHIPPED = Path(known.__file__).with_name("issues.toml")
 
+#: An earlier report.
+LAST = Path(__file__).parents[1] / "report" / "real.json"
+
 #: Option to a right value for the ini file, one for the command line, and what the latter means.
 RIGHT: dict[str, tuple[str, str, Any]] = {
     "distcompat_gpus": ("auto", "0", 0),
     "distcompat_device": ("auto", "cpu", "cpu"),
     "distcompat_world_size": ("3", "4", 4),
+    "distcompat_oversubscribe": ("2", "4", 4),
     "distcompat_strategies": ("ddp", "fsdp2, zero3 fsdp2", ("fsdp2", "zero3")),
     "distcompat_precisions": ("fp32", "bf16_mixed", ("bf16_mixed",)),
     "distcompat_drivers": ("accelerate", "torch", ("torch",)),
@@ -32,7 +37,11 @@ RIGHT: dict[str, tuple[str, str, Any]] = {
     "distcompat_known": (f"{SHIPPED} {SHIPPED}", str(SHIPPED), known.read_file(SHIPPED)),
     "distcompat_throughput": ("0.5", "0.9", 0.9),
     "distcompat_timeout": ("60", "0.5", 0.5),
-    "distcompat_report": ("a.md", "b.json", Path("b.json")),
+    "distcompat_warm_timeout": ("60", "0.5", 0.5),
+    "distcompat_reuse": ("module", "session", "session"),
+    "distcompat_reuse_limit": ("10", "3", 3),
+    "distcompat_report": ("a.md", "b.json", (Path("b.json"),)),
+    "distcompat_baseline": (str(LAST), str(LAST), Report.read(LAST)),
     "distcompat_launcher": ("warm", "torchrun", "torchrun"),
 }
 
@@ -43,6 +52,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("distcompat_gpus", "²", "'²' is not right: expected a whole number of at least 0, or 'auto'."),
     ("distcompat_device", "tpu", "no such value: 'tpu'. Known: auto, cuda, cpu."),
     ("distcompat_world_size", "0", "'0' is not right: expected a whole number of at least 1, or 'auto'."),
+    ("distcompat_oversubscribe", "0", "'0' is not right: expected a whole number of at least 1."),
     ("distcompat_strategies", "ddp,fsdp3", "no strategy named 'fsdp3'. Known: " + ", ".join(STRATEGIES.names()) + "."),
     ("distcompat_precisions", "int4", "no precision named 'int4'. Known: " + ", ".join(PRECISIONS.names()) + "."),
     ("distcompat_drivers", "lightning", "no driver named 'lightning'. Known: " + ", ".join(DRIVERS.names()) + "."),
@@ -56,8 +66,12 @@ WRONG: list[tuple[str, str, str]] = [
     ("distcompat_timeout", "0", "'0' is not right: expected a number of seconds above 0."),
     ("distcompat_timeout", "soon", "'soon' is not right: expected a number of seconds above 0."),
     ("distcompat_timeout", "nan", "'nan' is not right: expected a number of seconds above 0."),
-    ("distcompat_report", "a.xml", "'a.xml': the suffix says the format. Known: .json, .md."),
+    ("distcompat_warm_timeout", "0", "'0' is not right: expected a number of seconds above 0."),
+    ("distcompat_reuse", "class", "no such value: 'class'. Known: never, module, session."),
+    ("distcompat_reuse_limit", "0", "'0' is not right: expected a whole number of at least 1."),
+    ("distcompat_report", "a.xml", "'a.xml': the suffix says the format. Known: .json, .md, .html, .txt."),
     ("distcompat_report", "no_such_folder/a.md", "'no_such_folder/a.md': there is no directory *no_such_folder."),
+    ("distcompat_baseline", "none.json", "*none.json: *No such file*"),
     ("distcompat_launcher", "mpirun", "no such value: 'mpirun'. Known: warm, torchrun."),
 ]
 

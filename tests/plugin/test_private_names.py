@@ -53,3 +53,10 @@ def test_the_words_of_a_strict_xpass(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.xfail(strict=True, reason='r')\ndef test(): pass")
     report = pytester.inline_run().getreports("pytest_runtest_logreport")[1]
     assert report.longrepr == "[XPASS(strict)] r", "plugin/outcome.py: phase_of() knows a strict xpass by this text"
+
+
+def test_fixtures_can_be_torn_down_out_of_turn(pytester: pytest.Pytester) -> None:
+    session = pytester.getitem("def test_it(): pass", "test_it").session
+    assert callable(getattr(getattr(session, "_setupstate", None), "teardown_exact", None)), (
+        "plugin/rank_session.py: _as_if_alone() calls Session._setupstate.teardown_exact(), which is gone"
+    )

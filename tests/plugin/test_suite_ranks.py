@@ -122,11 +122,11 @@ def test_its_reproduce_command_shows_the_same_failure(
     name = "TestTorch::test[fsdp2-fp32-w2:names]"
     run = run_pytest(tmp_path, *args, "-k", "TestTorch and fsdp2-fp32-w2:names")
     assert run.outcomes == {name: "failed"}, run.out
-    assert "time limit of 0.01 s: ranks 0, 1 still running" in run.text(name)
+    assert "time limit of 0.01 s: rank" in run.text(name)
     command = run.command(name, "reproduce")
     assert command == f"pytest --pyargs 'pytest_distcompat.suite::{name}' --distcompat-timeout=0.01"
     code, out = run_command(command, tmp_path)
     assert code == pytest.ExitCode.TESTS_FAILED
     pytest.LineMatcher(out.splitlines()).fnmatch_lines(
-        ["collected 1 item", "fsdp2-fp32-w2: names: hung", "time limit of 0.01 s: ranks 0, 1 still running"]
+        ["collected 1 item", "fsdp2-fp32-w2: names: hung", "time limit of 0.01 s: rank*"]
     )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import pytest
 
 from pytest_distcompat.launch import Ending, Launcher, Request, TorchrunLauncher, WarmLauncher, Warmth
-from pytest_distcompat.launch.process import alive, descendants
+from pytest_distcompat.launch.process import alive
 
 HERE = Path(__file__).parent
 
@@ -65,8 +65,7 @@ def run(tmp_path: Path, warm: WarmLauncher, importable: None) -> Run:
         left = wait_until_gone(int(event["pid"]) for event in spoken if event["event"] in {"start", "child"})
         assert not left, f"left running by the life: {left}\n{ending.text()}"
         if isinstance(launcher, WarmLauncher) and launcher._process is not None:
-            below = {process.pid for process in descendants(launcher._process.pid)}
-            assert not [pid for pid in below - launcher._own if alive(pid)]
+            assert not launcher._process.strays()
         return ending
 
     return run

@@ -89,8 +89,9 @@ def test_heavy_modules_leave_it_fit(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(modules=("accelerate", "transformers", "deepspeed")))
     ending = run("look", launcher=launcher)
     assert ending.kind == "ok", ending.text()
-    assert launcher._status is not None
-    assert (ending.notice, launcher._status["unfit"], launcher._status["error"]) == ("", "", "")
+    assert launcher._process is not None
+    assert launcher._process.status is not None
+    assert (ending.notice, launcher._process.status["unfit"], launcher._process.status["error"]) == ("", "", "")
     assert forked(launcher, ending)
     assert psutil.Process(ending.events[0][1]["parent"]).num_threads() == 1
 
@@ -115,10 +116,11 @@ def test_a_preload_that_fails_does_not_keep_ranks_from_starting(run: Run, launch
     ending = run("look", launcher=launcher)
     assert ending.kind == "ok", ending.text()
     assert forked(launcher, ending)
-    assert launcher._status is not None
-    assert launcher._status["missing"] == ["no_such_module"]
+    assert launcher._process is not None
+    assert launcher._process.status is not None
+    assert launcher._process.status["missing"] == ["no_such_module"]
     words = {"fail": "LookupError: no luck", "leave": "SystemExit: 3"}
-    assert words[call.partition(":")[2]] in launcher._status["error"]
+    assert words[call.partition(":")[2]] in launcher._process.status["error"]
 
 
 def test_a_preload_that_dies_is_told(run: Run, launch: Launch) -> None:
@@ -127,7 +129,8 @@ def test_a_preload_that_dies_is_told(run: Run, launch: Launch) -> None:
     assert ending.kind == "ok", ending.text()
     assert "it died while it imported" in ending.notice
     # The launcher process is good for more lives, though without a fork server.
-    assert launcher._intact()
+    assert launcher._process is not None
+    assert launcher._process.intact
 
 
 def test_thirty_lives_leave_nothing_behind(run: Run, launch: Launch) -> None:

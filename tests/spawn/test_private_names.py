@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
+import multiprocessing.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.launch import Ending, Request, WarmLauncher
+from pytest_distcompat.launch.surroundings import _at_exit
 
 if TYPE_CHECKING:
     from tests.spawn.conftest import Run
@@ -133,3 +136,24 @@ def test_the_table_of_operators_of_deepspeed(with_deepspeed: Ending) -> None:
             f"launch/deepspeed_cpu.py:without_shared_memory\n{event['names']}"
         )
     assert len(events(with_deepspeed, "operators")) == 2, with_deepspeed.text()
+
+
+def test_the_singletons_of_accelerate() -> None:
+    state = pytest.importorskip("accelerate.state")
+    for kind in (state.PartialState, state.AcceleratorState, state.GradientState):
+        assert isinstance(getattr(kind, "_shared_state", None), dict), (
+            f"{kind.__name__}._shared_state is not what it was: see launch/surroundings.py:_accelerate"
+        )
+
+
+def test_how_many_functions_wait_for_the_exit() -> None:
+    before = _at_exit()
+    atexit.register(print)
+    finalizer = multiprocessing.util.Finalize(None, print, exitpriority=1)
+    after = _at_exit()
+    atexit.unregister(print)
+    finalizer.cancel()
+    assert after == (before[0] + 1, before[1] + 1), (
+        "atexit._ncallbacks or multiprocessing.util._finalizer_registry is not what it was: see "
+        "launch/surroundings.py:_at_exit"
+    )

@@ -111,6 +111,14 @@ def test_a_rank_that_told_what_it_raised_needs_no_output(ranks: Ranks) -> None:
     assert "last output" not in ranks.end(1).text()
 
 
+def test_what_no_encoding_has_is_told_escaped(ranks: Ranks) -> None:
+    ranks.started(0)
+    ranks.raised(0, "ValueError: odd \udcff text")
+    ending = ranks.end(1)
+    assert ending.headline() == "rank 0 raised ValueError: odd \\udcff text"
+    assert ending.text().encode()
+
+
 def test_ranks_that_disagree(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.done(0)
@@ -134,7 +142,10 @@ def test_the_time_limit_shows_stacks(ranks: Ranks) -> None:
     ranks.started(0, 1)
     (ranks.directory / "rank-1.stack").write_text(STACK, encoding="utf-8")
     ending = ranks.end(-9, -9, timed_out=True, ended_by_us=[0, 1], timeout=30.0)
-    assert (ending.kind, ending.headline()) == ("hung", "time limit of 30 s: ranks 0, 1 still running")
+    assert (ending.kind, ending.headline()) == (
+        "hung",
+        "time limit of 30 s: rank 0 gave no stack; rank 1 is in step at train.py:3",
+    )
     text = ending.text()
     assert "rank 0: was still running at the time limit in verb 'step'" in text
     assert 'File "train.py", line 3 in step' in text

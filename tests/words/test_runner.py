@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.launch import Ending, RankEnd, Request
-from pytest_distcompat.runner import Runner, count_lives
+from pytest_distcompat.launch import Ending, Keeping, RankEnd, Request
+from pytest_distcompat.runner import Runner, count_lives, life_trace, told_of_ranks
 from pytest_distcompat.scenario import DAMAGE, EXPORT, PARITY, RESUME, TRAIN, TRAIN_LIFE, Life, Scenario
 
 
@@ -21,8 +21,12 @@ class Ranks:
 
     broken: dict[str, str] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
+    keeping: str = ""
 
-    def run(self, request: Request) -> Ending:
+    def retire(self) -> str:
+        return ""
+
+    def run(self, request: Request, keep: Keeping | None = None) -> Ending:
         self.requests.append(request)
         life = request.payload["life"]
         if "save" in life["verbs"]:
@@ -155,3 +159,38 @@ def test_a_life_that_was_broken_off_with_its_pytest_begins_anew(runner: Runner, 
     again.trace("d", cell, TRAIN)
     assert len(ranks.requests) == 2
     assert not (directory / "rank-0.jsonl").exists()
+
+
+def test_what_a_life_leaves_of_its_ranks_has_the_cause_first(tmp_path: Path) -> None:
+    stack = 'Current thread 0x1 (most recent call first):\n  File "mine.py", line 3 in step'
+    ends = (
+        RankEnd(0, "lost peer", "raised RuntimeError: Connection closed by peer", "Traceback", time=2),
+        RankEnd(1, "raised", "raised ValueError: no", "--- rank 0: fake ---\nValueError: no", time=1),
+        RankEnd(2, "stuck", "was still running", stack=stack, output="words"),
+        RankEnd(3, "done"),
+    )
+    told = told_of_ranks(Ending(ends, {}))
+    assert [(one["rank"], one["status"], one["text"]) for one in told] == [
+        (1, "raised", "--- rank 0: fake ---\nValueError: no"),
+        (2, "stuck", ""),
+        (0, "lost peer", "Traceback"),
+    ]
+    assert ("mine.py" in told[1]["stack"], told[1]["output"]) == (True, "words")
+    assert told_of_ranks(Ending((RankEnd(0, "done"),), {})) == []
+
+
+def test_ranks_that_could_not_be_started_are_nobodys_fault(tmp_path: Path) -> None:
+    ending = Ending((RankEnd(0, "missing", "never started"),), {}, launch_error="Traceback\nOSError: no port")
+    first, second = told_of_ranks(ending)
+    assert (first["rank"], first["message"]) == (None, "the ranks could not be started: OSError: no port")
+    assert second["rank"] == 0
+    end = life_trace("train", ending, Cell.parse("ddp-fp32-w1")).end
+    assert end is not None
+    assert end.rank is None
+
+
+def test_the_rank_of_the_cause_is_kept_with_the_life(tmp_path: Path) -> None:
+    ends = (RankEnd(0, "stopped", "was killed"), RankEnd(1, "killed", "was killed by SIGKILL"))
+    end = life_trace("train", Ending(ends, {}), Cell.parse("ddp-fp32-w2")).end
+    assert end is not None
+    assert end.rank == 1

@@ -6,6 +6,7 @@
 
 from pytest_distcompat.launch.cold import TorchrunLauncher
 from pytest_distcompat.launch.ending import Ending, RankEnd
+from pytest_distcompat.launch.kept import Keeping
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import RankLog, Request, Warmth
 from pytest_distcompat.launch.warm import WarmLauncher
@@ -18,6 +19,7 @@ LAUNCHERS: dict[str, type[WarmLauncher] | type[TorchrunLauncher]] = {
 __all__ = [
     "LAUNCHERS",
     "Ending",
+    "Keeping",
     "Launcher",
     "RankEnd",
     "RankLog",

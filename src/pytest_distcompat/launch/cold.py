@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from pytest_distcompat.launch.ending import Ending, conclude
+from pytest_distcompat.launch.kept import Keeping
 from pytest_distcompat.launch.process import descendants, kill, on_device
 from pytest_distcompat.launch.request import Request, Warmth, read_events
 from pytest_distcompat.launch.supervise import Watch
@@ -35,7 +36,14 @@ class TorchrunLauncher:
         """Nothing to wait for."""
         return ""
 
-    def run(self, request: Request) -> Ending:
+    #: Each request has ranks of its own.
+    keeping = ""
+
+    def retire(self) -> str:
+        """Nobody waits."""
+        return ""
+
+    def run(self, request: Request, keep: Keeping | None = None) -> Ending:  # noqa: ARG002 - the launchers' protocol
         """Start the ranks, wait until they ended or were ended; never raises for what the ranks do."""
         try:
             return self._run(request)

@@ -6,22 +6,16 @@ it, are folded under it.
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat.launch.collectives import Standing, parting, standing, told
+from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.launch.request import read_events
-
-#: What an exception says when all that went wrong is that another rank is gone.
-LOST_PEER = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Socket closed|"
-    r"remote process exited|recvValue failed|sendBytes failed|failed to recv|Socket Timeout|DistNetworkError|"
-    r"NCCL communicator was aborted|connectFullMesh failed|wait timeout after|Application timeout caused pair closure",
-    re.IGNORECASE,
-)
+from pytest_distcompat.launch.stacks import without_launcher
 
 #: The last lines of a rank's own output that a report shows.
 TAIL = 40
@@ -33,7 +27,7 @@ class RankEnd:
 
     ``status``: ``done``; ``raised`` (it reported an exception); ``killed`` and ``exited`` (it could not report);
     ``stuck`` (the time limit found it running); ``lost peer`` and ``stopped`` (consequences of another rank's end);
-    ``missing`` (it never started).
+    ``missing`` (it never started). A rank that is stuck has a ``stack`` and, made of that, a ``standing``.
     """
 
     rank: int
@@ -43,13 +37,14 @@ class RankEnd:
     kind: str = ""
     time: float = 0.0
     stack: str = ""
+    standing: Standing | None = None
     output: str = ""
     last: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How all ranks of a life ended, and what each wrote."""
+    """How all ranks of a life ended, and what each wrote. ``left`` says why ranks that were kept left early."""
 
     ranks: tuple[RankEnd, ...]
     events: Mapping[int, Sequence[Mapping[str, Any]]]
@@ -58,6 +53,7 @@ class Ending:
     timed_out: bool = False
     launch_error: str = ""
     notice: str = ""
+    left: str = ""
     left_over: tuple[str, ...] = ()
     command: str = ""
 
@@ -102,14 +98,18 @@ class Ending:
             late = f"time limit of {self.timeout:g} s passed while the ranks were leaving, all of them done"
             return late if self.timed_out else "all ranks ended well"
         if self.timed_out and cause.status == "stuck":
-            stuck = [str(end.rank) for end in self.ranks if end.status == "stuck"]
-            word = "rank" if len(stuck) == 1 else "ranks"
-            return f"time limit of {self.timeout:g} s: {word} {', '.join(stuck)} still running"
+            what, _ = parting(self._standings)
+            return ": ".join(filter(None, (f"time limit of {self.timeout:g} s", what, told(self._standings))))
         return f"rank {cause.rank} {cause.message}"
+
+    @property
+    def _standings(self) -> dict[int, Standing | None]:
+        return {end.rank: end.standing for end in self.ranks if end.status == "stuck"}
 
     def text(self) -> str:
         """The whole story, first cause first."""
-        parts = [self.headline()]
+        _, where_they_part = parting(self._standings)
+        parts = [self.headline(), *([where_they_part] if where_they_part else [])]
         if self.launch_error:
             parts.append(self.launch_error)
         ordered = self.in_order()
@@ -135,26 +135,13 @@ def _section(end: RankEnd) -> str:
     lines = [f"--- rank {end.rank}: {_first_line(end.message)} ---"]
     if end.text:
         lines.append(end.text.rstrip())
+    if end.standing is not None and end.standing.recorded:
+        lines.append(end.standing.history())
     if end.stack:
-        lines.append("Python stack at the time limit (most recent call first):\n" + _without_launcher(end.stack))
+        lines.append("Python stack at the time limit (most recent call first):\n" + without_launcher(end.stack))
     if end.output and end.status in {"killed", "exited", "stuck", "missing"}:
         lines.append("last output:\n" + end.output.rstrip())
     return "\n".join(lines)
-
-
-def _without_launcher(stack: str) -> str:
-    """The stack without pytest's frames and those below the rank's main: agent, multiprocessing and fork server."""
-    kept: list[str] = []
-    below = False
-    for line in stack.rstrip().splitlines():
-        if not line.startswith("  "):
-            below = False
-        elif "pytest_distcompat/launch/rank.py" in line:
-            below = True
-        # pytest's way to the test is the same in every stack.
-        if not below and "/_pytest/" not in line and "/pluggy/" not in line:
-            kept.append(line)
-    return "\n".join(kept)
 
 
 def conclude(
@@ -197,16 +184,15 @@ def _rank_end(
     known["output"] = _tail(directory, rank)
     if "error" in names:
         error = names["error"]
-        message = f"raised {error['message']}"
-        return RankEnd(
-            **{**known, "time": error["time"]}, status="raised", message=message, text=error["text"], kind=error["kind"]
-        )
+        said = {"message": _encodable(f"raised {error['message']}"), "text": _encodable(error["text"])}
+        return RankEnd(**{**known, **said, "time": error["time"]}, status="raised", kind=error["kind"])
     after = " after it had finished its work" if "done" in names else _where(events)
     if ended == "stopped":
         return RankEnd(**known, status="stopped", message=f"outlived another rank's failure and was killed{after}")
     if ended == "stuck":
         stack = Path(directory) / f"rank-{rank}.stack"
         known["stack"] = stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else ""
+        known["standing"] = standing(directory, rank, known["stack"])
         return RankEnd(**known, status="stuck", message=f"was still running at the time limit{after}")
     if "done" in names and code in {0, None}:
         return RankEnd(**known, status="done")
@@ -218,6 +204,11 @@ def _rank_end(
     if code is None:
         return RankEnd(**known, status="exited", message=f"ended without a report{after}")
     return RankEnd(**known, status="exited", message=f"exited with code {code} without a report{after}")
+
+
+def _encodable(text: str) -> str:
+    """With lone surrogates escaped: an exception may hold some, and one in a report ends a whole run of xdist."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _where(events: Sequence[Mapping[str, Any]]) -> str:
@@ -242,13 +233,13 @@ def _fold(ends: Sequence[RankEnd], first: int | None) -> list[RankEnd]:
     """Mark as consequence what another rank's end explains; what nothing explains stays a cause."""
 
     def consequence(end: RankEnd) -> str:
-        if end.status == "raised" and LOST_PEER.search(f"{end.message}\n{_without_source(end.text)}"):
+        if end.status == "raised" and lost_peer(end.message, end.text):
             return "lost peer"
         # The agent ends the other ranks by SIGTERM once one has failed; that one may have got its SIGTERM elsewhere.
         if end.status in {"killed", "missing"} and "SIGTERM" in end.message and end.rank != first:
             return "stopped"
         # gloo throws from a thread that nobody catches in: abort() in a rank whose peer went away.
-        if end.status == "killed" and "SIGABRT" in end.message and LOST_PEER.search(end.output):
+        if end.status == "killed" and "SIGABRT" in end.message and lost_peer(end.output):
             return "lost peer"
         return ""
 
@@ -262,16 +253,6 @@ def _fold(ends: Sequence[RankEnd], first: int | None) -> list[RankEnd]:
         raised = any(end.status == "raised" for end in ends)
         return [replace(end, status="stopped") if raised and consequence(end) == "stopped" else end for end in ends]
     return [replace(end, status=consequence(end) or end.status) for end in ends]
-
-
-def _without_source(text: str) -> str:
-    """What the exceptions of a traceback say: of pytest's lines those marked ``E``, of Python's those that are not indented.
-
-    The test's own source beside them may hold any words.
-    """
-    lines = text.splitlines()
-    marked = [line for line in lines if line.startswith("E ")]
-    return "\n".join(marked or [line for line in lines if not line.startswith(" ")])
 
 
 def _said(end: RankEnd, event: str) -> bool:

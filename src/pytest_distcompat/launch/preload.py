@@ -6,13 +6,17 @@ goes. The fork server must stay fit to fork: no CUDA context, no threads.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import importlib
 import json
+import os
 import random
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +43,14 @@ def main(path: str) -> None:
     began = time.monotonic()
     status: dict[str, Any] = {"missing": [], "unfit": "", "error": ""}
     extend_import_path(wanted["path"])
+    # pytest's capture takes stderr away while it collects.
+    log = os.dup(2)
+    # Before our parent gives up and shows what we wrote.
+    late = began + 0.9 * wanted["timeout"]
     for name in (*wanted["modules"], *_OF_EVERY_RANK):
         try:
-            importlib.import_module(name)
+            with _stack_written(late, log):
+                importlib.import_module(name)
         except ImportError:
             # Not installed, or not for this torch: whoever needs it will say so better.
             status["missing"].append(name)
@@ -53,7 +62,8 @@ def main(path: str) -> None:
     try:
         if wanted["call"]:
             module, _, function = wanted["call"].partition(":")
-            collected = getattr(importlib.import_module(module), function)(wanted["payload"])
+            with _stack_written(late, log):
+                collected = getattr(importlib.import_module(module), function)(wanted["payload"])
     except BaseException:  # a conftest may raise anything; the ranks will meet it again and report it
         status["error"] = traceback.format_exc()
     _seeded.update(
@@ -65,11 +75,25 @@ def main(path: str) -> None:
     # and with torch, transformers and deepspeed in memory that is 0.4 s each time.
     gc.collect()
     gc.freeze()
+    os.close(log)
     status["unfit"] = _unfit(threads)
     status["seconds"] = time.monotonic() - began
     waiting = Path(f"{wanted['status']}.new")
     waiting.write_text(json.dumps(status), encoding="utf-8")
     waiting.rename(wanted["status"])
+
+
+@contextlib.contextmanager
+def _stack_written(late: float, log: int) -> Iterator[None]:
+    """Write to that file where this process is if the block lasts until ``late``.
+
+    The thread that waits for that is gone after the block: a fork server must have none.
+    """
+    faulthandler.dump_traceback_later(max(0.1, late - time.monotonic()), file=log)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 #: The states of generators that were seeded, or drawn from, while the session was collected.
@@ -89,14 +113,25 @@ def _generators() -> dict[str, Any]:
 def randomness() -> None:
     """Give this rank generators as a fresh process has them: its own, but where a module set them when it was imported.
 
-    A fork hands torch's and numpy's on as they are, so all ranks would draw the same, and seeds Python's anew.
+    A fork hands torch's and numpy's on as they are, so all ranks would draw the same, and seeds Python's anew. A rank that
+    lives on gets new ones for each request.
     """
-    if "torch" in sys.modules and "torch" not in _seeded:
-        sys.modules["torch"].default_generator.seed()
-    if "numpy.random" in sys.modules and "numpy" not in _seeded:
-        sys.modules["numpy.random"].seed()
+    torch: Any = sys.modules.get("torch")
+    numpy: Any = sys.modules.get("numpy.random")
     if "random" in _seeded:
         random.setstate(_seeded["random"])
+    else:
+        random.seed()
+    if "numpy" in _seeded:
+        numpy.set_state(_seeded["numpy"])
+    elif numpy is not None:
+        numpy.seed()
+    if "torch" in _seeded:
+        torch.set_rng_state(torch.frombuffer(bytearray(_seeded["torch"]), dtype=torch.uint8))
+    elif torch is not None:
+        torch.default_generator.seed()
+        if torch.cuda.is_initialized():
+            torch.cuda.seed_all()
 
 
 def _unfit(threads_of_libraries: int) -> str:

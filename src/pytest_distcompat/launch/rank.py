@@ -15,10 +15,11 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
-from pytest_distcompat.launch import preload
+from pytest_distcompat.launch import preload, recorder
 from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent
 from pytest_distcompat.launch.request import RankLog, Request, extend_import_path, has_ended, read_events
 
@@ -32,11 +33,25 @@ def main(path: str, *, by_hand: bool = False) -> None:
     """Run one request on this rank; returns only if all went well."""
     request = Request.read(path)
     die_with_parent()
-    rank = int(os.environ["RANK"])
-    log = RankLog(request.directory, rank, by_hand=by_hand)
+    number = int(os.environ["RANK"])
     # A file of its own, kept open: at the time it is needed this process may be unable to open one.
-    stacks = (Path(request.directory) / f"rank-{rank}.stack").open("w", encoding="utf-8")
+    stacks = stack_file(request.directory, number).open("w", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+    recorder.answer(request.directory, number)
+    # multiprocessing hands its own start method down; a rank of torchrun has Python's default.
+    multiprocessing.set_start_method(None, force=True)
+    prepare(request)
+    perform(request, by_hand=by_hand)
+    _flush()
+
+
+def stack_file(directory: str | Path, number: int) -> Path:
+    """Where that rank writes its stacks when it is asked for them."""
+    return Path(directory) / f"rank-{number}.stack"
+
+
+def prepare(request: Request) -> None:
+    """Bring this process to where the one that asks is: environment, threads, directory, path; and new random states."""
     threads = os.environ.get(_THREADS)
     os.environ.update(request.set)
     for name in request.unset:
@@ -46,20 +61,28 @@ def main(path: str, *, by_hand: bool = False) -> None:
     if request.cwd:
         os.chdir(request.cwd)
     extend_import_path(request.import_path)
-    # multiprocessing hands its own start method down; a rank of torchrun has Python's default.
-    multiprocessing.set_start_method(None, force=True)
     preload.randomness()
-    log.write("start", pid=os.getpid())
-    try:
-        module, _, function = request.target.partition(":")
-        getattr(importlib.import_module(module), function)(request.payload, log)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt end a rank like any other error
-        if not has_ended(read_events(request.directory, rank)):
-            text = "".join(traceback.format_exception(error))
-            log.error(type(error).__name__, _message(error), text)  # noqa: TRY400 - no logger, but a RankLog
-        leave_failed(request)
-    log.write("done")
-    _flush()
+
+
+def perform(request: Request, *, by_hand: bool = False) -> None:
+    """Do what the request asks for. A failure is reported and ends this process."""
+    number = int(os.environ["RANK"])
+    with contextlib.closing(RankLog(request.directory, number, by_hand=by_hand)) as log:
+        log.write("start", pid=os.getpid())
+        try:
+            module, _, function = request.target.partition(":")
+            getattr(importlib.import_module(module), function)(request.payload, log)
+        except BaseException as error:  # SystemExit and KeyboardInterrupt end a rank like any other error
+            fail(request, log, error)
+        log.write("done")
+
+
+def fail(request: Request, log: RankLog, error: BaseException) -> NoReturn:
+    """Report that error, if the rank did not report one before, and end this process."""
+    if not any(event["event"] == "error" for event in read_events(request.directory, log.rank)):
+        text = "".join(traceback.format_exception(error))
+        log.error(type(error).__name__, _message(error), text)
+    leave_failed(request)
 
 
 def _use_threads() -> None:
@@ -74,7 +97,7 @@ def _use_threads() -> None:
     torch.set_num_threads(count)
 
 
-def leave_failed(request: Request) -> None:
+def leave_failed(request: Request) -> NoReturn:
     """End this rank so that its peers notice, without barrier and without destroying the process group.
 
     Both would wait for peers who may be waiting for this rank. The grace lets ranks that fail at the same moment

@@ -65,12 +65,14 @@ class Warmth:
     """What the fork server has ready: imported ``modules``, and what ``call`` ("module:function") left behind.
 
     ``path`` is what its ``sys.path`` has besides its own: pytest finds modules in directories that it adds itself.
+    ``timeout`` is how long all that may take, in seconds.
     """
 
     modules: tuple[str, ...] = ()
     call: str = ""
     payload: Mapping[str, Any] = field(default_factory=dict)
     path: tuple[str, ...] = ()
+    timeout: float = 600.0
 
 
 def import_path() -> tuple[str, ...]:
@@ -112,6 +114,12 @@ class RankLog:
         self.write("error", kind=kind, message=message, text=text, **data)
         if self._terminal is not None:
             os.write(self._terminal, f"\nrank {self.rank}: {message}\n{text}\n".encode("utf-8", "replace"))
+
+    def close(self) -> None:
+        """Nothing more is to be said."""
+        for descriptor in (self._file, self._terminal):
+            if descriptor is not None:
+                os.close(descriptor)
 
 
 def read_events(directory: str | Path, rank: int) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import psutil
 
 from pytest_distcompat.launch.process import alive, ask_for_stack, kill
+from pytest_distcompat.launch.recorder import END, RECORDER_SIGNAL, record_file
 from pytest_distcompat.launch.request import Request, has_ended, read_events
 
 #: A rank whose process is gone, with code 0 and without a last word, is noticed by nobody else (``os._exit(0)``).
@@ -19,6 +21,8 @@ VANISHED_AFTER = 1.0
 FAILED_AFTER = 5.0
 #: How long a rank gets to write its stack.
 STACK_TIME = 1.0
+#: The same for what torch recorded: a rank whose lock of Python's is held by a thread in C never will.
+RECORD_TIME = 1.0
 
 
 class Watch:
@@ -66,6 +70,7 @@ class Watch:
         self.ended_by_us = list(pids)
         if timed_out:
             self._take_stacks(pids.values())
+            self._take_records(pids)
         kill(_with_children(pids.values()))
 
     def _take_stacks(self, pids: Iterable[int]) -> None:
@@ -75,6 +80,16 @@ class Watch:
         # Written by a signal handler: give it a moment, and no more, for a rank in an uninterruptible call never will.
         _wait_until(lambda: all(path.exists() and path.stat().st_size > 0 for path in files), STACK_TIME)
         time.sleep(0.05)
+
+    def _take_records(self, pids: Mapping[int, int]) -> None:
+        """What torch recorded of collectives, after the stacks: a rank may not survive the asking."""
+        files = {rank: record_file(self.request.directory, rank) for rank in pids}
+        # Without the file a rank has no handler, and the signal would end it.
+        asked = {rank: path for rank, path in files.items() if path.exists()}
+        for rank in asked:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pids[rank], RECORDER_SIGNAL)
+        _wait_until(lambda: all(path.read_bytes().endswith(END) for path in asked.values()), RECORD_TIME)
 
 
 def _pids(said: Sequence[Sequence[Mapping[str, Any]]]) -> dict[int, int]:

@@ -5,6 +5,7 @@ A session without distributed tests imports this file and ``options``, nothing e
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _MARK = "distcompat"
 # Kept apart from rank_session.ON_RANK & co.: those modules are not imported in a session without distributed tests.
 _IN_USE: pytest.StashKey[bool] = pytest.StashKey()
+#: The items as they were collected, before any plugin had its say.
+_COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,8 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     config.addinivalue_line(
         "markers",
-        "distcompat(world_size=N, strategies=[...], precisions=[...], options=[{...}], timeout=SECONDS): run the test on "
-        "every rank of a torchrun process group; with strategies, precisions or options once for each cell.",
+        "distcompat(world_size=N, strategies=[...], precisions=[...], options=[{...}], timeout=SECONDS, "
+        "reuse='never'|'module'|'session'): run the test on every rank of a torchrun process group; with strategies, "
+        "precisions or options once for each cell.",
     )
     config.pluginmanager.register(fixtures, "distcompat-fixtures")
     if options.given(config):
@@ -54,8 +58,10 @@ def _session(config: pytest.Config) -> DistcompatSession:
         session = config.stash[SESSION] = DistcompatSession(config)
         config.add_cleanup(session.close)
         if ON_RANK not in config.stash and not hasattr(config, "workerinput"):
+            from pytest_distcompat.plugin.packing import Devices
             from pytest_distcompat.plugin.results import Results
 
+            config.pluginmanager.register(Devices(session), "distcompat-devices")
             config.pluginmanager.register(Results(session), "distcompat-results")
     return config.stash[SESSION]
 
@@ -86,6 +92,8 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
         return []
     session = _session(config)
     where = f"{session.gpus} GPUs, nccl" if session.gpus else "CPU, gloo"
+    if session.gpus and session.ranks_each > 1:
+        where += f" (gloo where up to {session.ranks_each} ranks share a GPU)"
     origin = session.setting("world_size").origin
     launcher = session.setting("launcher").value
     limit = f"time limit {session.timeout:g} s ({session.setting('timeout').origin})"
@@ -139,9 +147,11 @@ def _generate_marked(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
         marked.parametrize(metafunc, read, selected, session.world_size)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Notice whether we are needed at all; and if so, let the fork server get ready while other tests run."""
+    collected = list(items)
+    yield
     marked_items = [item for item in items if item.get_closest_marker(_MARK) is not None]
     if marked_items:
         from pytest_distcompat.plugin import marked
@@ -150,8 +160,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ours = marked_items or [item for item in items if "distcompat_case" in getattr(item, "fixturenames", ())]
     if not ours or _on_rank(config):
         return
+    if config.getoption("forked", False):
+        from pytest_distcompat.plugin.session import FORKED
+
+        raise pytest.UsageError(FORKED)
     config.stash[_IN_USE] = True
+    config.stash[_COLLECTED] = collected
     _session(config).collects = bool(marked_items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tell what the tests ask for, before xdist's controller hears that this worker has collected."""
+    collected = session.config.stash.get(_COLLECTED, None)
+    if collected is not None and not session.config.option.collectonly:
+        from pytest_distcompat.plugin import packing
+
+        packing.announce(_session(session.config), collected, session.items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under ``--dist load`` and ``worksteal``: tests in the order that keeps the devices busy, if there are tests of ours."""
+    from pytest_distcompat.plugin import packing
+    from pytest_distcompat.plugin.scheduling import OWN, LateScheduling
+
+    if config.getoption("dist") not in OWN:
+        return None
+    return LateScheduling(config, log, functools.partial(packing.plan, _session(config)))
 
 
 def pytest_runtestloop(session: pytest.Session) -> None:
@@ -165,6 +201,16 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 def _is_controller(config: pytest.Config) -> bool:
     """Whether xdist runs the tests in other processes."""
     return getattr(config.option, "dist", "no") != "no"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ranks that live on do so for tests that follow each other."""
+    if _IN_USE in item.config.stash:
+        from pytest_distcompat.plugin import marked
+
+        item.stash[marked.NEXT] = nextitem
+        marked.retire_for(item)
 
 
 @pytest.hookimpl(tryfirst=True)

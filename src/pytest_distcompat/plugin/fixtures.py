@@ -88,8 +88,14 @@ def process_group(world: World) -> Iterator[Any]:
     import torch
     from torch import distributed
 
+    from pytest_distcompat.launch import serving
+
     if world.device != "cpu":
         torch.cuda.set_device(world.device)
+    if serving.kept is not None:
+        # One group for all tests that these ranks run.
+        yield serving.kept.process_group(world.backend)
+        return
     distributed.init_process_group(world.backend)
     if world.backend == "gloo":
         # A rank that is connected to all may be done, and gone, before another one is.

@@ -7,19 +7,26 @@ import math
 import unittest
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
 from pytest_distcompat.plugin.outcome import UNCAPTURED, Outcome, RankFailure, merge
-from pytest_distcompat.plugin.session import SESSION
+from pytest_distcompat.plugin.session import SESSION, DistcompatSession
+
+if TYPE_CHECKING:
+    from pytest_distcompat.launch import Keeping
 
 MARK = "distcompat"
 OUTCOME: pytest.StashKey[Outcome] = pytest.StashKey()
 #: What pytest-timeout allows the item, in seconds.
 TIME_LIMIT: pytest.StashKey[float] = pytest.StashKey()
-ARGUMENTS = ("world_size", "strategies", "precisions", "options", "timeout")
+#: The item that pytest runs next.
+NEXT: pytest.StashKey[pytest.Item | None] = pytest.StashKey()
+ARGUMENTS = ("world_size", "strategies", "precisions", "options", "timeout", "reuse")
+#: Which tests share ranks.
+REUSE = ("never", "module", "session")
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class Mark:
     precisions: tuple[str, ...] = ()
     options: tuple[Mapping[str, OptionValue], ...] = ()
     timeout: float | None = None
+    reuse: str = ""
 
     @property
     def has_cells(self) -> bool:
@@ -59,6 +67,8 @@ def read_mark(mark: pytest.Mark) -> Mark:
     timeout = read.get("timeout")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise ValueError(f"@pytest.mark.{MARK}(timeout={timeout!r}): expected a number of seconds above 0")
+    if read.get("reuse", "never") not in REUSE:
+        raise ValueError(f"@pytest.mark.{MARK}(reuse={read['reuse']!r}): known are {', '.join(REUSE)}")
     for strategy in read["strategies"]:
         STRATEGIES.get(strategy)
     for precision in read["precisions"]:
@@ -118,22 +128,29 @@ def cell_of(item: pytest.Item) -> Cell | None:
     return cell if isinstance(cell, Cell) else None
 
 
+def world_size_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> int:
+    """On how many ranks the item runs."""
+    cell = cell_of(item)
+    return cell.world_size if cell else mark.world_size or session.world_size
+
+
 def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
     """Run the real item on all ranks, and end here as the worst of them did."""
     from pytest_distcompat.launch import Request
     from pytest_distcompat.plugin import rank_session
 
     session = item.config.stash[SESSION]
-    cell = cell_of(item)
-    world_size = cell.world_size if cell else mark.world_size or session.world_size
+    world_size = world_size_of(item, mark, session)
     problem = session.too_large(world_size)
     if problem:
         pytest.skip(problem)
+    keep, following = _keeping(item, mark, session)
     directory = session.new_directory(item.originalname)
     request = Request(
         target=rank_session.RUN,
         payload={
             "nodeid": item.nodeid,
+            "next": following.nodeid if following is not None else None,
             "device": session.device,
             "directory": str(directory),
             "world_size": world_size,
@@ -143,7 +160,7 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
         directory=str(directory),
         timeout=min(mark.timeout or session.timeout, item.stash.get(TIME_LIMIT, math.inf)),
     )
-    ending = session.launcher.run(request)
+    ending = session.launcher.run(request, keep)
     if ending.notice:
         session.notice(ending.notice)
     outcome = merge(ending)
@@ -151,6 +168,8 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
         outcome = _printed(outcome)
     item.stash[OUTCOME] = outcome
     item.user_properties.extend(outcome.properties)
+    if ending.left:
+        item.user_properties.append(("distcompat: ranks left", ending.left))
     if outcome.kind == "failed":
         lines = (outcome.text, f"reproduce: {session.reproduce(item)}", f"this life alone: {ending.command}")
         raise RankFailure("\n".join(lines), hard=outcome.hard)
@@ -158,6 +177,36 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
         pytest.skip(outcome.text)
     if outcome.kind == "xfailed":
         pytest.xfail(outcome.text)
+
+
+def _keeping(item: pytest.Item, mark: Mark, session: DistcompatSession) -> tuple[Keeping | None, pytest.Item | None]:
+    """For whom the item's ranks are kept, None if for nobody; and the next item, if it is one of those."""
+    from pytest_distcompat.launch import Keeping
+
+    scope = scope_of(item, session)
+    if scope is None:
+        return None, None
+    following = item.stash.get(NEXT, None)
+    if following is not None and scope_of(following, session) != scope:
+        following = None
+    return Keeping(scope, session.setting("reuse_limit").value, following is None), following
+
+
+def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
+    """What all items have in common that share ranks with this one; None if it has ranks of its own."""
+    mark = mark_of(item)
+    reuse = mark and (mark.reuse or session.setting("reuse").value)
+    if not mark or reuse == "never":
+        return None
+    place = item.nodeid.partition("::")[0] if reuse == "module" else ""
+    return f"{reuse} {place} {world_size_of(item, mark, session)}"
+
+
+def retire_for(item: pytest.Item) -> None:
+    """Before an item: have ranks leave that were kept, but not for it. They would hold devices for nothing."""
+    session = item.config.stash[SESSION]
+    if session.keeping and session.keeping != scope_of(item, session):
+        session.launcher.retire()
 
 
 def _printed(outcome: Outcome) -> Outcome:

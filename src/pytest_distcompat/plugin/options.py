@@ -13,13 +13,17 @@ from pytest_distcompat.failures import UsageProblem
 
 @dataclass(frozen=True)
 class Option:
-    """One option and the ini key of the same name. ``read`` turns its text into its value or raises UsageProblem."""
+    """One option and the ini key of the same name. ``read`` turns its text into its value or raises UsageProblem.
+
+    One that is ``repeated`` may be given several times; its text is then a line for each.
+    """
 
     name: str
     metavar: str
     default: str
     help: str
     read: Callable[[str], Any]
+    repeated: bool = False
 
     @property
     def flag(self) -> str:
@@ -115,18 +119,15 @@ def _part(text: str) -> float:
 
 
 def _report(text: str) -> Any:
-    from pathlib import Path
+    from pytest_distcompat.plugin.report_files import to_write
 
-    from pytest_distcompat.report import FORMATS
+    return to_write(text)
 
-    if not text:
-        return None
-    path = Path(text)
-    if path.suffix not in FORMATS:
-        raise UsageProblem(f"{text!r}: the suffix says the format. Known: {', '.join(FORMATS)}.")
-    if not path.absolute().parent.is_dir():
-        raise UsageProblem(f"{text!r}: there is no directory {path.absolute().parent}.")
-    return path
+
+def _baseline(text: str) -> Any:
+    from pytest_distcompat.plugin.report_files import to_compare_with
+
+    return to_compare_with(text)
 
 
 def _launcher(text: str) -> str:
@@ -157,6 +158,13 @@ OPTIONS: dict[str, Option] = {
             "auto",
             "Start N ranks where a test does not say how many. auto: one a GPU, 2 on the CPU.",
             _count(least=1, words=("auto",)),
+        ),
+        Option(
+            "distcompat_oversubscribe",
+            "N",
+            "1",
+            "Let up to N ranks share a GPU where there are fewer GPUs than ranks; those talk through gloo (default: 1).",
+            _count(least=1),
         ),
         Option(
             "distcompat_strategies",
@@ -208,11 +216,40 @@ OPTIONS: dict[str, Option] = {
             _seconds,
         ),
         Option(
+            "distcompat_warm_timeout",
+            "SECONDS",
+            "600",
+            "Fail if the fork server, or collecting in it, imports longer than this (default: 600).",
+            _seconds,
+        ),
+        Option(
+            "distcompat_reuse",
+            "never|module|session",
+            "never",
+            "Run marked tests that follow each other on the same ranks: of a module, or all of one world size (default: never).",
+            _choice("never", "module", "session"),
+        ),
+        Option(
+            "distcompat_reuse_limit",
+            "N",
+            "100",
+            "Start new ranks after so many tests, where ranks are reused (default: 100).",
+            _count(least=1),
+        ),
+        Option(
             "distcompat_report",
             "FILE",
             "",
-            "Write the verdicts of all suites to this file, .json or .md.",
+            "Write the verdicts of all suites to this file: .json, .html, .md, or .txt for a chat. May be given several times.",
             _report,
+            repeated=True,
+        ),
+        Option(
+            "distcompat_baseline",
+            "FILE",
+            "",
+            "Compare with this earlier .json report: only what is newly broken or newly missing makes the run fail.",
+            _baseline,
         ),
         Option(
             "distcompat_launcher",
@@ -231,7 +268,10 @@ def add(parser: pytest.Parser) -> None:
     """Register all options, each on the command line and as an ini key."""
     group = parser.getgroup("distcompat", "distributed compatibility")
     for option in OPTIONS.values():
-        group.addoption(option.flag, dest=option.name, default=None, metavar=option.metavar, help=option.help)
+        action = "append" if option.repeated else "store"
+        group.addoption(
+            option.flag, dest=option.name, default=None, metavar=option.metavar, help=option.help, action=action
+        )
         parser.addini(option.name, option.help, default=None)
     parser.addini(PRELOAD, "Modules that the fork server imports before any rank starts.", type="linelist", default=[])
 
@@ -240,10 +280,11 @@ def setting(config: pytest.Config, name: str) -> Setting:
     """The effective value of an option. Raises pytest.UsageError for a wrong one."""
     option = OPTIONS[name]
     given, ini = config.getoption(name), config.getini(name)
+    given = "\n".join(given) if option.repeated and given is not None else given
     sources = [(given, "option", option.flag), (ini, "ini", f"ini {name}"), (option.default, "default", name)]
     text, origin, where = next(source for source in sources if source[0] not in {None, ""} or source[1] == "default")
     try:
-        return Setting(option.read(str(text)), str(text), origin)
+        return Setting(option.read(str(text)), ", ".join(str(text).split("\n")), origin)
     except UsageProblem as problem:
         raise pytest.UsageError(f"{where}: {problem}") from None
 

@@ -134,7 +134,7 @@ def merge(ending: Ending) -> Outcome:
     if ending.failed:
         kinds = {end.kind for end in ending.ranks if end.status not in {"done", "lost peer", "stopped"}}
         cause = ending.cause
-        if kinds == {XFailed.KIND} and cause is not None and not ending.timed_out:
+        if kinds == {XFailed.KIND} and cause is not None and ending.kind == "raised":
             return Outcome("xfailed", cause.message.removeprefix("raised xfailed: "), **shown)
         ending = _excused_last(ending)
         text = ending.text().replace("raised failed", "failed").replace("raised skipped", "skipped")
@@ -165,9 +165,8 @@ def _excused_last(ending: Ending) -> Ending:
 
 
 def _crashed(ending: Ending) -> bool:
-    """Whether any rank did worse than to raise, even if another one raised before it."""
-    worse = {"killed", "exited", "missing", "stuck"}
-    return bool(ending.launch_error) or ending.timed_out or any(end.status in worse for end in ending.ranks)
+    """Whether more happened than an exception, on any rank, even if another one raised before it."""
+    return ending.kind != "raised" or any(end.status == "stuck" for end in ending.ranks)
 
 
 def _phase(event: Mapping[str, Any]) -> Phase:

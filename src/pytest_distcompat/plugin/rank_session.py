@@ -22,6 +22,7 @@ from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
     from pytest_distcompat.launch import RankLog
+    from pytest_distcompat.launch.serving import Kept
 
 COLLECT = f"{__name__}:collect"
 RUN = f"{__name__}:run"
@@ -30,6 +31,9 @@ RUN = f"{__name__}:run"
 ON_RANK: pytest.StashKey[bool] = pytest.StashKey()
 WORLD: pytest.StashKey[World] = pytest.StashKey()
 SHARED: pytest.StashKey[Path] = pytest.StashKey()
+
+#: Below which directory pytest makes its temporary directories.
+_ROOT = "PYTEST_DEBUG_TEMPROOT"
 
 #: How long a rank that skipped waits for the others to skip too.
 SKIP_GRACE = 5.0
@@ -41,7 +45,8 @@ _PARENTS: dict[str, Any] = {
     **dict.fromkeys(("collectonly", "usepdb", "trace", "looponfail", "distload", "json_report", "cacheclear"), False),
     # These print through the terminal plugin, which ranks do not have.
     **dict.fromkeys(("setupshow", "setuponly", "setupplan", "debug"), False),
-    **dict.fromkeys(("deselect", "basetemp", "durations", "numprocesses", "maxprocesses", "distcompat_report"), None),
+    **dict.fromkeys(("deselect", "basetemp", "durations", "numprocesses", "maxprocesses"), None),
+    **dict.fromkeys(("distcompat_report", "distcompat_baseline"), None),
     # Report files that pytest and its better-known plugins open, some already when they are configured.
     **dict.fromkeys(("xmlpath", "log_file", "pastebin", "report_log", "htmlpath", "allure_report_dir"), None),
     "maxfail": 0,
@@ -141,13 +146,22 @@ def _fault_handler(config: pytest.Config) -> None:
 
 
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
-    """Run one item on this rank. ``payload``: ``nodeid``, ``device``, ``directory``, ``session`` (from ``describe``)."""
-    from pytest_distcompat.launch import preload
+    """Run one item on this rank.
 
-    session: pytest.Session = preload.collected if preload.collected is not None else collect(payload["session"])
-    item = _find(session, payload["nodeid"])
+    ``payload``: ``nodeid``; ``next``, the item that these ranks run thereafter, or None; ``device``, ``directory``,
+    ``session`` (from ``describe``).
+    """
+    from pytest_distcompat.launch import preload, serving
+
+    if preload.collected is None:
+        preload.collected = collect(payload["session"])
+    session: pytest.Session = preload.collected
+    items = {item.nodeid: item for item in session.items}
+    item = _find(items, payload["nodeid"])
+    following = items.get(payload["next"])
+    if serving.kept is not None:
+        _as_if_alone(serving.kept, item)
     directory = Path(payload["directory"])
-    _own_temporary_directory(directory, log.rank)
     config = item.config
     config.stash[WORLD] = World.from_environment(payload["device"])
     config.stash[SHARED] = directory / "shared"
@@ -155,12 +169,30 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     reporter = _Reporter(log, payload["world_size"], directory)
     config.pluginmanager.register(reporter, "distcompat-rank")
     _fault_handler(config)
-    with _capturing(config, directory, log.rank):
-        config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+    try:
+        with _own_temporary_directory(directory, log.rank), _capturing(config, directory, log.rank):
+            config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    finally:
+        config.pluginmanager.unregister(reporter)
 
 
-def _find(session: pytest.Session, nodeid: str) -> pytest.Item:
-    items = {item.nodeid: item for item in session.items}
+def _as_if_alone(kept: Kept, item: pytest.Item) -> None:
+    """Before an item on ranks that live on.
+
+    ``Session._setupstate`` is private; ``tests/plugin/test_private_names.py`` says when it goes away.
+    """
+    state = item.session._setupstate  # noqa: SLF001 - see the docstring
+    # The item that was to come next may have been skipped by the parent.
+    state.teardown_exact(item)
+    if not kept.at_end:
+        # The same, for items that these ranks never get to.
+        kept.at_end.append(lambda: state.teardown_exact(None))
+    if "process_group" not in getattr(item, "fixturenames", ()):
+        # It may make its own.
+        kept.without_group()
+
+
+def _find(items: Mapping[str, pytest.Item], nodeid: str) -> pytest.Item:
     if nodeid not in items:
         close = difflib.get_close_matches(nodeid, items, n=3)
         hint = f"; close to it: {', '.join(close)}" if close else ""
@@ -171,14 +203,20 @@ def _find(session: pytest.Session, nodeid: str) -> pytest.Item:
     return items[nodeid]
 
 
-def _own_temporary_directory(directory: Path, rank: int) -> None:
+@contextlib.contextmanager
+def _own_temporary_directory(directory: Path, rank: int) -> Iterator[None]:
     """tmp_path of this rank is below the life's directory: two ranks must not clean up after each other.
 
     https://docs.pytest.org/en/stable/reference/reference.html#envvar-PYTEST_DEBUG_TEMPROOT
     """
     root = directory / f"tmp-{rank}"
     root.mkdir(exist_ok=True)
-    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(root)
+    before = os.environ.get(_ROOT)
+    os.environ[_ROOT] = str(root)
+    yield
+    os.environ.pop(_ROOT)
+    if before is not None:
+        os.environ[_ROOT] = before
 
 
 class _Reporter:

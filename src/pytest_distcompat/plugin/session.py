@@ -6,25 +6,34 @@ import functools
 import os
 import shlex
 import tempfile
+import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin.options import OPTIONS, PRELOAD, Setting, setting
 
 if TYPE_CHECKING:
     from pytest_distcompat.expect import Expectation
     from pytest_distcompat.known import KnownIssue
     from pytest_distcompat.launch import Launcher
-    from pytest_distcompat.lease import Pool
+    from pytest_distcompat.lease import Inventory, Pool
     from pytest_distcompat.runner import Runner
 
 SESSION: pytest.StashKey[DistcompatSession] = pytest.StashKey()
 
 #: Ranks on the CPU where nobody says how many: the least with which anything is distributed.
 CPU_WORLD_SIZE = 2
+
+
+#: Why a plugin that forks for each test (pytest-forked) is refused.
+FORKED = (
+    "tests whose ranks are processes of their own cannot run in a fork of pytest's process: leave out --forked, "
+    "or whatever else forks for each test"
+)
 
 
 class DistcompatWarning(pytest.PytestWarning):
@@ -36,9 +45,12 @@ class DistcompatSession:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
+        #: When it began, by CLOCK_MONOTONIC.
+        self.began = time.monotonic()
         self.modules: tuple[str, ...] = ("torch", "torch.distributed")
         self.collects = False
         self._launcher: Launcher | None = None
+        self._process = os.getpid()
 
     def setting(self, name: str) -> Setting:
         """The effective value of ``distcompat_<name>``."""
@@ -92,10 +104,17 @@ class DistcompatSession:
             raise pytest.UsageError(f"--distcompat-world-size {asked.value} ({asked.origin}): {problem}")
         return int(asked.value)
 
+    @property
+    def ranks_each(self) -> int:
+        """How many ranks may share a GPU where there are fewer GPUs than ranks."""
+        return int(self.setting("oversubscribe").value)
+
     def too_large(self, world_size: int) -> str:
         """Why a group of that size cannot be had, empty if it can."""
-        if self.gpus and world_size > self.gpus:
-            return f"{world_size} ranks need {world_size} GPUs, {self.gpus} to use"
+        each = self.ranks_each
+        if self.gpus and world_size > self.gpus * each:
+            allowed = f", {each} ranks on each at most" if each > 1 else ""
+            return f"{world_size} ranks need {-(-world_size // each)} GPUs, {self.gpus} to use{allowed}"
         return ""
 
     @property
@@ -106,10 +125,14 @@ class DistcompatSession:
     @functools.cached_property
     def store(self) -> Path:
         """A directory for this session's lives, the same for all xdist workers."""
+        self.store_path.mkdir(parents=True, exist_ok=True)
+        return self.store_path
+
+    @functools.cached_property
+    def store_path(self) -> Path:
+        """Where the store is, or would be."""
         base = session_basetemp(self.config)
-        store = (base.parent if hasattr(self.config, "workerinput") else base) / "distcompat"
-        store.mkdir(parents=True, exist_ok=True)
-        return store
+        return (base.parent if hasattr(self.config, "workerinput") else base) / "distcompat"
 
     @property
     def lives(self) -> Path:
@@ -118,12 +141,14 @@ class DistcompatSession:
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher of this process."""
+        """The launcher of this process. Raises UsageProblem in a fork of it."""
         from pytest_distcompat.launch import LAUNCHERS, Warmth
         from pytest_distcompat.launch.request import import_path
         from pytest_distcompat.plugin import rank_session
         from pytest_distcompat.plugin.leased import LeasedLauncher
 
+        if os.getpid() != self._process:
+            raise UsageProblem(FORKED)
         if self._launcher is None:
             preload: list[str] = self.config.getini(PRELOAD)
             call, payload = "", {}
@@ -131,18 +156,32 @@ class DistcompatSession:
                 call = rank_session.COLLECT
                 payload = rank_session.describe(self.config)
             modules = tuple(dict.fromkeys((*self.modules, *preload)))
-            warmth = Warmth(modules, call, payload, path=import_path())
+            limit = float(self.setting("warm_timeout").value)
+            warmth = Warmth(modules, call, payload, path=import_path(), timeout=limit)
             kind: Any = LAUNCHERS[self.setting("launcher").value]
             self._launcher = LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
         assert self._launcher is not None
         return self._launcher
 
+    @property
+    def keeping(self) -> str:
+        """For which tests ranks wait; empty if for none."""
+        return self._launcher.keeping if self._launcher is not None else ""
+
     @functools.cached_property
     def pool(self) -> Pool:
         """What lends devices to the lives of this session and of all others of this user."""
-        from pytest_distcompat.lease import Pool, cpu_slots, gpus
+        from pytest_distcompat.lease import Pool
 
-        return Pool(None, gpus(self.gpus) if self.gpus else cpu_slots(), timeline=self.store)
+        worker = getattr(self.config, "workerinput", {}).get("workerid", "")
+        return Pool(None, self.inventory, timeline=self.store, worker=worker)
+
+    @functools.cached_property
+    def inventory(self) -> Inventory:
+        """What there is to lend."""
+        from pytest_distcompat.lease import cpu_slots, gpus
+
+        return gpus(self.gpus, self.ranks_each) if self.gpus else cpu_slots()
 
     @property
     def limits(self) -> dict[str, float]:
@@ -216,7 +255,13 @@ class DistcompatSession:
 
 def _matters(config: pytest.Config, name: str) -> bool:
     """Whether an option given on the command line changes what one item does."""
-    selecting = {"distcompat_report", "distcompat_strategies", "distcompat_precisions", "distcompat_drivers"}
+    selecting = {
+        "distcompat_report",
+        "distcompat_baseline",
+        "distcompat_strategies",
+        "distcompat_precisions",
+        "distcompat_drivers",
+    }
     return name not in selecting and config.getoption(name) is not None
 
 

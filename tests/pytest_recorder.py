@@ -1,4 +1,4 @@
-"""A plugin for the faulty pytest: writes at once, for that process may be killed, how tests end and what they leave running."""
+"""A plugin for a pytest of its own: writes at once, for that process may be killed, how tests end and what they leave running."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 
 def note(**found: Any) -> None:
-    with Path(os.environ["FAULTS_REPORTS"]).open("a", encoding="utf-8") as file:
+    with Path(os.environ["RECORDED_REPORTS"]).open("a", encoding="utf-8") as file:
         file.write(json.dumps(found) + "\n")
 
 
 def below() -> Iterator[tuple[int, str]]:
     """The processes that this one and its children started."""
+    import psutil  # not where nobody asks: it is seen there who imports what
+
     for process in psutil.Process().children(recursive=True):
         try:
             if process.status() != psutil.STATUS_ZOMBIE:
@@ -64,5 +65,5 @@ def pytest_configure(config: pytest.Config) -> None:
     worker, controller = hasattr(config, "workerinput"), getattr(config.option, "dist", "no") != "no"
     if not worker:
         config.pluginmanager.register(OfReports())
-    if worker or not controller:
+    if "RECORDED_PROCESSES" in os.environ and (worker or not controller):
         config.pluginmanager.register(OfProcesses())

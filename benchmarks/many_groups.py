@@ -1,0 +1,111 @@
+"""What many process groups, one after another, leave in the processes that start them and on the machine: nothing.
+
+``python benchmarks/many_groups.py [--groups 500] [--settled 20]`` runs so many marked tests of 2 gloo ranks in one pytest and
+prints a Markdown table: what there was after the first ``settled`` of them, and after all. It exits with 1 if anything grew
+that must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TESTS = """
+import pytest
+import torch
+from torch import distributed
+
+@pytest.mark.distcompat(world_size=2)
+@pytest.mark.parametrize("number", range({groups}))
+def test_group(process_group, number):
+    total = torch.ones(8)
+    distributed.all_reduce(total)
+    assert total.tolist() == [2.0] * 8
+"""
+
+#: Looks after single tests, when their ranks are gone. In files of its own: temporary ones and the lives' are counted.
+SAMPLER = """
+import json
+import os
+from pathlib import Path
+import psutil
+
+count = 0
+
+def size(process):
+    # What it shares with nobody: a fork server's memory is mostly its libraries'.
+    return process.memory_full_info().uss
+
+def pytest_runtest_logfinish():
+    global count
+    count += 1
+    if count not in ({settled}, {groups}):
+        return
+    tree = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    tree = [process for process in tree if process.status() != psutil.STATUS_ZOMBIE]
+    base = Path("basetemp/distcompat")
+    found = {{
+        "processes": len(tree),
+        "threads": sum(process.num_threads() for process in tree),
+        "file descriptors": sum(process.num_fds() for process in tree),
+        "memory of pytest, KiB": size(tree[0]) // 1024,
+        "memory of all, KiB": sum(map(size, tree)) // 1024,
+        "files in /dev/shm": len(os.listdir("/dev/shm")),
+        "temporary files": sum(len(names) + len(directories) for _, directories, names in os.walk(os.environ["TMPDIR"])),
+        "files of lives, kept by pytest": sum(len(names) for _, _, names in os.walk(base)),
+        "size of lives, KiB": sum(path.stat().st_size for path in base.rglob("*") if path.is_file()) // 1024,
+    }}
+    with open("samples.jsonl", "a") as file:
+        file.write(json.dumps(found) + "\\n")
+"""
+
+#: What may grow, by how much for each group; anything else may not. A report of each test is pytest's own to keep.
+GROWS = {
+    "memory of pytest, KiB": 16.0,
+    "memory of all, KiB": 32.0,
+    "files of lives, kept by pytest": 20.0,
+    "size of lives, KiB": 16.0,
+}
+
+
+def run(groups: int, settled: int) -> list[dict[str, Any]]:
+    """The samples after ``settled`` groups and after all. Raises SystemExit if a test failed."""
+    with tempfile.TemporaryDirectory(prefix="many-groups-") as directory:
+        here = Path(directory)
+        (here / "temporary").mkdir()
+        (here / "test_groups.py").write_text(TESTS.format(groups=groups), encoding="utf-8")
+        (here / "conftest.py").write_text(SAMPLER.format(groups=groups, settled=settled), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", "basetemp"]
+        environment = {**os.environ, "TMPDIR": str(here / "temporary"), "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{done.stdout[-5000:]}\n{done.stderr[-5000:]}")
+        return [json.loads(line) for line in (here / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def main() -> None:
+    """Run, print, and say by the exit code whether anything leaked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--groups", type=int, default=500)
+    parser.add_argument("--settled", type=int, default=20)
+    given = parser.parse_args()
+    before, after = run(given.groups, given.settled)
+    print(f"| | after {given.settled} groups | after {given.groups} | a group |\n| --- | --- | --- | --- |")
+    grew = []
+    for name, count in after.items():
+        a_group = (count - before[name]) / (given.groups - given.settled)
+        print(f"| {name} | {before[name]} | {count} | {a_group:.2f} |")
+        if a_group > GROWS.get(name, 0.0):
+            grew.append(name)
+    if grew:
+        raise SystemExit(f"grew: {', '.join(grew)}")
+
+
+if __name__ == "__main__":
+    main()

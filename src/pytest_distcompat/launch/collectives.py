@@ -1,0 +1,193 @@
+"""Which collective each rank of a hang waits in, or where else it is: from its Python stack and torch's flight recorder.
+
+The stack is there whatever the rank does. The recorder adds the group, the number and the tensors, if torch has one, if it
+got to write (a rank that holds the GIL in a thread does not), and for collectives only: gloo records no send and recv.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.launch.recorder import record_file
+from pytest_distcompat.launch.stacks import Frame, nearest, threads
+
+_C10D = "/torch/distributed/distributed_c10d.py"
+#: Of the functions there, those that pass from one rank to another, and those that wait without anything recorded.
+_P2P = re.compile(r"send|recv")
+_UNRECORDED = re.compile(r"_group|subgroups|monitored_barrier")
+#: Collectives whose tensors may differ between ranks.
+_UNEVEN = ("all_to_all", "alltoall", "gather", "scatter")
+#: How many collectives of a rank its section shows.
+_SHOWN = 5
+#: How many different places the headline names.
+_PLACES = 4
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective as the flight recorder has it: the ``number``-th of its ``group``.
+
+    ``key`` tells groups of one name apart; ``tensors`` are the types and shapes of all its inputs; ``p2p``: a send or recv,
+    which are numbered by themselves.
+    """
+
+    name: str
+    group: str
+    key: str
+    number: int
+    tensors: str = ""
+    finished: bool = True
+    p2p: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.group}, #{self.number})"
+
+    @property
+    def asks_for(self) -> tuple[str, str]:
+        """What all ranks of the group must agree on: the operation and, for most, the tensors."""
+        return self.name, "" if self.name.startswith(_UNEVEN) else self.tensors
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank was at the time limit.
+
+    ``waits``: the operation of torch.distributed that it is in, by name. ``unfinished``: the collective that it waits for, or
+    that it has begun and left to itself. ``recorded``: the collectives of each group, in order.
+    """
+
+    frame: Frame
+    waits: str = ""
+    unfinished: Collective | None = None
+    recorded: tuple[Collective, ...] = ()
+
+    def words(self, *, many: bool = False) -> str:
+        """What stands behind "rank 0" or, with ``many``, behind "ranks 0, 1"."""
+        if self.waits:
+            return f"{'wait' if many else 'waits'} in {self._operation()} at {self.frame.where}"
+        source = f": {self.frame.source}" if self.frame.source else ""
+        place = f"{'are' if many else 'is'} in {self.frame.function} at {self.frame.where}{source}"
+        return f"{place}, with {self.unfinished} unfinished" if self.unfinished else place
+
+    def _operation(self) -> str:
+        one = self.unfinished
+        if one is None or one.name == self.waits:
+            return str(one or self.waits)
+        return f"{self.waits} ({one.name}, {one.group}, #{one.number})"
+
+    def history(self) -> str:
+        """The last collectives of this rank, one line; empty without a recorder."""
+        last = [
+            " of ".join(filter(None, (str(one), one.tensors))) + ("" if one.finished else ", unfinished")
+            for one in self.recorded[-_SHOWN:]
+        ]
+        return f"last collectives: {'; '.join(last)}" if last else ""
+
+
+def standing(directory: str | Path, rank: int, stack: str) -> Standing | None:
+    """Where that rank was, from its stack and its record in the directory; None without a stack."""
+    found = threads(stack)
+    if not found:
+        return None
+    # A main thread without any code of the user's waits for other threads to end.
+    frames = next((frames for frames in found if any(frame.of_the_user for frame in frames)), found[0])
+    recorded = tuple(read(record_file(directory, rank)))
+    # The outermost of torch's own functions is the one that was called.
+    called = [frame.function for frame in frames if frame.file.endswith(_C10D) and not frame.function.startswith("_")]
+    waits = called[-1] if called else ""
+    begun = [one for one in recorded if not one.finished and (not waits or one.p2p == bool(_P2P.search(waits)))]
+    unfinished = begun[-1] if begun and not _UNRECORDED.search(waits) else None
+    if not waits and unfinished and frames[0].of_torch:
+        # In backward(), or in the wait of FSDP2: whoever called the collective, torch is in it.
+        waits = unfinished.name
+    return Standing(nearest(frames), waits, unfinished, recorded)
+
+
+def read(path: Path) -> Iterable[Collective]:
+    """What a rank's recorders held, in order; nothing without the file, and without what a dying rank left half written.
+
+    Of a group that was destroyed and made again only what came after: numbers begin anew.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    entries: list[Mapping[str, Any]] = []
+    for line in lines:
+        try:
+            entries += json.loads(line).get("entries", ())
+        except ValueError:
+            continue
+    found: list[Collective] = []
+    last: dict[tuple[str, bool], int] = {}
+    for one in map(_collective, sorted(entries, key=lambda entry: int(entry["time_created_ns"]))):
+        counter = one.key, one.p2p
+        if one.number < last.get(counter, 0):
+            found = [other for other in found if (other.key, other.p2p) != counter]
+        last[counter] = one.number
+        found.append(one)
+    return found
+
+
+def _collective(entry: Mapping[str, Any]) -> Collective:
+    """``entry``: as torch writes it (torch/csrc/distributed/c10d/FlightRecorder.hpp).
+
+    gloo leaves its state at ``scheduled`` and tells by ``retired`` that it is done.
+    """
+    name, description = entry["process_group"]
+    known = description not in {"", "undefined"}
+    tensors = [
+        f"{kind}{size}".replace(" ", "")
+        for kind, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+    ]
+    more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+    return Collective(
+        str(entry["profiling_name"]).partition(":")[2],
+        description if known else f"group {name}",
+        name,
+        int(entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]),
+        ", ".join(tensors[:3]) + more,
+        bool(entry["retired"]) or entry["state"] == "completed",
+        bool(entry["is_p2p"]),
+    )
+
+
+def told(standings: Mapping[int, Standing | None]) -> str:
+    """One line: which ranks are where, those that are at the same place together."""
+    if not any(standings.values()):
+        return f"{_ranks(list(standings))} still running"
+    places: dict[str, list[int]] = {}
+    for rank, one in standings.items():
+        places.setdefault(one.words() if one else "", []).append(rank)
+    said = []
+    for ranks in list(places.values())[:_PLACES]:
+        one = standings[ranks[0]]
+        many = len(ranks) > 1
+        said.append(f"{_ranks(ranks)} {one.words(many=many) if one else 'gave no stack'}")
+    rest = [rank for ranks in list(places.values())[_PLACES:] for rank in ranks]
+    return "; ".join([*said, *([f"{_ranks(rest)} elsewhere"] if rest else [])])
+
+
+def parting(standings: Mapping[int, Standing | None]) -> tuple[str, str]:
+    """The first collective in which the ranks do not agree: what differs in two words, and all in a line; or nothing."""
+    by_number: dict[tuple[str, int], dict[int, Collective]] = {}
+    for rank, one in standings.items():
+        for collective in one.recorded if one else ():
+            if not collective.p2p:
+                by_number.setdefault((collective.key, collective.number), {})[rank] = collective
+    for (_, number), of_ranks in sorted(by_number.items(), key=lambda item: item[0][1]):
+        if len({collective.asks_for for collective in of_ranks.values()}) > 1:
+            what = "tensors" if len({collective.name for collective in of_ranks.values()}) == 1 else "collectives"
+            group = next(iter(of_ranks.values())).group
+            said = [f"rank {rank} {one.name} of {one.tensors or 'nothing'}" for rank, one in of_ranks.items()]
+            return f"different {what}", f"different {what} at #{number} of {group}: {'; '.join(said)}"
+    return "", ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

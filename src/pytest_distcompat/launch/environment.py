@@ -1,0 +1,48 @@
+"""The environments of the launcher process and of ranks, as torchrun would give them if it were started now."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from pytest_distcompat.launch.process import on_device
+from pytest_distcompat.launch.request import Request
+
+#: What the agent alone gives to ranks, whatever the environment says.
+_OF_THE_AGENT = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_ADDR|MASTER_PORT"
+    r"|TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS|RUN_ID|USE_AGENT_STORE|ERROR_FILE))"
+)
+
+
+def of_ranks(now: Mapping[str, str], device: str, world_size: int) -> dict[str, str]:
+    """What ranks inherit from the torchrun command, and it from ``now`` (torch/distributed/run.py)."""
+    environment = on_device(now, device)
+    environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if world_size > 1:
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    return environment
+
+
+def of_launcher(now: Mapping[str, str], device: str) -> dict[str, str]:
+    """The launcher process's environment: nothing in it starts CUDA or threads, unless the user asks for threads."""
+    environment = of_ranks(now, device, 1)
+    # Keeps OpenMP and OpenBLAS in the fork server from threads, whatever ranks get.
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    # So that torch.cuda.is_available() asks NVML and leaves the fork server without a CUDA context.
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    return environment
+
+
+def brought_to(wanted: Mapping[str, str], request: Request, base: Mapping[str, str]) -> Request:
+    """The request with what makes ``wanted``, and what it sets itself, of a rank's environment that is ``base``."""
+    now = {**wanted, **request.set}
+    names = {name for name in {*now, *base} if not _OF_THE_AGENT.fullmatch(name)}
+    changed = sorted(name for name in names if now.get(name) != base.get(name))
+    return dataclasses.replace(
+        request,
+        set={name: now[name] for name in changed if name in now},
+        unset=[name for name in changed if name not in now],
+    )

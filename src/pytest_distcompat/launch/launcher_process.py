@@ -1,0 +1,164 @@
+"""The parent's end of the launcher process (``server``): started, talked to, found dead, killed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pytest_distcompat.launch import environment
+from pytest_distcompat.launch.ending import exit_name
+from pytest_distcompat.launch.process import alive, await_end, descendants, kill
+from pytest_distcompat.launch.request import Warmth
+from pytest_distcompat.launch.temporary import OwnedDirectory
+
+
+class LauncherProcess:
+    """One launcher process and its fork server, from start to end. ``base`` is the environment that it has."""
+
+    def __init__(self, warmth: Warmth, device: str) -> None:
+        self._directory = OwnedDirectory()
+        self._timeout = warmth.timeout
+        place = self._directory.path
+        told = place / "warmth.json"
+        wanted = {**dataclasses.asdict(warmth), "device": device, "status": str(place / "status.json")}
+        told.write_text(json.dumps(wanted), encoding="utf-8")
+        self._channel, theirs = socket.socketpair()
+        self._buffer = b""
+        self.base = environment.of_launcher(os.environ, device)
+        script = "import sys; from pytest_distcompat.launch.server import main; main(int(sys.argv[1]), sys.argv[2])"
+        with theirs, (place / "server.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", script, str(theirs.fileno()), str(told)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.base,
+                # Ctrl-C is for pytest, which then ends us.
+                start_new_session=True,
+            )
+        #: What ``preload`` wrote; None until it is ready.
+        self.status: dict[str, Any] | None = None
+        self._own: set[int] = set()
+
+    @property
+    def directory(self) -> Path:
+        """A directory that goes with it, by a path short enough for a socket."""
+        return self._directory.path
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
+    @property
+    def dead(self) -> bool:
+        """Whether it ended."""
+        return self._process.poll() is not None
+
+    @property
+    def intact(self) -> bool:
+        """Whether it is there, and its fork server too: one whose server died must be replaced."""
+        return not self.dead and all(alive(pid) for pid in self._own)
+
+    @property
+    def unfit(self) -> str:
+        """Why its fork server must not be forked from; empty if it may."""
+        return str(self.status["unfit"]) if self.status is not None else ""
+
+    def get_warm(self) -> str:
+        """Wait until it is ready; what went wrong, if something did."""
+        if self.status is not None:
+            return ""
+        self.status = self.receive(time.monotonic() + self._timeout)
+        if self.status is None:
+            return self.death("while it got ready")
+        self._own = {process.pid for process in self._below() if alive(process.pid)}
+        return ""
+
+    def send(self, request: Path) -> None:
+        """Hand it that request. If it died just now, nobody hears."""
+        with contextlib.suppress(BrokenPipeError):
+            self._channel.sendall(f"{request}\n".encode())
+
+    def receive(self, deadline: float, others: Sequence[socket.socket] = ()) -> dict[str, Any] | None:
+        """Its next answer; None when the deadline passes, when there is something on another socket, or when it is gone."""
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._channel, *others], [], [], max(0.0, deadline - time.monotonic()))
+            if self._channel not in ready:
+                return None
+            try:
+                received = self._channel.recv(65536)
+            except ConnectionError:
+                received = b""
+            if not received:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(1)
+                return None
+            self._buffer += received
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def stop_waiting(self) -> None:
+        """Tell the agent that no rank is left: it would wait for ever for ranks that all left by ``os._exit(0)``."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def death(self, when: str) -> str:
+        """What it wrote last, and how it died."""
+        log = (self.directory / "server.log").read_text(encoding="utf-8", errors="replace")[-4000:]
+        if not self.dead:
+            hangs = "a module or a conftest.py hangs at import, or needs more time (--distcompat-warm-timeout)"
+            return f"{log}\nthe launcher process did not get ready within {self._timeout:g} s: {hangs}"
+        return f"{log}\nthe launcher process died {when} ({exit_name(self._process.poll())})"
+
+    def clear_up(self) -> list[str]:
+        """Kill what ranks left running; who they were."""
+        left = self.strays()
+        names = []
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                names.append(f"{process.name()} (pid {process.pid})")
+        if left:
+            kill(left)
+        return names
+
+    def strays(self) -> list[psutil.Process]:
+        """What runs below it and is no part of it: ranks, and what they started."""
+        return [process for process in self._below() if process.pid not in self._own and alive(process.pid)]
+
+    def _below(self) -> list[psutil.Process]:
+        """All processes below it; none if it is dead, for its number may be another's by now."""
+        return [] if self.dead else descendants(self._process.pid)
+
+    def close(self) -> None:
+        """Kill it and all below it."""
+        below = self._below()
+        # Python's resource tracker unlinks the semaphores of those we kill, and then ends by itself.
+        trackers = [process for process in below if _tracks_resources(process)]
+        kill(process for process in below if process not in trackers)
+        self._process.kill()
+        self._process.wait()
+        await_end(trackers, 2.0)
+        kill(trackers)
+        self._channel.close()
+        self._directory.remove()
+
+
+def _tracks_resources(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+    return False

@@ -1,0 +1,180 @@
+"""The ranks' end of ranks that live on: request after request, each as in a process of its own as far as that can be had."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.launch import rank
+from pytest_distcompat.launch.recorder import record_file
+from pytest_distcompat.launch.request import RankLog, Request
+from pytest_distcompat.launch.surroundings import Sizes, Surroundings
+
+#: How long a process group may take to prove that it is as sound as before, in seconds.
+HEALTHY = 5.0
+
+_CLEARED = "distcompat/cleared/"
+
+
+class Store:
+    """The agent's store, over which process groups meet. torch expects a new one for each life of a rank's process."""
+
+    def __init__(self) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
+
+        self._rank = int(os.environ["RANK"])
+        self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        self._listed = hasattr(self._store, "list_keys")
+        self._agents = set(self._store.list_keys()) if self._listed else set()
+        self._keys = self._store.num_keys()
+        self._times = 0
+
+    def clear(self) -> None:
+        """Remove what process groups left there: another one would take it for its own. Called by all ranks together.
+
+        In a torch without ``list_keys`` nothing can be removed; ``used`` tells then.
+        """
+        self._times += 1
+        done = f"{_CLEARED}{self._times}"
+        if self._rank == 0:
+            for key in set(self._store.list_keys()) - self._agents if self._listed else ():
+                # A slower rank still waits for one of these.
+                if not key.startswith(_CLEARED):
+                    self._store.delete_key(key)
+            self._store.set(done, "")
+        self._store.wait([done])
+
+    def used(self) -> bool:
+        """Whether there are keys that ``clear`` cannot remove."""
+        return not self._listed and self._store.num_keys() > self._keys + self._times
+
+
+class Kept:
+    """What of this process outlives a request."""
+
+    def __init__(self) -> None:
+        self.store = Store()
+        self.group: Any = None
+        self._counted = 0
+        self.at_end: list[Callable[[], None]] = []
+
+    def process_group(self, backend: str) -> Any:
+        """The default process group, made by the first request that asks for it."""
+        from torch import distributed
+
+        if self.group is None:
+            distributed.init_process_group(backend)
+            self.group = distributed.group.WORLD
+        return self.group
+
+    def without_group(self) -> None:
+        """Leave no process group to a request that may make its own. Called by all ranks together."""
+        from torch import distributed
+
+        if self.group is not None:
+            self.group = None
+            distributed.destroy_process_group()
+            self.store.clear()
+
+    def sound_group(self) -> bool:
+        """Whether the process group is ours, and still does what it should: a collective left half done would show."""
+        import torch
+        from torch import distributed
+
+        if self.group is None or not distributed.is_initialized():
+            return self.group is None and not distributed.is_initialized()
+        if distributed.group.WORLD is not self.group:
+            return False
+        self._counted += 1
+        device = "cpu" if distributed.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        count = torch.full((), float(self._counted), device=device)
+        try:
+            distributed.all_reduce(count, async_op=True).wait(timedelta(seconds=HEALTHY))
+        except RuntimeError:
+            return False
+        return bool(count.item() == self._counted * distributed.get_world_size())
+
+
+#: Set in ranks that live on.
+kept: Kept | None = None
+
+
+def serve(payload: Mapping[str, Any], log: RankLog) -> None:
+    """Do the requests whose paths come over the socket ``payload["socket"]``, until it is closed.
+
+    A request that fails ends this process, as it ends any rank. After any other, tell what it left changed.
+    """
+    global kept  # noqa: PLW0603 - whoever runs in this process asks for it
+    kept = Kept()
+    sizes = Sizes()
+    request: Request | None = None
+    with socket.socket(socket.AF_UNIX) as channel:
+        channel.connect(payload["socket"])
+        for line in channel.makefile("r", encoding="utf-8"):
+            request = Request.read(line.strip())
+            changed = _one(kept, request, log.path.parent) + sizes.grown()
+            channel.sendall(f"{json.dumps({'rank': log.rank, 'changed': changed})}\n".encode())
+    for call in reversed(kept.at_end):
+        try:
+            call()
+        except BaseException as error:  # a fixture's teardown may raise anything
+            assert request is not None
+            rank.fail(request, RankLog(request.directory, log.rank), error)
+    if kept.group is not None:
+        kept.without_group()
+
+
+def _one(kept: Kept, request: Request, ranks: Path) -> list[str]:
+    """Do one request; what it left changed. ``ranks`` is the directory of this life."""
+    if kept.group is None:
+        kept.store.clear()
+    with _back_afterwards(), _in_files_of(request, ranks):
+        rank.prepare(request)
+        before = Surroundings.now()
+        rank.perform(request)
+        changed = Surroundings.now().changes(before)
+    if not kept.sound_group():
+        changed.append("the process group")
+    if kept.store.used():
+        changed.append("the store of process groups")
+    return changed
+
+
+@contextlib.contextmanager
+def _back_afterwards() -> Iterator[None]:
+    """What ``prepare`` changes is as it was, for the next request, which says what it wants beside that."""
+    environment, path = dict(os.environ), list(sys.path)
+    yield
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    sys.path[:] = path
+
+
+@contextlib.contextmanager
+def _in_files_of(request: Request, ranks: Path) -> Iterator[None]:
+    """What this process writes goes where a life of the request's own would have it."""
+    number = int(os.environ["RANK"])
+    for told in (rank.stack_file(ranks, number), record_file(ranks, number)):
+        if told.exists():
+            Path(request.directory, told.name).symlink_to(told)
+    logs = Path(request.directory, "logs", "kept", "attempt_0", str(number))
+    logs.mkdir(parents=True)
+    kept = {stream: os.dup(stream.fileno()) for stream in (sys.__stdout__, sys.__stderr__) if stream is not None}
+    for (stream, _), name in zip(kept.items(), ("stdout.log", "stderr.log"), strict=True):
+        with (logs / name).open("wb") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    try:
+        yield
+    finally:
+        for stream, descriptor in kept.items():
+            stream.flush()
+            os.dup2(descriptor, stream.fileno())
+            os.close(descriptor)

@@ -1,0 +1,99 @@
+"""Python stacks as faulthandler writes them: in which function, and at which line of whose code, a process was."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+#: The main of a rank. What is below it in a stack is the same in all: agent, multiprocessing, fork server.
+_MAIN = "pytest_distcompat/launch/rank.py"
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
+_STANDARD = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<")
+_OURS = Path(__file__).parents[1]
+
+#: How much of a source line is shown.
+_SOURCE = 80
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def source(self) -> str:
+        """The text of that line, cut; empty if the file cannot be read."""
+        text = linecache.getline(self.file, self.line).strip()
+        return text if len(text) <= _SOURCE else f"{text[:_SOURCE]} ..."
+
+    @property
+    def where(self) -> str:
+        """File and line: below the working directory, or of an installed package or of ours, without what leads there."""
+        path = Path(_PACKAGES.sub("", self.file))
+        for base in (Path.cwd(), _OURS.parent):
+            if path.is_relative_to(base):
+                path = path.relative_to(base)
+        return f"{path}:{self.line}"
+
+    @property
+    def of_torch(self) -> bool:
+        """Whether it is torch's code."""
+        return "-packages/torch/" in self.file
+
+    @property
+    def of_python(self) -> bool:
+        """Whether it is of the standard library, or of no file."""
+        return self.file.startswith(_STANDARD) and not _PACKAGES.match(self.file)
+
+    @property
+    def of_the_user(self) -> bool:
+        """Whether it is neither Python's own, nor of an installed package, nor ours."""
+        return not (self.of_python or _PACKAGES.match(self.file) or Path(self.file).is_relative_to(_OURS))
+
+
+def threads(stack: str) -> list[list[Frame]]:
+    """The frames of each thread, innermost first, down to the rank's main; the main thread first.
+
+    faulthandler writes the newest thread first.
+    """
+    found: list[list[Frame]] = []
+    below = False
+    for line in stack.splitlines():
+        frame = _FRAME.fullmatch(line)
+        if not line.startswith("  "):
+            found.append([])
+            below = False
+        elif frame and found:
+            below = below or _MAIN in frame["file"]
+            if not below:
+                found[-1].append(Frame(frame["file"], int(frame["line"]), frame["function"]))
+    return [frames for frames in reversed(found) if frames]
+
+
+def nearest(frames: Sequence[Frame]) -> Frame:
+    """The innermost frame of the user's own code; without any that of a library, but torch; else the innermost at all."""
+    of_libraries = (frame for frame in frames if not (frame.of_python or frame.of_torch))
+    return next((frame for frame in frames if frame.of_the_user), next(of_libraries, frames[0]))
+
+
+def without_launcher(stack: str) -> str:
+    """The stack without pytest's frames and those below the rank's main."""
+    kept: list[str] = []
+    below = False
+    for line in stack.rstrip().splitlines():
+        if not line.startswith("  "):
+            below = False
+        elif _MAIN in line:
+            below = True
+        # pytest's way to the test is the same in every stack.
+        if not below and "/_pytest/" not in line and "/pluggy/" not in line:
+            kept.append(line)
+    return "\n".join(kept)

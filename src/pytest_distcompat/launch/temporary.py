@@ -1,0 +1,64 @@
+"""Temporary directories that go even if their owner is killed: whoever makes one first removes those of the dead.
+
+An owner keeps a file in its directory locked (flock). The operating system lets the lock go when the owner dies, in whatever
+way, and nobody else has it by mistake: process numbers come again, locks do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from pytest_distcompat.launch.process import TEMPORARY
+
+_PREFIX = "distcompat-"
+_LOCK = "owner.lock"
+
+
+class OwnedDirectory:
+    """A new directory where temporary files go, this process's own until it calls ``remove`` or dies.
+
+    A directory of multiprocessing's that its file ``TEMPORARY`` names goes with it.
+    """
+
+    def __init__(self) -> None:
+        remove_those_of_the_dead()
+        # By another name until it is locked: one that is not is a dead man's.
+        made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
+        self._lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path = made.rename(made.with_name(made.name[1:]))
+        self._owner = os.getpid()
+
+    def remove(self) -> None:
+        """Remove it. In a fork of its owner, to which it does not belong, do nothing."""
+        if os.getpid() == self._owner:
+            _remove(self.path)
+            os.close(self._lock)
+            self._owner = 0
+
+
+def remove_those_of_the_dead() -> None:
+    """Remove this user's directories whose owners are gone; one without a lock is not ours to judge."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        # Somebody else may be at it.
+        with contextlib.suppress(OSError):
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if path.lstat().st_uid == os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove(path)
+            finally:
+                os.close(lock)
+
+
+def _remove(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        named = Path((directory / TEMPORARY).read_text(encoding="utf-8"))
+        if named.parent == directory.parent and named.name.startswith("pymp-"):
+            shutil.rmtree(named, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)

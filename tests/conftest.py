@@ -1,0 +1,34 @@
+"""The surroundings of every pytest that a test runs as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """For processes: our commands on the path, no GPU, no waiting for name servers, nothing of the outer pytest's.
+
+    ``PYTHONPATH`` is a directory that has of this tree only what is copied there, below the same names.
+    """
+    copies = tmp_path_factory.mktemp("importable")
+    (copies / "tests").mkdir()
+    shutil.copy(HERE / "pytest_recorder.py", copies / "tests")
+    theirs = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    theirs.pop("GITHUB_STEP_SUMMARY", None)
+    return {
+        **theirs,
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))),
+        "PYTHONPATH": str(copies),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "RES_OPTIONS": "timeout:1 attempts:1",
+        "COLUMNS": "200",
+    }

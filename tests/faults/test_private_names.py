@@ -1,0 +1,51 @@
+"""One test for each private name that a hang's report uses: when it fails, the message says which function needs attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.faults.conftest import RunFaults
+
+pytestmark = pytest.mark.spawn
+
+RECORDED = """
+import json
+import pytest
+import torch
+from torch import distributed
+from pytest_distcompat.launch.recorder import dumps
+
+@pytest.mark.distcompat(world_size=2)
+def test_recorded(process_group, record_property):
+    work = distributed.all_reduce(torch.ones(3), async_op=True)
+    work.wait()
+    dump, = dumps()
+    found = json.loads(dump())["entries"][-1]
+    record_property("found", json.dumps(found))
+"""
+
+
+def test_the_flight_recorder(run_faults: RunFaults) -> None:
+    run = run_faults(RECORDED)
+    assert run.outcomes == {"test_recorded": "passed"}, (
+        "torch._C._distributed_c10d._dump_fr_trace_json is gone or empty, so a hang's report has no groups and numbers: see "
+        f"launch/recorder.py:dumps\n{run.out}"
+    )
+    for said in (
+        '"profiling_name": "gloo:all_reduce"',
+        '"process_group": ["0", "default_pg"]',
+        '"collective_seq_id": 2',
+        '"input_sizes": [[3]]',
+        '"input_dtypes": ["Float"]',
+        '"retired": true',
+        '"is_p2p": false',
+        '"time_created_ns": ',
+        '"state": ',
+        '"p2p_seq_id": ',
+    ):
+        assert said in run.properties("test_recorded")["found"], (
+            "an entry of torch's flight recorder is not what it was: see launch/collectives.py:_collective"
+        )

@@ -1,0 +1,148 @@
+"""Tests that share ranks: which do, what they share, and how long."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.plugin.conftest import FakeRanks, Run, RunPytest
+
+BODIES = """
+import os
+import pytest
+
+shared = pytest.mark.distcompat(world_size=2, reuse="module")
+MADE = []
+
+@pytest.fixture(scope="module")
+def made():
+    MADE.append(os.getpid())
+    yield MADE
+    with open(f"torn down", "a") as file:
+        file.write("once\\n")
+
+@shared
+@pytest.mark.parametrize("number", range(3))
+def test_one(made, number, process_group, record_property):
+    record_property("pid", os.getpid())
+    assert made == [os.getpid()]
+
+@shared
+def test_leaves_a_variable(made, record_property):
+    record_property("pid", os.getpid())
+    os.environ["LEFT"] = "1"
+
+@shared
+def test_after_it(made, record_property):
+    record_property("pid", os.getpid())
+    assert "LEFT" not in os.environ
+    assert made == [os.getpid()]
+
+@pytest.mark.distcompat(world_size=2, reuse="never")
+def test_alone(record_property):
+    record_property("pid", os.getpid())
+
+@pytest.mark.distcompat(world_size=3, reuse="session")
+def test_another_size(record_property):
+    record_property("pid", os.getpid())
+
+@pytest.mark.distcompat(world_size=3, reuse="session")
+@pytest.mark.skip(reason="not on ranks at all")
+def test_skipped():
+    pass
+"""
+OTHER = """
+import os
+import pytest
+
+@pytest.mark.distcompat(world_size=3, reuse="session")
+def test_in_another_module(record_property):
+    record_property("pid", os.getpid())
+"""
+
+
+@pytest.fixture(scope="module")
+def run(run_pytest: RunPytest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    directory = tmp_path_factory.mktemp("reuse")
+    (directory / "test_a.py").write_text(BODIES, encoding="utf-8")
+    (directory / "test_b.py").write_text(OTHER, encoding="utf-8")
+    return run_pytest(directory, "test_a.py", "test_b.py")
+
+
+def properties(run: Run, name: str) -> dict[str, Any]:
+    return dict(run.of(name)["properties"])
+
+
+@pytest.mark.spawn
+def test_those_that_follow_each_other_share_ranks(run: Run) -> None:
+    assert run.code == 0, run.out
+    pids = {name: properties(run, name)["pid"] for name in run.outcomes if name != "test_skipped"}
+    first = pids["test_one[0]"]
+    assert {pids[name] for name in ("test_one[1]", "test_one[2]", "test_leaves_a_variable")} == {first}
+    assert pids["test_in_another_module"] == pids["test_another_size"]
+    others = [pids["test_after_it"], pids["test_alone"], pids["test_another_size"]]
+    assert len({first, *others}) == 4
+
+
+@pytest.mark.spawn
+def test_fixtures_of_the_module_live_as_long_as_its_ranks(run: Run) -> None:
+    # Two ranks, twice.
+    assert (run.directory / "torn down").read_text(encoding="utf-8").splitlines() == ["once"] * 4
+
+
+@pytest.mark.spawn
+def test_why_ranks_left_early_is_a_property(run: Run) -> None:
+    key = "distcompat: ranks left"
+    assert properties(run, "test_leaves_a_variable")[key] == "on rank 0 it left the environment changed"
+    assert not [name for name in run.outcomes if key in properties(run, name) and name != "test_leaves_a_variable"]
+
+
+@pytest.mark.spawn
+def test_so_many_tests_and_no_more(run_pytest: RunPytest, tmp_path: Path) -> None:
+    (tmp_path / "test_b.py").write_text(
+        OTHER.replace("def test", "@pytest.mark.parametrize('n', range(3))\ndef test").replace("(record", "(n, record"),
+        encoding="utf-8",
+    )
+    run = run_pytest(tmp_path, "--distcompat-reuse-limit=2")
+    assert run.code == 0, run.out
+    pids = [properties(run, name)["pid"] for name in run.outcomes]
+    assert pids[0] == pids[1] != pids[2]
+    assert properties(run, list(run.outcomes)[1])["distcompat: ranks left"] == "they did 2 requests"
+
+
+def test_a_wrong_word_names_the_right_ones(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.distcompat(world_size=2, reuse='class')\ndef test_it(): pass\n")
+    result = pytester.runpytest()
+    result.stdout.fnmatch_lines(["*test_it: @pytest.mark.distcompat(reuse='class'): known are never, module, session*"])
+
+
+@pytest.mark.parametrize(
+    ("ini", "args", "scopes"),
+    [
+        ("never", [], ["", "session  2", "session  3"]),
+        ("module", [], ["module test_it.py 2", "session  2", "session  3"]),
+        ("module", ["--distcompat-reuse=never"], ["", "session  2", "session  3"]),
+        ("never", ["--distcompat-reuse=session"], ["session  2", "session  2", "session  3"]),
+    ],
+)
+def test_the_mark_goes_before_the_option(
+    ini: str, args: list[str], scopes: list[str], pytester: pytest.Pytester, ranks: FakeRanks
+) -> None:
+    pytester.makeini(f"[pytest]\ndistcompat_reuse = {ini}\n")
+    pytester.makepyfile(
+        test_it="""
+        import pytest
+        @pytest.mark.distcompat(world_size=2)
+        def test_a(): pass
+        @pytest.mark.distcompat(world_size=2, reuse="session")
+        def test_b(): pass
+        @pytest.mark.distcompat(world_size=3, reuse="session")
+        def test_c(): pass
+        """
+    )
+    assert pytester.runpytest(*args).ret == 0
+    assert [keep.scope if keep else "" for keep in ranks.kept] == scopes

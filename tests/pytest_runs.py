@@ -1,0 +1,55 @@
+"""What a pytest that ran as a process of its own said of its tests, as ``pytest_recorder`` wrote it down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Put before the arguments of such a pytest. pytest-randomly would shuffle what a test expects in order.
+RECORDED = ("-p", "tests.pytest_recorder", "-p", "no:randomly")
+
+
+def reports(directory: Path) -> tuple[Mapping[str, Any], ...]:
+    """What the recorder wrote into that directory, in order; the last line of a killed process may be cut."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in (directory / "reports.jsonl").read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one process of pytest did."""
+
+    code: int
+    out: str
+    directory: Path
+    reports: tuple[Mapping[str, Any], ...]
+
+    def of(self, name: str) -> Mapping[str, Any]:
+        """The report that tells how the test of that name (all after the file) ended."""
+        told = [report for report in self._told if report["nodeid"].partition("::")[2] == name]
+        assert told, f"no test {name}:\n{self.out}"
+        return next((report for report in told if report["outcome"] == "failed"), told[0])
+
+    def outcome(self, name: str) -> str:
+        report = self.of(name)
+        if report["xfail"] is not None:
+            return "xfailed" if report["outcome"] == "skipped" else "xpassed"
+        return str(report["outcome"])
+
+    @property
+    def outcomes(self) -> dict[str, str]:
+        return {name: self.outcome(name) for name in (report["nodeid"].partition("::")[2] for report in self._told)}
+
+    @property
+    def _told(self) -> list[Mapping[str, Any]]:
+        """Reports that tell how a test ended: that a set-up went well does not."""
+        found = [report for report in self.reports if "when" in report]
+        return [report for report in found if report["when"] == "call" or report["outcome"] != "passed"]

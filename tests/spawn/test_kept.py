@@ -1,0 +1,191 @@
+"""Ranks that live on: request after request as if each had ranks of its own, and an end to them where that cannot be had."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase as fnmatch
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.spawn.kept_bodies import CHANGES
+
+from pytest_distcompat.launch import Ending, Keeping, Request, WarmLauncher, Warmth
+
+pytestmark = pytest.mark.spawn
+
+#: Runs ``kept_bodies:<body>`` on ranks that may be those of the request before.
+Ask = Callable[..., Ending]
+
+
+@pytest.fixture(scope="module")
+def keeper() -> Iterator[WarmLauncher]:
+    launcher = WarmLauncher(Warmth(modules=("torch", "torch.distributed")))
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def ask(keeper: WarmLauncher, tmp_path: Path, importable: None) -> Iterator[Ask]:
+    asked: list[Ending] = []
+
+    def ask(body: str, world_size: int = 2, *, timeout: float = 30.0, keep: Any = (), **payload: Any) -> Ending:
+        where = tmp_path / str(len(asked))
+        keeping = keep if keep is None else Keeping(**{"scope": f"{world_size}", "uses": 100, **dict(keep)})
+        module = "" if ":" in body else "kept_bodies:"
+        asked.append(keeper.run(Request(f"{module}{body}", payload, world_size, str(where), timeout), keeping))
+        return asked[-1]
+
+    yield ask
+    assert not keeper.retire()
+
+
+def said(ending: Ending, event: str, key: str) -> list[Any]:
+    assert ending.kind == "ok", ending.text()
+    return [one[key] for events in ending.events.values() for one in events if one["event"] == event]
+
+
+def test_requests_share_ranks(ask: Ask, keeper: WarmLauncher) -> None:
+    first, second = (said(ask("look"), "seen", "pid") for _ in range(2))
+    assert first == second
+    assert len(set(first)) == 2
+    assert keeper.keeping == "2"
+
+
+@pytest.mark.parametrize(
+    "then",
+    [{"keep": {"scope": "another"}}, {"keep": None}, {"world_size": 3}],
+    ids=["another scope", "ranks of its own", "another world size"],
+)
+def test_requests_of_others_do_not(ask: Ask, then: dict[str, Any]) -> None:
+    first = said(ask("look"), "seen", "pid")
+    other = said(ask("look", **then), "seen", "pid")
+    again = said(ask("look"), "seen", "pid")
+    assert not set(first) & set(other)
+    assert not set(again) & {*first, *other}
+
+
+def test_the_last_request_ends_them(ask: Ask, keeper: WarmLauncher) -> None:
+    first = said(ask("look"), "seen", "pid")
+    assert said(ask("look", keep={"last": True}), "seen", "pid") == first
+    assert not keeper.keeping
+
+
+def test_they_do_so_many_requests_and_no_more(ask: Ask) -> None:
+    endings = [ask("look", keep={"uses": 3}) for _ in range(4)]
+    pids = [said(ending, "seen", "pid") for ending in endings]
+    assert pids[0] == pids[1] == pids[2] != pids[3]
+    assert [ending.left for ending in endings] == ["", "", "they did 3 requests", ""]
+
+
+def test_each_has_the_environment_of_the_moment(ask: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    plain = ask("look")
+    before = said(plain, "seen", "environ")
+    with monkeypatch.context() as patch:
+        patch.setenv("OF_THIS_MOMENT", "1")
+        patch.chdir(tmp_path / "elsewhere")
+        there = ask("look")
+    assert {environ["OF_THIS_MOMENT"] for environ in said(there, "seen", "environ")} == {"1"}
+    assert set(said(there, "seen", "cwd")) == {str(tmp_path / "elsewhere")}
+    after = ask("look", keep={"last": True})
+    assert said(after, "seen", "pid") == said(plain, "seen", "pid")
+    assert said(after, "seen", "environ") == before
+
+
+def test_each_draws_random_numbers_of_its_own(ask: Ask) -> None:
+    drawn = [tuple(numbers) for _ in range(3) for numbers in said(ask("look"), "seen", "numbers")]
+    for kind in zip(*drawn, strict=True):
+        assert len(set(kind)) == 6
+
+
+def test_a_process_group_may_be_made_again_and_again(ask: Ask, keeper: WarmLauncher) -> None:
+    assert [said(ask("own_group"), "sum", "value") for _ in range(3)] == [[2.0, 2.0]] * 3
+    assert keeper.keeping
+
+
+def test_the_shared_group_stays(ask: Ask) -> None:
+    first, second = ask("shared_group"), ask("shared_group")
+    assert said(first, "sum", "group") == said(second, "sum", "group")
+    assert said(second, "sum", "value") == [2.0, 2.0]
+
+
+def test_a_collective_that_one_rank_left_half_done_ends_them(ask: Ask, keeper: WarmLauncher) -> None:
+    ending = ask("shared_group", half=True)
+    assert "the process group" in ending.left, ending.text()
+    assert not keeper.keeping
+    assert said(ask("shared_group"), "sum", "value") == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_a_request_leaves_changed_ends_them_and_is_named(what: str, ask: Ask, keeper: WarmLauncher) -> None:
+    if what.startswith("accelerate"):
+        pytest.importorskip("accelerate")
+    first = ask("look")
+    ending = ask("change", what=what)
+    assert ending.kind == "ok", ending.text()
+    assert ending.left.startswith("on rank 1 it left "), ending.left
+    assert what.partition(":")[0] in ending.left
+    assert not keeper.keeping
+    assert not set(said(ask("look"), "seen", "pid")) & set(said(first, "seen", "pid"))
+
+
+@pytest.mark.parametrize(
+    ("acts", "kind", "headline"),
+    [
+        ({"0": "return", "1": "ValueError"}, "raised", "rank 1 raised ValueError: boom on 1"),
+        ({"0": "sleep", "1": "SIGKILL"}, "crashed", "rank 1 was killed by SIGKILL"),
+        ({"0": "os._exit 0", "1": "sleep"}, "crashed", "rank 0 exited with code 0 without a report"),
+        ({"0": "os._exit 0", "1": "os._exit 0"}, "crashed", "rank [01] exited with code 0 without a report"),
+        ({"0": "sys.exit 3", "1": "wait"}, "raised", "rank 0 raised SystemExit: 3"),
+    ],
+)
+def test_a_failure_is_told_as_ever_and_ends_them(
+    acts: dict[str, str], kind: str, headline: str, ask: Ask, keeper: WarmLauncher
+) -> None:
+    ask("look")
+    ending = ask("bodies:act", acts=acts)
+    assert ending.kind == kind, ending.text()
+    assert fnmatch(ending.headline(), headline), ending.text()
+    assert not keeper.keeping
+    assert ask("look").kind == "ok"
+
+
+def test_a_hang_is_named_and_ended(ask: Ask) -> None:
+    ask("look")
+    ending = ask("bodies:act", timeout=3.0, acts={"0": "wait", "1": "sleep"})
+    assert ending.kind == "hung"
+    assert "rank 0 waits in all_reduce" in ending.headline(), ending.text()
+    assert "in fall_asleep" in ending.text()
+    assert ask("look").kind == "ok"
+
+
+def test_what_went_past_python_is_shown_with_its_own_request(ask: Ask) -> None:
+    ask("speak", words="of the first")
+    ending = ask("speak", words="of the second", fail=True)
+    assert "of the second" in ending.ranks[0].output
+    assert "of the first" not in ending.ranks[0].output
+
+
+def test_ranks_that_died_while_they_waited_are_replaced_and_it_is_told(ask: Ask) -> None:
+    pids = said(ask("look"), "seen", "pid")
+    os.kill(pids[1], signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(pids[1])], 10.0)
+    ending = ask("look")
+    assert "between two tests rank 1 was killed by SIGKILL" in ending.notice, ending.text()
+    assert said(ending, "seen", "pid") != pids
+
+
+def test_what_fails_when_they_leave_is_a_failure_of_the_last_request(ask: Ask) -> None:
+    ask("at_end")
+    ending = ask("look", keep={"last": True})
+    assert ending.headline().endswith("raised KeyError: 'no such fixture'"), ending.text()
+
+
+def test_what_fails_when_they_leave_unasked_is_told(ask: Ask, keeper: WarmLauncher) -> None:
+    ask("at_end")
+    assert "KeyError: 'no such fixture'" in keeper.retire()
+    assert not keeper.retire()

@@ -1,0 +1,196 @@
+"""Where ranks of a hang are, from stacks as faulthandler writes them and records as torch's flight recorder writes them."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.launch.collectives import Standing, parting, standing, told
+from pytest_distcompat.launch.recorder import END, record_file
+
+PACKAGES = sysconfig.get_path("purelib")
+STANDARD = sysconfig.get_path("stdlib")
+C10D = f'  File "{PACKAGES}/torch/distributed/distributed_c10d.py", line 30 in'
+WRAPPER = f'  File "{PACKAGES}/torch/distributed/c10d_logger.py", line 83 in wrapper'
+BELOW = '  File "a/pytest_distcompat/launch/rank.py", line 9 in main\n  File "b.py", line 1 in start'
+
+
+@dataclass
+class Rank:
+    """What one rank leaves behind."""
+
+    directory: Path
+    number: int = 0
+
+    def recorded(self, *entries: dict[str, Any]) -> None:
+        dated = [{**one, "time_created_ns": time} for time, one in enumerate(entries)]
+        # The ring of the recorder need not begin with the oldest.
+        text = json.dumps({"version": "2.10", "entries": dated[::-1]}) + "\n"
+        record_file(self.directory, self.number).write_bytes(text.encode() + END)
+
+    def at(self, *frames: str) -> Standing:
+        stack = "\n".join(("Current thread 0x1 (most recent call first):", *frames, BELOW))
+        found = standing(self.directory, self.number, stack)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n" + "x" * 200 + "\n", encoding="utf-8")
+    return Rank(tmp_path)
+
+
+def entry(number: int, name: str = "all_reduce", *, group: tuple[str, str] = ("0", "default_pg"), **more: Any) -> Any:
+    """One entry as torch 2.13 writes it, done unless said otherwise."""
+    return {
+        "collective_seq_id": number, "p2p_seq_id": 0, "is_p2p": False, "process_group": group, "state": "scheduled",
+        "profiling_name": f"gloo:{name}", "input_sizes": [[2]], "input_dtypes": ["Float"], "retired": True, **more,
+    }  # fmt: skip
+
+
+def user(function: str = "step", line: int = 2) -> str:
+    return f'  File "{Path.cwd()}/train.py", line {line} in {function}'
+
+
+def test_a_rank_in_a_collective(rank: Rank) -> None:
+    rank.recorded(entry(1), entry(2, retired=False))
+    assert (
+        rank.at(f"{C10D} all_reduce", WRAPPER, user()).words() == "waits in all_reduce (default_pg, #2) at train.py:2"
+    )
+
+
+def test_without_a_recorder_the_stack_tells(rank: Rank) -> None:
+    assert rank.at(f"{C10D} all_reduce", WRAPPER, user()).words() == "waits in all_reduce at train.py:2"
+
+
+def test_an_operation_that_is_made_of_another(rank: Rank) -> None:
+    rank.recorded(entry(7, "all_gather", group=("3", "undefined"), retired=False))
+    found = rank.at(f"{C10D} all_gather", WRAPPER, f"{C10D} all_gather_object", WRAPPER, user())
+    assert found.words() == "waits in all_gather_object (all_gather, group 3, #7) at train.py:2"
+
+
+@pytest.mark.parametrize("function", ["init_process_group", "new_group", "recv", "monitored_barrier"])
+def test_what_waits_and_is_no_collective_has_no_number(rank: Rank, function: str) -> None:
+    rank.recorded(entry(4, retired=False))
+    assert rank.at(f"{C10D} {function}", user()).words() == f"waits in {function} at train.py:2"
+
+
+def test_a_receiver_that_nccl_recorded(rank: Rank) -> None:
+    rank.recorded(entry(4), entry(0, "recv 0<-1", is_p2p=True, p2p_seq_id=5, retired=False))
+    found = rank.at(f"{C10D} recv", user())
+    assert found.words() == "waits in recv (recv 0<-1, default_pg, #5) at train.py:2"
+
+
+def test_a_rank_elsewhere(rank: Rank) -> None:
+    rank.recorded(entry(1), entry(2))
+    assert rank.at(user()).words() == "is in step at train.py:2: time.sleep(600)"
+    assert rank.at(user(line=3)).words() == f"is in step at train.py:3: {'x' * 80} ..."
+    assert rank.at(user(line=99)).words() == "is in step at train.py:99"
+
+
+def test_a_collective_that_is_under_way_while_the_rank_is_elsewhere(rank: Rank) -> None:
+    rank.recorded(entry(1), entry(2, retired=False))
+    assert rank.at(user()).words().endswith("time.sleep(600), with all_reduce (default_pg, #2) unfinished")
+
+
+def test_torch_that_waits_without_a_call_of_the_users(rank: Rank) -> None:
+    rank.recorded(entry(2, retired=False))
+    found = rank.at(f'  File "{PACKAGES}/torch/autograd/graph.py", line 5 in _engine_run_backward', user())
+    assert found.words() == "waits in all_reduce (default_pg, #2) at train.py:2"
+
+
+def test_what_nccl_has_completed_is_done(rank: Rank) -> None:
+    rank.recorded(entry(1, state="completed", retired=False))
+    assert "unfinished" not in rank.at(user()).words()
+
+
+def test_whose_line_is_told_where_none_is_the_users(rank: Rank) -> None:
+    found = rank.at(
+        f'  File "{STANDARD}/selectors.py", line 1 in select',
+        f'  File "{PACKAGES}/torch/utils/data.py", line 2 in get',
+        f'  File "{PACKAGES}/accelerate/data.py", line 4 in load',
+    )
+    assert found.words() == "is in load at accelerate/data.py:4"
+    assert rank.at('  File "<string>", line 1 in <module>').words() == "is in <module> at <string>:1"
+
+
+def test_a_main_thread_that_waits_for_another(rank: Rank) -> None:
+    stack = (
+        "Thread 0x2 (most recent call first):\n" + user("other") + "\n\n"
+        f'Current thread 0x1 (most recent call first):\n  File "{STANDARD}/threading.py", line 1 in _shutdown\n'
+    )
+    found = standing(rank.directory, 0, stack)
+    assert found is not None
+    assert found.words() == "is in other at train.py:2: time.sleep(600)"
+
+
+@pytest.mark.parametrize("stack", ["", f"Current thread 0x1 (most recent call first):\n{BELOW}"])
+def test_a_rank_that_never_came_to_anything(rank: Rank, stack: str) -> None:
+    assert standing(rank.directory, 0, stack) is None
+
+
+def test_the_history_is_of_the_last_ones(rank: Rank) -> None:
+    rank.recorded(*(entry(number) for number in range(1, 9)), entry(9, "barrier", input_sizes=[], input_dtypes=[]))
+    said = rank.at(user()).history()
+    assert said.startswith("last collectives: all_reduce (default_pg, #5) of Float[2]; ")
+    assert said.endswith("; barrier (default_pg, #9)")
+
+
+def test_a_group_that_was_made_again_begins_anew(rank: Rank) -> None:
+    rank.recorded(entry(1), entry(2, "broadcast"), entry(1, "barrier"))
+    assert [one.name for one in rank.at(user()).recorded] == ["barrier"]
+
+
+def test_a_record_half_written_is_no_record(rank: Rank) -> None:
+    record_file(rank.directory, 0).write_bytes(b'{"entries": [{"collective_se')
+    assert rank.at(user()).recorded == ()
+
+
+def test_ranks_at_one_place_are_told_together(rank: Rank) -> None:
+    waits, sleeps = rank.at(f"{C10D} barrier", user()), rank.at(user())
+    assert told({0: waits, 1: sleeps, 2: waits, 3: None}) == (
+        "ranks 0, 2 wait in barrier at train.py:2; rank 1 is in step at train.py:2: time.sleep(600); rank 3 gave no stack"
+    )
+    assert told({0: None, 2: None}) == "ranks 0, 2 still running"
+
+
+def test_many_places_are_told_in_part(rank: Rank) -> None:
+    said = told({number: rank.at(user(line=10 + number)) for number in range(6)})
+    assert said.endswith("rank 3 is in step at train.py:13; ranks 4, 5 elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("second", "what", "where"),
+    [
+        (entry(3, "broadcast"), "different collectives", "rank 0 all_reduce of Float[2]; rank 1 broadcast of Float[2]"),
+        (
+            entry(3, input_sizes=[[4, 1]]), "different tensors",
+            "rank 0 all_reduce of Float[2]; rank 1 all_reduce of Float[4,1]",
+        ),
+        (entry(3), "", ""),
+        # Of one rank only, or of another group whose description is the same.
+        (entry(4, "broadcast"), "", ""),
+        (entry(3, "broadcast", group=("9", "default_pg")), "", ""),
+    ],
+)  # fmt: skip
+def test_where_ranks_part(tmp_path: Path, second: dict[str, Any], what: str, where: str, rank: Rank) -> None:
+    other = Rank(tmp_path, 1)
+    rank.recorded(entry(2), entry(3, retired=False))
+    other.recorded(entry(2), second)
+    said = f"{what} at #3 of default_pg: {where}" if what else ""
+    assert parting({0: rank.at(user()), 1: other.at(user()), 2: None}) == (what, said)
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter"])
+def test_tensors_that_may_differ(tmp_path: Path, rank: Rank, name: str) -> None:
+    other = Rank(tmp_path, 1)
+    rank.recorded(entry(1, name))
+    other.recorded(entry(1, name, input_sizes=[], input_dtypes=[]))
+    assert parting({0: rank.at(user()), 1: other.at(user())}) == ("", "")
