@@ -20,7 +20,7 @@ class Verdict:
     """What came out, and why.
 
     ``status``: ``passed``; ``failed``; ``known`` (fails, as declared); ``fixed?`` (declared to fail, and does not);
-    ``refused`` (as declared, at build); ``late`` (refused, but after build); ``crashed``; ``hung``; ``skipped``.
+    ``refused`` (as declared, at build); ``late`` (refused, but after build); ``crashed``; ``hung``; ``leaked``; ``skipped``.
     """
 
     check: str
@@ -49,7 +49,7 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
     if end is not None and end.kind != "raised":
         return Verdict(check.name, cell.id, end.kind, end.text)
     if refusal is not None and (refusal.strict or _refused(refusal, end or _any_end(trace))):
-        return _refusal(check, cell, refusal, end or _any_end(trace))
+        return _refusal(check, cell, trace, refusal, end or _any_end(trace))
     if end is not None:
         found = [end.text or end.message or "broke off without a word"]
     else:
@@ -89,7 +89,7 @@ def _refused(refusal: Expectation, end: LifeEnd | None) -> bool:
     return end is not None and end.kind == "raised" and refusal.matches(f"{end.message}\n{end.text}")
 
 
-def _refusal(check: Check, cell: Cell, refusal: Expectation, end: LifeEnd | None) -> Verdict:
+def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: LifeEnd | None) -> Verdict:
     said = f"declared: {refusal}"
     if end is None:
         text = f"expected to be refused at build with a message like {refusal.match!r}, but it ran to the end\n{said}"
@@ -102,6 +102,11 @@ def _refusal(check: Check, cell: Cell, refusal: Expectation, end: LifeEnd | None
     if end.verb not in {"plain", "build"}:
         text = f"refused only at {end.verb!r}, after build; expected at build\n{said}\n\n{end.text}"
         return Verdict(check.name, cell.id, "late", text, refusal.reason)
+    built = sorted(moment.rank for life in trace if life.end == end for moment in life.at("build"))
+    if built:
+        ranks = ", ".join(map(str, built))
+        text = f"refused on some ranks only; built on rank{'s' * (len(built) > 1)} {ranks}\n{said}\n\n{end.text}"
+        return Verdict(check.name, cell.id, "failed", text, refusal.reason)
     # Without the rank: which of them was first to refuse is chance.
     said = end.message.partition(" raised ")[2] or end.message
     return Verdict(check.name, cell.id, "refused", end.message, refusal.reason or said)

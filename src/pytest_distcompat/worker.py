@@ -39,6 +39,8 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
         **{**told, "verbs": tuple(told["verbs"]), "only": None if told["only"] is None else tuple(told["only"])}
     )
     world = World.from_environment(payload["device"])
+    if world.shared:
+        _meet_by_gloo(world)
     driver = find_driver(payload["driver"])(Cell.parse(payload["cell"]), world)
     places = Places(Path(payload["save_to"]), Path(payload["load_from"]), Path(payload["export"]), payload["ranks"])
     rank = _Rank(driver, life, places, Observer(), log)
@@ -50,6 +52,15 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
         torch.set_num_threads(1)
     rank.live()
     _leave(driver)
+
+
+def _meet_by_gloo(world: World) -> None:
+    """Ranks that share a GPU cannot use NCCL, which trainers choose by themselves if nobody else was first."""
+    import torch
+    from torch import distributed
+
+    torch.cuda.set_device(world.device)
+    distributed.init_process_group(world.backend)
 
 
 @dataclass(frozen=True)

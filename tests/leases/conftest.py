@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import select
 import signal
 import subprocess
@@ -94,6 +95,26 @@ def arena(tmp_path: Path) -> Iterator[Field]:
             with contextlib.suppress(BrokenPipeError):
                 assert pipe is not None
                 pipe.close()
+
+
+#: From arguments of pytest to what it printed.
+RunOnGpus = Callable[..., pytest.RunResult]
+
+
+@pytest.fixture
+def run_on_gpus(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> RunOnGpus:
+    """Run pytest on 8 made-up GPUs (stand_in.py); ``script`` says how long ranks take, and what they leave."""
+    for name in ("CUDA_VISIBLE_DEVICES", "PYTEST_ADDOPTS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    # Leases of its own.
+    monkeypatch.setenv("TMPDIR", str(pytester.mkdir("tmp")))
+
+    def run(*args: str, script: Mapping[str, Mapping[str, float]] | None = None) -> pytest.RunResult:
+        (pytester.path / "script.json").write_text(json.dumps(script or {}), encoding="utf-8")
+        return pytester.runpytest_subprocess("-p", "stand_in", "-p", "no:randomly", "--basetemp=base", *args)
+
+    return run
 
 
 @dataclass

@@ -21,13 +21,13 @@ KNOWN = fails("toy", reason="org/repo#1")
 REFUSED = refuses("toy", match="not supported", reason="by design")
 
 
-def lived(life: Life, end: LifeEnd | None = None) -> LifeTrace:
-    """A life on two ranks; where it broke off, rank 0 had done the verb and rank 1 had not."""
+def lived(life: Life, end: LifeEnd | None = None, *, together: bool = False) -> LifeTrace:
+    """A life on two ranks; where it broke off, rank 0 had done the verb and rank 1 had not; ``together``: neither."""
     moments = [
         Moment(rank, life.name, verb, index)
         for index, verb in enumerate(life.verbs)
         for rank in range(2)
-        if end is None or index < end.index or (index == end.index and rank == 0)
+        if end is None or index < end.index or (index == end.index and rank == 0 and not together)
     ]
     return LifeTrace(life.name, 2, tuple(moments), end)
 
@@ -42,8 +42,8 @@ def ended(kind: str, verb: str = "", message: str = "boom", life: Life = TRAIN_L
     return LifeEnd(kind, f"rank 1 raised {message}", f"the whole story of {message}", verb, index)
 
 
-def verdict(check: Check, *declared: Expectation, end: LifeEnd | None = None) -> Verdict:
-    return judge(check, CELL, Trace.of("hand-made", [lived(TRAIN_LIFE, end)]), declared)
+def verdict(check: Check, *declared: Expectation, end: LifeEnd | None = None, together: bool = False) -> Verdict:
+    return judge(check, CELL, Trace.of("hand-made", [lived(TRAIN_LIFE, end, together=together)]), declared)
 
 
 def test_what_holds_passes() -> None:
@@ -156,7 +156,7 @@ def test_a_life_that_was_never_begun_for_the_one_before_it() -> None:
 
 @pytest.mark.parametrize("verb", ["plain", "build"])
 def test_refused_at_build_as_declared(verb: str) -> None:
-    found = verdict(toy(), REFUSED, end=ended("raised", verb, "ValueError: not supported"))
+    found = verdict(toy(), REFUSED, end=ended("raised", verb, "ValueError: not supported"), together=True)
     assert (found.status, found.message, found.reason) == (
         "refused",
         "rank 1 raised ValueError: not supported",
@@ -167,7 +167,8 @@ def test_refused_at_build_as_declared(verb: str) -> None:
 
 def test_where_the_machine_decides_it_is_refused_or_all_holds() -> None:
     either = may_refuse("toy", match="not supported")
-    assert verdict(toy(), either, end=ended("raised", "build", "ValueError: not supported")).status == "refused"
+    end = ended("raised", "build", "ValueError: not supported")
+    assert verdict(toy(), either, end=end, together=True).status == "refused"
     assert verdict(toy(), either, end=ended("raised", "build", "ValueError: other")).status == "failed"
     assert verdict(toy(), either).status == "passed"
 
@@ -181,8 +182,14 @@ def test_where_rounding_decides_it_is_known_or_it_passes() -> None:
 
 def test_a_refusal_without_a_reason_gives_the_error_for_one() -> None:
     bare = refuses("toy", match="not supported")
-    found = verdict(toy(), bare, end=ended("raised", "build", "ValueError: not supported"))
+    found = verdict(toy(), bare, end=ended("raised", "build", "ValueError: not supported"), together=True)
     assert (found.status, found.reason) == ("refused", "ValueError: not supported")
+
+
+def test_refused_by_one_rank_while_another_went_on() -> None:
+    found = verdict(toy(), REFUSED, end=ended("raised", "build", "ValueError: not supported"))
+    assert (found.status, found.ok) == ("failed", False)
+    assert found.message.startswith(f"refused on some ranks only; built on rank 0\ndeclared: {REFUSED}\n\n")
 
 
 def test_refused_with_another_message() -> None:
@@ -219,7 +226,8 @@ def test_a_refusal_is_no_crash_later(kind: str) -> None:
 
 
 def test_a_refusal_goes_before_a_known_failure() -> None:
-    assert verdict(toy(), KNOWN, REFUSED, end=ended("raised", "build", "not supported")).status == "refused"
+    end = ended("raised", "build", "not supported")
+    assert verdict(toy(), KNOWN, REFUSED, end=end, together=True).status == "refused"
 
 
 @pytest.mark.parametrize(

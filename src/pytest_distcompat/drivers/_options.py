@@ -93,17 +93,17 @@ def compiled(model: Any, how: object) -> Any:
     return torch.compile(model, backend="inductor" if how is True else str(how))
 
 
-def in_8_bits(model: Module) -> Module:
+def in_8_bits(model: Module, device: str) -> Module:
     """Float8 layers of torchao for every linear layer but the last, whose output is the loss's input.
 
-    Emulated, for the CPU: https://github.com/pytorch/ao/blob/main/torchao/float8/README.md.
+    Emulated on the CPU: https://github.com/pytorch/ao/blob/main/torchao/float8/README.md.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     last = list(model.named_modules())[-1][0]
     converted: Module = convert_to_float8_training(
         model,
-        config=Float8LinearConfig(emulate=True),
+        config=Float8LinearConfig(emulate=device == "cpu"),
         # In 8 bits a product needs sizes that 16 divides.
         module_filter_fn=lambda module, name: (
             name != last and not (module.in_features % 16 or module.out_features % 16)

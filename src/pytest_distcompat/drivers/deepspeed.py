@@ -75,7 +75,7 @@ class DeepSpeedDriver(TinyDriver):
         config = dict(self.strategy.deepspeed(self.precision, self.cell))
         if self.universal is not None:
             config["checkpoint"] = {"load_universal": True}
-        self.raw = _options.in_8_bits(model) if self.precision.float8 else model
+        self.raw = _options.in_8_bits(model, self.world.device) if self.precision.float8 else model
         if self.cell.option("activation_checkpointing"):
             _options.recompute_by_model(self.raw, self.tiny.block_modules(self.raw))
         if self.cell.option("meta_init"):

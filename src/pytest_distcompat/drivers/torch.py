@@ -74,7 +74,7 @@ class TorchDriver(TinyDriver):
         assert self.strategy.torch is not None
         self.raw, how = model, self.cell.option("compile")
         if self.precision.float8:
-            model = _options.in_8_bits(model)
+            model = _options.in_8_bits(model, device.type)
         recompute, inside = self.cell.option("activation_checkpointing"), self.cell.strategy == "fsdp1"
         if recompute and not inside:
             _options.recompute(model, self.tiny.block_modules(model))

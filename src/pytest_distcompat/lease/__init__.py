@@ -8,7 +8,7 @@ from pytest_distcompat.lease.inventory import Inventory, cpu_slots, gpus, here
 from pytest_distcompat.lease.memory import Leak, Memory
 from pytest_distcompat.lease.packing import Demand, Schedule, pack, simulate
 from pytest_distcompat.lease.pool import Holder, Lease, LeaseTimeout, Pool, default_directory
-from pytest_distcompat.lease.timeline import Instant, Span, busy, chart, read_timeline
+from pytest_distcompat.lease.timeline import Instant, Span, busy, chart, entries, read_timeline
 
 __all__ = [
     "Demand",
@@ -26,6 +26,7 @@ __all__ = [
     "chart",
     "cpu_slots",
     "default_directory",
+    "entries",
     "gpus",
     "here",
     "pack",

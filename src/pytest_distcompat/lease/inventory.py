@@ -13,10 +13,14 @@ from pytest_distcompat.failures import UsageProblem
 
 @dataclass(frozen=True)
 class Inventory:
-    """Devices of one kind. Their ids mean the same to every process of the machine, so that several pytest runs agree."""
+    """Devices of one kind. Their ids mean the same to every process of the machine, so that several pytest runs agree.
+
+    ``ranks_each`` is how many ranks may share a GPU where there are fewer GPUs than ranks.
+    """
 
     kind: Literal["gpu", "cpu"]
     ids: tuple[str, ...]
+    ranks_each: int = 1
 
     def __post_init__(self) -> None:
         """Raises UsageProblem for an inventory that is empty or names something twice."""
@@ -29,26 +33,26 @@ class Inventory:
         return {"gpu": "GPUs", "cpu": "CPU slots"}[self.kind]
 
     def needed(self, ranks: int) -> int:
-        """How many devices so many ranks take. Raises UsageProblem for more GPUs than there are.
+        """How many devices so many ranks take. Raises UsageProblem for more ranks than the GPUs may have.
 
-        Cores can be shared: ranks beyond their number take all slots, and so wait for nothing that will never be.
+        Cores can be shared: ranks beyond their number take all slots, and so wait for nothing that will never be. So it
+        is with GPUs, up to ``ranks_each``.
         """
         if ranks < 1:
             raise UsageProblem(f"a lease is of at least 1, not {ranks}")
-        if self.kind == "cpu":
-            return min(ranks, len(self.ids))
-        if ranks > len(self.ids):
-            raise UsageProblem(f"{ranks} ranks need {ranks} GPUs; there are {len(self.ids)}: {', '.join(self.ids)}")
-        return ranks
+        least = -(-ranks // self.ranks_each)
+        if self.kind == "gpu" and least > len(self.ids):
+            raise UsageProblem(f"{ranks} ranks need {least} GPUs; there are {len(self.ids)}: {', '.join(self.ids)}")
+        return min(ranks, len(self.ids))
 
     def environment(self, ids: Sequence[str]) -> dict[str, str]:
         """What shows a process these devices and no others. Slots of the CPU are a count, no place: nothing is pinned."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if self.kind == "gpu" else {}
 
 
-def gpus(most: int | None = None) -> Inventory:
+def gpus(most: int | None = None, ranks_each: int = 1) -> Inventory:
     """The first ``most`` of the GPUs that CUDA shows this process, or all. Raises UsageProblem where there are none."""
-    return Inventory("gpu", tuple(visible_ids()[:most]))
+    return Inventory("gpu", tuple(visible_ids()[:most]), ranks_each)
 
 
 #: Slots a core. Ranks wait for one another a good part of their time, so two groups of a rank a core keep the cores busy: of the

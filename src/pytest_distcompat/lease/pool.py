@@ -62,7 +62,7 @@ class Pool:
     """The devices of an inventory, leased from a directory that all who share them use.
 
     ``memory``, ``tolerance`` in bytes and ``patience`` in seconds say when a device is free again (``lease.memory``);
-    ``timeline`` is the directory for the record of leases (``lease.timeline``).
+    ``timeline`` is the directory for the record of leases (``lease.timeline``), in which this process is ``worker``.
     Raises UsageProblem if the directory is not this user's own.
     """
 
@@ -75,6 +75,7 @@ class Pool:
         tolerance: int = TOLERANCE,
         patience: float = PATIENCE,
         timeline: Path | None = None,
+        worker: str = "",
     ) -> None:
         self.inventory = inventory
         self._directory = own_directory(directory or default_directory())
@@ -83,6 +84,7 @@ class Pool:
         self._tolerance = tolerance
         self._patience = patience
         self._timeline = timeline
+        self._worker = worker
 
     @contextlib.contextmanager
     def lease(self, ranks: int, *, who: str, timeout: float = TIMEOUT) -> Iterator[Lease]:
@@ -110,7 +112,7 @@ class Pool:
                     if self._timeline is not None:
                         # No test depends on it.
                         with contextlib.suppress(OSError):
-                            append(self._timeline, Span(ids, who, owner, asked, got, now(), lease.leak))
+                            append(self._timeline, Span(ids, who, owner, asked, got, now(), lease.leak, self._worker))
 
     def _see_free(self, lease: Lease, who: str, before: Mapping[str, int]) -> None:
         """Wait for the memory of all its devices, and charge it with what does not come back."""

@@ -26,7 +26,7 @@ class Instant(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """One lease, from its request to its end."""
+    """One lease, from its request to its end; ``worker`` is what the process that held it is called, if anything."""
 
     ids: tuple[str, ...]
     who: str
@@ -35,6 +35,12 @@ class Span:
     got: Instant
     released: Instant
     leak: tuple[Leak, ...] = ()
+    worker: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it had its devices."""
+        return self.released.monotonic - self.got.monotonic
 
 
 def now() -> Instant:
@@ -67,7 +73,28 @@ def read_timeline(directory: Path) -> list[Span]:
 def _span(data: dict[str, Any]) -> Span:
     asked, got, released = (Instant(*data[name]) for name in ("asked", "got", "released"))
     leak = tuple(Leak(**one) for one in data["leak"])
-    return Span(tuple(data["ids"]), data["who"], data["pid"], asked, got, released, leak)
+    return Span(tuple(data["ids"]), data["who"], data["pid"], asked, got, released, leak, data["worker"])
+
+
+def entries(directory: Path, since: float) -> list[dict[str, Any]]:
+    """The timeline as a report has it: a plain dict for each device of each lease, in the order in which they began.
+
+    ``device``, ``who``, ``worker``, ``begin`` and ``end`` in seconds after ``since`` (CLOCK_MONOTONIC), and ``leak``, the
+    bytes that stayed in use there after its end.
+    """
+    return [
+        {
+            "device": name,
+            "who": span.who,
+            "worker": span.worker,
+            "begin": round(span.got.monotonic - since, 3),
+            "end": round(span.released.monotonic - since, 3),
+            # What an earlier holder left is charged to that one.
+            "leak": sum(leak.bytes for leak in span.leak if leak.id == name and leak.who == span.who),
+        }
+        for span in read_timeline(directory)
+        for name in span.ids
+    ]
 
 
 def busy(spans: Iterable[Span], ids: Sequence[str]) -> float:
@@ -76,7 +103,7 @@ def busy(spans: Iterable[Span], ids: Sequence[str]) -> float:
     if not known:
         return 0.0
     length = max(span.released.monotonic for span in known) - min(span.got.monotonic for span in known)
-    leased = sum(len(span.ids) * (span.released.monotonic - span.got.monotonic) for span in known)
+    leased = sum(len(span.ids) * span.seconds for span in known)
     return leased / (len(ids) * length) if length else 0.0
 
 

@@ -2,11 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from pytest_distcompat.launch import Ending, Launcher, Request
-from pytest_distcompat.lease import Pool
+from pytest_distcompat.launch import Ending, Keeping, Launcher, Request
+from pytest_distcompat.lease import Leak, Lease, Pool
+
+#: The kind of an ending without any other fault, whose ranks left memory in use.
+LEAKED = "leaked"
+
+
+@dataclass(frozen=True)
+class LeakyEnding(Ending):
+    """The end of a life after which memory stayed in use on a GPU: a failure, however its ranks ended.
+
+    An expected exception does not excuse it; a crash or a hang, which is worse, is still what it is called.
+    """
+
+    leaks: tuple[Leak, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """It did."""
+        return True
+
+    @property
+    def kind(self) -> str:
+        """``leaked``, or what is worse."""
+        kind = self._without_leaks().kind
+        return LEAKED if kind in {"ok", "raised"} else kind
+
+    def headline(self) -> str:
+        """One line: what is left where, unless a rank failed first."""
+        own = self._without_leaks()
+        return own.headline() if own.failed else "; ".join(map(told, self.leaks))
+
+    def text(self) -> str:
+        """The whole story; the leak comes last, for it was seen last."""
+        own = self._without_leaks()
+        return "\n\n".join([*([own.text()] if own.failed else []), *map(told, self.leaks)])
+
+    def _without_leaks(self) -> Ending:
+        return Ending(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Ending)})
+
+
+def told(leak: Leak) -> str:
+    """What a user reads of a leak."""
+    return f"{leak.bytes >> 20} MiB stayed in use on {leak.id} after the ranks were gone"
 
 
 class LeasedLauncher:
@@ -16,6 +61,8 @@ class LeasedLauncher:
         self._launcher = launcher
         self._pool = pool
         self._notice = notice
+        self._lease: Lease | None = None
+        self._held = contextlib.ExitStack()
 
     def warm_up(self) -> None:
         """Begin to get ready: that needs no devices."""
@@ -25,18 +72,59 @@ class LeasedLauncher:
         """Wait until ready."""
         return self._launcher.get_warm()
 
-    def run(self, request: Request) -> Ending:
-        """Start the ranks when there are devices for all of them. Raises LeaseTimeout if there are none in time."""
-        said = request.payload
-        who = str(said.get("nodeid") or f"{said.get('driver')} {said.get('cell')} {request.directory}")
+    def run(self, request: Request, keep: Keeping | None = None) -> Ending:
+        """Start the ranks when there are devices for all of them. Raises LeaseTimeout if there are none in time.
+
+        Ranks that are kept keep their devices.
+        """
         # Imports take seconds and no device: others run meanwhile. What goes wrong with them, ``run`` says.
         self._launcher.get_warm()
-        with self._pool().lease(request.world_size, who=who) as lease:
-            ending = self._launcher.run(dataclasses.replace(request, set={**request.set, **lease.environment}))
-        for leak in lease.leak:
-            self._notice(f"{leak.who}: {leak.bytes >> 20} MiB stayed in use on {leak.id} after its ranks were gone")
-        return ending
+        if self._lease is None or keep is None or keep.scope != self.keeping:
+            self.retire()
+            who = _current_item() or request.directory
+            self._lease = self._held.enter_context(self._pool().lease(request.world_size, who=who))
+            for leak in self._lease.leak:
+                self._notice(f"{leak.who}, whose process died: {told(leak)}")
+        own: tuple[Leak, ...] = ()
+        environment = {**request.set, **self._lease.environment}
+        try:
+            ending = self._launcher.run(dataclasses.replace(request, set=environment), keep)
+        finally:
+            if not self._launcher.keeping:
+                own = self._give_back()
+        return LeakyEnding(**vars(ending), leaks=own) if own else ending
+
+    @property
+    def keeping(self) -> str:
+        """The scope of the ranks that wait for a request; empty if there are none."""
+        return self._launcher.keeping
+
+    def retire(self) -> str:
+        """Have ranks that wait leave, and give their devices back; what went wrong, if something did."""
+        problem = self._launcher.retire()
+        if problem:
+            self._notice(f"ranks that were kept did not leave well: {problem}")
+        for leak in self._give_back():
+            # Which of the tests that shared them it was, nobody knows.
+            self._notice(f"ranks that {leak.who} and later tests shared: {told(leak)}")
+        return problem
+
+    def _give_back(self) -> tuple[Leak, ...]:
+        """End the lease, if there is one; what stayed in use of what it had."""
+        lease, self._lease = self._lease, None
+        before = len(lease.leak) if lease is not None else 0
+        self._held.close()
+        return lease.leak[before:] if lease is not None else ()
 
     def close(self) -> None:
         """End what is still running."""
         self._launcher.close()
+        self._give_back()
+
+
+def _current_item() -> str:
+    """The id of the item that runs in this process, as pytest tells it; empty outside of one.
+
+    https://docs.pytest.org/en/stable/example/simple.html#pytest-current-test-environment-variable
+    """
+    return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]

@@ -1,0 +1,124 @@
+"""40 tests of world sizes 1, 2 and 4 on 8 made-up GPUs, by real pytest-xdist and real leases; ranks only take their time.
+
+``python benchmarks/packing.py [--workers 8] [--scale 0.05] [--dist load] [--seed 0]`` prints a Markdown table: how long the
+GPUs were wanted, against the ideal, in xdist's own order, packed without any knowledge, and packed by what the run before
+took; then the schedule of the last. A test lasts 5 to 60 seconds times ``--scale``.
+
+``python benchmarks/packing.py --simulate 100`` prints what the simulation says of so many seeds, and takes half a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from pytest_distcompat.lease import Demand, Span, busy, chart, pack, read_timeline, simulate
+from pytest_distcompat.lease.packing import ideal
+
+STAND_IN = Path(__file__).parents[1] / "tests" / "leases"
+
+TESTS = """
+import json
+import pytest
+
+def case(name):
+    number, _, size = name.removesuffix("]").partition("[")[2].partition("-w")
+    return pytest.param(number, id=f"{number}-w{size}", marks=pytest.mark.distcompat(world_size=int(size)))
+
+with open("script.json") as file:
+    CASES = [case(name) for name in json.load(file)]
+
+@pytest.mark.parametrize("number", CASES)
+def test(number): pass
+"""
+#: Who puts tests into an order of his own gets it, and is not packed.
+AS_XDIST_DOES = """
+def pytest_collection_modifyitems(items):
+    items[0], items[1] = items[1], items[0]
+"""
+
+
+def forty(seed: int, scale: float) -> list[Demand]:
+    chance = random.Random(seed)
+    sizes = [(chance.choice((1, 2, 4)), chance.uniform(5, 60) * scale) for _ in range(40)]
+    return [Demand(f"test[{number}-w{size}]", size, round(seconds, 3)) for number, (size, seconds) in enumerate(sizes)]
+
+
+def simulated(seeds: int) -> None:
+    """Makespan over the ideal, median and worst, for several numbers of workers."""
+    print("| workers | given order | packed, nothing known | packed, all known |\n| --- | --- | --- | --- |")
+    for workers in (4, 8, 16):
+        found: list[list[float]] = [[], [], []]
+        for seed in range(seeds):
+            demands = {demand.id: demand for demand in forty(seed, 1.0)}
+            unknown = [Demand(demand.id, demand.world_size) for demand in demands.values()]
+            orders = [demands.values(), pack(unknown, 8, workers), pack(demands.values(), 8, workers)]
+            for ratios, order in zip(found, orders, strict=True):
+                schedule = simulate([demands[demand.id] for demand in order], 8, workers)
+                ratios.append(schedule.makespan / schedule.ideal)
+        cells = [f"{statistics.median(ratios):.2f}, at worst {max(ratios):.2f}" for ratios in found]
+        print(f"| {workers} | {' | '.join(cells)} |", flush=True)
+
+
+def run(directory: Path, workers: int, dist: str) -> list[Span]:
+    environment = {**os.environ, "TMPDIR": str(directory), "PYTHONPATH": str(STAND_IN)}
+    for name in ("CUDA_VISIBLE_DEVICES", "PYTEST_ADDOPTS"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "pytest", "-p", "stand_in", "-n", str(workers), "--dist", dist]
+    base = directory / "base"
+    done = subprocess.run(
+        [*command, "--basetemp", str(base), str(directory)],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout.decode()
+    return read_timeline(base / "distcompat")
+
+
+def main() -> None:
+    """Run all three ways and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--scale", type=float, default=0.05)
+    parser.add_argument("--dist", choices=("load", "worksteal"), default="load")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--simulate", type=int, default=0, metavar="SEEDS")
+    arguments = parser.parse_args()
+    if arguments.simulate:
+        simulated(arguments.simulate)
+        return
+    demands = forty(arguments.seed, arguments.scale)
+    best = ideal(demands, 8, arguments.workers)
+    print(f"{len(demands)} tests, 8 GPUs, {arguments.workers} workers, --dist {arguments.dist}, ideal {best:.1f} s\n")
+    print("| order | seconds | x ideal | GPUs leased |\n| --- | --- | --- | --- |")
+    ids = [f"GPU-{number}" for number in range(8)]
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "test_forty.py").write_text(TESTS, encoding="utf-8")
+        (directory / "script.json").write_text(
+            json.dumps({demand.id: {"seconds": demand.seconds} for demand in demands}), encoding="utf-8"
+        )
+        conftest = directory / "conftest.py"
+        for order in ("as xdist does", "packed, nothing known", "packed by the run before"):
+            conftest.write_text(AS_XDIST_DOES if order == "as xdist does" else "", encoding="utf-8")
+            if order == "packed, nothing known":
+                # What the first run left would be known.
+                subprocess.run(["rm", "-rf", str(directory / ".pytest_cache")], check=True)
+            spans = run(directory, arguments.workers, arguments.dist)
+            assert len(spans) == len(demands)
+            length = max(s.released.monotonic for s in spans) - min(s.got.monotonic for s in spans)
+            print(f"| {order} | {length:.1f} | {length / best:.2f} | {busy(spans, ids):.0%} |", flush=True)
+    print("\n" + "\n".join(chart(spans, ids)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Marked tests on a real GPU: who talks through what, and what is left when they are over."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_distcompat.devices import used_memory
+from pytest_distcompat.lease.memory import TOLERANCE, await_free
+
+pytestmark = pytest.mark.gpu
+
+#: Any of our warnings is an error: one would tell that the fork server could not be forked from.
+STRICT = ("-W", "error::pytest.PytestWarning")
+
+NCCL = """
+import os
+from pathlib import Path
+import pytest
+
+def has_cuda(pid):
+    # The device that CUDA opens, and NVML does not.
+    links = (os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
+    return "/dev/nvidia-uvm" in links
+
+@pytest.mark.distcompat(world_size=1)
+def test_reduce(process_group, device):
+    import torch
+    from torch import distributed
+    assert str(device) == "cuda:0"
+    assert distributed.get_backend() == "nccl"
+    assert torch.cuda.device_count() == 1
+    total = torch.ones(4, device=device)
+    distributed.all_reduce(total)
+    assert total.tolist() == [1.0] * 4
+
+@pytest.mark.distcompat(world_size=1)
+def test_parent(process_group, device):
+    import torch
+    torch.ones(4, device=device).sum().item()
+    if not has_cuda(os.getpid()):
+        pytest.skip("this system does not tell which devices a process has open")
+    assert not has_cuda(os.getppid())
+"""
+
+SHARED = """
+import os
+import pytest
+
+@pytest.mark.distcompat(world_size=2)
+def test_two(process_group, world, device, rank):
+    import torch
+    from torch import distributed
+    assert world.shared and str(device) == "cuda:0" and os.environ["LOCAL_RANK"] == "0"
+    assert distributed.get_backend() == "gloo"
+    total = torch.full((4,), float(rank + 1), device=device)
+    distributed.all_reduce(total)
+    assert total.device == device and total.tolist() == [3.0] * 4
+    distributed.broadcast(total.fill_(rank), src=1)
+    assert total.tolist() == [1.0] * 4
+
+@pytest.mark.distcompat(world_size=4)
+def test_four(process_group, device, rank):
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(8, 1, bias=False).to(device), device_ids=[device.index])
+    model(torch.full((1, 8), float(rank), device=device)).sum().backward()
+    (weight,) = model.parameters()
+    assert weight.grad.tolist() == [[1.5] * 8]
+
+@pytest.mark.distcompat(world_size=1)
+def test_one(process_group, world):
+    from torch import distributed
+    assert not world.shared and distributed.get_backend() == "nccl"
+"""
+
+HELD = """
+import os
+import signal
+import time
+import pytest
+
+def hold(device):
+    import torch
+    held = torch.ones(1 << 30, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    return held
+
+@pytest.mark.distcompat(world_size=1)
+def test_killed(process_group, device):
+    held = hold(device)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@pytest.mark.distcompat(world_size=1, timeout=30)
+def test_hung(process_group, device):
+    held = hold(device)
+    time.sleep(3600)
+
+@pytest.mark.distcompat(world_size=1)
+def test_raised(process_group, device):
+    held = hold(device)
+    assert not held.any()
+
+@pytest.mark.distcompat(world_size=1)
+def test_too_much(process_group, device):
+    import torch
+    torch.empty(1 << 44, dtype=torch.uint8, device=device)
+
+@pytest.mark.distcompat(world_size=1)
+def test_broken_kernel(process_group, device):
+    import torch
+    torch.zeros(4, device=device)[torch.tensor([9], device=device)]
+    torch.cuda.synchronize()
+
+@pytest.mark.distcompat(world_size=1)
+def test_well(process_group, device):
+    assert hold(device).all()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["warm", "torchrun"])
+def test_one_rank_talks_through_nccl(launcher: str, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(NCCL)
+    result = pytester.runpytest_subprocess(
+        "--distcompat-gpus=1", f"--distcompat-launcher={launcher}", "-k", "reduce", *STRICT
+    )
+    result.assert_outcomes(passed=1, deselected=1)
+    result.stdout.fnmatch_lines(["distcompat: 1 GPUs, nccl, world size 1 *"])
+
+
+def test_the_fork_server_stays_clean_of_cuda(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(NCCL)
+    result = pytester.runpytest_subprocess("--distcompat-gpus=1", "-rs", *STRICT)
+    outcomes = result.parseoutcomes()
+    assert outcomes["passed"] + outcomes.get("skipped", 0) == 2
+    assert "failed" not in outcomes
+
+
+def test_ranks_share_a_gpu_through_gloo_when_asked(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(SHARED)
+    result = pytester.runpytest_subprocess("--distcompat-gpus=1", "--distcompat-oversubscribe=4", *STRICT)
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(["distcompat: 1 GPUs, nccl (gloo where up to 4 ranks share a GPU), *"])
+
+
+def test_and_not_otherwise(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(SHARED)
+    result = pytester.runpytest_subprocess("--distcompat-gpus=1", "-rs", *STRICT)
+    result.assert_outcomes(passed=1, skipped=2)
+    result.stdout.fnmatch_lines(["SKIPPED * 2 ranks need 2 GPUs, 1 to use"])
+
+
+def test_memory_is_given_back_however_a_test_ends(pytester: pytest.Pytester, gpu: str) -> None:
+    before = used_memory([gpu])
+    pytester.makepyfile(HELD)
+    result = pytester.runpytest_subprocess("--distcompat-gpus=1", *STRICT)
+    result.assert_outcomes(passed=1, failed=5)
+    # The causes are their own, and none of them left anything.
+    result.stdout.fnmatch_lines(["*was killed by SIGKILL*"])
+    result.stdout.fnmatch_lines(["*time limit of 30 s*"])
+    result.stdout.fnmatch_lines(["*OutOfMemoryError*"])
+    result.stdout.no_fnmatch_line("*MiB stayed in use*")
+    assert await_free(_Nvml(), before, tolerance=TOLERANCE) == {}
+
+
+class _Nvml:
+    used = staticmethod(used_memory)
+
+
+def test_a_lease_shows_ranks_that_gpu_and_no_other(pytester: pytest.Pytester, gpu: str) -> None:
+    pytester.makepyfile(
+        """
+        import os
+        import pytest
+
+        @pytest.mark.distcompat(world_size=1)
+        def test_which(device):
+            import torch
+            name = str(torch.cuda.get_device_properties(device).uuid)
+            assert os.environ["CUDA_VISIBLE_DEVICES"].removeprefix("GPU-") == name
+        """
+    )
+    result = pytester.runpytest_subprocess("--distcompat-gpus=1", *STRICT)
+    result.assert_outcomes(passed=1)
+
+
+def test_workers_side_by_side_do_not_meet_on_the_gpu(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits for the other's lease: what a test marks as its own nobody else has marked."""
+    pytester.makepyfile(
+        """
+        import os
+        import time
+        from pathlib import Path
+        import pytest
+
+        @pytest.mark.parametrize("number", range(6))
+        @pytest.mark.distcompat(world_size=1)
+        def test_alone(process_group, device, number):
+            mark = Path(os.environ["MEETING"])
+            os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+            time.sleep(0.2)
+            mark.unlink()
+        """
+    )
+    monkeypatch.setenv("MEETING", str(pytester.path / "meeting"))
+    pytest.importorskip("xdist")
+    result = pytester.runpytest_subprocess("--distcompat-gpus=1", "-n", "3", *STRICT)
+    result.assert_outcomes(passed=6)

@@ -1,0 +1,56 @@
+"""The built-in suite on a real GPU, in every precision that it has kernels for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.gpu.conftest import RunSuite
+
+pytestmark = pytest.mark.gpu
+
+#: From which compute capability on there are kernels.
+NEEDS = {"fp32": (0, 0), "fp16_mixed": (7, 0), "bf16_mixed": (8, 0), "bf16_pure": (8, 0), "fp8": (8, 9)}
+
+
+def bad(results: list[dict[str, Any]]) -> dict[str, str]:
+    """What is neither a success nor known: the item, and what it said."""
+    good = {"passed", "known", "refused", "skipped"}
+    return {
+        f"{one['driver']}: {one['cell']}: {one['check']}: {one['status']}": one["message"]
+        for one in results
+        if one["status"] not in good
+    }
+
+
+@pytest.mark.parametrize("precision", NEEDS)
+@pytest.mark.parametrize("driver", ["torch", "accelerate"])
+def test_fsdp2_on_one_gpu(driver: str, precision: str, run_suite: RunSuite, capability: tuple[int, int]) -> None:
+    if capability < NEEDS[precision]:
+        pytest.skip(f"a GPU of compute capability {capability} has no kernels for {precision}")
+    pytest.importorskip(driver)
+    if precision == "fp8":
+        pytest.importorskip("torchao")
+    results = run_suite(f"fsdp2-{precision}-w1:", f"--distcompat-drivers={driver}")
+    assert not bad(results)
+    status = {one["check"]: one["status"] for one in results}
+    # Whatever else is known to be wrong, it trained, sharded by FSDP2, and came back from its checkpoint.
+    assert (status["active"], status["optimizer"], status["resume"]) == ("passed", "passed", "passed")
+
+
+def test_zero_on_one_gpu(run_suite: RunSuite, capability: tuple[int, int]) -> None:
+    if capability < NEEDS["bf16_mixed"]:
+        pytest.skip(f"a GPU of compute capability {capability} has no kernels for bf16_mixed")
+    pytest.importorskip("deepspeed")
+    results = run_suite("zero2-bf16_mixed-w1:", "--distcompat-drivers=deepspeed")
+    assert not bad(results)
+
+
+def test_two_ranks_that_share_the_gpu(run_suite: RunSuite) -> None:
+    """DDP, for that needs no more than gloo has for tensors of a GPU. Four ranks: a checkpoint goes on at twice the size."""
+    shared = ("--distcompat-oversubscribe=4", "--distcompat-world-size=2", "--distcompat-drivers=torch")
+    results = run_suite("ddp-fp32-w2:", *shared)
+    assert not bad(results)
+    assert {one["check"]: one["status"] for one in results}["active"] == "passed"

@@ -1,0 +1,75 @@
+"""A pytest plugin for runs on made-up GPUs: ``-p stand_in``. There are 8, and no process is started for ranks.
+
+``script.json`` in the current directory says of a test, by its name after the last ``::``, for how many seconds its ranks
+live (``seconds``) and how many MiB stay in use on their first GPU (``leaks``); without a word it is nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat import devices
+from pytest_distcompat.launch import LAUNCHERS, Ending, Keeping, RankEnd, Request, Warmth
+from pytest_distcompat.lease import memory, pool
+from pytest_distcompat.plugin.outcome import Phase
+
+GPUS = tuple(f"GPU-{number}" for number in range(8))
+#: Bytes in use on each, as long as this process lives.
+used = dict.fromkeys(GPUS, 1 << 30)
+
+
+def script() -> dict[str, dict[str, float]]:
+    path = Path("script.json")
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+class Ranks:
+    """Stands for a launcher: every life ends well, after its time."""
+
+    keeping = ""
+
+    def __init__(self, warmth: Warmth, *, device: str) -> None:
+        assert device == "cuda"
+
+    def warm_up(self) -> None:
+        pass
+
+    def get_warm(self) -> str:
+        return ""
+
+    def retire(self) -> str:
+        return ""
+
+    def run(self, request: Request, keep: Keeping | None = None) -> Ending:
+        item = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
+        told = script().get(item.rpartition("::")[2], {})
+        time.sleep(told.get("seconds", 0.0))
+        ids = request.set["CUDA_VISIBLE_DEVICES"].split(",")
+        used[ids[0]] += int(told.get("leaks", 0)) << 20
+        phases: list[dict[str, Any]] = [
+            {"event": "phase", **Phase(when, "passed").to_json()} for when in ("setup", "call", "teardown")
+        ]
+        ranks = range(request.world_size)
+        return Ending(
+            tuple(RankEnd(rank, "done") for rank in ranks), dict.fromkeys(ranks, phases), command="torchrun ..."
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def used_memory(ids: Sequence[str]) -> dict[str, int]:
+    return {name: used[name] for name in ids}
+
+
+devices.gpu_uuids = lambda: list(GPUS)
+memory.used_memory = used_memory  # type: ignore[attr-defined]
+# What is made up comes back at once or never.
+assert pool.Pool.__init__.__kwdefaults__ is not None
+pool.Pool.__init__.__kwdefaults__["patience"] = 0.0
+LAUNCHERS["warm"] = Ranks  # type: ignore[assignment]

@@ -1,0 +1,168 @@
+"""Memory that stays in use on a GPU after the ranks are gone is a failure of the test whose ranks they were."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.launch import Ending, Keeping, RankEnd, Request
+from pytest_distcompat.lease import Inventory, Leak, Pool
+from pytest_distcompat.plugin.leased import LeakyEnding, LeasedLauncher
+
+if TYPE_CHECKING:
+    from tests.leases.conftest import MadeUpMemory, RunOnGpus
+
+MARKED = """
+import pytest
+
+@pytest.mark.distcompat(world_size=2)
+def test_before(): pass
+
+@pytest.mark.distcompat(world_size=2)
+def test_leaky(): pass
+
+@pytest.mark.distcompat(world_size=2)
+def test_after(): pass
+"""
+SUITE = """
+from pytest_distcompat import CompatSuite, Matrix, fails
+
+class TestX(CompatSuite):
+    driver = "torch"
+    matrix = Matrix(strategies=("ddp",), precisions=("fp32",), world_sizes=(2,))
+    expect = (fails("names", reason="declared"), fails("active", reason="declared"))
+"""
+
+
+def test_the_marked_test_that_leaked_fails_and_no_other(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+    pytester.makepyfile(test_it=MARKED)
+    result = run_on_gpus(script={"test_leaky": {"leaks": 300}})
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*_ test_leaky _*",
+            "300 MiB stayed in use on GPU-0 after the ranks were gone",
+            "reproduce: pytest test_it.py::test_leaky",
+            "FAILED test_it.py::test_leaky - 300 MiB stayed in use on GPU-0 *",
+        ]
+    )
+
+
+def test_what_the_driver_itself_may_need_is_no_leak(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+    pytester.makepyfile(test_it=MARKED)
+    run_on_gpus(script={"test_leaky": {"leaks": 60}}).assert_outcomes(passed=3)
+
+
+def test_an_xfail_mark_does_not_excuse_it(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+    pytester.makepyfile(test_it=MARKED.replace("def test_leaky", "@pytest.mark.xfail\ndef test_leaky"))
+    result = run_on_gpus(script={"test_leaky": {"leaks": 300}})
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["300 MiB stayed in use on GPU-0 after the ranks were gone"])
+
+
+def test_a_life_of_a_suite_that_leaked_is_a_failure_that_nothing_declared_excuses(
+    pytester: pytest.Pytester, run_on_gpus: RunOnGpus
+) -> None:
+    pytester.makepyfile(test_it=SUITE)
+    names, active = (f"test[ddp-fp32-w2:{check}]" for check in ("names", "active"))
+    # Whichever is first runs the life that both need.
+    script = {name: {"leaks": 512} for name in (names, active)}
+    result = run_on_gpus("-k", "names or active", script=script)
+    assert result.parseoutcomes()["failed"] == 2
+    for check in ("names", "active"):
+        result.stdout.fnmatch_lines(
+            [
+                f"ddp-fp32-w2: {check}: leaked",
+                "512 MiB stayed in use on GPU-0 after the ranks were gone",
+                f"reproduce: pytest 'test_it.py::TestX::test[[]ddp-fp32-w2:{check}[]]'",
+            ]
+        )
+    # The same ranks leave nothing: what they did not do either is declared.
+    assert run_on_gpus("-k", "names or active").parseoutcomes()["xfailed"] == 2
+
+
+LEAKS = (Leak("GPU-0", 300 << 20, "test"), Leak("GPU-1", 100 << 20, "test"))
+WORDS = [
+    f"{size} MiB stayed in use on {name} after the ranks were gone" for size, name in ((300, "GPU-0"), (100, "GPU-1"))
+]
+
+
+def leaky(*ranks: RankEnd) -> LeakyEnding:
+    events: dict[int, Sequence[dict[str, object]]] = {end.rank: [] for end in ranks}
+    return LeakyEnding(ranks, events, leaks=LEAKS)
+
+
+def test_the_leak_is_the_failure_of_ranks_that_ended_well() -> None:
+    ending = leaky(RankEnd(0, "done"), RankEnd(1, "done"))
+    assert (ending.failed, ending.kind) == (True, "leaked")
+    assert ending.headline() == "; ".join(WORDS)
+    assert ending.text() == "\n\n".join(WORDS)
+
+
+@pytest.mark.parametrize(("status", "kind"), [("raised", "leaked"), ("killed", "crashed")])
+def test_a_rank_that_failed_is_told_first_and_a_crash_stays_one(status: str, kind: str) -> None:
+    ranks = (RankEnd(0, "done"), RankEnd(1, status, "said why", time=1.0))
+    ending, without = leaky(*ranks), Ending(ranks, {0: [], 1: []})
+    assert (ending.failed, ending.kind) == (True, kind)
+    assert ending.headline() == without.headline() == "rank 1 said why"
+    assert ending.text() == "\n\n".join([without.text(), *WORDS])
+
+
+@dataclass
+class KeptRanks:
+    """Stands for a launcher whose ranks are kept; what they leave is there when they are gone."""
+
+    memory: MadeUpMemory
+    leaves: int
+    keeping: str = ""
+
+    def run(self, request: Request, keep: Keeping | None = None) -> Ending:
+        assert keep is not None
+        self.keeping = "" if keep.last else keep.scope
+        if keep.last:
+            self.retire()
+        return Ending((RankEnd(0, "done"),), {0: []})
+
+    def retire(self) -> str:
+        self.keeping = ""
+        self.memory.now["GPU-a"] += self.leaves
+        return ""
+
+    def warm_up(self) -> None:
+        pass
+
+    def get_warm(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_kept_ranks_leave_is_charged_to_their_last_test(memory: MadeUpMemory, tmp_path: Path) -> None:
+    pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, patience=0)
+    notices: list[str] = []
+    launcher = LeasedLauncher(KeptRanks(memory, 300 << 20), lambda: pool, notices.append)
+    request = Request("", {}, 1, str(tmp_path / "life"))
+    assert not launcher.run(request, Keeping("module", 10, last=False)).failed
+    assert [holder.id for holder in pool.holders()] == ["GPU-a"]
+    last = launcher.run(request, Keeping("module", 10, last=True))
+    assert last.headline() == "300 MiB stayed in use on GPU-a after the ranks were gone"
+    assert not pool.holders()
+    assert not notices
+
+
+def test_what_they_leave_when_nobody_comes_any_more_is_told(memory: MadeUpMemory, tmp_path: Path) -> None:
+    pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, patience=0)
+    notices: list[str] = []
+    launcher = LeasedLauncher(KeptRanks(memory, 300 << 20), lambda: pool, notices.append)
+    launcher.run(Request("", {}, 1, str(tmp_path / "life")), Keeping("module", 10, last=False))
+    launcher.retire()
+    here = os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0]
+    left = "300 MiB stayed in use on GPU-a after the ranks were gone"
+    assert notices == [f"ranks that {here} and later tests shared: {left}"]
+    assert not pool.holders()

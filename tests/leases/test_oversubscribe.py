@@ -1,0 +1,121 @@
+"""Several ranks on one GPU, through gloo, where the user asks for it and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.lease import Inventory, read_timeline
+from pytest_distcompat.world import World
+
+if TYPE_CHECKING:
+    from tests.leases.conftest import RunOnGpus
+
+MARKED = """
+import pytest
+
+@pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.distcompat(world_size=n)) for n in (1, 2, 5, 6, 7)])
+def test(size): pass
+"""
+SUITE = """
+from pytest_distcompat import CompatSuite, Matrix
+
+class TestX(CompatSuite):
+    driver = "torch"
+    matrix = Matrix(strategies=("ddp",), precisions=("fp32",), world_sizes=(4,))
+"""
+
+
+def rank(number: int, size: int, visible: str | None, monkeypatch: pytest.MonkeyPatch, device: str = "cuda") -> World:
+    for name, value in (("RANK", number), ("LOCAL_RANK", number), ("WORLD_SIZE", size)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    return World.from_environment(device)
+
+
+@pytest.mark.parametrize("visible", [None, "GPU-a,GPU-b,GPU-c", "GPU-a,GPU-b,GPU-c,GPU-d"])
+def test_a_rank_with_a_gpu_of_its_own_has_nccl(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = rank(2, 3, visible, monkeypatch)
+    assert (world.device, world.local_rank, world.shared, world.backend) == ("cuda:2", 2, False, "nccl")
+    assert os.environ["LOCAL_RANK"] == "2"
+
+
+@pytest.mark.parametrize(("number", "own"), [(0, 0), (1, 1), (2, 0), (3, 1), (4, 0)])
+def test_ranks_that_share_take_turns_and_have_gloo(number: int, own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = rank(number, 5, "GPU-a,GPU-b", monkeypatch)
+    assert (world.rank, world.size, world.local_rank, world.device) == (number, 5, own, f"cuda:{own}")
+    assert (world.shared, world.backend) == (True, "gloo")
+    # What trainers take for the number of their GPU.
+    assert os.environ["LOCAL_RANK"] == str(own)
+    assert World.from_environment("cuda") == world
+
+
+def test_on_the_cpu_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = rank(3, 4, "", monkeypatch, "cpu")
+    assert (world.device, world.local_rank, world.shared, world.backend) == ("cpu", 3, False, "gloo")
+
+
+def test_a_lease_for_more_ranks_than_gpus_is_of_all_gpus() -> None:
+    inventory = Inventory("gpu", ("GPU-a", "GPU-b"), ranks_each=3)
+    assert [inventory.needed(ranks) for ranks in range(1, 7)] == [1, 2, 2, 2, 2, 2]
+    with pytest.raises(UsageProblem, match="7 ranks need 3 GPUs; there are 2: GPU-a, GPU-b"):
+        inventory.needed(7)
+
+
+def test_without_the_option_too_many_ranks_are_skipped(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+    pytester.makepyfile(test_it=MARKED)
+    result = run_on_gpus("--distcompat-gpus=2", "-rs")
+    result.assert_outcomes(passed=2, skipped=3)
+    result.stdout.fnmatch_lines(["distcompat: 2 GPUs, nccl, world size 2 *", "SKIPPED * 5 ranks need 5 GPUs, 2 to use"])
+
+
+@pytest.mark.parametrize("how", ["option", "ini"])
+def test_with_it_they_run_and_the_header_says_so(how: str, pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+    pytester.makepyfile(test_it=MARKED)
+    if how == "ini":
+        pytester.makeini("[pytest]\ndistcompat_oversubscribe = 3")
+    more = ["--distcompat-oversubscribe=3"] if how == "option" else []
+    result = run_on_gpus("--distcompat-gpus=2", "-rs", *more)
+    result.assert_outcomes(passed=4, skipped=1)
+    result.stdout.fnmatch_lines(
+        [
+            f"distcompat: *oversubscribe 3 (from {how})*",
+            "distcompat: 2 GPUs, nccl (gloo where up to 3 ranks share a GPU), world size 2 *",
+            "SKIPPED * 7 ranks need 3 GPUs, 2 to use, 3 ranks on each at most",
+        ]
+    )
+    spans = read_timeline(pytester.path / "base" / "distcompat")
+    assert [(span.who[-3:], len(span.ids)) for span in spans] == [("[1]", 1), ("[2]", 2), ("[5]", 2), ("[6]", 2)]
+
+
+def test_as_the_world_size_of_the_run_it_is_a_usage_error_without_it(
+    pytester: pytest.Pytester, run_on_gpus: RunOnGpus
+) -> None:
+    pytester.makepyfile(test_it="import pytest\n@pytest.mark.distcompat\ndef test(): pass")
+    asked = ("--distcompat-gpus=2", "--distcompat-world-size=4")
+    result = run_on_gpus(*asked)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --distcompat-world-size 4 (option): 4 ranks need 4 GPUs, 2 to use"])
+    run_on_gpus(*asked, "--distcompat-oversubscribe=2").assert_outcomes(passed=1)
+
+
+def test_a_suite_does_so_too_and_the_report_says_so(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+    pytester.makepyfile(test_it=SUITE)
+    asked = ("--distcompat-gpus=2", "-k", "active", "--distcompat-report=report.json")
+
+    def report() -> tuple[str, dict[str, str]]:
+        data = json.loads(Path(pytester.path / "report.json").read_text(encoding="utf-8"))
+        return data["results"][0]["status"], data["run"]["settings"]["oversubscribe"]
+
+    run_on_gpus(*asked)
+    assert report() == ("skipped", {"value": "1", "from": "default"})
+    run_on_gpus(*asked, "--distcompat-oversubscribe=2")
+    # The stand-in's ranks did nothing, but they were started.
+    assert report() == ("failed", {"value": "2", "from": "option"})
