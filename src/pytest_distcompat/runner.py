@@ -15,7 +15,8 @@ from typing import Any
 from filelock import FileLock
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.launch import Ending, Launcher, Request
+from pytest_distcompat.launch import Ending, Launcher, RankEnd, Request
+from pytest_distcompat.launch.stacks import without_launcher
 from pytest_distcompat.scenario import Life, Scenario
 from pytest_distcompat.trace import LifeEnd, LifeTrace, Moment, Trace
 
@@ -114,6 +115,7 @@ class Runner:
             self._notice(ending.notice)
         trace = life_trace(life.name, ending, there)
         data = {"trace": dataclasses.asdict(trace), "command": ending.command, "seconds": ending.seconds}
+        data["ranks"] = told_of_ranks(ending)
         waiting = directory / f"{_DONE}.{os.getpid()}"
         waiting.write_text(json.dumps(data), encoding="utf-8")
         waiting.rename(directory / _DONE)
@@ -171,9 +173,21 @@ def _life_end(ending: Ending) -> LifeEnd:
         spoken = [event for event in events if event["event"] in {"verb", "moment"}]
         # Only a verb that was begun and not finished was the place.
         place = spoken[-1] if spoken and spoken[-1]["event"] == "verb" else {}
-    return LifeEnd(
-        ending.kind, ending.headline(), ending.text(), verb=place.get("verb", ""), index=int(place.get("index", -1))
-    )
+    rank = ending.cause.rank if ending.cause and not ending.launch_error else None
+    where = {"verb": place.get("verb", ""), "index": int(place.get("index", -1)), "rank": rank}
+    return LifeEnd(ending.kind, ending.headline(), ending.text(), **where)
+
+
+def told_of_ranks(ending: Ending) -> list[dict[str, Any]]:
+    """For the reports: each rank that did not end well, the cause first; before them, as rank None, what concerns no single one."""
+    failed = RankEnd(-1, "", ending.headline(), ending.launch_error)
+    return [{**_told(failed), "rank": None}] * bool(ending.launch_error) + [_told(end) for end in ending.in_order()]
+
+
+def _told(end: RankEnd) -> dict[str, Any]:
+    told = {name: getattr(end, name) for name in ("rank", "status", "message", "text", "output")}
+    collectives = end.standing.history() if end.standing is not None else ""
+    return {**told, "stack": without_launcher(end.stack) if end.stack else "", "collectives": collectives}
 
 
 def _life_from_json(data: Mapping[str, Any]) -> LifeTrace:

@@ -21,13 +21,14 @@ FLOORS = {
     **dict.fromkeys(["precisions", "models", "launch", "report", "driver", "lease"], 1),
     **dict.fromkeys(["strategies", "runner", "probe", "cost", "known"], 2),
     **dict.fromkeys(["checks", "drivers"], 3),
-    **dict.fromkeys(["judge", "suite", "worker", "profiles"], 4),
-    **dict.fromkeys(["plugin", "__init__"], 5),
+    **dict.fromkeys(["judge", "suite", "worker", "profiles", "evidence"], 4),
+    **dict.fromkeys(["scripts"], 5),
+    **dict.fromkeys(["plugin", "__init__", "cli"], 6),
 }
 #: Words that build on one another, in order: the only imports inside floor 0.
 WORDS = ["failures", "cell", "digests", "trace", "scenario", "shelf", "world", "expect"]
 #: Started by name in another process; an import would run it in the wrong one.
-BY_NAME = {"worker", "launch.warming", "launch.server"}
+BY_NAME = {"worker", "launch.warming", "launch.server", "scripts.keeper", "scripts.site.sitecustomize"}
 #: The only modules that need torch to be defined at all.
 NEED_TORCH = {"models._plain_module", "launch.agent"} | {
     f"probe.{m}" for m in ("tensors", "live", "optimizer", "observe", "files", "numbers")
@@ -170,6 +171,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-gpus",
         "--distcompat-device",
         "--distcompat-world-size",
+        "--distcompat-oversubscribe",
         "--distcompat-strategies",
         "--distcompat-precisions",
         "--distcompat-drivers",
@@ -177,7 +179,11 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-known",
         "--distcompat-throughput",
         "--distcompat-timeout",
+        "--distcompat-warm-timeout",
+        "--distcompat-reuse",
+        "--distcompat-reuse-limit",
         "--distcompat-report",
+        "--distcompat-baseline",
         "--distcompat-launcher",
     ]
 
@@ -216,4 +222,4 @@ def test_the_fixtures_and_the_mark_are_frozen() -> None:
         if isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(d) for d in node.decorator_list)
     ]
     assert names == ["cell", "world", "rank", "world_size", "device", "shared_dir", "process_group", "distcompat_case"]
-    assert marked.ARGUMENTS == ("world_size", "strategies", "precisions", "options", "timeout")
+    assert marked.ARGUMENTS == ("world_size", "strategies", "precisions", "options", "timeout", "reuse")

@@ -30,7 +30,10 @@ VERDICT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 
 
 #: What is raised for a verdict that is no success; the message is the text to show.
-FAILURES: Mapping[str, type[DistcompatError]] = {"late": LateFailure, "crashed": LifeFailure, "hung": LifeFailure}
+FAILURES: Mapping[str, type[DistcompatError]] = {
+    "late": LateFailure,
+    **dict.fromkeys(("crashed", "hung", "leaked"), LifeFailure),
+}
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,7 @@ class BoundCase:
     def __init__(self, case: Case, item: pytest.Function) -> None:
         self.case, self.item = case, item
         self._cost: dict[str, Any] = {}
+        self._rank: int | None = None
 
     def __call__(self) -> None:
         """Raise Incompatible, LateFailure or LifeFailure, or skip, or xfail, or return."""
@@ -181,6 +185,8 @@ class BoundCase:
             "message": verdict.message,
             "reason": verdict.reason,
             "nodeid": self.item.nodeid,
+            "rank": self._rank,
+            "reproduce": self.item.config.stash[SESSION].reproduce(self.item),
             "blanks": dict(case.blanks),
             "cost": self._cost,
         }
@@ -207,7 +213,11 @@ class BoundCase:
         self._cost = dataclasses.asdict(found) if found else {}
         # What the suite itself declares comes first.
         expected = (*case.suite.expect, *session.known_of(concerned(driver)))
-        return judge(case.check, case.cell, trace, expected), command
+        verdict = judge(case.check, case.cell, trace, expected)
+        # Of a life that the verdict is about, the rank that failed first; whom a finding names, its words say.
+        ends = [life.end for life in trace if life.end is not None and life.end.message]
+        self._rank = next((end.rank for end in ends if end.message in verdict.message), None)
+        return verdict, command
 
     def _text(self, verdict: Verdict, command: str) -> str:
         session = self.item.config.stash[SESSION]

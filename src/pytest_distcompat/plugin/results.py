@@ -1,33 +1,41 @@
-"""Gathers the verdicts of all workers: the matrix in the terminal and the report file."""
+"""Gathers the verdicts of all workers: the matrix in the terminal, the report files, the properties of each item's report."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
+import dataclasses
+import os
+import re
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.plugin.options import OPTIONS
+from pytest_distcompat.plugin.progress import Progress
 from pytest_distcompat.plugin.session import DistcompatSession
-from pytest_distcompat.report import Result, Row, matrix_text, write_report
+from pytest_distcompat.plugin.summary import Summary
+from pytest_distcompat.report import (
+    Report,
+    Result,
+    Row,
+    append_summary,
+    compare,
+    facets,
+    rank_of_cause,
+    versions,
+    write_report,
+)
 
 #: The attribute of a report that carries a verdict from an xdist worker to the controller.
 ATTRIBUTE = "distcompat"
+#: Where GitHub wants a step's summary
+#: (https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#adding-a-job-summary).
+SUMMARY = "GITHUB_STEP_SUMMARY"
 
-_VERSIONS = ("pytest-distcompat", "torch", "accelerate", "transformers", "deepspeed", "pytest")
-
-
-def versions() -> dict[str, str]:
-    """Versions of what is under test, without importing any of it."""
-    found = {"python": platform.python_version()}
-    for name in _VERSIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+#: The node id of a suite's item: the place of the suite, the cell, the check.
+_ITEM = re.compile(r"(?P<place>.+)::test\[(?P<cell>[\w-]+):(?P<check>\w+)\]")
 
 
 class Results:
@@ -37,17 +45,165 @@ class Results:
         self.session = session
         self.found: dict[str, Result] = {}
         self.cells: dict[str, Row] = {}
+        #: The node ids of the suites' items, in the order in which they were collected.
+        self.asked: dict[str, None] = {}
+        self.report: Report | None = None
+        self._began = time.time()
+        self._ending = ""
+        self._others_failed = False
+        self._versions = versions()
+        self._written: list[str] = []
+        self._progress: Progress | None = None
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Without xdist: what will be run, if nothing interrupts it."""
+        self._ask(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """With xdist, from each worker the same."""
+        self._ask(ids)
+        self._watch()
+
+    def _ask(self, nodeids: Any) -> None:
+        self.asked.update((nodeid, None) for nodeid in nodeids if _item(nodeid))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """From here on lives run."""
+        if not session.config.option.collectonly:
+            self._watch()
+
+    def _watch(self) -> None:
+        if self.asked and self._progress is None:
+            config = self.session.config
+            self._progress = Progress(config, self.session.lives)
+            config.pluginmanager.register(self._progress, "distcompat-progress")
+            config.add_cleanup(self._progress.stop)
+            self._progress.start()
+
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the verdict that a report carries."""
+        """Keep the verdict that a report carries, and put into the report what JUnit and report logs are to have of it."""
         data = getattr(report, ATTRIBUTE, None)
         if data is not None:
-            more = {name: data[name] for name in ("blanks", "cost")}
-            own = {name: value for name, value in data.items() if name not in more}
-            result = self.found[data["nodeid"]] = Result(**own, seconds=report.duration)
-            row = self.cells.setdefault(f"{result.place}:{result.cell}", Row(result.suite, result.driver, result.cell))
-            row.blanks.update(more["blanks"])
-            row.cost.update(more["cost"])
+            self._keep(data, report)
+        elif _item(report.nodeid) and (report.failed or report.skipped):
+            self._keep_without_verdict(report)
+        elif report.failed:
+            self._others_failed = True
+        report.user_properties.extend(self._properties(report))
+
+    def _keep(self, data: dict[str, Any], report: pytest.TestReport) -> None:
+        more = {name: data[name] for name in ("blanks", "cost")}
+        own = {name: value for name, value in data.items() if name not in more}
+        if own["rank"] is None:
+            own["rank"] = rank_of_cause(data["message"])
+        result = self.found[data["nodeid"]] = Result(**own, seconds=report.duration)
+        row = self._row(result)
+        row.blanks.update(more["blanks"])
+        row.cost.update(more["cost"])
+
+    def _keep_without_verdict(self, report: pytest.TestReport) -> None:
+        """An item that failed or was skipped outside its check (a fixture, a worker that died), or in its teardown."""
+        place, cell, check = _item(report.nodeid)
+        known = self.found.get(report.nodeid)
+        if known is not None and (known.red or report.skipped):
+            return
+        text = report.longreprtext
+        lines = [line.removeprefix("E ").strip() for line in text.splitlines() if line.startswith("E ")]
+        if report.skipped:
+            why = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else text
+            status, message = "skipped", why.removeprefix("Skipped: ")
+        else:
+            where = "" if report.when in {"call", "setup", "teardown"} else "no report: "
+            status, message = "error", "\n".join([*lines[:1], where + text]).strip()
+        reason = message if report.skipped else ""
+        suite = place.rpartition("::")[2]
+        # Which driver the suite has, its other items tell.
+        result = Result(suite, "", cell, check, status, message, reason, report.nodeid, report.duration)
+        self.found[report.nodeid] = result
+        self._row(result)
+
+    def _row(self, result: Result) -> Row:
+        made = Row(result.suite, result.driver, result.cell, result.place)
+        return self.cells.setdefault(f"{result.place}:{result.cell}", made)
+
+    def _properties(self, report: pytest.TestReport) -> list[tuple[str, object]]:
+        """Cell, driver, check, status, rank of the cause, versions; for an item of a suite, and for a marked one."""
+        result = self.found.get(report.nodeid)
+        told: dict[str, object] = {}
+        if result is not None:
+            told = {"cell": result.cell, "driver": result.driver, "check": result.check, "status": result.status}
+            told["rank"] = result.rank
+        elif "distcompat" in report.keywords and not _item(report.nodeid):
+            # A marked test: its cell, where it has one, is in its id.
+            parts = report.nodeid.rpartition("[")[2].rstrip("]")
+            told = {"cell": parts if facets(parts) else None}
+            told["rank"] = rank_of_cause(report.longreprtext) if report.failed else None
+        if told:
+            told["versions"] = ", ".join(f"{name} {version}" for name, version in self._versions.items())
+        return [(f"distcompat_{name}", value) for name, value in told.items() if value is not None]
+
+    def pytest_keyboard_interrupt(self) -> None:
+        """Ctrl-C, or pytest.exit()."""
+        self._ending = "interrupted"
+
+    # First: pytest removes its temporary directories at the end, and the store with them.
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write the reports: here, since a session that was broken off may have no terminal summary."""
+        if self._progress is not None:
+            self._progress.stop()
+        if not self.found and not (self.asked and self._ending):
+            return
+        self.report = self._report(exitstatus)
+        self._compare(session)
+        paths = self.session.setting("report").value
+        summary = os.environ.get(SUMMARY)
+        jobs: list[tuple[Path, Any]] = [(path, write_report) for path in paths]
+        jobs += [(Path(summary), append_summary)] if summary else []
+        for path, write in jobs:
+            try:
+                write(path, self.report)
+            except OSError as error:
+                self._written.append(f"report: {path} could not be written: {error}")
+            else:
+                self._written += [f"report: {path}"] if write is write_report else []
+
+    def _report(self, exitstatus: int) -> Report:
+        from pytest_distcompat.evidence import add_evidence, read_store
+
+        lives = read_store(self.session.lives)
+        unreached = [nodeid for nodeid in self.asked if nodeid not in self.found]
+        internal = "internal error" if exitstatus == pytest.ExitCode.INTERNAL_ERROR else ""
+        ending = self._ending or internal or ("stopped" if unreached else "finished")
+        run = {**self._run(), "ending": ending, "lives": sum(life.done for life in lives)}
+        drivers = {row.place: row.driver for row in self.cells.values() if row.driver}
+        for row in self.cells.values():
+            row.driver = drivers.get(row.place, "")
+        results = [dataclasses.replace(result, driver=drivers.get(result.place, "")) for result in self.ordered()]
+        rows = [self.cells[key] for key in dict.fromkeys(f"{result.place}:{result.cell}" for result in results)]
+        report = Report(run, results, rows, unreached=unreached)
+        add_evidence(report, lives)
+        return report
+
+    def _compare(self, session: pytest.Session) -> None:
+        """With a baseline only news makes the run fail; what a -k or a node id left out is no news."""
+        before = self.session.setting("baseline").value
+        if before is None or self.report is None:
+            return
+        found = compare(before, self.report)
+        if _narrowed(session.config):
+            found.missing = [change for change in found.missing if change.after]
+        news = bool(found.broken or found.missing)
+        run = self.report.run
+        run["baseline"] = found.to_json(self.session.setting("baseline").text)
+        if session.exitstatus == pytest.ExitCode.OK and news:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        elif session.exitstatus == pytest.ExitCode.TESTS_FAILED and not (news or self._others_failed):
+            session.exitstatus = pytest.ExitCode.OK
+            run["baseline"]["text"].append("nothing is newly broken or newly missing: exit code 0")
 
     def ordered(self) -> list[Result]:
         """In the order of the matrix, whichever worker was first and however the tests were shuffled."""
@@ -67,30 +223,44 @@ class Results:
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """The matrix; and where the report went."""
-        if not self.found:
-            return
-        from pytest_distcompat.runner import count_lives
+        if self.report is not None:
+            Summary(terminalreporter).show(self.report, self._written)
 
-        results = self.ordered()
-        lives = count_lives(self.session.lives)
-        terminalreporter.section("distributed compatibility")
-        rows = list(self.cells.values())
-        for line in matrix_text(results, rows):
-            terminalreporter.write_line(line)
-        terminalreporter.write_line(f"{len(results)} verdicts from {lives} process-group lives")
-        path = self.session.setting("report").value
-        if path is not None:
-            write_report(path, results, self._run(lives), rows)
-            terminalreporter.write_line(f"report: {path}")
+    def _run(self) -> dict[str, Any]:
+        from pytest_distcompat.lease import entries
 
-    def _run(self, lives: int) -> dict[str, Any]:
         session = self.session
         names = [name.removeprefix("distcompat_") for name in OPTIONS]
         settings = {name: {"value": session.setting(name).text, "from": session.setting(name).origin} for name in names}
+        # A life is told by its directory: its name is the life's id.
+        lives = str(session.lives)
+        timeline = [
+            {**entry, "who": entry["who"].rpartition(os.sep)[2] if lives in entry["who"] else entry["who"]}
+            for entry in entries(session.store_path, session.began)
+        ]
         return {
-            "versions": versions(),
+            "versions": self._versions,
             "device": session.device,
+            "gpu": session.gpu_name,
             "world_size": session.world_size,
-            "lives": lives,
+            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._began)),
+            "seconds": round(time.monotonic() - session.began, 1),
             "settings": settings,
+            "timeline": timeline,
         }
+
+
+def _item(nodeid: str) -> tuple[str, ...]:
+    """Place of the suite, cell and check of a suite's item; nothing for any other test."""
+    found = _ITEM.fullmatch(nodeid)
+    if found is None or not facets(found["cell"]):
+        return ()
+    from pytest_distcompat.checks import CHECKS
+
+    return found.groups() if found["check"] in CHECKS.things else ()
+
+
+def _narrowed(config: pytest.Config) -> bool:
+    """Whether only a part was asked for."""
+    options = ("keyword", "markexpr", "deselect", "lf", "stepwise")
+    return any(config.getoption(name, None) for name in options) or any("::" in argument for argument in config.args)

@@ -1,7 +1,39 @@
-"""Verdicts as a matrix: text for the terminal, JSON and Markdown for files. Knows only strings."""
+"""Verdicts as reports: lines for the terminal, JSON, Markdown, HTML. Knows only strings and plain data."""
 
-from pytest_distcompat.report.result import WORDS, Result, Row
-from pytest_distcompat.report.text import matrix_text
-from pytest_distcompat.report.write import FORMATS, write_report
+from pytest_distcompat.report.causes import Cause, causes, rank_of_cause
+from pytest_distcompat.report.compare import Change, Comparison, compare
+from pytest_distcompat.report.document import FORMAT, Report, clip, counts, facets
+from pytest_distcompat.report.merge import merge
+from pytest_distcompat.report.result import RED, WORDS, Result, Row
+from pytest_distcompat.report.text import Line, causes_text, counts_text, lives_text, matrix_text, plain
+from pytest_distcompat.report.versions import versions
+from pytest_distcompat.report.write import FORMATS, append_summary, write_report
 
-__all__ = ["FORMATS", "WORDS", "Result", "Row", "matrix_text", "write_report"]
+__all__ = [
+    "FORMAT",
+    "FORMATS",
+    "RED",
+    "WORDS",
+    "Cause",
+    "Change",
+    "Comparison",
+    "Line",
+    "Report",
+    "Result",
+    "Row",
+    "append_summary",
+    "causes",
+    "causes_text",
+    "clip",
+    "compare",
+    "counts",
+    "counts_text",
+    "facets",
+    "lives_text",
+    "matrix_text",
+    "merge",
+    "plain",
+    "rank_of_cause",
+    "versions",
+    "write_report",
+]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-#: How each status reads in the matrix. Capitals are for what makes the run red.
+#: How each status reads in the matrix. Capitals are for what makes the run red, so that no colour is needed to see it.
 WORDS = {
     "passed": "ok",
     "refused": "refused",
@@ -16,12 +17,20 @@ WORDS = {
     "late": "LATE",
     "crashed": "CRASH",
     "hung": "HUNG",
+    "leaked": "LEAK",
+    "error": "ERROR",
 }
+#: The statuses that make a run red. ``error``: the item came to no verdict at all.
+RED = frozenset({"failed", "fixed?", "late", "crashed", "hung", "leaked", "error"})
 
 
 @dataclass(frozen=True)
 class Result:
-    """One check in one cell of one suite."""
+    """One check in one cell of one suite.
+
+    ``rank`` is the rank that failed first, or that the finding names; ``seconds`` what the item took, with the lives that it
+    was the first to need; ``reproduce`` the command that runs it alone, empty for an item that came to no verdict.
+    """
 
     suite: str
     driver: str
@@ -32,6 +41,8 @@ class Result:
     reason: str = ""
     nodeid: str = ""
     seconds: float = 0.0
+    rank: int | None = None
+    reproduce: str = ""
 
     @property
     def word(self) -> str:
@@ -39,25 +50,46 @@ class Result:
         return WORDS.get(self.status, self.status)
 
     @property
+    def red(self) -> bool:
+        """Whether it makes the run red."""
+        return self.status in RED
+
+    @property
     def place(self) -> str:
         """The suite's own place: classes of one name in two modules are two suites."""
         return self.nodeid.rpartition("::test")[0]
 
     @property
+    def headline(self) -> str:
+        """The first line of the message that says anything."""
+        return next((line.strip() for line in self.message.splitlines() if line.strip()), "")
+
+    @property
     def why(self) -> str:
         """The reason in one line, where nobody gave one the first line of the message."""
-        return self.reason or (self.message.splitlines() or [""])[0]
+        return self.reason or self.headline
 
 
 @dataclass
 class Row:
-    """What a cell has beside its verdicts: why it has no more of them, and what it cost (the fields of ``cost.Cost``)."""
+    """What a cell has beside its verdicts.
+
+    ``blanks``: the checks without a verdict, each with the reason. ``cost``: the fields of ``cost.Cost``. ``lives``: the ids
+    of the lives that its checks read. ``names``, ``dtypes``, ``steps`` and ``memory``: what its training showed
+    (``evidence.cells``).
+    """
 
     suite: str
     driver: str
     cell: str
+    place: str = ""
     blanks: dict[str, str] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
+    lives: list[str] = field(default_factory=list)
+    names: list[dict[str, Any]] = field(default_factory=list)
+    dtypes: list[dict[str, Any]] = field(default_factory=list)
+    steps: dict[str, list[float | None]] = field(default_factory=dict)
+    memory: list[int] = field(default_factory=list)
 
 
 def blank_reasons(rows: Iterable[Row]) -> dict[tuple[str, str], list[str]]:
@@ -77,10 +109,23 @@ def by_suite(results: Iterable[Result]) -> list[list[Result]]:
     return list(suites.values())
 
 
-def table(results: Iterable[Result]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of one suite's matrix: a row a cell, a column a check."""
-    found = list(results)
-    checks = list(dict.fromkeys(result.check for result in found))
-    cells = list(dict.fromkeys(result.cell for result in found))
-    word = {(result.cell, result.check): result.word for result in found}
-    return ["", *checks], [[cell, *(word.get((cell, check), "") for check in checks)] for cell in cells]
+@dataclass(frozen=True)
+class Table:
+    """One suite's matrix: a row a cell, a column a check; None where a cell has no such verdict."""
+
+    checks: tuple[str, ...]
+    cells: tuple[str, ...]
+    found: dict[tuple[str, str], Result]
+
+    @classmethod
+    def of(cls, results: Iterable[Result]) -> Table:
+        """The matrix of one suite's results, in their order."""
+        found = {(result.cell, result.check): result for result in results}
+        return cls(
+            tuple(dict.fromkeys(check for _, check in found)), tuple(dict.fromkeys(cell for cell, _ in found)), found
+        )
+
+    def word(self, cell: str, check: str) -> str:
+        """What stands there; nothing for a blank."""
+        result = self.found.get((cell, check))
+        return result.word if result else ""

@@ -1,27 +1,129 @@
-"""The matrix for the terminal."""
+"""The matrix for the terminal: lines of spans, each a text with the name of its style."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from pytest_distcompat.report.result import Result, Row, blank_reasons, by_suite, table
+from pytest_distcompat.report.causes import causes
+from pytest_distcompat.report.document import Report, counts
+from pytest_distcompat.report.result import WORDS, Result, Row, Table, blank_reasons, by_suite
+
+#: A text and its style: ``good``, ``known``, ``bad``, ``dim``, ``head`` or nothing.
+Span = tuple[str, str]
+Line = tuple[Span, ...]
+
+STYLES = {"passed": "good", "refused": "good", "known": "known", "skipped": "dim"}
+
+#: How many lives are named as the slowest, and how many causes of failure are shown.
+SLOWEST = 5
+CAUSES = 20
+#: How many characters of what went wrong stand in a list of causes.
+HEADLINE = 240
 
 
-def matrix_text(results: Iterable[Result], cells: Iterable[Row] = ()) -> Iterator[str]:
-    """Lines: each suite's matrix, then the reason of everything that is known or was not run, each once."""
+def cut(text: str, length: int) -> str:
+    """The text, no longer than that."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def plain(line: Line) -> str:
+    """The line without its styles."""
+    return "".join(text for text, _ in line)
+
+
+def matrix_text(results: Iterable[Result], cells: Iterable[Row] = (), width: int = 0) -> Iterator[Line]:
+    """Each suite's matrix, then the reason of everything that is known, refused, blank or was not run, each once.
+
+    ``width`` is how many characters a line may have (0: any number): a wider matrix goes on in a further block below.
+    """
     extra = list(cells)
     for found in by_suite(results):
-        header, rows = table(found)
-        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-        yield f"{found[0].suite} (driver {found[0].driver})"
-        for line in (header, *rows):
-            yield "  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        yield ((f"{found[0].suite} (driver {found[0].driver})", "head"),)
+        yield from _blocks(Table.of(found), width)
         for status, title in (("known", "known"), ("skipped", "not run"), ("refused", "refused")):
             for reason, names in _reasons(found, status).items():
-                yield f"  {title}: {reason} [{_short(names)}]"
+                yield ((f"  {title}: {reason} [{_short(names)}]", ""),)
         here = (row for row in extra if row.suite == found[0].suite and row.driver == found[0].driver)
         for (check, reason), names in blank_reasons(here).items():
-            yield f"  blank: {check}: {reason} [{_short(names)}]"
+            yield ((f"  blank: {check}: {reason} [{_short(names)}]", "dim"),)
+
+
+def _blocks(table: Table, width: int) -> Iterator[Line]:
+    label = max(map(len, table.cells), default=0)
+    columns = [
+        (check, max(len(check), *(len(table.word(cell, check)) for cell in table.cells))) for check in table.checks
+    ]
+    while columns:
+        taken, used = 0, 2 + label
+        # One column at least: a line that is too long is better than none.
+        while taken < len(columns) and (not taken or not width or used + 2 + columns[taken][1] <= width):
+            used += 2 + columns[taken][1]
+            taken += 1
+        block, columns = columns[:taken], columns[taken:]
+        yield _row(" " * label, [(check, "") for check, _ in block], block)
+        for cell in table.cells:
+            words = [(table.word(cell, check), _style(table.found.get((cell, check)))) for check, _ in block]
+            # In a further block a cell with nothing to say there is no line.
+            if taken == len(table.checks) or any(text for text, _ in words):
+                yield _row(cell.ljust(label), words, block)
+
+
+def _row(label: str, words: list[Span], block: list[tuple[str, int]]) -> Line:
+    spans: list[Span] = [(f"  {label}", "")]
+    for (text, style), (_, width) in zip(words, block, strict=True):
+        spans += [("  ", ""), (text, style), (" " * (width - len(text)), "")]
+    while spans and not spans[-1][0].strip():
+        spans.pop()
+    return tuple(span for span in spans if span[0])
+
+
+def _style(result: Result | None) -> str:
+    return STYLES.get(result.status, "bad") if result else ""
+
+
+def causes_text(results: Iterable[Result]) -> Iterator[Line]:
+    """What went wrong, each cause once, with the cells and checks that show it and the command for one of them."""
+    found = causes(results)
+    if found:
+        yield (("failures by cause", "head"),)
+    for number, cause in enumerate(found[:CAUSES], 1):
+        cells = cause.cells
+        verdicts, places = len(cause.results), len(cells)
+        counted = f"{verdicts} verdict{'s' * (verdicts > 1)} in {places} cell{'s' * (places > 1)}"
+        yield ((f"  {number}. ", ""), (cause.words, "bad"), (f" {counted}: {cut(cause.headline, HEADLINE)}", ""))
+        named = [f"{cell}: {_short(checks, 6)}" for cell, checks in cells.items()]
+        yield ((f"     {'; '.join(named[:3])}{_more(len(named) - 3)}", ""),)
+        if cause.reproduce:
+            yield ((f"     reproduce: {cause.reproduce}", ""),)
+    if len(found) > CAUSES:
+        yield ((f"  and {len(found) - CAUSES} causes more", ""),)
+
+
+def lives_text(lives: Iterable[dict[str, Any]], timeline: Iterable[dict[str, Any]] = ()) -> Iterator[Line]:
+    """The slowest lives, and which devices were used for how much of the time."""
+    slow = sorted((life for life in lives if life["seconds"]), key=lambda life: life["seconds"], reverse=True)
+    if slow:
+        named = (f"{life['seconds']:.1f} s {life['cell']} {life['name']} ({life['driver']})" for life in slow[:SLOWEST])
+        yield ((f"slowest lives: {', '.join(named)}", ""),)
+    spans = list(timeline)
+    length = max((span["end"] for span in spans), default=0) - min((span["begin"] for span in spans), default=0)
+    if length >= 1:
+        used: dict[str, float] = {}
+        for span in spans:
+            used[span["device"]] = used.get(span["device"], 0.0) + span["end"] - span["begin"]
+        named = (f"{device} {seconds / length:.0%}" for device, seconds in sorted(used.items()))
+        yield ((f"devices in use, of {length:.0f} s: {', '.join(named)}", ""),)
+
+
+def counts_text(report: Report) -> str:
+    """In one line, how many verdicts were asked for and what became of them: no count that is 0 but those of a dark suite."""
+    found = counts(report)
+    parts = [f"{found['asked']} asked", f"{found['ran']} ran", f"{found['skipped']} skipped"]
+    if found["unreached"]:
+        parts.append(f"{found['unreached']} not reached")
+    became = [f"{found[status]} {status}" for status in WORDS if found[status] and status != "skipped"]
+    return f"{', '.join(parts)}: {', '.join(became) or 'nothing'}"
 
 
 def _reasons(results: Iterable[Result], status: str) -> dict[str, list[str]]:
@@ -36,5 +138,9 @@ def _reasons(results: Iterable[Result], status: str) -> dict[str, list[str]]:
     return found
 
 
-def _short(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _short(names: list[str], shown: int = 3) -> str:
+    return ", ".join(names[:shown]) + _more(len(names) - shown)
+
+
+def _more(left: int) -> str:
+    return f" and {left} more" if left > 0 else ""

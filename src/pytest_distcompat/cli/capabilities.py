@@ -1,0 +1,71 @@
+"""Which cells can be run here, and why not the others; which known upstream issues are met on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_distcompat import profiles
+from pytest_distcompat.cell import Cell, Matrix
+from pytest_distcompat.cli.tables import table
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.known import KnownIssue, concerned
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.strategies import STRATEGIES
+
+YES, NO = "yes", "-"
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What one driver can run: ``reasons`` maps every cell of the full profile to why it cannot be run, empty if it can."""
+
+    driver: str
+    reasons: dict[Cell, str] = field(default_factory=dict)
+
+    @property
+    def able(self) -> int:
+        """How many cells can be run."""
+        return sum(not reason for reason in self.reasons.values())
+
+    def lines(self) -> Iterator[str]:
+        """Strategies by precisions, without options; then the reasons, each with how many cells have it."""
+        yield f"{self.driver}: {self.able} of the {len(self.reasons)} cells of the full profile"
+        plain = {(cell.strategy, cell.precision): reason for cell, reason in self.reasons.items() if not cell.options}
+        names = PRECISIONS.names()
+        rows = [(one, *(NO if plain[one, name] else YES for name in names)) for one in STRATEGIES.names()]
+        yield from table(("", *names), rows)
+        why: dict[str, list[Cell]] = {}
+        for cell, reason in self.reasons.items():
+            if reason:
+                why.setdefault(reason, []).append(cell)
+        for reason, cells in sorted(why.items(), key=lambda pair: len(pair[1]), reverse=True):
+            yield f"    {len(cells)} not: {reason} [{cells[0].id}{', ...' * (len(cells) > 1)}]"
+
+    def to_json(self) -> dict[str, Any]:
+        """The cells that can be run, and the others by reason."""
+        blank: dict[str, list[str]] = {}
+        for cell, reason in self.reasons.items():
+            if reason:
+                blank.setdefault(reason, []).append(cell.id)
+        return {"driver": self.driver, "can": [cell.id for cell, no in self.reasons.items() if not no], "cannot": blank}
+
+
+def capability(name: str, driver: type[Driver], device: str, world_size: int) -> Capability:
+    """Every strategy in every precision with every value of every option that the driver speaks."""
+    names = (STRATEGIES.names(), PRECISIONS.names())
+    cells = profiles.cells("full", Matrix(), driver=driver, names=names, world_size=world_size, device=device)
+    return Capability(name, {cell: driver.unable(cell, device) for cell in cells})
+
+
+def issues_here(
+    issues: Iterable[KnownIssue], drivers: Sequence[type[Driver]], device: str
+) -> list[tuple[KnownIssue, list[str]]]:
+    """The issues that the installed versions have on that device, each with the drivers through which it shows."""
+    found = []
+    for issue in issues:
+        hit = [driver.name for driver in drivers if set(concerned(driver)) & set(issue.drivers)]
+        if hit and issue.there(device):
+            found.append((issue, hit))
+    return found

@@ -1,0 +1,169 @@
+"""What this machine and this environment are, and what about them makes runs fail or do something else than asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.devices import gpu_uuids, visible_ids
+
+#: Where ranks of a machine share memory: NCCL's, and DeepSpeed's on the CPU.
+SHM = Path("/dev/shm")  # noqa: S108 - not ours, looked at only
+#: Less than this is docker's default, 64 MiB: https://docs.docker.com/reference/cli/docker/container/run/#shm-size
+LEAST_SHM = 256 << 20
+#: A run of the default profile keeps its checkpoints, some hundreds of MiB, until pytest removes them.
+LEAST_TMP = 2 << 30
+#: How long torch may take to be imported, in seconds.
+PATIENCE = 300.0
+
+#: What makes a trainer take its process for a rank, or take a strategy from the environment and not from its own settings.
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_A_LAUNCHER = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about the machine: a ``problem`` (a run fails, or is not what was asked for) or a ``warning``."""
+
+    level: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``torch`` holds ``torch_facts.facts``, or only ``error``; sizes are in bytes, None where it cannot be known.
+
+    ``gpus`` are all of the machine, ``visible`` those that CUDA would show a process, both by UUID.
+    """
+
+    environ: Mapping[str, str]
+    torch: Mapping[str, Any] = field(default_factory=dict)
+    gpus: tuple[str, ...] = ()
+    visible: tuple[str, ...] = ()
+    cores: int = 1
+    shm: int | None = None
+    tmp: int | None = None
+    hostname: str = ""
+    resolves: bool = True
+    compiler: bool = True
+
+    @property
+    def device(self) -> str:
+        """What runs are on where nobody says: ``cuda`` or ``cpu``."""
+        return "cuda" if self.visible else "cpu"
+
+
+def this_machine() -> Machine:
+    """As it is now. Starts a Python process that imports torch."""
+    name = socket.gethostname()
+    return Machine(
+        environ=dict(os.environ),
+        torch=_ask_torch(),
+        gpus=tuple(gpu_uuids()),
+        visible=tuple(visible_ids()),
+        cores=len(os.sched_getaffinity(0)),
+        shm=_free(SHM),
+        tmp=_free(Path(tempfile.gettempdir())),
+        hostname=name,
+        resolves=_resolves(name),
+        compiler=any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "c++", "clang++")))),
+    )
+
+
+def _ask_torch() -> dict[str, Any]:
+    command = [sys.executable, "-m", "pytest_distcompat.cli.torch_facts"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"torch was not imported within {PATIENCE:g} s"}
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        return {"error": said[-1] if said else f"the process that imports torch ended with exit code {done.returncode}"}
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
+def _free(directory: Path) -> int | None:
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return None
+
+
+def _resolves(name: str) -> bool:
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return False
+    return True
+
+
+def findings(machine: Machine) -> Iterator[Finding]:
+    """Everything that is wrong with it or likely to be."""
+    if "error" in machine.torch:
+        yield Finding("problem", f"torch cannot be imported: {machine.torch['error']}")
+    else:
+        yield from _of_gpus(machine)
+        if not machine.torch["gloo"]:
+            yield Finding("problem", "this torch has no gloo, without which no ranks meet on the CPU")
+    yield from _of_environment(machine)
+    yield from _of_system(machine)
+
+
+def _of_gpus(machine: Machine) -> Iterator[Finding]:
+    torch, wanted = machine.torch, machine.environ.get("CUDA_VISIBLE_DEVICES")
+    there = len(machine.gpus)
+    if there and not (torch["cuda"] or torch["hip"]):
+        yield Finding("problem", f"{there} GPUs are here, and this torch is built for the CPU only: install one for CUDA")
+    elif machine.visible and not torch["gpus"]:
+        yield Finding("problem", "torch cannot use the GPUs (torch.cuda.is_available() is False): is the driver too old?")
+    elif len(machine.visible) != len(torch["gpus"]):
+        yield Finding("warning", f"{len(machine.visible)} GPUs are visible, and torch sees {len(torch['gpus'])}")
+    if machine.visible and torch["gpus"] and not torch["has_nccl"]:
+        yield Finding("problem", "this torch has no NCCL, without which no ranks meet on GPUs")
+    if there and wanted is not None and not wanted.strip():
+        yield Finding("warning", f"CUDA_VISIBLE_DEVICES is empty: none of {there} GPUs is used, runs are on the CPU")
+    elif there and wanted is not None and len(machine.visible) < len(wanted.split(",")):
+        told = f"CUDA_VISIBLE_DEVICES={wanted} names what is not here, or one GPU twice"
+        yield Finding("problem", f"{told}: CUDA shows {len(machine.visible)} of {there} GPUs")
+
+
+def _of_environment(machine: Machine) -> Iterator[Finding]:
+    environ = machine.environ
+    threads = environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > max(1, machine.cores // 2):
+        told = f"OMP_NUM_THREADS={threads}: each rank starts so many threads, and there are {machine.cores} cores"
+        yield Finding("warning", f"{told}. torchrun takes 1 where it is not set")
+    left = [name for name in OF_A_RANK if name in environ]
+    if left:
+        yield Finding("warning", f"{', '.join(left)}: set as for a rank of a process group; a trainer takes itself for one")
+    told = [f"{name}={environ[name]}" for name in OF_A_LAUNCHER if name in environ]
+    if told:
+        yield Finding("warning", f"{', '.join(told)}: accelerate obeys the environment before your trainer's settings")
+    offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE") if environ.get(name)]
+    if offline:
+        told = f"{', '.join(offline)}: nothing is downloaded"
+        yield Finding("warning", f"{told}; what your own trainer loads must be in the cache (the built-in models need nothing)")
+
+
+def _of_system(machine: Machine) -> Iterator[Finding]:
+    if machine.shm is None or machine.shm < LEAST_SHM:
+        size = "is not there" if machine.shm is None else f"has {machine.shm >> 20} MiB free"
+        yield Finding("warning", f"{SHM} {size}; ranks share memory there: docker run --shm-size=1g, or --ipc=host")
+    if machine.tmp is not None and machine.tmp < LEAST_TMP:
+        told = f"{tempfile.gettempdir()} has {machine.tmp >> 20} MiB free"
+        yield Finding("warning", f"{told}; checkpoints are kept there: set TMPDIR, or --basetemp")
+    if not machine.resolves:
+        told = f"the name of this machine, {machine.hostname}, does not resolve"
+        yield Finding("warning", f"{told}: gloo may wait for it, or fail; add it to /etc/hosts or set GLOO_SOCKET_IFNAME")
+    if not machine.compiler:
+        yield Finding("warning", "there is no C++ compiler: inductor (compile) and DeepSpeed's offload cannot be run")

@@ -1,0 +1,70 @@
+"""``diff``, ``merge`` and ``report``: what can be done with the JSON of earlier runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.report import FORMATS, Report, compare, counts_text, merge, write_report
+
+
+def add(commands: Any) -> None:
+    """Add the subcommands to the parser's."""
+    diff = commands.add_parser(
+        "diff",
+        help="what is newly broken, newly fixed, newly missing",
+        description="Compare two reports. Exit code 0: nothing is newly broken or newly missing; 1: something is.",
+    )
+    diff.add_argument("before", type=Path, metavar="LAST.json")
+    diff.add_argument("after", type=Path, metavar="TODAY.json")
+    diff.add_argument("--allow-missing", action="store_true", help="what is missing today is no news")
+    diff.add_argument("--json", action="store_true", help="write the differences as JSON")
+    diff.set_defaults(call=_diff)
+    merged = commands.add_parser(
+        "merge",
+        help="the reports of several jobs as one",
+        description="Merge reports. Of several verdicts on the same check in the same cell, the worst counts.",
+    )
+    merged.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json")
+    merged.add_argument("-o", "--output", type=_output, required=True, action="append", metavar="FILE", help=_WRITTEN)
+    merged.set_defaults(call=_merge)
+    shown = commands.add_parser(
+        "report", help="a report in other formats", description="Write a JSON report in other formats."
+    )
+    shown.add_argument("reports", type=Path, nargs=1, metavar="REPORT.json")
+    shown.add_argument("-o", "--output", type=_output, required=True, action="append", metavar="FILE", help=_WRITTEN)
+    shown.set_defaults(call=_merge)
+
+
+_WRITTEN = f"written in the format of its suffix ({', '.join(FORMATS)}); may be given several times"
+
+
+def _output(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in FORMATS:
+        raise argparse.ArgumentTypeError(f"{text!r}: the suffix says the format. Known: {', '.join(FORMATS)}")
+    return path
+
+
+def _diff(told: argparse.Namespace) -> int:
+    found = compare(Report.read(told.before), Report.read(told.after))
+    if told.json:
+        print(json.dumps(found.to_json(str(told.before)), indent=1))  # noqa: T201 - a command speaks
+    else:
+        print("\n".join(found.lines()))  # noqa: T201 - a command speaks
+    return int(bool(found.broken or (found.missing and not told.allow_missing)))
+
+
+def _merge(told: argparse.Namespace) -> int:
+    read = [Report.read(path) for path in told.reports]
+    report = merge(read) if len(read) > 1 else read[0]
+    for path in told.output:
+        try:
+            write_report(path, report)
+        except OSError as error:
+            raise UsageProblem(f"{path}: {error}") from None
+    print(counts_text(report))  # noqa: T201 - a command speaks
+    return 0

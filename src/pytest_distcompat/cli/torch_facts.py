@@ -1,0 +1,27 @@
+"""What torch says of itself and of the GPUs, as a line of JSON: a process of its own, for it imports torch and starts CUDA."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def facts() -> dict[str, Any]:
+    """``cuda`` and ``nccl`` are versions, empty where torch was built without; ``gpus`` the names of those that it can use."""
+    import torch
+    from torch import distributed
+
+    usable = torch.cuda.is_available()
+    has_nccl = distributed.is_available() and distributed.is_nccl_available()
+    return {
+        "cuda": torch.version.cuda or "",
+        "hip": torch.version.hip or "",
+        "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] if usable else [],
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl and usable else "",
+        "has_nccl": has_nccl,
+        "gloo": distributed.is_available() and distributed.is_gloo_available(),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts()))  # noqa: T201 - that is what it is for

@@ -1,0 +1,123 @@
+"""What a cell's training showed: names, dtypes, losses and norms by step, memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks.active import REDUCTIONS
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import LifeTrace, Moment, ParameterFact
+
+#: After which step names and dtypes are read: by then every optimizer has its state.
+STEP = 2
+#: How many parameters the table of names has at most.
+NAMES = 400
+
+
+@dataclass(frozen=True)
+class Training:
+    """The parts of a report's row (``report.Row``) that come from the life in which the cell was trained."""
+
+    names: list[dict[str, Any]] = field(default_factory=list)
+    dtypes: list[dict[str, Any]] = field(default_factory=list)
+    steps: dict[str, list[float | None]] = field(default_factory=dict)
+    memory: list[int] = field(default_factory=list)
+
+
+def training(cell: Cell, life: LifeTrace, reference: LifeTrace | None = None) -> Training:
+    """All of it, as far as the life got."""
+    curves = _curves(life, "step")
+    if reference is not None:
+        measured = _curves(reference, "reference")
+        curves |= {f"reference_{name}": measured[name] for name in ("loss", "grad_norm") if name in measured}
+    peaks: dict[int, int] = {}
+    for moment in life.moments:
+        peaks[moment.rank] = max(peaks.get(moment.rank, 0), moment.memory)
+    return Training(_names(cell, life), _dtypes(cell, life), curves, [peaks[rank] for rank in sorted(peaks)])
+
+
+def _names(cell: Cell, life: LifeTrace) -> list[dict[str, Any]]:
+    """The plain model's parameters, each with its live counterpart on rank 0 and the saved files that know it by that name.
+
+    A live parameter or a key of a model's file that maps to no plain name has a row of its own, without one.
+    """
+    first, trained = life.first("plain"), life.first("build")
+    if first is None or first.plain is None:
+        return []
+    plain = {fact.name: fact for fact in first.plain.parameters}
+    saved = {*plain, *first.plain.state_dict}
+    strategy = STRATEGIES.get(cell.strategy)
+    live = {}
+    for fact in trained.model.parameters if trained and trained.model else ():
+        live[strategy.canonical(fact.name, cell, saved)] = fact
+    files = {file.path: file for moment in life.moments for file in moment.files if file.holds == "model"}
+    keys: dict[str, list[str]] = {}
+    for path, file in files.items():
+        for key in file.keys:
+            keys.setdefault(key, []).append(path)
+    rows = []
+    for name in dict.fromkeys((*plain, *live, *(key for key in keys if key not in saved))):
+        one, other = plain.get(name), live.get(name)
+        row: dict[str, Any] = {"plain": name if one else "", "shape": list(one.shape) if one else []}
+        row |= {"loaded": one.dtype if one else "", "live": other.name if other else ""}
+        row |= {"dtype": other.dtype if other else "", "kind": other.kind if other else ""}
+        row |= {"local": other.local_numel if other else 0, "held": other.held if other else None}
+        row |= {"files": keys.get(name, [])} if one or other else {"live": "", "key": name, "files": keys[name]}
+        rows.append(row)
+    return rows[:NAMES]
+
+
+def _dtypes(cell: Cell, life: LifeTrace) -> list[dict[str, Any]]:
+    """A row for each kind of tensor: what the strategy's table promises, what all ranks showed."""
+    trained = life.at("step", STEP)
+    if not trained:
+        return []
+    row = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
+    seen: Mapping[str, Iterable[str]] = {
+        "storage": (fact.dtype for fact in _parameters(trained) if fact.trainable and fact.local_numel),
+        "compute": (fact.output for moment in trained for fact in moment.compute),
+        "reduce": (dtype for moment in trained for dtype in _reduced(moment)),
+        "gradient": (dtype for moment in trained for step in moment.steps for dtype in step.gradient),
+        "master": (dtype for moment in trained for step in moment.steps for dtype in step.master),
+        "state": (dtype for moment in trained for step in moment.steps for dtype in step.state),
+    }
+    found = [
+        {"kind": name, "expected": getattr(row, name), "seen": sorted(set(dtypes))} for name, dtypes in seen.items()
+    ]
+    return [one for one in found if one["seen"] or one["expected"]]
+
+
+def _parameters(moments: Iterable[Moment]) -> Iterable[ParameterFact]:
+    return (fact for moment in moments if moment.model for fact in moment.model.parameters)
+
+
+def _reduced(moment: Moment) -> Iterable[str]:
+    """What most elements were reduced in: norms, metrics and flags are reduced too."""
+    kinds: dict[str, int] = {}
+    for fact in moment.collectives:
+        if fact.op in REDUCTIONS and "float" in fact.dtype:
+            kinds[fact.dtype] = max(kinds.get(fact.dtype, 0), fact.numel)
+    return [max(kinds, key=lambda dtype: kinds[dtype])] if kinds else []
+
+
+def _curves(life: LifeTrace, verb: str) -> dict[str, list[float | None]]:
+    """One number a step: the mean of the ranks' losses, the norm that rank 0 tells, the seconds of the slowest rank."""
+    curves: dict[str, list[float | None]] = {}
+    for nth in range(len({moment.index for moment in life.moments if moment.verb == verb})):
+        moments = life.at(verb, nth)
+        losses = [moment.loss for moment in moments if moment.loss is not None]
+        curves.setdefault("loss", []).append(_short(sum(losses) / len(losses)) if losses else None)
+        norm = moments[0].grad_norm
+        curves.setdefault("grad_norm", []).append(None if norm is None else _short(norm))
+        curves.setdefault("seconds", []).append(_short(max(moment.seconds for moment in moments)))
+    return {name: values for name, values in curves.items() if any(value is not None for value in values)}
+
+
+def _short(value: float) -> float | None:
+    """Six digits; None for what JSON has no number for."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

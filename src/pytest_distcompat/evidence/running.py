@@ -1,0 +1,85 @@
+"""The lives that run at this moment, seen from outside: by the files in the store, whichever process started them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+#: What ``runner`` writes at a life's end.
+DONE = "life.json"
+#: The end of a rank's log that is read: the events that say where it is are short.
+TAIL = 8192
+#: How long after its time limit a life is no longer believed to run, in seconds.
+PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """One life that runs: ``verb`` is what rank 0 does, ``place`` which one of ``verbs`` that is, from 1; 0 before the first."""
+
+    cell: str
+    driver: str
+    life: str
+    verb: str
+    place: int
+    verbs: int
+    seconds: float
+
+    def __str__(self) -> str:
+        """As the user reads it: ``fsdp2-fp32-w2 train: step 7/27, 3 s``."""
+        where = f"{self.verb} {self.place}/{self.verbs}" if self.place else "starts"
+        return f"{self.cell} {self.life}: {where}, {self.seconds:.0f} s"
+
+
+def running(store: Path, over: set[str], since: float = 0.0) -> Iterator[Running]:
+    """The lives in the store that have begun, after ``since`` (in seconds since the epoch), and not ended.
+
+    ``over`` keeps the names of those that have ended, so that they are not looked at again.
+    """
+    try:
+        names = sorted(path.name for path in store.iterdir())
+    except FileNotFoundError:
+        return
+    for name in names:
+        directory = store / name
+        if name in over or name.endswith(".lock"):
+            continue
+        if (directory / DONE).exists():
+            over.add(name)
+            continue
+        try:
+            begun = (directory / "request.json").stat().st_mtime
+            request = json.loads((directory / "request.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue  # it waits for its devices, or is being written
+        seconds = max(0.0, time.time() - begun)
+        # One whose pytest process died leaves no end.
+        if begun >= since and seconds < request["timeout"] + PATIENCE:
+            payload, (verb, index) = request["payload"], _verb(directory / "rank-0.jsonl")
+            life = payload["life"]
+            yield Running(
+                payload["cell"], payload["driver"], life["name"], verb, index + 1, len(life["verbs"]), seconds
+            )
+
+
+def _verb(log: Path) -> tuple[str, int]:
+    """The last verb that a rank said it begins, and its index; nothing and -1 if it said none yet."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - TAIL))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return "", -1
+    for line in reversed(lines):
+        if '"event": "verb"' in line:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            return str(event["verb"]), int(event["index"])
+    return "", -1

@@ -1,0 +1,54 @@
+"""The section that pytest's terminal ends with: matrix, causes, slowest lives, devices, counts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pytest_distcompat.report import Line, Report, causes_text, counts_text, lives_text, matrix_text
+
+#: Style of a span to what pytest's TerminalWriter makes of it.
+MARKUP: Mapping[str, Mapping[str, bool]] = {
+    "good": {"green": True},
+    "known": {"yellow": True},
+    "bad": {"red": True, "bold": True},
+    "dim": {"light": True},
+    "head": {"bold": True},
+}
+
+
+class Summary:
+    """Writes to pytest's terminal reporter."""
+
+    def __init__(self, terminal: Any) -> None:
+        self._terminal = terminal
+        # A log has no edge: what reads it scrolls. pytest takes 80 characters where it does not know better.
+        known = terminal.isatty or "COLUMNS" in os.environ
+        self._width = terminal.config.get_terminal_writer().fullwidth if known else 0
+
+    def show(self, report: Report, written: list[str]) -> None:
+        """The whole section."""
+        self._terminal.section("distributed compatibility")
+        for line in matrix_text(report.results, report.rows, self._width):
+            self._line(line)
+        for line in causes_text(report.results):
+            self._line(line)
+        lives = report.run.get("lives", 0)
+        self._terminal.write_line(f"{len(report.results)} verdicts from {lives} process-group lives")
+        self._terminal.write_line(counts_text(report))
+        for line in lives_text(report.lives, report.run.get("timeline", ())):
+            self._line(line)
+        if report.interrupted:
+            said = f"{report.run['ending']}: {len(report.unreached)} items were not reached"
+            self._terminal.write_line(said, red=True, bold=True)
+        baseline = report.run.get("baseline", {})
+        for number, text in enumerate(baseline.get("text", ())):
+            self._terminal.write_line(text if number else f"since {baseline['file']}: {text}")
+        for text in written:
+            self._terminal.write_line(text)
+
+    def _line(self, line: Line) -> None:
+        for text, style in line:
+            self._terminal.write(text, **MARKUP.get(style, {}))
+        self._terminal.write("\n")

@@ -1,0 +1,72 @@
+"""Failures grouped by what they say: of a life that broke off, every check of the cell tells the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pytest_distcompat.report.result import Result
+
+#: What differs from one rank, run or layer to the next where the cause is the same.
+_CHANCE = re.compile(r"0x[0-9a-f]+|\branks? \d+(, \d+)*|\d+(\.\d+)?(e-?\d+)?", re.IGNORECASE)
+
+_RANK = re.compile(r"\brank (\d+)\b")
+_SEVERAL = re.compile(r"\branks (\d+)")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Verdicts that read alike."""
+
+    results: tuple[Result, ...]
+
+    @property
+    def headline(self) -> str:
+        """What they say, in the words of the first."""
+        return _headline(self.results[0])
+
+    @property
+    def words(self) -> str:
+        """The statuses: FAIL, CRASH."""
+        return ", ".join(dict.fromkeys(result.word for result in self.results))
+
+    @property
+    def cells(self) -> dict[str, list[str]]:
+        """Cell, with its driver, to its checks."""
+        found: dict[str, list[str]] = {}
+        for result in self.results:
+            found.setdefault(f"{result.cell} ({result.driver})", []).append(result.check)
+        return found
+
+    @property
+    def reproduce(self) -> str:
+        """The command that shows one of them alone."""
+        return next((result.reproduce for result in self.results if result.reproduce), "")
+
+
+def causes(results: Iterable[Result]) -> list[Cause]:
+    """What makes the run red, the most frequent cause first."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        if result.red:
+            found.setdefault(_CHANCE.sub("#", _headline(result)) or result.nodeid, []).append(result)
+    return [Cause(tuple(group)) for group in sorted(found.values(), key=len, reverse=True)]
+
+
+def _headline(result: Result) -> str:
+    """What went wrong, where the message begins with what was expected instead: ``judge`` has that after an empty line."""
+    said = result.headline
+    if said.startswith("fails otherwise than declared"):
+        after = result.message.partition("\n\n")[2].strip()
+        return after.splitlines()[0] if after else said
+    return said
+
+
+def rank_of_cause(message: str) -> int | None:
+    """The rank that a finding names first, in its own words; None where it names none."""
+    for line in message.splitlines():
+        named = _RANK.search(line) or _SEVERAL.search(line)
+        if named:
+            return int(named[1])
+    return None

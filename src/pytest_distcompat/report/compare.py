@@ -1,0 +1,134 @@
+"""Two reports side by side: what is newly broken, newly fixed, newly missing, and what else is different."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_distcompat.report.document import Report, counts
+from pytest_distcompat.report.result import WORDS, Result
+
+#: A verdict in any report: suite, driver, cell, check; and which one, where two suites of one name have the same.
+Key = tuple[str, str, str, str, int]
+
+#: The settings that say which cells are asked for.
+SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "device", "gpus")
+#: What is counted in the last line: a suite that goes dark shows in the first three.
+COUNTED = ("asked", "ran", "skipped", "unreached", "red", "known", "fixed?")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One verdict that is not what it was; ``before`` or ``after`` is empty where there was none."""
+
+    suite: str
+    driver: str
+    cell: str
+    check: str
+    before: str
+    after: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        """One line."""
+        words = " -> ".join(WORDS.get(status, status) or "none" for status in (self.before, self.after))
+        return f"{self.cell}:{self.check} ({self.driver}): {words}{f': {self.why}' if self.why else ''}"
+
+
+@dataclass
+class Comparison:
+    """What is different. ``broken``: red now and not before; ``missing``: ran before and not now; ``new``: was not asked for
+    before, and is not red.
+    """
+
+    broken: list[Change] = field(default_factory=list)
+    fixed: list[Change] = field(default_factory=list)
+    missing: list[Change] = field(default_factory=list)
+    still: list[Change] = field(default_factory=list)
+    new: list[Change] = field(default_factory=list)
+    #: Package or setting to its value before and now.
+    versions: dict[str, tuple[str, str]] = field(default_factory=dict)
+    settings: dict[str, tuple[str, str]] = field(default_factory=dict)
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def lines(self) -> Iterator[str]:
+        """For people: the news first."""
+        told = (("newly broken", self.broken), ("newly missing", self.missing), ("newly fixed", self.fixed))
+        yield ", ".join(
+            f"{len(found)} {title}" for title, found in (*told, ("still broken", self.still), ("new", self.new))
+        )
+        for title, values in (("versions", self.versions), ("settings", self.settings)):
+            if values:
+                yield f"{title}: {', '.join(f'{name} {old} -> {now}' for name, (old, now) in values.items())}"
+        yield ", ".join(
+            f"{name} {old} -> {now}" if old != now else f"{name} {now}" for name, (old, now) in self.counts.items()
+        )
+        yield from (f"newly broken: {change}" for change in self.broken)
+        cells: dict[tuple[str, str, str], list[str]] = {}
+        for change in self.missing:
+            cells.setdefault((change.cell, change.driver, change.why), []).append(change.check)
+        for (cell, driver, why), checks in cells.items():
+            yield f"newly missing: {cell} ({driver}): {', '.join(checks)}: {why}"
+        yield from (f"newly fixed: {change}" for change in self.fixed)
+
+    def to_json(self, name: str) -> dict[str, Any]:
+        """For the report of the later run: ``name`` is the earlier one's file."""
+        lists = {kind: [vars(change) for change in getattr(self, kind)] for kind in ("broken", "fixed", "missing")}
+        return {"file": name, "text": list(self.lines()), **lists}
+
+
+def compare(before: Report, after: Report) -> Comparison:
+    """What became of each verdict."""
+    old, now = _by_key(before), _by_key(after)
+    dark = set(after.unreached)
+    found = Comparison(
+        versions=_differ(before.run.get("versions", {}), after.run.get("versions", {})),
+        settings=_differ(_settings(before), _settings(after)),
+    )
+    earlier, later = counts(before), counts(after)
+    found.counts = {name: (earlier[name], later[name]) for name in COUNTED}
+    for key, result in now.items():
+        was = old.get(key)
+        change = _change(key, was.status if was else "", result.status, result.why)
+        if result.red:
+            (found.still if was is not None and was.red else found.broken).append(change)
+        elif was is None:
+            found.new.append(change)
+        elif result.status == "skipped":
+            if was.status != "skipped":
+                found.missing.append(change)
+        elif was.red or (was.status == "known" and result.status == "passed"):
+            found.fixed.append(change)
+    for key, was in old.items():
+        if key not in now and was.status != "skipped":
+            why = "not reached" if was.nodeid in dark else "not asked for"
+            found.missing.append(_change(key, was.status, "", why))
+    return found
+
+
+def _change(key: Key, before: str, after: str, why: str) -> Change:
+    return Change(*key[:4], before, after, why)
+
+
+def _by_key(report: Report) -> dict[Key, Result]:
+    seen: Counter[tuple[str, str, str, str]] = Counter()
+    found: dict[Key, Result] = {}
+    # Sorted by place: which of two suites of one name is the first must not depend on the order of the run.
+    for result in sorted(report.results, key=lambda result: result.place):
+        name = (result.suite, result.driver, result.cell, result.check)
+        found[(*name, seen[name])] = result
+        seen[name] += 1
+    return found
+
+
+def _settings(report: Report) -> dict[str, str]:
+    settings = report.run.get("settings", {})
+    return {name: str(settings[name]["value"]) or "all" for name in SELECTING if name in settings}
+
+
+def _differ(before: dict[str, str], after: dict[str, str]) -> dict[str, tuple[str, str]]:
+    names = dict.fromkeys((*before, *after))
+    pairs = {name: (before.get(name, "none"), after.get(name, "none")) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

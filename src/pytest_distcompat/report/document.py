@@ -1,0 +1,153 @@
+"""All that a run found, as one document: what every report is made from, and the JSON that it is kept in.
+
+``schema.json`` beside this file describes the JSON; docs/reports.md explains it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.report.result import WORDS, Result, Row
+
+#: Raised when a key changes its meaning or goes away; new keys may come at any time.
+FORMAT = 1
+
+#: How much of a verdict's message is kept, in characters: the whole story of a life that broke off stands once, with the life.
+MESSAGE = 2500
+
+
+@dataclass
+class Report:
+    """What one run found, or several merged.
+
+    ``run``: versions, device, settings, how the session ended. ``lives``: the process groups (``evidence.store``).
+    ``unreached``: the node ids of the items that were asked for and never ran.
+    """
+
+    run: dict[str, Any] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    lives: list[dict[str, Any]] = field(default_factory=list)
+    unreached: list[str] = field(default_factory=list)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the session was broken off."""
+        return bool(self.run.get("ending", "finished") != "finished")
+
+    def to_json(self) -> dict[str, Any]:
+        """The document as plain data."""
+        return {
+            "format": FORMAT,
+            "run": {**self.run, "counts": counts(self)},
+            "results": [_result(result) for result in self.results],
+            "cells": [{**dataclasses.asdict(row), "facets": facets(row.cell)} for row in self.rows],
+            "lives": self.lives,
+            "unreached": self.unreached,
+        }
+
+    def to_text(self) -> str:
+        """The JSON: a line for each result, cell and life, so that it can be read, searched and compared."""
+        return "".join(_lines(self.to_json()))
+
+    @classmethod
+    def from_json(cls, data: Any) -> Report:
+        """The report that ``to_json`` wrote; keys that are not known are left out. Raises UsageProblem for anything else."""
+        if not isinstance(data, Mapping) or "format" not in data:
+            raise UsageProblem("is no report of pytest-distcompat")
+        if data["format"] != FORMAT:
+            raise UsageProblem(f"format {data['format']!r} is not known here; expected {FORMAT}")
+        try:
+            results = [Result(**_known(Result, one)) for one in data["results"]]
+            rows = [Row(**_known(Row, one)) for one in data.get("cells", ())]
+            run = dict(data["run"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UsageProblem(f"is no report: {error}") from None
+        return cls(run, results, rows, list(data.get("lives", ())), list(data.get("unreached", ())))
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """The report in a JSON file. Raises UsageProblem if there is none."""
+        try:
+            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise UsageProblem(f"{path}: {error}") from None
+        except UsageProblem as problem:
+            raise UsageProblem(f"{path}: {problem}") from None
+
+
+def counts(report: Report) -> dict[str, int]:
+    """How many verdicts were asked for, ran, were skipped or never reached; and how many there are of each status.
+
+    A suite that goes dark shows in ``ran``: asked, less what was skipped and what was not reached.
+    """
+    found = Counter(result.status for result in report.results)
+    asked = len(report.results) + len(report.unreached)
+    told = {status: found[status] for status in WORDS}
+    ran = len(report.results) - found["skipped"]
+    red = sum(result.red for result in report.results)
+    return {"asked": asked, "ran": ran, "unreached": len(report.unreached), "red": red, **told}
+
+
+def facets(cell: str) -> dict[str, Any]:
+    """Strategy, precision and world size of a cell, and the options that it names; nothing for what is no cell's id."""
+    try:
+        found = Cell.parse(cell)
+    except ValueError:
+        return {}
+    plain = {"strategy": found.strategy, "precision": found.precision, "world_size": found.world_size}
+    return plain | dict(found.options)
+
+
+def clip(text: str, length: int = MESSAGE) -> str:
+    """The text, cut in the middle if it is longer than ``length``: how it begins and how it ends tells most."""
+    if len(text) <= length:
+        return text
+    tail = length // 3
+    return f"{text[: length - tail]}\n... {len(text) - length} characters cut ...\n{text[-tail:]}"
+
+
+def _result(result: Result) -> dict[str, Any]:
+    data = dataclasses.asdict(result)
+    return {**data, "message": clip(result.message), "seconds": round(result.seconds, 3), "facets": facets(result.cell)}
+
+
+def _known(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in data.items() if name in names}
+
+
+def _lines(data: Mapping[str, Any]) -> Iterator[str]:
+    yield "{"
+    separator = "\n"
+    for name, value in data.items():
+        if isinstance(value, list):
+            parts = ",\n  ".join(_compact(one) for one in value)
+            text = f"[\n  {parts}\n ]" if value else "[]"
+        else:
+            text = _compact(value)
+        yield f"{separator} {json.dumps(name)}: {text}"
+        separator = ",\n"
+    yield "\n}\n"
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """The same without the numbers that JSON does not have, which browsers refuse to read: None in their place."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,122 @@
+"""The report for people who read it on a page: Markdown, and a short form for chat."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from pytest_distcompat.report.causes import Cause, causes
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.result import Result, Row, Table, blank_reasons, by_suite
+from pytest_distcompat.report.text import HEADLINE, counts_text, cut
+
+#: What a message in a chat may have, in characters (Slack cuts at 3000: https://docs.slack.dev/reference/block-kit/blocks/section-block).
+CHAT = 2999
+#: How many causes a page and a chat message show at most.
+CAUSES = 50
+CHAT_CAUSES = 8
+
+#: What Markdown would read as markup; an underscore inside a word is none.
+_SPECIAL = re.compile(r"([\\`*\[\]<>|]|(?<!\w)_|_(?!\w))")
+
+
+def markdown(report: Report) -> str:
+    """The whole page: the matrices, what went wrong by cause, why what is blank is blank, what cells cost."""
+    return "\n".join(_page(report)) + "\n"
+
+
+def chat(report: Report) -> str:
+    """What to post: the counts, the versions, the most frequent causes. Shorter than 3000 characters."""
+    lines = [headline(report), counts_text(report), _versions(report)]
+    found = causes(report.results)
+    for cause in found[:CHAT_CAUSES]:
+        lines.append(f"- {cause.words} x {len(cause.results)}: {cut(cause.headline, 120)}")
+        lines.append(f"  {cut(', '.join(cause.cells), 100)}")
+        if len(cause.reproduce) < 160:
+            lines += [f"  {cause.reproduce}"] if cause.reproduce else []
+    if len(found) > CHAT_CAUSES:
+        lines.append(f"- and {len(found) - CHAT_CAUSES} causes more")
+    lines += [cut(line, 300) for line in report.run.get("baseline", {}).get("text", ())[:10]]
+    return cut("\n".join(line for line in lines if line), CHAT - 1) + "\n"
+
+
+def headline(report: Report) -> str:
+    """In a few words how it went."""
+    red = sum(result.red for result in report.results)
+    said = "interrupted" if report.interrupted else "ok" if not red else ""
+    return "Distributed compatibility: " + ", ".join(filter(None, (said, f"{red} failed" if red else "")))
+
+
+def _escape(text: str) -> str:
+    """Text as it is: no markup of its own, whatever a message holds."""
+    return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
+
+
+def _versions(report: Report) -> str:
+    return ", ".join(f"{name} {version}" for name, version in report.run.get("versions", {}).items())
+
+
+def _page(report: Report) -> Iterator[str]:
+    yield from ("# Distributed compatibility", "")
+    if report.interrupted:
+        yield from (f"**Interrupted**: {len(report.unreached)} items were not reached.", "")
+    run = report.run
+    lives = f"{run.get('lives', 0)} process-group lives"
+    yield f"{len(report.results)} results, {lives}, device {run.get('device', '?')}; {_versions(report)}"
+    yield from ("", counts_text(report))
+    if run.get("baseline"):
+        yield from ("", "## Since the baseline", "", *(f"- {_escape(line)}" for line in run["baseline"]["text"]))
+    yield from _causes(causes(report.results))
+    for found in by_suite(report.results):
+        yield from _suite(found)
+    yield from _blanks(report.rows)
+    yield from _cost(report.rows)
+
+
+def _causes(found: list[Cause]) -> Iterator[str]:
+    if found:
+        yield from ("", "## Failures by cause", "")
+    for number, cause in enumerate(found[:CAUSES], 1):
+        yield f"{number}. **{cause.words}**, {len(cause.results)} verdicts: {_escape(cut(cause.headline, HEADLINE))}"
+        for cell, checks in cause.cells.items():
+            yield f"   - {cell}: {', '.join(checks)}"
+        if cause.reproduce:
+            yield from ("", "   ```console", f"   $ {' '.join(cause.reproduce.split())}", "   ```", "")
+    if len(found) > CAUSES:
+        yield f"\nand {len(found) - CAUSES} causes more"
+
+
+def _suite(found: list[Result]) -> Iterator[str]:
+    table = Table.of(found)
+    yield from ("", f"## {found[0].suite} (driver {found[0].driver})", "")
+    yield f"| {' | '.join(('', *table.checks))} |"
+    yield "|" + " --- |" * (len(table.checks) + 1)
+    for cell in table.cells:
+        yield f"| {' | '.join((cell, *(table.word(cell, check) for check in table.checks)))} |"
+    reasons = [result for result in found if result.status != "passed"]
+    if reasons:
+        yield ""
+    yield from dict.fromkeys(f"- {r.cell}:{r.check}: {r.word}: {_escape(r.why)}" for r in reasons)
+
+
+def _blanks(rows: Iterable[Row]) -> Iterator[str]:
+    """Why a check has nothing to say in a cell: a line a reason."""
+    known = [row for row in rows if row.blanks]
+    if known:
+        yield from ("", "## Blanks", "")
+    for driver in dict.fromkeys(row.driver for row in known):
+        for (check, reason), names in blank_reasons(row for row in known if row.driver == driver).items():
+            yield f"- {driver}: {check}: {_escape(reason)} ({len(names)} cells: {', '.join(names)})"
+
+
+def _cost(rows: Iterable[Row]) -> Iterator[str]:
+    costs = [row for row in rows if row.cost]
+    if not costs:
+        return
+    yield from ("", "## Cost", "")
+    yield "| driver | cell | step, ms | tokens/s a rank | bytes of master and state a parameter | peak memory, MiB |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for row in costs:
+        cost = row.cost
+        numbers = f"{1000 * cost['step_seconds']:.1f} | {cost['tokens_per_second']:.0f} | {cost['state_bytes']:.1f}"
+        yield f"| {row.driver} | {row.cell} | {numbers} | {cost['memory'] / 2**20:.0f} |"

@@ -1,0 +1,92 @@
+"""Several reports as one: the parts of a matrix that several jobs ran."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.result import RED, Result, Row
+
+#: How a session ended, from bad to good: of several, the worst counts.
+_ENDINGS = ("internal error", "interrupted", "stopped", "finished")
+#: Which of two verdicts on the same thing counts: what is red, then what is not as it should be, then what ran at all.
+_WEIGHT = {"known": 3, "refused": 2, "passed": 2, "skipped": 1}
+
+
+def merge(reports: Sequence[Report]) -> Report:
+    """One report. Where several have a verdict on the same check in the same cell, the worst counts, and one that ran counts
+    more than one that was skipped; what was not reached in one and ran in another was reached. Of a cell that several ran,
+    names, dtypes, steps and cost are those of the first that has them.
+    """
+    results: dict[tuple[str, ...], Result] = {}
+    rows: dict[tuple[str, ...], Row] = {}
+    lives: list[dict[str, Any]] = []
+    for number, report in enumerate(reports, 1):
+        for result in report.results:
+            key = (result.suite, result.driver, result.place, result.cell, result.check)
+            if key not in results or _weight(result) > _weight(results[key]):
+                results[key] = result
+        lives += [{**life, "id": f"{number}/{life['id']}"} for life in report.lives]
+        for row in report.rows:
+            own = dataclasses.replace(row, lives=[f"{number}/{life}" for life in row.lives])
+            name = (row.suite, row.driver, row.place, row.cell)
+            rows[name] = _richer(rows[name], own) if name in rows else own
+    reached = {result.nodeid for result in results.values()}
+    unreached = dict.fromkeys(nodeid for report in reports for nodeid in report.unreached if nodeid not in reached)
+    return Report(
+        _run([report.run for report in reports]), list(results.values()), list(rows.values()), lives, list(unreached)
+    )
+
+
+def _weight(result: Result) -> int:
+    return 4 if result.status in RED else _WEIGHT.get(result.status, 0)
+
+
+def _richer(one: Row, other: Row) -> Row:
+    """Both cells' lives and blanks; of the rest what the first knows, else what the other does."""
+    known = {field.name: getattr(one, field.name) or getattr(other, field.name) for field in dataclasses.fields(Row)}
+    return Row(**{**known, "lives": [*one.lives, *other.lives], "blanks": {**other.blanks, **one.blanks}})
+
+
+def _run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    settings = {name: setting for run in runs for name, setting in run.get("settings", {}).items()}
+    joined = {
+        name: {
+            "value": _join(str(run["settings"][name]["value"]) for run in runs if name in run.get("settings", {})),
+            "from": setting["from"],
+        }
+        for name, setting in settings.items()
+    }
+    names = dict.fromkeys(name for run in runs for name in run.get("versions", {}))
+    versions = {name: _join(run.get("versions", {}).get(name, "none") for run in runs) for name in names}
+    timeline = [
+        {**entry, "device": f"{number}/{entry['device']}", "who": _who(entry["who"], number)}
+        for number, run in enumerate(runs, 1)
+        for entry in run.get("timeline", ())
+    ]
+    sizes = dict.fromkeys(run.get("world_size", "?") for run in runs)
+    return {
+        "versions": versions,
+        "device": _join(str(run.get("device", "?")) for run in runs),
+        "gpu": _join(run.get("gpu", "") for run in runs),
+        "world_size": next(iter(sizes)) if len(sizes) == 1 else _join(map(str, sizes)),
+        "began": min((run["began"] for run in runs if run.get("began")), default=""),
+        "seconds": sum(run.get("seconds", 0.0) for run in runs),
+        "lives": sum(run.get("lives", 0) for run in runs),
+        "ending": min((run.get("ending", "finished") for run in runs), key=_ENDINGS.index, default="finished"),
+        "settings": joined,
+        "timeline": timeline,
+        "merged": [{name: value for name, value in run.items() if name != "timeline"} for run in runs],
+    }
+
+
+def _who(who: str, number: int) -> str:
+    """A node id is the same in all jobs; a life's id is not."""
+    return who if "::" in who else f"{number}/{who}"
+
+
+def _join(values: Any) -> str:
+    """The different values, each once."""
+    return " | ".join(dict.fromkeys(value for value in values if value))

@@ -1,0 +1,214 @@
+"""``distcompat diff``, ``merge`` and ``report``: what they say, and their exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from pytest_distcompat import report as report_room
+from pytest_distcompat.cli import main
+from pytest_distcompat.report import Report, Result, Row, compare, merge, write_report
+
+ROOT = Path(__file__).parents[2]
+REAL = ROOT / "tests" / "report" / "real.json"
+SCHEMA = json.loads(Path(report_room.__file__).with_name("schema.json").read_text(encoding="utf-8"))
+
+
+def made(place: str = "t.py::S", **statuses: str) -> Report:
+    """A report with one check of these cells: ``ddp_2="passed"``."""
+    results = []
+    for name, status in statuses.items():
+        strategy, _, size = name.partition("_")
+        cell = f"{strategy}-fp32-w{size}"
+        nodeid = f"{place}::test[{cell}:names]"
+        results.append(
+            Result("S", "d", cell, "names", status, "rank 0: is wrong" if status == "failed" else "", nodeid=nodeid)
+        )
+    run: dict[str, Any] = {"versions": {"torch": "2.12.0", "accelerate": "1.14.0"}, "lives": 3, "seconds": 1.5}
+    settings = {"profile": {"value": "default", "from": "default"}}
+    rows = [Row("S", "d", result.cell, place, lives=["one"]) for result in results]
+    return Report({**run, "device": "cpu", "world_size": 2, "settings": settings, "timeline": []}, results, rows)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write(name: str, report: Report) -> str:
+        write_report(tmp_path / name, report)
+        return str(tmp_path / name)
+
+    return write
+
+
+#: Status before and today (empty: no such verdict) to what that is.
+NEWS = [
+    ("passed", "failed", "broken"),
+    ("known", "crashed", "broken"),
+    ("skipped", "failed", "broken"),
+    ("", "hung", "broken"),
+    ("passed", "error", "broken"),
+    ("passed", "", "missing"),
+    ("failed", "", "missing"),
+    ("passed", "skipped", "missing"),
+    ("failed", "skipped", "missing"),
+    ("failed", "passed", "fixed"),
+    ("failed", "known", "fixed"),
+    ("known", "passed", "fixed"),
+    ("fixed?", "passed", "fixed"),
+    ("failed", "crashed", "still"),
+    ("failed", "failed", "still"),
+    ("", "passed", "new"),
+    ("passed", "passed", ""),
+    ("passed", "known", ""),
+    ("skipped", "", ""),
+    ("skipped", "skipped", ""),
+    ("skipped", "passed", ""),
+    ("refused", "passed", ""),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "kind"), NEWS)
+def test_what_became_of_a_verdict(before: str, after: str, kind: str, write: Any) -> None:
+    old = made(**({"ddp_2": before} if before else {}), fsdp2_2="failed")
+    now = made(**({"ddp_2": after} if after else {}), fsdp2_2="failed")
+    found = compare(old, now)
+    kinds = {name: len(getattr(found, name)) for name in ("broken", "missing", "fixed", "still", "new")}
+    expected = dict.fromkeys(kinds, 0) | {"still": 1}
+    if kind:
+        expected[kind] += 1
+    assert kinds == expected
+    code = main(["diff", write("old.json", old), write("now.json", now)])
+    assert code == (kind in {"broken", "missing"})
+
+
+def test_diff_tells_the_news_with_the_versions_beside_them(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    old = made(ddp_2="passed", fsdp1_2="passed", fsdp2_2="failed", zero1_2="passed", zero2_2="passed", zero3_2="known")
+    now = made(ddp_2="passed", fsdp1_2="failed", fsdp2_2="passed", zero2_2="skipped", zero3_2="known")
+    now.run["versions"] = {"torch": "2.13.0", "accelerate": "1.14.0", "deepspeed": "0.19.8"}
+    now.run["settings"] = {"profile": {"value": "smoke", "from": "option"}}
+    now.results[3] = dataclasses.replace(now.results[3], reason="2 ranks need 2 GPUs, 1 to use")
+    assert main(["diff", write("old.json", old), write("now.json", now)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "1 newly broken, 2 newly missing, 1 newly fixed, 0 still broken, 0 new",
+        "versions: torch 2.12.0 -> 2.13.0, deepspeed none -> 0.19.8",
+        "settings: profile default -> smoke",
+        "asked 6 -> 5, ran 6 -> 4, skipped 0 -> 1, unreached 0, red 1, known 1, fixed? 0",
+        "newly broken: fsdp1-fp32-w2:names (d): ok -> FAIL: rank 0: is wrong",
+        "newly missing: zero2-fp32-w2 (d): names: 2 ranks need 2 GPUs, 1 to use",
+        "newly missing: zero1-fp32-w2 (d): names: not asked for",
+        "newly fixed: fsdp2-fp32-w2:names (d): FAIL -> ok",
+    ]
+
+
+def test_what_was_not_reached_is_missing_and_says_so(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    old, now = made(ddp_2="passed", fsdp1_2="passed"), made(ddp_2="passed")
+    now.unreached = [old.results[1].nodeid]
+    assert main(["diff", write("old.json", old), write("now.json", now)]) == 1
+    assert "newly missing: fsdp1-fp32-w2 (d): names: not reached" in capsys.readouterr().out
+    assert main(["diff", "--allow-missing", write("old.json", old), write("now.json", now)]) == 0
+
+
+def test_the_same_report_is_no_news(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", str(REAL), str(REAL)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "0 newly broken, 0 newly missing, 0 newly fixed, 49 still broken, 0 new"
+    assert len(out) == 2
+
+
+def test_diff_as_json_is_what_the_schema_calls_a_baseline(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    old, now = made(ddp_2="passed", fsdp1_2="failed"), made(ddp_2="failed", fsdp1_2="passed")
+    main(["diff", "--json", write("old.json", old), write("now.json", now)])
+    data = json.loads(capsys.readouterr().out)
+    whole = {"$defs": SCHEMA["$defs"], "$ref": "#/$defs/run/properties/baseline"}
+    jsonschema.Draft202012Validator(whole).validate(data)
+    assert [change["after"] for change in data["broken"]] == ["failed"]
+
+
+def test_two_suites_of_one_name_are_told_apart() -> None:
+    one, other = made("a.py::S", ddp_2="passed"), made("b.py::S", ddp_2="failed")
+    both = merge([one, other])
+    assert [result.status for result in both.results] == ["passed", "failed"]
+    moved = merge([made("c/a.py::S", ddp_2="passed"), made("c/b.py::S", ddp_2="failed")])
+    found = compare(both, moved)
+    assert (found.broken, found.fixed, found.missing, len(found.still)) == ([], [], [], 1)
+
+
+def test_merge_takes_the_worst_and_prefers_what_ran() -> None:
+    first = made(ddp_2="passed", fsdp1_2="skipped", fsdp2_2="failed", zero1_2="known")
+    second = made(ddp_2="crashed", fsdp1_2="passed", fsdp2_2="passed", zero1_2="passed", zero3_2="passed")
+    first.unreached = [second.results[-1].nodeid, "t.py::S::test[zero2-fp32-w2:names]"]
+    first.run["ending"] = "interrupted"
+    second.run["versions"] = {"torch": "2.13.0"}
+    both = merge([first, second])
+    assert {result.cell: result.status for result in both.results} == {
+        "ddp-fp32-w2": "crashed",
+        "fsdp1-fp32-w2": "passed",
+        "fsdp2-fp32-w2": "failed",
+        "zero1-fp32-w2": "known",
+        "zero3-fp32-w2": "passed",
+    }
+    assert both.unreached == ["t.py::S::test[zero2-fp32-w2:names]"]
+    run = both.run
+    assert run["versions"] == {"torch": "2.12.0 | 2.13.0", "accelerate": "1.14.0 | none"}
+    assert (run["lives"], run["seconds"], run["ending"], len(run["merged"])) == (6, 3.0, "interrupted", 2)
+    assert both.rows[0].lives == ["1/one", "2/one"]
+
+
+def test_a_merged_report_is_as_the_schema_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "both.json"
+    assert main(["merge", str(REAL), str(REAL), "-o", str(out), "-o", str(tmp_path / "both.html")]) == 0
+    data = json.loads(out.read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(SCHEMA).validate(data)
+    real = Report.read(REAL)
+    assert [(r["nodeid"], r["status"]) for r in data["results"]] == [(r.nodeid, r.status) for r in real.results]
+    assert {life for cell in data["cells"] for life in cell["lives"]} == {life["id"] for life in data["lives"]}
+    assert len(data["lives"]) == 2 * len(real.lives)
+    assert "<title>Distributed compatibility: 49 failed" in (tmp_path / "both.html").read_text(encoding="utf-8")
+    assert capsys.readouterr().out.startswith("96 asked, 94 ran, 2 skipped: ")
+
+
+def test_a_report_in_other_formats(tmp_path: Path) -> None:
+    names = [f"out{suffix}" for suffix in (".md", ".html", ".txt", ".json")]
+    outputs = [argument for name in names for argument in ("-o", str(tmp_path / name))]
+    assert main(["report", str(REAL), *outputs]) == 0
+    assert all((tmp_path / name).stat().st_size for name in names)
+    assert (tmp_path / "out.json").read_text(encoding="utf-8") == REAL.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["diff", "none.json", str(REAL)], "none.json: "),
+        (["diff", str(REAL), str(ROOT / "pyproject.toml")], "pyproject.toml: "),
+        (["merge", str(REAL), "-o", "out.xml"], "the suffix says the format. Known: .json, .md, .html, .txt"),
+        (["merge", str(REAL), "-o", "no_such_folder/out.md"], "no_such_folder/out.md: "),
+        (["merge", str(REAL)], "required: -o/--output"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_what_is_wrong_is_said_with_exit_code_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_command_is_installed_and_imports_neither_pytest_nor_torch() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert '[project.scripts]\ndistcompat = "pytest_distcompat.cli:main"\n' in project
+    script = (
+        "import sys\nfrom pytest_distcompat.cli import main\n"
+        f"assert main(['diff', {str(REAL)!r}, {str(REAL)!r}]) == 0\n"
+        "heavy = {'pytest', '_pytest', 'torch', 'numpy'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

@@ -1,0 +1,48 @@
+"""Makes tests/report/real.json of a report of this suite: shorter, and without the paths of the machine it was made on.
+
+In this directory: ``pytest -c /dev/null --rootdir . faulty_suite.py --distcompat-timeout 15 --distcompat-report /tmp/faulty.json``, then
+``python shorten.py /tmp/faulty.json ../real.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from pytest_distcompat.report import Report, clip, write_report
+
+#: What the directories of a machine are called here.
+PATHS = (
+    # One in which a long text was cut.
+    (r"/[\w./+-]*(?=\\n\.\.\. \d+ characters cut)", "/"),
+    (r"/[\w./+-]*/site-packages/", "/site-packages/"),
+    (r"/[\w./+-]*/lib/python3\.\d+/", "/python/"),
+    (r"/[\w./+-]*/src/pytest_distcompat/", "/src/pytest_distcompat/"),
+    (r"/[\w./+-]*/tests/report/faulty/", "/faulty/"),
+    (r"/[\w./+-]*/distcompat/lives/", "/tmp/distcompat/lives/"),
+)
+NAMES = 5
+TEXT = 900
+
+
+def shorten(text: str) -> str:
+    """The report as one with short tables and texts."""
+    for pattern, name in PATHS:
+        text = re.sub(pattern, name, text)
+    report = Report.from_json(json.loads(text))
+    report.run["settings"]["report"]["value"] = "faulty.json"
+    for row in report.rows:
+        row.names = [*row.names[:NAMES], *(name for name in row.names[NAMES:] if "key" in name)][: 2 * NAMES]
+    for life in report.lives:
+        for rank in life["ranks"]:
+            rank |= {part: clip(rank[part], TEXT) for part in ("text", "stack", "output")}
+    results = [type(result)(**{**vars(result), "message": clip(result.message, TEXT)}) for result in report.results]
+    return Report(report.run, results, report.rows, report.lives, report.unreached).to_text()
+
+
+if __name__ == "__main__":
+    write_report(
+        Path(sys.argv[2]), Report.from_json(json.loads(shorten(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    )

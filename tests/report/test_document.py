@@ -1,0 +1,192 @@
+"""The JSON: what the schema says, and that it can be read again."""
+
+from __future__ import annotations
+
+import json
+import math
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from pytest_distcompat import report as report_room
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.report import FORMATS, RED, WORDS, Report, Result, Row, clip, counts, facets, write_report
+
+from .conftest import REAL
+
+SCHEMA = json.loads(Path(report_room.__file__).with_name("schema.json").read_text(encoding="utf-8"))
+
+
+def problems(data: Any) -> list[str]:
+    return [error.message for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(data)]
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_a_real_report_is_as_the_schema_says() -> None:
+    data = json.loads(REAL.read_text(encoding="utf-8"))
+    assert problems(data) == []
+    # And is worth looking at.
+    assert {result["status"] for result in data["results"]} >= {"passed", "refused", "known", "skipped", *RED} - {
+        "late",
+        "leaked",
+        "error",
+    }
+    assert {life["ending"] for life in data["lives"]} >= {"ok", "raised", "crashed", "hung"}
+    assert any(cell["names"] and cell["dtypes"] and cell["steps"] for cell in data["cells"])
+    ranks = [rank for life in data["lives"] for rank in life["ranks"]]
+    assert all(any(rank[part] for rank in ranks) for part in ("text", "stack", "collectives", "output"))
+    assert {rank["status"] for rank in ranks} >= {"raised", "killed", "stuck"}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: data.pop("lives"),
+        lambda data: data.update(format=2),
+        lambda data: data["results"][0].update(status="maybe"),
+        lambda data: data["results"][0].pop("rank"),
+        lambda data: data["run"].update(ending="bored"),
+        lambda data: data["run"]["counts"].pop("unreached"),
+        lambda data: data["cells"][0]["memory"].append(-1),
+        lambda data: data["lives"][0].update(ending="good"),
+    ],
+)
+def test_the_schema_refuses_what_is_wrong(spoil: Any) -> None:
+    data = deepcopy(json.loads(REAL.read_text(encoding="utf-8")))
+    spoil(data)
+    assert problems(data)
+
+
+def test_the_schema_knows_every_status_and_every_key() -> None:
+    assert SCHEMA["$defs"]["status"]["enum"] == [
+        *(status for status in ("passed", "refused", "known", "skipped")),
+        *(status for status in WORDS if status in RED),
+    ]
+    data = json.loads(REAL.read_text(encoding="utf-8"))
+    for kind, entries in (("result", data["results"]), ("cell", data["cells"]), ("life", data["lives"])):
+        assert {key for entry in entries for key in entry} == set(SCHEMA["$defs"][kind]["properties"])
+
+
+def test_what_was_written_is_read_again(real: Report, tmp_path: Path) -> None:
+    path = tmp_path / "again.json"
+    write_report(path, real)
+    assert path.read_text(encoding="utf-8") == REAL.read_text(encoding="utf-8")
+    assert Report.read(path).to_json() == real.to_json()
+
+
+def test_one_result_is_one_line(real: Report) -> None:
+    lines = real.to_text().splitlines()
+    for result in real.results:
+        assert sum(json.dumps(result.nodeid) in line and '"status"' in line for line in lines) == 1
+
+
+def test_a_report_of_an_earlier_release_is_read() -> None:
+    """Its keys are those of the first release: later ones are missing, a later one's are not known."""
+    old = {
+        "format": 1,
+        "run": {"versions": {}},
+        "results": [
+            {"suite": "S", "driver": "d", "cell": "ddp-fp32-w2", "check": "names", "status": "passed", "new": 1}
+        ],
+        "cells": [{"suite": "S", "driver": "d", "cell": "ddp-fp32-w2", "blanks": {}, "cost": {}}],
+    }
+    report = Report.from_json(old)
+    assert (report.results[0].status, report.rows[0].lives, report.lives) == ("passed", [], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "Expecting value"),
+        ("[]", "is no report of pytest-distcompat"),
+        ("{}", "is no report of pytest-distcompat"),
+        ('{"format": 7}', "format 7 is not known here; expected 1"),
+        ('{"format": 1, "run": {}, "results": [{"suite": "S"}]}', "is no report"),
+    ],
+)
+def test_what_is_no_report_is_said_to_be_none(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "no.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageProblem, match=r"no\.json: ") as caught:
+        Report.read(path)
+    assert said in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageProblem, match="No such file"):
+        Report.read(tmp_path / "none.json")
+
+
+def test_counts_of_a_suite_that_goes_dark() -> None:
+    results = [
+        Result("S", "d", f"ddp-fp32-w{size}", "names", status)
+        for size, status in enumerate(("passed", "known", "skipped", "skipped", "hung"), 1)
+    ]
+    found = counts(Report(results=results, unreached=["a", "b"]))
+    assert {name: count for name, count in found.items() if count} == {
+        "asked": 7,
+        "ran": 3,
+        "unreached": 2,
+        "red": 1,
+        "passed": 1,
+        "known": 1,
+        "skipped": 2,
+        "hung": 1,
+    }
+
+
+def test_facets_of_a_cell() -> None:
+    assert facets("fsdp2-bf16_mixed-w4-compile") == {
+        "strategy": "fsdp2",
+        "precision": "bf16_mixed",
+        "world_size": 4,
+        "compile": True,
+    }
+    assert facets("param0") == {}
+
+
+def test_a_long_message_keeps_its_beginning_and_its_end() -> None:
+    text = clip("a" * 5000 + "the end", 300)
+    assert len(text) < 400
+    assert text.startswith("aaa")
+    assert text.endswith("the end")
+    assert "4707 characters cut" in text
+    assert clip("short", 300) == "short"
+
+
+def test_numbers_that_json_does_not_have_are_none(tmp_path: Path) -> None:
+    row = Row("S", "d", "ddp-fp32-w2", cost={"mfu": math.nan}, steps={"loss": [1.0, math.inf]})
+    write_report(tmp_path / "n.json", Report(rows=[row]))
+    cell = json.loads((tmp_path / "n.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)["cells"][0]
+    assert (cell["cost"], cell["steps"]) == ({"mfu": None}, {"loss": [1.0, None]})
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_full_run_in_which_everything_fails_is_not_too_large(suffix: str, real: Report, tmp_path: Path) -> None:
+    """1400 verdicts of 110 cells, each with a long story, as they would come from a broken trainer."""
+    story = "".join(f"line {number} of a traceback that has no end\n" for number in range(700))
+    told = {"status": "raised", "message": "raised", "text": clip(story, 3500), "stack": "", "collectives": ""}
+    ranks = [{"rank": rank, **told, "output": clip(story, 1000)} for rank in range(2)]
+    cells = [f"fsdp2-fp32-w{size}" for size in range(1, 111)]
+    checks = [f"check{number}" for number in range(13)]
+    trained = next(row for row in real.rows if row.names)
+    names = trained.names * 5
+    report = Report(
+        real.run,
+        [
+            Result("S", "d", cell, check, "failed", story, nodeid=f"t::S::test[{cell}:{check}]")
+            for cell in cells
+            for check in checks
+        ],
+        [Row("S", "d", cell, names=names, dtypes=trained.dtypes, steps=trained.steps) for cell in cells],
+        [{**real.lives[0], "id": f"life-{number}", "ranks": ranks} for number in range(670)],
+    )
+    path = tmp_path / f"full{suffix}"
+    write_report(path, report)
+    assert path.stat().st_size < 12_000_000

@@ -1,0 +1,202 @@
+"""Which lives of the store belong to which cell, and what a cell's training showed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.evidence import add_evidence, read_store
+from pytest_distcompat.evidence.cells import training
+from pytest_distcompat.launch import Ending, RankEnd, Request
+from pytest_distcompat.report import Report, Row
+from pytest_distcompat.runner import Runner
+from pytest_distcompat.trace import (
+    CollectiveFact,
+    ComputeFact,
+    FileFact,
+    LifeTrace,
+    ModelFact,
+    Moment,
+    ParameterFact,
+    PlainFact,
+    StepFact,
+)
+
+CELLS = (
+    "ddp-fp32-w2",
+    "fsdp2-fp32-w2",
+    "fsdp2-fp32-w4",
+    "fsdp1-bf16_mixed-w2",
+    "fsdp2-fp32-w2-groups",
+    "fsdp2-fp32-w2-offload",
+)
+
+
+class Noted:
+    """A launcher whose ranks save and export at once."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def warm_up(self) -> None:
+        """Nothing."""
+
+    def get_warm(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def run(self, request: Request, keep: object = None) -> Ending:
+        request.write()
+        self.ran.append(Path(request.directory).name)
+        ranks = range(request.world_size)
+        verbs = list(enumerate(request.payload["life"]["verbs"]))
+        events = {
+            rank: [
+                {"event": "moment", "moment": {"rank": rank, "life": "", "verb": verb, "index": index}}
+                for index, verb in verbs
+            ]
+            for rank in ranks
+        }
+        return Ending(tuple(RankEnd(rank, "done") for rank in ranks), events, seconds=1.0)
+
+
+class Reading(Runner):
+    """Notes which lives each call reads."""
+
+    read: set[str]
+
+    def _directory(self, *args: object) -> Path:
+        directory = super()._directory(*args)  # type: ignore[arg-type]
+        self.read.add(directory.name)
+        return directory
+
+
+def test_a_cell_has_the_lives_that_its_checks_read_and_no_other(tmp_path: Path) -> None:
+    driver = find_driver("torch")
+    wanted: dict[str, set[str]] = {}
+    made: Any = Noted()
+    runner = Reading(tmp_path, made, device="cpu", timeout=3)
+    for cell in map(Cell.parse, CELLS):
+        runner.read = set()
+        for check in CHECKS.things.values():
+            # One with a limit compares with another cell's training, which is that cell's.
+            if not check.limit and not check.applies(cell, driver):
+                runner.trace("torch", cell, check.lives(cell, driver))
+        wanted[cell.id] = runner.read
+    report = Report(rows=[Row("S", "torch", cell) for cell in CELLS] + [Row("S", "accelerate", CELLS[0])])
+    add_evidence(report, read_store(tmp_path))
+    *rows, other = report.rows
+    for row in rows:
+        assert set(row.lives) ^ wanted[row.cell] == set()
+    assert other.lives == []
+    assert {life["id"] for life in report.lives} == set.union(*wanted.values())
+    shared = set.intersection(wanted["ddp-fp32-w2"], wanted["fsdp2-fp32-w2"])
+    assert shared, "the reference is shared by the strategies, and that was to be tested"
+
+
+def test_a_store_that_is_written_to_at_this_moment_is_read(tmp_path: Path) -> None:
+    for name, request in (("half", '{"payload": '), ("other", "{}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "request.json").write_text(request, encoding="utf-8")
+    assert read_store(tmp_path) == []
+    assert read_store(tmp_path / "nothing") == []
+
+
+WHOLE = ParameterFact("a.weight", (4, 2), "bfloat16")
+BIAS = ParameterFact("a.bias", (4,), "bfloat16")
+SHARD = dataclasses.replace(WHOLE, name="_orig_mod.a.weight", dtype="float32", kind="DTensor", local_numel=4, held=1)
+STRAY = ParameterFact("b.weight", (1,), "float32", local_numel=1)
+
+
+def moment(rank: int, verb: str, index: int, **facts: object) -> Moment:
+    return Moment(rank, "train", verb, index, **facts)  # type: ignore[arg-type]
+
+
+def life() -> LifeTrace:
+    model = ModelFact("M", {"FSDP2": 1}, (SHARD, STRAY))
+    moments = [moment(0, "plain", 0, plain=PlainFact((WHOLE, BIAS), state_dict=("a.weight", "a.bias")))]
+    for rank in range(2):
+        moments.append(moment(rank, "build", 1, model=model, memory=10 + rank))
+        for step in range(3):
+            facts = {
+                "loss": 4.0 - step + rank,
+                "grad_norm": float("nan") if step else 1.5,
+                "seconds": 0.1 * (rank + 1),
+                "memory": 20 * (rank + 1) - step,
+                "model": model,
+                "compute": (ComputeFact("a", "bfloat16", "bfloat16", "bfloat16"),),
+                "steps": (StepFact("AdamW", ("float32",), ("bfloat16",), ("float32",)),) if rank else (),
+                "collectives": (
+                    CollectiveFact("reduce_scatter_base", "bfloat16", 3, 900),
+                    CollectiveFact("allreduce", "float32", 1, 1),
+                    CollectiveFact("allgather_base", "float16", 1, 9000),
+                ),
+            }
+            moments.append(moment(rank, "step", 2 + step, **facts))
+    files = (FileFact("model.safetensors", "safetensors", "model", ("a.weight", "_orig_mod.a.bias")),)
+    moments.append(moment(0, "files", 5, files=(*files, FileFact("o", "pickle", "optimizer", ("x",)))))
+    return LifeTrace("train", 2, tuple(moments))
+
+
+CELL = Cell.of("fsdp2", "bf16_mixed", compile=True)
+
+
+def test_the_table_of_names() -> None:
+    names = {row.get("key") or row["plain"] or row["live"]: row for row in training(CELL, life()).names}
+    assert names["a.weight"] == {
+        "plain": "a.weight",
+        "shape": [4, 2],
+        "loaded": "bfloat16",
+        "live": "_orig_mod.a.weight",
+        "dtype": "float32",
+        "kind": "DTensor",
+        "local": 4,
+        "held": 1,
+        "files": ["model.safetensors"],
+    }
+    assert (names["a.bias"]["live"], names["a.bias"]["files"]) == ("", [])
+    assert (names["b.weight"]["plain"], names["b.weight"]["live"]) == ("", "b.weight")
+    assert (names["_orig_mod.a.bias"]["plain"], names["_orig_mod.a.bias"]["files"]) == ("", ["model.safetensors"])
+
+
+def test_the_table_of_dtypes() -> None:
+    table = {row["kind"]: (row["expected"], row["seen"]) for row in training(CELL, life()).dtypes}
+    assert table["storage"] == ("float32", ["float32"])
+    assert table["compute"] == ("bfloat16", ["bfloat16"])
+    # Neither the norm's all-reduce nor the gather of parameters.
+    assert table["reduce"][1] == ["bfloat16"]
+    assert table["gradient"][1] == ["bfloat16"]
+    assert table["master"][1] == table["state"][1] == ["float32"]
+
+
+def test_curves_and_memory() -> None:
+    reference = LifeTrace("reference", 1, (moment(0, "reference", 1, loss=4.25, grad_norm=1.25),))
+    shown = training(CELL, life(), reference)
+    assert shown.steps == {
+        "loss": [4.5, 3.5, 2.5],
+        "grad_norm": [1.5, None, None],
+        "seconds": [0.2, 0.2, 0.2],
+        "reference_loss": [4.25],
+        "reference_grad_norm": [1.25],
+    }
+    assert shown.memory == [20, 40]
+    json.dumps(dataclasses.asdict(shown), allow_nan=False)
+
+
+@pytest.mark.parametrize("verbs", [(), ("plain",), ("plain", "build"), ("plain", "build", "step")])
+def test_a_training_that_broke_off_shows_what_there_is(verbs: tuple[str, ...]) -> None:
+    whole = life()
+    part = LifeTrace("train", 2, tuple(one for one in whole.moments if one.verb in verbs and one.index < 3))
+    shown = training(CELL, part)
+    assert bool(shown.names) == ("plain" in verbs)
+    assert shown.dtypes == []
+    assert len(shown.steps.get("loss", ())) == ("step" in verbs)

@@ -1,0 +1,39 @@
+"""Marked tests are in no matrix; their items have properties too."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from .conftest import Session
+
+MARKED = """
+import pytest
+
+@pytest.mark.distcompat(strategies=["fsdp2"], precisions=["fp32"])
+def test_cells(cell): pass
+
+@pytest.mark.distcompat
+def test_plain(): pass
+
+def test_ordinary(): pass
+"""
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "xdist"])
+def test_junit_of_a_marked_test(session: Session, tmp_path: Path, workers: tuple[str, ...]) -> None:
+    (tmp_path / "test_marked.py").write_text(MARKED, encoding="utf-8")
+    session("test_marked.py", "--junitxml=junit.xml", *workers)
+    cases = ET.parse(tmp_path / "junit.xml").getroot().iter("testcase")
+    found = {
+        case.get("name", ""): {one.get("name"): one.get("value") for one in case.iter("property")} for case in cases
+    }
+    assert found["test_cells[fsdp2-fp32-w2]"]["distcompat_cell"] == "fsdp2-fp32-w2"
+    assert "torch " in str(found["test_cells[fsdp2-fp32-w2]"]["distcompat_versions"])
+    assert "distcompat_cell" not in found["test_plain"]
+    assert "torch " in str(found["test_plain"]["distcompat_versions"])
+    assert found["test_ordinary"] == {}

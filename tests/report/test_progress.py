@@ -1,0 +1,155 @@
+"""Live progress: one line that comes and goes on a terminal, hardly a word in a log."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.evidence import running
+from pytest_distcompat.plugin import progress
+
+from .conftest import command, write_session
+
+if TYPE_CHECKING:
+    from .conftest import Session
+
+#: So that a test need not wait for a minute.
+HASTE = "from pytest_distcompat.plugin import progress\nprogress.HEARTBEAT = progress.RENEWED = 0.2\n"
+
+
+def screen(text: str, columns: int = 120) -> list[str]:
+    """What such a terminal shows in the end; just the sequences that we and pytest use."""
+    rows, row, column = [""], 0, 0
+    for piece in re.findall(r"\x1b\[\d*(?:;\d+)*[A-Za-z]|\r|\n|[^\x1b\r\n]", text):
+        if piece == "\r":
+            column = 0
+        elif piece == "\n":
+            row += 1
+            rows += [""] * (row + 1 - len(rows))
+        elif piece.endswith("A") and piece.startswith("\x1b"):
+            row -= int(piece[2:-1] or 1)
+        elif piece.endswith("G") and piece.startswith("\x1b"):
+            column = int(piece[2:-1] or 1) - 1
+        elif piece == "\x1b[2K":
+            rows[row] = ""
+        elif not piece.startswith("\x1b"):
+            if column == columns:
+                row, column = row + 1, 0
+                rows += [""] * (row + 1 - len(rows))
+            rows[row] = rows[row].ljust(column)[:column] + piece + rows[row][column + 1 :]
+            column += 1
+    return [row.rstrip() for row in rows]
+
+
+def on_a_terminal(directory: Path, *args: str) -> str:
+    """All that a session wrote to a terminal."""
+    write_session(directory, '{"ddp-fp32-w2": "wait 2.5", "fsdp1-bf16_mixed-w2": "wrong"}')
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm"}
+    process = subprocess.Popen(
+        command(directory, *args), cwd=directory, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    parts = []
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        parts.append(part)
+    os.close(ours)
+    assert process.wait(60) in {0, 1}, b"".join(parts).decode()
+    return b"".join(parts).decode()
+
+
+@pytest.mark.parametrize("args", [("-q",), (), ("-v",), ("-n", "2"), ("-n", "2", "-v")], ids=" ".join)
+def test_on_a_terminal_the_running_life_is_told_and_leaves_no_trace(tmp_path: Path, args: tuple[str, ...]) -> None:
+    written = on_a_terminal(tmp_path, *args)
+    told = re.findall(r"ddp-fp32-w2 train: (\w+) (\d+)/(\d+), (\d+) s", written)
+    assert told, written
+    assert {(verb, place) for verb, place, _, _ in told} == {("step", "3")}
+    assert max(int(seconds) for *_, seconds in told) >= 1
+    # Before pytest writes anything, the line is taken away, or renewed.
+    drawn = re.findall(r"\n\x1b\[2K[^\x1b]+\x1b\[1A\x1b\[\d+G(\r?\n\x1b\[2K)?", written)
+    assert drawn
+    assert all(drawn), written
+    left = screen(written)
+    assert not [line for line in left if " train: step" in line], "\n".join(left)
+    assert any("verdicts from" in line for line in left), "\n".join(left)
+    if args == ("-q",):
+        assert any(line.startswith("..s.xs..s  ") for line in left), "\n".join(left)
+
+
+@pytest.mark.parametrize("args", [("-s",), ("-qq",)], ids=" ".join)
+def test_where_tests_write_or_nobody_wants_to_know_nothing_is_told(tmp_path: Path, args: tuple[str, ...]) -> None:
+    assert " train: step" not in on_a_terminal(tmp_path, *args)
+
+
+def test_without_a_terminal_a_short_run_says_nothing_of_it(session: Session) -> None:
+    done = session(lives='{"ddp-fp32-w2": "wait 1.5"}')
+    assert "\x1b[" not in done.stdout
+    assert " train: step" not in done.stdout
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "xdist"])
+def test_without_a_terminal_a_long_life_is_told_now_and_then(
+    session: Session, tmp_path: Path, workers: tuple[str, ...]
+) -> None:
+    (tmp_path / "haste.py").write_text(HASTE, encoding="utf-8")
+    done = session("-p", "haste", *workers, lives='{"ddp-fp32-w2": "wait 3"}', PYTHONPATH=str(tmp_path))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("distcompat: ddp-fp32-w2 train: ")]
+    assert lines, done.stdout
+    assert re.fullmatch(r"distcompat: ddp-fp32-w2 train: step 3/\d+, \d+ s", lines[0])
+    assert "\x1b[" not in done.stdout
+
+
+def test_the_shipped_heartbeat_is_no_spam() -> None:
+    assert progress.HEARTBEAT >= 60
+
+
+def make_life(store: Path, name: str, *, ended: bool = False, timeout: float = 300) -> Path:
+    directory = store / name
+    directory.mkdir(parents=True)
+    payload = {"driver": "mine", "cell": "ddp-fp32-w2", "life": {"name": "train", "verbs": ["plain", "build", "step"]}}
+    request = {"payload": payload, "timeout": timeout}
+    (directory / "request.json").write_text(json.dumps(request), encoding="utf-8")
+    if ended:
+        (directory / "life.json").write_text("{}", encoding="utf-8")
+    return directory
+
+
+def test_which_lives_run(tmp_path: Path) -> None:
+    over: set[str] = set()
+    assert list(running(tmp_path / "nothing", over)) == []
+    life = make_life(tmp_path, "one")
+    make_life(tmp_path, "two", ended=True)
+    (tmp_path / "waits").mkdir()
+    (tmp_path / "one.lock").touch()
+    (found,) = running(tmp_path, over)
+    assert str(found) == "ddp-fp32-w2 train: starts, 0 s"
+    moment = json.dumps({"event": "moment", "verb": "plain", "index": 0, "moment": {"names": ["x" * 20000]}})
+    verbs = [
+        json.dumps({"event": "verb", "verb": verb, "index": index}) for index, verb in enumerate(("plain", "build"))
+    ]
+    (life / "rank-0.jsonl").write_text("\n".join((verbs[0], moment, verbs[1])) + "\n", encoding="utf-8")
+    (found,) = running(tmp_path, over)
+    assert (found.verb, found.place, found.verbs) == ("build", 2, 3)
+    assert over == {"two"}
+    assert list(running(tmp_path, over, since=time.time() + 60)) == []
+
+
+def test_a_life_whose_session_died_runs_no_more(tmp_path: Path) -> None:
+    old = make_life(tmp_path, "old", timeout=10)
+    then = time.time() - 1000
+    os.utime(old / "request.json", (then, then))
+    assert list(running(tmp_path, set())) == []

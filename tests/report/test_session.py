@@ -1,0 +1,207 @@
+"""What a session leaves: report files, JUnit, report log, a step's summary; with xdist and when it is broken off."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+
+from pytest_distcompat import report as report_room
+
+from .conftest import command, write_session
+
+if TYPE_CHECKING:
+    from .conftest import Session
+
+SCHEMA = json.loads(Path(report_room.__file__).with_name("schema.json").read_text(encoding="utf-8"))
+LIVES = '{"fsdp2-fp32-w2": "wrong", "ddp-bf16_mixed-w2": "killed", "fsdp1-bf16_mixed-w2": "wrong"}'
+STATUS = {
+    "ddp-fp32-w2": "passed",
+    "ddp-bf16_mixed-w2": "crashed",
+    "fsdp1-fp32-w2": "passed",
+    "fsdp1-bf16_mixed-w2": "known",
+    "fsdp2-fp32-w2": "failed",
+    "fsdp2-bf16_mixed-w2": "passed",
+    **{f"{strategy}-bf16_pure-w2": "skipped" for strategy in ("ddp", "fsdp1", "fsdp2")},
+}
+ORDER = [
+    f"{strategy}-{precision}-w2"
+    for strategy in ("ddp", "fsdp1", "fsdp2")
+    for precision in ("fp32", "bf16_mixed", "bf16_pure")
+]
+
+
+def load(path: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(SCHEMA).validate(data)
+    return data
+
+
+def statuses(data: dict[str, Any]) -> dict[str, str]:
+    return {result["cell"]: result["status"] for result in data["results"]}
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+def test_all_files_of_one_run(session: Session, tmp_path: Path, workers: tuple[str, ...]) -> None:
+    files = [f"--distcompat-report=out.{suffix}" for suffix in ("json", "md", "html", "txt")]
+    done = session(*files, *workers, lives=LIVES)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    data = load(tmp_path / "out.json")
+    assert statuses(data) == STATUS
+    # In the order of the matrix, whichever worker was first.
+    assert [result["cell"] for result in data["results"]] == list(ORDER)
+    assert [cell["cell"] for cell in data["cells"]] == list(ORDER)
+    assert {cell for cell in STATUS if f"| {cell} |" in (tmp_path / "out.md").read_text(encoding="utf-8")} == set(
+        STATUS
+    )
+    assert "2 failed" in (tmp_path / "out.txt").read_text(encoding="utf-8")
+    assert "fsdp2-fp32-w2" in (tmp_path / "out.html").read_text(encoding="utf-8")
+    assert [line for line in done.stdout.splitlines() if line.startswith("report: ")] == [
+        f"report: out.{suffix}" for suffix in ("json", "md", "html", "txt")
+    ]
+
+
+def test_what_the_json_tells_of_a_crashed_cell(session: Session, tmp_path: Path) -> None:
+    session("--distcompat-report=out.json", lives=LIVES)
+    data = load(tmp_path / "out.json")
+    result = next(found for found in data["results"] if found["status"] == "crashed")
+    assert (result["rank"], result["facets"]) == (
+        1,
+        {"strategy": "ddp", "precision": "bf16_mixed", "world_size": 2},
+    )
+    assert result["reproduce"] == "pytest 'test_mine.py::TestMine::test[ddp-bf16_mixed-w2:claim]'"
+    cell = next(found for found in data["cells"] if found["cell"] == result["cell"])
+    (life,) = [life for life in data["lives"] if life["id"] in cell["lives"]]
+    assert (life["name"], life["ending"], life["seconds"]) == ("train", "crashed", 1.5)
+    assert [(rank["rank"], rank["status"], rank["message"], rank["output"]) for rank in life["ranks"]] == [
+        (1, "killed", "was killed by SIGKILL in verb 'step'", "rank 0: the last words of rank 1"),
+        (0, "stopped", "was killed by SIGTERM", ""),
+    ]
+    other = next(found for found in data["cells"] if found["cell"] == "ddp-fp32-w2")
+    assert other["steps"]["loss"] == [4.0]
+    counts = data["run"]["counts"]
+    told = {name: counts[name] for name in ("asked", "ran", "unreached", "red", "skipped", "known")}
+    assert told == {"asked": 9, "ran": 6, "unreached": 0, "red": 2, "skipped": 3, "known": 1}
+    assert {entry["who"] for entry in data["run"]["timeline"]}, "no lease was recorded"
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+def test_junit_and_the_report_log_have_properties(session: Session, tmp_path: Path, workers: tuple[str, ...]) -> None:
+    session("--junitxml=junit.xml", "--report-log=log.jsonl", *workers, lives=LIVES)
+    cases = ET.parse(tmp_path / "junit.xml").getroot().iter("testcase")
+    found = {
+        case.get("name", ""): {one.get("name"): one.get("value") for one in case.iter("property")} for case in cases
+    }
+    crashed = found["test[ddp-bf16_mixed-w2:claim]"]
+    assert "torch " in str(crashed.pop("distcompat_versions"))
+    assert crashed == {
+        "distcompat_cell": "ddp-bf16_mixed-w2",
+        "distcompat_driver": "test_mine:Mine",
+        "distcompat_check": "claim",
+        "distcompat_status": "crashed",
+        "distcompat_rank": "1",
+    }
+    passed = found["test[ddp-fp32-w2:claim]"]
+    assert (passed["distcompat_status"], "distcompat_rank" in passed) == ("passed", False)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    calls = [line for line in lines if line.get("when") == "call"]
+    assert len(calls) == len(STATUS)
+    assert {dict(line["user_properties"])["distcompat_cell"] for line in calls} == set(STATUS)
+
+
+def test_the_summary_of_a_workflows_step_is_written_on_its_own(session: Session, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.md"
+    summary.write_text("before\n", encoding="utf-8")
+    done = session(lives=LIVES, GITHUB_STEP_SUMMARY=str(summary))
+    text = summary.read_text(encoding="utf-8")
+    assert text.startswith("before\n# Distributed compatibility\n")
+    assert "| fsdp2-fp32-w2 | FAIL |" in text
+    assert "report: " not in done.stdout
+
+
+def test_a_file_that_cannot_be_written_does_not_hide_the_others(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "taken.md").mkdir()
+    done = session("--distcompat-report=taken.md", "--distcompat-report=out.json")
+    assert "report: taken.md could not be written: " in done.stdout
+    assert len(load(tmp_path / "out.json")["results"]) == 9
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+def test_ctrl_c_leaves_what_was_found_so_far(tmp_path: Path, workers: tuple[str, ...]) -> None:
+    write_session(tmp_path, '{"fsdp1-fp32-w2": "wait 60"}')
+    line = command(tmp_path, "--distcompat-report=out.json", "--distcompat-report=out.md", *workers)
+    # As a terminal does it: the signal goes to all processes of the group.
+    process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "waiting").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    # By then the others, which come before it or are another worker's, have ended.
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED, out
+    data = load(tmp_path / "out.json")
+    found = statuses(data)
+    assert found["ddp-fp32-w2"] == "passed"
+    assert "fsdp1-fp32-w2" not in found
+    assert data["run"]["ending"] == "interrupted"
+    assert data["run"]["counts"]["asked"] == 9
+    assert "test_mine.py::TestMine::test[fsdp1-fp32-w2:claim]" in data["unreached"]
+    assert {life["ending"] for life in data["lives"] if life["cell"] == "fsdp1-fp32-w2"} == {"unfinished"}
+    assert "**Interrupted**" in (tmp_path / "out.md").read_text(encoding="utf-8")
+    assert f"interrupted: {len(data['unreached'])} items were not reached" in out
+
+
+def test_what_stopped_at_the_first_failure_says_so(session: Session, tmp_path: Path) -> None:
+    session("-x", "--distcompat-report=out.json", lives='{"ddp-fp32-w2": "wrong"}')
+    data = load(tmp_path / "out.json")
+    assert (data["run"]["ending"], len(data["results"]), len(data["unreached"])) == ("stopped", 1, 8)
+
+
+def test_an_item_that_came_to_no_verdict_is_an_error(session: Session, tmp_path: Path) -> None:
+    """A fixture of the adopter's that fails, or skips: in the matrix too, not only among pytest's errors."""
+    (tmp_path / "plugin_of_theirs.py").write_text(
+        "import pytest\n"
+        "@pytest.fixture(autouse=True)\n"
+        "def theirs(request):\n"
+        "    if 'fsdp2-fp32' in request.node.name: raise OSError('no disk')\n"
+        "    if 'fsdp1-fp32' in request.node.name: pytest.skip('no licence')\n"
+        "    yield\n"
+        "    if 'ddp-fp32' in request.node.name: raise OSError('disk full')\n",
+        encoding="utf-8",
+    )
+    done = session("-p", "plugin_of_theirs", "--distcompat-report=out.json", PYTHONPATH=str(tmp_path))
+    data = load(tmp_path / "out.json")
+    found = {result["cell"]: result for result in data["results"]}
+    assert {cell: found[cell]["status"] for cell in ("fsdp2-fp32-w2", "fsdp1-fp32-w2", "ddp-fp32-w2")} == {
+        "fsdp2-fp32-w2": "error",
+        "fsdp1-fp32-w2": "skipped",
+        "ddp-fp32-w2": "error",
+    }
+    assert "OSError: no disk" in found["fsdp2-fp32-w2"]["message"].splitlines()[0]
+    assert found["fsdp1-fp32-w2"]["reason"] == "no licence"
+    assert found["fsdp2-fp32-w2"]["driver"] == "test_mine:Mine"
+    assert "fsdp2-fp32-w2 ERROR" in [" ".join(line.split()) for line in done.stdout.splitlines()]
+
+
+def test_a_worker_that_dies_is_an_error_of_its_item(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text(
+        "import os, pytest\n"
+        "@pytest.fixture(autouse=True)\n"
+        "def deadly(request):\n"
+        "    if 'fsdp2-fp32' in request.node.name: os._exit(7)\n",
+        encoding="utf-8",
+    )
+    session("-n", "1", "-p", "deadly", "--distcompat-report=out.json", PYTHONPATH=str(tmp_path))
+    data = load(tmp_path / "out.json")
+    (dead,) = [result for result in data["results"] if result["status"] == "error"]
+    assert (dead["cell"], "crashed while running" in dead["message"]) == ("fsdp2-fp32-w2", True)
+    assert data["run"]["counts"]["asked"] == 9

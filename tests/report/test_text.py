@@ -1,0 +1,196 @@
+"""What the terminal shows: blocks that fit, causes, counts, colours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.plugin.summary import MARKUP
+from pytest_distcompat.report import (
+    RED,
+    WORDS,
+    Report,
+    Result,
+    append_summary,
+    causes,
+    causes_text,
+    counts_text,
+    lives_text,
+    matrix_text,
+    plain,
+    rank_of_cause,
+    write_report,
+)
+
+if TYPE_CHECKING:
+    from .conftest import Session
+
+
+def result(cell: str, check: str, status: str = "passed", message: str = "", reproduce: str = "") -> Result:
+    nodeid = f"t.py::S::test[{cell}:{check}]"
+    return Result("S", "d", cell, check, status, message, nodeid=nodeid, reproduce=reproduce)
+
+
+def test_a_wide_matrix_goes_on_in_further_blocks(real: Report) -> None:
+    width = 80
+    lines = [plain(line) for line in matrix_text(real.results, width=width)]
+    matrix = lines[1 : next(number for number, line in enumerate(lines) if line.startswith("  known: "))]
+    assert max(map(len, matrix)) <= width
+    headers = [line.split() for line in matrix if line.startswith(" " * 20)]
+    assert len(headers) > 1
+    wide = [plain(line) for line in matrix_text(real.results)][1].split()
+    assert [check for header in headers for check in header] == wide
+    # Every verdict stands under its check.
+    found: dict[tuple[str, str], str] = {}
+    header = ""
+    for line in matrix:
+        if line.startswith(" " * 20):
+            header = line
+            continue
+        for check in header.split():
+            column = header.index(f" {check} " if f" {check} " in header else f" {check}") + 1
+            found[line.split()[0], check] = line[column:].split(" ")[0]
+    assert {key: word for key, word in found.items() if word} == {
+        (one.cell, one.check): one.word for one in real.results
+    }
+
+
+def test_a_narrow_terminal_shows_one_column_at_least() -> None:
+    lines = [
+        plain(line) for line in matrix_text([result("ddp-fp32-w2", "active"), result("ddp-fp32-w2", "names")], width=5)
+    ]
+    assert [line.split() for line in lines[1:]] == [["active"], ["ddp-fp32-w2", "ok"], ["names"], ["ddp-fp32-w2", "ok"]]
+
+
+def test_what_is_red_reads_in_capitals_and_nothing_else_does() -> None:
+    assert {status for status, word in WORDS.items() if word.isupper() or word == "FIXED?"} == RED
+
+
+def test_every_style_has_a_colour() -> None:
+    statuses = [result(f"ddp-fp32-w{size}", "names", status) for size, status in enumerate(WORDS, 1)]
+    styles = {style for line in matrix_text(statuses) for _, style in line}
+    assert styles - {""} == set(MARKUP)
+    red = {text for line in matrix_text(statuses) for text, style in line if style == "bad"}
+    assert red == {WORDS[status] for status in RED}
+
+
+def test_colours_are_pytests_own(session: Session) -> None:
+    lives = '{"fsdp2-fp32-w2": "wrong"}'
+    coloured, plainly = session("--color=yes", lives=lives).stdout, session("--color=no", lives=lives).stdout
+    assert "\x1b[31m\x1b[1mFAIL\x1b[0m" in coloured
+    assert "\x1b[" not in plainly
+    assert "FAIL" in plainly
+
+
+def test_a_life_that_broke_off_is_one_cause_however_many_checks_tell_of_it() -> None:
+    checks = ("active", "names", "dtypes", "data", "units", "paths", "export")
+    results = [result("fsdp2-fp32-w2", check, "crashed", f"rank 1 was killed by SIGKILL\n{check}") for check in checks]
+    results += [
+        result("zero3-fp32-w2", "names", "crashed", "rank 0 was killed by SIGKILL", reproduce="pytest x"),
+        result("ddp-fp32-w2", "names", "failed", "rank 0: layer 3 is wrong"),
+        result("ddp-fp32-w2", "data", "passed"),
+        result("ddp-fp32-w2", "dtypes", "known", "rank 0 was killed by SIGKILL"),
+    ]
+    found = causes(results)
+    assert [len(cause.results) for cause in found] == [8, 1]
+    assert [plain(line) for line in causes_text(results)] == [
+        "failures by cause",
+        "  1. CRASH 8 verdicts in 2 cells: rank 1 was killed by SIGKILL",
+        "     fsdp2-fp32-w2 (d): active, names, dtypes, data, units, paths and 1 more; zero3-fp32-w2 (d): names",
+        "     reproduce: pytest x",
+        "  2. FAIL 1 verdict in 1 cell: rank 0: layer 3 is wrong",
+        "     ddp-fp32-w2 (d): names",
+    ]
+
+
+def test_what_fails_otherwise_than_declared_is_grouped_by_what_it_says() -> None:
+    said = "rank 1 raised ValueError: no"
+    results = [
+        result("ddp-fp32-w2", "names", "failed", said),
+        result("ddp-fp32-w2", "damage", "failed", f"fails otherwise than declared (fails('damage'))\n\n{said}"),
+    ]
+    (cause,) = causes(results)
+    assert cause.headline == said
+
+
+def test_there_are_no_causes_where_nothing_is_red() -> None:
+    assert list(causes_text([result("ddp-fp32-w2", "names"), result("ddp-fp32-w2", "data", "known", "x")])) == []
+
+
+def test_a_thousand_causes_are_not_all_shown() -> None:
+    words = ("one", "two", "three", "four", "five")
+    results = [result("ddp-fp32-w2", f"{a}{b}", "failed", f"{a} {b}") for a in words for b in words]
+    lines = [plain(line) for line in causes_text(results)]
+    assert lines[-1] == "  and 5 causes more"
+
+
+@pytest.mark.parametrize(
+    ("message", "rank"),
+    [
+        ("rank 3 raised ValueError: no", 3),
+        ("refused only at 'step', after build\n\nrank 1 raised ValueError", 1),
+        ("time limit of 3 s: ranks 1, 2 still running", 1),
+        ("the optimizer of no rank keeps state for 'a'", None),
+        ("", None),
+    ],
+)
+def test_the_rank_of_the_cause(message: str, rank: int | None) -> None:
+    assert rank_of_cause(message) == rank
+
+
+def test_counts_name_what_became_of_all(real: Report) -> None:
+    assert counts_text(Report()) == "0 asked, 0 ran, 0 skipped: nothing"
+    line = counts_text(real)
+    assert line.startswith("96 asked, 94 ran, 2 skipped: ")
+    assert "12 crashed" in line
+    assert "late" not in line
+
+
+def test_the_slowest_lives_and_the_devices() -> None:
+    lives = [{"seconds": float(n), "cell": f"ddp-fp32-w{n}", "name": "train", "driver": "d"} for n in range(9)]
+    timeline = [{"device": "GPU-a", "begin": 1.0, "end": 3.0}, {"device": "GPU-b", "begin": 1.0, "end": 5.0}]
+    assert [plain(line) for line in lives_text(lives, timeline)] == [
+        f"slowest lives: {', '.join(f'{n}.0 s ddp-fp32-w{n} train (d)' for n in (8, 7, 6, 5, 4))}",
+        "devices in use, of 4 s: GPU-a 50%, GPU-b 100%",
+    ]
+
+
+def test_a_chat_message_is_short(real: Report, tmp_path: Path) -> None:
+    real.results = [
+        result(f"fsdp2-fp32-w{n}", "names", "failed", "x" * 5000 + " " + "abcdefghijklmnopqrstuvwxyz"[n % 26] * (n + 1))
+        for n in range(1, 200)
+    ]
+    write_report(tmp_path / "chat.txt", real)
+    text = (tmp_path / "chat.txt").read_text(encoding="utf-8")
+    assert len(text) < 3000
+    assert text.startswith("Distributed compatibility: 199 failed\n199 asked, 199 ran")
+    assert "causes more" in text
+
+
+def test_a_chat_message_of_a_real_run_names_cause_cell_and_command(real: Report, tmp_path: Path) -> None:
+    write_report(tmp_path / "chat.txt", real)
+    text = (tmp_path / "chat.txt").read_text(encoding="utf-8")
+    assert len(text) < 3000
+    assert "CRASH x 12: rank 1 was killed by SIGKILL" in text
+    assert "pytest 'faulty_suite.py::TestFaulty::test[ddp-bf16_mixed-w2:active]'" in text
+
+
+def test_markdown_of_what_looks_like_markup(tmp_path: Path) -> None:
+    hostile = "rank 0: <img src=x onerror=alert(1)> | `code` *bold* [link](http://x) _x_ my_name"
+    found = result("ddp-fp32-w2", "names", "failed", hostile)
+    write_report(tmp_path / "r.md", Report(results=[found]))
+    text = (tmp_path / "r.md").read_text(encoding="utf-8")
+    escaped = "rank 0: \\<img src=x onerror=alert(1)\\> \\| \\`code\\` \\*bold\\* \\[link\\](http://x) \\_x\\_ my_name"
+    assert f"1. **FAIL**, 1 verdicts: {escaped}" in text
+    assert f"- ddp-fp32-w2:names: FAIL: {escaped}" in text
+    assert "<img" not in text.replace("\\<img", "")
+
+
+def test_a_steps_summary_that_is_full_says_so(real: Report, tmp_path: Path) -> None:
+    path = tmp_path / "summary"
+    path.write_text("x" * (1024 * 1024 - 1500), encoding="utf-8")
+    append_summary(path, real)
+    assert path.stat().st_size <= 1024 * 1024
+    assert path.read_text(encoding="utf-8").endswith("The rest does not fit here: see the report's file.\n")
