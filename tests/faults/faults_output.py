@@ -36,6 +36,12 @@ def test_flood(rank: int, capfd: pytest.CaptureFixture[str], process_group: Any)
     meet()
 
 
+@two
+def test_a_result_of_a_gigabyte(rank: int, record_property: Callable[[str, object], None]) -> None:
+    if rank == 0:
+        record_property("large", f"begin{'x' * 2**30}end")
+
+
 def test_memory_of_the_parent_after(record_property: Callable[[str, object], None]) -> None:
     record_property("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 

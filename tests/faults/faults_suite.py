@@ -34,6 +34,11 @@ class RaisesInBuild(Mine):
             raise ValueError("not with me")
 
 
+class Refuses(Mine):
+    def build(self, model: Module) -> None:
+        raise ValueError("not with us")
+
+
 class Killed(Mine):
     def step(self, number: int) -> float:
         if self.world.rank == 1 and number == 1:
@@ -87,10 +92,16 @@ class TestRaisesInBuild(CompatSuite):
     driver = f"{__name__}:RaisesInBuild"
 
 
-class TestRefuses(CompatSuite):
+class TestRefusesAlone(CompatSuite):
     matrix = DDP
     driver = f"{__name__}:RaisesInBuild"
     expect: ClassVar[tuple[Expectation, ...]] = (refuses("names", match="not with me"),)
+
+
+class TestRefuses(CompatSuite):
+    matrix = DDP
+    driver = f"{__name__}:Refuses"
+    expect: ClassVar[tuple[Expectation, ...]] = (refuses("names", match="not with us"),)
 
 
 class TestKilled(CompatSuite):

@@ -20,6 +20,7 @@ PASSED = {
     "test_much_and_pass",
     "test_banner_and_pass",
     "test_large_property",
+    "test_a_result_of_a_gigabyte",
     "test_unpicklable_results",
     "test_well_after_all",
     "test_memory_of_the_parent_before",
@@ -66,7 +67,14 @@ def test_much_output_is_shown_in_part(run: Run) -> None:
     assert len(run.out) < 2**25
 
 
-def test_200_mb_of_output_take_no_memory_of_the_parent(run: Run) -> None:
+def test_a_large_result_is_cut_in_the_middle(run: Run) -> None:
+    large = run.properties("test_a_result_of_a_gigabyte")["large"]
+    assert large.startswith("beginxxx")
+    assert large.endswith("xxxend")
+    assert f"{2**30 + 8 - 2**20} characters cut" in large
+
+
+def test_large_output_and_results_take_no_memory_of_the_parent(run: Run) -> None:
     # In KiB: the most that the process ever had.
     before, after = (run.properties(f"test_memory_of_the_parent_{when}")["peak"] for when in ("before", "after"))
     assert after - before < 2**15

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 #: Captured output beyond this many characters is cut in the middle; the whole is in the life's directory.
 SECTION = 65536
 
+#: The same for an exception's text and for a property: they travel to pytest's process, and stay there.
+LARGEST = 2**20
+
 #: How much of an exception's first line stands in a headline.
 HEADLINE = 500
 
@@ -75,12 +78,16 @@ def phase_of(report: pytest.TestReport) -> Phase:
     sections = tuple(
         (title, _cut(content)) for title, content in report.sections if report.when == "teardown" or outcome != "passed"
     )
-    properties = tuple((name, value) for name, value in report.user_properties if _is_plain(value))
-    return Phase(str(report.when), outcome, message, text, location, sections, properties)
+    properties = tuple((name, _travelling(value)) for name, value in report.user_properties if _is_plain(value))
+    return Phase(str(report.when), outcome, message, _cut(text, LARGEST), location, sections, properties)
 
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, int, float, bool, type(None)))
+
+
+def _travelling(value: Any) -> Any:
+    return _cut(value, LARGEST) if isinstance(value, str) else value
 
 
 def _last_line(report: pytest.TestReport, text: str) -> str:
@@ -93,11 +100,11 @@ def _last_line(report: pytest.TestReport, text: str) -> str:
     return (marked[:1] or lines[-1:] or [""])[0]
 
 
-def _cut(text: str) -> str:
-    if len(text) <= SECTION:
+def _cut(text: str, most: int = SECTION) -> str:
+    if len(text) <= most:
         return text
-    half = SECTION // 2
-    return f"{text[:half]}\n... {len(text) - SECTION} characters cut ...\n{text[-half:]}"
+    half = most // 2
+    return f"{text[:half]}\n... {len(text) - most} characters cut ...\n{text[-half:]}"
 
 
 class RankFailure(Exception):

@@ -7,6 +7,7 @@ same one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,10 +51,12 @@ def announce(session: DistcompatSession, collected: Sequence[pytest.Item], items
     place = {item: number for number, item in enumerate(collected)}
     places = [place[item] for item in ours if item in place]
     told = Announced(of_items, world_sizes, places != sorted(places))
-    # All workers write the same, some of them at the same time.
-    waiting = session.store / f"{FILE}.{os.getpid()}"
-    waiting.write_text(json.dumps(asdict(told)), encoding="utf-8")
-    waiting.rename(session.store / FILE)
+    # On a full disk there is no plan; tests say for themselves what they cannot write.
+    with contextlib.suppress(OSError):
+        # All workers write the same, some of them at the same time.
+        waiting = session.store / f"{FILE}.{os.getpid()}"
+        waiting.write_text(json.dumps(asdict(told)), encoding="utf-8")
+        waiting.rename(session.store / FILE)
 
 
 def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | None:
