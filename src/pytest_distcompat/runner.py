@@ -179,7 +179,7 @@ def _life_end(ending: Ending) -> LifeEnd:
 
 
 def told_of_ranks(ending: Ending) -> list[dict[str, Any]]:
-    """For the reports: each rank that did not end well, the cause first; before them, as rank None, what concerns no single one."""
+    """For the reports: each rank that did not end well, the cause first; before them, as rank None, what concerns none alone."""
     failed = RankEnd(-1, "", ending.headline(), ending.launch_error)
     return [{**_told(failed), "rank": None}] * bool(ending.launch_error) + [_told(end) for end in ending.in_order()]
 

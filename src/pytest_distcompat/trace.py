@@ -218,7 +218,7 @@ class LifeEnd:
 
     ``kind`` is ``raised``, ``crashed`` or ``hung``; ``verb`` the verb that the first failing rank was in ("" = outside
     any verb, at start or at exit), ``index`` its place in the life; ``message`` the exception's one line; ``text`` the
-    whole story, first cause first.
+    whole story, first cause first; ``rank`` that first failing rank, None where it was none of them.
     """
 
     kind: str
@@ -226,6 +226,7 @@ class LifeEnd:
     text: str
     verb: str = ""
     index: int = -1
+    rank: int | None = None
 
 
 @dataclass(frozen=True)

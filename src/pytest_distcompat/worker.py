@@ -213,20 +213,18 @@ class _Rank:
         return {"files": (spoil(self.places.load_from, self.life.damage),)}
 
     def _look(self, *, whole: bool) -> dict[str, Any]:
-        from pytest_distcompat import probe
+        from pytest_distcompat.probe.look import look
 
         driver = self.driver
-        facts: dict[str, Any] = {
-            "scheduler": probe.read_scheduler(driver.scheduler),
-            "memory": probe.peak_memory(driver.world.device),
-        }
-        if driver.optimizer is not None:
-            facts["optimizer"] = probe.read_optimizer(driver.model, driver.optimizer, whole=whole)
-        if whole:
-            facts["model"] = probe.read_model(driver.model, driver.optimizer, driver.trainer_world_size())
-            facts["rng"] = probe.read_rng(driver.world.device)
-            facts["scaler"] = probe.read_scaler(driver.scaler, driver.optimizer)
-        return facts
+        return look(
+            driver.model,
+            driver.optimizer,
+            device=driver.world.device,
+            scheduler=driver.scheduler,
+            scaler=driver.scaler,
+            trainer_world_size=driver.trainer_world_size(),
+            whole=whole,
+        )
 
 
 #: So many steps of a life are looked at in full: no check compares more of them value by value.

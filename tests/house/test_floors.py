@@ -28,7 +28,7 @@ FLOORS = {
 #: Words that build on one another, in order: the only imports inside floor 0.
 WORDS = ["failures", "cell", "digests", "trace", "scenario", "shelf", "world", "expect"]
 #: Started by name in another process; an import would run it in the wrong one.
-BY_NAME = {"worker", "launch.warming", "launch.server", "scripts.keeper", "scripts.site.sitecustomize"}
+BY_NAME = {"worker", "launch.warming", "launch.server", "scripts.keeper", "cli.torch_facts", "scripts.site.sitecustomize"}
 #: The only modules that need torch to be defined at all.
 NEED_TORCH = {"models._plain_module", "launch.agent"} | {
     f"probe.{m}" for m in ("tensors", "live", "optimizer", "observe", "files", "numbers")
@@ -212,14 +212,14 @@ def test_the_list_of_public_names_is_frozen() -> None:
 
 
 def test_the_fixtures_and_the_mark_are_frozen() -> None:
-    from pytest_distcompat.plugin import fixtures, marked
+    from pytest_distcompat.plugin import fixtures, marked, scripted
 
-    source = Path(fixtures.__file__).read_text(encoding="utf-8")
-    tree = ast.parse(source)
     names = [
         node.name
-        for node in tree.body
+        for module in (fixtures, scripted)
+        for node in ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(d) for d in node.decorator_list)
     ]
-    assert names == ["cell", "world", "rank", "world_size", "device", "shared_dir", "process_group", "distcompat_case"]
+    of_ranks = ["cell", "world", "rank", "world_size", "device", "shared_dir", "process_group", "distcompat_case"]
+    assert names == [*of_ranks, "distcompat"]
     assert marked.ARGUMENTS == ("world_size", "strategies", "precisions", "options", "timeout", "reuse")

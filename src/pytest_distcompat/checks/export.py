@@ -41,12 +41,13 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
         return
     yield from every_rank(train.at("export"), cell.world_size, "export")
     files = [file for moment in written for file in moment.files if file.path.startswith(PREFIX)]
-    yield from _names(cell, first.plain, files)
-    yield from _values(train, reload, loaded.plain)
+    yield from names_in(cell, first.plain, files)
+    yield from same_values(train, reload, loaded.plain)
     yield from _outputs(cell, train.at("evaluate"), reload.at("evaluate"))
 
 
-def _names(cell: Cell, plain: PlainFact, files: list[FileFact]) -> Iterator[str]:
+def names_in(cell: Cell, plain: PlainFact, files: list[FileFact]) -> Iterator[str]:
+    """What is wrong with the names and shapes in exported files."""
     for file in files:
         if file.holds != "model":
             yield f"file {file.path!r} holds {len(file.keys)} keys of an {file.holds}; expected the model alone"
@@ -76,7 +77,8 @@ def _names(cell: Cell, plain: PlainFact, files: list[FileFact]) -> Iterator[str]
         yield f"{len(missing)} of {len(wanted)} names stand in no exported file, first {shown}"
 
 
-def _values(train: LifeTrace, reload: LifeTrace, loaded: PlainFact) -> Iterator[str]:
+def same_values(train: LifeTrace, reload: LifeTrace, loaded: PlainFact) -> Iterator[str]:
+    """What of the model that was reloaded is not what was trained."""
     if flat_parameters(train.at("export")):
         return  # a flat parameter has no names; what the exported model computes tells
     now = {fact.name: (fact.digest,) for fact in loaded.parameters}

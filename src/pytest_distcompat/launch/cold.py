@@ -16,9 +16,9 @@ from pytest_distcompat.launch.request import Request, Warmth, read_events
 from pytest_distcompat.launch.supervise import Watch
 
 #: A failed rank as torchrun's final report shows it.
-_FAILURE = re.compile(r"rank\s+:\s+(\d+)\s+\(local_rank.*?exitcode\s+:\s+(-?\d+)", re.DOTALL)
+FAILURE = re.compile(r"rank\s+:\s+(\d+)\s+\(local_rank.*?exitcode\s+:\s+(-?\d+)", re.DOTALL)
 #: The process of a rank that torchrun ended because of another.
-_ENDED = re.compile(r"Sending process (\d+) closing signal SIGTERM")
+ENDED = re.compile(r"Sending process (\d+) closing signal SIGTERM")
 
 
 class TorchrunLauncher:
@@ -83,8 +83,8 @@ class TorchrunLauncher:
         text = output.read_text(encoding="utf-8", errors="replace")
         failed = self._process.returncode != 0
         self.close()
-        codes = {int(rank): int(code) for rank, code in _FAILURE.findall(text)}
-        first = _FAILURE.search(text, max(0, text.find("Root Cause")))
+        codes = {int(rank): int(code) for rank, code in FAILURE.findall(text)}
+        first = FAILURE.search(text, max(0, text.find("Root Cause")))
         exit_codes = [codes.get(rank, _unlisted(request, rank, text)) for rank in range(request.world_size)]
         started = any(Path(request.directory).glob("rank-*.jsonl"))
         return conclude(
@@ -113,4 +113,4 @@ class TorchrunLauncher:
 def _unlisted(request: Request, rank: int, text: str) -> int:
     """The exit code of a rank that torchrun does not count as failed; some versions leave out those that it ended."""
     pids = {event["pid"] for event in read_events(request.directory, rank) if event["event"] == "start"}
-    return -15 if pids & {int(pid) for pid in _ENDED.findall(text)} else 0
+    return -15 if pids & {int(pid) for pid in ENDED.findall(text)} else 0

@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Mark, fixtures, and a first look at what was given, so that a wrong word ends the run before it starts."""
-    from pytest_distcompat.plugin import fixtures
+    from pytest_distcompat.plugin import fixtures, scripted
 
     config.addinivalue_line(
         "markers",
@@ -40,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "precisions or options once for each cell.",
     )
     config.pluginmanager.register(fixtures, "distcompat-fixtures")
+    config.pluginmanager.register(scripted, "distcompat-scripts")
     if options.given(config):
         for name in options.given(config):
             options.setting(config, name)

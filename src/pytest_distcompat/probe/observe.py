@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,22 @@ from pytest_distcompat.trace import CollectiveFact, ComputeFact, StepFact
 
 if TYPE_CHECKING:
     from torch.nn import Module
+    from torch.utils.hooks import RemovableHandle
+
+
+class Hook:
+    """A hook on a module of somebody else's: in a copy of the module, or in a pickle of it, it is one that does nothing."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        """What the hook is for."""
+        return self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Who reads the pickle need not have this package."""
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class Observer:
@@ -44,12 +60,18 @@ class Observer:
 
         All, for a unit that was wrapped otherwise computes otherwise.
         """
-        for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear) and not list(module.children()):
-                module.register_forward_hook(self._forward_hook(name))
-        model.register_forward_pre_hook(self._input_hook, with_kwargs=True)
+        self.attach_to_products(model)
+        model.register_forward_pre_hook(Hook(self.fed), with_kwargs=True)
 
-    def _input_hook(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def attach_to_products(self, model: Module) -> list[RemovableHandle]:
+        """The same without the model's inputs; what takes the hooks off again."""
+        return [
+            module.register_forward_hook(Hook(self._forward_hook(name)))
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and not list(module.children())
+        ]
+
+    def fed(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What the model is fed, in no order of arguments: a wrapper may name what the caller did not."""
         if torch.compiler.is_compiling():
             return  # a trainer that compiles though nobody asked for it
@@ -57,6 +79,19 @@ class Observer:
             fed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
             with self.aside():
                 self.inputs.append(" ".join(sorted(digest(value) for value in fed)))
+
+    def listen(self, *, on: bool) -> None:
+        """Let the hooks write down what they see, or not, from now on; single operators in ``operators`` only."""
+        self._active = on
+
+    @contextlib.contextmanager
+    def operators(self) -> Iterator[None]:
+        """See single operators inside, where the hooks listen: for who wraps single calls of a training that is not his."""
+        if not self._active:
+            yield
+            return
+        with _Collectives(self):
+            yield
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -212,7 +212,7 @@
       put(line, "td", one.shape.join(" x "));
       put(line, "td", one.live || (one.key ? `key ${one.key}` : "none"), { class: one.live ? "name" : "name wrong" });
       put(line, "td", one.loaded && one.dtype && one.loaded !== one.dtype ? `${one.loaded} -> ${one.dtype}` : one.dtype);
-      put(line, "td", one.kind);
+      put(line, "td", one.placement ? `${one.kind}, ${one.placement}` : one.kind);
       put(line, "td", number(one.local));
       put(line, "td", one.held === null ? "flat" : String(one.held));
       put(line, "td", one.files.join(", ") || "none");

@@ -1,0 +1,60 @@
+"""The fixture ``distcompat``: scripts and command lines, run on ranks from an ordinary test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_distcompat.plugin.session import DistcompatSession
+    from pytest_distcompat.scripts import RoundTrip, ScriptRun
+
+
+class Distcompat:
+    """``pytest_distcompat.scripts`` with this session's devices, time limit and directories."""
+
+    def __init__(self, session: DistcompatSession, item: pytest.Item) -> None:
+        self._session = session
+        self._item = item
+
+    def _host(self, asked: int | None) -> Any:
+        from pytest_distcompat.scripts.launching import Host
+
+        session = self._session
+        problem = session.too_large(asked or session.world_size)
+        if problem:
+            pytest.skip(problem)
+        return Host(session.device, session.world_size, session.pool, session.timeout, session.store / "scripts")
+
+    def launch(self, script: str | Path, *args: str | Path, **settings: Any) -> ScriptRun:
+        """``pytest_distcompat.scripts.launch``; what was bridged on the CPU stands in the test's report."""
+        from pytest_distcompat.scripts import launch
+
+        run = launch(script, *args, **{"host": self._host(settings.get("world_size")), **settings})
+        self._label(run)
+        return run
+
+    def resume_roundtrip(self, script: str | Path, args: Sequence[str], **settings: Any) -> RoundTrip:
+        """``pytest_distcompat.scripts.resume_roundtrip``."""
+        from pytest_distcompat.scripts import resume_roundtrip
+
+        most = max(settings.get("world_size") or 0, settings.get("reshard_to") or 0)
+        trip = resume_roundtrip(script, args, **{"host": self._host(most or None), **settings})
+        self._label(trip.resumed)
+        return trip
+
+    def _label(self, run: ScriptRun) -> None:
+        for label in run.labels:
+            if ("distcompat_bridge", label) not in self._item.user_properties:
+                self._item.user_properties.append(("distcompat_bridge", label))
+
+
+@pytest.fixture
+def distcompat(request: pytest.FixtureRequest) -> Distcompat:
+    """Runs unmodified scripts and command lines on ranks: ``distcompat.launch("train.py", strategy="fsdp2")``."""
+    from pytest_distcompat.plugin import _session
+
+    return Distcompat(_session(request.config), request.node)

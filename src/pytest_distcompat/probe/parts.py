@@ -1,0 +1,108 @@
+"""Reads a model of which parts were wrapped before the whole was seen: what each part was stays what it was then."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from pytest_distcompat.probe.live import _plain, read_plain
+from pytest_distcompat.probe.tensors import dtype_name
+from pytest_distcompat.trace import ParameterFact, PlainFact
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+def unwrapped(module: Module) -> Module:
+    """The module that a wrapper of torch's holds, at any depth; the module itself if it is none."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    while True:
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+            module = cast("Module", module.module)
+        elif type(module).__name__ == "OptimizedModule":
+            module = cast("Module", module._orig_mod)  # noqa: SLF001 - the one way from what torch.compile returns to what it was given
+        else:
+            return module
+
+
+def read_parts(model: Module, known: Mapping[int, PlainFact]) -> PlainFact:
+    """The plain model, with ``known`` (by ``id`` of the module) for the parts that have been wrapped since.
+
+    ``fully_shard`` is called for blocks before it is for the root, and FSDP1 may be too.
+    """
+    blocks = tuple(getattr(model, "_no_split_modules", None) or ())
+    if not any(id(part) in known for part in model.modules()):
+        return _partitioned(model, read_plain(model, blocks))
+    found = PlainFact(())
+    for name, part in _parts(model, "", known):
+        fact = known.get(id(part)) or (
+            _own(part) if any(id(one) in known for one in part.modules()) else read_plain(part)
+        )
+        found = PlainFact(
+            (*found.parameters, *(_under(name, one) for one in fact.parameters)),
+            (*found.buffers, *(_under(name, one) for one in fact.buffers)),
+            (*found.state_dict, *(_join(name, key) for key in fact.state_dict)),
+            (*found.tied, *(tuple(_join(name, one) for one in group) for group in fact.tied)),
+            linears=found.linears + fact.linears,
+        )
+    tied = _tied(model)
+    again = {name for group in tied for name in group[1:]}
+    return dataclasses.replace(
+        found,
+        parameters=tuple(fact for fact in found.parameters if fact.name not in again),
+        tied=(*found.tied, *(group for group in tied if group not in found.tied)),
+        blocks=tuple(name for name, module in model.named_modules() if type(module).__name__ in blocks),
+    )
+
+
+def _parts(module: Module, name: str, known: Mapping[int, PlainFact]) -> Iterator[tuple[str, Module]]:
+    """The largest parts that are either known or hold nothing that is; and what lies above them, for what it has itself."""
+    module = unwrapped(module)
+    yield name, module
+    if id(module) not in known and any(id(part) in known for part in module.modules()):
+        for child, part in module.named_children():
+            yield from _parts(part, _join(name, child), known)
+
+
+def _own(module: Module) -> PlainFact:
+    """What the module has by itself, without its children."""
+    parameters = tuple(_plain(name, one) for name, one in module.named_parameters(recurse=False))
+    buffers = tuple(_plain(name, one, placement="persistent") for name, one in module.named_buffers(recurse=False))
+    return PlainFact(parameters, buffers, tuple(fact.name for fact in (*parameters, *buffers)))
+
+
+def _tied(model: Module) -> list[tuple[str, ...]]:
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [tuple(group) for group in names.values() if len(group) > 1]
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _under(prefix: str, fact: ParameterFact) -> ParameterFact:
+    return dataclasses.replace(fact, name=_join(prefix, fact.name))
+
+
+def _partitioned(model: Module, plain: PlainFact) -> PlainFact:
+    """A model made under ``deepspeed.zero.Init`` is partitioned from the start: its parameters tell what they are elsewhere."""
+    whole: dict[str, Any] = {name: p for name, p in model.named_parameters() if hasattr(p, "ds_shape")}
+    facts = tuple(
+        dataclasses.replace(
+            fact,
+            shape=tuple(whole[fact.name].ds_shape),
+            local_numel=int(whole[fact.name].ds_numel),
+            dtype=dtype_name(whole[fact.name].dtype),
+            digest="",
+        )
+        if fact.name in whole
+        else fact
+        for fact in plain.parameters
+    )
+    return dataclasses.replace(plain, parameters=facts)

@@ -1,0 +1,38 @@
+"""Runs unmodified scripts and command lines on ranks, with the probe put into them by the environment alone.
+
+``command`` says how a launcher is called, ``hosting`` runs it and says how it ended, ``launching`` puts both together;
+``presence``, ``points``, ``recorder`` and ``bridge`` live in the ranks, let in by ``site/sitecustomize.py``.
+
+Every Python process of a launched script imports this package: what it holds is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pytest_distcompat.scripts.configuration import write_all, write_configuration
+    from pytest_distcompat.scripts.launching import launch
+    from pytest_distcompat.scripts.result import ScriptRun
+    from pytest_distcompat.scripts.roundtrip import RoundTrip, resume_roundtrip
+
+__all__ = ["RoundTrip", "ScriptRun", "launch", "resume_roundtrip", "write_all", "write_configuration"]
+
+_HOME = {
+    "RoundTrip": "roundtrip",
+    "ScriptRun": "result",
+    "launch": "launching",
+    "resume_roundtrip": "roundtrip",
+    "write_all": "configuration",
+    "write_configuration": "configuration",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Fetch a public name from its module (https://peps.python.org/pep-0562/)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,66 @@
+"""Calls a function when a module has been imported: what patches a library must neither import it nor come too late."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+Arrived = Callable[[ModuleType], None]
+
+
+class _Arrivals(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: it asks the others, and has the loader tell when it is done."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Arrived]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self.waiting:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec: importlib.machinery.ModuleSpec | None = (
+                find(fullname, path, target) if find is not None and finder is not self else None
+            )
+            if spec is not None:
+                if spec.loader is not None:
+                    self._tell(spec.loader, fullname)
+                return spec
+        return None
+
+    def _tell(self, loader: Any, name: str) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            # The loader is the module's own, and is left as it was found.
+            del loader.exec_module
+            execute(module)
+            for function in self.waiting.pop(name, ()):
+                function(module)
+
+        loader.exec_module = exec_module
+
+
+_arrivals = _Arrivals()
+
+
+def when(name: str, function: Arrived) -> None:
+    """Call ``function(module)`` once the module of that name is imported; now, if it is."""
+    module = sys.modules.get(name)
+    if module is not None and not _arriving(module):
+        function(module)
+        return
+    if _arrivals not in sys.meta_path:
+        sys.meta_path.insert(0, _arrivals)
+    _arrivals.waiting.setdefault(name, []).append(function)
+
+
+def _arriving(module: ModuleType) -> bool:
+    """Whether its import is still under way. ``_initializing`` is importlib's own mark; without it, it is here."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))

@@ -1,0 +1,19 @@
+"""What happens at the start of every Python process of a launched script."""
+
+from __future__ import annotations
+
+import os
+
+from pytest_distcompat.scripts import bridge, points
+from pytest_distcompat.scripts.environment import ON_CPU, RUN
+from pytest_distcompat.scripts.presence import claim
+
+
+def enter() -> None:
+    """Be known, if it is a rank; let the probe and the bridge in when their libraries come."""
+    if os.environ.get(RUN):
+        if os.environ.get("RANK", "").isdecimal():
+            claim(int(os.environ["RANK"]))
+        points.install()
+    if os.environ.get(ON_CPU) == "1":
+        bridge.install()

@@ -1,0 +1,64 @@
+"""Does what the run left load, without the trainer, and is it what was trained?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks.export import names_in, same_values
+from pytest_distcompat.scripts.recorder import END, STRIDE
+from pytest_distcompat.trace import LifeTrace, Moment
+
+
+def findings(
+    life: LifeTrace, cell: Cell, place: Path | None, read: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> list[str]:
+    """What is wrong with what a run of that life left in ``place``; ``read`` has ``scripts.reading`` answer a question.
+
+    It is to hold weights; they load by transformers' ``from_pretrained`` (or, where there is no ``config.json``, as the DCP,
+    safetensors or torch file that they are) with no key missing, unexpected or of another shape; and each parameter and
+    persistent buffer equals the trained one, value by value, as after the last step.
+    """
+    if place is None:
+        return ["nothing says where the run leaves its model: tell launch(output=...)"]
+    if not place.exists():
+        return [f"{place} does not exist: the run left no model"]
+    found = read({"what": "final", "path": str(place)})
+    if found["problem"]:
+        return [f"{place}: {found['problem']}"]
+    return [f"{place}: {text}" for text in _compare(life, cell, found)]
+
+
+def _compare(life: LifeTrace, cell: Cell, read: Mapping[str, Any]) -> Iterator[str]:
+    for title in ("missing", "unexpected", "mismatched"):
+        if read[title]:
+            first, *others = read[title]
+            yield f"from_pretrained: {title} key {first!r}{f' and {len(others)} others' if others else ''}"
+    first_moment = life.first("plain")
+    if first_moment is None or first_moment.plain is None:
+        yield "the plain model was not seen"
+        return
+    files = Moment.from_json({"rank": 0, "life": "", "verb": "", "index": 0, "files": read["files"]}).files
+    yield from names_in(cell, first_moment.plain, list(files))
+    last = max((m.index // STRIDE for m in life.moments if m.verb == "step"), default=0)
+    trained = list(_trained(life, last))
+    if len(trained) < life.world_size:
+        seen = ", ".join(str(moment.rank) for moment in trained) or "none"
+        yield f"the weights after step {last}, the last, were seen on ranks {seen} only: the model was gone at the end"
+        return
+    written = [Moment(0, "train", "files", last * STRIDE + END + n, files=files) for n in (1, 2)]
+    train = LifeTrace("train", life.world_size, (first_moment, *trained, *written), cell=cell.id)
+    loaded = Moment.from_json({"rank": 0, "life": "reload", "verb": "reload", "index": 0, "plain": read["plain"]})
+    assert loaded.plain is not None
+    yield from same_values(train, LifeTrace("reload", 1, (loaded,), cell=cell.id), loaded.plain)
+
+
+def _trained(life: LifeTrace, last: int) -> Iterator[Moment]:
+    """Of each rank the latest look at all values since the last step."""
+    for rank in range(life.world_size):
+        seen = [m for m in life.moments if m.rank == rank and m.model is not None and m.index // STRIDE == last]
+        if seen:
+            yield dataclasses.replace(max(seen, key=lambda one: one.index), verb="export", index=last * STRIDE + END)

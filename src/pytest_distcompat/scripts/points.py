@@ -1,0 +1,170 @@
+"""The calls of a script that the probe is told by, library by library; each is wrapped when its library arrives."""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from pytest_distcompat.scripts import around, trainer_points
+from pytest_distcompat.scripts.around import put
+from pytest_distcompat.scripts.arrivals import when
+from pytest_distcompat.scripts.presence import claim, present
+from pytest_distcompat.scripts.recorder import Recorder
+
+
+def install() -> None:
+    """Have the points wrapped when their libraries are imported; nothing is imported for that."""
+    when("torch", _groups)
+    if not around.sight().steps:
+        return
+    for name, wrap in (
+        ("torch", _torch),
+        ("torch.distributed.fsdp", _fsdp),
+        ("torch.distributed.checkpoint", _checkpoints),
+        ("torch.distributed.checkpoint.state_dict", _state_dicts),
+        ("accelerate.accelerator", _accelerate),
+        ("deepspeed", _deepspeed),
+        ("transformers.modeling_utils", lambda module: put(module.PreTrainedModel, "save_pretrained", around.settles)),
+        ("transformers.trainer", lambda module: trainer_points.wrap(module.Trainer)),
+    ):
+        when(name, wrap)
+
+
+def _groups(torch: ModuleType) -> None:
+    """A process may be a rank by its process group only."""
+    if not torch.distributed.is_available():
+        return
+    original = torch.distributed.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if claim(torch.distributed.get_rank()) is not None:
+            around.recorder()
+        return result
+
+    torch.distributed.init_process_group = init_process_group
+
+
+def _torch(torch: ModuleType) -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    def before(optimizer: Any, *_: Any) -> None:
+        if (found := around.recorder()) is not None:
+            found.guard(found.about_to_step, optimizer)
+
+    def after(*_: Any) -> None:
+        if (found := around.recorder()) is not None:
+            found.guard(found.stepped)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+    # What ``loss.backward()`` calls.
+    put(torch.autograd, "backward", around.trains(_first))
+    put(torch, "compile", around.wraps(lambda result, _args: around.models([result]), compiles=True))
+    put(torch.nn.Module, "compile", around.wraps(lambda _result, _args: (), compiles=True))
+    put(
+        torch,
+        "save",
+        around.saves(lambda _result, args, kwargs: _file(args[1:2] or (kwargs.get("f"),)), everyone=False),
+    )
+    put(torch.nn.parallel.DistributedDataParallel, "__init__", around.constructs)
+    put(torch.optim.lr_scheduler.LRScheduler, "__init__", _scheduler)
+    if torch.distributed.is_available():
+        put(torch.distributed, "destroy_process_group", around.settles)
+    if present() is not None:
+        # Now, for it hangs hooks into torch too, which must not happen while such are being called.
+        around.recorder()
+
+
+def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return next(iter((*args, *kwargs.values())), None)
+
+
+def _file(values: tuple[Any, ...]) -> Any:
+    return values[0] if isinstance(values[0], (str, os.PathLike)) else None
+
+
+def _scheduler(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        found.subjects.schedulers.append(weakref.ref(self))
+
+    return init
+
+
+def _fsdp(fsdp: ModuleType) -> None:
+    put(fsdp.FullyShardedDataParallel, "__init__", around.constructs)
+    # In place: of one module, or of each in a list.
+    put(
+        fsdp,
+        "fully_shard",
+        around.wraps(lambda _result, args: around.models(args[0] if isinstance(args[0], (list, tuple)) else args[:1])),
+    )
+
+
+def _checkpoints(checkpoint: ModuleType) -> None:
+    def where(_result: Any, _args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """``save(state_dict, *, checkpoint_id=None, storage_writer=None)``."""
+        return kwargs.get("checkpoint_id") or getattr(kwargs.get("storage_writer"), "path", None)
+
+    # Where they are defined too, for those who import them from there.
+    for module in (checkpoint, checkpoint.state_dict_saver):
+        put(module, "save", around.saves(where))
+        put(module, "async_save", around.saves(where))
+    for module in (checkpoint, checkpoint.state_dict_loader):
+        put(module, "load", around.loads)
+
+
+def _state_dicts(module: ModuleType) -> None:
+    """Of a fresh optimizer these take a step on no gradients (https://github.com/pytorch/pytorch/pull/125708)."""
+    for name in ("get_state_dict", "get_optimizer_state_dict", "set_state_dict", "set_optimizer_state_dict"):
+        put(module, name, around.hides)
+
+
+def _accelerate(module: ModuleType) -> None:
+    def prepares(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found.subjects.accelerator = weakref.ref(self)
+            return made(found, original)(self, *args, **kwargs)
+
+        return prepare
+
+    made = around.wraps(lambda result, _args: result if isinstance(result, (tuple, list)) else (result,))
+    accelerator = module.Accelerator
+    for name in ("prepare", "prepare_model"):
+        put(accelerator, name, prepares)
+    for name in ("get_state_dict", "save_model", "end_training"):
+        put(accelerator, name, around.settles)
+    # The loss before it is divided or scaled.
+    put(accelerator, "backward", around.trains(lambda args, kwargs: _first(args[1:], kwargs)))
+    put(accelerator, "save_state", around.saves(lambda result, _args, _kwargs: result))
+    put(accelerator, "load_state", around.loads)
+
+
+def _deepspeed(deepspeed: ModuleType) -> None:
+    def steps(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found.guard(found.about_to_step, None, self)
+            before, found.in_engine = self.global_steps, True
+            try:
+                with found.inside(training=True):
+                    result = original(self, *args, **kwargs)
+            finally:
+                found.in_engine = False
+            if self.global_steps > before:
+                found.guard(found.stepped)
+            return result
+
+        return step
+
+    engine = deepspeed.DeepSpeedEngine
+    put(deepspeed, "initialize", around.wraps(lambda result, _args: result[:1]))
+    put(engine, "backward", around.trains(lambda args, kwargs: _first(args[1:], kwargs)))
+    put(engine, "step", steps)
+    put(engine, "save_checkpoint", around.saves(lambda _result, args, kwargs: _first(args[1:], kwargs)))
+    put(engine, "load_checkpoint", around.loads)

@@ -1,0 +1,298 @@
+"""Turns what an unmodified script does into the moments that a driver's verbs would have left.
+
+A script has no verbs. What it calls anyway is told by ``points``: a model is about to be wrapped, an optimizer has stepped,
+a checkpoint was written. From that: ``plain`` (the model before anything wrapped it), ``build`` (just before the first
+step, when nothing has moved yet), ``step`` (told when the next thing begins, for by then its scheduler has stepped too),
+``save`` and ``load``. The place of a moment follows from how many steps were taken, not from how many moments there were,
+so that ranks agree on it though one of them may save alone.
+
+It takes part in no collective, changes nothing, and is never an error of the script's: if it fails itself it says so and
+is silent from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.scripts.presence import Presence, before_end
+from pytest_distcompat.scripts.sight import Sight
+from pytest_distcompat.scripts.subjects import Subjects
+from pytest_distcompat.trace import Moment
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+#: Places in the life between two steps.
+STRIDE = 100
+#: Seconds that a rank waits for the others to be done with a checkpoint.
+STOP_TIME = 60.0
+PLAIN, BUILD, LOAD, SAVE, END = 0, 1, 2, 10, 90
+
+
+class Recorder:
+    """What one rank's probe knows of the training that it is put into."""
+
+    def __init__(self, presence: Presence, sight: Sight) -> None:
+        from pytest_distcompat.probe import Observer
+
+        self.presence, self.sight = presence, sight
+        self.observer = Observer()
+        self.device = sight.device if sight.device == "cpu" else f"{sight.device}:{os.environ.get('LOCAL_RANK', '0')}"
+        self.steps = 0
+        self.depth = self._quiet = 0
+        self.subjects = Subjects()
+        self._root: weakref.ref[Module] | None = None
+        self._model: weakref.ref[Module] | None = None
+        #: Inside of an engine's step the model is not what it is before and after.
+        self.in_engine = False
+        self._optimizer: Any = None
+        self._hooks: list[Any] = []
+        self._losses: list[torch.Tensor] = []
+        self._pending: dict[str, Any] | None = None
+        self._loaded = False
+        self._built = self._grouped = False
+        self._saves = 0
+        self._settled_at = -1
+        self._stops = False
+        self._failed = False
+        self._listen()
+        before_end(self._leave)
+
+    def _leave(self) -> None:
+        from torch import distributed
+
+        self.guard(self.close)
+        # Without its group a rank of ZeRO-3 cannot tell which part of a parameter is its own; it was looked at before that.
+        if not self._grouped or distributed.is_initialized():
+            self.guard(self.settled)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the step that goes on is looked at in full."""
+        return self.steps < self.sight.steps
+
+    def guard(self, function: Callable[..., None], *args: Any) -> None:
+        """Call what is ours, in the midst of what is not: what goes wrong with it is told, and no business of the script's."""
+        if self._failed or not self.presence.here():
+            return
+        try:
+            with self.observer.aside():
+                function(*args)
+        except Exception:
+            self._failed = True
+            self._listen()
+            self.presence.log.write("probe failed", text=traceback.format_exc())
+
+    @contextlib.contextmanager
+    def inside(self, *, training: bool = False) -> Iterator[bool]:
+        """Inside a call that is a point; whether it is the outermost, for what a library does inside is its own business.
+
+        Only a call that is ``training`` computes gradients or steps. In the others an optimizer may step too, on nothing: to
+        have a state that can be saved or filled (``torch.distributed.checkpoint.state_dict``).
+        """
+        outermost = self.depth == 0
+        self.depth += 1
+        self._quiet += not training
+        self._listen()
+        try:
+            watched = training and outermost and not self._failed
+            with self.observer.operators() if watched else contextlib.nullcontext():
+                yield outermost
+        finally:
+            self.depth -= 1
+            self._quiet -= not training
+            self._listen()
+
+    def _listen(self) -> None:
+        self.observer.listen(on=self.whole and not self._quiet and not self._failed)
+
+    # Models.
+
+    def about_to_wrap(self, model: Module) -> None:
+        """A model is what its author made, for the last time."""
+        self.subjects.see_plain(model)
+
+    def made(self, value: Any) -> None:
+        """A model or an optimizer as the trainer has it, until something is wrapped around it."""
+        import torch
+
+        from pytest_distcompat.probe.observe import Hook
+
+        if isinstance(value, torch.nn.Module):
+            self.subjects.models.append(weakref.ref(value))
+            # Before FSDP's own hook: what a rank is fed, not what its shard of the model gets.
+            hook = value.register_forward_pre_hook(Hook(self._forward), prepend=True, with_kwargs=True)
+            self._hooks.append(hook)
+        elif hasattr(value, "param_groups"):
+            self.subjects.optimizers.append(weakref.ref(value))
+
+    def compiled(self) -> None:
+        """No hook of ours may lie in what is to be compiled: it would break the graph."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A model that somebody wrapped computes. The first that does in training is the outermost one."""
+        import torch
+
+        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and module.training):
+            return
+        if self._root is None and any(parameter.requires_grad for parameter in module.parameters()):
+            self._root = weakref.ref(module)
+            self.guard(self._attach, module)
+        if self._root is not None and self._root() is module:
+            self.guard(self._begin, module, args, kwargs)
+
+    def _attach(self, module: Module) -> None:
+        """Look at single products from now on, unless that would be inside of a graph."""
+        from pytest_distcompat.probe.live import _compiled
+        from pytest_distcompat.probe.parts import unwrapped
+
+        if self.whole and not any(_compiled(module)):
+            self._hooks += self.observer.attach_to_products(unwrapped(module))
+
+    def _begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.close()
+        self._stop_if_told()
+        self.observer.fed(module, args, kwargs)
+
+    # Steps.
+
+    def backward(self, loss: object) -> None:
+        """Gradients of that loss are about to be computed."""
+        import torch
+
+        self.close()
+        self._stop_if_told()
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach())
+
+    def about_to_step(self, optimizer: Any, engine: Any = None) -> None:
+        """The optimizer, or the engine that has it, is about to step: before the first time, all is built and nothing moved."""
+        if self._built or self._quiet or (self.in_engine and engine is None):
+            return
+        from torch import distributed
+
+        self._built, self._grouped = True, distributed.is_available() and distributed.is_initialized()
+        self._optimizer = engine.optimizer if engine is not None else self.subjects.outermost(optimizer)
+        model = engine if engine is not None else self.subjects.model_of(optimizer)
+        self._model = weakref.ref(model) if model is not None else None
+        if model is None:
+            self.presence.log.write("unseen model", optimizer=type(optimizer).__name__)
+            return
+        self._tell("plain", PLAIN, plain=self.subjects.plain_of(model))
+        facts = self._look(whole=True)
+        self._tell("build", BUILD, **facts)
+        if self._loaded:
+            self._loaded = False
+            self._tell("load", self.steps * STRIDE + LOAD, **facts)
+
+    def stepped(self) -> None:
+        """An optimizer, or the engine, has stepped. What else belongs to the step (the scheduler) is seen when it is told."""
+        if self._model is not None and not self.in_engine and not self._quiet:
+            self._pending = self._look(whole=self.whole)
+
+    def close(self) -> None:
+        """Tell of the step that was taken, if it was not told of yet."""
+        if self._pending is None:
+            return
+        facts, self._pending = self._pending, None
+        losses, self._losses = self._losses, []
+        loss = sum(float(one) for one in losses) / len(losses) if losses else None
+        from pytest_distcompat.probe import read_scheduler
+
+        if self.whole:
+            facts |= self.observer.facts()
+        self._tell(
+            "step",
+            (self.steps + 1) * STRIDE,
+            **facts | {"loss": loss, "scheduler": read_scheduler(self.subjects.scheduler_of(self._optimizer))},
+        )
+        self.observer.restart()
+        self.steps += 1
+        self._saves = 0
+        if not self.whole:
+            self._listen()
+            if self._root is not None:
+                self.compiled()
+
+    # Checkpoints.
+
+    @property
+    def _place(self) -> int:
+        return self.steps * STRIDE + SAVE + 2 * self._saves
+
+    def about_to_save(self, everyone: bool) -> None:
+        """A checkpoint is about to be written."""
+        self.close()
+        if everyone:
+            self.presence.log.write("verb", verb="save", index=self._place)
+
+    def saved(self, path: Any, everyone: bool) -> None:
+        """A checkpoint was written; ``everyone``: by all ranks together."""
+        place = self._place
+        self.presence.log.write("saved", path=str(Path(path).resolve()), index=place, everyone=everyone)
+        if everyone and self._model is not None:
+            self._saves += 1
+            self._tell("save", place, **self._look(whole=True))
+            self._stops = self.steps == self.sight.stop_after
+
+    def _stop_if_told(self) -> None:
+        """Leave, when every rank has written its part of the checkpoint: files tell, for a collective would be one too many."""
+        if not self._stops:
+            return
+        from torch import distributed
+
+        self.presence.log.write("stopped")
+        ranks = range(distributed.get_world_size() if distributed.is_initialized() else 1)
+        deadline = time.monotonic() + STOP_TIME
+        while not all(self.presence.heard("stopped", rank) for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.presence.leave()
+
+    def loaded(self) -> None:
+        """A checkpoint was read. It is looked at when training begins, for it may be read in several parts."""
+        self.close()
+        if self._built and self._model is not None:
+            self._tell("load", self.steps * STRIDE + LOAD, **self._look(whole=True))
+        else:
+            self._loaded = True
+
+    def settled(self) -> None:
+        """Training may be over: what is trained is looked at once more, if it was not since the last step."""
+        self.close()
+        model = self._model() if self._model is not None else None
+        if model is not None and self._settled_at != self.steps:
+            self._settled_at = self.steps
+            self._tell("export", self.steps * STRIDE + END, **self._look(whole=True))
+
+    # What is looked at.
+
+    def _look(self, *, whole: bool) -> dict[str, Any]:
+        from pytest_distcompat.probe.look import look
+
+        model = self._model() if self._model is not None else None
+        if model is None:
+            return {}
+        size = self.subjects.of_accelerator("num_processes") or getattr(model, "world_size", None)
+        return look(
+            model,
+            self._optimizer,
+            device=self.device,
+            scheduler=self.subjects.scheduler_of(self._optimizer),
+            scaler=self.subjects.of_accelerator("scaler"),
+            trainer_world_size=size if isinstance(size, int) else None,
+            whole=whole,
+        )
+
+    def _tell(self, verb: str, index: int, **facts: Any) -> None:
+        moment = Moment(self.presence.rank, "train", verb, index, **facts)
+        self.presence.log.write("moment", verb=verb, index=index, moment=moment.to_json())

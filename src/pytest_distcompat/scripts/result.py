@@ -1,0 +1,178 @@
+"""What one run of a script left: how it ended, its trace, and what the checks say of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.failures import Incompatible, UsageProblem
+from pytest_distcompat.judge import Verdict, judge
+from pytest_distcompat.launch import Ending
+from pytest_distcompat.runner import life_trace
+from pytest_distcompat.scripts import final
+from pytest_distcompat.scripts.reading import read_in_a_process
+from pytest_distcompat.trace import FileFact, LifeTrace, Moment, Trace
+
+#: The checks that one run gives the evidence for. The others need lives that a script does not have, or verbs of a driver.
+CLAIMS = ("active", "names", "optimizer", "dtypes", "memory")
+FINAL = "final_model_loadable"
+#: Where a model can be seen.
+KNOWN = "Accelerator.prepare, deepspeed.initialize, DistributedDataParallel, FullyShardedDataParallel, fully_shard, torch.compile"
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """One run of a script on all its ranks.
+
+    ``cell`` is what was to be running, None where nobody said; ``directory`` holds logs and what the ranks wrote; ``output`` is
+    where the script was to leave its model, if that was said.
+    """
+
+    ending: Ending
+    cell: Cell | None
+    directory: Path
+    device: str
+    output: Path | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the launcher or any rank ended other than well."""
+        return self.ending.failed
+
+    def text(self) -> str:
+        """How it ended: the first cause first, what was bridged, and the command that runs it alone."""
+        parts = [self.ending.text(), *self.labels, f"logs: {self.directory}", f"this run alone: {self.ending.command}"]
+        return "\n".join(parts)
+
+    @functools.cached_property
+    def labels(self) -> tuple[str, ...]:
+        """What was done to libraries to make them run on CPU ranks, a line each; none where they were left alone."""
+        said = (event for events in self.ending.events.values() for event in events if event["event"] == "bridge")
+        return tuple(dict.fromkeys(f"CPU bridge: {event['what']}" for event in said))
+
+    @functools.cached_property
+    def life(self) -> LifeTrace:
+        """What the probe saw, without what stands in files."""
+        cell = self.cell or Cell("ddp", "fp32", len(self.ending.ranks))
+        return life_trace("train", self.ending, cell)
+
+    @property
+    def losses(self) -> tuple[tuple[float | None, ...], ...]:
+        """The loss of each step that each rank's backward began with, by rank."""
+        return tuple(
+            tuple(
+                m.loss
+                for m in sorted(self.life.moments, key=lambda one: one.index)
+                if m.verb == "step" and m.rank == rank
+            )
+            for rank in range(self.life.world_size)
+        )
+
+    def output_of(self, rank: int) -> str:
+        """What that rank wrote to its stdout and stderr, where the launcher kept them apart."""
+        found = sorted(self.directory.glob(f"logs/*/attempt_0/{rank}/std*.log"))
+        return "".join(path.read_text(encoding="utf-8", errors="replace") for path in found)
+
+    def check(self, *names: str) -> None:
+        """Have these checks judge the run: ``active names optimizer dtypes memory final_model_loadable``.
+
+        Raises Incompatible with what all of them found; also where there was nothing to probe, which is never a pass.
+        Raises UsageProblem for an unknown name, or a run for which nobody said what was to be running.
+        """
+        bad = [verdict for verdict in self.verdicts(*names) if not verdict.ok]
+        if bad:
+            told = "\n\n".join(
+                f"{verdict.check} ({verdict.cell}): {verdict.status}\n{verdict.message}" for verdict in bad
+            )
+            more = self.text() if self.failed else "\n".join((*self.labels, f"logs: {self.directory}"))
+            raise Incompatible(f"{told}\n\n{more}")
+
+    def verdicts(self, *names: str) -> list[Verdict]:
+        """The same as data: one verdict a name."""
+        for name in names:
+            if name not in {*CLAIMS, FINAL}:
+                raise UsageProblem(f"{name!r} is no check of a script's run. Known: {', '.join((*CLAIMS, FINAL))}")
+        return [self._verdict(name) for name in names]
+
+    def _verdict(self, name: str) -> Verdict:
+        if self.cell is None and name != FINAL:
+            raise UsageProblem(f"check {name!r}: launch(strategy=...) was not told what is to be running")
+        cell = self.cell or Cell("ddp", "fp32", self.life.world_size)
+        if self.failed:
+            # No check is better than the run that it is about.
+            status = {"raised": "failed"}.get(self.ending.kind, self.ending.kind)
+            return Verdict(name, cell.id, status, f"the run failed: {self.ending.headline()}")
+        problem = self.unprobed()
+        if problem:
+            return Verdict(name, cell.id, "failed", problem)
+        if name == FINAL:
+            found = final.findings(self.life, cell, self.left_in(), self._read)
+            return Verdict(name, cell.id, "failed" if found else "passed", "\n".join(found))
+        check = CHECKS.get(name)
+        reason = check.applies(cell, Driver)
+        if reason:
+            return Verdict(name, cell.id, "failed", f"the check says nothing here: {reason}")
+        life = self.life if name != "names" else self.with_files
+        return judge(check, cell, Trace.of("script", [life]))
+
+    def unprobed(self) -> str:
+        """Why there is nothing to judge, if so; empty otherwise."""
+        events = [event for events in self.ending.events.values() for event in events]
+        broken = next((event for event in events if event["event"] == "probe failed"), None)
+        if broken is not None:
+            return f"rank {broken['rank']}: the probe itself failed, and saw no more from then on\n{broken['text']}"
+        if not self.life.at("build"):
+            unseen = next((event for event in events if event["event"] == "unseen model"), None)
+            told = (
+                f"{unseen['optimizer']} stepped, on a model that nothing wrapped"
+                if unseen
+                else "no optimizer of torch's stepped"
+            )
+            return f"nothing to probe: {told}. A model is seen when it passes through one of: {KNOWN}"
+        return ""
+
+    def saved(self) -> list[Mapping[str, Any]]:
+        """What the run wrote and the probe saw: ``path``, ``step`` and the place ``index``, in order; each path once."""
+        events = (event for events in self.ending.events.values() for event in events if event["event"] == "saved")
+        return sorted({event["path"]: event for event in events}.values(), key=lambda event: int(event["index"]))
+
+    def left_in(self) -> Path | None:
+        """Where the run was to leave its model, or where the probe saw it written last, not as a checkpoint."""
+        if self.output is not None:
+            return self.output
+        events = (event for events in self.ending.events.values() for event in events)
+        models = [event["path"] for event in self.saved() if not event["everyone"]]
+        told = models or [event["path"] for event in events if event["event"] == "output"]
+        return Path(told[-1]) if told else None
+
+    def _read(self, wanted: Mapping[str, Any]) -> Any:
+        events = (event for events in self.ending.events.values() for event in events)
+        start = next((event for event in events if event["event"] == "start"), {})
+        return read_in_a_process(start, self.directory, wanted)
+
+    @functools.cached_property
+    def with_files(self) -> LifeTrace:
+        """The same life with what stands in the files that it saved, and in its output."""
+        places = [
+            (str(event["path"]), int(event["index"]) + 1) for event in self.saved() if Path(event["path"]).exists()
+        ]
+        read = self._read({"what": "files", "paths": [path for path, _ in places]}) if places else {}
+        moments = [
+            Moment(0, "train", "files", index, files=tuple(_file(fact) for fact in read["files"][path]))
+            for path, index in places
+        ]
+        return LifeTrace(
+            self.life.name, self.life.world_size, (*self.life.moments, *moments), self.life.end, self.life.cell
+        )
+
+
+def _file(data: Mapping[str, Any]) -> FileFact:
+    """A FileFact that went through JSON."""
+    found = Moment.from_json({"rank": 0, "life": "", "verb": "", "index": 0, "files": [data]}).files
+    return found[0]

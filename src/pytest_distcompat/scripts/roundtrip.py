@@ -1,0 +1,215 @@
+"""A script that is stopped and goes on from its checkpoint: does it train as if it had never stopped?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.checks._base import pairs
+from pytest_distcompat.checks._values import differences, values
+from pytest_distcompat.failures import Incompatible, LifeFailure, UsageProblem
+from pytest_distcompat.scripts.launching import Host, launch
+from pytest_distcompat.scripts.recorder import STRIDE
+from pytest_distcompat.scripts.result import ScriptRun
+from pytest_distcompat.trace import Moment
+
+#: What may be asked to be the same, step by step and rank by rank.
+SAME = ("losses", "grad_norms", "parameters", "optimizer", "scheduler", "rng", "data")
+#: On a GPU sums are not made in a fixed order: how far losses and gradient norms may then be apart, relative.
+TOLERANCE = 1e-4
+#: What is only then compared bit by bit.
+_EXACT = ("parameters", "optimizer", "rng")
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """The three runs: ``through`` never stopped, ``stopped`` left after the checkpoint, ``resumed`` went on from it."""
+
+    through: ScriptRun
+    stopped: ScriptRun
+    resumed: ScriptRun
+    save_at: int
+    total: int
+    same: tuple[str, ...]
+    resharded: bool = False
+
+    @property
+    def findings(self) -> list[str]:
+        """What is wrong; first of all, if the resumed run does not start at the next step, nothing but that."""
+        for title, run in (("run", self.through), ("stopped run", self.stopped), ("resumed run", self.resumed)):
+            if run.unprobed():
+                return [f"the {title}: {run.unprobed()}"]
+        return list(self._start()) or list(dict.fromkeys([*self._apart(), *self._loaded(), *self._steps()]))
+
+    def _start(self) -> Iterator[str]:
+        """The resumed run starts at the next step: it takes those that are left, no more and no less, on what was saved."""
+        taken, left = _taken(self.resumed), self.total - self.save_at
+        if _taken(self.through) != self.total:
+            yield f"the run took {_taken(self.through)} steps; expected total={self.total}"
+        elif _taken(self.stopped) != self.save_at:
+            yield f"the stopped run took {_taken(self.stopped)} steps; expected save_at={self.save_at}"
+        elif taken == self.total:
+            told = f"the resumed run took {taken} steps, all of them: it started again at step 0"
+            yield f"{told}; expected it to start at step {self.save_at + 1}"
+        elif taken != left:
+            yield f"the resumed run took {taken} steps; {left} were left after step {self.save_at}"
+
+    def _apart(self) -> Iterator[str]:
+        """Two runs from the start must be alike for a third to be compared with them."""
+        for nth in range(self.save_at):
+            for one, other in pairs(_step(self.through, nth), _step(self.stopped, nth)):
+                wrong = [what for what in ("losses", "data") if not self._alike(what, one, other)]
+                if wrong:
+                    told = " and ".join(wrong)
+                    yield (
+                        f"rank {one.rank}: {told} differ in step {nth + 1} of two runs from the start: the script is not "
+                        "repeatable (is a seed missing?)"
+                    )
+                    return
+
+    def _loaded(self) -> Iterator[str]:
+        """Values as a whole, whatever number of ranks they are split over."""
+        saved, loaded = (_at_rest(run, self.save_at) for run in (self.stopped, self.resumed))
+        if not loaded:
+            yield "the resumed run read no checkpoint by any of the calls that are known"
+        elif self.resharded or self.stopped.device != "cpu":
+            states = "optimizer" in self.same
+            was, now = values(self.stopped.life, saved), values(self.resumed.life, loaded)
+            yield from differences(was, now, f"after the load at {self.resumed.life.world_size} ranks", states=states)
+
+    def _steps(self) -> Iterator[str]:
+        """Step by step what the run that never stopped had; of each kind the first difference on each rank."""
+        if self.resharded:
+            return
+        found: set[tuple[int, str]] = set()
+        for number in range(self.save_at, self.total):
+            whole, resumed = _step(self.through, number), _step(self.resumed, number - self.save_at)
+            for one, other in pairs(whole, resumed):
+                for what in self.same:
+                    if (one.rank, what) not in found and not self._alike(what, one, other):
+                        found.add((one.rank, what))
+                        place = f"in step {number + 1}, {number + 1 - self.save_at} after the load"
+                        yield f"rank {one.rank}: {what}: {_told(what, one, other)} {place}"
+
+    def _alike(self, what: str, one: Moment, other: Moment) -> bool:
+        was, now = _of(what, one), _of(what, other)
+        if self.through.device == "cpu" or what in {"scheduler", "data"}:
+            return bool(was == now)
+        if what in _EXACT:
+            return True
+        return len(was) == len(now) and all(
+            math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(was, now, strict=True)
+        )
+
+
+def resume_roundtrip(
+    script: str | Path,
+    args: Sequence[str],
+    *,
+    resume: Sequence[str],
+    save_at: int,
+    total: int,
+    same: Sequence[str] = SAME,
+    reshard_to: int | None = None,
+    host: Host | None = None,
+    **settings: Any,
+) -> RoundTrip:
+    """Run the script through, once more until it has saved, and from there on; all of ``same`` must agree.
+
+    In ``args``, ``{output}`` stands for the directory of a run, ``{steps}`` for ``total``, ``{save_at}`` for itself;
+    ``resume`` is what the resumed run is told besides, with ``{checkpoint}`` for what was saved. All three are told the same
+    number of steps, so that schedules agree; the second is ended by the probe. ``reshard_to`` resumes on as many ranks, and
+    then what is loaded is compared with what was saved, as a whole, instead of the steps. ``settings`` are those of ``launch``.
+
+    Raises Incompatible with what differs, LifeFailure if a run fails, UsageProblem for a wrong word.
+    """
+    unknown = [name for name in same if name not in SAME]
+    if unknown or not 0 < save_at < total:
+        raise UsageProblem(
+            f"same={list(same)!r}: known are {', '.join(SAME)}"
+            if unknown
+            else f"save_at={save_at} of total={total} steps"
+        )
+    where = host or Host.here()
+    words = {"steps": str(total), "save_at": str(save_at)}
+
+    def run(output: Path, *more: str, **others: Any) -> ScriptRun:
+        told = [_filled(argument, {**words, "output": str(output)}) for argument in (*args, *more)]
+        return launch(script, *told, host=where, watch_steps=total, **{**settings, **others})
+
+    through = run(where.new_directory("through"))
+    output = where.new_directory("stopped")
+    stopped = run(output, stop_after=save_at)
+    saved = [event for event in stopped.saved() if event["everyone"] and event["index"] // STRIDE == save_at]
+    if not saved:
+        raise Incompatible(f"no checkpoint was seen after step {save_at}\nlogs: {stopped.directory}")
+    more = [_filled(argument, {"checkpoint": str(saved[0]["path"])}) for argument in resume]
+    try:
+        resumed = run(output, *more, **({"world_size": reshard_to} if reshard_to else {}))
+    except LifeFailure as failure:
+        raise LifeFailure(f"the run that was to go on from {saved[0]['path']} failed\n\n{failure}") from None
+    trip = RoundTrip(through, stopped, resumed, save_at, total, tuple(same), resharded=bool(reshard_to))
+    if trip.findings:
+        logs = "\n".join(f"logs: {one.directory}" for one in (through, stopped, resumed))
+        raise Incompatible("\n".join((*trip.findings, *resumed.labels, logs)))
+    return trip
+
+
+def _filled(argument: str, words: Mapping[str, str]) -> str:
+    for word, value in words.items():
+        argument = argument.replace(f"{{{word}}}", value)
+    return argument
+
+
+def _taken(run: ScriptRun) -> int:
+    return max((moment.index // STRIDE for moment in run.life.moments if moment.verb == "step"), default=0)
+
+
+def _step(run: ScriptRun, nth: int) -> tuple[Moment, ...]:
+    return run.life.at_index((nth + 1) * STRIDE)
+
+
+def _at_rest(run: ScriptRun, save_at: int) -> tuple[Moment, ...]:
+    """The moments of the save after that step; of a run that did not get there, those of its load."""
+    saved = [m for m in run.life.moments if m.verb == "save" and m.index // STRIDE == save_at]
+    return run.life.at_index(saved[0].index) if saved and not run.life.at("load") else run.life.at("load")
+
+
+def _of(what: str, moment: Moment) -> Any:
+    """What is compared of one rank in one step."""
+    model, optimizer = moment.model, moment.optimizer
+    if what == "losses":
+        return (moment.loss,)
+    if what == "grad_norms":
+        return tuple(math.sqrt(step.square) for step in moment.steps)
+    if what == "parameters":
+        return {fact.name: fact.digest for fact in (*model.parameters, *model.buffers)} if model else {}
+    if what == "optimizer":
+        states = (*optimizer.states, *optimizer.masters) if optimizer else ()
+        return {f"{state.key} of {state.owner}": state.digest for state in states}, optimizer and optimizer.groups
+    if what == "scheduler":
+        return moment.scheduler
+    return moment.rng if what == "rng" else moment.inputs
+
+
+def _told(what: str, one: Moment, other: Moment) -> str:
+    """Both sides where they are short, else what differs."""
+    was, now = _of(what, one), _of(what, other)
+    if what in {"losses", "grad_norms"}:
+        return f"{_numbers(now)} instead of {_numbers(was)}"
+    if what == "scheduler":
+        return f"{now!r} instead of {was!r}"
+    if what == "optimizer" and was[0] == now[0]:
+        return f"groups are {now[1]} instead of {was[1]}"
+    if what in {"parameters", "optimizer"}:
+        was, now = (was, now) if what == "parameters" else (was[0], now[0])
+        wrong = sorted(name for name in {*was, *now} if was.get(name) != now.get(name))
+        return f"{len(wrong)} of {len(was)} values differ, first {wrong[0]!r},"
+    return "another random state" if what == "rng" else "fed other data"
+
+
+def _numbers(values: Sequence[float | None]) -> str:
+    return ", ".join("none" if value is None else f"{value:.8g}" for value in values) or "none"

@@ -1,0 +1,71 @@
+"""The models, optimizers and schedulers that the points of a script have shown, and which of them belong together.
+
+All are held weakly: what the script lets go of is to be gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from pytest_distcompat.trace import PlainFact
+
+
+class Subjects:
+    """What was seen so far in one rank."""
+
+    def __init__(self) -> None:
+        self.models: list[weakref.ref[Module]] = []
+        self.optimizers: list[weakref.ref[Any]] = []
+        self.schedulers: list[weakref.ref[Any]] = []
+        self.accelerator: weakref.ref[Any] | None = None
+        self._plain: dict[int, tuple[weakref.ref[Module], PlainFact]] = {}
+
+    def see_plain(self, model: Module) -> None:
+        """Read a model that is about to be wrapped, once; of its parts that were wrapped before, what they were then counts."""
+        from pytest_distcompat.probe.parts import read_parts, unwrapped
+
+        model = unwrapped(model)
+        known = {key: fact for key, (there, fact) in self._plain.items() if there() is not None}
+        if id(model) not in known:
+            self._plain[id(model)] = weakref.ref(model), read_parts(model, known)
+
+    def plain_of(self, model: Module) -> PlainFact | None:
+        """Of the models that were seen unwrapped, the largest inside of this one."""
+        inside = {id(module) for module in model.modules()}
+        found = [fact for key, (there, fact) in self._plain.items() if key in inside and there() is not None]
+        return max(found, key=lambda fact: len(fact.parameters), default=None)
+
+    def model_of(self, optimizer: Any) -> Module | None:
+        """The largest model of which the optimizer holds a parameter; where it is stale, the largest there is."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        alive = [model for there in self.models if (model := there()) is not None]
+        theirs = [model for model in alive if any(id(parameter) in held for parameter in model.parameters())]
+        return max(theirs or alive, key=lambda model: sum(1 for _ in model.modules()), default=None)
+
+    def outermost(self, optimizer: Any) -> Any:
+        """The trainer's own wrapper of that optimizer, if a point has shown it."""
+        from pytest_distcompat.probe import torch_optimizer
+
+        known = [there() for there in self.optimizers]
+        return next(
+            (one for one in reversed(known) if one is not None and torch_optimizer(one) is optimizer), optimizer
+        )
+
+    def scheduler_of(self, optimizer: Any) -> Any:
+        """The one that steers that optimizer, None if there is none."""
+        from pytest_distcompat.probe import torch_optimizer
+
+        inner = torch_optimizer(optimizer)
+        for there in reversed(self.schedulers):
+            scheduler = there()
+            if scheduler is not None and torch_optimizer(scheduler.optimizer) is inner:
+                return scheduler
+        return None
+
+    def of_accelerator(self, name: str) -> Any:
+        """An attribute of the script's Accelerator, None without one."""
+        return getattr(self.accelerator() if self.accelerator is not None else None, name, None)

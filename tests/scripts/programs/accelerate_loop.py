@@ -1,0 +1,48 @@
+"""accelerate's own training loop, as its documentation writes it."""
+
+import argparse
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from tiny import Rows, model  # type: ignore[import-not-found]  # it lies beside the script
+from torch.utils.data import DataLoader
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--output", type=Path)
+parser.add_argument("--steps", type=int, default=6)
+parser.add_argument("--save-at", type=int, default=0)
+parser.add_argument("--resume", type=Path)
+arguments = parser.parse_args()
+
+accelerator = Accelerator()
+net = model()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+data = DataLoader(Rows(), batch_size=2, shuffle=True)
+net, optimizer, data, scheduler = accelerator.prepare(net, optimizer, data, scheduler)
+done = 0
+if arguments.resume:
+    accelerator.load_state(str(arguments.resume))
+    done = int(arguments.resume.name.rpartition("-")[2])
+net.train()
+for batch in accelerator.skip_first_batches(data, done) if done else data:
+    if done == arguments.steps:
+        break
+    loss = net(**batch).loss
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    done += 1
+    print(f"step {done} loss {float(loss).hex()}", flush=True)
+    if done == arguments.save_at:
+        accelerator.save_state(str(arguments.output / f"step-{done}"))
+if arguments.output:
+    accelerator.wait_for_everyone()
+    state = accelerator.get_state_dict(net)
+    accelerator.unwrap_model(net).save_pretrained(
+        arguments.output / "final", is_main_process=accelerator.is_main_process, state_dict=state
+    )
+accelerator.end_training()

@@ -1,0 +1,87 @@
+"""A strategy as files, and how a launcher is called."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.scripts import command, write_all, write_configuration
+from pytest_distcompat.scripts.configuration import find_configuration
+from pytest_distcompat.strategies import STRATEGIES
+
+
+def test_every_strategy_in_every_precision(tmp_path: Path) -> None:
+    """But fp8 under DeepSpeed, which no file can say."""
+    written = {path.stem for path in write_all(tmp_path)}
+    zero = {name for name in STRATEGIES.names() if STRATEGIES.get(name).zero_stage is not None}
+    everything = {f"{strategy}-{precision}" for strategy in STRATEGIES.names() for precision in PRECISIONS.names()}
+    assert written == everything - {f"{strategy}-fp8" for strategy in zero}
+    assert {path.name.removesuffix(".deepspeed.json") for path in tmp_path.glob("*.json")} == {
+        name for name in written if name.startswith("zero")
+    }
+
+
+def test_accelerate_reads_them_all(tmp_path: Path) -> None:
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    for path in write_all(tmp_path, world_size=4):
+        read = config_args.load_config_from_file(str(path))
+        assert read.num_processes == 4
+        strategy = path.stem.partition("-")[0]
+        kind = "DEEPSPEED" if strategy.startswith("zero") else "FSDP" if strategy.startswith("fsdp") else "MULTI_GPU"
+        assert str(read.distributed_type).endswith(kind)
+
+
+def test_what_stands_in_them(tmp_path: Path) -> None:
+    fsdp = write_configuration(Cell.of("fsdp2", "bf16_mixed", 2, state_dict="full"), tmp_path, device="cuda")
+    text = fsdp.read_text(encoding="utf-8")
+    assert 'mixed_precision: "bf16"' in text
+    assert "  fsdp_version: 2\n" in text
+    assert '  fsdp_state_dict_type: "FULL_STATE_DICT"\n' in text
+    zero = write_configuration(Cell("zero3", "bf16_mixed"), tmp_path, device="cuda")
+    written = json.loads(zero.with_suffix(".deepspeed.json").read_text(encoding="utf-8"))
+    assert (written["zero_optimization"]["stage"], written["bf16"]["enabled"]) == (3, True)
+    assert written["train_micro_batch_size_per_gpu"] == "auto"
+
+
+def test_what_no_file_can_say(tmp_path: Path) -> None:
+    with pytest.raises(UsageProblem, match="zero2-fp8-w2: accelerate takes fp8 under DeepSpeed"):
+        write_configuration(Cell("zero2", "fp8"), tmp_path, device="cuda")
+
+
+@pytest.mark.parametrize("name", ["fsdp2-fp32.yaml", "fsdp2.yml", "fsdp2.json"])
+def test_a_directory_of_ones_own(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    assert find_configuration(tmp_path, Cell("fsdp2", "fp32"), "cpu", tmp_path) == tmp_path / name
+
+
+def test_a_directory_without_the_strategy(tmp_path: Path) -> None:
+    (tmp_path / "multi_gpu.yaml").touch()
+    assert find_configuration(tmp_path, Cell("ddp", "fp32"), "cpu", tmp_path).name == "multi_gpu.yaml"
+    with pytest.raises(UsageProblem, match=r"no configuration for fsdp1; looked for fsdp1-fp32.yaml, .*fsdp1.yaml"):
+        find_configuration(tmp_path, Cell("fsdp1", "fp32"), "cpu", tmp_path)
+
+
+def test_commands(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    told = {"world_size": 4, "directory": tmp_path}
+    by_torchrun = command.build(str(script), ["--x"], "torchrun", configuration=None, **told)  # type: ignore[arg-type]
+    assert by_torchrun.line[-4:] == ("--nproc-per-node", "4", str(script), "--x")
+    by_accelerate = command.build("-m", ["trl", "sft"], "accelerate", configuration=tmp_path, **told)  # type: ignore[arg-type]
+    assert by_accelerate.line[-5:] == ("--config_file", str(tmp_path), "-m", "trl", "sft")
+    by_itself = command.build(sys.executable, ["train"], "cli", configuration=None, **told)  # type: ignore[arg-type]
+    assert by_itself.line == (sys.executable, "train")
+    assert by_itself.environment["PET_NPROC_PER_NODE"] == "4"
+    with pytest.raises(UsageProblem, match="no command 'no-such-trainer'"):
+        command.build("no-such-trainer", [], "cli", configuration=None, **told)  # type: ignore[arg-type]
+
+
+def test_a_launcher_is_no_rank_of_another_group() -> None:
+    theirs = {"RANK": "3", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x", "PET_NNODES": "2", "HOME": "/root"}
+    assert command.without_rank(theirs) == {"HOME": "/root"}

@@ -1,0 +1,211 @@
+"""Every way in which a rank, or its launcher, can end: the verdict is never better than the worst of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pytest_distcompat.failures import LifeFailure, UsageProblem
+from pytest_distcompat.scripts import ScriptRun, launch
+from pytest_distcompat.scripts.launching import Host
+
+from .conftest import PROGRAMS, Launch
+
+pytestmark = pytest.mark.spawn
+
+
+@pytest.fixture
+def ends(host: Host) -> Launch:
+    """Two ranks that a launcher of nobody's starts, and that end as they are told."""
+
+    def ends(how: str, *more: str, ranks: int = 2, timeout: float = 30.0) -> ScriptRun:
+        line = [str(PROGRAMS / "start_ranks.py"), str(ranks), str(PROGRAMS / "ends.py"), how, *more]
+        return launch(sys.executable, *line, launcher="cli", host=host, timeout=timeout, allow_failure=True)
+
+    return ends
+
+
+def test_ranks_that_end_well_are_a_run_that_did(ends: Launch) -> None:
+    run = ends("well")
+    assert not run.failed, run.text()
+    assert [end.status for end in run.ending.ranks] == ["done", "done"]
+
+
+@pytest.mark.parametrize("ignored", [(), ("--ignore",)], ids=["launcher fails too", "launcher says all is well"])
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        ("raise", "raised", "rank 1 raised ValueError: rank 1 does not want to"),
+        ("hook", "raised", "rank 1 raised ValueError: rank 1 does not want to"),
+        ("exit in except", "raised", "rank 1 raised ValueError: rank 1 does not want to"),
+        ("exit", "crashed", "rank 1 exited with code 3 without a report"),
+        ("exit in finally", "crashed", "rank 1 exited with code 3 without a report"),
+        ("crash", "crashed", "rank 1 was killed by SIGSEGV"),
+        ("kill", "crashed", "rank 1 ended without a report"),
+        ("vanish", "crashed", "rank 1 ended without a report"),
+    ],
+)
+def test_one_bad_rank_is_a_bad_run(ends: Launch, how: str, kind: str, said: str, ignored: tuple[str, ...]) -> None:
+    run = ends(how, *ignored)
+    assert run.ending.kind == kind, run.text()
+    assert run.ending.headline() == said
+
+
+def test_a_launcher_that_leaves_its_ranks_alone_is_a_failure(ends: Launch) -> None:
+    run = ends("hang", "--leave")
+    assert run.ending.headline() == f"{sys.executable} ended (exit code 0) while rank 1 still ran"
+    assert not _running("ends.py")
+
+
+def test_an_exception_is_shown_with_its_traceback(ends: Launch) -> None:
+    assert "in inner" in ends("exit in except").text()
+
+
+@pytest.mark.parametrize("how", ["caught", "child"])
+def test_what_ends_nothing_is_no_failure(ends: Launch, how: str) -> None:
+    run = ends(how)
+    assert not run.failed, run.text()
+
+
+def test_a_hang_shows_where_and_all_is_killed(ends: Launch) -> None:
+    run = ends("hang", "--session", timeout=3.0)
+    assert run.ending.kind == "hung", run.text()
+    assert "time limit of 3 s" in run.ending.headline()
+    assert "ends.py" in run.text()
+    assert not _running("ends.py")
+
+
+def test_a_launcher_that_is_killed_is_a_failure_and_its_ranks_are_found(ends: Launch) -> None:
+    """They live in sessions of their own: nothing but their birth ties them to it."""
+    run = ends("kill the launcher", "--session")
+    assert run.ending.kind == "crashed"
+    assert run.ending.headline() == f"{sys.executable} was killed by SIGKILL"
+    assert not _running("ends.py")
+
+
+def test_what_a_rank_leaves_behind_is_killed_and_named(ends: Launch) -> None:
+    run = ends("leave one behind")
+    assert not run.failed, run.text()
+    assert "left running by a rank, now killed: sleep" in run.text()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [(1, "rank 1 never started"), (3, "rank 2 announced itself too; expected 2 ranks")],
+)
+def test_as_many_ranks_as_asked_for(ends: Launch, ranks: int, said: str) -> None:
+    run = ends("well", ranks=ranks)
+    assert run.failed
+    assert run.ending.headline() == said
+
+
+def test_a_command_without_ranks_is_a_failure(host: Host) -> None:
+    run = launch(sys.executable, "-c", "print('all is well')", launcher="cli", host=host, allow_failure=True)
+    assert run.failed
+    assert "no process announced itself as a rank" in run.ending.headline()
+    assert "all is well" in run.text()
+
+
+def test_python_without_its_environment_is_no_rank(ends: Launch, host: Host) -> None:
+    line = [str(PROGRAMS / "start_ranks.py"), "2", "-I", str(PROGRAMS / "ends.py"), "well"]
+    run = launch(sys.executable, *line, launcher="cli", host=host, allow_failure=True)
+    assert "started with -E, -I or -S" in run.ending.headline()
+
+
+def test_a_launcher_that_fails_after_its_ranks_is_a_failure(host: Host) -> None:
+    script = f"import subprocess, sys; subprocess.run([sys.executable, r'{PROGRAMS / 'start_ranks.py'}', '2', r'{PROGRAMS / 'ends.py'}', 'well']); sys.exit(7)"
+    run = launch(sys.executable, "-c", script, launcher="cli", host=host, allow_failure=True)
+    assert run.ending.headline() == f"all ranks ended well, but {sys.executable} exited with code 7"
+
+
+def test_launch_raises_with_the_whole_story(host: Host) -> None:
+    line = [str(PROGRAMS / "start_ranks.py"), "2", str(PROGRAMS / "ends.py"), "raise"]
+    with pytest.raises(LifeFailure, match="rank 1 raised ValueError: rank 1 does not want to") as failure:
+        launch(sys.executable, *line, launcher="cli", host=host, timeout=30)
+    assert "this run alone: env " in str(failure.value)
+
+
+def test_all_dies_with_whoever_launched(tmp_path: Path) -> None:
+    """Pytest itself may be killed: a pipe to it is all that the keeper has to go by."""
+    line = ["2", str(PROGRAMS / "ends.py"), "hang", "--session", f"--{tmp_path.name}"]
+    script = (
+        "from pytest_distcompat.scripts import launch; import sys\n"
+        f"launch(sys.executable, {str(PROGRAMS / 'start_ranks.py')!r}, *{line!r}, launcher='cli', timeout=100)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        _until(lambda: len(_running(f"--{tmp_path.name}")) >= 3)
+    finally:
+        parent.kill()
+        parent.wait()
+    _until(lambda: not _running(f"--{tmp_path.name}"))
+
+
+def test_the_users_own_sitecustomize_still_comes(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['THEIRS'] = __file__\n", encoding="utf-8")
+    script = tmp_path / "show.py"
+    script.write_text(
+        "import os, sys, sitecustomize\n"
+        "print(os.environ['THEIRS'], sitecustomize.__file__, [p for p in sys.path if 'distcompat/scripts' in p])\n",
+        encoding="utf-8",
+    )
+    line = [str(PROGRAMS / "start_ranks.py"), "2", str(script)]
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    run = launch(sys.executable, *line, launcher="cli", host=host, environment={"PYTHONPATH": path})
+    theirs = str(tmp_path / "sitecustomize.py")
+    shown = (run.directory / "launcher.log").read_text(encoding="utf-8")
+    assert f"{theirs} {theirs} []" in shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"launcher": "mpirun"}, "no launcher named 'mpirun'. Known: torchrun, accelerate, cli"),
+        ({"strategy": "zero9"}, "zero9"),
+        ({"precision": "fp64"}, "fp64"),
+        ({"strategy": "ddp", "options": {"offload": True}}, "DDP has nothing to offload"),
+        ({"timeout": -1}, "a number of seconds above 0"),
+    ],
+)
+def test_wrong_words(host: Host, settings: dict[str, object], said: str) -> None:
+    with pytest.raises((UsageProblem, KeyError, ValueError), match=said):
+        launch(PROGRAMS / "ends.py", "well", host=host, **settings)  # type: ignore[arg-type]
+
+
+def test_a_script_that_is_not_there(host: Host) -> None:
+    with pytest.raises(UsageProblem, match=r"there is no script 'nothing.py'"):
+        launch("nothing.py", host=host)
+
+
+class TestOutsideOfPytest(unittest.TestCase):
+    """The plain function needs no fixture."""
+
+    def test_launch(self) -> None:
+        line = [str(PROGRAMS / "start_ranks.py"), "2", str(PROGRAMS / "ends.py"), "well"]
+        self.assertFalse(launch(sys.executable, *line, launcher="cli", world_size=2, host=None).failed)  # noqa: PT009
+
+
+def _running(word: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(word in part for part in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _until(holds: object) -> None:
+    import time
+
+    deadline = time.monotonic() + 20
+    while not holds() and time.monotonic() < deadline:  # type: ignore[operator]
+        time.sleep(0.05)
+    assert holds()  # type: ignore[operator]

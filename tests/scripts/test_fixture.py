@@ -1,0 +1,43 @@
+"""The fixture ``distcompat`` in somebody's tests."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from .conftest import PROGRAMS
+
+TESTS = f"""
+import sys
+
+ENDS = [{str(PROGRAMS / "start_ranks.py")!r}, "2", {str(PROGRAMS / "ends.py")!r}]
+
+def test_well(distcompat):
+    run = distcompat.launch(sys.executable, *ENDS, "well", launcher="cli")
+    assert str(run.directory).startswith(str(run.directory.parents[1]))
+
+def test_raises(distcompat):
+    distcompat.launch(sys.executable, *ENDS, "raise", launcher="cli")
+
+def test_limit(distcompat):
+    distcompat.launch(sys.executable, *ENDS, "hang", launcher="cli", timeout=3)
+"""
+
+
+@pytest.mark.spawn
+def test_verdicts_are_those_of_tests(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(TESTS)
+    done = pytester.runpytest_subprocess("-p", "no:randomly", "--distcompat-gpus", "0")
+    done.assert_outcomes(passed=1, failed=2)
+    done.stdout.fnmatch_lines(
+        ["*LifeFailure: rank 1 raised ValueError: rank 1 does not want to*", "*time limit of 3 s*"]
+    )
+
+
+def test_what_an_idle_session_imports(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        "import sys\ndef test(): assert not [m for m in sys.modules if m.startswith('pytest_distcompat.scripts')]"
+    )
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)
+    assert sys.executable

@@ -1,0 +1,43 @@
+"""Ranks that nobody of ours started: by torch.multiprocessing, by DeepSpeed's own command."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import pytest
+
+from pytest_distcompat.failures import LifeFailure
+from pytest_distcompat.scripts import launch
+from pytest_distcompat.scripts.launching import Host
+
+from .conftest import PROGRAMS
+
+pytestmark = pytest.mark.spawn
+
+
+@pytest.fixture
+def port() -> str:
+    """One that was free a moment ago: these launchers take no other."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+@pytest.mark.parametrize("start", ["spawn", "fork"])
+def test_torch_multiprocessing(host: Host, port: str, start: str) -> None:
+    line = [str(PROGRAMS / "spawned.py"), start]
+    launch(sys.executable, *line, "well", port, launcher="cli", strategy="ddp", host=host).check("active", "optimizer")
+    with pytest.raises(LifeFailure, match="rank 1 raised ValueError: in a rank that was made"):
+        launch(sys.executable, *line, "raise", port, launcher="cli", host=host)
+
+
+def test_the_command_of_deepspeed(host: Host, port: str) -> None:
+    pytest.importorskip("deepspeed")
+    line = ["--num_gpus", "2", "--master_port", port, str(PROGRAMS / "deepspeed_loop.py")]
+    launch("deepspeed", *line, launcher="cli", strategy="zero2", host=host).check("active", "optimizer", "dtypes")
+
+
+def test_a_module_by_accelerate(host: Host) -> None:
+    """One of accelerate's own, as it is installed."""
+    launch("-m", "accelerate.test_utils.scripts.test_ops", launcher="accelerate", strategy="ddp", host=host)
