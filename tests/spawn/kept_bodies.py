@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import multiprocessing.util
 import os
 import random
@@ -126,6 +127,7 @@ CHANGES: dict[str, Callable[[], object]] = {
     "torch's global flags: grad": _torch(lambda torch: torch.set_grad_enabled(False)),
     "the process group": _group,
     "accelerate's singletons": _accelerate,
+    "multiprocessing's start method": lambda: multiprocessing.set_start_method("spawn", force=True),
     "memory": _memory,
     "open files": _files,
 }

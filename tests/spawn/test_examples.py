@@ -1,7 +1,8 @@
-"""The examples that the documentation shows do what it says."""
+"""The examples do what the documentation says of them: four trainers in miniature, each with the suite and a marked test."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -9,23 +10,46 @@ import pytest
 pytestmark = pytest.mark.spawn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+#: Directory to the file that adopts the suite.
+ADOPTERS = {
+    "my_trainer": "test_my_trainer.py",
+    "accelerate_trainer": "test_fine_tuner.py",
+    "transformers_trainer": "test_accuracy_trainer.py",
+    "deepspeed_loop": "test_loop.py",
+}
 
 
-def run(pytester: pytest.Pytester, name: str) -> pytest.RunResult:
+def run(pytester: pytest.Pytester, name: str, *args: str) -> pytest.RunResult:
     for path in (EXAMPLES / name).glob("*.py"):
         (pytester.path / path.name).write_text(path.read_text())
-    return pytester.runpytest_subprocess("--strict-markers")
+    return pytester.runpytest_subprocess("--strict-markers", "--distcompat-gpus=0", *args)
 
 
 def test_marked_tests(pytester: pytest.Pytester) -> None:
     run(pytester, "marker").assert_outcomes(passed=7)
 
 
-def test_a_trainer_of_ones_own(pytester: pytest.Pytester) -> None:
-    result = run(pytester, "my_trainer")
+@pytest.mark.parametrize("name", ADOPTERS)
+def test_an_adopter_in_miniature(pytester: pytest.Pytester, name: str) -> None:
+    result = run(pytester, name, "--distcompat-profile=smoke")
     found = result.parseoutcomes()
-    # Each check in four cells of two strategies, and refused in two more; upstream's own issues are expected failures.
+    # Upstream's own issues are expected failures; one test is marked, all others are the suite's.
     assert set(found) <= {"passed", "xfailed"}, result.stdout.str()
     assert found["passed"] > 4 * found.get("xfailed", 0)
-    result.stdout.fnmatch_lines([f"*{sum(found.values())} verdicts from * process-group lives"])
-    result.stdout.fnmatch_lines(["  refused: ValueError: my_trainer does not support strategy 'fsdp1'*"])
+    result.stdout.fnmatch_lines([f"{sum(found.values()) - 1} verdicts from * process-group lives"])
+    if name == "my_trainer":
+        result.stdout.fnmatch_lines(["  refused: ValueError: my_trainer does not support strategy 'fsdp1'*"])
+
+
+@pytest.mark.parametrize(("name", "file"), ADOPTERS.items())
+def test_the_suite_is_adopted_in_ten_lines(name: str, file: str) -> None:
+    text = (EXAMPLES / name / file).read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    # Without the docstring.
+    code = [line for line in text.splitlines()[tree.body[0].end_lineno :] if line.strip()]
+    assert len(code) <= 10
+    assert any("distcompat(" in path.read_text(encoding="utf-8") for path in (EXAMPLES / name).glob("test_*.py"))
+
+
+def test_every_example_is_run() -> None:
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_dir()} == {"marker", *ADOPTERS}

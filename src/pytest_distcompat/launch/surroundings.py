@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import multiprocessing
 import multiprocessing.util
 import os
 import signal
@@ -43,6 +44,7 @@ class Surroundings:
             "signal handlers": [signal.getsignal(number) for number in _SIGNALS],
             "threads": set(threading.enumerate()),
             "what is to be done at exit": _at_exit(),
+            "multiprocessing's start method": multiprocessing.get_start_method(allow_none=True),
             "logging": (logging.root.level, list(logging.root.handlers), logging.root.manager.disable),
         }
         same |= {name: read() for name, (module, read) in _OF_LIBRARIES.items() if module in sys.modules}

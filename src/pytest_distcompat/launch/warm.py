@@ -105,7 +105,7 @@ class WarmLauncher:
             return self._conclude(process, request, watch, answer)
         if keep.last or kept.to_leave:
             return self._leave(process, kept, request, watch)
-        return self._ended(process, request, watch, {}, notice=died or self._notice(process))
+        return self._ended(process, request, watch, {}, notice=died)
 
     def _died_waiting(self, process: LauncherProcess) -> str:
         """How ranks that waited for a request came to their end, if they did; whoever asks next is not to blame."""
@@ -169,7 +169,7 @@ class WarmLauncher:
     def _ended(
         self, process: LauncherProcess, request: Request, watch: Watch, answer: Mapping[str, Any], **more: Any
     ) -> Ending:
-        more.setdefault("notice", self._notice(process))
+        more["notice"] = more.get("notice") or self._notice(process)
         return conclude(
             request.directory,
             request.world_size,
