@@ -10,9 +10,9 @@ BIN := $(VENV)/bin
 demo: install
 	HF_HUB_OFFLINE=1 $(BIN)/pytest --pyargs pytest_distcompat.suite --distcompat-gpus 0 --distcompat-profile smoke -q
 
-# All checks of the code itself, then all tests, the fast ones first.
+# All checks of the code itself, then all tests, on two workers: a module is one worker's, for its tests share what they ran.
 test: install check
-	HF_HUB_OFFLINE=1 $(BIN)/pytest tests
+	HF_HUB_OFFLINE=1 $(BIN)/pytest tests -n 2 --dist loadscope
 
 check: install
 	$(BIN)/ruff check .

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "RES_OPTIONS": "timeout:1 attempts:1",
         "COLUMNS": "200",
     }
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Whoever runs these tests in the background ignores SIGINT, which processes inherit."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

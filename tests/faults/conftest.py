@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -256,8 +255,5 @@ def workers(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 
 @pytest.fixture(autouse=True)
-def interruptible() -> Iterator[None]:
-    """Whoever runs these tests in the background ignores SIGINT, which processes inherit."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+def _interruptible(interruptible: None) -> None:
+    """Some of these tests interrupt what they started."""

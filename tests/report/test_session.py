@@ -93,6 +93,16 @@ def test_what_the_json_tells_of_a_crashed_cell(session: Session, tmp_path: Path)
     assert {entry["who"] for entry in data["run"]["timeline"]}, "no lease was recorded"
 
 
+def test_whose_fault_it_was_the_ranks_tell_and_not_the_words_of_the_message(session: Session, tmp_path: Path) -> None:
+    session("--distcompat-report=out.json", lives='{"fsdp2-bf16_mixed-w2": "raised"}')
+    results = {result["cell"]: result for result in load(tmp_path / "out.json")["results"]}
+    failed = results["fsdp2-bf16_mixed-w2"]
+    assert "rank 7 is odd" in failed["message"].splitlines()[0]
+    assert (failed["status"], failed["rank"]) == ("failed", 1)
+    # Also of what is not red, somebody may want to see one alone.
+    assert results["ddp-fp32-w2"]["reproduce"].endswith("test[ddp-fp32-w2:claim]'")
+
+
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
 def test_junit_and_the_report_log_have_properties(session: Session, tmp_path: Path, workers: tuple[str, ...]) -> None:
     session("--junitxml=junit.xml", "--report-log=log.jsonl", *workers, lives=LIVES)
@@ -134,6 +144,7 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_others(session: Session
     assert len(load(tmp_path / "out.json")["results"]) == 9
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
 def test_ctrl_c_leaves_what_was_found_so_far(tmp_path: Path, workers: tuple[str, ...]) -> None:
     write_session(tmp_path, '{"fsdp1-fp32-w2": "wait 60"}')
