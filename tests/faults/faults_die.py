@@ -170,9 +170,15 @@ def test_when_the_interpreter_ends(rank: int) -> None:
 
 
 @two
-def test_two_die(rank: int) -> None:
+def test_two_die(rank: int, process_group: Any) -> None:
+    from torch import distributed
+
+    # At one time: the agent ends whoever is left a few milliseconds after the first.
+    when = [time.monotonic() + 0.2]
+    distributed.broadcast_object_list(when)
+    while time.monotonic() < when[0]:
+        pass
     if rank == 0:
-        time.sleep(0.05)
         os._exit(7)
     os.kill(os.getpid(), signal.SIGKILL)
 

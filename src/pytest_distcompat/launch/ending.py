@@ -260,7 +260,7 @@ def _said(end: RankEnd, event: str) -> bool:
 
 
 def _tail(directory: str | Path, rank: int) -> str:
-    """The last lines that the rank wrote to its real stdout and stderr."""
+    """The last lines of each file that the rank wrote to: a crash's stack in one must not hide the last words in another."""
     parts = []
     for name in (
         f"rank-{rank}.*.captured",
@@ -271,5 +271,5 @@ def _tail(directory: str | Path, rank: int) -> str:
             with path.open("rb") as file:
                 file.seek(0, 2)
                 file.seek(max(0, file.tell() - 20_000))
-                parts.append(file.read().decode("utf-8", "replace"))
-    return "\n".join("\n".join(parts).splitlines()[-TAIL:])
+                parts += file.read().decode("utf-8", "replace").splitlines()[-TAIL:]
+    return "\n".join(parts)
