@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test check install clean
 
-# The main job on CPU: real tiny models, seven strategies, five precisions, four drivers, 2-rank gloo groups, each once. Without the
+# The main job on CPU: real tiny models, seven strategies, four drivers, 2-rank gloo groups, each once. Without the
 # profile it is the whole default matrix, some minutes.
 demo: install
 	HF_HUB_OFFLINE=1 $(BIN)/pytest --pyargs pytest_distcompat.suite --distcompat-gpus 0 --distcompat-profile smoke -q

@@ -28,7 +28,14 @@ FLOORS = {
 #: Words that build on one another, in order: the only imports inside floor 0.
 WORDS = ["failures", "cell", "digests", "trace", "scenario", "shelf", "world", "expect"]
 #: Started by name in another process; an import would run it in the wrong one.
-BY_NAME = {"worker", "launch.warming", "launch.server", "scripts.keeper", "cli.torch_facts", "scripts.site.sitecustomize"}
+BY_NAME = {
+    "worker",
+    "launch.warming",
+    "launch.server",
+    "scripts.keeper",
+    "cli.torch_facts",
+    "scripts.site.sitecustomize",
+}
 #: The only modules that need torch to be defined at all.
 NEED_TORCH = {"models._plain_module", "launch.agent"} | {
     f"probe.{m}" for m in ("tensors", "live", "optimizer", "observe", "files", "numbers")
@@ -217,7 +224,7 @@ def test_the_fixtures_and_the_mark_are_frozen() -> None:
     names = [
         node.name
         for module in (fixtures, scripted)
-        for node in ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body
+        for node in ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(d) for d in node.decorator_list)
     ]
     of_ranks = ["cell", "world", "rank", "world_size", "device", "shared_dir", "process_group", "distcompat_case"]

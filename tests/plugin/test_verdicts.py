@@ -12,8 +12,7 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.launch import Ending, RankEnd, Request
-from pytest_distcompat.report import versions
-from pytest_distcompat.report import WORDS, Result, matrix_text, plain
+from pytest_distcompat.report import WORDS, Result, matrix_text, plain, versions
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.trace import Trace
 

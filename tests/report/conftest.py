@@ -28,6 +28,7 @@ REAL = Path(__file__).with_name("real.json")
 #: A suite with one check, whose lives are made up by LAUNCHER: what becomes of them stands in LIVES.
 SUITE = """
 from pytest_distcompat import CompatSuite, Driver, Matrix, fails
+from pytest_distcompat.expect import may_fail
 
 class Mine(Driver):
     name = "mine"
@@ -39,7 +40,10 @@ class Mine(Driver):
 class TestMine(CompatSuite):
     driver = "test_mine:Mine"
     matrix = Matrix(("ddp", "fsdp1", "fsdp2"), ("fp32", "bf16_mixed", "bf16_pure"))
-    expect = (fails("claim", strategy="fsdp1", precision="bf16_mixed", reason="org/repo#1"),)
+    expect = (
+        fails("claim", strategy="fsdp1", precision="bf16_mixed", reason="org/repo#1"),
+        may_fail("claim", strategy="fsdp2", precision="bf16_mixed", reason="org/repo#2", match="rank 7 is odd"),
+    )
 """
 LAUNCHER = '''
 """No process is started: a life takes as long, and ends, as lives.json says of its cell."""
@@ -81,6 +85,9 @@ class Made(TorchrunLauncher):
         if told == "killed":
             ends = RankEnd(1, "killed", "was killed by SIGKILL in verb 'step'", output=WORDS), RankEnd(0, "stopped", "was killed by SIGTERM")
             return Ending(ends, {0: events[:2], 1: []}, seconds=1.5, command="torchrun ...")
+        if told == "raised":
+            ends = RankEnd(1, "raised", "raised ValueError: no", "Traceback"), RankEnd(0, "stopped", "was killed by SIGTERM")
+            return Ending(ends, {0: events[:2], 1: []}, seconds=0.5, command="torchrun ...")
         return Ending((RankEnd(0, "done"), RankEnd(1, "done")), {0: events, 1: []}, seconds=0.5, command="torchrun ...")
 
 

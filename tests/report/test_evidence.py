@@ -113,7 +113,9 @@ def test_a_store_that_is_written_to_at_this_moment_is_read(tmp_path: Path) -> No
 
 WHOLE = ParameterFact("a.weight", (4, 2), "bfloat16")
 BIAS = ParameterFact("a.bias", (4,), "bfloat16")
-SHARD = dataclasses.replace(WHOLE, name="_orig_mod.a.weight", dtype="float32", kind="DTensor", local_numel=4, held=1)
+SHARD = dataclasses.replace(
+    WHOLE, name="_orig_mod.a.weight", dtype="float32", kind="DTensor", placement="Shard(dim=0)", local_numel=4, held=1
+)
 STRAY = ParameterFact("b.weight", (1,), "float32", local_numel=1)
 
 
@@ -159,6 +161,7 @@ def test_the_table_of_names() -> None:
         "live": "_orig_mod.a.weight",
         "dtype": "float32",
         "kind": "DTensor",
+        "placement": "Shard(dim=0)",
         "local": 4,
         "held": 1,
         "files": ["model.safetensors"],

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.cli.drivers import named
+
 if TYPE_CHECKING:
     from pytest_distcompat.cli.capabilities import Capability
     from pytest_distcompat.cli.machine import Finding, Machine
@@ -25,9 +27,14 @@ def add(commands: Any) -> None:
         help="what is installed, what can be run here, what is wrong",
         description="Look at this machine and its packages; run no test. Exit code 0: no problem, 1: at least one.",
     )
-    doctor.add_argument("--driver", action="append", metavar="NAME", help="only this driver (module:attribute: your own)")
+    doctor.add_argument(
+        "--driver", action="append", metavar="NAME", help="only this driver (module:attribute: your own)"
+    )
     doctor.add_argument("--gpus", type=int, default=0, metavar="N", help="fewer visible GPUs than that are a problem")
-    doctor.add_argument("--known", type=Path, action="append", default=[], metavar="FILE", help="more known issues (TOML)")
+    doctor.add_argument(
+        "--known", type=Path, action="append", default=[], metavar="FILE", help="more known issues (TOML)"
+    )
+    doctor.add_argument("--all", action="store_true", help="tell every reason, and every known issue with its link")
     doctor.add_argument("--strict", action="store_true", help="a warning is a problem")
     doctor.add_argument("--json", action="store_true", help="write it all as JSON")
     doctor.set_defaults(call=_doctor)
@@ -36,22 +43,23 @@ def add(commands: Any) -> None:
 def _doctor(told: argparse.Namespace) -> int:
     from pytest_distcompat.cli import installation, machine
     from pytest_distcompat.cli.capabilities import capability, issues_here
-    from pytest_distcompat.drivers import DRIVERS, find_driver
+    from pytest_distcompat.drivers import DRIVERS
     from pytest_distcompat.known import read_file, shipped
 
     names = told.driver or list(DRIVERS.names())
-    drivers = [find_driver(name) for name in names]
+    drivers = [named(name) for name in names]
     issues = [issue for path in told.known for issue in read_file(path)] + list(shipped())
     here = machine.this_machine()
     size = len(here.visible) or CPU_WORLD_SIZE
     found = [*installation.findings(), *machine.findings(here), *_too_few(here, told.gpus)]
-    can = [capability(name, driver, here.device, size) for name, driver in zip(names, drivers, strict=True)]
+    can = [capability(name, driver, here.device, size, issues) for name, driver in zip(names, drivers, strict=True)]
     met = issues_here(issues, drivers, here.device)
     if told.json:
         print(json.dumps(_json(here, installation.installed(), can, met, found), indent=1))  # noqa: T201 - a command speaks
     else:
-        print("\n".join(_lines(here, installation.installed(), can, met, found)))  # noqa: T201 - a command speaks
-    return int(any(told.strict or finding.level == "problem" for finding in found))
+        print("\n".join(_lines(here, installation.installed(), can, met, found, whole=told.all)))  # noqa: T201 - a command speaks
+    wrong = {"problem", "warning"} if told.strict else {"problem"}
+    return int(any(finding.level in wrong for finding in found))
 
 
 def _too_few(here: Machine, wanted: int) -> Iterator[Finding]:
@@ -67,6 +75,8 @@ def _lines(
     can: list[Capability],
     met: list[tuple[KnownIssue, list[str]]],
     found: list[Finding],
+    *,
+    whole: bool,
 ) -> Iterator[str]:
     yield "installed"
     yield f"  {', '.join(f'{name} {version}' for name, version in packages.items())}"
@@ -74,16 +84,16 @@ def _lines(
     yield "devices"
     yield from (f"  {line}" for line in _devices(here))
     yield ""
-    yield f"cells that can be run here, without options (- not; {len(here.visible) or CPU_WORLD_SIZE} ranks, {here.device})"
+    size = len(here.visible) or CPU_WORLD_SIZE
+    yield f"cells that can be run here, those without options one by one ({size} ranks, {here.device})"
     for one in can:
-        yield from (f"  {line}" for line in one.lines())
+        yield from (f"  {line}" for line in one.lines(whole=whole))
     yield ""
     yield f"known upstream issues of these versions on {here.device}: {len(met)}"
     for issue, drivers in met:
-        yield f"  {issue.id} ({', '.join(drivers)}; {', '.join(issue.check)}): {issue.reason}"
-        yield f"    {issue.link}"
+        yield f"  {issue.id} ({', '.join(drivers)})" + (f": {issue.reason} ({issue.link})" if whole else "")
     yield ""
-    counts = {level: sum(finding.level == level for finding in found) for level in ("problem", "warning")}
+    counts = {level: sum(finding.level == level for finding in found) for level in ("problem", "warning", "note")}
     yield ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
     yield from (f"  {finding.level}: {finding.text}" for finding in found)
 

@@ -57,9 +57,9 @@ def _wanted(package: str, of: Collection[str]) -> Iterator[Requirement]:
     wanted: dict[str, None] = {}
     for requirement in map(Requirement, importlib.metadata.requires(package) or ()):
         marker = requirement.marker
-        if requirement.name in STACK and requirement.name in of and requirement.name != package:
-            if marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS):
-                wanted[f"{requirement.name}{requirement.specifier}"] = None
+        asks = marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS)
+        if asks and requirement.name in {*STACK} & {*of} - {package}:
+            wanted[f"{requirement.name}{requirement.specifier}"] = None
     yield from map(Requirement, wanted)
 
 

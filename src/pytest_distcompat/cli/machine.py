@@ -32,7 +32,7 @@ OF_A_LAUNCHER = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about the machine: a ``problem`` (a run fails, or is not what was asked for) or a ``warning``."""
+    """Something about the machine: a ``problem`` (a run fails, or is not what was asked), a ``warning`` (it may), a ``note``."""
 
     level: str
     text: str
@@ -123,9 +123,13 @@ def _of_gpus(machine: Machine) -> Iterator[Finding]:
     torch, wanted = machine.torch, machine.environ.get("CUDA_VISIBLE_DEVICES")
     there = len(machine.gpus)
     if there and not (torch["cuda"] or torch["hip"]):
-        yield Finding("problem", f"{there} GPUs are here, and this torch is built for the CPU only: install one for CUDA")
+        yield Finding(
+            "problem", f"{there} GPUs are here, and this torch is built for the CPU only: install one for CUDA"
+        )
     elif machine.visible and not torch["gpus"]:
-        yield Finding("problem", "torch cannot use the GPUs (torch.cuda.is_available() is False): is the driver too old?")
+        yield Finding(
+            "problem", "torch cannot use the GPUs (torch.cuda.is_available() is False): is the driver too old?"
+        )
     elif len(machine.visible) != len(torch["gpus"]):
         yield Finding("warning", f"{len(machine.visible)} GPUs are visible, and torch sees {len(torch['gpus'])}")
     if machine.visible and torch["gpus"] and not torch["has_nccl"]:
@@ -145,14 +149,20 @@ def _of_environment(machine: Machine) -> Iterator[Finding]:
         yield Finding("warning", f"{told}. torchrun takes 1 where it is not set")
     left = [name for name in OF_A_RANK if name in environ]
     if left:
-        yield Finding("warning", f"{', '.join(left)}: set as for a rank of a process group; a trainer takes itself for one")
-    told = [f"{name}={environ[name]}" for name in OF_A_LAUNCHER if name in environ]
-    if told:
-        yield Finding("warning", f"{', '.join(told)}: accelerate obeys the environment before your trainer's settings")
+        yield Finding(
+            "warning", f"{', '.join(left)}: set as for a rank of a process group; a trainer takes itself for one"
+        )
+    obeyed = [f"{name}={environ[name]}" for name in OF_A_LAUNCHER if name in environ]
+    if obeyed:
+        yield Finding(
+            "warning", f"{', '.join(obeyed)}: accelerate obeys the environment before your trainer's settings"
+        )
     offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE") if environ.get(name)]
     if offline:
         told = f"{', '.join(offline)}: nothing is downloaded"
-        yield Finding("warning", f"{told}; what your own trainer loads must be in the cache (the built-in models need nothing)")
+        yield Finding(
+            "note", f"{told}; what your own trainer loads must be in the cache (the built-in models need nothing)"
+        )
 
 
 def _of_system(machine: Machine) -> Iterator[Finding]:
@@ -164,6 +174,8 @@ def _of_system(machine: Machine) -> Iterator[Finding]:
         yield Finding("warning", f"{told}; checkpoints are kept there: set TMPDIR, or --basetemp")
     if not machine.resolves:
         told = f"the name of this machine, {machine.hostname}, does not resolve"
-        yield Finding("warning", f"{told}: gloo may wait for it, or fail; add it to /etc/hosts or set GLOO_SOCKET_IFNAME")
+        yield Finding(
+            "warning", f"{told}: gloo may wait for it, or fail; add it to /etc/hosts or set GLOO_SOCKET_IFNAME"
+        )
     if not machine.compiler:
         yield Finding("warning", "there is no C++ compiler: inductor (compile) and DeepSpeed's offload cannot be run")

@@ -11,13 +11,14 @@ def facts() -> dict[str, Any]:
     import torch
     from torch import distributed
 
+    version: Any = torch.cuda.nccl.version
     usable = torch.cuda.is_available()
     has_nccl = distributed.is_available() and distributed.is_nccl_available()
     return {
         "cuda": torch.version.cuda or "",
         "hip": torch.version.hip or "",
         "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] if usable else [],
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl and usable else "",
+        "nccl": ".".join(map(str, version())) if has_nccl and usable else "",
         "has_nccl": has_nccl,
         "gloo": distributed.is_available() and distributed.is_gloo_available(),
     }

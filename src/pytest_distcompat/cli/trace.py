@@ -1,0 +1,206 @@
+"""``trace``: train one cell and show what its ranks' probes saw, as tables; without pytest."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.cli.drivers import named
+from pytest_distcompat.cli.tables import table
+from pytest_distcompat.failures import UsageProblem
+
+if TYPE_CHECKING:
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.driver import Driver
+    from pytest_distcompat.judge import Verdict
+    from pytest_distcompat.trace import LifeTrace, Trace
+
+#: The time limit of a life in seconds, as pytest has it where nobody says.
+TIMEOUT = 300.0
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand to the parser's."""
+    trace = commands.add_parser(
+        "trace",
+        help="train one cell; show names, dtypes, placements",
+        description="Train one cell, show what its ranks saw. Exit code 0: it trained and no check that was named fails; else 1.",
+    )
+    trace.add_argument("driver", metavar="DRIVER", help="torch, accelerate, trainer, deepspeed, or module:attribute")
+    trace.add_argument("cell", metavar="CELL", help="as the matrix names it: fsdp2-bf16_mixed-w2-compile")
+    trace.add_argument("--check", action="append", default=[], metavar="NAME", help="ask this check too")
+    trace.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs, if there are enough"
+    )
+    trace.add_argument(
+        "--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help=f"of a life (default: {TIMEOUT:g})"
+    )
+    trace.add_argument("--keep", type=Path, metavar="DIRECTORY", help="leave checkpoints and logs there")
+    trace.set_defaults(call=_trace)
+
+
+def _trace(told: argparse.Namespace) -> int:
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.checks import CHECKS
+
+    driver = named(told.driver)
+    try:
+        cell = Cell.parse(told.cell)
+    except ValueError as error:
+        raise UsageProblem(str(error)) from None
+    checks = [CHECKS.get(name) for name in told.check]
+    if told.keep is None:
+        with tempfile.TemporaryDirectory(prefix="distcompat-trace-") as directory:
+            return _traced(told, driver, cell, checks, Path(directory))
+    told.keep.mkdir(parents=True, exist_ok=True)
+    return _traced(told, driver, cell, checks, told.keep.resolve())
+
+
+def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: list[Any], store: Path) -> int:
+    from pytest_distcompat.judge import judge
+    from pytest_distcompat.known import applying, concerned, shipped
+    from pytest_distcompat.launch import WarmLauncher, Warmth
+    from pytest_distcompat.launch.request import import_path
+    from pytest_distcompat.lease import Pool, cpu_slots, gpus
+    from pytest_distcompat.runner import WORKER, Runner
+    from pytest_distcompat.scenario import TRAIN
+    from pytest_distcompat.strategies import STRATEGIES
+
+    STRATEGIES.get(cell.strategy)
+    scenarios = [TRAIN, *(check.lives(cell, driver) for check in checks)]
+    most = max(life.cell(cell).world_size for scenario in scenarios for life in scenario.lives)
+    device = _device(told.device, most)
+    reason = driver.unable(cell, device)
+    if reason:
+        raise UsageProblem(f"{cell.id}: {reason}")
+    warmth = Warmth((*driver.preload, WORKER, "pytest_distcompat.probe"), path=import_path())
+    launcher = WarmLauncher(warmth, device=device)
+    runner = Runner(store, launcher, device=device, timeout=told.timeout, notice=_notice)
+    # Other runs of this user may be at work on the same devices.
+    pool = Pool(None, gpus() if device == "cuda" else cpu_slots())
+    try:
+        with pool.lease(most, who=f"distcompat trace {told.driver} {cell.id}") as lease:
+            os.environ.update(lease.environment)
+            trace = runner.trace(told.driver, cell, TRAIN)
+            print("\n".join(lines(cell, trace)))  # noqa: T201 - a command speaks
+            known = applying(shipped(), concerned(driver), device)
+            asked = ((check, runner.trace(told.driver, cell, check.lives(cell, driver))) for check in checks)
+            good = [_tell(judge(check, cell, found, known)) for check, found in asked]
+    finally:
+        launcher.close()
+    return int(trace.life().end is not None or not all(good))
+
+
+def _device(asked: str, ranks: int) -> str:
+    from pytest_distcompat.devices import visible_gpus
+
+    if asked == "cpu":
+        return "cpu"
+    there = visible_gpus()
+    if asked == "cuda" and there < ranks:
+        raise UsageProblem(f"--device cuda: {ranks} ranks need {ranks} GPUs, {there} visible")
+    return "cuda" if there >= ranks else "cpu"
+
+
+def _notice(text: str) -> None:
+    print(f"distcompat: {text}", file=sys.stderr)  # noqa: T201 - a command speaks
+
+
+def _tell(verdict: Verdict) -> bool:
+    """Print what a check says; whether it would leave a run green."""
+    said = [f"\ncheck {verdict.check}: {verdict.status}", *([verdict.reason] if verdict.reason else [])]
+    print("\n  ".join([*said, *verdict.message.splitlines()]))  # noqa: T201 - a command speaks
+    return verdict.ok or verdict.status == "known"
+
+
+def lines(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Everything that a training showed, as far as it got; how it ended, if not well."""
+    from pytest_distcompat.evidence import training
+
+    life = trace.life()
+    shown = training(cell, life)
+    yield f"{cell.id} (driver {trace.driver})"
+    yield from _model(life)
+    if shown.names:
+        local = _local(life)
+        heads = (
+            "plain name",
+            "shape",
+            "live name",
+            "loaded",
+            "local dtype",
+            "kind",
+            "placement",
+            "elements a rank",
+            "held",
+            "files",
+        )
+        rows = [
+            (
+                row["plain"] or "none",
+                " x ".join(map(str, row["shape"])),
+                "=" if row["live"] == row["plain"] else row["live"] or row.get("key", "none"),
+                row["loaded"],
+                row["dtype"],
+                row["kind"],
+                row.get("placement", ""),
+                local.get(row["live"], ""),
+                "flat" if row["held"] is None else row["held"],
+                len(row["files"]),
+            )
+            for row in shown.names
+        ]
+        yield from (
+            "",
+            "names and placements (= the plain name; held: how often by the optimizer; files: how many have the name)",
+        )
+        yield from table(heads, rows)
+    if shown.dtypes:
+        yield from ("", "dtypes after three steps")
+        seen = [(row, ", ".join(row["seen"]) or "nothing") for row in shown.dtypes]
+        differs = ("" if not row["expected"] or row["seen"] == [row["expected"]] else "differs" for row, _ in seen)
+        kinds = [
+            (row["kind"], row["expected"] or "any", found, no) for (row, found), no in zip(seen, differs, strict=True)
+        ]
+        yield from table(("kind", "expected", "seen", ""), kinds)
+    if shown.steps.get("loss"):
+        yield ""
+        names = [name for name in ("loss", "grad_norm", "seconds") if name in shown.steps]
+        steps = zip(*(shown.steps[name] for name in names), strict=True)
+        yield from table(
+            ("step", *names), [(n, *("" if v is None else v for v in step)) for n, step in enumerate(steps, 1)]
+        )
+    if life.end is not None:
+        yield from ("", f"{life.end.kind}{f' in {life.end.verb}' if life.end.verb else ''}: {life.end.text}")
+
+
+def _model(life: LifeTrace) -> Iterator[str]:
+    """The lines about the whole model and the optimizer."""
+    built = life.first("build")
+    if built is None or built.model is None:
+        return
+    model = built.model
+    wraps = ", ".join(f"{count} x {name}" for name, count in model.wrappers.items()) or "none"
+    stage = "" if model.zero_stage is None else f", ZeRO stage {model.zero_stage}"
+    yield f"  model {model.type}; wrappers {wraps}{stage}; {model.world_size} ranks over {model.backend or 'no group'}"
+    stepped = life.first("step")
+    if stepped is not None and stepped.optimizer is not None:
+        optimizer = stepped.optimizer
+        keys = dict.fromkeys(f"{state.key} {state.dtype}" for state in (*optimizer.masters, *optimizer.states))
+        told = f"; keeps {', '.join(keys)}" if keys else ""
+        entries = f"{optimizer.entries} entries on rank 0, {optimizer.foreign} foreign"
+        yield f"  optimizer {' > '.join(optimizer.chain)}; {entries}{told}"
+
+
+def _local(life: LifeTrace) -> dict[str, str]:
+    """Live name to how many elements each rank stores: one number where all store as many."""
+    sizes: dict[str, list[int]] = {}
+    for moment in life.at("build"):
+        for fact in moment.model.parameters if moment.model else ():
+            sizes.setdefault(fact.name, []).append(fact.local_numel)
+    return {name: str(found[0]) if len(set(found)) == 1 else "|".join(map(str, found)) for name, found in sizes.items()}

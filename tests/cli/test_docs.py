@@ -1,0 +1,148 @@
+"""What the pages show can be typed: commands, options, settings, Python."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import pytest_distcompat
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.cli.main import parser
+from pytest_distcompat.known import read_file
+from pytest_distcompat.plugin.options import OPTIONS, PRELOAD
+from pytest_distcompat.report import WORDS
+
+ROOT = Path(__file__).parents[2]
+REAL = ROOT / "tests" / "report" / "real.json"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+#: The pages whose Python blocks stand by themselves; others show parts of something.
+WHOLE = ("README.md", "docs/adopt.md", "docs/known.md", "docs/leases.md")
+
+
+def blocks(page: Path, language: str) -> Iterator[str]:
+    """The code blocks of that language."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return (text for named, text in found if named == language)
+
+
+def commands(page: Path, name: str) -> list[list[str]]:
+    """The lines of its console blocks that call a program, without prompt and comment."""
+    found = [
+        line.removeprefix("$ ") for block in blocks(page, "console") for line in block.splitlines() if line[:2] == "$ "
+    ]
+    words = [shlex.split(line, comments=True) for line in found]
+    return [line[1:] for line in words if line and line[0] == name]
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_are_those_that_there_are(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for line in commands(page, "distcompat"):
+        told = parser().parse_args(line)
+        if line[0] not in {"diff", "merge", "report"}:
+            continue
+        # What they read is there; what they write is written.
+        written = [line[place + 1] for place, word in enumerate(line) if word == "-o"]
+        for word in line[1:]:
+            if word.endswith(".json") and word not in written:
+                shutil.copy(REAL, tmp_path / word)
+        assert told.call(told) == 0, line
+        assert all((tmp_path / name).stat().st_size for name in written)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_options_and_settings_are_those_that_there_are(page: Path) -> None:
+    flags = {option.flag for option in OPTIONS.values()}
+    for line in [*commands(page, "pytest"), *commands(page, "python")]:
+        assert {word.partition("=")[0] for word in line if word.startswith("--distcompat")} <= flags, line
+    for block in blocks(page, "ini"):
+        settings = configparser.ConfigParser()
+        settings.read_string(block)
+        ours = {key for section in settings.values() for key in section if key.startswith("distcompat")}
+        assert ours <= {*OPTIONS, PRELOAD}
+
+
+def test_every_option_is_on_its_page() -> None:
+    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    told = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `--distcompat")}
+    assert told == {option.flag for option in OPTIONS.values()}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_python_that_stands_by_itself_runs(name: str) -> None:
+    """Classes and tests are defined: a wrong argument of Matrix, fails, refuses or a mark would raise."""
+    found = list(blocks(ROOT / name, "python"))
+    assert found
+    public = {one: getattr(pytest_distcompat, one) for one in pytest_distcompat.__all__}
+    space: dict[str, Any] = {"pytest": pytest, **public}
+    for block in found:
+        exec(compile(block, name, "exec"), space)
+
+
+def test_a_known_issue_as_its_page_shows_it_is_read(tmp_path: Path) -> None:
+    (block,) = blocks(ROOT / "docs" / "known.md", "toml")
+    (tmp_path / "own.toml").write_text(block, encoding="utf-8")
+    assert read_file(tmp_path / "own.toml")
+
+
+def test_the_command_has_a_page_with_all_it_can_do() -> None:
+    text = (ROOT / "docs" / "command.md").read_text(encoding="utf-8") + (ROOT / "docs" / "reports.md").read_text(
+        encoding="utf-8"
+    )
+    actions = parser()._subparsers
+    assert actions is not None
+    (subparsers,) = (action for action in actions._actions if action.choices)
+    choices: dict[str, Any] = dict(subparsers.choices or {})
+    for name, one in choices.items():
+        assert f"`{name}`" in text or f"distcompat {name}" in text
+        for action in one._actions:
+            for flag in action.option_strings:
+                assert flag in {"-h", "--help", "-o", "--output", "--timeout"} or flag in text, flag
+
+
+def test_the_action_is_given_inputs_that_it_has() -> None:
+    inputs = yaml.safe_load((ROOT / ".github/actions/distcompat/action.yml").read_text(encoding="utf-8"))["inputs"]
+    (block,) = blocks(ROOT / "docs" / "adopt.md", "yaml")
+    (step,) = yaml.safe_load(block)
+    assert set(step["with"]) <= set(inputs)
+
+
+def test_the_matrix_of_the_readme_is_one() -> None:
+    """Its checks, cells and words exist: it was copied from a terminal, and says so."""
+    (block,) = [one for one in blocks(ROOT / "README.md", "") if one.startswith("Test")]
+    title, heads, *lines = block.splitlines()
+    assert title == "TestAccelerate (driver accelerate)"
+    assert set(heads.split()) <= set(CHECKS.names())
+    rows = [line.split() for line in lines if re.match(r"  \w+-\w+-w\d ", line)]
+    assert len(rows) == 7
+    for cell, *words in rows:
+        assert Cell.parse(cell).id == cell
+        assert set(words) <= set(WORDS.values())
+    verdicts, counted = (next(line for line in lines if end in line) for end in ("process-group lives", "asked"))
+    assert verdicts.split()[0] == counted.split()[0]
+
+
+def test_as_many_upstream_bugs_as_the_readme_says_are_brought_back() -> None:
+    rows = re.findall(
+        r"^\| (?:acc|tr|ds|pt)-", (ROOT / "docs" / "mutants.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert f"| {len(rows)} real upstream bugs of" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{name_of(page)}: {link}"

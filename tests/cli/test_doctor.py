@@ -1,0 +1,231 @@
+"""``distcompat doctor``: what it finds wrong with made-up machines, and what it says of this one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.cli import installation, machine, main
+from pytest_distcompat.cli.capabilities import capability
+from pytest_distcompat.cli.machine import Machine
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.known import shipped
+
+TORCH = {"cuda": "12.8", "hip": "", "gpus": ["NVIDIA H200"] * 2, "nccl": "2.27.5", "has_nccl": True, "gloo": True}
+CPU_TORCH = {"cuda": "", "hip": "", "gpus": [], "nccl": "", "has_nccl": False, "gloo": True}
+GPUS = ("GPU-a", "GPU-b")
+#: Nothing is wrong with it.
+GOOD = Machine({}, TORCH, GPUS, GPUS, cores=8, shm=1 << 30, tmp=1 << 40, hostname="here")
+
+
+def said(one: Machine) -> list[str]:
+    return [f"{finding.level}: {finding.text}" for finding in machine.findings(one)]
+
+
+def test_nothing_is_wrong_with_a_good_machine() -> None:
+    assert said(GOOD) == []
+    assert said(dataclasses.replace(GOOD, torch=CPU_TORCH, gpus=(), visible=())) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {"torch": {"error": "ImportError: libcudart.so"}},
+            "problem: torch cannot be imported: ImportError: libcudart.so",
+        ),
+        (
+            {"torch": CPU_TORCH},
+            "problem: 2 GPUs are here, and this torch is built for the CPU only: install one for CUDA",
+        ),
+        ({"torch": {**TORCH, "gpus": []}}, "problem: torch cannot use the GPUs (torch.cuda.is_available() is False)"),
+        ({"torch": {**TORCH, "gpus": ["NVIDIA H200"]}}, "warning: 2 GPUs are visible, and torch sees 1"),
+        ({"torch": {**TORCH, "has_nccl": False}}, "problem: this torch has no NCCL"),
+        ({"torch": {**TORCH, "gloo": False}}, "problem: this torch has no gloo"),
+        (
+            {"environ": {"CUDA_VISIBLE_DEVICES": ""}, "visible": (), "torch": {**TORCH, "gpus": []}},
+            "warning: CUDA_VISIBLE_DEVICES is empty: none of 2 GPUs is used",
+        ),
+        (
+            {"environ": {"CUDA_VISIBLE_DEVICES": "0,7"}, "visible": ("GPU-a",), "torch": {**TORCH, "gpus": ["x"]}},
+            "problem: CUDA_VISIBLE_DEVICES=0,7 names what is not here, or one GPU twice: CUDA shows 1 of 2 GPUs",
+        ),
+        ({"environ": {"OMP_NUM_THREADS": "8"}}, "warning: OMP_NUM_THREADS=8: each rank starts so many threads"),
+        ({"environ": {"RANK": "0", "MASTER_PORT": "1"}}, "warning: RANK, MASTER_PORT: set as for a rank"),
+        ({"environ": {"ACCELERATE_USE_FSDP": "true"}}, "warning: ACCELERATE_USE_FSDP=true: accelerate obeys"),
+        ({"environ": {"HF_HUB_OFFLINE": "1"}}, "note: HF_HUB_OFFLINE: nothing is downloaded"),
+        ({"shm": 64 << 20}, "warning: /dev/shm has 64 MiB free"),
+        ({"shm": None}, "warning: /dev/shm is not there"),
+        ({"tmp": 1 << 20}, "has 1 MiB free; checkpoints are kept there"),
+        ({"resolves": False}, "warning: the name of this machine, here, does not resolve"),
+        ({"compiler": False}, "warning: there is no C++ compiler"),
+    ],
+)
+def test_what_is_wrong_with_a_machine(change: dict[str, Any], expected: str) -> None:
+    found = said(dataclasses.replace(GOOD, **change))
+    assert len(found) == 1, found
+    assert expected in found[0]
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What is installed, to be changed; the metadata stays this environment's."""
+    found = {"torch": "2.13.0+cpu", "accelerate": "1.15.0", "pytest-distcompat": "0.1.0"}
+    wants = {
+        "pytest-distcompat": ['torch>=2.6; extra == "torch"', 'accelerate>=1.6; extra == "accelerate"'],
+        "accelerate": ["torch>=2.0", "numpy<1", 'torch==9; extra == "dev"', 'torch<1; python_version < "3"'],
+    }
+    monkeypatch.setattr("importlib.metadata.requires", wants.get)
+    monkeypatch.setattr(installation, "installed", lambda: found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, []),
+        ({"torch": "2.5.1"}, ["problem: torch 2.5.1 is older than what pytest-distcompat was tried with: torch>=2.6"]),
+        (
+            {"torch": "1.13.0"},
+            [
+                "problem: torch 1.13.0 is older than what pytest-distcompat was tried with: torch>=2.6",
+                "problem: accelerate 1.15.0 asks for torch>=2.0, and torch 1.13.0 is installed",
+            ],
+        ),
+        ({"accelerate": "1.5.2"}, ["problem: accelerate 1.5.2 cannot run FSDP2 on CPU ranks; 1.6 or newer is needed"]),
+        (
+            {"accelerate": "2.0"},
+            [
+                "warning: accelerate 2.0: that it runs on CPU what it is asked for was tried below 2 only; believe the check 'active'"
+            ],
+        ),
+    ],
+)
+def test_packages_that_do_not_go_together(
+    packages: dict[str, str], change: dict[str, str], expected: list[str]
+) -> None:
+    packages.update(change)
+    assert [f"{one.level}: {one.text}" for one in installation.findings()] == expected
+
+
+def test_without_torch(packages: dict[str, str]) -> None:
+    del packages["torch"]
+    (finding,) = installation.findings()
+    assert finding.text == "torch is not installed: pip install 'pytest-distcompat[torch]'"
+
+
+def test_which_cells_can_be_run_and_why_not_the_others() -> None:
+    found = capability("deepspeed", find_driver("deepspeed"), "cpu", 2, shipped())
+    lines = list(found.lines(whole=False))
+    assert lines[0] == f"deepspeed: {found.able} of the {len(found.reasons)} cells of the full profile"
+    table = {line.split()[0]: line.split()[1:] for line in lines[2:9]}
+    assert table["ddp"] == ["-"] * 5
+    # Refused by DeepSpeed itself, as the known issues say.
+    assert (table["zero0"][:3], table["zero1"][:3]) == (["yes", "yes", "known"], ["yes", "yes", "yes"])
+    assert "not: native DeepSpeed is driven for ZeRO; ddp is a strategy of torch [ddp-fp32-w2, ...]" in lines[9]
+    assert lines[-1].endswith("reasons more: --all")
+    whole = list(found.lines(whole=True))
+    assert len(whole) > len(lines)
+    assert sum(int(line.split()[0]) for line in whole[9:]) == len(found.reasons) - found.able
+
+
+class Able(Driver):
+    """Whose cells a GPU makes possible."""
+
+    name = "able"
+
+    @classmethod
+    def unable(cls, cell: Any, device: str = "cpu") -> str:
+        return "needs a GPU" if device == "cpu" else ""
+
+
+def test_what_can_be_run_depends_on_the_device() -> None:
+    assert [capability("able", Able, device, 2).able for device in ("cpu", "cuda")] == [0, 35]
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A good machine and good packages."""
+    monkeypatch.setattr(machine, "this_machine", lambda: GOOD)
+    monkeypatch.setattr(installation, "findings", lambda: iter(()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "change", "code"),
+    [
+        ([], {}, 0),
+        (["--gpus", "2"], {}, 0),
+        (["--gpus", "4"], {}, 1),
+        ([], {"shm": 0}, 0),
+        (["--strict"], {"shm": 0}, 1),
+        (["--strict"], {"environ": {"HF_HUB_OFFLINE": "1"}}, 0),
+        ([], {"torch": CPU_TORCH}, 1),
+    ],
+)
+def test_the_exit_code(
+    quiet: None, monkeypatch: pytest.MonkeyPatch, arguments: list[str], change: dict[str, Any], code: int
+) -> None:
+    monkeypatch.setattr(machine, "this_machine", lambda: dataclasses.replace(GOOD, **change))
+    assert main(["doctor", "--driver", "torch", *arguments]) == code
+
+
+def test_what_the_user_reads(quiet: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = {"SECRET": "hunter2", "RANK": "0"}
+    monkeypatch.setattr(machine, "this_machine", lambda: dataclasses.replace(GOOD, environ=secret))
+    assert main(["doctor", "--driver", "torch", "--driver", "deepspeed", "--gpus", "3"]) == 1
+    out = capsys.readouterr().out
+    for line in (
+        "  8 CPU cores; 2 GPUs, 2 visible",
+        "  torch is built for CUDA 12.8; it can use 2 GPUs (NVIDIA H200)",
+        "  ranks talk through gloo on the CPU; for GPUs there is NCCL 2.27.5",
+        "cells that can be run here, those without options one by one (2 ranks, cuda)",
+        "  torch-no-upcast (torch)",
+        "1 problem, 1 warning, 0 notes",
+        "  problem: 3 GPUs are wanted, 2 of 2 are visible",
+    ):
+        assert line in out.splitlines()
+    assert main(["doctor", "--driver", "torch", "--json"]) == 0
+    told = capsys.readouterr().out
+    data = json.loads(told)
+    assert (data["machine"]["device"], data["findings"][0]["level"]) == ("cuda", "warning")
+    assert "fsdp2-fp32-w2" in data["cells"][0]["can"]
+    assert "hunter2" not in told
+
+
+def test_issues_of_ones_own_are_told_too(quiet: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text(
+        'version = 1\n[[issue]]\nid = "mine"\nlink = "org/repo#1"\nreason = "it is odd"\nmatch = "odd"\n'
+        'check = "names"\ndrivers = ["torch"]\npackages = ["pytest"]\n',
+        encoding="utf-8",
+    )
+    assert main(["doctor", "--driver", "torch", "--all", "--known", str(own)]) == 0
+    assert "  mine (torch): it is odd (org/repo#1)" in capsys.readouterr().out.splitlines()
+
+
+def test_this_machine_as_a_command_that_imports_no_pytest() -> None:
+    script = (
+        "import sys\nfrom pytest_distcompat.cli import main\ncode = main(['doctor', '--json'])\n"
+        "heavy = {'pytest', '_pytest', 'torch'} & set(sys.modules)\nassert not heavy, heavy\nsys.exit(code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    data = json.loads(done.stdout)
+    assert data["machine"]["torch"]["gloo"] is True, done.stderr
+    assert data["installed"]["torch"].startswith("2.")
+    assert [one["driver"] for one in data["cells"]] == ["torch", "accelerate", "deepspeed", "trainer"]
+    assert done.returncode == any(finding["level"] == "problem" for finding in data["findings"])
+
+
+def test_a_torch_that_cannot_be_imported_is_a_problem_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12 is missing')", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert machine.this_machine().torch == {"error": "ImportError: libcudart.so.12 is missing"}

@@ -1,0 +1,230 @@
+"""``distcompat init``: what it finds out, what it writes, and that pytest then runs it."""
+
+from __future__ import annotations
+
+import configparser
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.cli import main
+from pytest_distcompat.cli.repository import Class, look_at
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Write = Callable[..., None]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write files into the repository: path to text."""
+
+    def write(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+
+    return write
+
+
+def init(root: Path, *arguments: str) -> int:
+    return main(["init", str(root), *arguments])
+
+
+def suite(root: Path) -> str:
+    return (root / "tests" / "test_distcompat.py").read_text(encoding="utf-8")
+
+
+def collected(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q", "--distcompat-gpus=0"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+
+
+def test_an_empty_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert init(tmp_path) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["wrote tests/test_distcompat.py", "set distcompat_profile = smoke in pytest.ini"]
+    assert "no workflow was written: the repository is not on GitHub (no .github, no such remote)" in said
+    assert said[-1] == "now: pytest tests/test_distcompat.py"
+    assert 'driver = "torch"' in suite(tmp_path)
+    assert (tmp_path / "pytest.ini").read_text(encoding="utf-8") == "[pytest]\ndistcompat_profile = smoke\n"
+    done = collected(tmp_path)
+    assert "tests/test_distcompat.py::TestDistcompat::test[ddp-fp32-w2:active]" in done.stdout, (
+        done.stdout + done.stderr
+    )
+
+
+def test_ten_lines(tmp_path: Path) -> None:
+    init(tmp_path)
+    assert len([line for line in suite(tmp_path).splitlines() if line.strip()]) <= 10
+
+
+def test_the_second_time_it_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".github").mkdir()
+    init(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {path.relative_to(tmp_path).as_posix() for path in before} == {
+        "tests/test_distcompat.py",
+        "pytest.ini",
+        ".github/workflows/distcompat.yml",
+    }
+    capsys.readouterr()
+    assert init(tmp_path) == 0
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "kept tests/test_distcompat.py",
+        "kept .github/workflows/distcompat.yml",
+        "kept distcompat_profile in pytest.ini",
+    ]
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert init(tmp_path, "--dry-run") == 0
+    assert list(tmp_path.iterdir()) == []
+    assert "wrote tests/test_distcompat.py" in capsys.readouterr().out
+
+
+TOML = '[project]\nname = "x"\n\n[tool.pytest.ini_options]\n# ours\naddopts = ["-ra"]\ntestpaths = ["checks"]\n\n[tool.ruff]\nline-length = 99\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "table"),
+    [
+        ("pyproject.toml", TOML, "tool.pytest.ini_options"),
+        ("pyproject.toml", '[project]\nname = "x"\n', "tool.pytest.ini_options"),
+        ("pytest.ini", "", "pytest"),
+        ("tox.ini", "[tox]\nskipsdist = true\n[pytest]\naddopts = -ra\n", "pytest"),
+        ("setup.cfg", "[metadata]\nname = x\n[tool:pytest]\naddopts = -ra\n", "tool:pytest"),
+    ],
+)
+def test_the_setting_goes_where_pytest_has_its_own(tmp_path: Path, name: str, text: str, table: str) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    init(tmp_path)
+    now = path.read_text(encoding="utf-8")
+    assert [line for line in now.splitlines() if line in text.splitlines()] == text.splitlines()
+    found: Any
+    if name.endswith(".toml"):
+        found = tomllib.loads(now)
+        for part in table.split("."):
+            found = found[part]
+    else:
+        parser = configparser.ConfigParser()
+        parser.read_string(now)
+        found = parser[table]
+    assert found["distcompat_profile"] == "smoke"
+
+
+def test_a_config_that_pytest_does_not_read_is_none(tmp_path: Path) -> None:
+    (tmp_path / "setup.cfg").write_text("[metadata]\nname = x\n", encoding="utf-8")
+    assert (look_at(tmp_path).settings, look_at(tmp_path).table) == (Path("pytest.ini"), "pytest")
+
+
+def test_tests_are_where_pytest_is_told(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(TOML, encoding="utf-8")
+    (tmp_path / "checks").mkdir()
+    init(tmp_path)
+    assert (tmp_path / "checks" / "test_distcompat.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "driver", "strategies"),
+    [
+        ("import torch", "torch", '("ddp", "fsdp2")'),
+        ("from torch import nn\nfrom accelerate import Accelerator", "accelerate", '("ddp", "fsdp2")'),
+        ("import transformers, accelerate, deepspeed", "trainer", '("ddp", "fsdp2", "zero2")'),
+        ("def f():\n    import deepspeed", "deepspeed", '("zero1", "zero3")'),
+        ("from .torch import x", "torch", '("ddp", "fsdp2")'),
+    ],
+)
+def test_the_library_tells_the_driver(tmp_path: Path, write: Write, code: str, driver: str, strategies: str) -> None:
+    write({"src/mine/train.py": code})
+    init(tmp_path)
+    assert f'driver = "{driver}"' in suite(tmp_path)
+    assert f"strategies={strategies}" in suite(tmp_path)
+
+
+def test_what_is_not_the_repositorys_own_tells_nothing(tmp_path: Path, write: Write) -> None:
+    write({"env/pyvenv.cfg": "", "env/lib/x.py": "import transformers", ".tox/y.py": "import deepspeed"})
+    write({"bad.py": "import accelerate as\n"})
+    assert look_at(tmp_path).imports == frozenset()
+
+
+def test_a_trainer_of_ones_own_gets_a_driver(tmp_path: Path, write: Write) -> None:
+    own = "import transformers\n\nclass MyTrainer(transformers.Trainer):\n    pass\n"
+    write(
+        {
+            "src/mine/__init__.py": "",
+            "src/mine/training.py": own,
+            "other/trainer.py": "class Fake(Trainer):\n    pass\n",
+        }
+    )
+    assert look_at(tmp_path).trainer == Class("mine.training", "MyTrainer")
+    init(tmp_path)
+    assert 'driver = "distcompat_driver:Driver"' in suite(tmp_path)
+    text = (tmp_path / "tests" / "distcompat_driver.py").read_text(encoding="utf-8")
+    assert "from mine.training import MyTrainer" in text
+    done = collected(tmp_path)
+    assert "test[ddp-fp32-w2:names]" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("package", "module"), [(True, "tests.my_driver"), (False, "my_driver")])
+def test_a_driver_that_is_there_is_taken(tmp_path: Path, package: bool, module: str) -> None:
+    (tmp_path / "tests").mkdir()
+    if package:
+        (tmp_path / "tests" / "__init__.py").touch()
+    code = "from pytest_distcompat import Driver\n\nclass Mine(Driver):\n    name = 'mine'\n"
+    (tmp_path / "tests" / "my_driver.py").write_text(code, encoding="utf-8")
+    init(tmp_path)
+    assert f'driver = "{module}:Mine"' in suite(tmp_path)
+    done = collected(tmp_path)
+    assert "test[ddp-fp32-w2:names]" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_driver_that_is_named_is_used(tmp_path: Path) -> None:
+    init(tmp_path, "--driver", "accelerate")
+    assert 'driver = "accelerate"' in suite(tmp_path)
+
+
+def test_the_workflow_installs_what_the_repository_needs(tmp_path: Path, write: Write) -> None:
+    write({".git/config": '[remote "origin"]\n\turl = git@github.com:me/mine.git\n'})
+    write({"pyproject.toml": '[project]\nname = "x"\n', "train.py": "import accelerate, deepspeed\n"})
+    init(tmp_path)
+    text = (tmp_path / ".github" / "workflows" / "distcompat.yml").read_text(encoding="utf-8")
+    assert "- run: pip install . 'pytest-distcompat[accelerate,deepspeed]'" in text
+    assert "tests: tests/test_distcompat.py" in text
+    assert "${{ github.event_name == 'pull_request' && 'smoke' || 'default' }}" in text
+
+
+def test_a_directory_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "no_such_directory"]) == 2
+    assert "no_such_directory: there is no such directory" in capsys.readouterr().err
+
+
+@pytest.mark.spawn
+def test_from_nothing_to_the_first_matrix(tmp_path: Path) -> None:
+    """Two commands and no edit."""
+    init(tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--distcompat-gpus=0",
+        "tests/test_distcompat.py",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "TestDistcompat (driver torch)" in done.stdout
+    rows = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith("  ") and "-w2 " in line]
+    assert ["ddp-fp32-w2", "ok"] in rows
+    assert ["fsdp2-bf16_mixed-w2", "ok"] in rows

