@@ -7,8 +7,9 @@ PYTEST_DONT_REWRITE: our checks raise their own messages, and the fork server ha
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from pytest_distcompat.lazy import lazily
 
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell, Matrix
@@ -42,7 +43,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Loaded when first asked for: every pytest run imports this package to find the plugin, and few use it.
+# Every pytest run imports this package to find the plugin, and few use it.
 _HOME = {
     **dict.fromkeys(("Cell", "Matrix"), "cell"),
     **dict.fromkeys(("CHECKS", "Check", "check"), "checks"),
@@ -54,12 +55,4 @@ _HOME = {
     "Verdict": "judge",
     "World": "world",
 }
-
-
-def __getattr__(name: str) -> object:
-    """Fetch a public name from its module (https://peps.python.org/pep-0562/)."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(__name__, _HOME)

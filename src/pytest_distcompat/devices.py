@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+#: Ranks on the CPU where nobody says how many: the least with which anything is distributed.
+CPU_WORLD_SIZE = 2
+
 
 @dataclass(frozen=True)
 class MigInstance:

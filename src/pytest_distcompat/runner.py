@@ -20,7 +20,8 @@ from pytest_distcompat.launch.stacks import without_launcher
 from pytest_distcompat.scenario import Life, Scenario
 from pytest_distcompat.trace import LifeEnd, LifeTrace, Moment, Trace
 
-_DONE = "life.json"
+#: In a life's directory, written last: how it ended. What its ranks saw, which is much more, is in the other.
+DONE, MOMENTS = "life.json", "moments.json"
 #: How many lives are kept decoded: a train life of 20 steps takes some hundredths of a second to read.
 KEPT = 16
 #: What a rank of a suite runs.
@@ -67,16 +68,16 @@ class Runner:
 
     def _life(self, driver: str, cell: Cell, life: Life, after: Life | None) -> tuple[LifeTrace, str]:
         directory = self._directory(driver, cell, life)
-        done = directory / _DONE
-        if done not in self._decoded:
+        if directory not in self._decoded:
             self.store.mkdir(parents=True, exist_ok=True)
             # Released by the operating system if its holder dies, and then the next one runs the life again.
             with FileLock(f"{directory}.lock"):
-                self._decoded[done] = _read(done) if done.exists() else self._run(driver, cell, life, after)
+                over = (directory / DONE).exists()
+                self._decoded[directory] = read_life(directory) if over else self._run(driver, cell, life, after)
             # The checks of a cell, one after the other, read the same lives; those of another cell are not asked for again.
             for old in list(self._decoded)[:-KEPT]:
                 del self._decoded[old]
-        trace, command = self._decoded[done]
+        trace, command = self._decoded[directory]
         return dataclasses.replace(trace, name=life.name), command
 
     def _run(self, driver: str, cell: Cell, life: Life, after: Life | None) -> tuple[LifeTrace, str]:
@@ -114,11 +115,12 @@ class Runner:
         if ending.notice:
             self._notice(ending.notice)
         trace = life_trace(life.name, ending, there)
-        data = {"trace": dataclasses.asdict(trace), "command": ending.command, "seconds": ending.seconds}
-        data["ranks"] = told_of_ranks(ending)
-        waiting = directory / f"{_DONE}.{os.getpid()}"
+        told = dataclasses.asdict(trace)
+        (directory / MOMENTS).write_text(json.dumps(told.pop("moments")), encoding="utf-8")
+        data = {"trace": told, "command": ending.command, "seconds": ending.seconds, "ranks": told_of_ranks(ending)}
+        waiting = directory / f"{DONE}.{os.getpid()}"
         waiting.write_text(json.dumps(data), encoding="utf-8")
-        waiting.rename(directory / _DONE)
+        waiting.rename(directory / DONE)
         return trace, ending.command
 
     def _directory(self, driver: str, cell: Cell, life: Life) -> Path:
@@ -136,15 +138,18 @@ class Runner:
         return self.store / f"{name[:180]}-{hashlib.sha256(f'{text} {self._device}'.encode()).hexdigest()[:8]}"
 
 
-def _read(done: Path) -> tuple[LifeTrace, str]:
-    """A life that is over, and the command that runs it again."""
-    data = json.loads(done.read_text(encoding="utf-8"))
-    return _life_from_json(data["trace"]), data["command"]
+def read_life(directory: Path) -> tuple[LifeTrace, str]:
+    """A life that is over, and the command that runs it again. Raises FileNotFoundError for one that was broken off."""
+    data = json.loads((directory / DONE).read_text(encoding="utf-8"))
+    seen = json.loads((directory / MOMENTS).read_text(encoding="utf-8"))
+    told = data["trace"]
+    end = LifeEnd(**told["end"]) if told["end"] else None
+    return LifeTrace(**{**told, "moments": tuple(map(Moment.from_json, seen)), "end": end}), data["command"]
 
 
 def count_lives(store: Path) -> int:
     """How many lives were run into that store so far, all workers together."""
-    return sum(1 for _ in store.glob(f"*/{_DONE}"))
+    return sum(1 for _ in store.glob(f"*/{DONE}"))
 
 
 def _left(earlier: LifeTrace, life: Life) -> bool:
@@ -188,9 +193,3 @@ def _told(end: RankEnd) -> dict[str, Any]:
     told = {name: getattr(end, name) for name in ("rank", "status", "message", "text", "output")}
     collectives = end.standing.history() if end.standing is not None else ""
     return {**told, "stack": without_launcher(end.stack) if end.stack else "", "collectives": collectives}
-
-
-def _life_from_json(data: Mapping[str, Any]) -> LifeTrace:
-    moments = tuple(Moment.from_json(moment) for moment in data["moments"])
-    end = LifeEnd(**data["end"]) if data["end"] else None
-    return LifeTrace(data["name"], data["world_size"], moments, end, data["cell"])

@@ -12,7 +12,7 @@ import pytest
 
 from pytest_distcompat.launch import Ending, Keeping, RankEnd, Request
 from pytest_distcompat.lease import Inventory, Leak, Pool
-from pytest_distcompat.plugin.leased import LeakyEnding, LeasedLauncher
+from pytest_distcompat.leased import LeasedLauncher, told
 
 if TYPE_CHECKING:
     from tests.leases.conftest import MadeUpMemory, RunOnGpus
@@ -92,9 +92,9 @@ WORDS = [
 ]
 
 
-def leaky(*ranks: RankEnd) -> LeakyEnding:
+def leaky(*ranks: RankEnd) -> Ending:
     events: dict[int, Sequence[dict[str, object]]] = {end.rank: [] for end in ranks}
-    return LeakyEnding(ranks, events, leaks=LEAKS)
+    return Ending(ranks, events, leaks=tuple(map(told, LEAKS)))
 
 
 def test_the_leak_is_the_failure_of_ranks_that_ended_well() -> None:

@@ -12,8 +12,9 @@ import jsonschema
 import pytest
 
 from pytest_distcompat import report as report_room
+from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.report import FORMATS, RED, WORDS, Report, Result, Row, clip, counts, facets, write_report
+from pytest_distcompat.report import FORMATS, RED, WORDS, Report, Result, Row, counts, facets, write_report
 
 from .conftest import REAL
 
@@ -152,12 +153,12 @@ def test_facets_of_a_cell() -> None:
 
 
 def test_a_long_message_keeps_its_beginning_and_its_end() -> None:
-    text = clip("a" * 5000 + "the end", 300)
+    text = excerpt("a" * 5000 + "the end", 300)
     assert len(text) < 400
     assert text.startswith("aaa")
     assert text.endswith("the end")
     assert "4707 characters cut" in text
-    assert clip("short", 300) == "short"
+    assert excerpt("short", 300) == "short"
 
 
 def test_numbers_that_json_does_not_have_are_none(tmp_path: Path) -> None:
@@ -171,8 +172,8 @@ def test_numbers_that_json_does_not_have_are_none(tmp_path: Path) -> None:
 def test_a_full_run_in_which_everything_fails_is_not_too_large(suffix: str, real: Report, tmp_path: Path) -> None:
     """1400 verdicts of 110 cells, each with a long story, as they would come from a broken trainer."""
     story = "".join(f"line {number} of a traceback that has no end\n" for number in range(700))
-    told = {"status": "raised", "message": "raised", "text": clip(story, 3500), "stack": "", "collectives": ""}
-    ranks = [{"rank": rank, **told, "output": clip(story, 1000)} for rank in range(2)]
+    told = {"status": "raised", "message": "raised", "text": excerpt(story, 3500), "stack": "", "collectives": ""}
+    ranks = [{"rank": rank, **told, "output": excerpt(story, 1000)} for rank in range(2)]
     cells = [f"fsdp2-fp32-w{size}" for size in range(1, 111)]
     checks = [f"check{number}" for number in range(13)]
     trained = next(row for row in real.rows if row.names)

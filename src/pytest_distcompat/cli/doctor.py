@@ -6,18 +6,17 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.cli.drivers import named
+from pytest_distcompat.devices import CPU_WORLD_SIZE
 
 if TYPE_CHECKING:
     from pytest_distcompat.cli.capabilities import Capability
     from pytest_distcompat.cli.machine import Finding, Machine
     from pytest_distcompat.known import KnownIssue
-
-#: Ranks on the CPU, as pytest has them where nobody says.
-CPU_WORLD_SIZE = 2
 
 
 def add(commands: Any) -> None:
@@ -51,15 +50,17 @@ def _doctor(told: argparse.Namespace) -> int:
     issues = [issue for path in told.known for issue in read_file(path)] + list(shipped())
     here = machine.this_machine()
     size = len(here.visible) or CPU_WORLD_SIZE
-    found = [*installation.findings(), *machine.findings(here), *_too_few(here, told.gpus)]
-    can = [capability(name, driver, here.device, size, issues) for name, driver in zip(names, drivers, strict=True)]
-    met = issues_here(issues, drivers, here.device)
-    if told.json:
-        print(json.dumps(_json(here, installation.installed(), can, met, found), indent=1))  # noqa: T201 - a command speaks
-    else:
-        print("\n".join(_lines(here, installation.installed(), can, met, found, whole=told.all)))  # noqa: T201 - a command speaks
+    found = Examination(
+        here,
+        size,
+        installation.installed(),
+        [capability(name, driver, here.device, size, issues) for name, driver in zip(names, drivers, strict=True)],
+        issues_here(issues, drivers, here.device),
+        [*installation.findings(), *machine.findings(here), *_too_few(here, told.gpus)],
+    )
+    print(json.dumps(found.to_json(), indent=1) if told.json else "\n".join(found.lines(whole=told.all)))  # noqa: T201 - a command speaks
     wrong = {"problem", "warning"} if told.strict else {"problem"}
-    return int(any(finding.level in wrong for finding in found))
+    return int(any(finding.level in wrong for finding in found.findings))
 
 
 def _too_few(here: Machine, wanted: int) -> Iterator[Finding]:
@@ -69,33 +70,53 @@ def _too_few(here: Machine, wanted: int) -> Iterator[Finding]:
         yield Finding("problem", f"{wanted} GPUs are wanted, {len(here.visible)} of {len(here.gpus)} are visible")
 
 
-def _lines(
-    here: Machine,
-    packages: dict[str, str],
-    can: list[Capability],
-    met: list[tuple[KnownIssue, list[str]]],
-    found: list[Finding],
-    *,
-    whole: bool,
-) -> Iterator[str]:
-    yield "installed"
-    yield f"  {', '.join(f'{name} {version}' for name, version in packages.items())}"
-    yield ""
-    yield "devices"
-    yield from (f"  {line}" for line in _devices(here))
-    yield ""
-    size = len(here.visible) or CPU_WORLD_SIZE
-    yield f"cells that can be run here, those without options one by one ({size} ranks, {here.device})"
-    for one in can:
-        yield from (f"  {line}" for line in one.lines(whole=whole))
-    yield ""
-    yield f"known upstream issues of these versions on {here.device}: {len(met)}"
-    for issue, drivers in met:
-        yield f"  {issue.id} ({', '.join(drivers)})" + (f": {issue.reason} ({issue.link})" if whole else "")
-    yield ""
-    counts = {level: sum(finding.level == level for finding in found) for level in ("problem", "warning", "note")}
-    yield ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
-    yield from (f"  {finding.level}: {finding.text}" for finding in found)
+@dataclass(frozen=True)
+class Examination:
+    """What was found: ``known`` are the upstream issues of these versions, with the drivers that they concern."""
+
+    machine: Machine
+    world_size: int
+    installed: dict[str, str]
+    cells: list[Capability]
+    known: list[tuple[KnownIssue, list[str]]]
+    findings: list[Finding]
+
+    def lines(self, *, whole: bool) -> Iterator[str]:
+        """For a person; ``whole``: with every reason and link."""
+        device = self.machine.device
+        yield "installed"
+        yield f"  {', '.join(f'{name} {version}' for name, version in self.installed.items())}"
+        yield ""
+        yield "devices"
+        yield from (f"  {line}" for line in _devices(self.machine))
+        yield ""
+        yield f"cells that can be run here, those without options one by one ({self.world_size} ranks, {device})"
+        for one in self.cells:
+            yield from (f"  {line}" for line in one.lines(whole=whole))
+        yield ""
+        yield f"known upstream issues of these versions on {device}: {len(self.known)}"
+        for issue, drivers in self.known:
+            yield f"  {issue.id} ({', '.join(drivers)})" + (f": {issue.reason} ({issue.link})" if whole else "")
+        yield ""
+        levels = ("problem", "warning", "note")
+        counts = {level: sum(finding.level == level for finding in self.findings) for level in levels}
+        yield ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
+        yield from (f"  {finding.level}: {finding.text}" for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """For a program."""
+        # The environment may hold secrets.
+        names = [field.name for field in dataclasses.fields(self.machine) if field.name != "environ"]
+        return {
+            "installed": self.installed,
+            "machine": {**{name: getattr(self.machine, name) for name in names}, "device": self.machine.device},
+            "cells": [one.to_json() for one in self.cells],
+            "known": [
+                {"id": issue.id, "link": issue.link, "reason": issue.reason, "checks": issue.check, "drivers": drivers}
+                for issue, drivers in self.known
+            ],
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+        }
 
 
 def _devices(here: Machine) -> Iterator[str]:
@@ -111,25 +132,3 @@ def _devices(here: Machine) -> Iterator[str]:
 
 def _named(gpus: list[str]) -> str:
     return f" ({', '.join(dict.fromkeys(gpus))})" if gpus else ""
-
-
-def _json(
-    here: Machine,
-    packages: dict[str, str],
-    can: list[Capability],
-    met: list[tuple[KnownIssue, list[str]]],
-    found: list[Finding],
-) -> dict[str, Any]:
-    # The environment may hold secrets.
-    machine = {field.name: getattr(here, field.name) for field in dataclasses.fields(here) if field.name != "environ"}
-    issues = [
-        {"id": issue.id, "link": issue.link, "reason": issue.reason, "checks": issue.check, "drivers": drivers}
-        for issue, drivers in met
-    ]
-    return {
-        "installed": packages,
-        "machine": {**machine, "device": here.device},
-        "cells": [one.to_json() for one in can],
-        "known": issues,
-        "findings": [dataclasses.asdict(finding) for finding in found],
-    }

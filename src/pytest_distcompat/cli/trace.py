@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from pytest_distcompat.judge import Verdict
     from pytest_distcompat.trace import LifeTrace, Trace
 
-#: The time limit of a life in seconds, as pytest has it where nobody says.
-TIMEOUT = 300.0
-
 
 def add(commands: Any) -> None:
     """Add the subcommand to the parser's."""
@@ -37,9 +33,7 @@ def add(commands: Any) -> None:
     trace.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs, if there are enough"
     )
-    trace.add_argument(
-        "--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help=f"of a life (default: {TIMEOUT:g})"
-    )
+    trace.add_argument("--timeout", type=float, metavar="SECONDS", help="of a life (default: as --distcompat-timeout)")
     trace.add_argument("--keep", type=Path, metavar="DIRECTORY", help="leave checkpoints and logs there")
     trace.set_defaults(call=_trace)
 
@@ -65,8 +59,9 @@ def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
     from pytest_distcompat.judge import judge
     from pytest_distcompat.known import applying, concerned, shipped
     from pytest_distcompat.launch import WarmLauncher, Warmth
-    from pytest_distcompat.launch.request import import_path
+    from pytest_distcompat.launch.request import Request, import_path
     from pytest_distcompat.lease import Pool, cpu_slots, gpus
+    from pytest_distcompat.leased import LeasedLauncher
     from pytest_distcompat.runner import WORKER, Runner
     from pytest_distcompat.scenario import TRAIN
     from pytest_distcompat.strategies import STRATEGIES
@@ -79,18 +74,16 @@ def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
     if reason:
         raise UsageProblem(f"{cell.id}: {reason}")
     warmth = Warmth((*driver.preload, WORKER, "pytest_distcompat.probe"), path=import_path())
-    launcher = WarmLauncher(warmth, device=device)
-    runner = Runner(store, launcher, device=device, timeout=told.timeout, notice=_notice)
     # Other runs of this user may be at work on the same devices.
     pool = Pool(None, gpus() if device == "cuda" else cpu_slots())
+    launcher = LeasedLauncher(WarmLauncher(warmth, device=device), lambda: pool, _notice)
+    runner = Runner(store, launcher, device=device, timeout=told.timeout or Request.timeout, notice=_notice)
     try:
-        with pool.lease(most, who=f"distcompat trace {told.driver} {cell.id}") as lease:
-            os.environ.update(lease.environment)
-            trace = runner.trace(told.driver, cell, TRAIN)
-            print("\n".join(lines(cell, trace)))  # noqa: T201 - a command speaks
-            known = applying(shipped(), concerned(driver), device)
-            asked = ((check, runner.trace(told.driver, cell, check.lives(cell, driver))) for check in checks)
-            good = [_tell(judge(check, cell, found, known)) for check, found in asked]
+        trace = runner.trace(told.driver, cell, TRAIN)
+        print("\n".join(lines(cell, trace)))  # noqa: T201 - a command speaks
+        known = applying(shipped(), concerned(driver), device)
+        asked = ((check, runner.trace(told.driver, cell, check.lives(cell, driver))) for check in checks)
+        good = [_tell(judge(check, cell, found, known)) for check, found in asked]
     finally:
         launcher.close()
     return int(trace.life().end is not None or not all(good))

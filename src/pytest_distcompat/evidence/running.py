@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-#: What ``runner`` writes at a life's end.
-DONE = "life.json"
+from pytest_distcompat.launch.request import read_end
+from pytest_distcompat.runner import DONE
+
 #: The end of a rank's log that is read: the events that say where it is are short.
 TAIL = 8192
 #: How long after its time limit a life is no longer believed to run, in seconds.
@@ -68,14 +68,7 @@ def running(store: Path, over: set[str], since: float = 0.0) -> Iterator[Running
 
 def _verb(log: Path) -> tuple[str, int]:
     """The last verb that a rank said it begins, and its index; nothing and -1 if it said none yet."""
-    try:
-        with log.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - TAIL))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except OSError:
-        return "", -1
-    for line in reversed(lines):
+    for line in reversed(read_end(log, TAIL).splitlines()):
         if '"event": "verb"' in line:
             try:
                 event = json.loads(line)

@@ -11,10 +11,11 @@ from typing import Any
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.evidence.cells import training
-from pytest_distcompat.evidence.running import DONE
-from pytest_distcompat.report import Report, clip
+from pytest_distcompat.excerpt import excerpt
+from pytest_distcompat.report import Report
+from pytest_distcompat.runner import DONE, read_life
 from pytest_distcompat.scenario import Life
-from pytest_distcompat.trace import LifeTrace, Moment
+from pytest_distcompat.trace import LifeTrace
 
 #: How much is kept of what is told of a rank, in characters, and of how many ranks.
 KEPT = {"message": 500, "text": 3500, "stack": 3500, "collectives": 1000, "output": 1000}
@@ -50,9 +51,7 @@ class StoredLife:
 
     def trace(self) -> LifeTrace:
         """Its moments. Raises FileNotFoundError for one that was broken off."""
-        told = json.loads((self.directory / DONE).read_text(encoding="utf-8"))["trace"]
-        moments = tuple(Moment.from_json(moment) for moment in told["moments"])
-        return LifeTrace(self.life.name, told["world_size"], moments, None, told["cell"])
+        return read_life(self.directory)[0]
 
     def to_json(self) -> dict[str, Any]:
         """What the reports say of it."""
@@ -67,9 +66,9 @@ class StoredLife:
             "seconds": round(self.seconds, 3),
             "ending": end["kind"] if end else "ok" if self.done else "unfinished",
             "verb": end.get("verb", ""),
-            "message": clip(first[0], 500) if first else "",
+            "message": excerpt(first[0], 500) if first else "",
             "ranks": [
-                {**one, **{name: clip(one[name], most) for name, most in KEPT.items()}} for one in self.told[:RANKS]
+                {**one, **{name: excerpt(one[name], most) for name, most in KEPT.items()}} for one in self.told[:RANKS]
             ],
             "command": self.command,
         }

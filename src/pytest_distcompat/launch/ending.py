@@ -14,11 +14,13 @@ from typing import Any
 
 from pytest_distcompat.launch.collectives import Standing, parting, standing, told
 from pytest_distcompat.launch.peers import lost_peer
-from pytest_distcompat.launch.request import read_events
-from pytest_distcompat.launch.stacks import without_launcher
+from pytest_distcompat.launch.request import read_end, read_events
+from pytest_distcompat.launch.stacks import stack_file, without_launcher
 
 #: The last lines of a rank's own output that a report shows.
 TAIL = 40
+#: How many bytes of each file are looked at for them.
+READ = 20_000
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,11 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Ending:
-    """How all ranks of a life ended, and what each wrote. ``left`` says why ranks that were kept left early."""
+    """How all ranks of a life ended, and what each wrote.
+
+    ``left`` says why ranks that were kept left early; ``leaks`` what stayed in use of the devices after the ranks were gone:
+    a failure, however they ended.
+    """
 
     ranks: tuple[RankEnd, ...]
     events: Mapping[int, Sequence[Mapping[str, Any]]]
@@ -55,26 +61,33 @@ class Ending:
     notice: str = ""
     left: str = ""
     left_over: tuple[str, ...] = ()
+    leaks: tuple[str, ...] = ()
     command: str = ""
 
     @property
     def failed(self) -> bool:
         """Whether anything at all went wrong."""
+        return bool(self.leaks) or self._ranks_failed
+
+    @property
+    def _ranks_failed(self) -> bool:
         return bool(self.launch_error) or self.timed_out or any(end.status != "done" for end in self.ranks)
 
     @property
     def kind(self) -> str:
-        """``ok``, ``raised``, ``hung`` or ``crashed``: the worst that happened to any rank, first or not.
+        """``ok``, ``raised``, ``leaked``, ``hung`` or ``crashed``: the worst that happened to any rank, first or not.
 
-        An exception can be an expected one; a crash and a hang beside it cannot.
+        An exception can be an expected one; a leak, a crash and a hang beside it cannot.
         """
-        if not self.failed:
-            return "ok"
-        statuses = {end.status for end in self.ranks}
+        statuses = {end.status for end in self.ranks} - {"done"}
         if self.launch_error or statuses & {"killed", "exited", "missing"}:
             return "crashed"
-        # "stopped" alone: nobody is left to have been the cause, which no exception explains.
-        return "hung" if self.timed_out else "raised" if statuses & {"raised", "lost peer"} else "crashed"
+        if self.timed_out:
+            return "hung"
+        if statuses and not statuses & {"raised", "lost peer"}:
+            # "stopped" alone: nobody is left to have been the cause, which no exception explains.
+            return "crashed"
+        return "leaked" if self.leaks else "raised" if statuses else "ok"
 
     @property
     def cause(self) -> RankEnd | None:
@@ -89,7 +102,9 @@ class Ending:
         return sorted(bad, key=lambda end: (weight[end.status], end.time, end.rank))
 
     def headline(self) -> str:
-        """One line: which rank, what happened."""
+        """One line: which rank, what happened; what is left where, if all ranks ended well."""
+        if self.leaks and not self._ranks_failed:
+            return "; ".join(self.leaks)
         if self.launch_error:
             what = self.launch_error.strip().splitlines()[-1]
             return what if any(self.events.values()) else f"the ranks could not be started: {what}"
@@ -107,7 +122,9 @@ class Ending:
         return {end.rank: end.standing for end in self.ranks if end.status == "stuck"}
 
     def text(self) -> str:
-        """The whole story, first cause first."""
+        """The whole story, first cause first; a leak comes last, for it was seen last."""
+        if self.leaks and not self._ranks_failed:
+            return "\n\n".join(self.leaks)
         _, where_they_part = parting(self._standings)
         parts = [self.headline(), *([where_they_part] if where_they_part else [])]
         if self.launch_error:
@@ -124,7 +141,7 @@ class Ending:
             )
         if self.left_over:
             parts.append("left running by a rank, now killed: " + ", ".join(self.left_over))
-        return "\n\n".join(part.rstrip() for part in parts)
+        return "\n\n".join([*(part.rstrip() for part in parts), *self.leaks])
 
 
 def _first_line(text: str) -> str:
@@ -190,7 +207,7 @@ def _rank_end(
     if ended == "stopped":
         return RankEnd(**known, status="stopped", message=f"outlived another rank's failure and was killed{after}")
     if ended == "stuck":
-        stack = Path(directory) / f"rank-{rank}.stack"
+        stack = stack_file(directory, rank)
         known["stack"] = stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else ""
         known["standing"] = standing(directory, rank, known["stack"])
         return RankEnd(**known, status="stuck", message=f"was still running at the time limit{after}")
@@ -268,8 +285,5 @@ def _tail(directory: str | Path, rank: int) -> str:
         f"logs/*/attempt_0/{rank}/stderr.log",
     ):
         for path in sorted(Path(directory).glob(name)):
-            with path.open("rb") as file:
-                file.seek(0, 2)
-                file.seek(max(0, file.tell() - 20_000))
-                parts += file.read().decode("utf-8", "replace").splitlines()[-TAIL:]
+            parts += read_end(path, READ).splitlines()[-TAIL:]
     return "\n".join(parts)

@@ -20,7 +20,7 @@ import psutil
 
 from pytest_distcompat.launch import environment
 from pytest_distcompat.launch.ending import exit_name
-from pytest_distcompat.launch.process import alive, await_end, descendants, kill
+from pytest_distcompat.launch.process import alive, await_end, descendants, kill, kill_named
 from pytest_distcompat.launch.request import Warmth
 from pytest_distcompat.launch.temporary import OwnedDirectory
 
@@ -127,14 +127,7 @@ class LauncherProcess:
 
     def clear_up(self) -> list[str]:
         """Kill what ranks left running; who they were."""
-        left = self.strays()
-        names = []
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                names.append(f"{process.name()} (pid {process.pid})")
-        if left:
-            kill(left)
-        return names
+        return kill_named(self.strays())
 
     def strays(self) -> list[psutil.Process]:
         """What runs below it and is no part of it: ranks, and what they started."""

@@ -82,6 +82,16 @@ def kill(processes: Iterable[psutil.Process], *, wait: float = 2.0) -> None:
     await_end(doomed, wait)
 
 
+def kill_named(processes: Iterable[psutil.Process]) -> list[str]:
+    """``kill`` them; who they were."""
+    doomed, names = list(processes), []
+    for process in doomed:
+        with contextlib.suppress(psutil.Error):
+            names.append(f"{process.name()} (pid {process.pid})")
+    kill(doomed)
+    return names
+
+
 def await_end(processes: Iterable[psutil.Process], seconds: float) -> None:
     """Wait until they are gone or zombies. psutil's own wait would wait for the parents of zombies."""
     pids = [process.pid for process in processes]

@@ -22,6 +22,7 @@ import psutil
 from pytest_distcompat.launch import preload, recorder
 from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent
 from pytest_distcompat.launch.request import RankLog, Request, extend_import_path, has_ended, read_events
+from pytest_distcompat.launch.stacks import stack_file
 
 #: How long a failed rank waits for the others to report a failure of their own before it tears their connections.
 GRACE = 0.3
@@ -43,11 +44,6 @@ def main(path: str, *, by_hand: bool = False) -> None:
     prepare(request)
     perform(request, by_hand=by_hand)
     _flush()
-
-
-def stack_file(directory: str | Path, number: int) -> Path:
-    """Where that rank writes its stacks when it is asked for them."""
-    return Path(directory) / f"rank-{number}.stack"
 
 
 def prepare(request: Request) -> None:

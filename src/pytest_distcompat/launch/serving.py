@@ -15,6 +15,7 @@ from typing import Any
 from pytest_distcompat.launch import rank
 from pytest_distcompat.launch.recorder import record_file
 from pytest_distcompat.launch.request import RankLog, Request
+from pytest_distcompat.launch.stacks import stack_file
 from pytest_distcompat.launch.surroundings import Sizes, Surroundings
 
 #: How long a process group may take to prove that it is as sound as before, in seconds.
@@ -162,7 +163,7 @@ def _back_afterwards() -> Iterator[None]:
 def _in_files_of(request: Request, ranks: Path) -> Iterator[None]:
     """What this process writes goes where a life of the request's own would have it."""
     number = int(os.environ["RANK"])
-    for told in (rank.stack_file(ranks, number), record_file(ranks, number)):
+    for told in (stack_file(ranks, number), record_file(ranks, number)):
         if told.exists():
             Path(request.directory, told.name).symlink_to(told)
     logs = Path(request.directory, "logs", "kept", "attempt_0", str(number))

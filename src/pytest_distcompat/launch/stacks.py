@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,22 +59,32 @@ class Frame:
         return not (self.of_python or _PACKAGES.match(self.file) or Path(self.file).is_relative_to(_OURS))
 
 
+def stack_file(directory: str | Path, rank: int) -> Path:
+    """Where that rank writes its stacks when it is asked for them."""
+    return Path(directory) / f"rank-{rank}.stack"
+
+
+def _above_main(stack: str) -> Iterator[str]:
+    """The lines of a stack, of each thread those down to the rank's main."""
+    below = False
+    for line in stack.rstrip().splitlines():
+        below = line.startswith("  ") and (below or _MAIN in line)
+        if not below:
+            yield line
+
+
 def threads(stack: str) -> list[list[Frame]]:
     """The frames of each thread, innermost first, down to the rank's main; the main thread first.
 
     faulthandler writes the newest thread first.
     """
     found: list[list[Frame]] = []
-    below = False
-    for line in stack.splitlines():
+    for line in _above_main(stack):
         frame = _FRAME.fullmatch(line)
         if not line.startswith("  "):
             found.append([])
-            below = False
         elif frame and found:
-            below = below or _MAIN in frame["file"]
-            if not below:
-                found[-1].append(Frame(frame["file"], int(frame["line"]), frame["function"]))
+            found[-1].append(Frame(frame["file"], int(frame["line"]), frame["function"]))
     return [frames for frames in reversed(found) if frames]
 
 
@@ -86,14 +96,5 @@ def nearest(frames: Sequence[Frame]) -> Frame:
 
 def without_launcher(stack: str) -> str:
     """The stack without pytest's frames and those below the rank's main."""
-    kept: list[str] = []
-    below = False
-    for line in stack.rstrip().splitlines():
-        if not line.startswith("  "):
-            below = False
-        elif _MAIN in line:
-            below = True
-        # pytest's way to the test is the same in every stack.
-        if not below and "/_pytest/" not in line and "/pluggy/" not in line:
-            kept.append(line)
-    return "\n".join(kept)
+    # pytest's way to the test is the same in every stack.
+    return "\n".join(line for line in _above_main(stack) if "/_pytest/" not in line and "/pluggy/" not in line)

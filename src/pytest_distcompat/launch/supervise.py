@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,6 +13,7 @@ import psutil
 from pytest_distcompat.launch.process import alive, ask_for_stack, kill
 from pytest_distcompat.launch.recorder import END, RECORDER_SIGNAL, record_file
 from pytest_distcompat.launch.request import Request, has_ended, read_events
+from pytest_distcompat.launch.stacks import stack_file
 
 #: A rank whose process is gone, with code 0 and without a last word, is noticed by nobody else (``os._exit(0)``).
 VANISHED_AFTER = 1.0
@@ -76,7 +76,7 @@ class Watch:
     def _take_stacks(self, pids: Iterable[int]) -> None:
         for pid in pids:
             ask_for_stack(pid)
-        files = [Path(self.request.directory) / f"rank-{rank}.stack" for rank in self.ended_by_us]
+        files = [stack_file(self.request.directory, rank) for rank in self.ended_by_us]
         # Written by a signal handler: give it a moment, and no more, for a rank in an uninterruptible call never will.
         _wait_until(lambda: all(path.exists() and path.stat().st_size > 0 for path in files), STACK_TIME)
         time.sleep(0.05)

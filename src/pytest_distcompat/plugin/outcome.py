@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat.excerpt import excerpt
+
 if TYPE_CHECKING:
     from pytest_distcompat.launch import Ending
 
@@ -24,6 +26,9 @@ HEADLINE = 500
 
 #: The title of what a rank wrote past pytest's capture.
 UNCAPTURED = "Uncaptured output"
+
+#: The property of a failed test that says which rank was the cause.
+RANK = "distcompat_rank"
 
 #: How pytest begins the text of a test that passed although a strict xfail mark says otherwise.
 STRICT_XPASS = "[XPASS(strict)]"
@@ -76,10 +81,12 @@ def phase_of(report: pytest.TestReport) -> Phase:
         location, message = (str(path), int(line), str(reason)), str(reason).removeprefix("Skipped: ")
         text = f"{path}:{line}: {reason}"
     sections = tuple(
-        (title, _cut(content)) for title, content in report.sections if report.when == "teardown" or outcome != "passed"
+        (title, excerpt(content, SECTION))
+        for title, content in report.sections
+        if report.when == "teardown" or outcome != "passed"
     )
     properties = tuple((name, _travelling(value)) for name, value in report.user_properties if _is_plain(value))
-    return Phase(str(report.when), outcome, message, _cut(text, LARGEST), location, sections, properties)
+    return Phase(str(report.when), outcome, message, excerpt(text, LARGEST), location, sections, properties)
 
 
 def _is_plain(value: Any) -> bool:
@@ -87,7 +94,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _travelling(value: Any) -> Any:
-    return _cut(value, LARGEST) if isinstance(value, str) else value
+    return excerpt(value, LARGEST) if isinstance(value, str) else value
 
 
 def _last_line(report: pytest.TestReport, text: str) -> str:
@@ -98,13 +105,6 @@ def _last_line(report: pytest.TestReport, text: str) -> str:
     # What has no crash location (an unknown fixture) still marks its error as pytest does.
     marked = [line.removeprefix("E").strip() for line in lines if line.startswith("E  ")]
     return (marked[:1] or lines[-1:] or [""])[0]
-
-
-def _cut(text: str, most: int = SECTION) -> str:
-    if len(text) <= most:
-        return text
-    half = most // 2
-    return f"{text[:half]}\n... {len(text) - most} characters cut ...\n{text[-half:]}"
 
 
 class RankFailure(Exception):
@@ -144,6 +144,8 @@ def merge(ending: Ending) -> Outcome:
         if kinds == {XFailed.KIND} and cause is not None and ending.kind == "raised":
             return Outcome("xfailed", cause.message.removeprefix("raised xfailed: "), **shown)
         ending = _excused_last(ending)
+        if ending.cause is not None and not ending.launch_error:
+            shown["properties"] += ((RANK, ending.cause.rank),)
         text = ending.text().replace("raised failed", "failed").replace("raised skipped", "skipped")
         return Outcome("failed", text, hard=_crashed(ending), **shown)
     skips = {rank: phase for rank, found in phases.items() for phase in found if phase.outcome == "skipped"}

@@ -140,7 +140,6 @@ class Results:
             # A marked test: its cell, where it has one, is in its id.
             parts = report.nodeid.rpartition("[")[2].rstrip("]")
             told = {"cell": parts if facets(parts) else None}
-            told["rank"] = rank_of_cause(report.longreprtext) if report.failed else None
         if told:
             told["versions"] = ", ".join(f"{name} {version}" for name, version in self._versions.items())
         return [(f"distcompat_{name}", value) for name, value in told.items() if value is not None]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat.devices import CPU_WORLD_SIZE
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin.options import OPTIONS, PRELOAD, Setting, setting
 
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
     from pytest_distcompat.runner import Runner
 
 SESSION: pytest.StashKey[DistcompatSession] = pytest.StashKey()
-
-#: Ranks on the CPU where nobody says how many: the least with which anything is distributed.
-CPU_WORLD_SIZE = 2
-
 
 #: Why a plugin that forks for each test (pytest-forked) is refused.
 FORKED = (
@@ -144,8 +141,8 @@ class DistcompatSession:
         """The launcher of this process. Raises UsageProblem in a fork of it."""
         from pytest_distcompat.launch import LAUNCHERS, Warmth
         from pytest_distcompat.launch.request import import_path
+        from pytest_distcompat.leased import LeasedLauncher
         from pytest_distcompat.plugin import rank_session
-        from pytest_distcompat.plugin.leased import LeasedLauncher
 
         if os.getpid() != self._process:
             raise UsageProblem(FORKED)

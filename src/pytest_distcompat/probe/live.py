@@ -92,7 +92,7 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
         zero_stage=stage,
         units=tuple(_units(model)),
         checkpointed=tuple(_checkpointed(model)),
-        compiled=tuple(_compiled(model)),
+        compiled=tuple(compiled_modules(model)),
         float8=sum("Float8" in type(module).__name__ or _of_te(module) for module in model.modules()),
         graphs=_graphs(),
     )
@@ -115,7 +115,7 @@ def _checkpointed(model: Module) -> Iterator[str]:
             yield name
 
 
-def _compiled(model: Module) -> Iterator[str]:
+def compiled_modules(model: Module) -> Iterator[str]:
     """The modules that torch.compile wraps, or that were compiled in place.
 
     In place leaves a private trace only, ``_compiled_call_impl``; ``tests/spawn/test_private_names.py`` says when it

@@ -2,7 +2,7 @@
 
 from pytest_distcompat.report.causes import Cause, causes, rank_of_cause
 from pytest_distcompat.report.compare import Change, Comparison, compare
-from pytest_distcompat.report.document import FORMAT, Report, clip, counts, facets
+from pytest_distcompat.report.document import FORMAT, Report, counts, facets
 from pytest_distcompat.report.merge import merge
 from pytest_distcompat.report.result import RED, WORDS, Result, Row
 from pytest_distcompat.report.text import Line, causes_text, counts_text, lives_text, matrix_text, plain
@@ -24,7 +24,6 @@ __all__ = [
     "append_summary",
     "causes",
     "causes_text",
-    "clip",
     "compare",
     "counts",
     "counts_text",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report.result import WORDS, Result, Row
 
@@ -108,17 +109,14 @@ def facets(cell: str) -> dict[str, Any]:
     return plain | dict(found.options)
 
 
-def clip(text: str, length: int = MESSAGE) -> str:
-    """The text, cut in the middle if it is longer than ``length``: how it begins and how it ends tells most."""
-    if len(text) <= length:
-        return text
-    tail = length // 3
-    return f"{text[: length - tail]}\n... {len(text) - length} characters cut ...\n{text[-tail:]}"
-
-
 def _result(result: Result) -> dict[str, Any]:
     data = dataclasses.asdict(result)
-    return {**data, "message": clip(result.message), "seconds": round(result.seconds, 3), "facets": facets(result.cell)}
+    return {
+        **data,
+        "message": excerpt(result.message, MESSAGE),
+        "seconds": round(result.seconds, 3),
+        "facets": facets(result.cell),
+    }
 
 
 def _known(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ Every Python process of a launched script imports this package: what it holds is
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from pytest_distcompat.lazy import lazily
 
 if TYPE_CHECKING:
     from pytest_distcompat.scripts.configuration import write_all, write_configuration
@@ -27,12 +28,4 @@ _HOME = {
     "write_all": "configuration",
     "write_configuration": "configuration",
 }
-
-
-def __getattr__(name: str) -> object:
-    """Fetch a public name from its module (https://peps.python.org/pep-0562/)."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(__name__, _HOME)

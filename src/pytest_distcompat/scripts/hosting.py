@@ -7,7 +7,6 @@ report, or from what the ranks left; and the launcher itself can fail.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import subprocess
@@ -22,8 +21,8 @@ import psutil
 
 from pytest_distcompat.launch.cold import ENDED, FAILURE
 from pytest_distcompat.launch.ending import Ending, conclude, exit_name
-from pytest_distcompat.launch.process import alive, await_end, descendants, kill
-from pytest_distcompat.launch.request import Request, read_events
+from pytest_distcompat.launch.process import alive, await_end, descendants, kill, kill_named
+from pytest_distcompat.launch.request import Request, read_end, read_events
 from pytest_distcompat.launch.supervise import Watch
 
 #: How long a launcher may take to notice that its ranks are gone, and ranks to leave once their launcher has.
@@ -91,7 +90,7 @@ class _Keeper:
             found: dict[str, Any] = json.loads(self.status.read_text(encoding="utf-8"))
             return found
         if self._process.poll() is not None:
-            said = _tail(self.output.with_name("keeper.log"), READ)
+            said = read_end(self.output.with_name("keeper.log"), READ)
             died = f"the process that ran it died ({exit_name(self._process.returncode)})"
             return {"code": None, "problem": f"{died} {said}".rstrip()}
         return None
@@ -145,7 +144,7 @@ def _watch(hosted: Hosted, keeper: _Keeper) -> Ending:
     outlived = _outlived(keeper, deaths, watch)
     left_over = _clear_up(keeper, watch)
     deaths.look()
-    text = _tail(keeper.output, READ)
+    text = read_end(keeper.output, READ)
     first = FAILURE.search(text, max(0, text.find("Root Cause")))
     codes = [_exit_code(hosted, rank, text, deaths.pids.get(rank)) for rank in range(hosted.world_size)]
     known: dict[str, Any] = {
@@ -174,20 +173,8 @@ def _outlived(keeper: _Keeper, deaths: _Deaths, watch: Watch) -> list[int]:
 
 def _clear_up(keeper: _Keeper, watch: Watch) -> list[str]:
     """Kill what is left below the keeper; who it was, of a run that was not ended by us."""
-    left, names = keeper.below(), []
-    for process in left:
-        with contextlib.suppress(psutil.Error):
-            names.append(f"{process.name()} (pid {process.pid})")
-    kill(left)
+    names = kill_named(keeper.below())
     return [] if watch.acted else names
-
-
-def _tail(path: Path, most: int) -> str:
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - most))
-        return file.read().decode("utf-8", "replace")
-    return ""
 
 
 def _exit_code(hosted: Hosted, rank: int, text: str, pid: int | None) -> int | None:
@@ -200,11 +187,11 @@ def _exit_code(hosted: Hosted, rank: int, text: str, pid: int | None) -> int | N
     for event in read_events(hosted.directory, rank):
         if event["event"] == "exit":
             return int(event["code"])
-    fault = _tail(hosted.directory / f"rank-{rank}.fault", READ)
+    fault = read_end(hosted.directory / f"rank-{rank}.fault", READ)
     for name, code in _FATAL.items():
         if f"Fatal Python error: {name}" in fault:
             return code
-    return -15 if _tail(hosted.directory / f"rank-{rank}.ended", READ) else None
+    return -15 if read_end(hosted.directory / f"rank-{rank}.ended", READ) else None
 
 
 def _problem(

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_distcompat.cell import Cell, OptionValue
-from pytest_distcompat.devices import visible_gpus
+from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
 from pytest_distcompat.failures import LifeFailure, UsageProblem
 from pytest_distcompat.launch.process import on_device
+from pytest_distcompat.launch.request import Request
 from pytest_distcompat.lease import Pool, cpu_slots, gpus
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scripts import command as commands
@@ -22,11 +23,6 @@ from pytest_distcompat.scripts.hosting import Hosted
 from pytest_distcompat.scripts.result import ScriptRun
 from pytest_distcompat.scripts.sight import Sight
 from pytest_distcompat.strategies import STRATEGIES
-
-#: Ranks where nobody says how many and there is no GPU: the least with which anything is distributed.
-CPU_RANKS = 2
-#: Seconds.
-TIMEOUT = 300.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class Host:
     device: str
     world_size: int
     pool: Pool
-    timeout: float = TIMEOUT
+    timeout: float = Request.timeout
     directory: Path | None = None
 
     @classmethod
@@ -47,7 +43,7 @@ class Host:
         found = visible_gpus()
         if found:
             return cls("cuda", found, Pool(None, gpus()))
-        return cls("cpu", CPU_RANKS, Pool(None, cpu_slots()))
+        return cls("cpu", CPU_WORLD_SIZE, Pool(None, cpu_slots()))
 
     def new_directory(self, name: str) -> Path:
         """An empty directory for one run."""

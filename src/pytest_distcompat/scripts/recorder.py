@@ -153,10 +153,10 @@ class Recorder:
 
     def _attach(self, module: Module) -> None:
         """Look at single products from now on, unless that would be inside of a graph."""
-        from pytest_distcompat.probe.live import _compiled
+        from pytest_distcompat.probe.live import compiled_modules
         from pytest_distcompat.probe.parts import unwrapped
 
-        if self.whole and not any(_compiled(module)):
+        if self.whole and not any(compiled_modules(module)):
             self._hooks += self.observer.attach_to_products(unwrapped(module))
 
     def _begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -11,7 +11,8 @@ import re
 import sys
 from pathlib import Path
 
-from pytest_distcompat.report import Report, clip, write_report
+from pytest_distcompat.excerpt import excerpt
+from pytest_distcompat.report import Report, write_report
 
 #: What the directories of a machine are called here.
 PATHS = (
@@ -37,8 +38,8 @@ def shorten(text: str) -> str:
         row.names = [*row.names[:NAMES], *(name for name in row.names[NAMES:] if "key" in name)][: 2 * NAMES]
     for life in report.lives:
         for rank in life["ranks"]:
-            rank |= {part: clip(rank[part], TEXT) for part in ("text", "stack", "output")}
-    results = [type(result)(**{**vars(result), "message": clip(result.message, TEXT)}) for result in report.results]
+            rank |= {part: excerpt(rank[part], TEXT) for part in ("text", "stack", "output")}
+    results = [type(result)(**{**vars(result), "message": excerpt(result.message, TEXT)}) for result in report.results]
     return Report(report.run, results, report.rows, report.lives, report.unreached).to_text()
 
 

@@ -6,47 +6,9 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pytest_distcompat.launch import Ending, Keeping, Launcher, Request
 from pytest_distcompat.lease import Leak, Lease, Pool
-
-#: The kind of an ending without any other fault, whose ranks left memory in use.
-LEAKED = "leaked"
-
-
-@dataclass(frozen=True)
-class LeakyEnding(Ending):
-    """The end of a life after which memory stayed in use on a GPU: a failure, however its ranks ended.
-
-    An expected exception does not excuse it; a crash or a hang, which is worse, is still what it is called.
-    """
-
-    leaks: tuple[Leak, ...] = ()
-
-    @property
-    def failed(self) -> bool:
-        """It did."""
-        return True
-
-    @property
-    def kind(self) -> str:
-        """``leaked``, or what is worse."""
-        kind = self._without_leaks().kind
-        return LEAKED if kind in {"ok", "raised"} else kind
-
-    def headline(self) -> str:
-        """One line: what is left where, unless a rank failed first."""
-        own = self._without_leaks()
-        return own.headline() if own.failed else "; ".join(map(told, self.leaks))
-
-    def text(self) -> str:
-        """The whole story; the leak comes last, for it was seen last."""
-        own = self._without_leaks()
-        return "\n\n".join([*([own.text()] if own.failed else []), *map(told, self.leaks)])
-
-    def _without_leaks(self) -> Ending:
-        return Ending(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Ending)})
 
 
 def told(leak: Leak) -> str:
@@ -92,7 +54,7 @@ class LeasedLauncher:
         finally:
             if not self._launcher.keeping:
                 own = self._give_back()
-        return LeakyEnding(**vars(ending), leaks=own) if own else ending
+        return dataclasses.replace(ending, leaks=tuple(map(told, own)))
 
     @property
     def keeping(self) -> str:
