@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import psutil
 
 from pytest_distcompat.launch import RankLog
+from pytest_distcompat.launch.request import read_events
 
 #: Set by a body, to be seen by no later life.
 touched = False
@@ -271,7 +272,8 @@ def _once_deaf(then: Callable[[RankLog], None]) -> Callable[[RankLog], None]:
     """Do it when rank 0 ignores SIGTERM."""
 
     def act(log: RankLog) -> None:
-        while '"deaf"' not in log.path.with_name("rank-0.jsonl").read_text(encoding="utf-8"):
+        # Its log may not be there yet: a busy machine starts ranks seconds apart.
+        while not any(event["event"] == "deaf" for event in read_events(log.path.parent, 0)):
             time.sleep(0.01)
         then(log)
 

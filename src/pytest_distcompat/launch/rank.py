@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import NoReturn
 
 import psutil
