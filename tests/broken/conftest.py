@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.drivers import DRIVERS, preload_of
 from pytest_distcompat.launch import LAUNCHERS, Warmth
 from pytest_distcompat.models import MODELS
 from pytest_distcompat.runner import Runner
@@ -23,12 +23,12 @@ if TESTS not in sys.path:
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     """One launcher and one store for all twins, so that a sound life runs once."""
-    preload = [module for shelf in (DRIVERS, MODELS) for thing in shelf.things.values() for module in thing.preload]
+    preload = {module for driver in DRIVERS.things.values() for module in preload_of(driver, MODELS.names())}
     with pytest.MonkeyPatch.context() as patch:
         # Before the fork server starts: a forked rank has the server's sys.path.
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), TESTS))))
         patch.setenv("HF_HUB_OFFLINE", "1")
-        launcher = LAUNCHERS["warm"](Warmth(("torch", *preload)))
+        launcher = LAUNCHERS["warm"](Warmth(("torch", *sorted(preload))))
         try:
             # As little as a busy machine does not take for slow.
             limits = {"throughput": 0.1}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.launchers import WithoutProcesses
 
 from pytest_distcompat.launch import Ending, Keeping, RankEnd, Request
 from pytest_distcompat.lease import Inventory, Leak, Pool
@@ -114,7 +115,7 @@ def test_a_rank_that_failed_is_told_first_and_a_crash_stays_one(status: str, kin
 
 
 @dataclass
-class KeptRanks:
+class KeptRanks(WithoutProcesses):
     """Stands for a launcher whose ranks are kept; what they leave is there when they are gone."""
 
     memory: MadeUpMemory
@@ -132,15 +133,6 @@ class KeptRanks:
         self.keeping = ""
         self.memory.now["GPU-a"] += self.leaves
         return ""
-
-    def warm_up(self) -> None:
-        pass
-
-    def get_warm(self) -> str:
-        return ""
-
-    def close(self) -> None:
-        pass
 
 
 def test_what_kept_ranks_leave_is_charged_to_their_last_test(memory: MadeUpMemory, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.launchers import WithoutProcesses
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
@@ -39,20 +40,11 @@ CELLS = (
 )
 
 
-class Noted:
+class Noted(WithoutProcesses):
     """A launcher whose ranks save and export at once."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
-
-    def warm_up(self) -> None:
-        """Nothing."""
-
-    def get_warm(self) -> str:
-        return ""
-
-    def close(self) -> None:
-        """Nothing."""
 
     def run(self, request: Request, keep: object = None) -> Ending:
         request.write()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.launchers import WithoutProcesses
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.launch import Ending, Keeping, RankEnd, Request
@@ -16,15 +17,11 @@ from pytest_distcompat.scenario import DAMAGE, EXPORT, PARITY, RESUME, TRAIN, TR
 
 
 @dataclass
-class Ranks:
+class Ranks(WithoutProcesses):
     """Every rank does all verbs, but in the life of that name all end with an exception in that verb."""
 
     broken: dict[str, str] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
-    keeping: str = ""
-
-    def retire(self) -> str:
-        return ""
 
     def run(self, request: Request, keep: Keeping | None = None) -> Ending:
         self.requests.append(request)
@@ -35,15 +32,6 @@ class Ranks:
         events = {rank: list(told(life, rank, broken)) for rank in range(request.world_size)}
         ends = (RankEnd(rank, *(("raised", "raised ValueError: x") if broken else ("done",))) for rank in events)
         return Ending(tuple(ends), events, command="torchrun ...")
-
-    def warm_up(self) -> None:
-        pass
-
-    def get_warm(self) -> str:
-        return ""
-
-    def close(self) -> None:
-        pass
 
     @property
     def ran(self) -> list[tuple[str, str]]:

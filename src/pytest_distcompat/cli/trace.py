@@ -56,13 +56,14 @@ def _trace(told: argparse.Namespace) -> int:
 
 
 def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: list[Any], store: Path) -> int:
+    from pytest_distcompat.drivers import preload_of
     from pytest_distcompat.judge import judge
     from pytest_distcompat.known import applying, concerned, shipped
     from pytest_distcompat.launch import WarmLauncher, Warmth
     from pytest_distcompat.launch.request import Request, import_path
     from pytest_distcompat.lease import Pool, cpu_slots, gpus
     from pytest_distcompat.leased import LeasedLauncher
-    from pytest_distcompat.runner import WORKER, Runner
+    from pytest_distcompat.runner import Runner
     from pytest_distcompat.scenario import TRAIN
     from pytest_distcompat.strategies import STRATEGIES
 
@@ -73,7 +74,8 @@ def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
     reason = driver.unable(cell, device)
     if reason:
         raise UsageProblem(f"{cell.id}: {reason}")
-    warmth = Warmth((*driver.preload, WORKER, "pytest_distcompat.probe"), path=import_path())
+    models = [str(cell.option("model"))] if "model" in driver.options else []
+    warmth = Warmth(preload_of(driver, models), path=import_path())
     # Other runs of this user may be at work on the same devices.
     pool = Pool(None, gpus() if device == "cuda" else cpu_slots())
     launcher = LeasedLauncher(WarmLauncher(warmth, device=device), lambda: pool, _notice)

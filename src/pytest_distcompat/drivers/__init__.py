@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import UsageProblem
@@ -10,7 +11,7 @@ from pytest_distcompat.shelf import Shelf
 
 DRIVERS: Shelf[type[Driver]] = Shelf(__name__, Driver, "driver")  # type: ignore[arg-type]  # holds the classes themselves
 
-__all__ = ["DRIVERS", "Driver", "find_driver"]
+__all__ = ["DRIVERS", "Driver", "find_driver", "preload_of"]
 
 
 def find_driver(name: str) -> type[Driver]:
@@ -25,3 +26,15 @@ def find_driver(name: str) -> type[Driver]:
     if not (isinstance(found, type) and issubclass(found, Driver)):
         raise UsageProblem(f"driver {name!r} is {found!r}; expected a subclass of pytest_distcompat.Driver")
     return found
+
+
+def preload_of(driver: type[Driver], models: Iterable[str]) -> tuple[str, ...]:
+    """The modules that lives of that driver, with those models, need: what a fork server lacks, every rank imports anew."""
+    from pytest_distcompat.models import MODELS
+    from pytest_distcompat.precisions import PRECISIONS
+    from pytest_distcompat.runner import WORKER
+    from pytest_distcompat.strategies import STRATEGIES
+
+    of_models = (module for model in models for module in MODELS.get(model).preload)
+    own = (module for shelf in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in shelf.modules)
+    return tuple(dict.fromkeys((*driver.preload, *of_models, WORKER, "pytest_distcompat.probe", *own)))

@@ -14,14 +14,13 @@ from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.drivers import find_driver, preload_of
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, LifeFailure, UsageProblem
 from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.runner import WORKER
 from pytest_distcompat.shelf import Shelf
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.suite import CompatSuite
@@ -151,16 +150,11 @@ def blanks(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict
     return {name: reason for name, reason in found.items() if reason}
 
 
-def modules_of(suite: type[CompatSuite], chosen: list[Case]) -> list[str]:
+def modules_of(suite: type[CompatSuite], chosen: list[Case]) -> tuple[str, ...]:
     """What the fork server should import for the suite."""
-    from pytest_distcompat.drivers import DRIVERS
-    from pytest_distcompat.models import MODELS
-
-    driver: type[Driver] = find_driver(suite.driver)
+    driver = find_driver(suite.driver)
     models = {str(case.cell.option("model")) for case in chosen} if "model" in driver.options else set()
-    of_models = [module for model in sorted(models) for module in MODELS.get(model).preload]
-    own = [module for shelf in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in shelf.modules]
-    return [*driver.preload, *of_models, WORKER, "pytest_distcompat.probe", *own]
+    return preload_of(driver, sorted(models))
 
 
 class BoundCase:

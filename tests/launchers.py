@@ -1,0 +1,23 @@
+"""What the launchers of tests have in common that start no process: they are ready at once and have nothing to end."""
+
+from __future__ import annotations
+
+
+class WithoutProcesses:
+    """All that a launcher must be able to do, but for ``run``."""
+
+    keeping: str = ""
+
+    def warm_up(self) -> None:
+        """Nothing."""
+
+    def get_warm(self) -> str:
+        """It is."""
+        return ""
+
+    def retire(self) -> str:
+        """Nobody waits."""
+        return ""
+
+    def close(self) -> None:
+        """Nothing."""
