@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from filelock import FileLock
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.launch import Ending, Launcher, RankEnd, Request
+from pytest_distcompat.launch.request import read_events
 from pytest_distcompat.launch.stacks import without_launcher
 from pytest_distcompat.scenario import Life, Scenario
 from pytest_distcompat.trace import LifeEnd, LifeTrace, Moment, Trace
 
-#: In a life's directory, written last: how it ended. What its ranks saw, which is much more, is in the other.
-DONE, MOMENTS = "life.json", "moments.json"
+#: In a life's directory, written last: how it ended. What its ranks saw, which is much more, is in their logs.
+DONE = "life.json"
 #: How many lives are kept decoded: a train life of 20 steps takes some hundredths of a second to read.
 KEPT = 16
 #: What a rank of a suite runs.
@@ -115,9 +116,12 @@ class Runner:
         if ending.notice:
             self._notice(ending.notice)
         trace = life_trace(life.name, ending, there)
-        told = dataclasses.asdict(trace)
-        (directory / MOMENTS).write_text(json.dumps(told.pop("moments")), encoding="utf-8")
-        data = {"trace": told, "command": ending.command, "seconds": ending.seconds, "ranks": told_of_ranks(ending)}
+        data = {
+            "trace": dataclasses.asdict(dataclasses.replace(trace, moments=())),
+            "command": ending.command,
+            "seconds": ending.seconds,
+            "ranks": told_of_ranks(ending),
+        }
         waiting = directory / f"{DONE}.{os.getpid()}"
         waiting.write_text(json.dumps(data), encoding="utf-8")
         waiting.rename(directory / DONE)
@@ -141,10 +145,16 @@ class Runner:
 def read_life(directory: Path) -> tuple[LifeTrace, str]:
     """A life that is over, and the command that runs it again. Raises FileNotFoundError for one that was broken off."""
     data = json.loads((directory / DONE).read_text(encoding="utf-8"))
-    seen = json.loads((directory / MOMENTS).read_text(encoding="utf-8"))
     told = data["trace"]
+    seen = _moments({rank: read_events(directory, rank) for rank in range(told["world_size"])})
     end = LifeEnd(**told["end"]) if told["end"] else None
-    return LifeTrace(**{**told, "moments": tuple(map(Moment.from_json, seen)), "end": end}), data["command"]
+    return LifeTrace(**{**told, "moments": seen, "end": end}), data["command"]
+
+
+def _moments(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[Moment, ...]:
+    return tuple(
+        Moment.from_json(event["moment"]) for said in events.values() for event in said if event["event"] == "moment"
+    )
 
 
 def count_lives(store: Path) -> int:
@@ -160,14 +170,8 @@ def _left(earlier: LifeTrace, life: Life) -> bool:
 
 def life_trace(name: str, ending: Ending, cell: Cell) -> LifeTrace:
     """What the ranks wrote, as a trace; and how the life ended, if not well."""
-    moments = tuple(
-        Moment.from_json(event["moment"])
-        for events in ending.events.values()
-        for event in events
-        if event["event"] == "moment"
-    )
     end = _life_end(ending) if ending.failed else None
-    return LifeTrace(name, cell.world_size, moments, end, cell.id)
+    return LifeTrace(name, cell.world_size, _moments(ending.events), end, cell.id)
 
 
 def _life_end(ending: Ending) -> LifeEnd:

@@ -39,7 +39,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def daily(name: str) -> bool:
     """The first bug of each package: a mutated copy has a fork server of its own, 15 s of a core."""
     packages = {edit.package for edit in BY_ID[name].edits}
-    return name == next(other for other in SIGHTINGS if {edit.package for edit in BY_ID[other].edits} == packages)
+    first: str = next(other for other in SIGHTINGS if {edit.package for edit in BY_ID[other].edits} == packages)
+    return name == first
 
 
 PARAMETERS = [pytest.param(name, marks=() if daily(name) else pytest.mark.nightly) for name in SIGHTINGS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from tests.launchers import WithoutProcesses
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.launch import Ending, Keeping, RankEnd, Request
+from pytest_distcompat.launch import Ending, Keeping, RankEnd, RankLog, Request
 from pytest_distcompat.runner import Runner, count_lives, life_trace, told_of_ranks
 from pytest_distcompat.scenario import DAMAGE, EXPORT, PARITY, RESUME, TRAIN, TRAIN_LIFE, Life, Scenario
 
@@ -30,6 +31,10 @@ class Ranks(WithoutProcesses):
             (Path(request.payload["save_to"]) / "shard").write_text("whole", encoding="utf-8")
         broken = self.broken.get(life["name"], "")
         events = {rank: list(told(life, rank, broken)) for rank in range(request.world_size)}
+        for rank, said in events.items():
+            with contextlib.closing(RankLog(request.directory, rank)) as log:
+                for event in said:
+                    log.write(**event)
         ends = (RankEnd(rank, *(("raised", "raised ValueError: x") if broken else ("done",))) for rank in events)
         return Ending(tuple(ends), events, command="torchrun ...")
 
@@ -60,6 +65,14 @@ def runner(tmp_path: Path, ranks: Ranks) -> Runner:
 
 def cells(*names: str) -> Iterator[Cell]:
     return map(Cell.parse, names)
+
+
+def test_another_process_reads_what_the_ranks_wrote(runner: Runner, ranks: Ranks) -> None:
+    ran = runner.trace("d", Cell.parse("fsdp2-fp32-w2"), TRAIN)
+    read = Runner(runner.store, ranks, device="cpu", timeout=1).trace("d", Cell.parse("fsdp2-fp32-w2"), TRAIN)
+    assert len(ranks.requests) == 1
+    assert len(ran.life().moments) == 2 * len(TRAIN_LIFE.verbs)
+    assert read == ran
 
 
 def test_scenarios_share_their_lives(runner: Runner, ranks: Ranks) -> None:
@@ -146,7 +159,7 @@ def test_a_life_that_was_broken_off_with_its_pytest_begins_anew(runner: Runner, 
     again = Runner(tmp_path / "store", ranks, device="cpu", timeout=1)
     again.trace("d", cell, TRAIN)
     assert len(ranks.requests) == 2
-    assert not (directory / "rank-0.jsonl").exists()
+    assert "left over" not in (directory / "rank-0.jsonl").read_text(encoding="utf-8")
 
 
 def test_what_a_life_leaves_of_its_ranks_has_the_cause_first(tmp_path: Path) -> None:
