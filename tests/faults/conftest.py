@@ -245,7 +245,7 @@ def run_faults(start: Start) -> RunFaults:
 
 @pytest.fixture(
     scope="module",
-    params=[(), ("-n", "2"), ("--distcompat-reuse=session",)],
+    params=[(), pytest.param(("-n", "2"), marks=pytest.mark.nightly), ("--distcompat-reuse=session",)],
     ids=["alone", "workers", "kept"],
 )
 def workers(request: pytest.FixtureRequest) -> tuple[str, ...]:

@@ -108,7 +108,7 @@ def copy(directory: Path) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=["never", "module", "session"])
+@pytest.fixture(scope="module", params=["never", pytest.param("module", marks=pytest.mark.nightly), "session"])
 def run(run_pytest: RunPytest, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Run:
     """Both files, with ranks of their own for each test, and with ranks that tests share."""
     directory = copy(tmp_path_factory.mktemp("on_ranks"))
