@@ -44,7 +44,6 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
     """One verdict. Never better than what the ranks did: a crash or a hang is no known failure, whatever is declared."""
     covering = [expectation for expectation in expectations if expectation.covers(cell, check.name)]
     refusal = next((expectation for expectation in covering if expectation.kind == "refuses"), None)
-    declared = [expectation for expectation in covering if expectation.kind == "fails"]
     end = _broken_off(check, trace)
     if end is not None and end.kind != "raised":
         return Verdict(check.name, cell.id, end.kind, end.text)
@@ -54,9 +53,13 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
         found = [end.text or end.message or "broke off without a word"]
     else:
         found = check.findings(cell, trace)
+    text = "\n".join(found)
+    # What is declared of no place in particular is about this failure only if it reads like it.
+    declared = [
+        one for one in covering if one.kind == "fails" and (one.strict or one.check != "*" or one.matches(text))
+    ]
     if declared:
         # Of several bugs that show in one place, the one that reads like this.
-        text = "\n".join(found)
         known = next((expectation for expectation in declared if expectation.matches(text)), declared[0])
         return _known(check, cell, known, found)
     return Verdict(check.name, cell.id, "failed" if found else "passed", message(found))

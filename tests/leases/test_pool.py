@@ -16,6 +16,7 @@ from pytest_distcompat import devices
 from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.lease import Inventory, Lease, LeaseTimeout, Pool, cpu_slots, default_directory, gpus, here
 from pytest_distcompat.lease import pool as pool_module
+from pytest_distcompat.lease.inventory import BY_NAME, BY_NUMBER
 
 if TYPE_CHECKING:
     from tests.leases.conftest import Field, MadeUpMemory
@@ -38,8 +39,17 @@ def ask(pool: Pool, ranks: int, who: str = "test_it") -> tuple[str, ...]:
 def test_a_lease_names_its_devices_and_shows_them_to_ranks(arena: Field) -> None:
     with arena.pool.lease(2, who="one", timeout=0) as one, arena.pool.lease(2, who="two", timeout=0) as two:
         assert (one.ids, two.ids) == (("GPU-a", "GPU-b"), ("GPU-c", "GPU-d"))
-        assert two.environment == {"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-d"}
+        assert two.environment == dict.fromkeys(BY_NAME, "GPU-c,GPU-d")
     assert ask(arena.pool, 4) == ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+
+
+def test_devices_that_are_numbered_are_shown_to_every_runtime() -> None:
+    found = Inventory("gpu", ("0", "1", "2")).environment(("1", "2"))
+    assert set(found) == {*BY_NAME, *BY_NUMBER}
+    assert {"HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"} <= set(found)
+    assert set(found.values()) == {"1,2"}
+    # The one counts within the other.
+    assert "ROCR_VISIBLE_DEVICES" not in found
 
 
 def test_an_exception_in_the_block_gives_the_devices_back(arena: Field) -> None:
@@ -122,7 +132,7 @@ def test_runs_that_name_gpus_differently_share_none(tmp_path: Path, monkeypatch:
     by_name = Pool(tmp_path / "leases", gpus())
     assert by_index.inventory.ids == ("GPU-bbbb1111-2", "GPU-aaaa0000-1")
     with by_index.lease(1, who="one", timeout=0) as lease:
-        assert lease.environment == {"CUDA_VISIBLE_DEVICES": "GPU-bbbb1111-2"}
+        assert lease.environment == dict.fromkeys(BY_NAME, "GPU-bbbb1111-2")
         assert ask(by_name, 1) == ("GPU-cccc2222-3",)
         with pytest.raises(LeaseTimeout, match="no 2 of 2 GPUs"):
             ask(by_name, 2)

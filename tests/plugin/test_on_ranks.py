@@ -202,3 +202,18 @@ def test_the_life_alone_shows_the_same_failure(
     code, out = run_command(run.command("test_peer_in_a_collective", "this life alone"), tmp_path)
     assert code == 1
     show(out, "*ValueError: the cause*")
+
+
+def test_a_plugin_that_the_fork_server_imported_early_is_no_error(run_pytest: RunPytest, tmp_path: Path) -> None:
+    """pytest warns of a plugin that it comes too late to rewrite, which some projects take for an error."""
+    (tmp_path / "early.py").write_text("", encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\naddopts = -p early\npythonpath = .\nfilterwarnings = error::pytest.PytestWarning\n"
+        "distcompat_preload = early\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n\n@pytest.mark.distcompat(world_size=1)\ndef test_it():\n    pass\n", encoding="utf-8"
+    )
+    result = run_pytest(tmp_path)
+    assert result.code == pytest.ExitCode.OK, result.out

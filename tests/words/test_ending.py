@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_distcompat.launch import Ending, RankEnd
+from pytest_distcompat.launch.collectives import Standing
 from pytest_distcompat.launch.ending import conclude
+from pytest_distcompat.launch.stacks import Frame
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -312,3 +315,11 @@ def test_a_hang_is_not_hidden_by_a_rank_that_gave_up_waiting(ranks: Ranks) -> No
     ranks.raised(0, "RuntimeError: Application timeout caused pair closure")
     ending = ranks.end(1, -9, timed_out=True, ended_by_us=[1], timeout=5)
     assert ending.kind == "hung"
+
+
+def test_of_ranks_that_hang_the_one_that_waits_for_others_is_not_the_cause() -> None:
+    where = Frame("/its/test.py", 3, "body")
+    waits = RankEnd(0, "stuck", time=1.0, standing=Standing(where, waits="all_reduce"))
+    asleep = RankEnd(1, "stuck", time=2.0, standing=Standing(where))
+    cause = Ending((waits, asleep), {}, timed_out=True).cause
+    assert cause == asleep

@@ -88,6 +88,14 @@ def test_a_failure_other_than_the_known_one() -> None:
     assert found.message == f"fails otherwise than declared ({other})\n\nrank 0: stale"
 
 
+def test_what_is_declared_of_no_place_says_nothing_of_another_failure() -> None:
+    anywhere = may_fail("*", reason="org/repo#3", match="out of luck")
+    assert verdict(toy("out of luck today"), anywhere).status == "known"
+    found = verdict(toy("stale"), anywhere)
+    assert (found.status, found.message, found.reason) == ("failed", "stale", "")
+    assert verdict(toy(), anywhere).status == "passed"
+
+
 def test_an_exception_may_be_a_known_failure() -> None:
     matching = fails("toy", reason="org/repo#1", match="story of boom")
     assert verdict(toy(), KNOWN, end=ended("raised", "step")).status == "known"

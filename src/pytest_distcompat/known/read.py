@@ -1,21 +1,24 @@
-"""Reads files of known issues and turns what applies here into expectations.
+"""Reads known issues and turns what applies here into expectations.
 
 A file is TOML, ``version = 1``, one ``[[issue]]`` each; ``docs/known.md`` has every key. The one that is shipped is
-``issues.toml`` beside this module; an adopter's own is given with ``--distcompat-known``.
+``issues.toml`` beside this module; an adopter's own is given with ``--distcompat-known``. Entries of an adopter's
+``pyproject.toml`` have the same keys.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.expect import Expectation, FacetValue, fails, may_fail, may_refuse, refuses
 from pytest_distcompat.failures import UsageProblem
@@ -36,9 +39,13 @@ KINDS: dict[str, Callable[..., Expectation]] = {
     "may_refuse": may_refuse,
 }
 
-_TEXTS = ("id", "link", "reason", "match", "kind", "device", "fixed_in", "script")
+_TEXTS = ("id", "link", "reason", "match", "kind", "device", "fixed_in", "script", "test")
+#: In a file, which others read too.
 _NEEDED = ("id", "link", "reason", "check", "match")
-_KEYS = {*_TEXTS, "check", "packages", "drivers", "cells"}
+#: In an adopter's own pyproject.toml.
+_NEEDED_AT_HOME = ("reason", "match")
+_KEYS = {*_TEXTS, "check", "packages", "when", "drivers", "cells", "strict"}
+_EVERY = "*"
 
 
 @dataclass(frozen=True)
@@ -46,9 +53,10 @@ class KnownIssue:
     """One bug of somebody else's.
 
     ``packages`` are requirements (``accelerate>=1.7``) that must all be installed and fit for the bug to be there.
-    ``drivers`` are the libraries through which it shows: a suite is concerned whose driver names one of them. ``cells`` says
-    in which cells, ``check`` by which checks, ``device`` (``cpu``, ``cuda``; empty for both) on which ranks. ``kind`` is
-    one of KINDS.
+    ``drivers`` are the libraries through which it shows: a suite is concerned whose driver names one of them; with none
+    named, every suite. ``cells`` says in which cells, ``check`` by which checks, ``device`` (``cpu``, ``cuda``; empty for
+    both) on which ranks, ``test`` in the items whose node id contains that regular expression. ``kind`` is one of KINDS.
+    ``strict``: whether each item that it covers must fail; ``where`` is the entry, for messages.
     """
 
     id: str
@@ -63,6 +71,9 @@ class KnownIssue:
     device: str = ""
     fixed_in: str = ""
     script: str = ""
+    test: str = ""
+    strict: bool = True
+    where: str = field(default="", compare=False)
     requirements: tuple[Requirement, ...] = field(default=(), compare=False, repr=False)
 
     def there(self, device: str) -> bool:
@@ -71,9 +82,23 @@ class KnownIssue:
 
     def expectations(self) -> list[Expectation]:
         """One for each entry of ``cells``."""
-        reason = f"{self.reason} ({self.link})"
+        reason = f"{self.reason} ({self.link})" if self.link else self.reason
         make = KINDS[self.kind]
-        return [make(check, match=self.match, reason=reason, **cells) for check in self.check for cells in self.cells]
+        made = [make(check, match=self.match, reason=reason, **cells) for check in self.check for cells in self.cells]
+        return [replace(one, strict=one.strict and self.strict) for one in made]
+
+    def speaks_of(self, nodeid: str) -> bool:
+        """Whether ``test`` leaves that item in."""
+        return re.search(self.test, nodeid) is not None
+
+    def expected_of(self, nodeid: str, cell: Cell | None) -> Expectation | None:
+        """What it says of a test that is no item of a suite, None if nothing: such a test has no driver and no check."""
+        if self.drivers or self.check != (_EVERY,) or not self.speaks_of(nodeid):
+            return None
+        for one in self.expectations():
+            if one.kind == "fails" and (not one.facets or (cell is not None and one.covers(cell, _EVERY))):
+                return one
+        return None
 
 
 def _fits(requirement: Requirement) -> bool:
@@ -101,16 +126,29 @@ def read_file(path: Path) -> tuple[KnownIssue, ...]:
         raise UsageProblem(
             f"known issues {path}: version is {data.get('version')!r}; this release reads version {FORMAT}"
         )
-    found = tuple(_issue(entry, f"known issues {path}: issue {n}") for n, entry in enumerate(data.get("issue", []), 1))
-    twice = {issue.id for issue in found if sum(other.id == issue.id for other in found) > 1}
+    return _issues(data.get("issue", []), f"known issues {path}: issue", _NEEDED)
+
+
+def read_entries(entries: Any, where: str) -> tuple[KnownIssue, ...]:
+    """Issues that an adopter declares at home, ``where``: only ``reason`` and ``match`` are needed. Raises UsageProblem."""
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise UsageProblem(f"{where}: expected tables, [[...]], got {entries!r}")
+    return _issues(entries, where, _NEEDED_AT_HOME)
+
+
+def _issues(entries: list[Mapping[str, Any]], where: str, needed: Iterable[str]) -> tuple[KnownIssue, ...]:
+    found = tuple(_issue(entry, f"{where} {n}", needed) for n, entry in enumerate(entries, 1))
+    ids = [issue.id for issue in found if issue.id]
+    twice = {name for name in ids if ids.count(name) > 1}
     if twice:
-        raise UsageProblem(f"known issues {path}: more than one issue has the id {min(twice)!r}")
+        raise UsageProblem(f"{where.rpartition(':')[0] or where}: more than one issue has the id {min(twice)!r}")
     return found
 
 
-def _issue(entry: Mapping[str, Any], where: str) -> KnownIssue:
-    where += f" ({entry.get('id', 'no id')})"
-    for name in _NEEDED:
+def _issue(entry: Mapping[str, Any], where: str, needed: Iterable[str]) -> KnownIssue:
+    name = entry.get("id") or ("no id" if "id" in needed else entry.get("reason", "no reason"))
+    where += f" ({name})"
+    for name in needed:
         if not entry.get(name):
             raise UsageProblem(f"{where}: {name} is missing")
     wrong = sorted(set(entry) - _KEYS)
@@ -118,25 +156,48 @@ def _issue(entry: Mapping[str, Any], where: str) -> KnownIssue:
         raise UsageProblem(f"{where}: no key named {wrong[0]!r}. Known: {', '.join(sorted(_KEYS))}")
     if entry.get("kind", "fails") not in KINDS:
         raise UsageProblem(f"{where}: kind {entry['kind']!r}; expected one of {', '.join(KINDS)}")
+    if "when" in entry and "packages" in entry:
+        raise UsageProblem(f"{where}: when and packages are one thing; give one of them")
     cells = entry.get("cells", [{}])
     try:
-        requirements = tuple(Requirement(text) for text in entry.get("packages", ()))
+        packages = _names(entry.get("when", entry.get("packages", ())), "when, packages")
         issue = KnownIssue(
-            **{name: str(entry[name]) for name in _TEXTS if name in entry},
-            check=_names(entry["check"]),
-            packages=tuple(entry.get("packages", ())),
-            drivers=tuple(entry.get("drivers", ())),
+            **{"id": "", "link": "", **{name: str(entry[name]) for name in _TEXTS if name in entry}},
+            check=_names(entry.get("check", _EVERY), "check"),
+            packages=packages,
+            drivers=_names(entry.get("drivers", ()), "drivers"),
             cells=tuple(_facets(one) for one in ([cells] if isinstance(cells, Mapping) else cells)),
-            requirements=requirements,
+            strict=_strict(entry),
+            where=where,
+            requirements=tuple(Requirement(text) for text in packages),
         )
         issue.expectations()
+        re.compile(issue.test)
     except (InvalidRequirement, UsageProblem) as error:
         raise UsageProblem(f"{where}: {error}") from error
+    except re.error as error:
+        raise UsageProblem(f"{where}: test={entry['test']!r} is no regular expression: {error}") from error
     return issue
 
 
-def _names(entry: str | list[str]) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+def _strict(entry: Mapping[str, Any]) -> bool:
+    """Strict unless it says otherwise, or does not say where it shows: then nothing has to fail."""
+    somewhere = "check" in entry or "test" in entry
+    strict = entry.get("strict", somewhere)
+    if not isinstance(strict, bool):
+        raise UsageProblem(f"strict={strict!r}: expected true or false")
+    if strict and not somewhere:
+        raise UsageProblem("strict = true says that it must fail; say where, with check or test")
+    if entry.get("strict") and entry.get("kind", "").startswith("may_"):
+        raise UsageProblem(f"kind {entry['kind']!r} is never strict")
+    return strict
+
+
+def _names(entry: Any, name: str) -> tuple[str, ...]:
+    names = (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, (list, tuple)) else (None,)
+    if not all(isinstance(one, str) for one in names):
+        raise UsageProblem(f"{name}: expected a text or a list of texts, got {entry!r}")
+    return names
 
 
 def _facets(entry: Mapping[str, Any]) -> dict[str, FacetValue]:
@@ -149,12 +210,23 @@ def concerned(driver: type[Driver]) -> tuple[str, ...]:
     return (*driver.libraries, f"driver:{driver.name}")
 
 
-def applying(issues: Iterable[KnownIssue], libraries: Iterable[str], device: str) -> tuple[Expectation, ...]:
-    """The expectations for a driver that stands on these libraries, with the versions that are installed."""
+def concerning(issues: Iterable[KnownIssue], libraries: Iterable[str], device: str) -> tuple[KnownIssue, ...]:
+    """The issues for a driver that stands on these libraries, with the versions that are installed.
+
+    What does not say where it shows comes last: it must not stand before what does.
+    """
     named = set(libraries)
+    found = [issue for issue in issues if (not issue.drivers or named & set(issue.drivers)) and issue.there(device)]
+    return tuple(sorted(found, key=lambda issue: not (issue.strict or issue.test or issue.check != (_EVERY,))))
+
+
+def applying(
+    issues: Iterable[KnownIssue], libraries: Iterable[str], device: str, nodeid: str = ""
+) -> tuple[Expectation, ...]:
+    """What they make expected of the item with that id; without an id, of any that no ``test`` is about."""
     return tuple(
         expectation
-        for issue in issues
-        if named & set(issue.drivers) and issue.there(device)
+        for issue in concerning(issues, libraries, device)
+        if issue.speaks_of(nodeid)
         for expectation in issue.expectations()
     )

@@ -10,6 +10,21 @@ from typing import Literal
 from pytest_distcompat.devices import visible_ids
 from pytest_distcompat.failures import UsageProblem
 
+#: The variables that tell runtimes which devices to show, where they take names (UUIDs) and numbers: CUDA's, and HIP's on AMD's
+#: GPUs. Not ROCR_VISIBLE_DEVICES: HIP's numbers count within it, both would leave out twice (torch/cuda/__init__.py).
+BY_NAME = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+#: Those of runtimes that take numbers only, as accelerate's launcher knows them (accelerate/utils/launch.py): Ascend, Cambricon,
+#: Moore Threads, Tecorigin, Gaudi, Neuron, Intel.
+BY_NUMBER = (
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "MLU_VISIBLE_DEVICES",
+    "MUSA_VISIBLE_DEVICES",
+    "SDAA_VISIBLE_DEVICES",
+    "HABANA_VISIBLE_MODULES",
+    "NEURON_RT_VISIBLE_CORES",
+    "ZE_AFFINITY_MASK",
+)
+
 
 @dataclass(frozen=True)
 class Inventory:
@@ -47,7 +62,10 @@ class Inventory:
 
     def environment(self, ids: Sequence[str]) -> dict[str, str]:
         """What shows a process these devices and no others. Slots of the CPU are a count, no place: nothing is pinned."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if self.kind == "gpu" else {}
+        if self.kind == "cpu":
+            return {}
+        numbers = all(name.isdecimal() for name in ids)
+        return dict.fromkeys((*BY_NAME, *(BY_NUMBER if numbers else ())), ",".join(ids))
 
 
 def gpus(most: int | None = None, ranks_each: int = 1) -> Inventory:

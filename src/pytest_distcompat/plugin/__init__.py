@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.plugin import options
+from pytest_distcompat.plugin import launched, options, pyproject
 
 if TYPE_CHECKING:
     from pytest_distcompat.plugin.session import DistcompatSession
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _MARK = "distcompat"
 # Kept apart from rank_session.ON_RANK & co.: those modules are not imported in a session without distributed tests.
 _IN_USE: pytest.StashKey[bool] = pytest.StashKey()
-#: The items as they were collected, before any plugin had its say.
-_COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()
+_COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()  # the items before any plugin had its say
+_DECLARES: pytest.StashKey[bool] = pytest.StashKey()  # whether the user declares known issues
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     options.add(parser)
 
 
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Of the ranks of somebody's launch, one reports."""
+    if launched.here() and not launched.first():
+        early_config.pluginmanager.set_blocked("terminal")
+
+
+@pytest.hookimpl(tryfirst=True)  # report files are opened by the hooks of others
 def pytest_configure(config: pytest.Config) -> None:
     """Mark, fixtures, and a first look at what was given, so that a wrong word ends the run before it starts."""
     from pytest_distcompat.plugin import fixtures, scripted
@@ -41,12 +48,16 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.pluginmanager.register(fixtures, "distcompat-fixtures")
     config.pluginmanager.register(scripted, "distcompat-scripts")
+    if launched.here() and not _on_rank(config):
+        from pytest_distcompat.plugin import inside
+
+        inside.enter(config, _session)
     if options.given(config):
         for name in options.given(config):
             options.setting(config, name)
         _session(config).world_size  # noqa: B018 - resolving it is the check
-    elif _is_controller(config):
-        # Collection happens in the workers: this process learns from their reports that there were tests of ours.
+    elif pyproject.known(config) or _is_controller(config):
+        # With xdist this process learns from the workers' reports that there were tests of ours.
         _session(config)
 
 
@@ -59,11 +70,14 @@ def _session(config: pytest.Config) -> DistcompatSession:
         session = config.stash[SESSION] = DistcompatSession(config)
         config.add_cleanup(session.close)
         if ON_RANK not in config.stash and not hasattr(config, "workerinput"):
+            from pytest_distcompat.plugin.declared import declared_of
             from pytest_distcompat.plugin.packing import Devices
             from pytest_distcompat.plugin.results import Results
 
             config.pluginmanager.register(Devices(session), "distcompat-devices")
             config.pluginmanager.register(Results(session), "distcompat-results")
+            config.pluginmanager.register(declared_of(session), "distcompat-declared")
+        config.stash[_DECLARES] = bool(session.own)
     return config.stash[SESSION]
 
 
@@ -269,6 +283,10 @@ def pytest_runtest_makereport(
         setattr(report, ATTRIBUTE, item.stash.get(VERDICT, None))
         if call.excinfo is not None and isinstance(call.excinfo.value, DistcompatError):
             report.longrepr = str(call.excinfo.value)
+    if call.when == "call" and item.config.stash.get(_DECLARES, False):
+        from pytest_distcompat.plugin import declared
+
+        declared.weigh(item, call, report)
     return report
 
 

@@ -19,6 +19,7 @@ from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, LifeFailure, UsageProblem
 from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.known import concerned
+from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.shelf import Shelf
@@ -164,6 +165,7 @@ class BoundCase:
         self.case, self.item = case, item
         self._cost: dict[str, Any] = {}
         self._rank: int | None = None
+        self._broken_off = False
 
     def __call__(self) -> None:
         """Raise Incompatible, LateFailure or LifeFailure, or skip, or xfail, or return."""
@@ -206,17 +208,21 @@ class BoundCase:
         found = cost(trace, session.gpu_name)
         self._cost = dataclasses.asdict(found) if found else {}
         # What the suite itself declares comes first.
-        expected = (*case.suite.expect, *session.known_of(concerned(driver)))
+        known = session.known_of(concerned(driver), self.item.nodeid)
+        expected = (*case.suite.expect, *(one for issue in known for one in issue.expectations()))
         verdict = judge(case.check, case.cell, trace, expected)
+        declared_of(session).weigh_verdict(self.item, known, case.cell, verdict)
         # Of a life that the verdict is about, the rank that failed first; whom a finding names, its words say.
-        ends = [life.end for life in trace if life.end is not None and life.end.message]
-        self._rank = next((end.rank for end in ends if end.message in verdict.message), None)
+        ends = [life.end for life in trace if life.end is not None and life.end.message in verdict.message]
+        self._broken_off = any(end.message for end in ends)
+        self._rank = next((end.rank for end in ends if end.message), None)
         return verdict, command
 
     def _text(self, verdict: Verdict, command: str) -> str:
         session = self.item.config.stash[SESSION]
         lines = [f"{verdict.cell}: {verdict.check}: {verdict.status}", verdict.message.rstrip(), ""]
-        if verdict.status == "failed":
+        if verdict.status == "failed" and not self._broken_off:
+            # Of a life that broke off, its end says what is wrong.
             lines += [f"the claim: {self.case.check.text}", ""]
         lines.append(f"reproduce: {session.reproduce(self.item)}")
         if command:

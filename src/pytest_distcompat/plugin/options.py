@@ -1,4 +1,4 @@
-"""Options: command line, then ini, then default; a wrong value is a usage error that lists the right ones."""
+"""Options: command line, ini, pyproject.toml, default, in that order; a wrong value is a usage error with the right ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.plugin import pyproject
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Setting:
-    """An option's effective value and where it came from: ``option``, ``ini`` or ``default``."""
+    """An option's effective value and where it came from: ``option``, ``ini``, ``pyproject`` or ``default``."""
 
     value: Any
     text: str
@@ -134,7 +135,7 @@ def _launcher(text: str) -> str:
     return _choice("warm", "torchrun")(text)
 
 
-# Help begins with a verb, says the unit, and names the default; the words are those of docs/words.md.
+# Help begins with a verb, says the unit, and names the default; the words are those of docs/architecture.md.
 OPTIONS: dict[str, Option] = {
     option.name: option
     for option in (
@@ -281,7 +282,8 @@ def setting(config: pytest.Config, name: str) -> Setting:
     option = OPTIONS[name]
     given, ini = config.getoption(name), config.getini(name)
     given = "\n".join(given) if option.repeated and given is not None else given
-    sources = [(given, "option", option.flag), (ini, "ini", f"ini {name}"), (option.default, "default", name)]
+    sources = [(given, "option", option.flag), (ini, "ini", f"ini {name}")]
+    sources += [(pyproject.text(config, option), "pyproject", pyproject.place(name)), (option.default, "default", name)]
     text, origin, where = next(source for source in sources if source[0] not in {None, ""} or source[1] == "default")
     try:
         return Setting(option.read(str(text)), ", ".join(str(text).split("\n")), origin)
@@ -290,5 +292,6 @@ def setting(config: pytest.Config, name: str) -> Setting:
 
 
 def given(config: pytest.Config) -> Sequence[str]:
-    """The options that command line or ini set."""
-    return [name for name in OPTIONS if config.getoption(name) is not None or config.getini(name)]
+    """The options that command line, ini or pyproject.toml set. Raises pytest.UsageError for a wrong word in the last."""
+    names = pyproject.options(config, OPTIONS)
+    return [name for name in OPTIONS if config.getoption(name) is not None or config.getini(name) or name in names]

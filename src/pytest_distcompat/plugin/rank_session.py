@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest import capture as pytest_capture
 
+from pytest_distcompat.plugin import launched
 from pytest_distcompat.plugin.outcome import Phase, SkipElsewhere, XFailed, phase_of
 from pytest_distcompat.world import World
 
@@ -38,22 +39,31 @@ _ROOT = "PYTEST_DEBUG_TEMPROOT"
 #: How long a rank that skipped waits for the others to skip too.
 SKIP_GRACE = 5.0
 
+#: Options that print through the terminal plugin, or write files: not for ranks that do not report.
+OF_RANK_ZERO: dict[str, Any] = {
+    **dict.fromkeys(("setupshow", "setuponly", "setupplan", "debug"), False),
+    # Report files that pytest and its better-known plugins open, some already when they are configured.
+    **dict.fromkeys(("xmlpath", "log_file", "pastebin", "report_log", "htmlpath", "allure_report_dir"), None),
+}
+
 #: Options that select, distribute, debug or write files: the parent's business. Only those that a plugin is there for are set.
 _PARENTS: dict[str, Any] = {
+    **OF_RANK_ZERO,
     **dict.fromkeys(("keyword", "markexpr"), ""),
     **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset"), False),
     **dict.fromkeys(("collectonly", "usepdb", "trace", "looponfail", "distload", "json_report", "cacheclear"), False),
-    # These print through the terminal plugin, which ranks do not have.
-    **dict.fromkeys(("setupshow", "setuponly", "setupplan", "debug"), False),
     **dict.fromkeys(("deselect", "basetemp", "durations", "numprocesses", "maxprocesses"), None),
     **dict.fromkeys(("distcompat_report", "distcompat_baseline"), None),
-    # Report files that pytest and its better-known plugins open, some already when they are configured.
-    **dict.fromkeys(("xmlpath", "log_file", "pastebin", "report_log", "htmlpath", "allure_report_dir"), None),
     "maxfail": 0,
     "dist": "no",
     "tx": [],
     "no_cov": True,
 }
+
+
+#: Plugins that repeat tests: the parent's business too, for a rank that repeats one alone has lost its peers. Beside xdist
+#: pytest-rerunfailures starts a thread when it is configured, with which nothing could be forked.
+_REPEATING = ("rerunfailures",)
 
 
 def describe(config: pytest.Config) -> dict[str, Any]:
@@ -70,6 +80,7 @@ def describe(config: pytest.Config) -> dict[str, Any]:
         "args": [str(argument) for argument in config.args],
         "worker": worker,
         "cwd": str(config.invocation_params.dir),
+        "markers": list(config.getini("markers")),
     }
 
 
@@ -85,10 +96,19 @@ def collect(payload: Mapping[str, Any]) -> pytest.Session:
     options |= {name: value for name, value in _PARENTS.items() if name in options}
     # The arguments, which are given apart; argparse warns of positional ones that come as values.
     options.pop("file_or_dir", None)
-    config = pytest.Config.fromdictargs(options, ["-p", "no:terminal", *payload["args"]])
+    # The fork server imports libraries before pytest can rewrite the plugins among them (anyio): that is as it should be.
+    quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    config = pytest.Config.fromdictargs(options, ["-p", "no:terminal", *quiet, *payload["args"]])
     if payload["worker"]:
         config.workerinput = dict(payload["worker"])  # type: ignore[attr-defined]
     config.stash[ON_RANK] = True
+    launched.hide()
+    # Their options and ini keys are known, their marks are told by the parent.
+    for name in _REPEATING:
+        if config.pluginmanager.has_plugin(name):
+            config.pluginmanager.unregister(name=name)
+    for line in payload["markers"]:
+        config.addinivalue_line("markers", line)
     return _collected(config)
 
 

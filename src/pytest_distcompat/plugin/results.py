@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.plugin.declared import declared_of
+from pytest_distcompat.plugin.narrowed import narrowed
 from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.plugin.progress import Progress
 from pytest_distcompat.plugin.session import DistcompatSession
@@ -178,6 +180,7 @@ class Results:
         internal = "internal error" if exitstatus == pytest.ExitCode.INTERNAL_ERROR else ""
         ending = self._ending or internal or ("stopped" if unreached else "finished")
         run = {**self._run(), "ending": ending, "lives": sum(life.done for life in lives)}
+        run["remove"] = declared_of(self.session).stale()
         drivers = {row.place: row.driver for row in self.cells.values() if row.driver}
         for row in self.cells.values():
             row.driver = drivers.get(row.place, "")
@@ -193,7 +196,7 @@ class Results:
         if before is None or self.report is None:
             return
         found = compare(before, self.report)
-        if _narrowed(session.config):
+        if narrowed(session.config):
             found.missing = [change for change in found.missing if change.after]
         news = bool(found.broken or found.missing)
         run = self.report.run
@@ -257,9 +260,3 @@ def _item(nodeid: str) -> tuple[str, ...]:
     from pytest_distcompat.checks import CHECKS
 
     return found.groups() if found["check"] in CHECKS.things else ()
-
-
-def _narrowed(config: pytest.Config) -> bool:
-    """Whether only a part was asked for."""
-    options = ("keyword", "markexpr", "deselect", "lf", "stepwise")
-    return any(config.getoption(name, None) for name in options) or any("::" in argument for argument in config.args)

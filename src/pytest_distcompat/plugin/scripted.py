@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat.failures import LifeFailure
+from pytest_distcompat.plugin.declared import HARD
+
 if TYPE_CHECKING:
     from pytest_distcompat.plugin.session import DistcompatSession
     from pytest_distcompat.scripts import RoundTrip, ScriptRun
@@ -19,6 +22,7 @@ class Distcompat:
     def __init__(self, session: DistcompatSession, item: pytest.Item) -> None:
         self._session = session
         self._item = item
+        item.stash[HARD] = False
 
     def _host(self, asked: int | None) -> Any:
         from pytest_distcompat.scripts.launching import Host
@@ -33,8 +37,13 @@ class Distcompat:
         """``pytest_distcompat.scripts.launch``; what was bridged on the CPU stands in the test's report."""
         from pytest_distcompat.scripts import launch
 
-        run = launch(script, *args, **{"host": self._host(settings.get("world_size")), **settings})
+        host = self._host(settings.get("world_size"))
+        run = launch(script, *args, **{"host": host, **settings, "allow_failure": True})
         self._label(run)
+        if run.failed and not settings.get("allow_failure"):
+            # A crash or a hang is no known issue, whatever is declared.
+            self._item.stash[HARD] = run.ending.kind != "raised"
+            raise LifeFailure(run.text())
         return run
 
     def resume_roundtrip(self, script: str | Path, args: Sequence[str], **settings: Any) -> RoundTrip:

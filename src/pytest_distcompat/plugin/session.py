@@ -15,10 +15,10 @@ import pytest
 
 from pytest_distcompat.devices import CPU_WORLD_SIZE
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.plugin import pyproject
 from pytest_distcompat.plugin.options import OPTIONS, PRELOAD, Setting, setting
 
 if TYPE_CHECKING:
-    from pytest_distcompat.expect import Expectation
     from pytest_distcompat.known import KnownIssue
     from pytest_distcompat.launch import Launcher
     from pytest_distcompat.lease import Inventory, Pool
@@ -186,22 +186,24 @@ class DistcompatSession:
         return {name: value for name in ("throughput",) if (value := self.setting(name).value)}
 
     @functools.cached_property
-    def known(self) -> tuple[KnownIssue, ...]:
-        """All known issues: those that come with the package and those of the user's files."""
-        from pytest_distcompat.known import shipped
-
-        own: tuple[KnownIssue, ...] = self.setting("known").value
-        return (*own, *shipped())
+    def own(self) -> tuple[KnownIssue, ...]:
+        """The known issues that the user declares: those of his files, and those of pyproject.toml."""
+        of_files: tuple[KnownIssue, ...] = self.setting("known").value
+        return (*of_files, *pyproject.known(self.config))
 
     @functools.cache  # noqa: B019 - a session lives as long as its process
-    def known_of(self, libraries: tuple[str, ...]) -> tuple[Expectation, ...]:
-        """What is known upstream of these libraries (``known.concerned``), in the versions that are installed, on this device.
+    def _known_of(self, libraries: tuple[str, ...]) -> tuple[KnownIssue, ...]:
+        """Once a driver: it looks versions up, and every item of a suite asks."""
+        from pytest_distcompat.known import concerning, shipped
 
-        Once a driver: it looks versions up, and every item of a suite asks.
+        return concerning((*self.own, *shipped()), libraries, self.device)
+
+    def known_of(self, libraries: tuple[str, ...], nodeid: str) -> tuple[KnownIssue, ...]:
+        """The known issues of these libraries (``known.concerned``), in the versions that are installed, on this device.
+
+        Those of the user, and those that come with the package, that may be about the item.
         """
-        from pytest_distcompat.known import applying
-
-        return applying(self.known, libraries, self.device)
+        return tuple(issue for issue in self._known_of(libraries) if issue.speaks_of(nodeid))
 
     @functools.cached_property
     def runner(self) -> Runner:

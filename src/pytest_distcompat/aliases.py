@@ -1,0 +1,138 @@
+"""Names under which other harnesses run distributed tests, so that such tests move unchanged.
+
+``pytest_plugins = ["pytest_distcompat.aliases"]`` in the top ``conftest.py`` turns this on:
+
+- ``@pytest.mark.world_size(2)`` (composer, llm-foundry) and a class attribute ``world_size = 2``: the test runs on that many
+  ranks;
+- ``DistributedTest`` (DeepSpeed's ``tests/unit/common.py``), to inherit from;
+- ``@pytest.mark.require_distributed(2)`` (LLaMA-Factory) and ``@gpu_test(gpu_count=2)`` (torchtune): the test starts its ranks
+  itself; that many devices are lent to it, or it is skipped.
+"""
+
+from __future__ import annotations
+
+import sys
+import unittest
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.lease import Lease
+from pytest_distcompat.plugin import _session
+from pytest_distcompat.plugin.marked import MARK
+
+_SIZE, _DEVICES = "world_size", "require_distributed"
+_LENT, _SIZES = "distcompat_lent", "distcompat_size"
+
+
+def gpu_test(gpu_count: int = 1) -> pytest.MarkDecorator:
+    """The test needs so many GPUs. It is skipped where there are fewer.
+
+    https://github.com/pytorch/torchtune/blob/main/tests/test_utils.py
+    """
+    return pytest.mark.require_distributed(gpu_count, gpus=True)
+
+
+class DistributedTest:
+    """Its tests run on ``world_size`` ranks, once for each if it is a list, with the process group that they expect.
+
+    A mark ``world_size`` on a test goes before the class. ``tmp_path``, ``tmpdir`` and ``class_tmpdir`` are one directory
+    for all ranks of a test. https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
+    """
+
+    world_size: int | Sequence[int] = 2
+    #: Whether there is to be a process group when the test begins.
+    init_distributed: bool = True
+
+    @pytest.fixture(autouse=True)
+    def _initialised(self, request: pytest.FixtureRequest) -> None:
+        if self.init_distributed:
+            request.getfixturevalue("process_group")
+            if "deepspeed" in sys.modules:
+                sys.modules["deepspeed"].init_distributed()
+
+    @pytest.fixture
+    def tmp_path(self, shared_dir: Path) -> Path:
+        """There the parent makes it, for all ranks."""
+        return shared_dir
+
+    @pytest.fixture
+    def class_tmpdir(self, tmpdir: Any) -> Any:
+        """Not that of other tests: each has ranks and directories of its own."""
+        return tmpdir
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The marks, for ``--strict-markers``."""
+    config.addinivalue_line("markers", f"{_SIZE}(n): run the test on n ranks of a process group; n may be a list.")
+    config.addinivalue_line("markers", f"{_DEVICES}(n): the test starts ranks itself; lend it n devices, or skip it.")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test of several sizes is an item for each."""
+    sizes = _sizes(metafunc.definition)
+    if len(sizes) > 1:
+        metafunc.fixturenames.append(_SIZES)
+        values = [pytest.param(size, marks=pytest.mark.distcompat(world_size=size), id=f"w{size}") for size in sizes]
+        metafunc.parametrize(_SIZES, values, indirect=True)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What the names say, in ours."""
+    if not isinstance(item, pytest.Function):
+        return
+    sizes = _sizes(item)
+    if len(sizes) == 1:
+        item.add_marker(pytest.mark.distcompat(world_size=sizes[0]))
+    if item.get_closest_marker(_DEVICES) is not None:
+        item.fixturenames.insert(0, _LENT)
+
+
+def _sizes(item: Any) -> list[int]:
+    """On how many ranks the test runs; none for one that stays as it is: with a mark of ours, or on one process."""
+    test_class = getattr(item, "cls", None)
+    if item.get_closest_marker(MARK) is not None or (test_class and issubclass(test_class, unittest.TestCase)):
+        return []
+    mark = item.get_closest_marker(_SIZE)
+    if mark is not None and len(mark.args) != 1:
+        raise pytest.Collector.CollectError(
+            f"{item.nodeid}: @pytest.mark.{_SIZE} takes a number of ranks, or a list of them"
+        )
+    wanted: Any = mark.args[0] if mark is not None else getattr(test_class, _SIZE, None)
+    sizes: list[Any] = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        if mark is None:
+            # A property, or a thing of another name, on a class that is not about ranks.
+            return []
+        raise pytest.Collector.CollectError(
+            f"{item.nodeid}: @pytest.mark.{_SIZE}({wanted!r}): expected whole numbers above 0"
+        )
+    alone = sizes == [1] and not (test_class and issubclass(test_class, DistributedTest))
+    return [] if alone else sizes
+
+
+@pytest.fixture
+def distcompat_size(request: pytest.FixtureRequest) -> int:
+    """Which of its sizes the test runs in."""
+    return int(request.param)
+
+
+@pytest.fixture
+def distcompat_lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lease]:
+    """The devices of a test that starts ranks itself: nobody else has them, and its processes see no others."""
+    mark = request.node.get_closest_marker(_DEVICES)
+    session = _session(request.config)
+    count = int(mark.args[0])
+    if mark.kwargs.get("gpus") and not session.gpus:
+        pytest.skip(f"the test needs {count} GPUs, there are none to use")
+    problem = session.too_large(count)
+    if problem:
+        pytest.skip(problem)
+    with session.pool.lease(count, who=request.node.nodeid) as lease:
+        for name, value in lease.environment.items():
+            monkeypatch.setenv(name, value)
+        yield lease
+    if lease.leak:
+        session.notice(f"{request.node.nodeid} left memory in use on {', '.join(leak.id for leak in lease.leak)}")

@@ -1,0 +1,138 @@
+"""The known issues that the user declares: what they excuse of marked tests and scripts, and which of them can go."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.plugin.marked import MARK, cell_of
+from pytest_distcompat.plugin.narrowed import narrowed
+from pytest_distcompat.plugin.outcome import RankFailure
+from pytest_distcompat.plugin.session import SESSION, DistcompatSession
+
+if TYPE_CHECKING:
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.judge import Verdict
+    from pytest_distcompat.known import KnownIssue
+
+#: The attribute of a report that carries, from an xdist worker to the controller, the entries that cover the item and those
+#: that it failed by.
+ATTRIBUTE = "distcompat_declared"
+#: Whether more happened in a script's run than an exception.
+HARD: pytest.StashKey[bool] = pytest.StashKey()
+
+
+@dataclass
+class Weighed:
+    """The entries that an item was weighed by: those that cover it, and those that it failed by."""
+
+    covering: list[str] = field(default_factory=list)
+    used: list[str] = field(default_factory=list)
+
+
+WEIGHED: pytest.StashKey[Weighed] = pytest.StashKey()
+
+
+def weigh(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Weigh the report of an item's call, if it is one of ours."""
+    marked = item.get_closest_marker(MARK) is not None
+    if marked or "distcompat" in getattr(item, "fixturenames", ()):
+        error = call.excinfo.value if call.excinfo is not None else None
+        hard = error.hard if isinstance(error, RankFailure) else item.stash.get(HARD, False)
+        declared_of(item.config.stash[SESSION]).weigh_report(item, report, cell_of(item), hard=hard)
+    if WEIGHED in item.stash:
+        setattr(report, ATTRIBUTE, asdict(item.stash[WEIGHED]))
+
+
+def declared_of(session: DistcompatSession) -> Declared:
+    """What the session's user declares, and what came of it."""
+    if DECLARED not in session.config.stash:
+        session.config.stash[DECLARED] = Declared(session)
+    return session.config.stash[DECLARED]
+
+
+class Declared:
+    """Weighs items by the user's own entries where they run, and counts where reports come together."""
+
+    def __init__(self, session: DistcompatSession) -> None:
+        self._session = session
+        self._covered: Counter[str] = Counter()
+        self._used: Counter[str] = Counter()
+
+    @functools.cached_property
+    def _in_force(self) -> tuple[KnownIssue, ...]:
+        return tuple(issue for issue in self._session.own if issue.there(self._session.device))
+
+    def weigh_verdict(self, item: pytest.Item, known: Iterable[KnownIssue], cell: Cell, verdict: Verdict) -> None:
+        """Note which of the user's entries are about an item of a suite, and by which one it is known."""
+        item.stash[WEIGHED] = weighed = Weighed()
+        for issue in known if verdict.status != "skipped" else ():
+            expected = [one for one in issue.expectations() if one.covers(cell, verdict.check)]
+            if expected and issue in self._session.own:
+                weighed.covering.append(issue.where)
+                if verdict.status in {"known", "refused"} and verdict.reason in {one.reason for one in expected}:
+                    weighed.used.append(issue.where)
+
+    def weigh_report(self, item: pytest.Item, report: pytest.TestReport, cell: Cell | None, *, hard: bool) -> None:
+        """Make a failure that is declared an expected one, and a success where a failure is declared strictly no success.
+
+        A crash or a hang is ``hard``: never expected. What an xfail mark has spoken of stays as it is.
+        """
+        item.stash[WEIGHED] = weighed = Weighed()
+        if report.skipped or hasattr(report, "wasxfail"):
+            return
+        found = [(issue.where, issue.expected_of(item.nodeid, cell)) for issue in self._in_force]
+        covering = {where: expected for where, expected in found if expected is not None}
+        weighed.covering.extend(covering)
+        if report.failed and not hard:
+            text = report.longreprtext
+            for where, expected in covering.items():
+                if expected.matches(text):
+                    weighed.used.append(where)
+                    report.outcome = "skipped"
+                    report.wasxfail = expected.reason  # as pytest's xfail does
+                    return
+        elif report.passed:
+            strict = [where for where, expected in covering.items() if expected.strict]
+            if strict:
+                report.outcome = "failed"
+                report.longrepr = f"declared to fail, but it passes: fixed? Then remove {strict[0]}"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count."""
+        weighed = Weighed(**getattr(report, ATTRIBUTE, {}))
+        self._covered.update(weighed.covering)
+        self._used.update(weighed.used)
+
+    def stale(self) -> list[str]:
+        """The entries that excused nothing, with what they were measured by. None of what a narrowed run left out."""
+        found = []
+        for issue in self._in_force:
+            covered = self._covered[issue.where]
+            if self._used[issue.where] or not (covered or not narrowed(self._session.config)):
+                continue
+            told = f"covers {covered} that ran, excused none" if covered else "covers nothing that ran"
+            found.append(f"{issue.where}: {told}")
+        return found
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
+        """Say which entries can go, and which wait for other versions or devices."""
+        if config.option.collectonly:
+            return
+        waiting = [issue for issue in self._session.own if issue not in self._in_force]
+        lines = [f"remove me: {line}" for line in self.stale()]
+        lines += [f"not in force here: {issue.where}: {', '.join(issue.packages) or issue.device}" for issue in waiting]
+        if lines:
+            terminalreporter.section("declared known issues")
+            for line in lines:
+                terminalreporter.write_line(line, yellow=line.startswith("remove"))
+
+
+DECLARED: pytest.StashKey[Declared] = pytest.StashKey()

@@ -1,0 +1,248 @@
+"""The ranks of somebody's launch, phase by phase in step: each says how it went, rank 0 says what that comes to."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.launch import connections
+from pytest_distcompat.launch.process import alive
+from pytest_distcompat.launch.rank import GRACE
+from pytest_distcompat.plugin.agreement import Said, agree, outcome_from_json, outcome_to_json
+from pytest_distcompat.plugin.board import POLL, Board
+from pytest_distcompat.plugin.outcome import Outcome
+from pytest_distcompat.plugin.rank_session import SKIP_GRACE
+from pytest_distcompat.plugin.termination import Termination
+
+#: How long ranks may take to say something after they should have, in seconds: they may be busy, or dying.
+PATIENCE = 10.0
+#: How long a rank may go on once the launch is being ended (torchrun kills after 30 s).
+LEAVING = 3.0
+#: How long rank 0 may take to write its reports, in seconds.
+TELLING = 60.0
+
+
+class Gone(Exception):
+    """Rank 0 is gone, or does not answer: there is nobody to agree with."""
+
+
+@dataclasses.dataclass
+class Step:
+    """The phase that this rank is in: ``number`` and ``place`` are the same on all ranks, ``deadline`` its own (monotonic)."""
+
+    number: int
+    place: str
+    deadline: float
+    limit: float
+    said: bool = False
+    cut: bool = False
+
+
+class Lockstep:
+    """This rank's end. ``overrun`` is called in a thread when this rank's phase does not come to its end; it ends the process."""
+
+    def __init__(
+        self, rank: int, size: int, termination: Termination, overrun: Callable[[Outcome | None], None]
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.termination = termination
+        self._overrun = overrun
+        self._host = socket.gethostname()
+        self._port = int(os.environ["MASTER_PORT"])
+        self._board = Board(rank, size)
+        self._ours = connections.of_store(self._port)
+        self._lock = threading.Lock()
+        self._step: Step | None = None
+        self._number = 0
+        self.pids: dict[int, int] = {}
+        self._hosts: dict[int, str] = {}
+        self._closing = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="distcompat-lockstep", daemon=True)
+
+    # Once.
+
+    def meet(self, about: Any, timeout: float) -> dict[int, Any]:
+        """What every rank has to say of itself. Raises Gone after ``timeout`` seconds."""
+        own = {"pid": os.getpid(), "host": self._host, "about": about}
+        self._board.put(f"meet/{self.rank}", json.dumps(own))
+        self._watcher.start()
+        found = {}
+        deadline = time.monotonic() + timeout
+        for rank in range(self.size):
+            text = self._await(f"meet/{rank}", deadline, patience=LEAVING)
+            if text is None:
+                since = self.termination.since
+                why = "ended before it had collected its tests" if since else f"has collected no tests in {timeout:g} s"
+                raise Gone(f"rank {rank} {why}")
+            said = json.loads(text)
+            self.pids[rank], self._hosts[rank] = said["pid"], said["host"]
+            found[rank] = said["about"]
+        return found
+
+    def leave(self, status: int) -> int:
+        """The end of the session: this rank's exit status made no better than any other's."""
+        self._closing.set()
+        self._board.put(f"left/{self.rank}", str(status))
+        deadline = time.monotonic() + PATIENCE
+        found = [self._await(f"left/{rank}", deadline, of=rank) for rank in range(self.size)]
+        return status or next((int(text or 1) for text in found if text != "0"), 0)
+
+    def close(self) -> None:
+        """The last thing that is done: wait until rank 0 has told all it knows. From then on this process ends by itself."""
+        self.termination.ignore()
+        if self.rank == 0:
+            self._board.put("told", "")
+        else:
+            self._await("told", time.monotonic() + TELLING, of=0)
+
+    @property
+    def within(self) -> bool:
+        """Whether this rank is in a phase."""
+        return self._step is not None
+
+    # Phase by phase.
+
+    def begin(self, place: str, deadline: float, limit: float) -> None:
+        """This rank enters a phase."""
+        with self._lock:
+            self._number += 1
+            self._step = Step(self._number, place, deadline, limit)
+
+    def end(self, phase: dict[str, Any], *, group: bool) -> tuple[Outcome, bool, bool]:
+        """This rank has ended it so: what that comes to, whether connections were cut, whether the session cannot go on.
+
+        Raises Gone.
+        """
+        step = self._step
+        assert step is not None
+        said = Said(self.rank, step.place, time.monotonic(), phase, group=group)
+        if not self._say(step, said):
+            # The time limit came first: the watcher ends this process.
+            threading.Event().wait()
+        if self.rank == 0:
+            answer = self._conclude(step)
+        else:
+            text = self._await(f"{step.number}/out", step.deadline + 2 * PATIENCE, of=0)
+            if text is None:
+                raise Gone("rank 0 does not answer any more")
+            answer = json.loads(text)
+        self._step = None
+        return outcome_from_json(answer["outcome"]), bool(answer["cut"]), bool(answer["over"])
+
+    def told(self, make: Callable[[], str]) -> str:
+        """What rank 0 makes, on all ranks; once a phase."""
+        step = self._step
+        assert step is not None
+        key = f"{step.number}/told"
+        if self.rank == 0:
+            self._board.put(key, make())
+        text = self._await(key, step.deadline, of=0)
+        if text is None:
+            raise Gone("rank 0 does not answer any more")
+        return text
+
+    def _say(self, step: Step, said: Said) -> bool:
+        """Whether this was the first word on that phase."""
+        with self._lock:
+            if step.said:
+                return False
+            step.said = True
+            if said.bad:
+                self._board.put(f"{step.number}/bad", said.bad)
+            self._board.put(f"{step.number}/{self.rank}", dataclasses.replace(said, cut=step.cut).to_text())
+        return True
+
+    def _conclude(self, step: Step) -> dict[str, Any]:
+        """Rank 0: wait for all, and tell all."""
+        said: dict[int, Said] = {}
+        while len(said) < self.size:
+            for rank in set(range(self.size)) - set(said):
+                if text := self._board.get(f"{step.number}/{rank}"):
+                    said[rank] = Said(**json.loads(text))
+            missing = set(range(self.size)) - set(said)
+            late = time.monotonic() > step.deadline + PATIENCE or self.termination.since > LEAVING / 2
+            gone = [rank for rank in missing if self._is_gone(rank) or self._board.get(f"left/{rank}") is not None]
+            if late or self._board.lost or (gone and len(gone) == len(missing)):
+                break
+            time.sleep(POLL)
+        lost = {rank: one.place for rank, one in said.items() if one.place != step.place}
+        with tempfile.TemporaryDirectory(prefix="distcompat-") as directory:
+            outcome = agree(Path(directory), said, self.pids, step.limit)
+        if lost:
+            told = "; ".join(f"rank {rank} is at {place}" for rank, place in lost.items())
+            outcome = Outcome(
+                "failed", f"ranks do not run the same tests: rank 0 is at {step.place}; {told}", hard=True
+            )
+        over = bool(lost) or len(said) < self.size or any(one.stuck for one in said.values())
+        if not any(one.group for one in said.values()):
+            self._board.clear()
+        answer = {"outcome": outcome_to_json(outcome), "over": over, "cut": any(one.cut for one in said.values())}
+        self._board.put(f"{step.number}/out", json.dumps(answer))
+        self._board.forget(f"{step.number - 1}/{name}" for name in ("bad", "out", "told", *range(self.size)))
+        return answer
+
+    def _await(self, key: str, deadline: float, *, of: int | None = None, patience: float = PATIENCE) -> str | None:
+        """The key's text. None after the deadline, so long after the launch began to end, or if the rank ``of`` is gone."""
+
+        def hopeless() -> bool:
+            return self.termination.since > patience or (of is not None and self._is_gone(of))
+
+        return self._board.wait(key, deadline, hopeless)
+
+    def _is_gone(self, rank: int) -> bool:
+        return self._hosts.get(rank) == self._host and not alive(self.pids[rank])
+
+    # The watcher's thread.
+
+    def _watch(self) -> None:
+        while not self._closing.is_set():
+            self.termination.wait(5 * POLL)
+            step = self._step
+            if step is None or step.said:
+                if self.termination.since > 2 * PATIENCE:
+                    self._overrun(None)
+                continue
+            leaving = self.termination.since > LEAVING
+            self._release(step)
+            if time.monotonic() > step.deadline or leaving:
+                said = Said(self.rank, step.place, time.monotonic(), stuck=not leaving, stack=_stacks())
+                if self._say(step, said):
+                    self._give_up(step)
+
+    def _give_up(self, step: Step) -> None:
+        """The main thread will not come back: have told what is known, and end this process."""
+        if self.rank == 0:
+            self._overrun(outcome_from_json(self._conclude(step)["outcome"]))
+        self._await(f"{step.number}/out", time.monotonic() + 2 * PATIENCE, of=0)
+        self._board.put(f"left/{self.rank}", "1")
+        self.close()
+        self._overrun(None)
+
+    def _release(self, step: Step) -> None:
+        """Let this rank wait no longer for one that has left the phase badly, once others had time to do so themselves."""
+        why = self._board.get(f"{step.number}/bad")
+        if why is None or step.cut:
+            return
+        time.sleep(SKIP_GRACE if why in {"skipped", "xfailed"} else GRACE)
+        with self._lock:
+            if not step.said:
+                step.cut = True
+                peers = {pid for rank, pid in self.pids.items() if self._hosts[rank] == self._host} - {os.getpid()}
+                connections.cut(peers, self._port, self._ours)
+
+
+def _stacks() -> str:
+    """The stacks of all threads of this process but this one, which faulthandler writes first."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().partition("\n\n")[2]

@@ -1,0 +1,193 @@
+"""Tests as other harnesses write them, moved unchanged: on real ranks, one group for each form."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import FakeRanks, Run, RunPytest
+
+CONFTEST = 'pytest_plugins = ["pytest_distcompat.aliases"]\n'
+
+#: As composer, DeepSpeed, LLaMA-Factory and torchtune have them, but for the import of DistributedTest and gpu_test.
+MOVED = """
+import os
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from pytest_distcompat.aliases import DistributedTest, gpu_test
+
+@pytest.fixture
+def configure_dist():
+    dist.init_process_group("gloo")
+    yield
+    dist.destroy_process_group()
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("value", [3.0])
+def test_composer(configure_dist, value):
+    total = torch.tensor([value])
+    dist.all_reduce(total)
+    assert total.item() == 2 * value
+
+@pytest.mark.world_size(1)
+def test_composer_alone():
+    assert "RANK" not in os.environ
+
+@pytest.fixture(params=["hello"])
+def greeting(request):
+    return request.param
+
+@pytest.mark.parametrize("number,color", [(1138, "purple")])
+class TestDeepSpeed(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("shape", ["icosahedron"])
+    def test(self, number, color, shape, greeting, tmpdir, class_tmpdir):
+        assert (dist.is_initialized(), dist.get_world_size()) == (True, 2)
+        assert (number, color, shape, greeting) == (1138, "purple", "icosahedron", "hello")
+        open(os.path.join(tmpdir, str(dist.get_rank())), "w").close()
+        dist.barrier()
+        assert len(os.listdir(class_tmpdir)) == 2
+
+def _worker(rank, size, port):
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(size)}
+    dist.init_process_group("gloo")
+    dist.barrier()
+    dist.destroy_process_group()
+
+@pytest.mark.require_distributed(2)
+def test_llama_factory(distcompat_lent):
+    import socket
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    mp.spawn(_worker, args=(2, port), nprocs=2)
+    assert len(distcompat_lent.ids) >= 1
+
+@gpu_test(gpu_count=2)
+def test_torchtune(): raise AssertionError("there are no GPUs")
+"""
+
+
+@pytest.fixture(scope="module")
+def moved(run_pytest: RunPytest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """All of them in one run."""
+    directory = tmp_path_factory.mktemp("moved")
+    (directory / "conftest.py").write_text(CONFTEST, encoding="utf-8")
+    (directory / "test_moved.py").write_text(MOVED, encoding="utf-8")
+    return run_pytest(directory, "--strict-markers")
+
+
+@pytest.mark.spawn
+def test_they_run_as_they_did(moved: Run) -> None:
+    assert moved.outcomes == {
+        "test_composer[3.0]": "passed",
+        "test_composer_alone": "passed",
+        "TestDeepSpeed::test[hello-icosahedron-1138-purple]": "passed",
+        "test_llama_factory": "passed",
+        "test_torchtune": "skipped",
+    }, moved.out
+    assert "the test needs 2 GPUs, there are none to use" in moved.text("test_torchtune")
+
+
+def test_every_form_asks_for_its_ranks(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(
+        """
+        import pytest, unittest
+        from pytest_distcompat.aliases import DistributedTest
+
+        @pytest.mark.world_size(3)
+        def test_mark(): pass
+
+        class TestAttribute:
+            world_size = 4
+            def test(self): pass
+            @pytest.mark.world_size(2)
+            def test_nearer(self): pass
+
+        class TestOne(DistributedTest):
+            world_size = 1
+            def test(self): pass
+
+        class TestSome(DistributedTest):
+            world_size = [2, 4]
+            def test(self): pass
+
+        @pytest.mark.distcompat(world_size=2)
+        @pytest.mark.world_size(3)
+        def test_ours_goes_before(): pass
+
+        class TestProperty:
+            @property
+            def world_size(self): return 2
+            def test(self): pass
+
+        class TestUnit(unittest.TestCase):
+            world_size = 2
+            def test(self): pass
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:randomly", "--strict-markers")
+    result.assert_outcomes(passed=9)
+    assert [(r.payload["nodeid"].partition("::")[2], r.world_size) for r in ranks.requests] == [
+        ("test_mark", 3),
+        ("TestAttribute::test", 4),
+        ("TestAttribute::test_nearer", 2),
+        ("TestOne::test", 1),
+        ("TestSome::test[w2]", 2),
+        ("TestSome::test[w4]", 4),
+        ("test_ours_goes_before", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("0", "(0): expected whole numbers above 0"),
+        ("[2, 'x']", "([[]2, 'x'[]]): expected whole numbers above 0"),
+        ("", " takes a number of ranks, or a list of them"),
+    ],
+)
+def test_a_wrong_size_is_a_collection_error(said: str, message: str, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(f"import pytest\n@pytest.mark.world_size({said})\ndef test(): pass")
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([f"*::test: @pytest.mark.world_size{message}"])
+
+
+def test_more_devices_than_there_are_are_a_skip(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pytest_distcompat import devices
+
+    monkeypatch.setattr(devices, "gpu_uuids", lambda: ["GPU-aaaa0000-1", "GPU-bbbb1111-2"])
+    monkeypatch.setattr(devices, "used_memory", lambda ids: {})
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(
+        """
+        import os, pytest
+        from pytest_distcompat.aliases import gpu_test
+
+        @gpu_test(gpu_count=1)
+        def test_one(): assert os.environ["CUDA_VISIBLE_DEVICES"] in ("GPU-aaaa0000-1", "GPU-bbbb1111-2")
+
+        @pytest.mark.require_distributed(3)
+        def test_three(): pass
+
+        def test_none(): assert "CUDA_VISIBLE_DEVICES" not in os.environ
+        """
+    )
+    result = pytester.runpytest_inprocess("-rs")
+    result.assert_outcomes(passed=2, skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED *3 ranks need 3 GPUs, 2 to use"])
+
+
+def test_without_the_module_nothing_is_changed(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    pytester.makeini("[pytest]\nmarkers = world_size")
+    pytester.makepyfile("import pytest\n@pytest.mark.world_size(2)\ndef test(): pass")
+    pytester.runpytest_inprocess().assert_outcomes(passed=1)
+    assert not ranks.requests

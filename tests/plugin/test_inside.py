@@ -1,0 +1,298 @@
+"""``torchrun -m pytest``: ranks that somebody else started run the same tests in step, and rank 0 tells the worst."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.plugin.conftest import Run
+from tests.pytest_runs import RECORDED, reports
+
+pytestmark = pytest.mark.spawn
+
+#: torchrun's own table of the ranks that ended other than well.
+_CODES = re.compile(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)")
+
+Torchrun = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def torchrun(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
+    """Run a file of tests on two ranks; what it is named for keeps its directory."""
+
+    def run(source: str | Path, *args: str, pyproject: str = "") -> Run:
+        directory = tmp_path_factory.mktemp("inside")
+        if isinstance(source, Path):
+            shutil.copy(source, directory / "test_launch.py")
+        else:
+            (directory / "test_launch.py").write_text(source, encoding="utf-8")
+        (directory / "pyproject.toml").write_text(pyproject, encoding="utf-8")
+        pytest_of_ranks = ["-m", "pytest", *RECORDED, "-p", "no:cacheprovider", *args]
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *pytest_of_ranks],
+            cwd=directory,
+            env={**environment, "RECORDED_REPORTS": str(directory / "reports.jsonl"), "TMPDIR": str(directory)},
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+        return Run(done.returncode, done.stdout + done.stderr, directory, reports(directory))
+
+    return run
+
+
+def codes(run: Run) -> dict[int, int]:
+    """The exit codes of ranks, those that are not 0."""
+    return {int(rank): int(code) for rank, code in _CODES.findall(run.out)}
+
+
+def show(text: str, *lines: str) -> None:
+    pytest.LineMatcher(text.splitlines()).fnmatch_lines(lines)
+
+
+# Verdicts.
+
+ENDS = {
+    "test_ordinary": "passed",
+    "test_group": "passed",
+    "test_shared_dir": "passed",
+    "test_cells[ddp-fp32-w2]": "passed",
+    "test_for_four": "skipped",
+    "test_one_fails": "failed",
+    "test_one_fails_and_a_fixture_waits": "failed",
+    "test_group_after_a_failure": "passed",
+    "test_own_group_after_a_failure": "passed",
+    "test_both_fail": "failed",
+    "test_one_skips": "failed",
+    "test_both_skip": "skipped",
+    "test_one_raises_in_setup": "failed",
+    "test_one_raises_in_teardown": "failed",
+    "test_one_fails_as_expected": "xfailed",
+    "test_none_fails_as_expected": "failed",
+    "test_may_fail": "xpassed",
+    "test_a_script": "skipped",
+    "test_a_pytest_that_a_test_starts_is_no_rank": "passed",
+    "test_known": "failed",
+    "test_known_of_a_marked_one": "xfailed",
+}
+TEXTS: dict[str, list[str]] = {
+    "test_for_four": ["*the test is for 4 ranks, this launch has 2*"],
+    "test_one_fails": [
+        "rank 1 failed: assert 1 == 0",
+        "--- rank 1: failed: assert 1 == 0 ---",
+        ">       assert RANK == 0",
+        "consequences:",
+        "  rank 0 failed: *",
+        "reproduce: torchrun --nproc-per-node 2 -m pytest test_launch.py::test_one_fails",
+    ],
+    "test_both_fail": ["rank ? failed: ValueError: of rank ?", "--- rank ?: *", "--- rank ?: *"],
+    "test_one_skips": ["rank 1 skipped (only me) while other ranks went on", "*test_launch.py:*: Skipped: only me"],
+    "test_both_skip": ["*rank 0*"],
+    "test_one_raises_in_setup": ["rank 1 failed in setup: RuntimeError: on the way up"],
+    "test_one_raises_in_teardown": ["rank 1 failed in teardown: RuntimeError: on the way down"],
+    "test_none_fails_as_expected": ["[[]XPASS(strict)[]] of the mark"],
+    "test_a_script": ["*the fixture distcompat starts ranks of its own: run pytest without torchrun*"],
+    "TestSuite::test[ddp-fp32-w2:active]": ["*a suite starts ranks of its own: run pytest without torchrun*"],
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts(torchrun: Torchrun) -> Run:
+    """All of ``inside_launch.py``."""
+    known = "[[tool.distcompat.known]]\nmatch = 'KeyError: ._orig_mod'\nreason = 'org/repo#1'\n"
+    return torchrun(Path(__file__).with_name("inside_launch.py"), "--junitxml=junit.xml", "-ra", pyproject=known)
+
+
+def test_every_test_has_one_verdict_and_never_a_weaker_one_than_its_worst_rank(verdicts: Run) -> None:
+    found = {name: end for name, end in verdicts.outcomes.items() if "TestSuite" not in name}
+    assert found == ENDS, verdicts.out
+    assert {end for name, end in verdicts.outcomes.items() if "TestSuite" in name} == {"skipped"}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_it_tells_the_story_of_all_ranks(name: str, verdicts: Run) -> None:
+    show(verdicts.text(name), *TEXTS[name])
+
+
+def test_a_rank_that_lost_its_peer_is_no_error_of_its_own(verdicts: Run) -> None:
+    """The fixture waits for a rank whose connections are cut: that is told once, with the call."""
+    told = [report for report in verdicts.reports if report["nodeid"].endswith("a_fixture_waits")]
+    assert [(report["when"], report["outcome"]) for report in told] == [
+        ("setup", "passed"),
+        ("call", "failed"),
+        ("teardown", "passed"),
+    ]
+
+
+def test_rank_0_alone_reports(verdicts: Run) -> None:
+    assert verdicts.out.count("test session starts") == 1
+    assert len({(r["nodeid"], r["when"]) for r in verdicts.reports}) == len(verdicts.reports)
+    cases = list(ET.parse(verdicts.directory / "junit.xml").getroot().iter("testcase"))
+    assert len(cases) == len({case.get("name") for case in cases}) == len(verdicts.outcomes)
+    assert verdicts.sections("test_one_fails")["Captured stdout call (rank 1)"] == "printed by 1\n"
+    show(verdicts.out, "distcompat: inside a launch of 2 ranks, on cpu")
+
+
+def test_all_ranks_end_with_the_same_exit_code(verdicts: Run) -> None:
+    assert verdicts.code == 1
+    assert codes(verdicts) == {0: 1, 1: 1}, verdicts.out
+
+
+def test_a_launch_in_which_all_is_well_ends_well(torchrun: Torchrun) -> None:
+    source = (
+        "import pytest\n@pytest.mark.distcompat\ndef test(process_group): pass\n@pytest.mark.skip\ndef test_b(): pass\n"
+    )
+    run = torchrun(source)
+    assert (run.code, run.outcomes, codes(run)) == (0, {"test": "passed", "test_b": "skipped"}, {}), run.out
+
+
+def test_a_launcher_without_a_store_will_do(environment: dict[str, str], tmp_path: Path) -> None:
+    """As composer's: it sets the variables, and rank 0 opens the store."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    source = Path(__file__).with_name("inside_launch.py").read_text(encoding="utf-8")
+    (tmp_path / "test_launch.py").write_text(source, encoding="utf-8")
+    ranks = []
+    for rank in ("0", "1"):
+        said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "group or one_fails"]
+        piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ranks.append(subprocess.Popen(command, cwd=tmp_path, env={**environment, **said}, **piped))  # type: ignore[call-overload]
+    outs = [rank.communicate(timeout=150)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1], outs
+    show(outs[0], "*= 3 failed, 3 passed, *deselected, 1 xfailed in *")
+    assert "passed" not in outs[1]
+
+
+# What ends the session.
+
+DIES = """
+import os, time, pytest
+
+@pytest.mark.distcompat
+def test_before(process_group): pass
+
+@pytest.mark.distcompat(timeout={limit})
+def test_it(process_group, rank):
+    import torch
+    {body}
+    torch.distributed.all_reduce(torch.ones(1))
+
+def test_after(): raise AssertionError("nobody gets here")
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "body", "told", "ended"),
+    [
+        pytest.param(
+            60,
+            "rank == 1 and os.kill(os.getpid(), 9)",
+            ["rank 1 ended without a report", "consequences:", "  rank 0 failed: *"],
+            {0: 1, 1: -9},
+            id="killed",
+        ),
+        pytest.param(
+            60,
+            "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(100)",
+            ["rank 1 ended without a report", "consequences:", "  rank 0 *was killed"],
+            {0: 1, 1: -9},
+            id="killed_while_the_other_sleeps",
+        ),
+        pytest.param(
+            10,
+            "rank == 1 and time.sleep(100)",
+            [
+                "time limit of 10 s: rank 0 waits in all_reduce at *; rank 1 is in test_it at *time.sleep(100)",
+                "--- rank 1*",
+            ],
+            {0: 1, 1: 1},
+            id="rank_1_hangs",
+        ),
+        pytest.param(
+            10,
+            "rank == 0 and time.sleep(100)",
+            ["time limit of 10 s: rank 0 is in test_it at *time.sleep(100); rank 1 waits in all_reduce at *"],
+            {0: 1, 1: 1},
+            id="rank_0_hangs",
+        ),
+    ],
+)
+def test_a_rank_that_dies_or_hangs_is_told_and_ends_the_session(
+    limit: int, body: str, told: list[str], ended: dict[int, int], torchrun: Torchrun
+) -> None:
+    run = torchrun(DIES.format(body=body, limit=limit), "--junitxml=junit.xml")
+    assert run.outcomes == {"test_before": "passed", "test_it": "failed"}, run.out
+    assert [report["when"] for report in run.reports if report["outcome"] == "failed"] == ["call"]
+    show(run.text("test_it"), *told)
+    show(run.out, "*= 1 failed, 1 passed in *")
+    assert (run.code, codes(run)) == (1, ended), run.out
+    assert "test_it" in (run.directory / "junit.xml").read_text(encoding="utf-8")
+
+
+# Collection.
+
+COLLECTED = """
+import os, pytest
+RANK = int(os.environ["RANK"])
+{body}
+def test_never_run(): raise AssertionError
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        pytest.param(
+            "@pytest.mark.parametrize('x', range(1 + RANK))\ndef test_it(x): pass",
+            [
+                "ERROR: pytest inside a launch: the ranks have collected different tests:",
+                "  only rank 1: *::test_it[[]1[]]",
+            ],
+            id="other_items",
+        ),
+        pytest.param(
+            "@pytest.mark.parametrize('x', [0, 1] if RANK else [1, 0])\ndef test_it(x): pass",
+            ["*the ranks have their tests in different orders: as number 1 rank 0 has *[[]1[]], rank 1 has *[[]0[]]"],
+            id="another_order",
+        ),
+        pytest.param(
+            "if RANK == 1: raise OSError('no such disk')",
+            ["*not all ranks have the same errors of collection. rank 0: none; rank 1: test_launch.py: *no such disk"],
+            id="an_error_on_one",
+        ),
+    ],
+)
+def test_ranks_that_collect_otherwise_run_nothing(body: str, told: list[str], torchrun: Torchrun) -> None:
+    run = torchrun(COLLECTED.format(body=body))
+    show(run.out, *told)
+    assert not run.reports
+    assert (run.code, codes(run)) == (1, {0: 4, 1: 4}), run.out
+
+
+def test_a_rank_that_ends_while_it_collects_is_told(torchrun: Torchrun) -> None:
+    # Before pytest has begun on rank 0, torchrun ends it without a word.
+    body = (
+        "import pathlib, time\nhere = pathlib.Path('rank 0 is here')\nRANK == 0 and here.touch()\n"
+        "while not here.exists(): time.sleep(0.01)\nRANK == 0 or os._exit(3)"
+    )
+    run = torchrun(COLLECTED.format(body=body))
+    show(run.out, "ERROR: pytest inside a launch: rank 1 ended before it had collected its tests")
+    assert (run.code, codes(run)) == (1, {0: 4, 1: 3}), run.out
+
+
+def test_xdist_inside_a_launch_is_a_usage_error(torchrun: Torchrun) -> None:
+    run = torchrun("def test(): pass", "-n", "2")
+    show(
+        run.out, "*ERROR: pytest inside a launch: its ranks cannot share tests out with xdist; leave out -n and --dist"
+    )
+    assert run.code == 1

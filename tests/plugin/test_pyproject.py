@@ -1,0 +1,348 @@
+"""``[tool.distcompat]`` of pyproject.toml: one more source of options and of known issues, as strict as the others."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat import scripts
+from pytest_distcompat.checks import CHECKS, Check
+from pytest_distcompat.launch import Ending, RankEnd, Request
+from pytest_distcompat.plugin.options import OPTIONS, setting
+from pytest_distcompat.plugin.outcome import Phase
+from pytest_distcompat.scenario import TRAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.plugin.conftest import FakeRanks
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.trace import Trace
+
+Pytester = pytest.Pytester
+
+KNOWN = """
+[[tool.distcompat.known]]
+match = "KeyError: '_orig_mod"
+reason = "org/repo#1"
+"""
+MARKED = """
+import pytest
+
+@pytest.mark.distcompat(strategies=["ddp", "fsdp2"])
+def test_cells(cell): pass
+
+@pytest.mark.distcompat
+def test_plain(): pass
+
+def test_ordinary(): pass
+"""
+
+
+def say(pytester: Pytester, text: str) -> Pytester:
+    pytester.makepyprojecttoml(text)
+    return pytester
+
+
+# Options.
+
+
+def test_it_comes_after_the_command_line_and_the_ini_file(pytester: Pytester) -> None:
+    say(pytester, '[tool.distcompat]\nstrategies = ["ddp", "fsdp2"]\ntimeout = 2.5\nworld_size = 3\ndevice = "cpu"')
+    pytester.makeini("[pytest]\ndistcompat_timeout = 7\ndistcompat_device = auto")
+    config = pytester.parseconfigure("--distcompat-device=cpu")
+    found = {name: setting(config, f"distcompat_{name}") for name in ("strategies", "world_size", "timeout", "device")}
+    assert {name: (one.value, one.origin) for name, one in found.items()} == {
+        "strategies": (("ddp", "fsdp2"), "pyproject"),
+        "world_size": (3, "pyproject"),
+        "timeout": (7.0, "ini"),
+        "device": ("cpu", "option"),
+    }
+
+
+def test_the_header_and_the_tests_go_by_it(pytester: Pytester, ranks: FakeRanks) -> None:
+    say(pytester, '[tool.distcompat]\nstrategies = "fsdp2"\nworld_size = 3').makepyfile(MARKED)
+    result = pytester.runpytest_inprocess("-v", "-k", "cells")
+    result.stdout.fnmatch_lines(
+        [
+            "distcompat: world_size 3 (from pyproject), strategies fsdp2 (from pyproject); cpu x 3",
+            "*::test_cells[[]fsdp2-fp32-w3[]] PASSED*",
+        ]
+    )
+    result.assert_outcomes(passed=1, deselected=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[tool.distcompat]\nstrategys = 'ddp'",
+            "[[]tool.distcompat[]]: no key named 'strategys'. Known: *known*strateg*",
+        ),
+        ("[tool.distcompat]\nstrategies = 'fsdp3'", "[[]tool.distcompat[]] strategies: no strategy named 'fsdp3'*ddp*"),
+        ("[tool.distcompat]\nreuse = ['module']", "*reuse: [[]'module'[]] is not right: expected a text or a number."),
+        (
+            "[tool.distcompat]\ndrivers = [true]",
+            "*drivers: * is not right: expected a text, a number or a list of those.",
+        ),
+        ("[tool]\ndistcompat = 3", "tool.distcompat is 3; expected a table"),
+        ("[tool.distcompat]\nknown = 'a.toml'", "*known*: expected tables, [[][[]...[]][]], got 'a.toml'"),
+        ("[[tool.distcompat.known]]\nmatch = 'x'", "*known[]][]] 1 (no reason): reason is missing"),
+        ("[[tool.distcompat.known]]\nreason = 'x'", "*known[]][]] 1 (x): match is missing"),
+        (KNOWN + "color = 'red'", "*1 (org/repo#1): no key named 'color'. Known: cells, check, *strict, test, when"),
+        (KNOWN + "when = 'transformers => 5'", "*1 (org/repo#1): Expected semicolon*"),
+        (KNOWN + "when = 'torch'\npackages = ['torch']", "*when and packages are one thing; give one of them"),
+        (KNOWN + "strict = true", "*strict = true says that it must fail; say where, with check or test"),
+        (KNOWN + "test = 'a'\nstrict = 1", "*strict=1: expected true or false"),
+        (KNOWN + "test = '('", "*test='(' is no regular expression*"),
+        (KNOWN + "cells = { strategi = 'ddp' }", "*no facet named 'strategi'. Known: *strategy*"),
+        (KNOWN + "id = 'a'" + KNOWN + "id = 'a'", "*more than one issue has the id 'a'"),
+    ],
+)
+def test_a_wrong_word_is_a_usage_error_that_lists_the_right_ones(text: str, message: str, pytester: Pytester) -> None:
+    say(pytester, text).makepyfile("def test(): pass")
+    result = pytester.runpytest_inprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: *pyproject.toml*{message}"])
+
+
+def test_a_file_that_is_no_toml_is_a_usage_error(pytester: Pytester) -> None:
+    pytester.makeini("[pytest]")
+    say(pytester, "[tool.distcompat\n").makepyfile("def test(): pass")
+    result = pytester.runpytest_inprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: *pyproject.toml: *"])
+
+
+def test_every_option_but_the_files_of_known_issues_has_a_key(pytester: Pytester) -> None:
+    result = say(pytester, "[tool.distcompat]\nno_such_key = 1").runpytest_inprocess()
+    listed = result.stderr.str().partition("Known: ")[2].strip().rstrip(".").split(", ")
+    assert listed == sorted(name.removeprefix("distcompat_") for name in OPTIONS)
+
+
+# Known issues of marked tests.
+
+
+def failing(text: str, **more: Any) -> Any:
+    """Ranks of which one fails with that text, or dies."""
+
+    def tell(request: Request) -> Ending:
+        end = RankEnd(1, "raised", f"raised failed: {text}", text=text, kind="failed")
+        return Ending((RankEnd(0, "stopped"), more.get("end", end)), {0: [], 1: []}, command="torchrun ...")
+
+    return tell
+
+
+def test_a_failure_that_reads_so_is_known(pytester: Pytester, ranks: FakeRanks) -> None:
+    say(pytester, KNOWN + 'when = "pytest >= 1"').makepyfile(MARKED)
+    ranks.tell = failing("KeyError: '_orig_mod.weight'")
+    result = pytester.runpytest_inprocess("-rx")
+    result.assert_outcomes(passed=1, xfailed=3)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["XFAIL *::test_plain - org/repo#1"])
+    result.stdout.no_fnmatch_line("*remove me*")
+
+
+def test_a_failure_that_reads_otherwise_is_one(pytester: Pytester, ranks: FakeRanks) -> None:
+    say(pytester, KNOWN).makepyfile(MARKED)
+    ranks.tell = failing("KeyError: 'weight'")
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(passed=1, failed=3)
+    result.stdout.fnmatch_lines(
+        [
+            "*= declared known issues =*",
+            "remove me: pyproject.toml [[][[]tool.distcompat.known[]][]] 1 (org/repo#1): covers 3 that ran, excused none",
+        ]
+    )
+
+
+@pytest.mark.parametrize("status", ["killed", "stuck"])
+def test_a_crash_or_a_hang_is_never_known(status: str, pytester: Pytester, ranks: FakeRanks) -> None:
+    say(pytester, KNOWN).makepyfile(MARKED)
+    said = "KeyError: '_orig_mod'"
+    ranks.tell = failing(said, end=RankEnd(1, status, said, text=said))
+    pytester.runpytest_inprocess().assert_outcomes(passed=1, failed=3)
+
+
+@pytest.mark.parametrize(
+    ("more", "known"),
+    [
+        ('test = "test_plain"', 1),
+        ('test = "test_cells.*fsdp2"', 1),
+        ('cells = { strategy = "fsdp2" }', 1),
+        ('cells = { strategy = ["ddp", "fsdp2"] }', 2),
+        ('when = "pytest < 1"', 0),
+        ('when = ["pytest", "no-such-distribution"]', 0),
+        ('device = "cuda"', 0),
+        ('drivers = ["accelerate"]', 0),
+        ('check = "names"', 0),
+        ('kind = "refuses"', 0),
+    ],
+)
+def test_it_says_what_it_is_about(more: str, known: int, pytester: Pytester, ranks: FakeRanks) -> None:
+    say(pytester, KNOWN + more).makepyfile(MARKED)
+    ranks.tell = failing("KeyError: '_orig_mod.weight'")
+    pytester.runpytest_inprocess().assert_outcomes(passed=1, failed=3 - known, xfailed=known)
+
+
+@pytest.mark.parametrize(("strict", "failed"), [("", 1), ("strict = true", 1), ("strict = false", 0)])
+def test_what_passes_is_to_be_removed(strict: str, failed: int, pytester: Pytester, ranks: FakeRanks) -> None:
+    say(pytester, f"{KNOWN}test = 'test_plain'\n{strict}").makepyfile(MARKED)
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(passed=4 - failed, failed=failed)
+    entry = "pyproject.toml [[][[]tool.distcompat.known[]][]] 1 (org/repo#1)"
+    if failed:
+        result.stdout.fnmatch_lines([f"declared to fail, but it passes: fixed? Then remove {entry}"])
+    result.stdout.fnmatch_lines([f"remove me: {entry}: covers 1 that ran, excused none"])
+
+
+def test_what_matches_nothing_is_to_be_removed_unless_the_run_was_narrowed(
+    pytester: Pytester, ranks: FakeRanks
+) -> None:
+    say(pytester, KNOWN + "test = 'no_such_test'").makepyfile(MARKED)
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(["remove me: *1 (org/repo#1): covers nothing that ran"])
+    for args in (["-k", "plain"], [f"{pytester.path.name}.py::test_plain"], ["--collect-only"]):
+        pytester.runpytest_inprocess(*args).stdout.no_fnmatch_line("*remove me*")
+
+
+def test_what_waits_for_other_versions_is_said(pytester: Pytester, ranks: FakeRanks) -> None:
+    say(pytester, KNOWN + 'when = "pytest == 1.0"').makepyfile(MARKED)
+    result = pytester.runpytest_inprocess()
+    result.stdout.fnmatch_lines(["not in force here: *1 (org/repo#1): pytest == 1.0"])
+    result.stdout.no_fnmatch_line("*remove me*")
+
+
+def test_an_xfail_mark_speaks_first_and_an_ordinary_test_is_never_meant(pytester: Pytester, ranks: FakeRanks) -> None:
+    say(pytester, KNOWN).makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.distcompat
+        @pytest.mark.xfail(reason="of the mark")
+        def test_marked(): pass
+
+        def test_ordinary(): raise KeyError("_orig_mod")
+        """
+    )
+    ranks.tell = failing("KeyError: '_orig_mod'")
+    result = pytester.runpytest_inprocess("-rx")
+    result.assert_outcomes(xfailed=1, failed=1)
+    result.stdout.fnmatch_lines(["XFAIL *::test_marked - of the mark"])
+
+
+def test_the_same_entry_in_a_file_does_the_same(pytester: Pytester, ranks: FakeRanks) -> None:
+    text = 'version = 1\n[[issue]]\nid = "a"\nlink = "https://example.org/1"\nreason = "r"\ncheck = "*"\nmatch = "_orig_mod"\n'
+    (pytester.path / "mine.toml").write_text(text + 'test = "test_plain"\n', encoding="utf-8")
+    pytester.makepyfile(MARKED)
+    ranks.tell = failing("KeyError: '_orig_mod'")
+    result = pytester.runpytest_inprocess("--distcompat-known=mine.toml", "-rx")
+    result.assert_outcomes(passed=1, failed=2, xfailed=1)
+    result.stdout.fnmatch_lines(["XFAIL *::test_plain - r (https://example.org/1)"])
+
+
+def test_workers_of_xdist_weigh_and_their_controller_counts(pytester: Pytester, ranks: FakeRanks) -> None:
+    # In a worker there are real ranks: skipped before any starts, or broken without one.
+    say(
+        pytester, KNOWN.replace("KeyError: '_orig_mod", "no such file") + KNOWN.replace("KeyError: '_orig_mod", "other")
+    )
+    pytester.makepyfile("def test(distcompat): distcompat._label = 1; raise KeyError('no such file')")
+    result = pytester.runpytest_subprocess("-n", "1", "-rx")
+    result.assert_outcomes(xfailed=1)
+    result.stdout.fnmatch_lines(["remove me: *known[]][]] 2 (org/repo#1): covers 1 that ran, excused none"])
+    result.stdout.no_fnmatch_line("*known[]][]] 1 *")
+
+
+# Of scripts.
+
+
+@pytest.mark.parametrize(("kind", "outcome"), [("raised", "xfailed"), ("crashed", "failed"), ("hung", "failed")])
+def test_a_run_of_a_script_that_fails_so_is_known(
+    kind: str, outcome: str, pytester: Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SimpleNamespace(
+        failed=True, labels=(), ending=SimpleNamespace(kind=kind), text=lambda: "rank 0: KeyError: '_orig_mod.x'"
+    )
+    monkeypatch.setattr(scripts, "launch", lambda *args, **settings: made)
+    say(pytester, KNOWN).makepyfile("def test(distcompat): distcompat.launch('train.py')")
+    pytester.runpytest_inprocess().assert_outcomes(**{outcome: 1})
+
+
+def test_a_claim_of_a_run_that_is_declared_is_known(pytester: Pytester) -> None:
+    pytester.makepyfile(
+        """
+        from pytest_distcompat import Incompatible
+        def test(distcompat): raise Incompatible("names (fsdp2-fp32-w2): KeyError: '_orig_mod.x'")
+        """
+    )
+    say(pytester, KNOWN).runpytest_inprocess().assert_outcomes(xfailed=1)
+
+
+# Of suites.
+
+SUITE = """
+from pytest_distcompat import CompatSuite, Driver, Matrix
+
+class Mine(Driver):
+    name = "mine"
+
+class TestMine(CompatSuite):
+    driver = "test_mine:Mine"
+    matrix = Matrix(("ddp", "fsdp1"), precisions=("fp32",))
+"""
+
+
+def claim(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Nothing is wrong.
+
+    If it fails: this text helps.
+    """
+    if cell.strategy == "fsdp1":
+        yield "rank 0: KeyError: '_orig_mod.weight'"
+
+
+@pytest.fixture
+def suite(pytester: Pytester, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> Pytester:
+    """Of two cells; the claim does not hold in one of them."""
+    monkeypatch.setitem(vars(CHECKS), "things", {"claim": Check("claim", TRAIN, (), claim)})
+    pytester.makepyfile(test_mine=SUITE)
+    pytester.syspathinsert()
+    return pytester
+
+
+@pytest.mark.parametrize(
+    ("more", "outcomes", "removed"),
+    [
+        ("", {"passed": 1, "xfailed": 1}, ""),
+        ('check = "claim"\ncells = { strategy = "fsdp1" }', {"passed": 1, "xfailed": 1}, ""),
+        ('test = "TestMine::test.fsdp1"', {"passed": 1, "xfailed": 1}, ""),
+        ('check = "claim"', {"failed": 1, "xfailed": 1}, ""),
+        ('check = "claim"\ncells = { strategy = "ddp" }', {"failed": 2}, "covers 1 that ran, excused none"),
+        ('check = "names"', {"passed": 1, "failed": 1}, "covers nothing that ran"),
+        ('drivers = ["accelerate"]', {"passed": 1, "failed": 1}, "covers nothing that ran"),
+    ],
+)
+def test_verdicts_of_a_suite(more: str, outcomes: dict[str, int], removed: str, suite: Pytester) -> None:
+    say(suite, KNOWN + more)
+    result = suite.runpytest_inprocess("--distcompat-report=out.json", "-rx")
+    result.assert_outcomes(**outcomes)
+    if "xfailed" in outcomes:
+        result.stdout.fnmatch_lines(["XFAIL *fsdp1-fp32-w2:claim[]] - org/repo#1"])
+    run = json.loads((suite.path / "out.json").read_text(encoding="utf-8"))["run"]
+    entry = "pyproject.toml [[tool.distcompat.known]] 1 (org/repo#1)"
+    assert run["remove"] == ([f"{entry}: {removed}"] if removed else [])
+
+
+def test_what_is_skipped_is_neither_known_nor_fixed(pytester: Pytester, ranks: FakeRanks) -> None:
+    """What all ranks skip is neither known nor fixed."""
+    skip = ranks.phases(call=Phase("call", "skipped", "no need", location=("a.py", 3, "Skipped: no need")))
+    ranks.tell = lambda request: ranks.told((RankEnd(0, "done"), skip), (RankEnd(1, "done"), skip))
+    say(pytester, KNOWN + "test = 'plain'").makepyfile(MARKED)
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(passed=1, skipped=3)
+    result.stdout.no_fnmatch_line("*remove me: *that ran, excused*")
