@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test nightly check install clean
+.PHONY: demo test nightly check docs install clean
 
 # The main job on CPU: real tiny models, seven strategies, four drivers, 2-rank gloo groups, each once. Without the
 # profile it is the whole default matrix, some minutes.
@@ -22,6 +22,10 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, into build/site; a dead link or any other warning is an error.
+docs: install
+	$(BIN)/mkdocs build --strict
 
 install: $(VENV)/installed
 

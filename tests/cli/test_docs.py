@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import configparser
+import inspect
 import re
 import shlex
 import shutil
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,24 +18,29 @@ import pytest
 import yaml
 
 import pytest_distcompat
+from pytest_distcompat import scripts
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.cli.main import parser
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.known import read_file
+from pytest_distcompat.plugin.marked import read_mark
 from pytest_distcompat.plugin.options import OPTIONS, PRELOAD
+from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report import WORDS
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import LifeTrace, Trace
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT / "tests" / "report" / "real.json"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-#: The pages whose Python blocks stand by themselves; others show parts of something.
-WHOLE = ("README.md", "docs/adopt.md", "docs/known.md", "docs/leases.md")
 
 
 def blocks(page: Path, language: str) -> Iterator[str]:
-    """The code blocks of that language."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return (text for named, text in found if named == language)
+    """The code blocks of that language, those inside a list too."""
+    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return (textwrap.dedent(text) for named, text in found if named == language)
 
 
 def commands(page: Path, name: str) -> list[list[str]]:
@@ -79,23 +88,73 @@ def test_every_option_is_on_its_page() -> None:
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     told = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `--distcompat")}
     assert told == {option.flag for option in OPTIONS.values()}
+    for option in OPTIONS.values():
+        (row,) = [line.split(" | ") for line in text.splitlines() if line.startswith(f"| `{option.flag}` |")]
+        if option.default:
+            assert row[2].strip("`") == option.default, option.flag
+        else:
+            assert row[2] in {"all", "none", "no limit"}, option.flag
+    for flag, shelf in (("strategies", STRATEGIES), ("precisions", PRECISIONS), ("drivers", DRIVERS)):
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| `--distcompat-{flag}`")]
+        assert set(shelf.names()) <= set(re.findall(r"\w+", line)), flag
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_python_that_stands_by_itself_runs(name: str) -> None:
+class Asked:
+    """The fixture ``distcompat`` of a page: its calls are held against the real functions, and start nothing."""
+
+    @staticmethod
+    def launch(*args: Any, **settings: Any) -> Asked:
+        inspect.signature(scripts.launch).bind(*args, **settings)
+        return Asked()
+
+    @staticmethod
+    def resume_roundtrip(*args: Any, **settings: Any) -> None:
+        inspect.signature(scripts.resume_roundtrip).bind(*args, **settings)
+
+    def check(self, *names: str) -> None:
+        assert set(names) <= {*CHECKS.names(), "final_model_loadable"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if next(blocks(page, "python"), "")], ids=name_of)
+def test_python_runs(page: Path, tmp_path: Path) -> None:
     """Classes and tests are defined: a wrong argument of Matrix, fails, refuses or a mark would raise."""
-    found = list(blocks(ROOT / name, "python"))
-    assert found
     public = {one: getattr(pytest_distcompat, one) for one in pytest_distcompat.__all__}
-    space: dict[str, Any] = {"pytest": pytest, **public}
-    for block in found:
-        exec(compile(block, name, "exec"), space)
+    space: dict[str, Any] = {"pytest": pytest, "distcompat": Asked(), **public}
+    for block in blocks(page, "python"):
+        # Marks that are shown below each other are each a test's.
+        whole = re.sub(r"^(@pytest.mark.*)\n(?!def |class )", r"\1\ndef test_it(): ...\n", block, flags=re.MULTILINE)
+        exec(compile(whole, page.name, "exec"), space)
+        for one in [value for value in space.values() if inspect.isfunction(value) and value.__module__ != __name__]:
+            for mark in getattr(one, "pytestmark", ()):
+                read_mark(mark)
+            if "distcompat" in inspect.signature(one).parameters:
+                one(Asked(), tmp_path)
+
+
+def test_what_the_page_adds_to_the_shelves_fits_them() -> None:
+    space: dict[str, Any] = {}
+    for block in blocks(ROOT / "docs" / "extend.md", "python"):
+        exec(compile(block, "extend.md", "exec"), space)
+    row = space["HSDP"].dtypes(space["BF16_UPCAST"])
+    assert (row.storage, row.compute, row.master) == ("float32", "bfloat16", "float32")
+    assert isinstance(space["finite"], Check)
+    assert space["finite"].findings(Cell("ddp", "fp32"), Trace("toy", {"train": LifeTrace("train", 2, ())})) == []
+    driver = space["LightningDriver"]
+    assert driver.unable(Cell("ddp", "fp32")) in {"", "lightning is not installed"}
+    assert driver.unable(Cell("zero3", "fp32")) == "Fabric is not told of zero3 here"
+    assert not driver.can("export") or driver.export is not Driver.export
 
 
 def test_a_known_issue_as_its_page_shows_it_is_read(tmp_path: Path) -> None:
-    (block,) = blocks(ROOT / "docs" / "known.md", "toml")
+    block, at_home = blocks(ROOT / "docs" / "known.md", "toml")
     (tmp_path / "own.toml").write_text(block, encoding="utf-8")
     assert read_file(tmp_path / "own.toml")
+    (tmp_path / "pyproject.toml").write_text(at_home, encoding="utf-8")
+    (tmp_path / "test_none.py").write_text("def test(): pass", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_command_has_a_page_with_all_it_can_do() -> None:
@@ -117,7 +176,10 @@ def test_the_action_is_given_inputs_that_it_has() -> None:
     inputs = yaml.safe_load((ROOT / ".github/actions/distcompat/action.yml").read_text(encoding="utf-8"))["inputs"]
     (block,) = blocks(ROOT / "docs" / "adopt.md", "yaml")
     (step,) = yaml.safe_load(block)
-    assert set(step["with"]) <= set(inputs)
+    (job,) = [yaml.safe_load(one)["jobs"]["gpu"] for one in blocks(ROOT / "docs" / "gpu-ci.md", "yaml")]
+    for one in (step, job["steps"][-1]):
+        assert one["uses"].endswith("/.github/actions/distcompat@main")
+        assert set(one["with"]) <= set(inputs)
 
 
 def test_the_matrix_of_the_readme_is_one() -> None:

@@ -81,6 +81,8 @@ class Made(TorchrunLauncher):
             if verb == "step" and str(told).startswith("wait"):
                 (HERE / "waiting").touch()
                 time.sleep(float(told.split()[1]))
+            # As a rank says it: reports are made of what stands in its log.
+            RankLog(request.directory, 0).write("moment", verb=verb, index=index, moment=moment)
             events.append({"event": "moment", "verb": verb, "index": index, "moment": moment})
         if told == "killed":
             ends = RankEnd(1, "killed", "was killed by SIGKILL in verb 'step'", output=WORDS), RankEnd(0, "stopped", "was killed by SIGTERM")

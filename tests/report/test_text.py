@@ -115,6 +115,36 @@ def test_what_fails_otherwise_than_declared_is_grouped_by_what_it_says() -> None
     assert cause.headline == said
 
 
+#: How torch.distributed.checkpoint tells of other ranks' exceptions.
+OF_RANKS = """Traceback (most recent call last): (RANK 0)
+  File 'x.py', line 1, in f
+    g()
+RuntimeError: no key.
+
+--- rank 1 ---
+ValueError: another"""
+
+
+@pytest.mark.parametrize(
+    ("message", "headline"),
+    [
+        (
+            "rank 1 raised RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s): a.\n\tUnexpected: b.",
+            "rank 1 raised RuntimeError: Error(s) in loading state_dict for Net: Missing key(s): a.",
+        ),
+        (
+            f"rank 1 raised x.CheckpointException: ranks:[0, 1]\n{OF_RANKS}",
+            "rank 1 raised x.CheckpointException: RuntimeError: no key.",
+        ),
+        ("rank 1 raised RuntimeError: no\n\n--- rank 1 ---\nTraceback (most recent call last):\nValueError: x", None),
+        ("one finding\nanother finding", None),
+    ],
+)
+def test_a_headline_says_what_was_wrong(message: str, headline: str | None) -> None:
+    (cause,) = causes([result("ddp-fp32-w2", "resume", "failed", message)])
+    assert cause.headline == (headline or message.splitlines()[0])
+
+
 def test_there_are_no_causes_where_nothing_is_red() -> None:
     assert list(causes_text([result("ddp-fp32-w2", "names"), result("ddp-fp32-w2", "data", "known", "x")])) == []
 
@@ -123,7 +153,7 @@ def test_a_thousand_causes_are_not_all_shown() -> None:
     words = ("one", "two", "three", "four", "five")
     results = [result("ddp-fp32-w2", f"{a}{b}", "failed", f"{a} {b}") for a in words for b in words]
     lines = [plain(line) for line in causes_text(results)]
-    assert lines[-1] == "  and 5 causes more"
+    assert lines[-1] == "  and 5 more causes"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +196,7 @@ def test_a_chat_message_is_short(real: Report, tmp_path: Path) -> None:
     text = (tmp_path / "chat.txt").read_text(encoding="utf-8")
     assert len(text) < 3000
     assert text.startswith("Distributed compatibility: 199 failed\n199 asked, 199 ran")
-    assert "causes more" in text
+    assert "more causes" in text
 
 
 def test_a_chat_message_of_a_real_run_names_cause_cell_and_command(real: Report, tmp_path: Path) -> None:

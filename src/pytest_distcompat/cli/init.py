@@ -12,6 +12,8 @@ from typing import Any
 from pytest_distcompat.cli.repository import DRIVERS, Class, Repository, look_at
 from pytest_distcompat.failures import UsageProblem
 
+#: Who installed the package has no docs/.
+ADOPT = "https://github.com/pytest-distcompat/pytest-distcompat/blob/main/docs/adopt.md"
 SUITE = '''"""Does the trainer still train the same model under every strategy? https://github.com/pytest-distcompat/pytest-distcompat"""
 
 from pytest_distcompat import CompatSuite, Matrix
@@ -144,7 +146,7 @@ def _set(found: Repository, *, write: bool) -> None:
 
 def _notes(found: Repository) -> Iterator[str]:
     if found.driver is None and found.trainer is None:
-        yield "it drives the library with a tiny model; for your own trainer write a driver (docs/adopt.md) and name it there"
+        yield f"it drives the library with a tiny model; for your own trainer write a driver ({ADOPT}) and name it there"
     if not found.on_github:
         yield "no workflow was written: the repository is not on GitHub (no .github, no such remote)"
     if found.importlib_mode:

@@ -96,10 +96,14 @@ class Ending:
         return ordered[0] if ordered else None
 
     def in_order(self) -> list[RankEnd]:
-        """The ranks that did not end well: causes by time, then those that hang, then mere consequences."""
+        """The ranks that did not end well: causes by time, then those that hang, then mere consequences.
+
+        Of those that hang the ones that wait for others come last.
+        """
         weight = {"raised": 0, "killed": 0, "exited": 0, "missing": 1, "stuck": 2, "lost peer": 3, "stopped": 4}
         bad = [end for end in self.ranks if end.status != "done"]
-        return sorted(bad, key=lambda end: (weight[end.status], end.time, end.rank))
+        waits = {end.rank: end.standing is not None and bool(end.standing.waits) for end in bad}
+        return sorted(bad, key=lambda end: (weight[end.status], waits[end.rank], end.time, end.rank))
 
     def headline(self) -> str:
         """One line: which rank, what happened; what is left where, if all ranks ended well."""

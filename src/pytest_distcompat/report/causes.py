@@ -11,6 +11,8 @@ from pytest_distcompat.report.result import Result
 #: What differs from one rank, run or layer to the next where the cause is the same.
 _CHANCE = re.compile(r"0x[0-9a-f]+|\branks? \d+(, \d+)*|\d+(\.\d+)?(e-?\d+)?", re.IGNORECASE)
 
+#: The last line of a traceback that stands inside a message: an exception of several ranks is told as theirs.
+_ROOT = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
 _RANK = re.compile(r"\brank (\d+)\b")
 _SEVERAL = re.compile(r"\branks (\d+)")
 
@@ -54,13 +56,26 @@ def causes(results: Iterable[Result]) -> list[Cause]:
     return [Cause(tuple(group)) for group in sorted(found.values(), key=len, reverse=True)]
 
 
+def unshown(count: int) -> str:
+    """The line for causes that are left out."""
+    return f"and {count} more cause{'s' if count > 1 else ''}"
+
+
 def _headline(result: Result) -> str:
-    """What went wrong, where the message begins with what was expected instead: ``judge`` has that after an empty line."""
-    said = result.headline
-    if said.startswith("fails otherwise than declared"):
-        after = result.message.partition("\n\n")[2].strip()
-        return after.splitlines()[0] if after else said
-    return said
+    """What went wrong, where the message begins with what was expected instead: ``judge`` has that after an empty line.
+
+    A first line that says nothing by itself is followed by the one that does: ``Error(s) in loading state_dict for X:``, or an
+    exception that is made of other ranks' tracebacks.
+    """
+    message = result.message.strip()
+    if message.startswith("fails otherwise than declared"):
+        message = message.partition("\n\n")[2].strip() or message
+    first, _, rest = message.partition("\n\n")[0].partition("\n")
+    more = rest.strip()
+    if first.endswith(":") and more:
+        return f"{first} {more.splitlines()[0]}"
+    root = _ROOT.search(more) if more.startswith("Traceback") else None
+    return f"{first.partition(': ')[0]}: {root[0]}" if root else first
 
 
 def rank_of_cause(message: str) -> int | None:

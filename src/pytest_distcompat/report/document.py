@@ -80,7 +80,9 @@ class Report:
         """The report in a JSON file. Raises UsageProblem if there is none."""
         try:
             return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise UsageProblem(f"{path}: {error.strerror}") from None
+        except ValueError as error:
             raise UsageProblem(f"{path}: {error}") from None
         except UsageProblem as problem:
             raise UsageProblem(f"{path}: {problem}") from None

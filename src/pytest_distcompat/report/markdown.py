@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from pytest_distcompat.report.causes import Cause, causes
+from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Result, Row, Table, blank_reasons, by_suite
 from pytest_distcompat.report.text import HEADLINE, counts_text, cut
@@ -35,7 +35,7 @@ def chat(report: Report) -> str:
         if len(cause.reproduce) < 160:
             lines += [f"  {cause.reproduce}"] if cause.reproduce else []
     if len(found) > CHAT_CAUSES:
-        lines.append(f"- and {len(found) - CHAT_CAUSES} causes more")
+        lines.append(f"- {unshown(len(found) - CHAT_CAUSES)}")
     lines += [cut(line, 300) for line in report.run.get("baseline", {}).get("text", ())[:10]]
     return cut("\n".join(line for line in lines if line), CHAT - 1) + "\n"
 
@@ -83,7 +83,7 @@ def _causes(found: list[Cause]) -> Iterator[str]:
         if cause.reproduce:
             yield from ("", "   ```console", f"   $ {' '.join(cause.reproduce.split())}", "   ```", "")
     if len(found) > CAUSES:
-        yield f"\nand {len(found) - CAUSES} causes more"
+        yield f"\n{unshown(len(found) - CAUSES)}"
 
 
 def _suite(found: list[Result]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pytest_distcompat.report.causes import causes
+from pytest_distcompat.report.causes import causes, unshown
 from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import WORDS, Result, Row, Table, blank_reasons, by_suite
 
@@ -97,7 +97,7 @@ def causes_text(results: Iterable[Result]) -> Iterator[Line]:
         if cause.reproduce:
             yield ((f"     reproduce: {cause.reproduce}", ""),)
     if len(found) > CAUSES:
-        yield ((f"  and {len(found) - CAUSES} causes more", ""),)
+        yield ((f"  {unshown(len(found) - CAUSES)}", ""),)
 
 
 def lives_text(lives: Iterable[dict[str, Any]], timeline: Iterable[dict[str, Any]] = ()) -> Iterator[Line]:

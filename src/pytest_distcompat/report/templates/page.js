@@ -175,8 +175,8 @@
     }
   };
 
-  const table = (heads) => {
-    const scroll = put(dialog, "div", null, { class: "scroll" });
+  const table = (heads, parent = dialog) => {
+    const scroll = put(parent, "div", null, { class: "scroll" });
     const made = put(scroll, "table", null, { class: "data" });
     const head = put(put(made, "thead"), "tr");
     for (const text of heads) put(head, "th", text, { scope: "col" });
@@ -196,26 +196,30 @@
     }
   };
 
+  // A long name is cut at its dots and slashes, if at all.
+  const dotted = (line, text, kind) => {
+    const cell = put(line, "td", null, { class: kind });
+    for (const part of text.split(/(?<=[./])/)) cell.append(part, document.createElement("wbr"));
+  };
+
   const names = (row) => {
     if (!row.names.length) return;
     const odd = (one) => !one.plain || !one.live;
     const details = put(dialog, "details", null, row.names.some(odd) ? { open: "" } : {});
-    put(details, "summary", `Names: ${row.names.length} parameters, plain and live on rank 0`);
-    const scroll = put(details, "div", null, { class: "scroll" });
-    const made = put(scroll, "table", null, { class: "data" });
-    const head = put(put(made, "thead"), "tr");
-    for (const text of ["plain name", "shape", "live name", "dtype", "kind", "here", "held", "in files"]) put(head, "th", text, { scope: "col" });
-    const body = put(made, "tbody");
+    put(details, "summary", `Names: ${row.names.length} parameters, plain and live on rank 0; = is the plain name`);
+    const body = table(["plain name", "shape", "live name", "dtype", "kind", "here", "held", "in files"], details);
     for (const one of [...row.names.filter(odd), ...row.names.filter((other) => !odd(other))]) {
       const line = put(body, "tr");
-      put(line, "td", one.plain || "none", { class: one.plain ? "name" : "name wrong" });
+      dotted(line, one.plain || "none", one.plain ? "name" : "name wrong");
       put(line, "td", one.shape.join(" x "));
-      put(line, "td", one.live || (one.key ? `key ${one.key}` : "none"), { class: one.live ? "name" : "name wrong" });
+      // What is only in a file is no parameter: nothing is stored or held of it.
+      const same = one.live === one.plain;
+      dotted(line, one.live ? (same ? "=" : one.live) : one.key ? `key ${one.key}` : "none", one.live ? "name" : "name wrong");
       put(line, "td", one.loaded && one.dtype && one.loaded !== one.dtype ? `${one.loaded} -> ${one.dtype}` : one.dtype);
       put(line, "td", one.placement ? `${one.kind}, ${one.placement}` : one.kind);
-      put(line, "td", number(one.local));
-      put(line, "td", one.held === null ? "flat" : String(one.held));
-      put(line, "td", one.files.join(", ") || "none");
+      put(line, "td", one.live ? number(one.local) : "");
+      put(line, "td", !one.live ? "" : one.held === null ? "flat" : String(one.held));
+      dotted(line, one.files.join(", ") || "none", "name");
     }
   };
 

@@ -1,0 +1,27 @@
+# ruff: noqa: INP001 - mkdocs loads it by its path
+"""For mkdocs: a link that leads out of docs/, as it works on GitHub, leads to the repository from the site."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+    """The page with such links replaced. What leads to nothing that exists stays, and mkdocs warns of it."""
+    docs = Path(config["docs_dir"])
+    here = posixpath.dirname(page.file.src_uri)
+
+    def outward(found: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join("docs", here, found[1]))
+        path = docs.parent / target
+        if not path.exists() or (target.startswith("docs/") and path.is_file()):
+            return found[0]
+        kind = "tree" if path.is_dir() else "blob"
+        return f"{config['repo_url']}/{kind}/main/{target}"
+
+    return LINK.sub(outward, markdown)

@@ -1,0 +1,190 @@
+"""One hand-made trace for each check on which it must fail: what the page of the checks shows of their messages."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.trace import CollectiveFact, FileFact, LifeTrace, Moment
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Story
+
+
+@functools.cache
+def checks_module(name: str) -> ModuleType:
+    """A module of tests/checks, by its path: no folder of tests is on ``sys.path``."""
+    path = Path(__file__).parents[1] / "checks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"distcompat_page_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses looks a class's module up there.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def sound(cell_id: str) -> Story:
+    """The story of a cell in which nothing is wrong."""
+    cell, lives = Cell.parse(cell_id), checks_module("sound_lives")
+    story: Story = checks_module("traces").Story(cell, lives.trace_of(cell), functools.partial(lives.live_name, cell))
+    return story
+
+
+def lives_of(cell_id: str, check: str) -> Story:
+    """The same with the lives that the check asks for."""
+    story = sound(cell_id)
+    return replace(story, trace=checks_module("more_lives").trace_of(story.cell, check))
+
+
+@dataclass(frozen=True)
+class Example:
+    """``wrong``: what the trainer does, in words that follow "A trainer that"."""
+
+    wrong: str
+    cell: str
+    story: Callable[[str], Story]
+
+
+def _units(cell: str) -> Story:
+    return sound(cell).model({"units": ("",)}, verb="step", nth=2)
+
+
+def _masters_of_the_frozen(cell: str) -> Story:
+    cost = checks_module("../words/test_cost")
+    return replace(sound(cell), trace=cost.trace(cost.life(master=150, exp_avg=16)))
+
+
+def _reduced_twice(cell: str) -> Story:
+    twice = (CollectiveFact("allreduce", "float32", 2, 16, 32),)
+    return sound(cell).moment("step", {"collectives": twice}, nth=1)
+
+
+def _export_of_a_wrapped_model(cell: str) -> Story:
+    def change(moment: Moment) -> Moment:
+        keys = ("module.inlet.weight", "module.outlet.weight", "module.frozen.weight", "module.scale")
+        return replace(moment, files=tuple(replace(f, keys=keys) if "export" in f.path else f for f in moment.files))
+
+    return lives_of(cell, "export").alter(change, verb="files", rank=0)
+
+
+def _model_alone(cell: str) -> Story:
+    story, weights = checks_module("test_save_only_model").saved(lives_of, cell)
+    weights.pop("outlet.weight")
+    told: Story = story.moment(
+        "files", {"saved": (FileFact("model.safetensors", "", "model", tuple(weights), digests=weights),)}, rank=0
+    )
+    return told
+
+
+def _overflow_on_one_rank(cell: str) -> Story:
+    module = checks_module("test_scaling")
+    story: Story = module.overflowing(sound(cell))
+    return story.moment("overflow", {"scaler": {"scale": 1024.0}}, life="overflow", rank=0)
+
+
+def _nothing_converted(cell: str) -> Story:
+    story: Story = checks_module("test_float8").converted(sound(cell), 0, 0)
+    return story
+
+
+def _loaded_though_spoilt(cell: str) -> Story:
+    story: Story = checks_module("test_damage").ending(lives_of(cell, "damage"), "removed", None)
+    return story
+
+
+def _slow(cell: str) -> Story:
+    cost = checks_module("../words/test_cost")
+    own: tuple[LifeTrace, ...] = (cost.life(seconds=2), cost.life("baseline", seconds=0.5))
+    return replace(sound(cell), trace=cost.trace(*own, limit=0.9))
+
+
+def _loss_doubled(moment: Moment) -> Moment:
+    return replace(moment, loss=moment.loss and 2 * moment.loss)
+
+
+#: Where the optimizer's state is after a load.
+LOADED: Mapping[str, Any] = {"life": "resume", "verb": "load"}
+
+EXAMPLES: Mapping[str, Example] = {
+    "active": Example(
+        "was told FSDP2 and got DDP",
+        "fsdp2-fp32-w2",
+        lambda cell: sound(cell).model({"wrappers": {"DDP": 1}}, verb="build").parameters({"kind": "Parameter"}),
+    ),
+    "names": Example(
+        "compiles the model in a cell without `compile`",
+        "fsdp2-fp32-w2",
+        lambda cell: sound(cell).renamed("outlet.weight", "_orig_mod.outlet.weight", verb="step", nth=2),
+    ),
+    "optimizer": Example(
+        "makes the optimizer before it wraps the model",
+        "fsdp2-fp32-w2",
+        lambda cell: (
+            sound(cell).parameters({"held": 0}, verb="build").parameters({"digest": "1:1"}, only="outlet.weight")
+        ),
+    ),
+    "dtypes": Example(
+        "loads in bfloat16 and does not upcast",
+        "fsdp2-bf16_mixed-w2",
+        lambda cell: (
+            sound(cell)
+            .parameters({"dtype": "bfloat16"}, verb="step", nth=2)
+            .stepped({"master": ("bfloat16",), "state": ("bfloat16",)}, verb="step", nth=2)
+        ),
+    ),
+    "resume": Example(
+        "loads the model and not the optimizer",
+        "fsdp2-fp32-w2",
+        lambda cell: sound(cell).optimizer({"states": ()}, **LOADED),
+    ),
+    "parity": Example(
+        "adds losses up that should be averaged",
+        "ddp-fp32-w2",
+        lambda cell: sound(cell).alter(_loss_doubled, verb="step"),
+    ),
+    "clipping": Example(
+        "clips by the norm of each rank's own shard",
+        "fsdp2-fp32-w2",
+        lambda cell: sound(cell).stepped({"square": 1.0}, verb="step"),
+    ),
+    "units": Example("wraps the whole model in one unit", "fsdp2-fp32-w2", _units),
+    "accumulation": Example("reduces gradients after each micro-batch", "ddp-fp32-w2-accumulate_2", _reduced_twice),
+    "memory": Example("keeps masters of frozen parameters", "fsdp2-fp32-w2", _masters_of_the_frozen),
+    "data": Example(
+        "shuffles every rank's data alike",
+        "ddp-fp32-w2",
+        lambda cell: sound(cell).moment("step", {"inputs": ("batch 1.0 of rank 0",)}, nth=0),
+    ),
+    "reshard": Example(
+        "pads its shards for one number of ranks",
+        "fsdp2-fp32-w2",
+        lambda cell: lives_of(cell, "reshard").parameters(
+            {"digest": "3:1"}, only="outlet.weight", life="up", verb="load", rank=3
+        ),
+    ),
+    "portable": Example(
+        "exports the weights of the step before",
+        "zero3-fp32-w2",
+        lambda cell: lives_of(cell, "portable").parameters({"digest": "3:1"}, life="port", verb="build", rank=0),
+    ),
+    "export": Example("exports the wrapped model's own state dict", "ddp-fp32-w2", _export_of_a_wrapped_model),
+    "paths": Example(
+        "looks for the word `optimizer` in a path",
+        "fsdp2-fp32-w2",
+        lambda cell: lives_of(cell, "paths").optimizer({"states": ()}, life="reopened", verb="load"),
+    ),
+    "damage": Example("loads what is there and makes the rest anew", "ddp-fp32-w2", _loaded_though_spoilt),
+    "save_only_model": Example("does not gather a block", "fsdp2-fp32-w2-save_only_model", _model_alone),
+    "scaling": Example("looks for infinities on each rank by itself", "fsdp1-fp16_mixed-w2", _overflow_on_one_rank),
+    "float8": Example("converts no layer", "zero2-fp8-w2", _nothing_converted),
+    "throughput": Example("gathers each layer by itself (`--distcompat-throughput 0.9`)", "fsdp2-fp32-w2", _slow),
+}

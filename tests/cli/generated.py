@@ -1,0 +1,226 @@
+"""The tables and sections of the pages that say what the code says: made from it, and held against it by a test.
+
+``python -m tests.cli.generated`` in the repository's root writes them anew.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pytest_distcompat.cell import OPTIONS, Cell
+from pytest_distcompat.checks import CHECKS, Check
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.strategies import STRATEGIES, Dtypes
+
+from .failing import EXAMPLES
+
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCK = re.compile(r"(?<=<!-- made by tests/cli/generated.py: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+#: A cell of this, with the driver that can do most, tells which lives a check needs.
+CELL = Cell("fsdp2", "fp32")
+#: What a driver says of itself beside its verbs, in words.
+CLAIMS: Mapping[str, str] = {
+    "reshards": "Strategies whose checkpoints can be loaded at another world size.",
+    "portable": "Strategy to the other one that can load its checkpoints.",
+}
+#: The titles of the columns of the dtype table.
+COLUMNS: Mapping[str, str] = {
+    "storage": "stored parameter",
+    "compute": "product",
+    "reduce": "gradients travel in",
+    "gradient": "gradient the optimizer sees",
+    "master": "master",
+    "state": "state",
+    "buffer": "buffers (loaded in float32)",
+}
+
+
+def blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Name and text of each block of a page that is made here."""
+    return ((found[1], found[3]) for found in BLOCK.finditer(text))
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table of Markdown."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *map(list, rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def code(words: Iterable[object]) -> str:
+    """Each in backticks, the same one once."""
+    return ", ".join(f"`{word}`" for word in dict.fromkeys(words))
+
+
+def prose(text: str) -> str:
+    """A docstring as Markdown, a line a paragraph."""
+    paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+    return "\n\n".join(re.sub(r"(https?://[^\s)]+[^\s).,])", r"<\1>", one.replace("``", "`")) for one in paragraphs)
+
+
+def checks() -> str:
+    """The table of the checks."""
+
+    def row(one: Check) -> list[str]:
+        lives = [life.name for life in one.lives(CELL, TorchDriver).lives if life.name != "train"]
+        asks = (importlib.import_module(one.claim.__module__).__doc__ or "").split("\n")[0]
+        return [f"[`{one.name}`](#{one.name})", asks, " ".join(f"`{life}`" for life in lives)]
+
+    return table(("check", "asks", "lives besides `train`"), map(row, CHECKS.things.values()))
+
+
+def claims() -> str:
+    """A section for each check: claim, an example of a failure, likely causes."""
+
+    def section(one: Check) -> str:
+        claim, _, causes = prose(one.text).partition("If it fails: ")
+        example = EXAMPLES[one.name]
+        said = "\n".join(one.findings(example.story(example.cell).cell, example.story(example.cell).trace))
+        cause = causes[:1].upper() + causes[1:]
+        shown = f"Said of a trainer that {example.wrong}, in `{example.cell}`:\n\n```text\n{said}\n```"
+        return f"### {one.name}\n\n{claim.strip()}\n\n{shown}\n\n**Likely causes.** {cause}\n"
+
+    return "\n".join(map(section, CHECKS.things.values()))
+
+
+def strategies() -> str:
+    """Which drivers can do which strategy."""
+
+    def drivers(name: str) -> str:
+        able = (
+            driver.name
+            for driver in DRIVERS.things.values()
+            if any(not driver.unable(Cell(name, precision), "cuda") for precision in PRECISIONS.names())
+        )
+        return code(able)
+
+    rows = ([f"`{one.name}`", one.meaning, drivers(one.name)] for one in STRATEGIES.things.values())
+    return table(("strategy", "is", "drivers"), rows)
+
+
+def precisions() -> str:
+    """What each precision loads, computes and keeps in."""
+    rows = (
+        [f"`{one.name}`", one.load, f"8 bits in, {one.compute} out" if one.float8 else one.compute, one.master]
+        for one in PRECISIONS.things.values()
+    )
+    return table(("precision", "loaded in", "products in", "masters and optimizer state in"), rows)
+
+
+def dtypes() -> str:
+    """What the check of that name expects in bf16_mixed; strategies of which it expects the same in one row."""
+    alike: dict[Dtypes, list[str]] = {}
+    for one in STRATEGIES.things.values():
+        alike.setdefault(one.dtypes(PRECISIONS.get("bf16_mixed")), []).append(one.name)
+    rows = (
+        [code(names), *(getattr(row, column) or ("float32" if column == "buffer" else "") for column in COLUMNS)]
+        for row, names in alike.items()
+    )
+    return table(("strategy", *COLUMNS.values()), rows)
+
+
+def cell_options() -> str:
+    """The further axes of a cell, and which drivers obey them."""
+
+    def words(values: Iterable[object]) -> str:
+        return code({True: "yes", False: "no"}[value] if isinstance(value, bool) else value for value in values)
+
+    rows = (
+        [
+            f"`{one.name}`",
+            words(one.values),
+            one.meaning,
+            code(driver.name for driver in DRIVERS.things.values() if one.name in driver.options),
+        ]
+        for one in OPTIONS.values()
+    )
+    return table(("option", "values, the default first", "means", "drivers"), rows)
+
+
+#: Verbs that a driver need not have.
+OPTIONAL = ("export", "reload", "evaluate", "reference", "overflow")
+
+
+class Able(Driver):
+    """Has every optional verb, and makes every claim."""
+
+    name = "able"
+    reshards = STRATEGIES.names()
+    portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp2": "ddp"}
+    lacks: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def can(cls, verb: str) -> bool:
+        return verb not in cls.lacks
+
+
+def verbs() -> str:
+    """Which checks each optional verb or claim of a driver brings."""
+    cells = (CELL, Cell("ddp", "fp16_mixed"))
+    told: Mapping[str, dict[str, Any]] = {
+        **{verb: {"lacks": (verb,)} for verb in OPTIONAL},
+        "reshards": {"reshards": ()},
+        "portable": {"portable": {}},
+    }
+
+    def brought(without: type[Driver]) -> str:
+        return code(
+            one.name
+            for one in CHECKS.things.values()
+            if any(one.applies(cell, without) and not one.applies(cell, Able) for cell in cells)
+        )
+
+    rows = (
+        [
+            f"`{name}`",
+            prose((getattr(Driver, name).__doc__ or "").strip().split("\n")[0]) if name in OPTIONAL else CLAIMS[name],
+            brought(type("Without", (Able,), missing)),
+        ]
+        for name, missing in told.items()
+    )
+    return table(("verb or claim", "is", "checks that it brings"), rows)
+
+
+def example_driver() -> str:
+    """The driver of the example, whole."""
+    text = (DOCS.parent / "examples" / "my_trainer" / "my_driver.py").read_text(encoding="utf-8")
+    return f"```python\n{text}```\n"
+
+
+#: The blocks of pages, by the name that stands in their first line.
+MADE: Mapping[str, Callable[[], str]] = {
+    "checks": checks,
+    "claims": claims,
+    "strategies": strategies,
+    "precisions": precisions,
+    "dtypes": dtypes,
+    "options": cell_options,
+    "verbs": verbs,
+    "driver": example_driver,
+}
+
+
+def made(name: str) -> str:
+    """The block of that name, between empty lines: a comment right beside a table would be a part of it."""
+    return f"\n{MADE[name]().strip()}\n\n"
+
+
+def write() -> None:
+    """Write every block of every page anew."""
+    for page in sorted(DOCS.glob("*.md")):
+        old = page.read_text(encoding="utf-8")
+        new = BLOCK.sub(lambda found: f"{found[1]}{found[2]}{made(found[1])}", old)
+        if new != old:
+            page.write_text(new, encoding="utf-8")
+            print(page.name)
+
+
+if __name__ == "__main__":
+    write()

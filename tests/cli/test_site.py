@@ -1,0 +1,168 @@
+"""The site is built without a warning, and what its pages say of the code, of runs and of figures is so."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.report import WORDS, Report
+
+from .failing import EXAMPLES
+from .generated import MADE, blocks, made
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def page(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of every table's rows."""
+    return [[one.strip() for one in line.strip("|").split(" | ")] for line in text.splitlines() if line[:2] == "| "]
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(
+        line, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr
+    for source in DOCS.rglob("*.md"):
+        name = source.relative_to(DOCS).with_suffix("").as_posix()
+        built = tmp_path / "site" / ("index.html" if name == "index" else f"{name}/index.html")
+        text = built.read_text(encoding="utf-8")
+        assert "```" not in text, f"{name}: a block that mkdocs does not take for one"
+        # A page loads nothing from elsewhere, and links out of docs/ lead to files that exist there.
+        assert not re.findall(r'<(?:script|img)[^>]+src="(?:https?:)?//[^"]+', text)
+        for kind, target in re.findall(
+            r'href="https://github.com/pytest-distcompat/pytest-distcompat/(blob|tree)/main/([^"#]+)', text
+        ):
+            assert (ROOT / target).is_dir() if kind == "tree" else (ROOT / target).is_file(), target
+
+
+def test_a_link_that_leads_nowhere_is_seen(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    (tmp_path / "docs" / "hooks").mkdir(parents=True)
+    (tmp_path / "docs" / "hooks" / "outside.py").write_text((DOCS / "hooks" / "outside.py").read_text(encoding="utf-8"))
+    settings = re.sub(r"^nav:.*", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    (tmp_path / "mkdocs.yml").write_text(settings, encoding="utf-8")
+    (tmp_path / "there").mkdir()
+
+    def build(text: str) -> str:
+        (tmp_path / "docs" / "index.md").write_text(text, encoding="utf-8")
+        line = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return f"{done.returncode} {done.stderr}"
+
+    assert build("[there](../there)").startswith("0 ")
+    html = (tmp_path / "build" / "site" / "index.html").read_text(encoding="utf-8")
+    assert 'href="https://github.com/pytest-distcompat/pytest-distcompat/tree/main/there"' in html
+    found = build("[gone](../gone)")
+    assert found.startswith("1 ")
+    assert "'../gone'" in found
+
+
+def test_what_is_made_of_the_code_is_up_to_date() -> None:
+    found = {name: text for path in DOCS.glob("*.md") for name, text in blocks(path.read_text(encoding="utf-8"))}
+    assert set(found) == set(MADE)
+    for name, text in found.items():
+        assert text == made(name), f"{name}: run python -m tests.cli.generated"
+
+
+@pytest.mark.parametrize("name", CHECKS.names())
+def test_each_check_says_its_claim_its_causes_and_has_a_failure_to_show(name: str) -> None:
+    example = EXAMPLES[name]
+    assert example.story(example.cell).findings(name)
+    claim, causes, _ = CHECKS.get(name).text.partition("If it fails: ")
+    assert claim.strip()
+    assert causes
+
+
+def test_lines_of_the_examples_are_counted_as_the_page_says() -> None:
+    spec = importlib.util.spec_from_file_location("newcomer", ROOT / "benchmarks" / "newcomer.py")
+    assert spec is not None
+    assert spec.loader is not None
+    newcomer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(newcomer)
+    told = {
+        found[1]: row
+        for row in rows(page("adopt"))
+        if (found := re.match(r"\[(\w+)\]", row[0])) and row[-1].endswith(" s")
+    }
+    drivers = sorted((ROOT / "examples").glob("*/*_driver.py"))
+    assert sorted(told) == [path.parent.name for path in drivers]
+    for path in drivers:
+        assert [int(one) for one in told[path.parent.name][1:5]] == list(newcomer.weigh(path))
+
+
+def test_pictures_are_small_and_each_is_shown() -> None:
+    pictures = sorted((DOCS / "images").glob("*.png"))
+    assert sorted(re.findall(r"\(images/([\w-]+\.png)\)", page("reports"))) == [path.name for path in pictures]
+    assert all(path.stat().st_size < 200_000 for path in pictures)
+
+
+@pytest.mark.parametrize("name", ["expectations", "reports"])
+def test_every_word_of_the_matrix_is_explained(name: str) -> None:
+    told = {row[0].strip("`") for row in rows(page(name)) if row[0].strip("`") in WORDS.values()}
+    assert told == set(WORDS.values())
+
+
+def test_tolerances_are_those_of_the_precisions() -> None:
+    told = {
+        row[0].strip("`"): row[1:] for row in rows(page("checks").partition("## Tolerances")[2]) if row[0][0] == "`"
+    }
+    assert set(told) == set(PRECISIONS.names())
+    for name, (loss, norm) in told.items():
+        precision = PRECISIONS.get(name)
+        allowed = [float(re.findall(r"[\d.]+e-\d+", one)[1]) for one in (loss, norm)]
+        assert allowed == [precision.loss_tolerance, precision.norm_tolerance], name
+
+
+def test_the_recorded_run_is_that_of_the_sample() -> None:
+    """The matrix of the page, cell by cell, against the report of the same suite."""
+    text = page("terminal")
+    real = {(one.cell, one.check): one.word for one in Report.read(ROOT / "tests" / "report" / "real.json").results}
+    heads = next(
+        line for line in text.splitlines() if line.split() == ["active", "names", "optimizer", "dtypes"]
+    ).split()
+    table = [line.split() for line in text.splitlines() if re.match(r"  \w+-\w+-w\d  ", line)]
+    assert {cell for cell, *_ in table} == {cell for cell, _ in real}
+    for cell, *words in table:
+        assert words == [real[cell, check] for check in heads[: len(words)]], cell
+    words = [word for _, *found in table for word in found]
+    assert {"ok", "known", "FAIL", "CRASH", "HUNG", "refused", "-"} == set(words)
+    counted = {word: len([one for one in words if one == word]) for word in words}
+    said = f"{counted['ok']} passed, {counted['refused']} refused, {counted['known']} known, {counted['FAIL']} failed"
+    assert f"{len(words)} asked, " in text
+    assert said in text
+
+
+def test_figures_of_other_harnesses_are_those_of_the_benchmarks() -> None:
+    measured = {row[0]: row[2] for row in rows(page("benchmarks").partition("--stack`")[2]) if len(row) == 5}
+    (_, *names), _, *each = [row for row in rows(page("faults").partition("## Beside other")[2]) if len(row) == 5]
+    # The same way under its names on the two pages.
+    columns = {
+        "ours": "ours",
+        "`torchrun`": "torchrun",
+        "`accelerate": "accelerate",
+        "torch `MultiProcessT": "MultiProcessT",
+    }
+    for way, _, seconds, *faults in rows(page("comparison"))[2:]:
+        assert next(found for name, found in measured.items() if way.startswith(name)) == seconds, way
+        column = next((word for begin, word in columns.items() if way.startswith(begin)), None)
+        at = next((at for at, name in enumerate(names, 1) if column and column in name), None)
+        right, cause = ([word in one[at] for one in each] if at else [] for word in ("right", ", cause"))
+        told = [f"{sum(found)} of {len(found)}" for found in (right, cause)] if at else ["not tried", "not tried"]
+        assert faults == told, way
