@@ -10,7 +10,7 @@ import pytest
 
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.lease import Pool, cpu_slots
-from pytest_distcompat.scripts import ScriptRun, launch
+from pytest_distcompat.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip
 from pytest_distcompat.scripts.launching import Host
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -18,12 +18,30 @@ PROGRAMS = Path(__file__).parent / "programs"
 Launch = Callable[..., ScriptRun]
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def pids(run: ScriptRun) -> list[int]:
+    """Of the processes that announced themselves as ranks."""
+    said = (event for events in run.ending.events.values() for event in events)
+    return [int(event["pid"]) for event in said if event["event"] == "start"]
+
+
+def trip(host: Host, program: str, *more: str, **settings: Any) -> RoundTrip:
+    """Five steps of a program of ours, saved after three, and on from there."""
+    return resume_roundtrip(
+        PROGRAMS / program,
+        ["--output", "{output}", "--steps", "{steps}", "--save-at", "{save_at}", *more],
+        resume=["--resume", "{checkpoint}"],
+        **{"save_at": 3, "total": 5, "host": host, **settings},
+    )
+
+
+@pytest.fixture(scope="package", autouse=True)
+def offline() -> Iterator[None]:
     """No network, and no long wait for a name server: torch looks up the name of each address that connects."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
+        patch.delenv("PYTEST_ADDOPTS", raising=False)
+        yield
 
 
 @pytest.fixture
@@ -32,17 +50,30 @@ def host(tmp_path: Path) -> Host:
     return Host("cpu", 2, Pool(None, cpu_slots()), timeout=120.0, directory=tmp_path / "runs")
 
 
-@pytest.fixture
-def run(host: Host) -> Iterator[Launch]:
-    """Launch a program of ours; failures are results."""
-    runs: list[ScriptRun] = []
+@pytest.fixture(scope="module")
+def module_host(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    """The same, for runs that the tests of a module share."""
+    return Host("cpu", 2, Pool(None, cpu_slots()), timeout=120.0, directory=tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def run(module_host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """Launch a program of ours; failures are results. Who asks for the same again gets the same run.
+
+    ``{output}`` in what it is told stands for a directory of that run's own.
+    """
+    runs: dict[str, ScriptRun] = {}
 
     def run(program: str, *args: Any, **settings: Any) -> ScriptRun:
-        found = launch(PROGRAMS / program, *args, host=host, allow_failure=True, **settings)
-        runs.append(found)
-        return found
+        asked = repr((program, args, sorted(settings.items())))
+        if asked not in runs:
+            output = str(tmp_path_factory.mktemp("output"))
+            told = [str(one).replace("{output}", output) for one in args]
+            if "output" in settings:
+                settings["output"] = str(settings["output"]).replace("{output}", output)
+            runs[asked] = launch(PROGRAMS / program, *told, host=module_host, allow_failure=True, **settings)
+        return runs[asked]
 
     yield run
-    said = [event for one in runs for events in one.ending.events.values() for event in events]
-    left = [event["pid"] for event in said if event["event"] == "start" and alive(int(event["pid"]))]
+    left = [pid for one in runs.values() for pid in pids(one) if alive(pid)]
     assert not left, f"left running: {left}"

@@ -12,21 +12,22 @@ import psutil
 import pytest
 
 from pytest_distcompat.failures import LifeFailure, UsageProblem
+from pytest_distcompat.launch.process import alive
 from pytest_distcompat.scripts import ScriptRun, launch
 from pytest_distcompat.scripts.launching import Host
 
-from .conftest import PROGRAMS, Launch
+from .conftest import PROGRAMS, Launch, pids
 
 pytestmark = pytest.mark.spawn
 
 
-@pytest.fixture
-def ends(host: Host) -> Launch:
-    """Two ranks that a launcher of nobody's starts, and that end as they are told."""
+@pytest.fixture(scope="module")
+def ends(run: Launch) -> Launch:
+    """Two ranks that a launcher of nobody's starts, and that end as they are told; the same way once."""
 
     def ends(how: str, *more: str, ranks: int = 2, timeout: float = 30.0) -> ScriptRun:
-        line = [str(PROGRAMS / "start_ranks.py"), str(ranks), str(PROGRAMS / "ends.py"), how, *more]
-        return launch(sys.executable, *line, launcher="cli", host=host, timeout=timeout, allow_failure=True)
+        line = [PROGRAMS / "start_ranks.py", ranks, PROGRAMS / "ends.py", how, *more]
+        return run(sys.executable, *line, launcher="cli", timeout=timeout)
 
     return ends
 
@@ -60,7 +61,7 @@ def test_one_bad_rank_is_a_bad_run(ends: Launch, how: str, kind: str, said: str,
 def test_a_launcher_that_leaves_its_ranks_alone_is_a_failure(ends: Launch) -> None:
     run = ends("hang", "--leave")
     assert run.ending.headline() == f"{sys.executable} ended (exit code 0) while rank 1 still ran"
-    assert not _running("ends.py")
+    assert not any(map(alive, pids(run)))
 
 
 def test_an_exception_is_shown_with_its_traceback(ends: Launch) -> None:
@@ -78,7 +79,7 @@ def test_a_hang_shows_where_and_all_is_killed(ends: Launch) -> None:
     assert run.ending.kind == "hung", run.text()
     assert "time limit of 3 s" in run.ending.headline()
     assert "ends.py" in run.text()
-    assert not _running("ends.py")
+    assert not any(map(alive, pids(run)))
 
 
 def test_a_launcher_that_is_killed_is_a_failure_and_its_ranks_are_found(ends: Launch) -> None:
@@ -86,7 +87,7 @@ def test_a_launcher_that_is_killed_is_a_failure_and_its_ranks_are_found(ends: La
     run = ends("kill the launcher", "--session")
     assert run.ending.kind == "crashed"
     assert run.ending.headline() == f"{sys.executable} was killed by SIGKILL"
-    assert not _running("ends.py")
+    assert not any(map(alive, pids(run)))
 
 
 def test_what_a_rank_leaves_behind_is_killed_and_named(ends: Launch) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pytest_distcompat.cell import Cell
 from pytest_distcompat.failures import Incompatible, UsageProblem
 from pytest_distcompat.scripts import ScriptRun
 from pytest_distcompat.scripts.recorder import STRIDE
@@ -15,7 +19,7 @@ from .conftest import Launch
 
 pytestmark = pytest.mark.spawn
 
-TORCH, ACCELERATE, TRAINER = "torch_loop.py", "accelerate_loop.py", "trainer_script.py"
+TORCH, ACCELERATE = "torch_loop.py", "accelerate_loop.py"
 
 
 def losses(run: ScriptRun, rank: int = 0) -> list[str]:
@@ -23,51 +27,43 @@ def losses(run: ScriptRun, rank: int = 0) -> list[str]:
     return re.findall(r"^step \d+ loss .*", run.output_of(rank), re.MULTILINE)
 
 
+def plain_loop(run: Launch, strategy: str, **settings: Any) -> ScriptRun:
+    told = ("--strategy", strategy, "--save-at", "3", "--output", "{output}")
+    return run(TORCH, *told, strategy=strategy, output="{output}", **settings)
+
+
+def accelerate_loop(run: Launch, strategy: str, **settings: Any) -> ScriptRun:
+    told: dict[str, Any] = {"launcher": "accelerate", "strategy": strategy, "precision": "bf16_mixed", **settings}
+    return run(ACCELERATE, "--save-at", "3", "--output", "{output}", output="{output}/final", **told)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2"])
-def test_a_plain_loop(run: Launch, tmp_path: Path, strategy: str) -> None:
-    found = run(TORCH, "--strategy", strategy, "--save-at", "3", "--output", tmp_path, strategy=strategy)
+def test_a_plain_loop(run: Launch, strategy: str) -> None:
+    found = plain_loop(run, strategy)
     found.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
     assert not found.labels
 
 
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "zero3"])
-def test_a_trainer_script(run: Launch, tmp_path: Path, strategy: str) -> None:
-    """On the CPU, where transformers alone would refuse FSDP: the report says what made it run."""
-    found = run(TRAINER, "--output", tmp_path, "--save-at", "3", launcher="accelerate", strategy=strategy)
-    found.check("active", "names", "optimizer", "dtypes", "memory")
-    assert any(label.startswith("CPU bridge: accelerate") for label in found.labels)
-
-
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
-def test_an_accelerate_loop_in_bfloat16(run: Launch, tmp_path: Path, strategy: str) -> None:
-    found = run(
-        ACCELERATE,
-        *("--save-at", "3", "--output", tmp_path),
-        launcher="accelerate",
-        strategy=strategy,
-        precision="bf16_mixed",
-        output=tmp_path / "final",
-    )
+def test_an_accelerate_loop_in_bfloat16(run: Launch, strategy: str) -> None:
+    found = accelerate_loop(run, strategy)
     found.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_deepspeed_loop(run: Launch, tmp_path: Path, stage: int) -> None:
-    arguments = ["--stage", stage, "--output", tmp_path, "--save-at", "3"]
+def test_a_deepspeed_loop(run: Launch, stage: int) -> None:
+    arguments = ["--stage", stage, "--output", "{output}", "--save-at", "3"]
     found = run("deepspeed_loop.py", *arguments, strategy=f"zero{stage}")
     found.check("active", "names", "optimizer", "dtypes", "memory")
 
 
 @pytest.mark.parametrize(
-    ("program", "settings"),
-    [
-        (TORCH, {}),
-        (ACCELERATE, {"launcher": "accelerate", "strategy": "fsdp2", "precision": "bf16_mixed"}),
-        (ACCELERATE, {"launcher": "accelerate", "strategy": "zero2"}),
-    ],
+    ("loop", "strategy"), [(plain_loop, "ddp"), (accelerate_loop, "fsdp2"), (accelerate_loop, "zero2")]
 )
-def test_losses_are_the_same_bit_by_bit_without_the_probe(run: Launch, program: str, settings: dict[str, str]) -> None:
-    probed, bare = run(program, **settings), run(program, watch_steps=0, **settings)
+def test_losses_are_the_same_bit_by_bit_without_the_probe(
+    run: Launch, loop: Callable[..., ScriptRun], strategy: str
+) -> None:
+    probed, bare = loop(run, strategy), loop(run, strategy, watch_steps=0)
     assert len(losses(bare)) == 6
     for rank in (0, 1):
         assert losses(probed, rank) == losses(bare, rank)
@@ -75,12 +71,25 @@ def test_losses_are_the_same_bit_by_bit_without_the_probe(run: Launch, program: 
     assert not bare.life.moments
 
 
+def eight_steps(run: Launch) -> ScriptRun:
+    return run(TORCH, "--steps", "8", strategy="ddp", watch_steps=3)
+
+
 def test_later_steps_are_not_looked_at(run: Launch) -> None:
-    found = run(TORCH, "--steps", "8", strategy="ddp", watch_steps=3)
+    found = eight_steps(run)
     found.check("active", "optimizer", "dtypes")
     late = found.life.at_index(8 * STRIDE)
     assert len(late) == 2
     assert all(moment.model is None and not moment.inputs and moment.loss is not None for moment in late)
+
+
+def test_weights_that_are_not_the_trained_ones(run: Launch) -> None:
+    """Those of six steps, where eight were taken."""
+    older = plain_loop(run, "ddp").output
+    assert older is not None
+    found = dataclasses.replace(eight_steps(run), output=older / "model.pt")
+    with pytest.raises(Incompatible, match="other values after the reload"):
+        found.check("final_model_loadable")
 
 
 def test_a_script_that_wraps_nothing_is_never_a_pass(run: Launch) -> None:
@@ -100,7 +109,7 @@ def test_accelerate_left_alone_on_the_cpu_drops_the_strategy(run: Launch) -> Non
 
 
 def test_another_strategy_than_asked_for(run: Launch) -> None:
-    found = run(TORCH, "--strategy", "ddp", strategy="fsdp2")
+    found = dataclasses.replace(plain_loop(run, "ddp"), cell=Cell("fsdp2", "fp32"))
     with pytest.raises(Incompatible, match="runs as DDP x 1; expected FSDP2"):
         found.check("active")
 
@@ -115,31 +124,12 @@ def test_an_optimizer_that_holds_stale_parameters(run: Launch) -> None:
         found.check("optimizer")
 
 
-def test_a_run_that_ends_without_weights(run: Launch, tmp_path: Path) -> None:
+def test_a_run_that_ends_without_weights(run: Launch) -> None:
     """(c)"""
-    left = tmp_path / "left"
-    left.mkdir()
-    found = run(TORCH, "--output", left, "--fault", "no weights", strategy="ddp", output=left)
+    found = run(TORCH, "--output", "{output}", "--fault", "no weights", strategy="ddp", output="{output}")
     assert not found.failed, found.text()
     with pytest.raises(Incompatible, match=r"holds no weights \(files: none\)"):
         found.check("final_model_loadable")
-
-
-def test_trainer_leaves_no_model_of_shards(run: Launch, tmp_path: Path) -> None:
-    """(c) as it is today: ``save_model`` under FSDP with a sharded state dict writes nothing, and says nothing."""
-    found = run(TRAINER, "--output", tmp_path, launcher="accelerate", strategy="fsdp2")
-    with pytest.raises(Incompatible, match="final_model_loadable"):
-        found.check("final_model_loadable")
-
-
-def test_weights_that_are_not_the_trained_ones(run: Launch, tmp_path: Path) -> None:
-    first = run(TORCH, "--output", tmp_path, strategy="ddp", output=tmp_path)
-    first.check("final_model_loadable")
-    (tmp_path / "old").mkdir()
-    (tmp_path / "model.pt").rename(tmp_path / "old" / "model.pt")
-    longer = run(TORCH, "--steps", "8", strategy="ddp", output=tmp_path / "old")
-    with pytest.raises(Incompatible, match="other values after the reload"):
-        longer.check("final_model_loadable")
 
 
 def test_a_failed_run_passes_no_check(run: Launch) -> None:
@@ -165,7 +155,7 @@ def test_a_failed_probe_passes_no_check(run: Launch, tmp_path: Path) -> None:
 
 
 def test_checks_need_to_be_told_what_is_asked_for(run: Launch) -> None:
-    found = run("ends.py", "well")
+    found = dataclasses.replace(plain_loop(run, "ddp"), cell=None)
     with pytest.raises(UsageProblem, match="was not told what is to be running"):
         found.check("active")
     with pytest.raises(UsageProblem, match="'parity' is no check of a script's run"):

@@ -2,57 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pytest_distcompat.failures import Incompatible, UsageProblem
-from pytest_distcompat.scripts import RoundTrip, resume_roundtrip
+from pytest_distcompat.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip
 from pytest_distcompat.scripts.launching import Host
 
-from .conftest import PROGRAMS
+from .conftest import PROGRAMS, trip
 
-Trip = Callable[..., RoundTrip]
-ARGUMENTS = ("--output", "{output}", "--steps", "{steps}", "--save-at", "{save_at}")
-
-
-@pytest.fixture
-def trip(host: Host) -> Trip:
-    """Five steps, saved after three."""
-
-    def trip(program: str, *more: str, **settings: Any) -> RoundTrip:
-        return resume_roundtrip(
-            PROGRAMS / program,
-            [*ARGUMENTS, *more],
-            resume=["--resume", "{checkpoint}", *(("--saved-by", "2") if "reshard_to" in settings else ())],
-            **{"save_at": 3, "total": 5, "host": host, **settings},
-        )
-
-    return trip
+LOOP = PROGRAMS / "torch_loop.py"
 
 
-@pytest.mark.spawn
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_a_plain_loop_goes_on(trip: Trip, strategy: str) -> None:
-    found = trip("torch_loop.py", "--strategy", strategy, strategy=strategy)
-    assert not found.findings
-    assert [len(run.life.at("load")) for run in (found.through, found.stopped, found.resumed)] == [0, 0, 2]
+@pytest.fixture(scope="module")
+def ddp(module_host: Host) -> RoundTrip:
+    return trip(module_host, "torch_loop.py", "--strategy", "ddp", strategy="ddp")
 
 
-@pytest.mark.spawn
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
-def test_a_trainer_script_goes_on(trip: Trip, strategy: str) -> None:
-    assert not trip("trainer_script.py", launcher="accelerate", strategy=strategy).findings
-
-
-@pytest.mark.spawn
-def test_more_ranks_go_on_with_what_fewer_saved(trip: Trip) -> None:
-    found = trip(
-        "torch_loop.py", "--strategy", "fsdp2", strategy="fsdp2", reshard_to=3, same=["parameters", "optimizer"]
+@pytest.fixture(scope="module")
+def more_ranks(module_host: Host) -> RoundTrip:
+    """Two ranks of FSDP2 that three go on for."""
+    return trip(
+        module_host,
+        *("torch_loop.py", "--strategy", "fsdp2", "--saved-by", "2"),
+        strategy="fsdp2",
+        reshard_to=3,
+        same=["parameters", "optimizer"],
     )
+
+
+def as_many(host: Host, of: RoundTrip, *more: str) -> RoundTrip:
+    """The same checkpoint, on as many ranks as saved it."""
+    found: Any = of.stopped.saved()[0]["path"]
+    line = ["--strategy", "fsdp2", "--steps", "5", "--resume", found, *more]
+    resumed = launch(LOOP, *line, strategy="fsdp2", watch_steps=5, host=host)
+    return RoundTrip(of.through, of.stopped, resumed, 3, 5, ("losses", "grad_norms", "parameters", "optimizer", "rng"))
+
+
+def loads(found: RoundTrip) -> list[int]:
+    """How many ranks loaded, by run."""
+    runs: tuple[ScriptRun, ...] = (found.through, found.stopped, found.resumed)
+    return [len(run.life.at("load")) for run in runs]
+
+
+@pytest.mark.spawn
+def test_a_plain_loop_goes_on(ddp: RoundTrip) -> None:
+    assert not ddp.findings
+    assert loads(ddp) == [0, 0, 2]
+
+
+@pytest.mark.spawn
+def test_more_ranks_go_on_with_what_fewer_saved(more_ranks: RoundTrip) -> None:
+    assert not more_ranks.findings
+    assert more_ranks.resumed.life.world_size == 3
+
+
+@pytest.mark.spawn
+def test_a_plain_loop_of_shards_goes_on(module_host: Host, more_ranks: RoundTrip) -> None:
+    found = as_many(module_host, more_ranks)
     assert not found.findings
-    assert found.resumed.life.world_size == 3
+    assert loads(found) == [0, 0, 2]
 
 
 @pytest.mark.spawn
@@ -69,27 +79,29 @@ def test_more_ranks_go_on_with_what_fewer_saved(trip: Trip) -> None:
         ),
     ],
 )
-def test_a_run_that_only_seems_to_go_on(trip: Trip, fault: str, said: str) -> None:
+def test_a_run_that_only_seems_to_go_on(module_host: Host, more_ranks: RoundTrip, fault: str, said: str) -> None:
     """(b) and (e): both end well, with losses that look right."""
+    found = as_many(module_host, more_ranks, "--fault", fault)
     with pytest.raises(Incompatible, match=said):
-        trip("torch_loop.py", "--strategy", "fsdp2", "--fault", fault, strategy="fsdp2")
+        found.check()
 
 
 @pytest.mark.spawn
-def test_a_run_that_forgets_to_resume(host: Host) -> None:
-    """(b): the argument never reaches ``train()``, as in transformers' own test of it."""
+def test_a_run_that_forgets_to_resume(ddp: RoundTrip) -> None:
+    """(b): the argument never reaches ``train()``, as in transformers' own test of it: the command of the run through."""
     with pytest.raises(Incompatible, match="it started again at step 0"):
-        resume_roundtrip(PROGRAMS / "torch_loop.py", ARGUMENTS, resume=[], save_at=3, total=5, host=host)
+        RoundTrip(ddp.through, ddp.stopped, ddp.through, 3, 5, ddp.same).check()
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"same": ["momenta"]}, r"same=\['momenta'\]: known are losses, grad_norms"),
-        ({"save_at": 5}, "save_at=5 of total=5 steps"),
+        ({"save_at": 6}, "save_at=6 of total=5 steps"),
         ({"save_at": 0}, "save_at=0 of total=5 steps"),
     ],
 )
-def test_wrong_words(trip: Trip, settings: dict[str, Any], said: str) -> None:
+def test_wrong_words(host: Host, settings: dict[str, Any], said: str) -> None:
+    told: dict[str, Any] = {"save_at": 3, "total": 5, **settings}
     with pytest.raises(UsageProblem, match=said):
-        trip("torch_loop.py", **settings)
+        resume_roundtrip(LOOP, [], resume=[], host=host, **told)

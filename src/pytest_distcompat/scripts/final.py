@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,14 @@ from pytest_distcompat.trace import LifeTrace, Moment
 
 
 def findings(
-    life: LifeTrace, cell: Cell, place: Path | None, read: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    life: LifeTrace,
+    cell: Cell,
+    place: Path | None,
+    checkpoints: Sequence[str],
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> list[str]:
-    """What is wrong with what a run of that life left in ``place``; ``read`` has ``scripts.reading`` answer a question.
+    """What is wrong with what a run of that life left in ``place``, beside the ``checkpoints`` that it wrote on its way;
+    ``read`` has ``scripts.reading`` answer a question.
 
     It is to hold weights; they load by transformers' ``from_pretrained`` (or, where there is no ``config.json``, as the DCP,
     safetensors or torch file that they are) with no key missing, unexpected or of another shape; and each parameter and
@@ -26,7 +31,7 @@ def findings(
         return ["nothing says where the run leaves its model: tell launch(output=...)"]
     if not place.exists():
         return [f"{place} does not exist: the run left no model"]
-    found = read({"what": "final", "path": str(place)})
+    found = read({"what": "final", "path": str(place.resolve()), "checkpoints": checkpoints})
     if found["problem"]:
         return [f"{place}: {found['problem']}"]
     return [f"{place}: {text}" for text in _compare(life, cell, found)]

@@ -10,14 +10,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.failures import LifeFailure
 
 if TYPE_CHECKING:
-    from pytest_distcompat.trace import PlainFact
+    from pytest_distcompat.trace import FileFact, PlainFact
 
 #: Seconds; a model of the size of a test's is read in a few.
 TIMEOUT = 600.0
@@ -70,18 +70,16 @@ def _final(wanted: Mapping[str, Any]) -> dict[str, Any]:
     from pytest_distcompat.checks.export import PREFIX
     from pytest_distcompat.probe import read_files, read_plain
 
-    path = Path(wanted["path"])
+    path, checkpoints = Path(wanted["path"]), [Path(one) for one in wanted["checkpoints"]]
     directory = path if path.is_dir() else path.parent
-    files = [
-        fact for fact in read_files(directory, PREFIX) if path.is_dir() or fact.path.startswith(PREFIX + path.name)
-    ]
+    files = _left(read_files(directory, PREFIX), path, checkpoints)
     found: dict[str, Any] = {"problem": "", "missing": [], "unexpected": [], "mismatched": [], "plain": None}
     found["files"] = [dataclasses.asdict(fact) for fact in files]
     if not any(fact.holds == "model" for fact in files):
         there = sorted(str(one.relative_to(directory)) for one in directory.rglob("*") if one.is_file())
         return {**found, "problem": f"holds no weights (files: {', '.join(there) or 'none'})"}
     if not (directory / "config.json").exists():
-        return {**found, "plain": dataclasses.asdict(_stored(path))}
+        return {**found, "plain": dataclasses.asdict(_stored(path, checkpoints))}
     try:
         model, told = _model_class(directory).from_pretrained(directory, output_loading_info=True)
     except Exception as error:
@@ -89,6 +87,23 @@ def _final(wanted: Mapping[str, Any]) -> dict[str, Any]:
     for title in ("missing", "unexpected", "mismatched"):
         found[title] = sorted(str(key[0] if isinstance(key, tuple) else key) for key in told[f"{title}_keys"])
     return {**found, "plain": dataclasses.asdict(read_plain(model))}
+
+
+def _left(facts: Iterable[FileFact], path: Path, checkpoints: Collection[Path]) -> list[FileFact]:
+    """What is meant by ``path``: the file; of a directory what lies in it, as ``from_pretrained`` takes it; only where no model
+    does, what lies below it, but for the checkpoints that the run wrote there on its way.
+    """
+    from pytest_distcompat.checks.export import PREFIX
+
+    directory = path if path.is_dir() else path.parent
+    places = [(directory / fact.path.removeprefix(PREFIX).split(":")[0], fact) for fact in facts]
+    if not path.is_dir():
+        return [fact for place, fact in places if place == path]
+    here = [fact for place, fact in places if place == path or (place.parent == path and place.is_file())]
+    if any(fact.holds == "model" for fact in here):
+        return here
+    on_the_way = {one for one in checkpoints if one != path and one not in path.parents}
+    return [fact for place, fact in places if on_the_way.isdisjoint({place, *place.parents})]
 
 
 def _model_class(directory: Path) -> Any:
@@ -100,16 +115,13 @@ def _model_class(directory: Path) -> Any:
     return getattr(transformers, names[0]) if names else transformers.AutoModel
 
 
-def _stored(path: Path) -> PlainFact:
+def _stored(path: Path, checkpoints: Collection[Path]) -> PlainFact:
     """A model that no library loads: what stands in its files is what it is."""
     from pytest_distcompat.probe import read_saved
     from pytest_distcompat.trace import ParameterFact, PlainFact
 
-    directory = path if path.is_dir() else path.parent
-    facts = [
-        fact for fact in read_saved(directory) if fact.holds == "model" and (path.is_dir() or fact.path == path.name)
-    ]
-    digests = {key: digest for fact in facts for key, digest in fact.digests.items()}
+    facts = _left(read_saved(path if path.is_dir() else path.parent), path, checkpoints)
+    digests = {key: digest for fact in facts if fact.holds == "model" for key, digest in fact.digests.items()}
     dtype = "float32"
     return PlainFact(tuple(ParameterFact(key, (), dtype, digest=digest) for key, digest in digests.items()))
 

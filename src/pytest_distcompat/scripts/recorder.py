@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.scripts.presence import Presence, before_end
 from pytest_distcompat.scripts.sight import Sight
+from pytest_distcompat.scripts.stopping import leave_together
 from pytest_distcompat.scripts.subjects import Subjects
 from pytest_distcompat.trace import Moment
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 #: Places in the life between two steps.
 STRIDE = 100
-#: Seconds that a rank waits for the others to be done with a checkpoint.
-STOP_TIME = 60.0
 PLAIN, BUILD, LOAD, SAVE, END = 0, 1, 2, 10, 90
 
 
@@ -58,6 +56,8 @@ class Recorder:
         self._losses: list[torch.Tensor] = []
         self._pending: dict[str, Any] | None = None
         self._loaded = False
+        #: What a checkpoint left in a model that was not trained since: the moments to be told if it never is.
+        self._at_rest: dict[str, dict[str, Any]] = {}
         self._built = self._grouped = False
         self._saves = 0
         self._settled_at = -1
@@ -70,6 +70,8 @@ class Recorder:
         from torch import distributed
 
         self.guard(self.close)
+        for verb, facts in {} if self._built else self._at_rest.items():
+            self._tell(verb, {"plain": PLAIN, "load": LOAD}[verb], **facts)
         # Without its group a rank of ZeRO-3 cannot tell which part of a parameter is its own; it was looked at before that.
         if not self._grouped or distributed.is_initialized():
             self.guard(self.settled)
@@ -160,8 +162,7 @@ class Recorder:
             self._hooks += self.observer.attach_to_products(unwrapped(module))
 
     def _begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.close()
-        self._stop_if_told()
+        self._go_on()
         self.observer.fed(module, args, kwargs)
 
     # Steps.
@@ -170,8 +171,7 @@ class Recorder:
         """Gradients of that loss are about to be computed."""
         import torch
 
-        self.close()
-        self._stop_if_told()
+        self._go_on()
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach())
 
@@ -184,10 +184,10 @@ class Recorder:
         self._built, self._grouped = True, distributed.is_available() and distributed.is_initialized()
         self._optimizer = engine.optimizer if engine is not None else self.subjects.outermost(optimizer)
         model = engine if engine is not None else self.subjects.model_of(optimizer)
-        self._model = weakref.ref(model) if model is not None else None
         if model is None:
             self.presence.log.write("unseen model", optimizer=type(optimizer).__name__)
             return
+        self._model = weakref.ref(model)
         self._tell("plain", PLAIN, plain=self.subjects.plain_of(model))
         facts = self._look(whole=True)
         self._tell("build", BUILD, **facts)
@@ -245,26 +245,23 @@ class Recorder:
             self._tell("save", place, **self._look(whole=True))
             self._stops = self.steps == self.sight.stop_after
 
-    def _stop_if_told(self) -> None:
-        """Leave, when every rank has written its part of the checkpoint: files tell, for a collective would be one too many."""
-        if not self._stops:
-            return
-        from torch import distributed
-
-        self.presence.log.write("stopped")
-        ranks = range(distributed.get_world_size() if distributed.is_initialized() else 1)
-        deadline = time.monotonic() + STOP_TIME
-        while not all(self.presence.heard("stopped", rank) for rank in ranks) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        self.presence.leave()
+    def _go_on(self) -> None:
+        self.close()
+        if self._stops:
+            leave_together(self.presence)
 
     def loaded(self) -> None:
-        """A checkpoint was read. It is looked at when training begins, for it may be read in several parts."""
+        """A checkpoint was read, maybe a part of it: what counts is what is there when training begins, or if it never does."""
         self.close()
         if self._built and self._model is not None:
             self._tell("load", self.steps * STRIDE + LOAD, **self._look(whole=True))
         else:
             self._loaded = True
+            self._optimizer = self.subjects.last_optimizer()
+            model = self.subjects.model_of(self._optimizer)
+            if model is not None:
+                self._model = weakref.ref(model)
+                self._at_rest = {"plain": {"plain": self.subjects.plain_of(model)}, "load": self._look(whole=True)}
 
     def settled(self) -> None:
         """Training may be over: what is trained is looked at once more, if it was not since the last step."""
@@ -273,8 +270,6 @@ class Recorder:
         if model is not None and self._settled_at != self.steps:
             self._settled_at = self.steps
             self._tell("export", self.steps * STRIDE + END, **self._look(whole=True))
-
-    # What is looked at.
 
     def _look(self, *, whole: bool) -> dict[str, Any]:
         from pytest_distcompat.probe.look import look

@@ -112,7 +112,8 @@ class ScriptRun:
         if problem:
             return Verdict(name, cell.id, "failed", problem)
         if name == FINAL:
-            found = final.findings(self.life, cell, self.left_in(), self._read)
+            checkpoints = [event["path"] for event in self.saved() if event["everyone"]]
+            found = final.findings(self.life, cell, self.left_in(), checkpoints, self._read)
             return Verdict(name, cell.id, "failed" if found else "passed", "\n".join(found))
         check = CHECKS.get(name)
         reason = check.applies(cell, Driver)
@@ -121,13 +122,13 @@ class ScriptRun:
         life = self.life if name != "names" else self.with_files
         return judge(check, cell, Trace.of("script", [life]))
 
-    def unprobed(self) -> str:
-        """Why there is nothing to judge, if so; empty otherwise."""
+    def unprobed(self, *, trains: bool = True) -> str:
+        """Why there is nothing to judge, if so; empty otherwise. One that ``trains`` is to take a step."""
         events = [event for events in self.ending.events.values() for event in events]
         broken = next((event for event in events if event["event"] == "probe failed"), None)
         if broken is not None:
             return f"rank {broken['rank']}: the probe itself failed, and saw no more from then on\n{broken['text']}"
-        if not self.life.at("build"):
+        if trains and not self.life.at("build"):
             unseen = next((event for event in events if event["event"] == "unseen model"), None)
             told = (
                 f"{unseen['optimizer']} stepped, on a model that nothing wrapped"

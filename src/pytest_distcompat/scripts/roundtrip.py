@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.checks._base import pairs
-from pytest_distcompat.checks._values import differences, values
+from pytest_distcompat.checks._values import differences, settings, values
 from pytest_distcompat.failures import Incompatible, LifeFailure, UsageProblem
 from pytest_distcompat.scripts.launching import Host, launch
 from pytest_distcompat.scripts.recorder import STRIDE
@@ -37,16 +37,33 @@ class RoundTrip:
     resharded: bool = False
 
     @property
+    def left(self) -> int:
+        """How many steps the resumed run is to take; 0 of one that only evaluates what it read."""
+        return self.total - self.save_at
+
+    @property
     def findings(self) -> list[str]:
         """What is wrong; first of all, if the resumed run does not start at the next step, nothing but that."""
         for title, run in (("run", self.through), ("stopped run", self.stopped), ("resumed run", self.resumed)):
-            if run.unprobed():
-                return [f"the {title}: {run.unprobed()}"]
-        return list(self._start()) or list(dict.fromkeys([*self._apart(), *self._loaded(), *self._steps()]))
+            problem = run.unprobed(trains=run is not self.resumed or self.left > 0)
+            if problem:
+                return [f"the {title}: {problem}"]
+        misplaced = list(self._start())
+        if misplaced:
+            return misplaced
+        steps = list(self._steps())
+        return list(dict.fromkeys([*self._apart(), *self._loaded(explain=bool(steps)), *steps]))
+
+    def check(self) -> None:
+        """Raise Incompatible with the findings, if there are any."""
+        findings = self.findings
+        if findings:
+            logs = (f"logs: {one.directory}" for one in (self.through, self.stopped, self.resumed))
+            raise Incompatible("\n".join((*findings, *self.resumed.labels, *logs)))
 
     def _start(self) -> Iterator[str]:
         """The resumed run starts at the next step: it takes those that are left, no more and no less, on what was saved."""
-        taken, left = _taken(self.resumed), self.total - self.save_at
+        taken = _taken(self.resumed)
         if _taken(self.through) != self.total:
             yield f"the run took {_taken(self.through)} steps; expected total={self.total}"
         elif _taken(self.stopped) != self.save_at:
@@ -54,8 +71,8 @@ class RoundTrip:
         elif taken == self.total:
             told = f"the resumed run took {taken} steps, all of them: it started again at step 0"
             yield f"{told}; expected it to start at step {self.save_at + 1}"
-        elif taken != left:
-            yield f"the resumed run took {taken} steps; {left} were left after step {self.save_at}"
+        elif taken != self.left:
+            yield f"the resumed run took {taken} steps; {self.left} were left after step {self.save_at}"
 
     def _apart(self) -> Iterator[str]:
         """Two runs from the start must be alike for a third to be compared with them."""
@@ -70,15 +87,17 @@ class RoundTrip:
                     )
                     return
 
-    def _loaded(self) -> Iterator[str]:
-        """Values as a whole, whatever number of ranks they are split over."""
+    def _loaded(self, *, explain: bool) -> Iterator[str]:
+        """Values as a whole, whatever number of ranks they are split over; where steps are compared, to ``explain`` them."""
         saved, loaded = (_at_rest(run, self.save_at) for run in (self.stopped, self.resumed))
         if not loaded:
             yield "the resumed run read no checkpoint by any of the calls that are known"
-        elif self.resharded or self.stopped.device != "cpu":
-            states = "optimizer" in self.same
+        elif explain or self.resharded or self.stopped.device != "cpu" or not self.left:
+            states, when = "optimizer" in self.same, f"after the load at {self.resumed.life.world_size} ranks"
             was, now = values(self.stopped.life, saved), values(self.resumed.life, loaded)
-            yield from differences(was, now, f"after the load at {self.resumed.life.world_size} ranks", states=states)
+            yield from differences(was, now, when, states=states)
+            if not self.left and not self.resharded and "scheduler" in self.same:
+                yield from settings(saved, loaded, when)
 
     def _steps(self) -> Iterator[str]:
         """Step by step what the run that never stopped had; of each kind the first difference on each rank."""
@@ -120,14 +139,15 @@ def resume_roundtrip(
     """Run the script through, once more until it has saved, and from there on; all of ``same`` must agree.
 
     In ``args``, ``{output}`` stands for the directory of a run, ``{steps}`` for ``total``, ``{save_at}`` for itself;
-    ``resume`` is what the resumed run is told besides, with ``{checkpoint}`` for what was saved. All three are told the same
-    number of steps, so that schedules agree; the second is ended by the probe. ``reshard_to`` resumes on as many ranks, and
-    then what is loaded is compared with what was saved, as a whole, instead of the steps. ``settings`` are those of ``launch``.
+    ``resume`` is what the resumed run is told besides, with ``{checkpoint}`` for what was saved. All are told the same number
+    of steps, so that schedules agree; the one that saves is ended by the probe. ``reshard_to`` resumes on as many ranks, and
+    then what is loaded is compared with what was saved, as a whole, instead of the steps. So it is with ``save_at=total``, where
+    the resumed run only evaluates what it loads, and no run through is needed. ``settings`` are those of ``launch``.
 
     Raises Incompatible with what differs, LifeFailure if a run fails, UsageProblem for a wrong word.
     """
     unknown = [name for name in same if name not in SAME]
-    if unknown or not 0 < save_at < total:
+    if unknown or not 0 < save_at <= total:
         raise UsageProblem(
             f"same={list(same)!r}: known are {', '.join(SAME)}"
             if unknown
@@ -140,9 +160,9 @@ def resume_roundtrip(
         told = [_filled(argument, {**words, "output": str(output)}) for argument in (*args, *more)]
         return launch(script, *told, host=where, watch_steps=total, **{**settings, **others})
 
-    through = run(where.new_directory("through"))
     output = where.new_directory("stopped")
     stopped = run(output, stop_after=save_at)
+    through = run(where.new_directory("through")) if save_at < total else stopped
     saved = [event for event in stopped.saved() if event["everyone"] and event["index"] // STRIDE == save_at]
     if not saved:
         raise Incompatible(f"no checkpoint was seen after step {save_at}\nlogs: {stopped.directory}")
@@ -152,9 +172,7 @@ def resume_roundtrip(
     except LifeFailure as failure:
         raise LifeFailure(f"the run that was to go on from {saved[0]['path']} failed\n\n{failure}") from None
     trip = RoundTrip(through, stopped, resumed, save_at, total, tuple(same), resharded=bool(reshard_to))
-    if trip.findings:
-        logs = "\n".join(f"logs: {one.directory}" for one in (through, stopped, resumed))
-        raise Incompatible("\n".join((*trip.findings, *resumed.labels, logs)))
+    trip.check()
     return trip
 
 

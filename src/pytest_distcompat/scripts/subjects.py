@@ -40,8 +40,9 @@ class Subjects:
         return max(found, key=lambda fact: len(fact.parameters), default=None)
 
     def model_of(self, optimizer: Any) -> Module | None:
-        """The largest model of which the optimizer holds a parameter; where it is stale, the largest there is."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        """The largest model of which the optimizer holds a parameter; where it is stale, or None, the largest there is."""
+        groups = optimizer.param_groups if optimizer is not None else ()
+        held = {id(parameter) for group in groups for parameter in group["params"]}
         alive = [model for there in self.models if (model := there()) is not None]
         theirs = [model for model in alive if any(id(parameter) in held for parameter in model.parameters())]
         return max(theirs or alive, key=lambda model: sum(1 for _ in model.modules()), default=None)
@@ -54,6 +55,11 @@ class Subjects:
         return next(
             (one for one in reversed(known) if one is not None and torch_optimizer(one) is optimizer), optimizer
         )
+
+    def last_optimizer(self) -> Any:
+        """The one that the trainer made last, None if there is none."""
+        alive = [one for there in self.optimizers if (one := there()) is not None]
+        return alive[-1] if alive else None
 
     def scheduler_of(self, optimizer: Any) -> Any:
         """The one that steers that optimizer, None if there is none."""

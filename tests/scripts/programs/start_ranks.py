@@ -1,17 +1,26 @@
-"""A launcher of nobody's: it starts processes that have RANK in their environment, and fails if one of them does."""
+"""A launcher of nobody's: it starts processes that have RANK in their environment, and fails if one of them does.
+
+With ``--leave`` it goes as soon as they are there, with ``--ignore`` it says that all is well.
+"""
 
 import os
 import subprocess
 import sys
 
 count, *line = sys.argv[1:]
+leave = "--leave" in line
 ranks = [
     subprocess.Popen(
         [sys.executable, *line],
         env={**os.environ, "RANK": str(rank), "WORLD_SIZE": count, "LOCAL_RANK": str(rank)},
         start_new_session="--session" in line,
+        stdout=subprocess.PIPE if leave else None,
     )
     for rank in range(int(count))
 ]
-worst = 0 if "--leave" in line else max(abs(rank.wait()) for rank in ranks)
+if leave:
+    # By the first thing that it says a rank has announced itself.
+    said = [rank.stdout.readline() for rank in ranks if rank.stdout is not None]
+    os._exit(0)
+worst = max(abs(rank.wait()) for rank in ranks)
 sys.exit(0 if "--ignore" in line else worst)

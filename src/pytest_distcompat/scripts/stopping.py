@@ -1,0 +1,22 @@
+"""Ranks that leave after a checkpoint, as if they had been preempted: not before every one of them has written its part."""
+
+from __future__ import annotations
+
+import time
+
+from pytest_distcompat.scripts.presence import Presence
+
+#: Seconds that a rank waits for the others to be done with a checkpoint.
+STOP_TIME = 60.0
+
+
+def leave_together(presence: Presence) -> None:
+    """End this process once every rank has come here: files tell, for a collective would be one too many."""
+    from torch import distributed
+
+    presence.log.write("stopped")
+    ranks = range(distributed.get_world_size() if distributed.is_initialized() else 1)
+    deadline = time.monotonic() + STOP_TIME
+    while not all(presence.heard("stopped", rank) for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    presence.leave()

@@ -1,0 +1,23 @@
+"""What accelerate's ``execute_subprocess_async`` makes of two commands; says it in JSON.
+
+``sleep``: one that outlives its time limit and then leaves a file. ``killed``: one that is killed by SIGKILL.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from accelerate.test_utils import execute_subprocess_async
+
+mark = Path(sys.argv[1])
+outlives = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
+killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+said = {}
+for name, source, limit in (("outlives", outlives, 1), ("killed", killed, 60)):
+    try:
+        execute_subprocess_async([sys.executable, "-c", source], timeout=limit, quiet=True, echo=False)
+    except Exception as error:
+        said[name] = repr(error)
+    else:
+        said[name] = "green"
+print(json.dumps({**said, "waited": mark.exists()}))

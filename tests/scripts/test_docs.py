@@ -1,0 +1,18 @@
+"""What docs/scripts.md says is shown by a test is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "scripts.md"
+
+
+def test_each_fault_has_its_test() -> None:
+    rows = re.findall(r"^\|.*\| `(test_\w+\.py)::(test_\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) >= 10
+    for file, name in rows:
+        tree = ast.parse((HERE / file).read_text(encoding="utf-8"))
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{name}"

@@ -1,0 +1,146 @@
+"""What today's harnesses call green: each brought about, seen green by today's way, and caught here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pytest_distcompat.launch.process import alive
+from pytest_distcompat.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip
+from pytest_distcompat.scripts.launching import Host
+
+from .conftest import PROGRAMS, pids
+
+pytestmark = pytest.mark.spawn
+
+OFFLINE = PROGRAMS / "offline"
+CHECKPOINTING = "accelerate.test_utils.scripts.external_deps.test_checkpointing"
+
+
+class Checkpointing:
+    """accelerate's own checkpoint script, unmodified, on a model and data made on the spot.
+
+    Resumed, it evaluates, compares an accuracy and two learning rates, and ends.
+    """
+
+    def __init__(self, host: Host, directory: Path) -> None:
+        pytest.importorskip("accelerate")
+        self.host, bert = host, str(directory / "bert")
+        subprocess.run([sys.executable, str(OFFLINE / "make_bert.py"), bert], check=True)
+        self.told = [CHECKPOINTING, "--model_name_or_path", bert]
+        self.sound = resume_roundtrip(
+            "-m",
+            [*self.told, "--output_dir", "{output}", "--partial_train_epoch", "1"],
+            resume=["--resume_from_checkpoint", "{checkpoint}"],
+            save_at=3,
+            total=3,
+            same=("parameters", "optimizer", "scheduler"),
+            **self.settings(),
+        )
+
+    def settings(self, fault: str = "") -> dict[str, Any]:
+        environment = {"PYTHONPATH": str(OFFLINE), "FAULT": fault}
+        return {"launcher": "accelerate", "strategy": "ddp", "environment": environment, "host": self.host}
+
+    def resumed(self, fault: str) -> RoundTrip:
+        """The same, but that accelerate loads wrongly."""
+        saved = Path(self.sound.stopped.saved()[0]["path"])
+        line = ["-m", *self.told, "--output_dir", str(saved.parent), "--resume_from_checkpoint", str(saved)]
+        return dataclasses.replace(self.sound, resumed=launch(*line, **self.settings(fault)))
+
+
+@pytest.fixture(scope="module")
+def checkpointing(module_host: Host, tmp_path_factory: pytest.TempPathFactory) -> Checkpointing:
+    return Checkpointing(module_host, tmp_path_factory.mktemp("checkpointing"))
+
+
+def test_accelerates_checkpoint_script_is_sound(checkpointing: Checkpointing) -> None:
+    checkpointing.sound.stopped.check("active", "names", "optimizer", "dtypes")
+    assert not checkpointing.sound.findings
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("the model is not loaded", "parameter 'bert"),
+        ("the moments are zero", "exp_avg 'bert"),
+        ("the moments are in bfloat16", "exp_avg_sq 'bert"),
+    ],
+)
+def test_a_checkpoint_that_is_not_what_was_saved(checkpointing: Checkpointing, fault: str, said: str) -> None:
+    """The script ends with code 0, its comparisons done."""
+    trip = checkpointing.resumed(fault)
+    assert not trip.resumed.failed
+    assert trip.findings
+    assert all(finding.startswith(said) for finding in trip.findings), trip.findings
+    assert all("other values after the load at 2 ranks" in finding for finding in trip.findings), trip.findings
+
+
+@pytest.fixture(scope="module")
+def todays_way(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What ``execute_subprocess_async`` says of a command that outlives its time limit, and of one that is killed."""
+    pytest.importorskip("accelerate")
+    line = [sys.executable, str(PROGRAMS / "todays_way.py"), str(tmp_path_factory.mktemp("today") / "mark")]
+    done = subprocess.run(line, check=True, capture_output=True, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_launcher_that_is_killed_has_failed(todays_way: dict[str, Any], host: Host) -> None:
+    """``execute_subprocess_async`` asserts that the exit code is not above 0; that of a signal is below."""
+    assert todays_way["killed"] == "green"
+    kills = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    run = launch(sys.executable, "-c", kills, launcher="cli", host=host, allow_failure=True)
+    assert run.ending.headline() == f"the ranks could not be started: {sys.executable} was killed by SIGKILL"
+
+
+@pytest.fixture(scope="module")
+def hung(module_host: Host) -> ScriptRun:
+    """One of two ranks under torchrun that never ends."""
+    return launch(PROGRAMS / "ends.py", "hang", host=module_host, timeout=15, allow_failure=True)
+
+
+def test_a_time_limit_ends_what_it_is_for(todays_way: dict[str, Any], hung: ScriptRun) -> None:
+    """``execute_subprocess_async(timeout=1)`` waits for the whole child, and is green."""
+    assert todays_way["outlives"] == "green"
+    assert todays_way["waited"]
+    assert hung.ending.kind == "hung", hung.text()
+    assert hung.ending.headline().startswith("time limit of 15 s")
+
+
+def test_ranks_of_a_hung_torchrun_do_not_outlive_it(hung: ScriptRun) -> None:
+    """SIGKILL, by which a job's own time limit ends torchrun, leaves its ranks alive."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with subprocess.Popen([*torchrun, str(PROGRAMS / "ends.py"), "hang"], stdout=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        assert sorted(job.stdout.readline() for _ in range(2)) == [
+            b"rank 0 is about to: hang\n",
+            b"rank 1 is about to: hang\n",
+        ]
+        below = psutil.Process(job.pid).children(recursive=True)
+        job.kill()
+    left = [process for process in below if process.is_running() and alive(process.pid)]
+    for process in left:
+        process.kill()
+    assert left
+    assert len(pids(hung)) == 2
+    assert not any(map(alive, pids(hung)))
+
+
+def test_a_deadlock_of_accelerates_own_script(module_host: Host) -> None:
+    """Today its test waits until the job's own time limit, and then says nothing of where. Here: the line of each rank."""
+    module = "accelerate.test_utils.scripts.test_distributed_data_loop"
+    settings: dict[str, Any] = {"launcher": "accelerate", "strategy": "ddp", "timeout": 45.0, "host": module_host}
+    run = launch("-m", module, allow_failure=True, **settings)
+    assert run.ending.kind == "hung", run.text()
+    assert [end.status for end in run.ending.ranks] == ["stuck", "stuck"]
+    for end in run.ending.ranks:
+        assert "test_distributed_data_loop.py" in end.stack
+    assert not any(map(alive, pids(run)))
