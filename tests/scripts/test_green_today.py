@@ -69,8 +69,8 @@ def test_accelerates_checkpoint_script_is_sound(checkpointing: Checkpointing) ->
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("the model is not loaded", "parameter 'bert"),
-        ("the moments are zero", "exp_avg 'bert"),
+        pytest.param("the model is not loaded", "parameter 'bert", marks=pytest.mark.nightly),
+        pytest.param("the moments are zero", "exp_avg 'bert", marks=pytest.mark.nightly),
         ("the moments are in bfloat16", "exp_avg_sq 'bert"),
     ],
 )

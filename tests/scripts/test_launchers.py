@@ -24,7 +24,7 @@ def port() -> str:
         return str(found.getsockname()[1])
 
 
-@pytest.mark.parametrize("start", ["spawn", "fork"])
+@pytest.mark.parametrize("start", ["spawn", pytest.param("fork", marks=pytest.mark.nightly)])
 def test_torch_multiprocessing(host: Host, port: str, start: str) -> None:
     line = [str(PROGRAMS / "spawned.py"), start]
     launch(sys.executable, *line, "well", port, launcher="cli", strategy="ddp", host=host).check("active", "optimizer")

@@ -37,20 +37,20 @@ def accelerate_loop(run: Launch, strategy: str, **settings: Any) -> ScriptRun:
     return run(ACCELERATE, "--save-at", "3", "--output", "{output}", output="{output}/final", **told)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp1", marks=pytest.mark.nightly), "fsdp2"])
 def test_a_plain_loop(run: Launch, strategy: str) -> None:
     found = plain_loop(run, strategy)
     found.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
     assert not found.labels
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero2", marks=pytest.mark.nightly)])
 def test_an_accelerate_loop_in_bfloat16(run: Launch, strategy: str) -> None:
     found = accelerate_loop(run, strategy)
     found.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_a_deepspeed_loop(run: Launch, stage: int) -> None:
     arguments = ["--stage", stage, "--output", "{output}", "--save-at", "3"]
     found = run("deepspeed_loop.py", *arguments, strategy=f"zero{stage}")
@@ -58,7 +58,12 @@ def test_a_deepspeed_loop(run: Launch, stage: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loop", "strategy"), [(plain_loop, "ddp"), (accelerate_loop, "fsdp2"), (accelerate_loop, "zero2")]
+    ("loop", "strategy"),
+    [
+        (plain_loop, "ddp"),
+        (accelerate_loop, "fsdp2"),
+        pytest.param(accelerate_loop, "zero2", marks=pytest.mark.nightly),
+    ],
 )
 def test_losses_are_the_same_bit_by_bit_without_the_probe(
     run: Launch, loop: Callable[..., ScriptRun], strategy: str

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.spawn
 CHECKS = ("active", "names", "optimizer", "dtypes", "memory")
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2", "zero2"])
+@pytest.fixture(
+    scope="module", params=[*(pytest.param(name, marks=pytest.mark.nightly) for name in ("ddp", "zero2")), "fsdp2"]
+)
 def gone_on(request: pytest.FixtureRequest, module_host: Host) -> RoundTrip:
     return trip(module_host, "trainer_script.py", launcher="accelerate", strategy=request.param)
 
@@ -57,6 +59,7 @@ def test_a_run_that_forgets_to_resume(gone_on: RoundTrip) -> None:
         forgot.check()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["fsdp1", "zero3"])
 def test_other_strategies(run: Launch, tmp_path: Path, strategy: str) -> None:
     found = run("trainer_script.py", "--output", tmp_path, "--save-at", "3", launcher="accelerate", strategy=strategy)
