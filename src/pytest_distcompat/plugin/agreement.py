@@ -17,6 +17,8 @@ from pytest_distcompat.plugin.outcome import RANK, STRICT_XPASS, Outcome, Phase,
 
 #: What there is to say of a phase that passed on all ranks.
 SAME = "same"
+#: What is bad about a rank that the time limit found in the phase, and about one that the launcher ended there.
+STUCK, ENDED = "stuck", "ended"
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Said:
     @property
     def bad(self) -> str:
         """``skipped``, or what is no good to wait for; empty if it passed."""
-        outcome = self.phase["outcome"] if self.phase is not None else "stuck"
+        outcome = self.phase["outcome"] if self.phase is not None else STUCK if self.stuck else ENDED
         return "" if outcome == "passed" else str(outcome)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from pytest_distcompat.launch import connections
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.launch.rank import GRACE
-from pytest_distcompat.plugin.agreement import Said, agree, outcome_from_json, outcome_to_json
+from pytest_distcompat.plugin.agreement import STUCK, Said, agree, outcome_from_json, outcome_to_json
 from pytest_distcompat.plugin.board import POLL, Board
 from pytest_distcompat.plugin.outcome import Outcome
 from pytest_distcompat.plugin.rank_session import SKIP_GRACE
@@ -212,8 +212,11 @@ class Lockstep:
                     self._overrun(None)
                 continue
             leaving = self.termination.since > LEAVING
-            self._release(step)
-            if time.monotonic() > step.deadline or leaving:
+            why = self._board.get(f"{step.number}/bad")
+            if why is not None and why != STUCK:
+                self._release(step, why)
+            # A rank whose own limit was a little earlier says that it is stuck: so is who waits for it, and must be seen waiting.
+            if time.monotonic() > step.deadline or why == STUCK or leaving:
                 said = Said(self.rank, step.place, time.monotonic(), stuck=not leaving, stack=_stacks())
                 if self._say(step, said):
                     self._give_up(step)
@@ -227,10 +230,9 @@ class Lockstep:
         self.close()
         self._overrun(None)
 
-    def _release(self, step: Step) -> None:
+    def _release(self, step: Step, why: str) -> None:
         """Let this rank wait no longer for one that has left the phase badly, once others had time to do so themselves."""
-        why = self._board.get(f"{step.number}/bad")
-        if why is None or step.cut:
+        if step.cut:
             return
         time.sleep(SKIP_GRACE if why in {"skipped", "xfailed"} else GRACE)
         with self._lock:
