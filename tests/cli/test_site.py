@@ -154,7 +154,7 @@ def test_figures_of_other_harnesses_are_those_of_the_benchmarks() -> None:
     (_, *names), _, *each = [row for row in rows(page("faults").partition("## Beside other")[2]) if len(row) == 5]
     # The same way under its names on the two pages.
     columns = {
-        "ours": "ours",
+        "ours, fresh": "ours",
         "`torchrun`": "torchrun",
         "`accelerate": "accelerate",
         "torch `MultiProcessT": "MultiProcessT",

@@ -9,16 +9,29 @@ from pathlib import Path
 import pytest
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.cli import main
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scripts import command, write_all, write_configuration
+from pytest_distcompat.scripts import command, write_configuration
 from pytest_distcompat.scripts.configuration import find_configuration
 from pytest_distcompat.strategies import STRATEGIES
 
 
-def test_every_strategy_in_every_precision(tmp_path: Path) -> None:
+def configure(directory: Path, *arguments: str) -> list[Path]:
+    """What the command wrote there."""
+    assert main(["configure", str(directory), *arguments]) == 0
+    return sorted(directory.glob("*.yaml"))
+
+
+def test_every_strategy_in_every_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """But fp8 under DeepSpeed, which no file can say."""
-    written = {path.stem for path in write_all(tmp_path)}
+    written = {path.stem for path in configure(tmp_path)}
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == len(STRATEGIES.names()) * len(PRECISIONS.names())
+    assert (
+        "zero1-fp8-w2: accelerate takes fp8 under DeepSpeed from Accelerator(mixed_precision='fp8') only, not from a file"
+        in told
+    )
     zero = {name for name in STRATEGIES.names() if STRATEGIES.get(name).zero_stage is not None}
     everything = {f"{strategy}-{precision}" for strategy in STRATEGIES.names() for precision in PRECISIONS.names()}
     assert written == everything - {f"{strategy}-fp8" for strategy in zero}
@@ -29,7 +42,7 @@ def test_every_strategy_in_every_precision(tmp_path: Path) -> None:
 
 def test_accelerate_reads_them_all(tmp_path: Path) -> None:
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
-    for path in write_all(tmp_path, world_size=4):
+    for path in configure(tmp_path, "--world-size", "4"):
         read = config_args.load_config_from_file(str(path))
         assert read.num_processes == 4
         strategy = path.stem.partition("-")[0]
@@ -37,13 +50,29 @@ def test_accelerate_reads_them_all(tmp_path: Path) -> None:
         assert str(read.distributed_type).endswith(kind)
 
 
+def test_one_strategy_with_an_option(tmp_path: Path) -> None:
+    (path,) = configure(tmp_path, "--strategy", "fsdp2", "--precision", "fp32", "--option", "state_dict_full")
+    assert path.name == "fsdp2-fp32.yaml"
+    assert '  fsdp_state_dict_type: "FULL_STATE_DICT"\n' in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [(("--strategy", "fsdp3"), "fsdp3"), (("--precision", "fp4"), "fp4"), (("--option", "nonsense"), "nonsense")],
+)
+def test_wrong_words(tmp_path: Path, wrong: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configure", str(tmp_path), *wrong]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_stands_in_them(tmp_path: Path) -> None:
-    fsdp = write_configuration(Cell.of("fsdp2", "bf16_mixed", 2, state_dict="full"), tmp_path, device="cuda")
+    fsdp = write_configuration(Cell.of("fsdp2", "bf16_mixed", 2, state_dict="full"), tmp_path)
     text = fsdp.read_text(encoding="utf-8")
     assert 'mixed_precision: "bf16"' in text
     assert "  fsdp_version: 2\n" in text
     assert '  fsdp_state_dict_type: "FULL_STATE_DICT"\n' in text
-    zero = write_configuration(Cell("zero3", "bf16_mixed"), tmp_path, device="cuda")
+    zero = write_configuration(Cell("zero3", "bf16_mixed"), tmp_path)
     written = json.loads(zero.with_suffix(".deepspeed.json").read_text(encoding="utf-8"))
     assert (written["zero_optimization"]["stage"], written["bf16"]["enabled"]) == (3, True)
     assert written["train_micro_batch_size_per_gpu"] == "auto"
@@ -51,20 +80,20 @@ def test_what_stands_in_them(tmp_path: Path) -> None:
 
 def test_what_no_file_can_say(tmp_path: Path) -> None:
     with pytest.raises(UsageProblem, match="zero2-fp8-w2: accelerate takes fp8 under DeepSpeed"):
-        write_configuration(Cell("zero2", "fp8"), tmp_path, device="cuda")
+        write_configuration(Cell("zero2", "fp8"), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["fsdp2-fp32.yaml", "fsdp2.yml", "fsdp2.json"])
 def test_a_directory_of_ones_own(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    assert find_configuration(tmp_path, Cell("fsdp2", "fp32"), "cpu", tmp_path) == tmp_path / name
+    assert find_configuration(tmp_path, Cell("fsdp2", "fp32"), tmp_path) == tmp_path / name
 
 
 def test_a_directory_without_the_strategy(tmp_path: Path) -> None:
     (tmp_path / "multi_gpu.yaml").touch()
-    assert find_configuration(tmp_path, Cell("ddp", "fp32"), "cpu", tmp_path).name == "multi_gpu.yaml"
+    assert find_configuration(tmp_path, Cell("ddp", "fp32"), tmp_path).name == "multi_gpu.yaml"
     with pytest.raises(UsageProblem, match=r"no configuration for fsdp1; looked for fsdp1-fp32.yaml, .*fsdp1.yaml"):
-        find_configuration(tmp_path, Cell("fsdp1", "fp32"), "cpu", tmp_path)
+        find_configuration(tmp_path, Cell("fsdp1", "fp32"), tmp_path)
 
 
 def test_commands(tmp_path: Path) -> None:

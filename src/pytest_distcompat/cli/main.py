@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pytest_distcompat.cli import doctor, init, reports, trace
+from pytest_distcompat.cli import configure, doctor, init, reports, trace
 from pytest_distcompat.failures import UsageProblem
 
 #: The exit codes: nothing is wrong, or something is (news, problems); and what pytest and argparse say of wrong arguments.
@@ -17,7 +17,7 @@ def parser() -> argparse.ArgumentParser:
     """All subcommands; ``call`` of what it returns is the function of the one that was named."""
     made = argparse.ArgumentParser("distcompat", description="pytest-distcompat without pytest.")
     commands = made.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (doctor, init, trace, reports):
+    for module in (doctor, init, trace, configure, reports):
         module.add(commands)
     return made
 

@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING
 from pytest_distcompat.lazy import lazily
 
 if TYPE_CHECKING:
-    from pytest_distcompat.scripts.configuration import write_all, write_configuration
+    from pytest_distcompat.scripts.configuration import write_configuration
     from pytest_distcompat.scripts.launching import launch
     from pytest_distcompat.scripts.result import ScriptRun
     from pytest_distcompat.scripts.roundtrip import RoundTrip, resume_roundtrip
 
-__all__ = ["RoundTrip", "ScriptRun", "launch", "resume_roundtrip", "write_all", "write_configuration"]
+__all__ = ["RoundTrip", "ScriptRun", "launch", "resume_roundtrip", "write_configuration"]
 
 _HOME = {
     "RoundTrip": "roundtrip",
     "ScriptRun": "result",
     "launch": "launching",
     "resume_roundtrip": "roundtrip",
-    "write_all": "configuration",
     "write_configuration": "configuration",
 }
 __getattr__ = lazily(__name__, _HOME)

@@ -6,11 +6,11 @@ https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.cell import Cell, OptionValue
+from pytest_distcompat.cell import Cell
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
@@ -24,14 +24,14 @@ _MIXED = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 _RENAMED = {"cpu_offload": "offload_params", "transformer_layer_cls_to_wrap": ""}
 
 
-def find_configuration(given: str | Path | None, cell: Cell, device: str, directory: Path) -> Path:
+def find_configuration(given: str | Path | None, cell: Cell, directory: Path) -> Path:
     """The file for ``accelerate launch``: the one that is given, the cell's of a directory that is given, or a new one.
 
     In a directory it is called as the cell's strategy, with or without its precision: ``fsdp2-bf16_mixed.yaml``, ``fsdp2.yaml``.
     Raises UsageProblem if there is none.
     """
     if given is None:
-        return write_configuration(cell, directory, device=device)
+        return write_configuration(cell, directory)
     path = Path(given).resolve()
     if path.is_file():
         return path
@@ -45,35 +45,16 @@ def find_configuration(given: str | Path | None, cell: Cell, device: str, direct
     return found
 
 
-def write_configuration(cell: Cell, directory: Path, *, device: str) -> Path:
+def write_configuration(cell: Cell, directory: Path) -> Path:
     """Write the cell's YAML, and the DeepSpeed JSON that it names, if it names one; the YAML's path.
 
-    On ``cpu`` it says what a file for GPUs says: that accelerate runs it there is the business of the bridge.
+    It says the same for GPUs and for the CPU: that accelerate runs it there is the business of the bridge.
     Raises UsageProblem for what accelerate cannot be told by a file.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{cell.strategy}-{cell.precision}.yaml"
-    del device
     path.write_text("\n".join(_yaml(_settings(cell, path))) + "\n", encoding="utf-8")
     return path
-
-
-def write_all(
-    directory: Path,
-    *,
-    strategies: Iterable[str] = (),
-    precisions: Iterable[str] = (),
-    world_size: int = 2,
-    device: str = "cpu",
-    options: Mapping[str, OptionValue] | None = None,
-) -> list[Path]:
-    """The files of each of these strategies in each of these precisions (all, if none are named); their paths."""
-    cells = (
-        Cell(strategy, precision, world_size, tuple((options or {}).items()))
-        for strategy in strategies or STRATEGIES.names()
-        for precision in precisions or PRECISIONS.names()
-    )
-    return [write_configuration(cell, directory, device=device) for cell in cells if not unwritten(cell)]
 
 
 def unwritten(cell: Cell) -> str:

@@ -94,7 +94,7 @@ def launch(
     cell = _cell(strategy, precision, world_size or where.world_size, options or {})
     arguments = tuple(map(str, args))
     directory = where.new_directory(arguments[0] if script == "-m" and arguments else Path(script).stem)
-    file = find_configuration(configuration, cell, where.device, directory) if strategy or configuration else None
+    file = find_configuration(configuration, cell, directory) if strategy or configuration else None
     command = commands.build(
         str(script),
         [argument.replace("{configuration}", str(file)) for argument in arguments],

@@ -1,0 +1,45 @@
+"""``configure``: the strategies as files for ``accelerate launch`` and DeepSpeed, to be looked at or kept."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand to the parser's."""
+    made = commands.add_parser(
+        "configure",
+        help="the strategies as files for accelerate and DeepSpeed",
+        description="Write the accelerate YAML of each strategy in each precision, and the DeepSpeed JSON that it names.",
+    )
+    made.add_argument("directory", type=Path, metavar="DIRECTORY")
+    made.add_argument("--strategy", action="append", metavar="NAME", help="only this one; may be given several times")
+    made.add_argument("--precision", action="append", metavar="NAME", help="only this one; may be given several times")
+    made.add_argument("--world-size", type=int, default=2, metavar="N", help="ranks (default: 2)")
+    made.add_argument(
+        "--option", action="append", default=[], metavar="NAME", help="of the cell, as its id says it: state_dict_full"
+    )
+    made.set_defaults(call=_configure)
+
+
+def _configure(told: argparse.Namespace) -> int:
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.failures import UsageProblem
+    from pytest_distcompat.precisions import PRECISIONS
+    from pytest_distcompat.scripts.configuration import unwritten, write_configuration
+    from pytest_distcompat.strategies import STRATEGIES
+
+    strategies = [STRATEGIES.get(name).name for name in told.strategy or STRATEGIES.names()]
+    precisions = [PRECISIONS.get(name).name for name in told.precision or PRECISIONS.names()]
+    ids = ["-".join((s, p, f"w{told.world_size}", *told.option)) for s in strategies for p in precisions]
+    try:
+        cells = [Cell.parse(name) for name in ids]
+    except ValueError as error:
+        raise UsageProblem(str(error)) from None
+    for cell in cells:
+        problem = unwritten(cell)
+        # What cannot be written is told with its reason.
+        print(f"{cell.id}: {problem}" if problem else write_configuration(cell, told.directory))  # noqa: T201 - a command speaks
+    return 0
