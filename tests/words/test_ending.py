@@ -323,3 +323,14 @@ def test_of_ranks_that_hang_the_one_that_waits_for_others_is_not_the_cause() -> 
     asleep = RankEnd(1, "stuck", time=2.0, standing=Standing(where))
     cause = Ending((waits, asleep), {}, timed_out=True).cause
     assert cause == asleep
+
+
+@pytest.mark.parametrize("ended", [[0, 1], [0]])
+def test_what_a_rank_raises_when_it_is_asked_where_it_hangs_is_no_cause(ranks: Ranks, ended: list[int]) -> None:
+    """A rank that had raised by the time limit is not among those that hang."""
+    ranks.started(0, 1)
+    ranks.raised(1, "SystemError: returned NULL without setting an exception")
+    ending = ranks.end(-9, -9, timed_out=True, ended_by_us=ended)
+    assert ending.kind == "hung"
+    assert ranks.statuses(ending) == ["stuck", "stuck" if 1 in ended else "raised"]
+    assert ("SystemError" in ending.text()) == (1 not in ended)

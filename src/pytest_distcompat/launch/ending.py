@@ -203,7 +203,7 @@ def _rank_end(
     last = events[-1] if events else {}
     known: dict[str, Any] = {"rank": rank, "time": float(last.get("time", 0.0)), "last": last}
     known["output"] = _tail(directory, rank)
-    if "error" in names:
+    if "error" in names and ended != "stuck":
         error = names["error"]
         said = {"message": _encodable(f"raised {error['message']}"), "text": _encodable(error["text"])}
         return RankEnd(**{**known, **said, "time": error["time"]}, status="raised", kind=error["kind"])

@@ -52,7 +52,7 @@ class Watch:
             # Ranks that did all they were told get a moment to leave, and the agent one to notice.
             leaving = all(any(event["event"] == "done" for event in events) for events in said)
             if not leaving or now - self.began > self.request.timeout + FAILED_AFTER:
-                self._end(_pids(said), timed_out=True)
+                self._end(said, timed_out=True)
             return
         vanished = any(not has_ended(said[rank]) and not alive(pid) for rank, pid in _pids(said).items())
         failed = any(event["event"] == "error" for events in said for event in events)
@@ -60,14 +60,16 @@ class Watch:
         self._failed_since = (self._failed_since or now) if failed else None
         for since, patience in ((self._suspect_since, VANISHED_AFTER), (self._failed_since, FAILED_AFTER)):
             if since is not None and now - since > patience:
-                self._end(_pids(said), timed_out=False)
+                self._end(said, timed_out=False)
                 return
 
-    def _end(self, started: Mapping[int, int], *, timed_out: bool) -> None:
+    def _end(self, said: Sequence[Sequence[Mapping[str, Any]]], *, timed_out: bool) -> None:
         self.acted = True
         self.timed_out = timed_out
-        pids = {rank: pid for rank, pid in started.items() if alive(pid)}
-        self.ended_by_us = list(pids)
+        pids = {rank: pid for rank, pid in _pids(said).items() if alive(pid)}
+        # A rank that raised before is about to leave by itself; what one raises from here on is of our asking.
+        raised = {rank for rank in pids if any(event["event"] == "error" for event in said[rank])}
+        self.ended_by_us = [rank for rank in pids if not (timed_out and rank in raised)]
         if timed_out:
             self._take_stacks(pids.values())
             self._take_records(pids)
