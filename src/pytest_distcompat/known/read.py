@@ -80,12 +80,13 @@ class KnownIssue:
         """Whether the installed versions have it, on that device."""
         return self.device in {"", device} and all(_fits(requirement) for requirement in self.requirements)
 
-    def expectations(self) -> list[Expectation]:
-        """One for each entry of ``cells``."""
+    @functools.cached_property
+    def expectations(self) -> tuple[Expectation, ...]:
+        """One for each check and each entry of ``cells``. Made once: every item of a suite asks all issues."""
         reason = f"{self.reason} ({self.link})" if self.link else self.reason
         make = KINDS[self.kind]
         made = [make(check, match=self.match, reason=reason, **cells) for check in self.check for cells in self.cells]
-        return [replace(one, strict=one.strict and self.strict) for one in made]
+        return tuple(replace(one, strict=one.strict and self.strict) for one in made)
 
     def speaks_of(self, nodeid: str) -> bool:
         """Whether ``test`` leaves that item in."""
@@ -95,7 +96,7 @@ class KnownIssue:
         """What it says of a test that is no item of a suite, None if nothing: such a test has no driver and no check."""
         if self.drivers or self.check != (_EVERY,) or not self.speaks_of(nodeid):
             return None
-        for one in self.expectations():
+        for one in self.expectations:
             if one.kind == "fails" and (not one.facets or (cell is not None and one.covers(cell, _EVERY))):
                 return one
         return None
@@ -171,7 +172,7 @@ def _issue(entry: Mapping[str, Any], where: str, needed: Iterable[str]) -> Known
             where=where,
             requirements=tuple(Requirement(text) for text in packages),
         )
-        issue.expectations()
+        issue.expectations  # noqa: B018 - making them is the check
         re.compile(issue.test)
     except (InvalidRequirement, UsageProblem) as error:
         raise UsageProblem(f"{where}: {error}") from error
@@ -220,13 +221,11 @@ def concerning(issues: Iterable[KnownIssue], libraries: Iterable[str], device: s
     return tuple(sorted(found, key=lambda issue: not (issue.strict or issue.test or issue.check != (_EVERY,))))
 
 
-def applying(
-    issues: Iterable[KnownIssue], libraries: Iterable[str], device: str, nodeid: str = ""
-) -> tuple[Expectation, ...]:
-    """What they make expected of the item with that id; without an id, of any that no ``test`` is about."""
+def applying(issues: Iterable[KnownIssue], libraries: Iterable[str], device: str) -> tuple[Expectation, ...]:
+    """What they make expected of any item, but for those issues that are about some items only (``test``)."""
     return tuple(
         expectation
         for issue in concerning(issues, libraries, device)
-        if issue.speaks_of(nodeid)
-        for expectation in issue.expectations()
+        if issue.speaks_of("")
+        for expectation in issue.expectations
     )

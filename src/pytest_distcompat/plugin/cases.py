@@ -209,7 +209,7 @@ class BoundCase:
         self._cost = dataclasses.asdict(found) if found else {}
         # What the suite itself declares comes first.
         known = session.known_of(concerned(driver), self.item.nodeid)
-        expected = (*case.suite.expect, *(one for issue in known for one in issue.expectations()))
+        expected = (*case.suite.expect, *(one for issue in known for one in issue.expectations))
         verdict = judge(case.check, case.cell, trace, expected)
         declared_of(session).weigh_verdict(self.item, known, case.cell, verdict)
         # Of a life that the verdict is about, the rank that failed first; whom a finding names, its words say.

@@ -71,9 +71,10 @@ class Declared:
     def weigh_verdict(self, item: pytest.Item, known: Iterable[KnownIssue], cell: Cell, verdict: Verdict) -> None:
         """Note which of the user's entries are about an item of a suite, and by which one it is known."""
         item.stash[WEIGHED] = weighed = Weighed()
-        for issue in known if verdict.status != "skipped" else ():
-            expected = [one for one in issue.expectations() if one.covers(cell, verdict.check)]
-            if expected and issue in self._session.own:
+        own = self._session.own if verdict.status != "skipped" else ()
+        for issue in (one for one in known if one in own):
+            expected = [one for one in issue.expectations if one.covers(cell, verdict.check)]
+            if expected:
                 weighed.covering.append(issue.where)
                 if verdict.status in {"known", "refused"} and verdict.reason in {one.reason for one in expected}:
                     weighed.used.append(issue.where)
