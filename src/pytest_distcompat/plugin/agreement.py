@@ -13,7 +13,7 @@ import pytest
 
 from pytest_distcompat.launch.ending import conclude
 from pytest_distcompat.launch.stacks import stack_file
-from pytest_distcompat.plugin.outcome import RANK, STRICT_XPASS, Outcome, Phase, SkipElsewhere, XFailed, merge
+from pytest_distcompat.plugin.outcome import RANK, STRICT_XPASS, Outcome, Phase, merge
 
 #: What there is to say of a phase that passed on all ranks.
 SAME = "same"
@@ -76,19 +76,13 @@ def agree(directory: Path, said: Mapping[int, Said], pids: Mapping[int, int], li
 
 def _events(said: Said, *, all_skip: bool) -> list[dict[str, Any]]:
     """As a rank of ours writes them (``rank_session``)."""
-    phase = said.phase
-    assert phase is not None
+    assert said.phase is not None
     told = {"rank": said.rank, "time": said.time}
-    where = "" if phase["when"] == "call" else f" in {phase['when']}"
-    kind, message = {
-        "failed": ("failed", f"failed{where}: {phase['message']}"),
-        "xfailed": (XFailed.KIND, f"xfailed: {phase['message']}"),
-        "skipped": (SkipElsewhere.KIND, f"skipped ({phase['message']}) while other ranks went on"),
-    }.get(phase["outcome"], ("", ""))
+    ending = Phase.from_json(said.phase).ending
     last: dict[str, Any] = {"event": "done", **told}
-    if kind and not all_skip:
-        last = {"event": "error", **told, "kind": kind, "message": message, "text": phase["text"]}
-    return [{"event": "phase", **told, **phase}, last]
+    if ending is not None and not all_skip:
+        last = {"event": "error", **told, "kind": ending[0], "message": ending[1], "text": said.phase["text"]}
+    return [{"event": "phase", **told, **said.phase}, last]
 
 
 def impose(report: pytest.TestReport, outcome: Outcome, command: str) -> None:
@@ -107,21 +101,3 @@ def impose(report: pytest.TestReport, outcome: Outcome, command: str) -> None:
         report.wasxfail = f"reason: {outcome.text}"
     report.sections = list(outcome.sections)
     report.user_properties += [pair for pair in outcome.properties if pair[0] == RANK]
-
-
-def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
-    """Plain data, without what rank 0 alone needs."""
-    return dataclasses.asdict(outcome)
-
-
-def outcome_from_json(data: Mapping[str, Any]) -> Outcome:
-    """What ``outcome_to_json`` gave."""
-    location = tuple(data["location"]) if data["location"] else None
-    pairs = {name: tuple((a, b) for a, b in data[name]) for name in ("sections", "properties")}
-    return Outcome(**{**data, "location": location, **pairs})
-
-
-def phase_to_json(phase: Phase) -> dict[str, Any]:
-    """Plain data that came through JSON once, so that all ranks see the same."""
-    plain: dict[str, Any] = json.loads(json.dumps(phase.to_json()))
-    return plain

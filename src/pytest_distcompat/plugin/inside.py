@@ -19,7 +19,7 @@ import pytest
 
 from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.plugin import launched
-from pytest_distcompat.plugin.agreement import impose, phase_to_json
+from pytest_distcompat.plugin.agreement import impose
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.lockstep import Gone, Lockstep
 from pytest_distcompat.plugin.marked import MARK, TIME_LIMIT, cell_of, mark_of
@@ -175,7 +175,7 @@ class Inside:
             # Another plugin's hook raised before ours was called.
             self._begin(item, report.when)
         try:
-            outcome, cut, over = lockstep.end(phase_to_json(phase_of(report)), group=self._has_group(call.when))
+            outcome, cut, over = lockstep.end(phase_of(report).to_json(), group=self._has_group(call.when))
         except Gone as problem:
             pytest.exit(str(problem), returncode=pytest.ExitCode.TESTS_FAILED)
         self._cut = self._cut or cut

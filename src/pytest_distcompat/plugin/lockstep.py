@@ -17,7 +17,7 @@ from typing import Any
 from pytest_distcompat.launch import connections
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.launch.rank import GRACE
-from pytest_distcompat.plugin.agreement import STUCK, Said, agree, outcome_from_json, outcome_to_json
+from pytest_distcompat.plugin.agreement import STUCK, Said, agree
 from pytest_distcompat.plugin.board import POLL, Board
 from pytest_distcompat.plugin.outcome import Outcome
 from pytest_distcompat.plugin.rank_session import SKIP_GRACE
@@ -136,7 +136,7 @@ class Lockstep:
                 raise Gone("rank 0 does not answer any more")
             answer = json.loads(text)
         self._step = None
-        return outcome_from_json(answer["outcome"]), bool(answer["cut"]), bool(answer["over"])
+        return Outcome.from_json(answer["outcome"]), bool(answer["cut"]), bool(answer["over"])
 
     def told(self, make: Callable[[], str]) -> str:
         """What rank 0 makes, on all ranks; once a phase."""
@@ -185,7 +185,7 @@ class Lockstep:
         over = bool(lost) or len(said) < self.size or any(one.stuck for one in said.values())
         if not any(one.group for one in said.values()):
             self._board.clear()
-        answer = {"outcome": outcome_to_json(outcome), "over": over, "cut": any(one.cut for one in said.values())}
+        answer = {"outcome": outcome.to_json(), "over": over, "cut": any(one.cut for one in said.values())}
         self._board.put(f"{step.number}/out", json.dumps(answer))
         self._board.forget(f"{step.number - 1}/{name}" for name in ("bad", "out", "told", *range(self.size)))
         return answer
@@ -224,7 +224,7 @@ class Lockstep:
     def _give_up(self, step: Step) -> None:
         """The main thread will not come back: have told what is known, and end this process."""
         if self.rank == 0:
-            self._overrun(outcome_from_json(self._conclude(step)["outcome"]))
+            self._overrun(Outcome.from_json(self._conclude(step)["outcome"]))
         self._await(f"{step.number}/out", time.monotonic() + 2 * PATIENCE, of=0)
         self._board.put(f"left/{self.rank}", "1")
         self.close()

@@ -62,6 +62,29 @@ class Phase:
         """Plain data."""
         return dataclasses.asdict(self)
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Phase:
+        """What ``to_json`` gave, and may stand among other things."""
+        return cls(**_fields(cls, data))
+
+    @property
+    def ending(self) -> tuple[str, str] | None:
+        """The kind and the message of a rank that ends by it; None of one that goes on. A skip ends it if others go on."""
+        where = "" if self.when == "call" else f" in {self.when}"
+        return {
+            "failed": ("failed", f"failed{where}: {self.message}"),
+            "xfailed": (XFailed.KIND, f"xfailed: {self.message}"),
+            "skipped": (SkipElsewhere.KIND, f"skipped ({self.message}) while other ranks went on"),
+        }.get(self.outcome)
+
+
+def _fields(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Of plain data what a Phase or an Outcome is made of, with tuples for JSON's lists."""
+    known = {field.name: data[field.name] for field in dataclasses.fields(kind) if field.name in data}
+    location = tuple(known["location"]) if known.get("location") else None
+    pairs = {name: tuple((a, b) for a, b in known[name]) for name in ("sections", "properties")}
+    return {**known, "location": location, **pairs}
+
 
 def phase_of(report: pytest.TestReport) -> Phase:
     """What a rank's log keeps of a report.
@@ -129,11 +152,21 @@ class Outcome:
     sections: tuple[tuple[str, str], ...] = ()
     properties: tuple[tuple[str, Any], ...] = ()
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
+        """What ``to_json`` gave."""
+        return cls(**_fields(cls, data))
+
 
 def merge(ending: Ending) -> Outcome:
     """One outcome from all ranks."""
     phases = {
-        rank: [_phase(event) for event in events if event["event"] == "phase"] for rank, events in ending.events.items()
+        rank: [Phase.from_json(event) for event in events if event["event"] == "phase"]
+        for rank, events in ending.events.items()
     }
     shown: dict[str, Any] = {"sections": _sections(phases, ending)}
     # Each phase's report has all properties so far.
@@ -176,13 +209,6 @@ def _excused_last(ending: Ending) -> Ending:
 def _crashed(ending: Ending) -> bool:
     """Whether more happened than an exception, on any rank, even if another one raised before it."""
     return ending.kind != "raised" or any(end.status == "stuck" for end in ending.ranks)
-
-
-def _phase(event: Mapping[str, Any]) -> Phase:
-    known = {field.name: event[field.name] for field in dataclasses.fields(Phase) if field.name in event}
-    location = tuple(known["location"]) if known.get("location") else None
-    pairs = {name: tuple((a, b) for a, b in known[name]) for name in ("sections", "properties")}
-    return Phase(**{**known, "location": location, **pairs})
 
 
 def _sections(phases: Mapping[int, list[Phase]], ending: Ending) -> tuple[tuple[str, str], ...]:

@@ -18,7 +18,7 @@ import pytest
 from _pytest import capture as pytest_capture
 
 from pytest_distcompat.plugin import launched
-from pytest_distcompat.plugin.outcome import Phase, SkipElsewhere, XFailed, phase_of
+from pytest_distcompat.plugin.outcome import Phase, phase_of
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
@@ -252,13 +252,8 @@ class _Reporter:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         phase = phase_of(report)
         self.log.write("phase", **phase.to_json())
-        if phase.outcome == "failed":
-            where = "" if phase.when == "call" else f" in {phase.when}"
-            self._leave("failed", f"failed{where}: {phase.message}", phase)
-        elif phase.outcome == "xfailed":
-            self._leave(XFailed.KIND, f"xfailed: {phase.message}", phase)
-        elif phase.outcome == "skipped" and not self._all_skipped():
-            self._leave(SkipElsewhere.KIND, f"skipped ({phase.message}) while other ranks went on", phase)
+        if phase.ending is not None and not (phase.outcome == "skipped" and self._all_skipped()):
+            self._leave(*phase.ending, phase)
 
     def _leave(self, kind: str, message: str, phase: Phase) -> None:
         from pytest_distcompat.launch import Request
