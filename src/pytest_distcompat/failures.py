@@ -13,7 +13,14 @@ from __future__ import annotations
 
 
 class DistcompatError(Exception):
-    """Root of all that this package raises."""
+    """Root of all that this package raises.
+
+    ``hard``: more happened than an exception (a crash, a hang, a leak), which no known issue excuses.
+    """
+
+    def __init__(self, text: str = "", *, hard: bool = False) -> None:
+        super().__init__(text)
+        self.hard = hard
 
 
 class UsageProblem(DistcompatError, ValueError):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat import scripts
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.launch import Ending, RankEnd, Request
 from pytest_distcompat.plugin.options import OPTIONS, setting
@@ -256,31 +254,6 @@ def test_workers_of_xdist_weigh_and_their_controller_counts(pytester: Pytester, 
     result.assert_outcomes(xfailed=1)
     result.stdout.fnmatch_lines(["remove me: *known[]][]] 2 (org/repo#1): covers 1 that ran, excused none"])
     result.stdout.no_fnmatch_line("*known[]][]] 1 *")
-
-
-# Of scripts.
-
-
-@pytest.mark.parametrize(("kind", "outcome"), [("raised", "xfailed"), ("crashed", "failed"), ("hung", "failed")])
-def test_a_run_of_a_script_that_fails_so_is_known(
-    kind: str, outcome: str, pytester: Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = SimpleNamespace(
-        failed=True, labels=(), ending=SimpleNamespace(kind=kind), text=lambda: "rank 0: KeyError: '_orig_mod.x'"
-    )
-    monkeypatch.setattr(scripts, "launch", lambda *args, **settings: made)
-    say(pytester, KNOWN).makepyfile("def test(distcompat): distcompat.launch('train.py')")
-    pytester.runpytest_inprocess().assert_outcomes(**{outcome: 1})
-
-
-def test_a_claim_of_a_run_that_is_declared_is_known(pytester: Pytester) -> None:
-    pytester.makepyfile(
-        """
-        from pytest_distcompat import Incompatible
-        def test(distcompat): raise Incompatible("names (fsdp2-fp32-w2): KeyError: '_orig_mod.x'")
-        """
-    )
-    say(pytester, KNOWN).runpytest_inprocess().assert_outcomes(xfailed=1)
 
 
 # Of suites.

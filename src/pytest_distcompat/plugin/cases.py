@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +31,9 @@ VERDICT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 
 
 #: What is raised for a verdict that is no success; the message is the text to show.
-FAILURES: Mapping[str, type[DistcompatError]] = {
+FAILURES: Mapping[str, Callable[[str], DistcompatError]] = {
     "late": LateFailure,
-    **dict.fromkeys(("crashed", "hung", "leaked"), LifeFailure),
+    **dict.fromkeys(("crashed", "hung", "leaked"), functools.partial(LifeFailure, hard=True)),
 }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat.failures import DistcompatError
 from pytest_distcompat.plugin.marked import MARK, cell_of
 from pytest_distcompat.plugin.narrowed import narrowed
 from pytest_distcompat.plugin.outcome import RankFailure
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 #: The attribute of a report that carries, from an xdist worker to the controller, the entries that cover the item and those
 #: that it failed by.
 ATTRIBUTE = "distcompat_declared"
-#: Whether more happened in a script's run than an exception.
-HARD: pytest.StashKey[bool] = pytest.StashKey()
 
 
 @dataclass
@@ -42,11 +41,25 @@ def weigh(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestRep
     """Weigh the report of an item's call, if it is one of ours."""
     marked = item.get_closest_marker(MARK) is not None
     if marked or "distcompat" in getattr(item, "fixturenames", ()):
-        error = call.excinfo.value if call.excinfo is not None else None
-        hard = error.hard if isinstance(error, RankFailure) else item.stash.get(HARD, False)
+        hard = call.excinfo is not None and _hard(call.excinfo.value)
         declared_of(item.config.stash[SESSION]).weigh_report(item, report, cell_of(item), hard=hard)
     if WEIGHED in item.stash:
         setattr(report, ATTRIBUTE, asdict(item.stash[WEIGHED]))
+
+
+def _hard(error: BaseException) -> bool:
+    """Whether more happened than an exception; also where the test raised another one because of that."""
+    causes: list[BaseException | None] = [error]
+    seen: set[int] = set()  # an exception can be raised from one that is raised from it
+    while causes:
+        one = causes.pop()
+        if one is None or id(one) in seen:
+            continue
+        if isinstance(one, (DistcompatError, RankFailure)) and one.hard:
+            return True
+        seen.add(id(one))
+        causes += [one.__cause__, one.__context__]
+    return False
 
 
 def declared_of(session: DistcompatSession) -> Declared:

@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.failures import LifeFailure
-from pytest_distcompat.plugin.declared import HARD
-
 if TYPE_CHECKING:
     from pytest_distcompat.plugin.session import DistcompatSession
     from pytest_distcompat.scripts import RoundTrip, ScriptRun
@@ -22,7 +19,6 @@ class Distcompat:
     def __init__(self, session: DistcompatSession, item: pytest.Item) -> None:
         self._session = session
         self._item = item
-        item.stash[HARD] = False
 
     def _host(self, asked: int | None) -> Any:
         from pytest_distcompat.scripts.launching import Host
@@ -40,10 +36,8 @@ class Distcompat:
         host = self._host(settings.get("world_size"))
         run = launch(script, *args, **{"host": host, **settings, "allow_failure": True})
         self._label(run)
-        if run.failed and not settings.get("allow_failure"):
-            # A crash or a hang is no known issue, whatever is declared.
-            self._item.stash[HARD] = run.ending.kind != "raised"
-            raise LifeFailure(run.text())
+        if not settings.get("allow_failure"):
+            run.raise_if_failed()
         return run
 
     def resume_roundtrip(self, script: str | Path, args: Sequence[str], **settings: Any) -> RoundTrip:

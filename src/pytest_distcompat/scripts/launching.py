@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pytest_distcompat.cell import Cell, OptionValue
 from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
-from pytest_distcompat.failures import LifeFailure, UsageProblem
+from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.lease import Pool, cpu_slots, gpus
@@ -121,8 +121,8 @@ def launch(
             reproduce=_reproduce(command.line, with_probe(ours, directory), where.device),
         ).run()
     run = ScriptRun(ending, cell if strategy else None, directory, where.device, Path(output) if output else None)
-    if run.failed and not allow_failure:
-        raise LifeFailure(run.text())
+    if not allow_failure:
+        run.raise_if_failed()
     return run
 
 

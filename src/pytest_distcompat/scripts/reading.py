@@ -42,7 +42,8 @@ def read_in_a_process(start: Mapping[str, Any], directory: Path, wanted: Mapping
         check=False,
     )
     if done.returncode:
-        raise LifeFailure(f"{wanted['what']} could not be read:\n{done.stdout}{done.stderr}")
+        told = f"{wanted['what']} could not be read:\n{done.stdout}{done.stderr}"
+        raise LifeFailure(told, hard=done.returncode < 0)
     return json.loads(answer.read_text(encoding="utf-8"))
 
 

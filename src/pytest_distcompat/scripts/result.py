@@ -11,7 +11,7 @@ from typing import Any
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.failures import Incompatible, UsageProblem
+from pytest_distcompat.failures import Incompatible, LifeFailure, UsageProblem
 from pytest_distcompat.judge import Verdict, judge
 from pytest_distcompat.launch import Ending
 from pytest_distcompat.runner import life_trace
@@ -44,6 +44,17 @@ class ScriptRun:
     def failed(self) -> bool:
         """Whether the launcher or any rank ended other than well."""
         return self.ending.failed
+
+    @property
+    def hard(self) -> bool:
+        """Whether more happened than an exception: a crash, a hang."""
+        return self.failed and self.ending.kind != "raised"
+
+    def raise_if_failed(self) -> None:
+        """Raise LifeFailure with the story of all ranks, if the launcher or any rank ended other than well."""
+        __tracebackhide__ = True  # pytest then shows the line of the test
+        if self.failed:
+            raise LifeFailure(self.text(), hard=self.hard)
 
     def text(self) -> str:
         """How it ended: the first cause first, what was bridged, and the command that runs it alone."""
@@ -91,7 +102,7 @@ class ScriptRun:
                 f"{verdict.check} ({verdict.cell}): {verdict.status}\n{verdict.message}" for verdict in bad
             )
             more = self.text() if self.failed else "\n".join((*self.labels, f"logs: {self.directory}"))
-            raise Incompatible(f"{told}\n\n{more}")
+            raise Incompatible(f"{told}\n\n{more}", hard=self.hard)
 
     def verdicts(self, *names: str) -> list[Verdict]:
         """The same as data: one verdict a name."""

@@ -58,8 +58,10 @@ class RoundTrip:
         """Raise Incompatible with the findings, if there are any."""
         findings = self.findings
         if findings:
-            logs = (f"logs: {one.directory}" for one in (self.through, self.stopped, self.resumed))
-            raise Incompatible("\n".join((*findings, *self.resumed.labels, *logs)))
+            runs = (self.through, self.stopped, self.resumed)
+            logs = (f"logs: {one.directory}" for one in runs)
+            hard = any(one.hard for one in runs)
+            raise Incompatible("\n".join((*findings, *self.resumed.labels, *logs)), hard=hard)
 
     def _start(self) -> Iterator[str]:
         """The resumed run starts at the next step: it takes those that are left, no more and no less, on what was saved."""
@@ -170,7 +172,8 @@ def resume_roundtrip(
     try:
         resumed = run(output, *more, **({"world_size": reshard_to} if reshard_to else {}))
     except LifeFailure as failure:
-        raise LifeFailure(f"the run that was to go on from {saved[0]['path']} failed\n\n{failure}") from None
+        told = f"the run that was to go on from {saved[0]['path']} failed\n\n{failure}"
+        raise LifeFailure(told, hard=failure.hard) from None
     trip = RoundTrip(through, stopped, resumed, save_at, total, tuple(same), resharded=bool(reshard_to))
     trip.check()
     return trip

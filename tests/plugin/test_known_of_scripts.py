@@ -1,0 +1,116 @@
+"""Known issues of scripts: an exception in a run can be declared, a crash or a hang cannot, however the test goes on from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_distcompat.launch import Ending, RankEnd
+from pytest_distcompat.scripts.hosting import Hosted
+from pytest_distcompat.scripts.recorder import STRIDE
+
+Pytester = pytest.Pytester
+
+SAID = "KeyError: '_orig_mod.x'"
+#: How the ranks of a script can end, in those words, and what the test then is.
+ENDINGS = [
+    pytest.param(RankEnd(0, "raised", SAID), "xfailed", id="raised"),
+    pytest.param(RankEnd(0, "killed", SAID), "failed", id="crashed"),
+    pytest.param(RankEnd(0, "stuck", text=SAID), "failed", id="hung"),
+]
+#: What a test does with a script whose run fails so.
+USES = {
+    "launch": "distcompat.launch('train.py')",
+    "round trip": "distcompat.resume_roundtrip('train.py', [], resume=[], save_at=1, total=2)",
+    "checked": "distcompat.launch('train.py', strategy='ddp', allow_failure=True).check('active')",
+    "raised from it": """
+    try:
+        distcompat.launch('train.py')
+    except Exception as failure:
+        raise RuntimeError(str(failure)) from failure""",
+    "raised instead of it": """
+    try:
+        distcompat.launch('train.py')
+    except Exception as failure:
+        raise RuntimeError(str(failure)) from None""",
+}
+
+
+def say(pytester: Pytester) -> Pytester:
+    """That it is known, and a script to run."""
+    pytester.makepyprojecttoml("[[tool.distcompat.known]]\nmatch = \"KeyError: '_orig_mod\"\nreason = 'org/repo#1'")
+    pytester.makepyfile(train="")
+    return pytester
+
+
+def end(monkeypatch: pytest.MonkeyPatch, *ends: RankEnd) -> None:
+    """Have the runs of scripts end so, one after the other and then all as the last."""
+    left = list(ends)
+
+    def run(hosted: Hosted) -> Ending:
+        one = left.pop(0) if left[1:] else left[0]
+        saved = {"event": "saved", "path": "here", "step": 1, "index": STRIDE, "everyone": True}
+        return Ending((one,), {0: [saved]}, timed_out=one.status == "stuck", command="cli")
+
+    monkeypatch.setattr(Hosted, "run", run)
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("ending", "outcome"), ENDINGS)
+def test_a_run_of_a_script_that_fails_so_is_known(
+    ending: RankEnd, outcome: str, use: str, pytester: Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end(monkeypatch, ending)
+    say(pytester).makepyfile(f"def test(distcompat):\n    {USES[use]}")
+    pytester.runpytest_inprocess().assert_outcomes(**{outcome: 1})
+
+
+@pytest.mark.parametrize(("ending", "outcome"), ENDINGS)
+def test_so_is_one_that_is_to_go_on_from_a_checkpoint(
+    ending: RankEnd, outcome: str, pytester: Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end(monkeypatch, RankEnd(0, "done"), RankEnd(0, "done"), ending)
+    say(pytester).makepyfile(f"def test(distcompat):\n    {USES['round trip']}")
+    result = pytester.runpytest_inprocess("-rxf")
+    result.assert_outcomes(**{outcome: 1})
+    if outcome == "failed":
+        result.stdout.fnmatch_lines(["*the run that was to go on from here failed*"])
+
+
+def test_a_crash_that_the_test_expects_is_none_of_its_own(pytester: Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    end(monkeypatch, RankEnd(0, "killed", SAID))
+    say(pytester).makepyfile(
+        """
+        import pytest, unittest
+        from pytest_distcompat import LifeFailure
+
+        def test(distcompat):
+            with pytest.raises(LifeFailure, match="_orig_mod") as found:
+                distcompat.launch("train.py")
+            assert found.value.hard
+
+        class TestUnit(unittest.TestCase):
+            @pytest.fixture(autouse=True)
+            def _scripts(self, distcompat):
+                self.launch = distcompat.launch
+
+            def test_expected(self):
+                with self.assertRaises(LifeFailure):
+                    self.launch("train.py")
+
+            def test_crashes(self):
+                self.launch("train.py")
+        """
+    )
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["FAILED *::TestUnit::test_crashes - *"])
+
+
+def test_a_claim_of_a_run_that_is_declared_is_known(pytester: Pytester) -> None:
+    pytester.makepyfile(
+        """
+        from pytest_distcompat import Incompatible
+        def test(distcompat): raise Incompatible("names (fsdp2-fp32-w2): KeyError: '_orig_mod.x'")
+        """
+    )
+    say(pytester).runpytest_inprocess().assert_outcomes(xfailed=1)
