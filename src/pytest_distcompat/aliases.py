@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.lease import Lease
-from pytest_distcompat.plugin import _session
+from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.marked import MARK
 
 _SIZE, _DEVICES = "world_size", "require_distributed"
@@ -123,7 +123,7 @@ def distcompat_size(request: pytest.FixtureRequest) -> int:
 def distcompat_lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lease]:
     """The devices of a test that starts ranks itself: nobody else has them, and its processes see no others."""
     mark = request.node.get_closest_marker(_DEVICES)
-    session = _session(request.config)
+    session = session_of(request.config)
     count = int(mark.args[0])
     if mark.kwargs.get("gpus") and not session.gpus:
         pytest.skip(f"the test needs {count} GPUs, there are none to use")

@@ -1,6 +1,6 @@
 """The pytest plugin: hooks only. What they decide is decided elsewhere, and imported when it is needed.
 
-A session without distributed tests imports this file and ``options``, nothing else.
+A session without distributed tests imports this file, ``options`` and what they import on top, nothing else.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from pytest_distcompat.plugin import launched, options, pyproject
-
-if TYPE_CHECKING:
-    from pytest_distcompat.plugin.session import DistcompatSession
+from pytest_distcompat.plugin.current import session_of
 
 _MARK = "distcompat"
 # Kept apart from rank_session.ON_RANK & co.: those modules are not imported in a session without distributed tests.
@@ -51,34 +49,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if launched.here() and not _on_rank(config):
         from pytest_distcompat.plugin import inside
 
-        inside.enter(config, _session)
-    if options.given(config):
-        for name in options.given(config):
-            options.setting(config, name)
-        _session(config).world_size  # noqa: B018 - resolving it is the check
-    elif pyproject.known(config) or _is_controller(config):
-        # With xdist this process learns from the workers' reports that there were tests of ours.
-        _session(config)
-
-
-def _session(config: pytest.Config) -> DistcompatSession:
-    """This process's session of ours, made at the first call."""
-    from pytest_distcompat.plugin.rank_session import ON_RANK
-    from pytest_distcompat.plugin.session import SESSION, DistcompatSession
-
-    if SESSION not in config.stash:
-        session = config.stash[SESSION] = DistcompatSession(config)
-        config.add_cleanup(session.close)
-        if ON_RANK not in config.stash and not hasattr(config, "workerinput"):
-            from pytest_distcompat.plugin.declared import declared_of
-            from pytest_distcompat.plugin.packing import Devices
-            from pytest_distcompat.plugin.results import Results
-
-            config.pluginmanager.register(Devices(session), "distcompat-devices")
-            config.pluginmanager.register(Results(session), "distcompat-results")
-            config.pluginmanager.register(declared_of(session), "distcompat-declared")
+        inside.enter(config)
+    given = options.given(config)
+    for name in given:
+        options.setting(config, name)
+    # With xdist this process learns from the workers' reports that there were tests of ours.
+    if given or pyproject.known(config) or _is_controller(config):
+        session = session_of(config)
         config.stash[_DECLARES] = bool(session.own)
-    return config.stash[SESSION]
+        if given:
+            session.world_size  # noqa: B018 - resolving it is the check
 
 
 def _on_rank(config: pytest.Config) -> bool:
@@ -92,7 +72,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     names = options.given(config)
     if not names:
         return []
-    session = _session(config)
+    session = session_of(config)
     told = [
         f"{name.removeprefix('distcompat_')} {found.text} (from {found.origin})"
         for name in names
@@ -105,7 +85,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     """On what the distributed tests will run, if there are any."""
     if _IN_USE not in config.stash:
         return []
-    session = _session(config)
+    session = session_of(config)
     where = f"{session.gpus} GPUs, nccl" if session.gpus else "CPU, gloo"
     if session.gpus and session.ranks_each > 1:
         where += f" (gloo where up to {session.ranks_each} ranks share a GPU)"
@@ -127,7 +107,7 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
     if not cases.is_suite(obj):
         return None
     try:
-        cases.validate(obj, _session(collector.config).world_size)
+        cases.validate(obj, session_of(collector.config).world_size)
     except UsageProblem as problem:
         raise pytest.Collector.CollectError(str(problem)) from None
     made: pytest.Class = pytest.Class.from_parent(collector, name=name, obj=obj)
@@ -142,7 +122,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     elif "distcompat_case" in metafunc.fixturenames and metafunc.cls is not None:
         from pytest_distcompat.plugin import cases
 
-        session = _session(metafunc.config)
+        session = session_of(metafunc.config)
         chosen = cases.cases(metafunc.cls, session) if cases.is_suite(metafunc.cls) else []
         if chosen:
             session.modules += tuple(cases.modules_of(metafunc.cls, chosen))
@@ -157,7 +137,7 @@ def _generate_marked(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
     except ValueError as problem:
         raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {problem}") from None
     if read.has_cells:
-        session = _session(metafunc.config)
+        session = session_of(metafunc.config)
         selected = session.setting("strategies").value, session.setting("precisions").value
         marked.parametrize(metafunc, read, selected, session.world_size)
 
@@ -181,7 +161,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(FORKED)
     config.stash[_IN_USE] = True
     config.stash[_COLLECTED] = collected
-    _session(config).collects = bool(marked_items)
+    session_of(config).collects = bool(marked_items)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -191,7 +171,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if collected is not None and not session.config.option.collectonly:
         from pytest_distcompat.plugin import packing
 
-        packing.announce(_session(session.config), collected, session.items)
+        packing.announce(session_of(session.config), collected, session.items)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -202,7 +182,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     if config.getoption("dist") not in OWN:
         return None
-    return LateScheduling(config, log, functools.partial(packing.plan, _session(config)))
+    return LateScheduling(config, log, functools.partial(packing.plan, session_of(config)))
 
 
 def pytest_runtestloop(session: pytest.Session) -> None:
@@ -210,7 +190,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     config = session.config
     will_run = _IN_USE in config.stash and not config.option.collectonly and not session.testsfailed
     if will_run and (hasattr(config, "workerinput") or not _is_controller(config)):
-        _session(config).launcher.warm_up()
+        session_of(config).launcher.warm_up()
 
 
 def _is_controller(config: pytest.Config) -> bool:
@@ -245,7 +225,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     __tracebackhide__ = True
     mark = marked.mark_of(pyfuncitem)
     assert mark is not None
-    _session(pyfuncitem.config)
+    session_of(pyfuncitem.config)
     marked.run_on_ranks(pyfuncitem, mark)
     return True
 

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ import pytest
 from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.plugin import launched
 from pytest_distcompat.plugin.agreement import impose
+from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.lockstep import Gone, Lockstep
 from pytest_distcompat.plugin.marked import MARK, TIME_LIMIT, cell_of, mark_of
@@ -39,7 +40,7 @@ _STARTING = {
 _SHOWN = 5
 
 
-def enter(config: pytest.Config, session_of: Callable[[pytest.Config], DistcompatSession]) -> None:
+def enter(config: pytest.Config) -> None:
     """Make this pytest a rank of the launch. Raises pytest.UsageError where it cannot be one."""
     config.stash[ON_RANK] = True
     session = session_of(config)

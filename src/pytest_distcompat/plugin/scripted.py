@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat.plugin.current import session_of
+
 if TYPE_CHECKING:
     from pytest_distcompat.plugin.session import DistcompatSession
     from pytest_distcompat.scripts import RoundTrip, ScriptRun
@@ -58,6 +60,4 @@ class Distcompat:
 @pytest.fixture
 def distcompat(request: pytest.FixtureRequest) -> Distcompat:
     """Runs unmodified scripts and command lines on ranks: ``distcompat.launch("train.py", strategy="fsdp2")``."""
-    from pytest_distcompat.plugin import _session
-
-    return Distcompat(_session(request.config), request.node)
+    return Distcompat(session_of(request.config), request.node)

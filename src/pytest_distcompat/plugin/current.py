@@ -1,0 +1,29 @@
+"""This process's session of ours, made when something first asks for it, with the hooks that go with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_distcompat.plugin.session import DistcompatSession
+
+
+def session_of(config: pytest.Config) -> DistcompatSession:
+    """The session, made at the first call; what it takes is imported then."""
+    from pytest_distcompat.plugin.rank_session import ON_RANK
+    from pytest_distcompat.plugin.session import SESSION, DistcompatSession
+
+    if SESSION not in config.stash:
+        session = config.stash[SESSION] = DistcompatSession(config)
+        config.add_cleanup(session.close)
+        if ON_RANK not in config.stash and not hasattr(config, "workerinput"):
+            from pytest_distcompat.plugin.declared import declared_of
+            from pytest_distcompat.plugin.packing import Devices
+            from pytest_distcompat.plugin.results import Results
+
+            config.pluginmanager.register(Devices(session), "distcompat-devices")
+            config.pluginmanager.register(Results(session), "distcompat-results")
+            config.pluginmanager.register(declared_of(session), "distcompat-declared")
+    return config.stash[SESSION]
