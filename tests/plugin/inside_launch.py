@@ -171,3 +171,9 @@ def test_known() -> None:
 @mark
 def test_known_of_a_marked_one() -> None:
     raise KeyError("_orig_mod.weight")
+
+
+@mark
+def test_known_of_one_rank() -> None:
+    if RANK == 1:
+        raise KeyError("strictly known")

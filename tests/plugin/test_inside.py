@@ -82,6 +82,7 @@ ENDS = {
     "test_a_pytest_that_a_test_starts_is_no_rank": "passed",
     "test_known": "failed",
     "test_known_of_a_marked_one": "xfailed",
+    "test_known_of_one_rank": "xfailed",
 }
 TEXTS: dict[str, list[str]] = {
     "test_for_four": ["*the test is for 4 ranks, this launch has 2*"],
@@ -104,11 +105,28 @@ TEXTS: dict[str, list[str]] = {
 }
 
 
+#: The third is about a test that fails otherwise.
+KNOWN = """
+[[tool.distcompat.known]]
+match = "KeyError: ._orig_mod"
+reason = "org/repo#1"
+
+[[tool.distcompat.known]]
+test = "test_known_of_one_rank"
+match = "strictly known"
+reason = "org/repo#2"
+
+[[tool.distcompat.known]]
+test = "test_one_fails$"
+match = "no such words"
+reason = "org/repo#3"
+"""
+
+
 @pytest.fixture(scope="module")
 def verdicts(torchrun: Torchrun) -> Run:
     """All of ``inside_launch.py``."""
-    known = "[[tool.distcompat.known]]\nmatch = 'KeyError: ._orig_mod'\nreason = 'org/repo#1'\n"
-    return torchrun(Path(__file__).with_name("inside_launch.py"), "--junitxml=junit.xml", "-ra", pyproject=known)
+    return torchrun(Path(__file__).with_name("inside_launch.py"), "--junitxml=junit.xml", "-ra", pyproject=KNOWN)
 
 
 def test_every_test_has_one_verdict_and_never_a_weaker_one_than_its_worst_rank(verdicts: Run) -> None:
@@ -139,6 +157,14 @@ def test_rank_0_alone_reports(verdicts: Run) -> None:
     assert len(cases) == len({case.get("name") for case in cases}) == len(verdicts.outcomes)
     assert verdicts.sections("test_one_fails")["Captured stdout call (rank 1)"] == "printed by 1\n"
     show(verdicts.out, "distcompat: inside a launch of 2 ranks, on cpu")
+
+
+def test_what_no_rank_fails_by_any_more_is_to_be_removed(verdicts: Run) -> None:
+    told = [line for line in verdicts.out.splitlines() if line.startswith("remove me")]
+    assert told == [
+        "remove me: pyproject.toml [[tool.distcompat.known]] 3 (org/repo#3): covers 1 that ran, excused none"
+    ], verdicts.out
+    assert "declared to fail" not in verdicts.out
 
 
 def test_all_ranks_end_with_the_same_exit_code(verdicts: Run) -> None:

@@ -204,6 +204,26 @@ def test_the_life_alone_shows_the_same_failure(
     show(out, "*ValueError: the cause*")
 
 
+def test_known_issues_are_those_of_all_ranks_together(run_pytest: RunPytest, tmp_path: Path) -> None:
+    """A rank that weighed itself would miss what it is declared to fail by, or hide from the parent that it was excused."""
+    (tmp_path / "pyproject.toml").write_text(
+        "[[tool.distcompat.known]]\ntest = 'test_one'\nmatch = 'of one'\nreason = 'org/repo#1'\n"
+        "[[tool.distcompat.known]]\ntest = 'test_both'\nmatch = 'of both'\nreason = 'org/repo#2'\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\npytestmark = pytest.mark.distcompat(world_size=2)\n"
+        "def test_one(rank):\n    if rank == 1: raise ValueError('of one')\n"
+        "def test_both(): raise ValueError('of both')\n",
+        encoding="utf-8",
+    )
+    result = run_pytest(tmp_path)
+    assert (result.code, result.outcomes) == (0, {"test_one": "xfailed", "test_both": "xfailed"}), result.out
+    assert "remove me" not in result.out
+    show(result.text("test_one"), "rank 1 failed: ValueError: of one")
+    assert "declared to fail" not in result.text("test_one")
+
+
 def test_a_plugin_that_the_fork_server_imported_early_is_no_error(run_pytest: RunPytest, tmp_path: Path) -> None:
     """pytest warns of a plugin that it comes too late to rewrite, which some projects take for an error."""
     (tmp_path / "early.py").write_text("", encoding="utf-8")

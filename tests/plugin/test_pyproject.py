@@ -209,6 +209,16 @@ def test_what_matches_nothing_is_to_be_removed_unless_the_run_was_narrowed(
         pytester.runpytest_inprocess(*args).stdout.no_fnmatch_line("*remove me*")
 
 
+def test_a_run_that_ends_early_says_nothing_of_what_it_did_not_run(pytester: Pytester, ranks: FakeRanks) -> None:
+    say(pytester, KNOWN + "test = 'test_plain'" + KNOWN.replace("#1", "#2") + "test = 'test_cells'")
+    pytester.makepyfile(MARKED)
+    ranks.tell = failing("otherwise")
+    result = pytester.runpytest_inprocess("-x", "-p", "no:randomly")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["remove me: *2 (org/repo#2): covers 1 that ran, excused none"])
+    result.stdout.no_fnmatch_line("*covers nothing*")
+
+
 def test_what_waits_for_other_versions_is_said(pytester: Pytester, ranks: FakeRanks) -> None:
     say(pytester, KNOWN + 'when = "pytest == 1.0"').makepyfile(MARKED)
     result = pytester.runpytest_inprocess()

@@ -19,7 +19,9 @@ _MARK = "distcompat"
 # Kept apart from rank_session.ON_RANK & co.: those modules are not imported in a session without distributed tests.
 _IN_USE: pytest.StashKey[bool] = pytest.StashKey()
 _COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()  # the items before any plugin had its say
-_DECLARES: pytest.StashKey[bool] = pytest.StashKey()  # whether the user declares known issues
+_WEIGHS: pytest.StashKey[bool] = (
+    pytest.StashKey()
+)  # whether reports here are weighed by what the user declares as known
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,7 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # With xdist this process learns from the workers' reports that there were tests of ours.
     if given or pyproject.known(config) or _is_controller(config):
         session = session_of(config)
-        config.stash[_DECLARES] = bool(session.own)
+        # What one rank says for itself is not yet what happened.
+        config.stash[_WEIGHS] = bool(session.own) and not _on_rank(config)
         if given:
             session.world_size  # noqa: B018 - resolving it is the check
 
@@ -263,10 +266,10 @@ def pytest_runtest_makereport(
         setattr(report, ATTRIBUTE, item.stash.get(VERDICT, None))
         if call.excinfo is not None and isinstance(call.excinfo.value, DistcompatError):
             report.longrepr = str(call.excinfo.value)
-    if call.when == "call" and item.config.stash.get(_DECLARES, False):
+    if call.when == "call" and item.config.stash.get(_WEIGHS, False):
         from pytest_distcompat.plugin import declared
 
-        declared.weigh(item, call, report)
+        declared.weigh(item, report, hard=call.excinfo is not None and declared.is_hard(call.excinfo.value))
     return report
 
 

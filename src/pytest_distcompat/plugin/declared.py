@@ -37,17 +37,16 @@ class Weighed:
 WEIGHED: pytest.StashKey[Weighed] = pytest.StashKey()
 
 
-def weigh(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """Weigh the report of an item's call, if it is one of ours."""
+def weigh(item: pytest.Item, report: pytest.TestReport, *, hard: bool) -> None:
+    """Weigh the report of an item's call, if it is one of ours; what it was weighed by travels with it."""
     marked = item.get_closest_marker(MARK) is not None
     if marked or "distcompat" in getattr(item, "fixturenames", ()):
-        hard = call.excinfo is not None and _hard(call.excinfo.value)
         declared_of(item.config.stash[SESSION]).weigh_report(item, report, cell_of(item), hard=hard)
     if WEIGHED in item.stash:
         setattr(report, ATTRIBUTE, asdict(item.stash[WEIGHED]))
 
 
-def _hard(error: BaseException) -> bool:
+def is_hard(error: BaseException) -> bool:
     """Whether more happened than an exception; also where the test raised another one because of that."""
     causes: list[BaseException | None] = [error]
     seen: set[int] = set()  # an exception can be raised from one that is raised from it
@@ -76,6 +75,7 @@ class Declared:
         self._session = session
         self._covered: Counter[str] = Counter()
         self._used: Counter[str] = Counter()
+        self._broken_off = False
 
     @functools.cached_property
     def _in_force(self) -> tuple[KnownIssue, ...]:
@@ -125,15 +125,25 @@ class Declared:
         self._used.update(weighed.used)
 
     def stale(self) -> list[str]:
-        """The entries that excused nothing, with what they were measured by. None of what a narrowed run left out."""
+        """The entries that excused nothing, with what they were measured by.
+
+        None that covers nothing in a run that was narrowed, or that ended early: that left out what it is about, perhaps.
+        """
         found = []
+        partial = self._broken_off or narrowed(self._session.config)
         for issue in self._in_force:
             covered = self._covered[issue.where]
-            if self._used[issue.where] or not (covered or not narrowed(self._session.config)):
+            if self._used[issue.where] or (partial and not covered):
                 continue
             told = f"covers {covered} that ran, excused none" if covered else "covers nothing that ran"
             found.append(f"{issue.where}: {told}")
         return found
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Notice that not all was run."""
+        stopped = bool(session.shouldfail or session.shouldstop)
+        self._broken_off = stopped or exitstatus == pytest.ExitCode.INTERRUPTED
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:

@@ -21,9 +21,9 @@ from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.plugin import launched
 from pytest_distcompat.plugin.agreement import impose
 from pytest_distcompat.plugin.current import session_of
-from pytest_distcompat.plugin.declared import declared_of
+from pytest_distcompat.plugin.declared import declared_of, weigh
 from pytest_distcompat.plugin.lockstep import Gone, Lockstep
-from pytest_distcompat.plugin.marked import MARK, TIME_LIMIT, cell_of, mark_of
+from pytest_distcompat.plugin.marked import TIME_LIMIT, cell_of, mark_of
 from pytest_distcompat.plugin.outcome import Outcome, phase_of
 from pytest_distcompat.plugin.rank_session import OF_RANK_ZERO, ON_RANK, SHARED, WORLD
 from pytest_distcompat.plugin.session import DistcompatSession, session_basetemp
@@ -36,6 +36,8 @@ _STARTING = {
     "distcompat": "the fixture distcompat starts ranks",
     "distcompat_lent": "the test starts ranks",
 }
+#: Why a session ends before all its tests have run.
+_OVER = "a rank of the launch has ended, or hangs: there is nothing to go on with"
 #: Differences that a message shows.
 _SHOWN = 5
 
@@ -60,6 +62,7 @@ def enter(config: pytest.Config) -> None:
             # pytest empties it.
             config.option.basetemp = f"{config.option.basetemp}-rank{world.rank}"
     config.pluginmanager.register(Inside(session, world), "distcompat-inside")
+    config.pluginmanager.register(declared_of(session), "distcompat-declared")
 
 
 class Inside:
@@ -183,7 +186,7 @@ class Inside:
         impose(report, outcome, self._command(item))
         if over and self._pytest is not None:
             self._over = True
-            self._pytest.shouldfail = "a rank of the launch has ended, or hangs: there is nothing to go on with"
+            self._pytest.shouldfail = _OVER
         self._weigh(item, report, outcome)
         return report
 
@@ -198,8 +201,8 @@ class Inside:
         return True
 
     def _weigh(self, item: pytest.Item, report: pytest.TestReport, outcome: Outcome) -> None:
-        if report.when == "call" and self._session.own and item.get_closest_marker(MARK) is not None:
-            declared_of(self._session).weigh_report(item, report, cell_of(item), hard=outcome.hard)
+        if report.when == "call" and self._session.own:
+            weigh(item, report, hard=outcome.hard)
 
     def _command(self, item: pytest.Item) -> str:
         command = self._session.reproduce(item) if isinstance(item, pytest.Function) else f"pytest {item.nodeid}"
@@ -245,6 +248,8 @@ class Inside:
             user_properties=item.user_properties,
         )
         impose(report, outcome, self._command(item))
+        self._weigh(item, report, outcome)
+        session.shouldfail = _OVER
         item.config.hook.pytest_runtest_logreport(report=report)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         item.config.hook.pytest_sessionfinish(session=session, exitstatus=session.exitstatus)
