@@ -7,7 +7,7 @@ it, are folded under it.
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -283,11 +283,18 @@ def _said(end: RankEnd, event: str) -> bool:
 def _tail(directory: str | Path, rank: int) -> str:
     """The last lines of each file that the rank wrote to: a crash's stack in one must not hide the last words in another."""
     parts = []
-    for name in (
-        f"rank-{rank}.*.captured",
-        f"logs/*/attempt_0/{rank}/stdout.log",
-        f"logs/*/attempt_0/{rank}/stderr.log",
-    ):
-        for path in sorted(Path(directory).glob(name)):
-            parts += read_end(path, READ).splitlines()[-TAIL:]
+    for path in _files(Path(directory), rank):
+        parts += read_end(path, READ).splitlines()[-TAIL:]
     return "\n".join(parts)
+
+
+def _files(directory: Path, rank: int) -> Iterator[Path]:
+    """The files of a rank's own output. Found by name, for a pattern would take longer than the test on shared ranks."""
+    here = sorted(path.name for path in directory.iterdir())
+    for name in here:
+        if name.startswith(f"rank-{rank}.") and name.endswith(".captured"):
+            yield directory / name
+    runs = sorted((directory / "logs").iterdir()) if "logs" in here else []
+    for name in ("stdout.log", "stderr.log"):
+        for run in runs:
+            yield run / "attempt_0" / str(rank) / name

@@ -84,23 +84,37 @@ class Kept:
             distributed.destroy_process_group()
             self.store.clear()
 
-    def sound_group(self) -> bool:
-        """Whether the process group is ours, and still does what it should: a collective left half done would show."""
+    def begin_proof(self) -> Callable[[], bool]:
+        """Have the process group do something; what it gives waits for that, and says whether it was done rightly.
+
+        The group must be ours, and still do what it should: a collective left half done would show. To wait for the
+        other ranks takes as long as all the rest of looking at what a request left, which can be done meanwhile.
+        """
         import torch
         from torch import distributed
 
         if self.group is None or not distributed.is_initialized():
-            return self.group is None and not distributed.is_initialized()
+            there = self.group is not None or distributed.is_initialized()
+            return lambda: not there
         if distributed.group.WORLD is not self.group:
-            return False
+            return lambda: False
         self._counted += 1
+        expected = float(self._counted * distributed.get_world_size())
         device = "cpu" if distributed.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
         count = torch.full((), float(self._counted), device=device)
         try:
-            distributed.all_reduce(count, async_op=True).wait(timedelta(seconds=HEALTHY))
+            work = distributed.all_reduce(count, async_op=True)
         except RuntimeError:
-            return False
-        return bool(count.item() == self._counted * distributed.get_world_size())
+            return lambda: False
+
+        def sound() -> bool:
+            try:
+                work.wait(timedelta(seconds=HEALTHY))
+            except RuntimeError:
+                return False
+            return bool(count.item() == expected)
+
+        return sound
 
 
 #: Set in ranks that live on.
@@ -120,7 +134,7 @@ def serve(payload: Mapping[str, Any], log: RankLog) -> None:
         channel.connect(payload["socket"])
         for line in channel.makefile("r", encoding="utf-8"):
             request = Request.read(line.strip())
-            changed = _one(kept, request, log.path.parent) + sizes.grown()
+            changed = _one(kept, request, log.path.parent, sizes)
             channel.sendall(f"{json.dumps({'rank': log.rank, 'changed': changed})}\n".encode())
     for call in reversed(kept.at_end):
         try:
@@ -132,7 +146,7 @@ def serve(payload: Mapping[str, Any], log: RankLog) -> None:
         kept.without_group()
 
 
-def _one(kept: Kept, request: Request, ranks: Path) -> list[str]:
+def _one(kept: Kept, request: Request, ranks: Path, sizes: Sizes) -> list[str]:
     """Do one request; what it left changed. ``ranks`` is the directory of this life."""
     if kept.group is None:
         kept.store.clear()
@@ -140,8 +154,10 @@ def _one(kept: Kept, request: Request, ranks: Path) -> list[str]:
         rank.prepare(request)
         before = Surroundings.now()
         rank.perform(request)
+        sound = kept.begin_proof()
         changed = Surroundings.now().changes(before)
-    if not kept.sound_group():
+    changed += sizes.grown()
+    if not sound():
         changed.append("the process group")
     if kept.store.used():
         changed.append("the store of process groups")

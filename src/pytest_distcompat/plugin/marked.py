@@ -154,7 +154,7 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
             "device": session.device,
             "directory": str(directory),
             "world_size": world_size,
-            "session": rank_session.describe(item.config),
+            "session": str(session.described),
         },
         world_size=world_size,
         directory=str(directory),

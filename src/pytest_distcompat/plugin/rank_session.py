@@ -6,6 +6,7 @@ import base64
 import contextlib
 import difflib
 import functools
+import json
 import os
 import pickle
 import tempfile
@@ -169,14 +170,13 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     """Run one item on this rank.
 
     ``payload``: ``nodeid``; ``next``, the item that these ranks run thereafter, or None; ``device``, ``directory``,
-    ``session`` (from ``describe``).
+    ``session``, the file with what ``describe`` gave.
     """
     from pytest_distcompat.launch import preload, serving
 
     if preload.collected is None:
-        preload.collected = collect(payload["session"])
-    session: pytest.Session = preload.collected
-    items = {item.nodeid: item for item in session.items}
+        preload.collected = collect(json.loads(Path(payload["session"]).read_text(encoding="utf-8")))
+    items = _items(preload.collected)
     item = _find(items, payload["nodeid"])
     following = items.get(payload["next"])
     if serving.kept is not None:
@@ -186,14 +186,10 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     config.stash[WORLD] = World.from_environment(payload["device"])
     config.stash[SHARED] = directory / "shared"
     config.stash[SHARED].mkdir(exist_ok=True)
-    reporter = _Reporter(log, payload["world_size"], directory)
-    config.pluginmanager.register(reporter, "distcompat-rank")
+    _Reporter.of(config).answer(log, payload["world_size"], directory)
     _fault_handler(config)
-    try:
-        with _own_temporary_directory(directory, log.rank), _capturing(config, directory, log.rank):
-            config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-    finally:
-        config.pluginmanager.unregister(reporter)
+    with _own_temporary_directory(directory, log.rank), _capturing(config, directory, log.rank):
+        config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
 
 def _as_if_alone(kept: Kept, item: pytest.Item) -> None:
@@ -210,6 +206,12 @@ def _as_if_alone(kept: Kept, item: pytest.Item) -> None:
     if "process_group" not in getattr(item, "fixturenames", ()):
         # It may make its own.
         kept.without_group()
+
+
+@functools.cache
+def _items(session: pytest.Session) -> Mapping[str, pytest.Item]:
+    """The items by their ids; once a process, for ranks that live on come back for each of them."""
+    return {item.nodeid: item for item in session.items}
 
 
 def _find(items: Mapping[str, pytest.Item], nodeid: str) -> pytest.Item:
@@ -245,7 +247,23 @@ class _Reporter:
     A rank that failed runs no teardown: fixtures of distributed tests synchronise there, with peers who are elsewhere.
     """
 
-    def __init__(self, log: RankLog, world_size: int, directory: Path) -> None:
+    _NAME = "distcompat-rank"
+    log: RankLog
+    world_size: int
+    directory: Path
+
+    @classmethod
+    def of(cls, config: pytest.Config) -> _Reporter:
+        """The one of this process: pytest takes a while to register a plugin."""
+        manager = config.pluginmanager
+        if not manager.has_plugin(cls._NAME):
+            manager.register(cls(), cls._NAME)
+        found = manager.get_plugin(cls._NAME)
+        assert isinstance(found, cls)
+        return found
+
+    def answer(self, log: RankLog, world_size: int, directory: Path) -> None:
+        """From now on report to that log, of a request on so many ranks in that directory."""
         self.log, self.world_size, self.directory = log, world_size, directory
 
     @pytest.hookimpl(trylast=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shlex
 import tempfile
@@ -219,11 +220,25 @@ class DistcompatSession:
             limits=self.limits,
         )
 
-    def new_directory(self, name: str) -> Path:
-        """A fresh directory for one life of a marked test."""
+    @functools.cached_property
+    def _items(self) -> Path:
         items = self.store / "items"
         items.mkdir(exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=items))
+        return items
+
+    def new_directory(self, name: str) -> Path:
+        """A fresh directory for one life of a marked test."""
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._items))
+
+    @functools.cached_property
+    def described(self) -> Path:
+        """A file from which a rank that is started without a fork server collects what this process did."""
+        from pytest_distcompat.plugin import rank_session
+
+        worker = getattr(self.config, "workerinput", {}).get("workerid", "main")
+        path = self.store / f"session-{worker}.json"
+        path.write_text(json.dumps(rank_session.describe(self.config)), encoding="utf-8")
+        return path
 
     def notice(self, text: str) -> None:
         """Tell the user, as a warning in pytest's summary."""
