@@ -9,9 +9,7 @@ all rounds.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 from multi_process import multi_process  # type: ignore[import-not-found] # a script imports from its own directory
 
 STACK = "import accelerate\nimport transformers\nfrom transformers import Trainer\nimport deepspeed\n"
@@ -179,10 +178,7 @@ def main() -> None:
                 (where / "body.py").write_text(BODY.format(imports=STACK if arguments.stack else ""))
                 # One more where the first is dropped, so that no way is left without a figure.
                 seconds[way.name] += way.measure(where, way.count)
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "accelerate", "transformers", "deepspeed")
-    )
-    print(f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, {versions}\n")
+    print(f"{measured_on(*PACKAGES)}\n")
     print("\n".join(table(seconds)))
 
 

@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from machine import measured_on  # type: ignore[import-not-found] # a script imports from its own directory
+
 TESTS = """
 import pytest
 import torch
@@ -96,6 +98,7 @@ def main() -> None:
     parser.add_argument("--settled", type=int, default=20)
     given = parser.parse_args()
     before, after = run(given.groups, given.settled)
+    print(f"{measured_on('torch')}\n")
     print(f"| | after {given.settled} groups | after {given.groups} | a group |\n| --- | --- | --- | --- |")
     grew = []
     for name, count in after.items():

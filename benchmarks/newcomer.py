@@ -18,6 +18,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 INIT = ("-m", "pytest_distcompat.cli", "init")
 PYTEST = ("-m", "pytest", "tests/test_distcompat.py", "--distcompat-gpus", "0", "-q")
@@ -71,7 +73,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--examples", action="store_true")
-    told = parser.parse_args()
+    given = parser.parse_args()
+    print(f"{measured_on(*PACKAGES)}\n")
     print(
         "| from | commands | edits | init, s | first matrix, s | cells | verdicts |\n| --- | --- | --- | --- | --- | --- | --- |"
     )
@@ -85,7 +88,7 @@ def main() -> None:
         for path in (EXAMPLES / "my_trainer").glob("my_*.py"):
             shutil.copy(path, own)
         walk(own, "a trainer and its driver")
-        if told.examples:
+        if given.examples:
             examples(Path(directory))
 
 

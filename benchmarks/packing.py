@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from machine import measured_on  # type: ignore[import-not-found] # a script imports from its own directory
+
 from pytest_distcompat.lease import Demand, Span, busy, chart, pack, read_timeline, simulate
 from pytest_distcompat.lease.packing import ideal
 
@@ -96,6 +98,7 @@ def main() -> None:
     if arguments.simulate:
         simulated(arguments.simulate)
         return
+    print(f"{measured_on('pytest', 'pytest-xdist')}\n")
     demands = forty(arguments.seed, arguments.scale)
     best = ideal(demands, 8, arguments.workers)
     print(f"{len(demands)} tests, 8 GPUs, {arguments.workers} workers, --dist {arguments.dist}, ideal {best:.1f} s\n")

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
 from pytest_distcompat.scripts import ScriptRun, launch
 
@@ -131,21 +131,13 @@ def lines(run: ScriptRun, module: str) -> list[str]:
     return found
 
 
-def versions() -> str:
-    """Of what is run."""
-    import importlib.metadata
-
-    named = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "accelerate", "transformers"))
-    return f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, {named}"
-
-
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=float, default=60.0)
     parser.add_argument("--only", nargs="*", default=NAMES)
     arguments = parser.parse_args()
-    print(f"{versions()}; time limit {arguments.limit:g} s\n")
+    print(f"{measured_on(*PACKAGES)}; time limit {arguments.limit:g} s\n")
     print("| script | today | s | today, told of the CPU | s | ours | s |\n| --- | --- | --- | --- | --- | --- | --- |")
     more: list[str] = []
     with tempfile.TemporaryDirectory() as directory:

@@ -15,7 +15,7 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from scripts import versions  # type: ignore[import-not-found]  # a script imports from its own directory
+from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
 from pytest_distcompat.scripts import ScriptRun, launch
 
@@ -65,7 +65,7 @@ def main() -> None:
             for kind, which in kinds.items():
                 for watch, one in ((0, bare), (WATCHED, probed)):
                     found[strategy, kind, watch] += seconds(one)[which]
-    print(f"{versions()}; hidden size {arguments.hidden}, {arguments.rounds} rounds\n")
+    print(f"{measured_on(*PACKAGES)}; hidden size {arguments.hidden}, {arguments.rounds} rounds\n")
     print(
         "| strategy | ms a step without | watched in full: ms | x | later steps: ms without | with | x | losses equal |"
     )

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts import versions  # type: ignore[import-not-found]  # a script imports from its own directory
+from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
 from pytest_distcompat.failures import Incompatible, LifeFailure
 from pytest_distcompat.scripts import resume_roundtrip
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=("",))
     only = parser.parse_args().only
-    print(f"{versions()}\n")
+    print(f"{measured_on(*PACKAGES)}\n")
     print("| strategy | `resume_roundtrip` of a Trainer script | s |\n| --- | --- | --- |")
     for name, settings in CELLS.items():
         if any(one in name for one in only):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import venv
 from pathlib import Path
+
+from machine import measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,7 +74,7 @@ def main() -> None:
                     seconds[name].append(one)
         imported = (tests / "imported.txt").read_text() or "none"
     pairs = [b - a for a, b in zip(seconds["without"], seconds["with"], strict=True)]
-    print(f"{os.cpu_count()} cores, {platform.system()}, Python {sys.version.split()[0]}, {runs} runs each, by turns\n")
+    print(f"{measured_on('pytest')}; {runs} runs each, by turns\n")
     print("| pytest --co | median ms | min ms |\n| --- | --- | --- |")
     for name, found in seconds.items():
         print(f"| {name} the plugin | {1000 * statistics.median(found):.1f} | {1000 * min(found):.1f} |")

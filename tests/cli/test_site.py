@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import re
 import subprocess
@@ -90,12 +90,9 @@ def test_each_check_says_its_claim_its_causes_and_has_a_failure_to_show(name: st
     assert causes
 
 
-def test_lines_of_the_examples_are_counted_as_the_page_says() -> None:
-    spec = importlib.util.spec_from_file_location("newcomer", ROOT / "benchmarks" / "newcomer.py")
-    assert spec is not None
-    assert spec.loader is not None
-    newcomer = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(newcomer)
+def test_lines_of_the_examples_are_counted_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    newcomer = importlib.import_module("newcomer")
     told = {
         found[1]: row
         for row in rows(page("adopt"))
