@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tests.checks import more_lives, sound_lives, test_damage, test_float8, test_save_only_model, test_scaling
+from tests.checks.traces import Story
+from tests.words import test_cost
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.trace import CollectiveFact, FileFact, LifeTrace, Moment
-
-if TYPE_CHECKING:
-    from tests.checks.traces import Story
-
-
-@functools.cache
-def checks_module(name: str) -> ModuleType:
-    """A module of tests/checks, by its path: no folder of tests is on ``sys.path``."""
-    path = Path(__file__).parents[1] / "checks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"distcompat_page_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses looks a class's module up there.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+from pytest_distcompat.trace import CollectiveFact, FileFact, Moment
 
 
 def sound(cell_id: str) -> Story:
     """The story of a cell in which nothing is wrong."""
-    cell, lives = Cell.parse(cell_id), checks_module("sound_lives")
-    story: Story = checks_module("traces").Story(cell, lives.trace_of(cell), functools.partial(lives.live_name, cell))
-    return story
+    cell = Cell.parse(cell_id)
+    return Story(cell, sound_lives.trace_of(cell), functools.partial(sound_lives.live_name, cell))
 
 
 def lives_of(cell_id: str, check: str) -> Story:
     """The same with the lives that the check asks for."""
     story = sound(cell_id)
-    return replace(story, trace=checks_module("more_lives").trace_of(story.cell, check))
+    return replace(story, trace=more_lives.trace_of(story.cell, check))
 
 
 @dataclass(frozen=True)
@@ -59,8 +41,7 @@ def _units(cell: str) -> Story:
 
 
 def _masters_of_the_frozen(cell: str) -> Story:
-    cost = checks_module("../words/test_cost")
-    return replace(sound(cell), trace=cost.trace(cost.life(master=150, exp_avg=16)))
+    return replace(sound(cell), trace=test_cost.trace(test_cost.life(master=150, exp_avg=16)))
 
 
 def _reduced_twice(cell: str) -> Story:
@@ -77,34 +58,29 @@ def _export_of_a_wrapped_model(cell: str) -> Story:
 
 
 def _model_alone(cell: str) -> Story:
-    story, weights = checks_module("test_save_only_model").saved(lives_of, cell)
+    story, weights = test_save_only_model.saved(lives_of, cell)
     weights.pop("outlet.weight")
-    told: Story = story.moment(
+    return story.moment(
         "files", {"saved": (FileFact("model.safetensors", "", "model", tuple(weights), digests=weights),)}, rank=0
     )
-    return told
 
 
 def _overflow_on_one_rank(cell: str) -> Story:
-    module = checks_module("test_scaling")
-    story: Story = module.overflowing(sound(cell))
+    story = test_scaling.overflowing(sound(cell))
     return story.moment("overflow", {"scaler": {"scale": 1024.0}}, life="overflow", rank=0)
 
 
 def _nothing_converted(cell: str) -> Story:
-    story: Story = checks_module("test_float8").converted(sound(cell), 0, 0)
-    return story
+    return test_float8.converted(sound(cell), 0, 0)
 
 
 def _loaded_though_spoilt(cell: str) -> Story:
-    story: Story = checks_module("test_damage").ending(lives_of(cell, "damage"), "removed", None)
-    return story
+    return test_damage.ending(lives_of(cell, "damage"), "removed", None)
 
 
 def _slow(cell: str) -> Story:
-    cost = checks_module("../words/test_cost")
-    own: tuple[LifeTrace, ...] = (cost.life(seconds=2), cost.life("baseline", seconds=0.5))
-    return replace(sound(cell), trace=cost.trace(*own, limit=0.9))
+    own = (test_cost.life(seconds=2), test_cost.life("baseline", seconds=0.5))
+    return replace(sound(cell), trace=test_cost.trace(*own, limit=0.9))
 
 
 def _loss_doubled(moment: Moment) -> Moment:
