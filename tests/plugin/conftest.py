@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,24 +54,30 @@ class Run(RunOfPytest):
 RunPytest = Callable[..., Run]
 
 
+def recorded(directory: Path, line: Sequence[str], environment: Mapping[str, str]) -> Run:
+    """Run Python with that command line, which starts a pytest with ``RECORDED``, in that directory."""
+    # A test may run pytest in one directory twice.
+    (directory / "reports.jsonl").unlink(missing_ok=True)
+    done = subprocess.run(
+        [sys.executable, *line],
+        cwd=directory,
+        env={**environment, "RECORDED_REPORTS": str(directory / "reports.jsonl")},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    return Run(done.returncode, done.stdout + done.stderr, directory, reports(directory))
+
+
 @pytest.fixture(scope="session")
 def run_pytest(environment: dict[str, str]) -> RunPytest:
     """Run pytest in that directory, as a process with a base temporary directory of its own."""
 
     def run(directory: Path, *args: str) -> Run:
-        command = [sys.executable, "-m", "pytest", *RECORDED, f"--basetemp={directory / 'basetemp'}", *args]
-        # A test may run pytest in one directory twice.
-        (directory / "reports.jsonl").unlink(missing_ok=True)
-        done = subprocess.run(
-            command,
-            cwd=directory,
-            env={**environment, "RECORDED_REPORTS": str(directory / "reports.jsonl")},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
+        return recorded(
+            directory, ["-m", "pytest", *RECORDED, f"--basetemp={directory / 'basetemp'}", *args], environment
         )
-        return Run(done.returncode, done.stdout + done.stderr, directory, reports(directory))
 
     return run
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.plugin.conftest import Run
-from tests.pytest_runs import RECORDED, reports
+from tests.plugin.conftest import Run, recorded
+from tests.pytest_runs import RECORDED
 
 pytestmark = pytest.mark.spawn
 
@@ -34,17 +34,9 @@ def torchrun(environment: dict[str, str], tmp_path_factory: pytest.TempPathFacto
         else:
             (directory / "test_launch.py").write_text(source, encoding="utf-8")
         (directory / "pyproject.toml").write_text(pyproject, encoding="utf-8")
-        pytest_of_ranks = ["-m", "pytest", *RECORDED, "-p", "no:cacheprovider", *args]
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *pytest_of_ranks],
-            cwd=directory,
-            env={**environment, "RECORDED_REPORTS": str(directory / "reports.jsonl"), "TMPDIR": str(directory)},
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-        )
-        return Run(done.returncode, done.stdout + done.stderr, directory, reports(directory))
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        line = [*launch, "-m", "pytest", *RECORDED, "-p", "no:cacheprovider", *args]
+        return recorded(directory, line, {**environment, "TMPDIR": str(directory)})
 
     return run
 
