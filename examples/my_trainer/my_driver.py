@@ -18,6 +18,8 @@ class MyDriver(Driver):
     #: Known issues of these are expected, whoever finds them.
     libraries: ClassVar[tuple[str, ...]] = ("torch",)
     preload: ClassVar[tuple[str, ...]] = ("my_trainer", "torch._dynamo")
+    #: What FSDP is to cut the model into.
+    blocks = ("Linear",)
 
     def plain_model(self) -> nn.Module:
         import torch

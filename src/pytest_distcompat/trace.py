@@ -41,8 +41,7 @@ class ParameterFact:
 class PlainFact:
     """The model before anything wrapped it: the oracle for names, shapes and what is trainable.
 
-    ``blocks`` are the modules that are to be sharded, checkpointed and compiled one by one, as the driver names their
-    classes; ``ignored`` the modules that are to stay whole. ``linears`` counts the layers that 8 bits are for.
+    ``blocks`` (of ``block_classes``) are to be wrapped one by one, ``ignored`` to stay whole; 8 bits are for ``linears``.
     """
 
     parameters: tuple[ParameterFact, ...]
@@ -50,6 +49,7 @@ class PlainFact:
     state_dict: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     blocks: tuple[str, ...] = ()
+    block_classes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     linears: int = 0
 

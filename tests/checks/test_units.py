@@ -128,6 +128,78 @@ def test_what_is_left_out_of_the_sharding(sound: Sound, cell: str, kind: str) ->
     ]
 
 
+def test_a_trained_layer_of_a_frozen_block_may_be_a_unit_apart(sound: Sound) -> None:
+    """As PEFT wraps adapters under FSDP1; where all of a block is trained it would be a child for itself."""
+
+    def freeze(moment: Moment) -> Moment:
+        assert moment.plain is not None
+        parameters = (replace(one, trainable=".inner" in one.name) for one in moment.plain.parameters)
+        return replace(moment, plain=replace(moment.plain, parameters=tuple(parameters)))
+
+    story = with_inner(sound("fsdp1-fp32-w2"))
+    cut = live(story, "", "inlet", "inlet.inner", "outlet")
+    told = f"FSDP's units are 'inlet', 'inlet.inner', 'outlet', the root; {CUT}"
+    assert story.model({"units": cut}, **LAST, rank=0).findings("units") == [f"rank 0: {told}"]
+    assert story.alter(freeze, verb="plain").model({"units": cut}, **LAST).findings("units") == []
+
+
+def test_a_block_inside_a_block_is_one(sound: Sound) -> None:
+    story = with_blocks(with_inner(sound("fsdp2-fp32-w2")), "inlet", "inlet.inner", "outlet")
+    assert story.model({"units": ("", "inlet", "inlet.inner", "outlet")}, **LAST).findings("units") == []
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "fsdp1-fp32-w2",
+        "fsdp2-fp32-w2",
+        "ddp-fp32-w2-activation_checkpointing",
+        "ddp-fp32-w2-compile_regional",
+        "ddp-fp32-w2-compile_partial",
+    ],
+)
+@pytest.mark.parametrize(
+    ("classes", "why"),
+    [((), "it declares none (_no_split_modules)"), (("Layer", "Head"), "no module of it is a 'Layer' or 'Head'")],
+)
+def test_blocks_that_nobody_knows(sound: Sound, cell: str, classes: tuple[str, ...], why: str) -> None:
+    story = with_blocks(sound(cell), classes=classes)
+    assert story.findings("units") == [
+        f"the model's blocks are not known: {why}; name their classes by blocks= of launch, or blocks of the driver"
+    ]
+
+
+def test_where_no_block_is_asked_for_none_need_be_known(sound: Sound) -> None:
+    for cell in ("fsdp2-fp32-w2-wrap_size", "ddp-fp32-w2-compile"):
+        assert with_blocks(sound(cell)).findings("units") == []
+
+
+def test_a_block_that_stands_for_the_whole(sound: Sound) -> None:
+    """What is around it is sharded by nobody, and was not seen."""
+    story = with_blocks(sound("fsdp2-fp32-w2"), "", classes=("Layer",))
+    told = "the whole model that was seen is one block, a 'Layer': nothing wraps what is around it"
+    assert story.model({"units": ("",)}, **LAST).findings("units") == [told]
+
+
+def test_a_module_to_leave_out_that_nobody_knows(sound: Sound) -> None:
+    def forget(moment: Moment) -> Moment:
+        assert moment.plain is not None
+        return replace(moment, plain=replace(moment.plain, ignored=()))
+
+    story = sound("fsdp2-fp32-w2-ignored").alter(forget, verb="plain")
+    assert story.findings("units") == ["it is not known which module was to be left out of the sharding"]
+
+
+def with_blocks(story: Story, *blocks: str, classes: tuple[str, ...] = ()) -> Story:
+    """The same with these blocks."""
+
+    def change(moment: Moment) -> Moment:
+        assert moment.plain is not None
+        return replace(moment, plain=replace(moment.plain, blocks=blocks, block_classes=classes))
+
+    return story.alter(change, verb="plain")
+
+
 def test_silence_is_no_proof(sound: Sound) -> None:
     assert sound("fsdp2-fp32-w2").moment("plain", {"plain": None}).findings("units") == ["the plain model was not seen"]
     assert sound("fsdp2-fp32-w2").moment("step", {"model": None}, nth=2, rank=0).findings("units") == [

@@ -18,6 +18,7 @@ class Mine(Driver):
 
     libraries: ClassVar[tuple[str, ...]] = ("torch",)
     preload: ClassVar[tuple[str, ...]] = ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
+    blocks = ("Linear",)
 
     @classmethod
     def unable(cls, cell: Cell, device: str = "cpu") -> str:
@@ -39,7 +40,12 @@ class Mine(Driver):
         from torch.nn.parallel import DistributedDataParallel
 
         distributed.init_process_group(self.world.backend)
-        self.model = DistributedDataParallel(model) if self.cell.strategy == "ddp" else fully_shard(model)
+        if self.cell.strategy == "ddp":
+            self.model = DistributedDataParallel(model)
+        else:
+            for layer in model.children():
+                fully_shard(layer)
+            self.model = fully_shard(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def step(self, number: int) -> float:

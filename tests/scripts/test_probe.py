@@ -47,7 +47,7 @@ def test_a_plain_loop(run: Launch, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero2", marks=pytest.mark.nightly)])
 def test_an_accelerate_loop_in_bfloat16(run: Launch, strategy: str) -> None:
     found = accelerate_loop(run, strategy)
-    found.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
+    found.check("active", "names", "optimizer", "dtypes", "memory", "units", "final_model_loadable")
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.nightly), 3])
@@ -157,6 +157,27 @@ def test_a_failed_probe_passes_no_check(run: Launch, tmp_path: Path) -> None:
     assert len(losses(found)) == 6
     with pytest.raises(Incompatible, match="the probe itself failed, and saw no more from then on"):
         found.check("active")
+
+
+def test_blocks_that_nobody_names_are_no_pass(run: Launch) -> None:
+    told = r"the model's blocks are not known: it declares none \(_no_split_modules\); name their classes by blocks= of launch"
+    with pytest.raises(Incompatible, match=told):
+        plain_loop(run, "fsdp2").check("active", "units")
+
+
+def test_what_a_check_says_nothing_of_is_told_and_is_no_pass(run: Launch) -> None:
+    found = plain_loop(run, "ddp")
+    found.check("active", "units", "float8")
+    assert [(one.check, one.status, one.reason) for one in found.verdicts("units", "float8")] == [
+        ("units", "skipped", "the check says nothing here: ddp cuts no units, and nothing is recomputed or compiled"),
+        ("float8", "skipped", "the check says nothing here: fp32 asks for no 8 bits"),
+    ]
+    with pytest.raises(
+        Incompatible, match=r"units \(ddp-fp32-w2\): skipped\nthe check says nothing here: ddp cuts no units"
+    ):
+        found.check("units", "float8")
+    with pytest.raises(UsageProblem, match="no check is named"):
+        found.check()
 
 
 def test_checks_need_to_be_told_what_is_asked_for(run: Launch) -> None:

@@ -15,7 +15,7 @@ from .conftest import Launch, trip
 
 pytestmark = pytest.mark.spawn
 
-CHECKS = ("active", "names", "optimizer", "dtypes", "memory")
+CHECKS = ("active", "names", "optimizer", "dtypes", "memory", "units")
 
 
 @pytest.fixture(

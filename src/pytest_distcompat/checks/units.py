@@ -27,7 +27,8 @@ def _something_asked(cell: Cell, driver: type[Driver]) -> str:
 def units(cell: Cell, trace: Trace) -> Iterator[str]:
     """Each block is a unit of FSDP's and so is the root: not the whole model in one, nor the children of blocks one by one.
     Activation checkpointing recomputes each block as a whole, torch.compile really makes graphs, of what it was told to,
-    and a module that is to be left out of the sharding stays whole.
+    and a module that is to be left out of the sharding stays whole. Blocks are those whose classes are named, or else those
+    that the model declares, as models of transformers do; where they are not known that is a finding too.
 
     If it fails: compare the policy's class names with the model's. One unit for all gathers the whole model at once; a
     child for a unit costs a collective each; recomputing children keeps the activations between them.
@@ -36,6 +37,10 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
     first = life.first("plain")
     if first is None or first.plain is None:
         yield "the plain model was not seen"
+        return
+    unknown = _unknown(cell, first.plain)
+    if unknown:
+        yield unknown
         return
     trained = life.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
@@ -48,6 +53,23 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from (f"rank {moment.rank}: {text}" for text in found)
 
 
+def _unknown(cell: Cell, plain: PlainFact) -> str:
+    """Why it cannot be said what is right, if so; empty otherwise. Never a pass."""
+    if cell.option("ignored") and not plain.ignored:
+        return "it is not known which module was to be left out of the sharding"
+    cut = STRATEGIES.get(cell.strategy).wrapper in _CUTS and cell.option("wrap") != "size"
+    one_by_one = cut or cell.option("activation_checkpointing") or cell.option("compile") in {"regional", "partial"}
+    if not one_by_one:
+        return ""
+    classes = " or ".join(map(repr, plain.block_classes))
+    if "" in plain.blocks:
+        return f"the whole model that was seen is one block, a {classes}: nothing wraps what is around it"
+    if plain.blocks:
+        return ""
+    why = f"no module of it is a {classes}" if classes else "it declares none (_no_split_modules)"
+    return f"the model's blocks are not known: {why}; name their classes by blocks= of launch, or blocks of the driver"
+
+
 def _names(cell: Cell, plain: PlainFact, live: Collection[str]) -> set[str]:
     """Names of modules as the plain model has them; the root is the empty name, whatever wraps it."""
     strategy = STRATEGIES.get(cell.strategy)
@@ -56,22 +78,32 @@ def _names(cell: Cell, plain: PlainFact, live: Collection[str]) -> set[str]:
 
 
 def _cut(cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
-    if STRATEGIES.get(cell.strategy).wrapper not in _CUTS or not plain.blocks:
+    if STRATEGIES.get(cell.strategy).wrapper not in _CUTS:
         return
     found = _names(cell, plain, model.units)
     if cell.option("wrap") == "size":
         if len(found) < 2:
             yield "FSDP has one unit for the whole model; expected one for each part that is large enough"
         return
-    inside = {name for name in found if _under(name, plain.blocks)}
-    if cell.option("adapter"):
-        # PEFT's policy for FSDP1 makes a unit of each trained layer, apart from the frozen ones:
-        # https://huggingface.co/docs/peft/accelerate/fsdp
-        inside -= {fact.name.rpartition(".")[0] for fact in plain.parameters if fact.trainable}
+    # A model may declare a part of a block to be a block too.
+    inside = {name for name in found if _under(name, plain.blocks)} - set(plain.blocks) - _adapted(plain)
     # Embeddings and heads may be units of their own.
     if inside or not {"", *plain.blocks} <= found:
         expected = _list({"", *plain.blocks})
         yield f"FSDP's units are {_list(found)}; expected {expected}, and none inside a block"
+
+
+def _adapted(plain: PlainFact) -> set[str]:
+    """The trained layers of blocks that are frozen otherwise.
+
+    PEFT's policy for FSDP1 makes a unit of each, apart from the frozen ones: https://huggingface.co/docs/peft/accelerate/fsdp.
+    """
+    owners: set[str] = set()
+    for block in plain.blocks:
+        held = [fact for fact in plain.parameters if fact.name.startswith(f"{block}.")]
+        if not all(fact.trainable for fact in held):
+            owners |= {fact.name.rpartition(".")[0] for fact in held if fact.trainable}
+    return owners
 
 
 def _recomputed(cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
@@ -80,8 +112,7 @@ def _recomputed(cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]
         if found:
             yield f"the activations of {_list(found)} are recomputed; nobody asked for it"
         return
-    if plain.blocks:
-        yield from _compare("the activations are recomputed of", found, set(plain.blocks))
+    yield from _compare("the activations are recomputed of", found, set(plain.blocks))
 
 
 def _inside(plain: PlainFact) -> set[str]:

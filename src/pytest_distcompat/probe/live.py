@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_distcompat.probe.blocks import declared_blocks, is_a, named_blocks
 from pytest_distcompat.probe.optimizer import copied, torch_optimizer
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
 from pytest_distcompat.trace import ModelFact, ParameterFact, PlainFact
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def read_plain(model: Module, blocks: Collection[str] = (), ignored: tuple[str, ...] = ()) -> PlainFact:
+def read_plain(model: Module, blocks: tuple[str, ...] = (), ignored: tuple[str, ...] = ()) -> PlainFact:
     """Names, shapes and dtypes of a model that nothing has wrapped; groups of names that are one tied parameter.
 
-    ``blocks`` are class names: the names of the modules that have one of them go into the trace.
+    ``blocks`` are class names, where none are given those that the model declares: the names of the modules that have one
+    of them go into the trace.
     """
+    classes = blocks or declared_blocks(model)
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -37,7 +40,8 @@ def read_plain(model: Module, blocks: Collection[str] = (), ignored: tuple[str, 
         buffers,
         state_dict,
         tied,
-        blocks=tuple(name for name, module in model.named_modules() if type(module).__name__ in blocks),
+        blocks=named_blocks(model, classes),
+        block_classes=classes,
         ignored=ignored,
         linears=sum(isinstance(module, torch.nn.Linear) and _for_8_bits(module) for module in model.modules()),
     )
@@ -111,7 +115,7 @@ def _checkpointed(model: Module) -> Iterator[str]:
     """The modules whose activations are recomputed: wrapped for it, or told so, as transformers tells its layers."""
     for name, module in model.named_modules():
         # fully_shard makes a class of its own of the one it is given: FSDPCheckpointWrapper.
-        if _is(module, "CheckpointWrapper") or getattr(module, "gradient_checkpointing", False) is True:
+        if is_a(module, "CheckpointWrapper") or getattr(module, "gradient_checkpointing", False) is True:
             yield name
 
 
@@ -122,7 +126,7 @@ def compiled_modules(model: Module) -> Iterator[str]:
     goes away.
     """
     for name, module in model.named_modules():
-        if _is(module, "OptimizedModule") or getattr(module, "_compiled_call_impl", None) is not None:
+        if is_a(module, "OptimizedModule") or getattr(module, "_compiled_call_impl", None) is not None:
             yield name
 
 
@@ -156,16 +160,11 @@ def _wrappers(model: Module) -> dict[str, int]:
             found["FSDP1"] += 1
         elif isinstance(module, FSDPModule):
             found["FSDP2"] += 1
-        elif _is(module, "DeepSpeedEngine"):
+        elif is_a(module, "DeepSpeedEngine"):
             found["DeepSpeedEngine"] += 1
-        if _is(module, "OptimizedModule"):
+        if is_a(module, "OptimizedModule"):
             found["OptimizedModule"] += 1
     return dict(found)
-
-
-def _is(module: Module, name: str) -> bool:
-    """Whether the module is of a class of that name, by any of its bases; its library need not be installed."""
-    return any(base.__name__ == name for base in type(module).__mro__)
 
 
 def _zero_stage(model: Module) -> int | None:

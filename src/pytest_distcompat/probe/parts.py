@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.probe.blocks import declared_blocks, join, named_blocks, unwrapped
 from pytest_distcompat.probe.live import _plain, read_plain
 from pytest_distcompat.probe.tensors import dtype_name
 from pytest_distcompat.trace import ParameterFact, PlainFact
@@ -15,26 +16,11 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def unwrapped(module: Module) -> Module:
-    """The module that a wrapper of torch's holds, at any depth; the module itself if it is none."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.nn.parallel import DistributedDataParallel
-
-    while True:
-        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
-            module = cast("Module", module.module)
-        elif type(module).__name__ == "OptimizedModule":
-            module = cast("Module", module._orig_mod)  # noqa: SLF001 - the one way from what torch.compile returns to what it was given
-        else:
-            return module
-
-
-def read_parts(model: Module, known: Mapping[int, PlainFact]) -> PlainFact:
+def read_parts(model: Module, known: Mapping[int, PlainFact], blocks: tuple[str, ...] = ()) -> PlainFact:
     """The plain model, with ``known`` (by ``id`` of the module) for the parts that have been wrapped since.
 
-    ``fully_shard`` is called for blocks before it is for the root, and FSDP1 may be too.
+    ``fully_shard`` is called for blocks before it is for the root, and FSDP1 may be too. ``blocks`` are their class names.
     """
-    blocks = tuple(getattr(model, "_no_split_modules", None) or ())
     if not any(id(part) in known for part in model.modules()):
         return _partitioned(model, read_plain(model, blocks))
     found = PlainFact(())
@@ -45,17 +31,19 @@ def read_parts(model: Module, known: Mapping[int, PlainFact]) -> PlainFact:
         found = PlainFact(
             (*found.parameters, *(_under(name, one) for one in fact.parameters)),
             (*found.buffers, *(_under(name, one) for one in fact.buffers)),
-            (*found.state_dict, *(_join(name, key) for key in fact.state_dict)),
-            (*found.tied, *(tuple(_join(name, one) for one in group) for group in fact.tied)),
+            (*found.state_dict, *(join(name, key) for key in fact.state_dict)),
+            (*found.tied, *(tuple(join(name, one) for one in group) for group in fact.tied)),
             linears=found.linears + fact.linears,
         )
     tied = _tied(model)
+    classes = blocks or declared_blocks(model)
     again = {name for group in tied for name in group[1:]}
     return dataclasses.replace(
         found,
         parameters=tuple(fact for fact in found.parameters if fact.name not in again),
         tied=(*found.tied, *(group for group in tied if group not in found.tied)),
-        blocks=tuple(name for name, module in model.named_modules() if type(module).__name__ in blocks),
+        blocks=named_blocks(model, classes),
+        block_classes=classes,
     )
 
 
@@ -65,7 +53,7 @@ def _parts(module: Module, name: str, known: Mapping[int, PlainFact]) -> Iterato
     yield name, module
     if id(module) not in known and any(id(part) in known for part in module.modules()):
         for child, part in module.named_children():
-            yield from _parts(part, _join(name, child), known)
+            yield from _parts(part, join(name, child), known)
 
 
 def _own(module: Module) -> PlainFact:
@@ -82,12 +70,8 @@ def _tied(model: Module) -> list[tuple[str, ...]]:
     return [tuple(group) for group in names.values() if len(group) > 1]
 
 
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
 def _under(prefix: str, fact: ParameterFact) -> ParameterFact:
-    return dataclasses.replace(fact, name=_join(prefix, fact.name))
+    return dataclasses.replace(fact, name=join(prefix, fact.name))
 
 
 def _partitioned(model: Module, plain: PlainFact) -> PlainFact:

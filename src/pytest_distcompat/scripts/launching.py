@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +65,7 @@ def launch(
     timeout: float | None = None,
     environment: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
+    blocks: Sequence[str] = (),
     watch_steps: int = Sight.steps,
     stop_after: int = 0,
     bridge: bool = True,
@@ -79,8 +80,9 @@ def launch(
     such; in ``args``, ``{configuration}`` stands for its path. ``output`` is where the script leaves its model.
     ``timeout`` is in seconds, from the start of the launcher. ``environment`` is added to this process's.
 
-    ``watch_steps`` is how many optimizer steps the probe looks at in full, 0 for no probe; ``stop_after`` has all ranks leave
-    after the checkpoint of that step, as if they had been preempted. ``bridge=False`` leaves accelerate
+    ``blocks`` are class names of the modules that are to be sharded, recomputed and compiled one by one; models of transformers
+    declare their own. ``watch_steps`` is how many optimizer steps the probe looks at in full, 0 for no probe; ``stop_after``
+    has all ranks leave after the checkpoint of that step, as if they had been preempted. ``bridge=False`` leaves accelerate
     and transformers alone on the CPU: there they refuse FSDP, or drop it without a word. ``host`` says where it runs: on all
     GPUs of the machine, or on two CPU ranks.
 
@@ -91,6 +93,7 @@ def launch(
     limit = timeout or where.timeout
     if limit < 0:
         raise UsageProblem(f"timeout={timeout!r}: expected a number of seconds above 0")
+    classes = (blocks,) if isinstance(blocks, str) else tuple(blocks)
     cell = _cell(strategy, precision, world_size or where.world_size, options or {})
     arguments = tuple(map(str, args))
     directory = where.new_directory(arguments[0] if script == "-m" and arguments else Path(script).stem)
@@ -103,7 +106,7 @@ def launch(
         directory=directory,
         configuration=file,
     )
-    Sight(watch_steps, where.device, stop_after).write(directory)
+    Sight(watch_steps, where.device, stop_after, classes).write(directory)
     ours = {**command.environment, **(environment or {})}
     if bridge and where.device == "cpu":
         ours[ON_CPU] = "1"

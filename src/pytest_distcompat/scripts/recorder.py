@@ -46,7 +46,7 @@ class Recorder:
         self.device = sight.device if sight.device == "cpu" else f"{sight.device}:{os.environ.get('LOCAL_RANK', '0')}"
         self.steps = 0
         self.depth = self._quiet = 0
-        self.subjects = Subjects()
+        self.subjects = Subjects(sight.blocks)
         self._root: weakref.ref[Module] | None = None
         self._model: weakref.ref[Module] | None = None
         #: Inside of an engine's step the model is not what it is before and after.
@@ -155,8 +155,8 @@ class Recorder:
 
     def _attach(self, module: Module) -> None:
         """Look at single products from now on, unless that would be inside of a graph."""
+        from pytest_distcompat.probe.blocks import unwrapped
         from pytest_distcompat.probe.live import compiled_modules
-        from pytest_distcompat.probe.parts import unwrapped
 
         if self.whole and not any(compiled_modules(module)):
             self._hooks += self.observer.attach_to_products(unwrapped(module))

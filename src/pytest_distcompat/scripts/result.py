@@ -12,7 +12,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import Incompatible, LifeFailure, UsageProblem
-from pytest_distcompat.judge import Verdict, judge
+from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.launch import Ending
 from pytest_distcompat.runner import life_trace
 from pytest_distcompat.scripts import final
@@ -20,7 +20,7 @@ from pytest_distcompat.scripts.reading import read_in_a_process
 from pytest_distcompat.trace import FileFact, LifeTrace, Moment, Trace
 
 #: The checks that one run gives the evidence for. The others need lives that a script does not have, or verbs of a driver.
-CLAIMS = ("active", "names", "optimizer", "dtypes", "memory")
+CLAIMS = ("active", "names", "optimizer", "dtypes", "memory", "units", "float8")
 FINAL = "final_model_loadable"
 #: Where a model can be seen.
 KNOWN = "Accelerator.prepare, deepspeed.initialize, DistributedDataParallel, FullyShardedDataParallel, fully_shard, torch.compile"
@@ -91,12 +91,17 @@ class ScriptRun:
         return "".join(path.read_text(encoding="utf-8", errors="replace") for path in found)
 
     def check(self, *names: str) -> None:
-        """Have these checks judge the run: ``active names optimizer dtypes memory final_model_loadable``.
+        """Have these checks judge the run: ``active names optimizer dtypes memory units float8 final_model_loadable``.
 
-        Raises Incompatible with what all of them found; also where there was nothing to probe, which is never a pass.
-        Raises UsageProblem for an unknown name, or a run for which nobody said what was to be running.
+        One that says nothing of such a run (``units`` under DDP, ``float8`` without fp8) is left out, and ``verdicts`` says why.
+        Raises Incompatible with what all of them found; also where there was nothing to probe, or none of them says
+        anything, which is never a pass. Raises UsageProblem for an unknown name, or a run for which nobody said what was to
+        be running.
         """
-        bad = [verdict for verdict in self.verdicts(*names) if not verdict.ok]
+        found = self.verdicts(*names)
+        bad = [verdict for verdict in found if not verdict.ok and verdict.status != "skipped"]
+        if all(verdict.status == "skipped" for verdict in found):
+            bad = found
         if bad:
             told = "\n\n".join(
                 f"{verdict.check} ({verdict.cell}): {verdict.status}\n{verdict.message}" for verdict in bad
@@ -105,7 +110,9 @@ class ScriptRun:
             raise Incompatible(f"{told}\n\n{more}", hard=self.hard)
 
     def verdicts(self, *names: str) -> list[Verdict]:
-        """The same as data: one verdict a name."""
+        """The same as data: one verdict a name; ``skipped``, and why, for a check that says nothing of such a run."""
+        if not names:
+            raise UsageProblem(f"no check is named. Known: {', '.join((*CLAIMS, FINAL))}")
         for name in names:
             if name not in {*CLAIMS, FINAL}:
                 raise UsageProblem(f"{name!r} is no check of a script's run. Known: {', '.join((*CLAIMS, FINAL))}")
@@ -129,7 +136,7 @@ class ScriptRun:
         check = CHECKS.get(name)
         reason = check.applies(cell, Driver)
         if reason:
-            return Verdict(name, cell.id, "failed", f"the check says nothing here: {reason}")
+            return skipped(name, cell, f"the check says nothing here: {reason}")
         life = self.life if name != "names" else self.with_files
         return judge(check, cell, Trace.of("script", [life]))
 

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 class Subjects:
-    """What was seen so far in one rank."""
+    """What was seen so far in one rank. ``blocks``: class names of the models' blocks; if none, what the models declare."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: tuple[str, ...] = ()) -> None:
+        self._blocks = blocks
         self.models: list[weakref.ref[Module]] = []
         self.optimizers: list[weakref.ref[Any]] = []
         self.schedulers: list[weakref.ref[Any]] = []
@@ -26,12 +27,13 @@ class Subjects:
 
     def see_plain(self, model: Module) -> None:
         """Read a model that is about to be wrapped, once; of its parts that were wrapped before, what they were then counts."""
-        from pytest_distcompat.probe.parts import read_parts, unwrapped
+        from pytest_distcompat.probe.blocks import unwrapped
+        from pytest_distcompat.probe.parts import read_parts
 
         model = unwrapped(model)
         known = {key: fact for key, (there, fact) in self._plain.items() if there() is not None}
         if id(model) not in known:
-            self._plain[id(model)] = weakref.ref(model), read_parts(model, known)
+            self._plain[id(model)] = weakref.ref(model), read_parts(model, known, self._blocks)
 
     def plain_of(self, model: Module) -> PlainFact | None:
         """Of the models that were seen unwrapped, the largest inside of this one."""

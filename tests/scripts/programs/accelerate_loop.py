@@ -13,10 +13,19 @@ parser.add_argument("--output", type=Path)
 parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--save-at", type=int, default=0)
 parser.add_argument("--resume", type=Path)
+parser.add_argument("--adapter", action="store_true")
 arguments = parser.parse_args()
 
 accelerator = Accelerator()
 net = model()
+if arguments.adapter:
+    from peft import LoraConfig, get_peft_model
+    from peft.utils.other import fsdp_auto_wrap_policy
+
+    net = get_peft_model(net, LoraConfig(target_modules=["q_proj", "v_proj"]), autocast_adapter_dtype=False)
+    if getattr(accelerator.state.fsdp_plugin, "fsdp_version", 2) == 1:
+        # As PEFT's documentation has it: https://huggingface.co/docs/peft/accelerate/fsdp
+        accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(net)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 data = DataLoader(Rows(), batch_size=2, shuffle=True)

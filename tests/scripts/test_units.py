@@ -1,0 +1,148 @@
+"""Is the model of a script cut where it is asked to be, and do its layers compute in 8 bits? Right ones and wrong ones."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.failures import Incompatible
+from pytest_distcompat.scripts import ScriptRun, write_configuration
+
+from .conftest import Launch
+
+pytestmark = pytest.mark.spawn
+
+CUT, ACCELERATE = "cut_loop.py", "accelerate_loop.py"
+nightly = pytest.mark.nightly
+
+
+def cut(run: Launch, wrap: str, *more: str, strategy: str = "fsdp2", **settings: Any) -> ScriptRun:
+    found = run(CUT, "--strategy", strategy, "--wrap", wrap, *more, strategy=strategy, **settings)
+    assert not found.failed, found.text()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", pytest.param("fsdp2", marks=nightly)])
+def test_blocks_that_the_model_declares(run: Launch, strategy: str) -> None:
+    cut(run, "blocks", "--declares", strategy=strategy).check("active", "units")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp1", marks=nightly)])
+@pytest.mark.parametrize(
+    ("wrap", "told"),
+    [
+        ("whole", "the root"),
+        ("children", "'blocks.0.first', 'blocks.0.second', 'blocks.1.first', 'blocks.1.second', the root"),
+        pytest.param("one", "'blocks.0', the root", marks=nightly),
+    ],
+)
+def test_a_model_cut_elsewhere(run: Launch, strategy: str, wrap: str, told: str) -> None:
+    """It ends well, it is sharded, and nobody else says a word."""
+    found = cut(run, wrap, strategy=strategy, blocks=("Block",))
+    found.check("active", "optimizer")
+    expected = "expected 'blocks.0', 'blocks.1', the root, and none inside a block"
+    with pytest.raises(Incompatible, match=re.escape(f"rank 1: FSDP's units are {told}; {expected}")):
+        found.check("units")
+
+
+@nightly
+def test_a_root_that_nobody_wraps(run: Launch) -> None:
+    with pytest.raises(Incompatible, match="the whole model that was seen is one block, a 'Block'"):
+        cut(run, "not the root", blocks="Block").check("units")
+
+
+@nightly
+def test_a_class_that_the_model_has_not(run: Launch) -> None:
+    with pytest.raises(Incompatible, match="the model's blocks are not known: no module of it is a 'Blok'"):
+        cut(run, "blocks", "--declares", blocks="Blok").check("units")
+
+
+@nightly
+def test_a_compiled_model(run: Launch) -> None:
+    cut(run, "blocks", "--compile", blocks="Block", options={"compile": "aot_eager"}).check("active", "units")
+    with pytest.raises(Incompatible, match="FSDP's units are '_orig_mod'"):
+        cut(run, "blocks", "--compile", blocks="Block").check("units")
+
+
+@nightly
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_unit_for_what_is_trained_of_a_frozen_block(run: Launch, frozen: bool) -> None:
+    found = cut(run, "second", *["--frozen"] * frozen, strategy="fsdp1", blocks="Block")
+    if frozen:
+        found.check("active", "units")
+    else:
+        with pytest.raises(Incompatible, match=r"'blocks\.0\.second'"):
+            found.check("units")
+
+
+def configured(tmp_path: Path, strategy: str, **changes: str) -> Path:
+    """The cell's file for accelerate, with other words for FSDP."""
+    path = write_configuration(Cell(strategy, "fp32", 2), tmp_path)
+    text = path.read_text(encoding="utf-8")
+    for name, value in changes.items():
+        text = re.sub(rf"^  fsdp_{name}: .*\n", "", text, flags=re.MULTILINE)
+        text = text.replace("fsdp_config:\n", f"fsdp_config:\n  fsdp_{name}: {value}\n")
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def accelerated(run: Launch, strategy: str, *more: str, **settings: Any) -> ScriptRun:
+    found = run(ACCELERATE, "--steps", "3", *more, launcher="accelerate", strategy=strategy, **settings)
+    assert not found.failed, found.text()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("fsdp2", {"transformer_layer_cls_to_wrap": "LlamaMLP,LlamaAttention"}),
+        pytest.param("fsdp1", {"transformer_layer_cls_to_wrap": "LlamaMLP,LlamaAttention"}, marks=nightly),
+        pytest.param("fsdp1", {"auto_wrap_policy": "NO_WRAP"}, marks=nightly),
+        pytest.param("fsdp2", {"auto_wrap_policy": "NO_WRAP"}, marks=nightly),
+    ],
+)
+def test_a_configuration_that_names_other_classes(
+    run: Launch, tmp_path: Path, strategy: str, words: dict[str, str]
+) -> None:
+    found = accelerated(run, strategy, configuration=configured(tmp_path, strategy, **words))
+    found.check("active", "optimizer", "dtypes")
+    with pytest.raises(
+        Incompatible, match=r"FSDP's units are .*; expected 'model\.layers\.0', 'model\.layers\.1', the root"
+    ):
+        found.check("units")
+
+
+@nightly
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_an_adapter(run: Launch, strategy: str) -> None:
+    pytest.importorskip("peft")
+    accelerated(run, strategy, "--adapter").check("active", "units")
+
+
+def test_layers_in_8_bits(run: Launch) -> None:
+    pytest.importorskip("torchao")
+    accelerated(run, "fsdp2", precision="fp8").check("active", "units", "float8", "optimizer", "dtypes")
+
+
+def test_8_bits_that_are_asked_for_and_not_there(run: Launch, tmp_path: Path) -> None:
+    """The file that the script is started by says bf16."""
+    file = write_configuration(Cell("fsdp2", "bf16_mixed", 2), tmp_path)
+    found = accelerated(run, "fsdp2", precision="fp8", configuration=file)
+    found.check("active", "optimizer", "dtypes")
+    told = "rank 1: 0 of 15 linear layers are in 8 bits after three steps; expected all but the first and the last"
+    with pytest.raises(Incompatible, match=told):
+        found.check("float8")
+
+
+@nightly
+def test_layers_in_8_bits_that_are_not_trained(run: Launch) -> None:
+    """As accelerate does it under DDP by its default recipe: the layers are converted, and the optimizer holds the old ones."""
+    pytest.importorskip("torchao")
+    found = accelerated(run, "ddp", precision="fp8")
+    found.check("active", "float8")
+    with pytest.raises(Incompatible, match=r"13 of 21 tensors in the optimizer are no parameters of the live model"):
+        found.check("optimizer")
