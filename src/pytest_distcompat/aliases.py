@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import sys
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_distcompat.lease import Lease
+from pytest_distcompat.leased import inherited, told
 from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.marked import MARK
 
 _SIZE, _DEVICES = "world_size", "require_distributed"
 _LENT, _SIZES = "distcompat_lent", "distcompat_size"
+#: What a test left on the devices lent to it.
+_LEAKED: pytest.StashKey[str] = pytest.StashKey()
 
 
 def gpu_test(gpu_count: int = 1) -> pytest.MarkDecorator:
@@ -130,9 +133,38 @@ def distcompat_lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     problem = session.too_large(count)
     if problem:
         pytest.skip(problem)
+    request.node.stash[_LEAKED] = ""
     with session.pool.lease(count, who=request.node.nodeid) as lease:
+        before = len(lease.leak)
+        for leak in lease.leak:
+            session.notice(inherited(leak))
         for name, value in lease.environment.items():
             monkeypatch.setenv(name, value)
         yield lease
-    if lease.leak:
-        session.notice(f"{request.node.nodeid} left memory in use on {', '.join(leak.id for leak in lease.leak)}")
+    left = [told(leak) for leak in lease.leak[before:]]
+    if left and _has_context():
+        own = "which may be pytest's own process: it uses a GPU too"
+        session.notice(f"{request.node.nodeid}: {'; '.join(left)}, {own}")
+    elif left:
+        request.node.stash[_LEAKED] = "\n".join((*left, f"reproduce: {session.reproduce(request.node)}"))
+
+
+def _has_context() -> bool:
+    """Whether this process uses a GPU itself, which shows there until it ends."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A leak is the test's failure, whatever it did otherwise and an xfail mark says: when all its fixtures are gone."""
+    report = yield
+    leaked = item.stash.get(_LEAKED, "")
+    if call.when == "teardown" and leaked:
+        report.longrepr = "\n\n".join(filter(None, (report.longreprtext, leaked)))
+        report.outcome = "failed"
+        if hasattr(report, "wasxfail"):
+            del report.wasxfail
+    return report

@@ -16,6 +16,11 @@ def told(leak: Leak) -> str:
     return f"{leak.bytes >> 20} MiB stayed in use on {leak.id} after the ranks were gone"
 
 
+def inherited(leak: Leak) -> str:
+    """The same of one that a lease began with: whoever had the device before was killed."""
+    return f"{leak.who}, whose process died: {told(leak)}"
+
+
 class LeasedLauncher:
     """Another launcher, on leased devices; ``pool`` is called when the first life begins."""
 
@@ -46,7 +51,7 @@ class LeasedLauncher:
             who = _current_item() or request.directory
             self._lease = self._held.enter_context(self._pool().lease(request.world_size, who=who))
             for leak in self._lease.leak:
-                self._notice(f"{leak.who}, whose process died: {told(leak)}")
+                self._notice(inherited(leak))
         own: tuple[Leak, ...] = ()
         environment = {**request.set, **self._lease.environment}
         try:

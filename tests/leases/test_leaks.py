@@ -87,6 +87,84 @@ def test_a_life_of_a_suite_that_leaked_is_a_failure_that_nothing_declared_excuse
     assert run_on_gpus("-k", "names or active").parseoutcomes()["xfailed"] == 2
 
 
+LENT = """
+import os, pytest, stand_in, sys
+
+def leave(size):
+    stand_in.used[os.environ["CUDA_VISIBLE_DEVICES"].partition(",")[0]] += size << 20
+
+@pytest.mark.require_distributed(2)
+def test_before(): leave(60)
+
+@pytest.mark.require_distributed(2)
+def test_leaky(): leave(300)
+
+@pytest.fixture
+def gives_back():
+    leave(300)
+    yield
+    leave(-300)
+
+@pytest.mark.require_distributed(2)
+def test_after(gives_back): pass
+"""
+
+
+def test_the_test_that_starts_its_ranks_itself_fails_too(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+    pytester.makeconftest('pytest_plugins = ["pytest_distcompat.aliases"]')
+    for mark in ("", "@pytest.mark.xfail\n"):
+        pytester.makepyfile(test_it=LENT.replace("def test_leaky", f"{mark}def test_leaky"))
+        result = run_on_gpus()
+        result.assert_outcomes(errors=1, **({"passed": 2, "xpassed": 1} if mark else {"passed": 3}))
+        result.stdout.fnmatch_lines(
+            [
+                "*_ ERROR at teardown of test_leaky _*",
+                "300 MiB stayed in use on GPU-0 after the ranks were gone",
+                "reproduce: pytest test_it.py::test_leaky",
+                "ERROR test_it.py::test_leaky - 300 MiB stayed in use on GPU-0 *",
+            ]
+        )
+
+
+def test_a_leak_is_told_beside_what_else_went_wrong(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+    pytester.makeconftest('pytest_plugins = ["pytest_distcompat.aliases"]')
+    pytester.makepyfile(test_it=LENT.replace("    leave(-300)", "    raise OSError('on the way down')"))
+    result = run_on_gpus("-k", "after")
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["E *OSError: on the way down", "300 MiB stayed in use on GPU-0 after the ranks *"])
+
+
+def test_what_may_be_pytests_own_is_only_told(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+    pytester.makeconftest(
+        """
+        import sys
+        from types import SimpleNamespace
+        sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True))
+        pytest_plugins = ["pytest_distcompat.aliases"]
+        """
+    )
+    pytester.makepyfile(test_it=LENT)
+    result = run_on_gpus()
+    result.assert_outcomes(passed=3, warnings=1)
+    result.stdout.fnmatch_lines(
+        ["*test_leaky: 300 MiB stayed in use on GPU-0 *which may be pytest's own process: it uses a GPU too"]
+    )
+
+
+def test_what_a_dead_one_left_is_not_charged_to_the_next(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+    pytester.makeconftest(
+        """
+        from pytest_distcompat.lease import Leak, pool
+        pool.Pool._left_by_the_dead = lambda self, ids: (Leak(ids[0], 300 << 20, "test_killed"),)
+        pytest_plugins = ["pytest_distcompat.aliases"]
+        """
+    )
+    pytester.makepyfile(test_it=LENT)
+    result = run_on_gpus("-k", "before")
+    result.assert_outcomes(passed=1, warnings=1, deselected=2)
+    result.stdout.fnmatch_lines(["*test_killed, whose process died: 300 MiB stayed in use on GPU-0 after the ranks *"])
+
+
 LEAKS = (Leak("GPU-0", 300 << 20, "test"), Leak("GPU-1", 100 << 20, "test"))
 WORDS = [
     f"{size} MiB stayed in use on {name} after the ranks were gone" for size, name in ((300, "GPU-0"), (100, "GPU-1"))
