@@ -62,6 +62,14 @@ def test_a_class_that_the_model_has_not(run: Launch) -> None:
 
 
 @nightly
+@pytest.mark.parametrize("recompute", [True, False])
+def test_blocks_that_are_wrapped_one_after_another(run: Launch, recompute: bool) -> None:
+    told = {"options": {"activation_checkpointing": True}} if recompute else {}
+    found = cut(run, "by hand", *["--recompute"] * recompute, strategy="fsdp1", blocks="Block", **told)
+    found.check("active", "units", "optimizer")
+
+
+@nightly
 def test_a_compiled_model(run: Launch) -> None:
     cut(run, "blocks", "--compile", blocks="Block", options={"compile": "aot_eager"}).check("active", "units")
     with pytest.raises(Incompatible, match="FSDP's units are '_orig_mod'"):

@@ -5,6 +5,7 @@ import argparse
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
@@ -15,6 +16,7 @@ parser.add_argument("--wrap", default="blocks")
 parser.add_argument("--declares", action="store_true", help="the model says what its blocks are")
 parser.add_argument("--frozen", action="store_true", help="all but the second layers of the blocks")
 parser.add_argument("--compile", action="store_true")
+parser.add_argument("--recompute", action="store_true", help="each block, wrapped before FSDP comes")
 arguments = parser.parse_args()
 
 
@@ -48,6 +50,8 @@ if arguments.declares:
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model: nn.Module = Net()
+if arguments.recompute:
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
 blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
 if arguments.frozen:
     for name, parameter in model.named_parameters():
@@ -55,6 +59,7 @@ if arguments.frozen:
 cuts: dict[str, list[nn.Module]] = {
     "blocks": blocks,
     "whole": [],
+    "by hand": [],
     "children": [child for block in blocks for child in block.children()],
     "second": [*(block.get_submodule("second") for block in blocks), *blocks],
     "one": blocks[:1],
@@ -65,7 +70,12 @@ mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 if arguments.strategy == "ddp":
     model = nn.parallel.DistributedDataParallel(model)
 elif arguments.strategy == "fsdp1":
-    policy = CustomPolicy(lambda module: module in units)
+    if arguments.wrap == "by hand":
+        layers = model.get_submodule("blocks")
+        for name, block in list(layers.named_children()):
+            wrapped = FullyShardedDataParallel(block, device_id=torch.device("cpu"), use_orig_params=True)
+            layers.add_module(name, wrapped)
+    policy = CustomPolicy(lambda module: module in units) if units else None
     model = FullyShardedDataParallel(
         model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
     )
