@@ -136,10 +136,11 @@ def test_layers_in_8_bits(run: Launch) -> None:
     accelerated(run, "fsdp2", precision="fp8").check("active", "units", "float8", "optimizer", "dtypes")
 
 
-def test_8_bits_that_are_asked_for_and_not_there(run: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero2", marks=nightly)])
+def test_8_bits_that_are_asked_for_and_not_there(run: Launch, tmp_path: Path, strategy: str) -> None:
     """The file that the script is started by says bf16."""
-    file = write_configuration(Cell("fsdp2", "bf16_mixed", 2), tmp_path)
-    found = accelerated(run, "fsdp2", precision="fp8", configuration=file)
+    file = write_configuration(Cell(strategy, "bf16_mixed", 2), tmp_path)
+    found = accelerated(run, strategy, precision="fp8", configuration=file)
     found.check("active", "optimizer", "dtypes")
     told = "rank 1: 0 of 15 linear layers are in 8 bits after three steps; expected all but the first and the last"
     with pytest.raises(Incompatible, match=told):
