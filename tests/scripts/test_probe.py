@@ -88,6 +88,25 @@ def test_later_steps_are_not_looked_at(run: Launch) -> None:
     assert all(moment.model is None and not moment.inputs and moment.loss is not None for moment in late)
 
 
+@pytest.mark.parametrize(
+    ("steps", "watched", "told"),
+    [
+        ("2", 5, "the run took 2 optimizer steps: the check looks at step 3; let the script take 3 or more"),
+        ("6", 2, "watch_steps=2: the check looks at step 3 in full; expected 3 or more"),
+    ],
+)
+def test_a_run_in_which_the_step_that_is_judged_was_not_seen(run: Launch, steps: str, watched: int, told: str) -> None:
+    """It is no pass, and no check says of it what is wrong with a step that it did not see."""
+    found = run(TORCH, "--steps", steps, strategy="ddp", watch_steps=watched)
+    verdicts = found.verdicts("active", "names", "optimizer", "dtypes", "memory")
+    assert {(verdict.status, verdict.message) for verdict in verdicts} == {("failed", told)}
+
+
+def test_a_run_without_the_probe(run: Launch) -> None:
+    with pytest.raises(Incompatible, match="nothing to probe: watch_steps=0 leaves the probe out"):
+        plain_loop(run, "ddp", watch_steps=0).check("active")
+
+
 def test_weights_that_are_not_the_trained_ones(run: Launch) -> None:
     """Those of six steps, where eight were taken."""
     older = plain_loop(run, "ddp").output

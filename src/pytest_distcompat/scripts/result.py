@@ -17,11 +17,14 @@ from pytest_distcompat.launch import Ending
 from pytest_distcompat.runner import life_trace
 from pytest_distcompat.scripts import final
 from pytest_distcompat.scripts.reading import read_in_a_process
+from pytest_distcompat.scripts.sight import Sight
 from pytest_distcompat.trace import FileFact, LifeTrace, Moment, Trace
 
 #: The checks that one run gives the evidence for. The others need lives that a script does not have, or verbs of a driver.
 CLAIMS = ("active", "names", "optimizer", "dtypes", "memory", "units", "float8")
 FINAL = "final_model_loadable"
+#: The step that they look at. In the first ones a warm-up may not have moved anything, a gradient scaler may have skipped them.
+JUDGED = 3
 #: Where a model can be seen.
 KNOWN = "Accelerator.prepare, deepspeed.initialize, DistributedDataParallel, FullyShardedDataParallel, fully_shard, torch.compile"
 
@@ -137,6 +140,9 @@ class ScriptRun:
         reason = check.applies(cell, Driver)
         if reason:
             return skipped(name, cell, f"the check says nothing here: {reason}")
+        short = self._too_short()
+        if short:
+            return Verdict(name, cell.id, "failed", short)
         life = self.life if name != "names" else self.with_files
         return judge(check, cell, Trace.of("script", [life]))
 
@@ -146,6 +152,8 @@ class ScriptRun:
         broken = next((event for event in events if event["event"] == "probe failed"), None)
         if broken is not None:
             return f"rank {broken['rank']}: the probe itself failed, and saw no more from then on\n{broken['text']}"
+        if not Sight.read(self.directory).steps:
+            return "nothing to probe: watch_steps=0 leaves the probe out"
         if trains and not self.life.at("build"):
             unseen = next((event for event in events if event["event"] == "unseen model"), None)
             told = (
@@ -154,6 +162,17 @@ class ScriptRun:
                 else "no optimizer of torch's stepped"
             )
             return f"nothing to probe: {told}. A model is seen when it passes through one of: {KNOWN}"
+        return ""
+
+    def _too_short(self) -> str:
+        """Why the step that checks look at was not seen in full; empty if it was."""
+        watched = Sight.read(self.directory).steps
+        if watched < JUDGED:
+            return f"watch_steps={watched}: the check looks at step {JUDGED} in full; expected {JUDGED} or more"
+        taken = len({moment.index for moment in self.life.moments if moment.verb == "step"})
+        if taken < JUDGED:
+            steps = "1 optimizer step" if taken == 1 else f"{taken} optimizer steps"
+            return f"the run took {steps}: the check looks at step {JUDGED}; let the script take {JUDGED} or more"
         return ""
 
     def saved(self) -> list[Mapping[str, Any]]:
