@@ -1,6 +1,6 @@
 """Makes tests/report/real.json of a report of this suite: shorter, and without the paths of the machine it was made on.
 
-In this directory: ``pytest -c /dev/null --rootdir . faulty_suite.py --distcompat-timeout 15 --distcompat-report /tmp/faulty.json``, then
+In this directory: ``pytest -c /dev/null --rootdir . faulty_suite.py --distcompat-gpus 0 --distcompat-timeout 20 --distcompat-report /tmp/faulty.json``, then
 ``python shorten.py /tmp/faulty.json ../real.json``.
 """
 
