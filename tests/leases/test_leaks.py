@@ -165,6 +165,30 @@ def test_what_a_dead_one_left_is_not_charged_to_the_next(pytester: pytest.Pytest
     result.stdout.fnmatch_lines(["*test_killed, whose process died: 300 MiB stayed in use on GPU-0 after the ranks *"])
 
 
+SCRIPTS = """
+import stand_in
+from pytest_distcompat.launch import Ending, RankEnd
+from pytest_distcompat.scripts.hosting import Hosted
+
+def run(hosted):
+    stand_in.used[hosted.environment["CUDA_VISIBLE_DEVICES"].partition(",")[0]] += 300 << 20
+    return Ending((RankEnd(0, "done"), RankEnd(1, "done")), {}, command="torchrun train.py")
+
+Hosted.run = run
+"""
+
+
+@pytest.mark.parametrize("mark", ["", "@pytest.mark.xfail\n"])
+def test_a_script_that_leaves_memory_in_use_fails(mark: str, pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+    pytester.makeconftest(SCRIPTS)
+    pytester.makepyfile(
+        train="", test_it=f"import pytest\n{mark}def test_it(distcompat): distcompat.launch('train.py', world_size=2)"
+    )
+    result = run_on_gpus()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E *LifeFailure: 300 MiB stayed in use on GPU-0 after the ranks were gone*"])
+
+
 LEAKS = (Leak("GPU-0", 300 << 20, "test"), Leak("GPU-1", 100 << 20, "test"))
 WORDS = [
     f"{size} MiB stayed in use on {name} after the ranks were gone" for size, name in ((300, "GPU-0"), (100, "GPU-1"))

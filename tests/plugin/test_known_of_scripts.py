@@ -65,6 +65,20 @@ def test_a_run_of_a_script_that_fails_so_is_known(
 
 
 @pytest.mark.parametrize(("ending", "outcome"), ENDINGS)
+def test_an_xfail_mark_excuses_no_more(
+    ending: RankEnd, outcome: str, pytester: Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end(monkeypatch, ending)
+    pytester.makepyfile(
+        train="", test_it=f"import pytest\n@pytest.mark.xfail\ndef test(distcompat):\n    {USES['launch']}"
+    )
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(**{outcome: 1})
+    if outcome == "failed":
+        result.stdout.fnmatch_lines(["E *LifeFailure: *"])
+
+
+@pytest.mark.parametrize(("ending", "outcome"), ENDINGS)
 def test_so_is_one_that_is_to_go_on_from_a_checkpoint(
     ending: RankEnd, outcome: str, pytester: Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

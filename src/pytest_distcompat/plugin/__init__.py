@@ -266,6 +266,10 @@ def pytest_runtest_makereport(
         setattr(report, ATTRIBUTE, item.stash.get(VERDICT, None))
         if call.excinfo is not None and isinstance(call.excinfo.value, DistcompatError):
             report.longrepr = str(call.excinfo.value)
+    elif call.when == "call" and call.excinfo is not None and "distcompat" in getattr(item, "fixturenames", ()):
+        from pytest_distcompat.plugin import scripted
+
+        scripted.finish_report(report, call.excinfo.value)
     if call.when == "call" and item.config.stash.get(_WEIGHS, False):
         from pytest_distcompat.plugin import declared
 

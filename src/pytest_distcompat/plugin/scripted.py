@@ -57,6 +57,15 @@ class Distcompat:
                 self._item.user_properties.append(("distcompat_bridge", label))
 
 
+def finish_report(report: pytest.TestReport, error: BaseException) -> None:
+    """A crash, a hang or a leak is no expected failure, whatever an xfail mark says."""
+    from pytest_distcompat.plugin.declared import is_hard
+
+    if hasattr(report, "wasxfail") and is_hard(error):
+        report.outcome = "failed"
+        del report.wasxfail
+
+
 @pytest.fixture
 def distcompat(request: pytest.FixtureRequest) -> Distcompat:
     """Runs unmodified scripts and command lines on ranks: ``distcompat.launch("train.py", strategy="fsdp2")``."""

@@ -6,7 +6,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_distcompat.cell import Cell, OptionValue
@@ -15,6 +15,7 @@ from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.lease import Pool, cpu_slots, gpus
+from pytest_distcompat.leased import told
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scripts import command as commands
 from pytest_distcompat.scripts.configuration import find_configuration
@@ -111,6 +112,7 @@ def launch(
     if bridge and where.device == "cpu":
         ours[ON_CPU] = "1"
     with where.pool.lease(cell.world_size, who=f"script {script} {cell.id} in {directory}") as lease:
+        inherited = len(lease.leak)
         ours |= lease.environment
         whole = commands.without_rank(on_device(os.environ, where.device)) | ours
         ending = Hosted(
@@ -123,6 +125,7 @@ def launch(
             cwd=Path(cwd or Path.cwd()),
             reproduce=_reproduce(command.line, with_probe(ours, directory), where.device),
         ).run()
+    ending = replace(ending, leaks=tuple(map(told, lease.leak[inherited:])))
     run = ScriptRun(ending, cell if strategy else None, directory, where.device, Path(output) if output else None)
     if not allow_failure:
         run.raise_if_failed()
