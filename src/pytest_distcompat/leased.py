@@ -44,9 +44,9 @@ class LeasedLauncher:
 
         Ranks that are kept keep their devices.
         """
-        # Imports take seconds and no device: others run meanwhile. What goes wrong with them, ``run`` says.
-        self._launcher.get_warm()
         if self._lease is None or keep is None or keep.scope != self.keeping:
+            # Imports take seconds and no device: others run meanwhile. What goes wrong with them, ``run`` says.
+            self._launcher.get_warm()
             self.retire()
             who = _current_item() or request.directory
             self._lease = self._held.enter_context(self._pool().lease(request.world_size, who=who))

@@ -35,7 +35,7 @@ class Rank:
 
     def at(self, *frames: str) -> Standing:
         stack = "\n".join(("Current thread 0x1 (most recent call first):", *frames, BELOW))
-        found = standing(self.directory, self.number, stack)
+        found = standing(record_file(self.directory, self.number), stack)
         assert found is not None
         return found
 
@@ -126,14 +126,14 @@ def test_a_main_thread_that_waits_for_another(rank: Rank) -> None:
         "Thread 0x2 (most recent call first):\n" + user("other") + "\n\n"
         f'Current thread 0x1 (most recent call first):\n  File "{STANDARD}/threading.py", line 1 in _shutdown\n'
     )
-    found = standing(rank.directory, 0, stack)
+    found = standing(record_file(rank.directory, 0), stack)
     assert found is not None
     assert found.words() == "is in other at train.py:2: time.sleep(600)"
 
 
 @pytest.mark.parametrize("stack", ["", f"Current thread 0x1 (most recent call first):\n{BELOW}"])
 def test_a_rank_that_never_came_to_anything(rank: Rank, stack: str) -> None:
-    assert standing(rank.directory, 0, stack) is None
+    assert standing(record_file(rank.directory, 0), stack) is None
 
 
 def test_the_history_is_of_the_last_ones(rank: Rank) -> None:

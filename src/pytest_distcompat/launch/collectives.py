@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.launch.recorder import record_file
 from pytest_distcompat.launch.stacks import Frame, nearest, threads
 
 _C10D = "/torch/distributed/distributed_c10d.py"
@@ -89,14 +88,14 @@ class Standing:
         return f"last collectives: {'; '.join(last)}" if last else ""
 
 
-def standing(directory: str | Path, rank: int, stack: str) -> Standing | None:
-    """Where that rank was, from its stack and its record in the directory; None without a stack."""
+def standing(record: Path, stack: str) -> Standing | None:
+    """Where a rank was, from its stack and from the file with its record; None without a stack."""
     found = threads(stack)
     if not found:
         return None
     # A main thread without any code of the user's waits for other threads to end.
     frames = next((frames for frames in found if any(frame.of_the_user for frame in frames)), found[0])
-    recorded = tuple(read(record_file(directory, rank)))
+    recorded = tuple(read(record))
     # The outermost of torch's own functions is the one that was called.
     called = [frame.function for frame in frames if frame.file.endswith(_C10D) and not frame.function.startswith("_")]
     waits = called[-1] if called else ""

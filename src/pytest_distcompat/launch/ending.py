@@ -7,20 +7,16 @@ it, are folded under it.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.launch.collectives import Standing, parting, standing, told
+from pytest_distcompat.launch.files import Files
 from pytest_distcompat.launch.peers import lost_peer
-from pytest_distcompat.launch.request import read_end, read_events
-from pytest_distcompat.launch.stacks import stack_file, without_launcher
-
-#: The last lines of a rank's own output that a report shows.
-TAIL = 40
-#: How many bytes of each file are looked at for them.
-READ = 20_000
+from pytest_distcompat.launch.request import read_events
+from pytest_distcompat.launch.stacks import without_launcher
 
 
 @dataclass(frozen=True)
@@ -174,9 +170,10 @@ def conclude(
     ended_by_us: Sequence[int] = (),
     first: int | None = None,
     ended_at: Sequence[float | None] = (),
+    files: Files | None = None,
     **more: Any,
 ) -> Ending:
-    """Put together what is known of each rank.
+    """Put together what is known of each rank, from its log in ``directory`` and from its ``files``, if they lie elsewhere.
 
     ``exit_codes`` are negative for signals, None where unknown; ``ended_by_us`` the ranks killed at the time limit, or
     because they outlived another rank's failure; ``first`` the rank that the agent saw fail first.
@@ -185,7 +182,9 @@ def conclude(
     codes = list(exit_codes or [None] * world_size)
     ended = "stuck" if timed_out else "stopped"
     ends = [
-        _rank_end(directory, rank, events[rank], codes[rank], ended=ended if rank in ended_by_us else "")
+        _rank_end(
+            files or Files.of(directory), rank, events[rank], codes[rank], ended=ended if rank in ended_by_us else ""
+        )
         for rank in range(world_size)
     ]
     died = {rank: time for rank, time in enumerate(ended_at) if time is not None}
@@ -196,13 +195,11 @@ def conclude(
     return Ending(tuple(_fold(ends, first)), events, timed_out=timed_out, **more)
 
 
-def _rank_end(
-    directory: str | Path, rank: int, events: Sequence[Mapping[str, Any]], code: int | None, *, ended: str
-) -> RankEnd:
+def _rank_end(files: Files, rank: int, events: Sequence[Mapping[str, Any]], code: int | None, *, ended: str) -> RankEnd:
     names = {event["event"]: event for event in events}
     last = events[-1] if events else {}
     known: dict[str, Any] = {"rank": rank, "time": float(last.get("time", 0.0)), "last": last}
-    known["output"] = _tail(directory, rank)
+    known["output"] = files.output(rank)
     if "error" in names and ended != "stuck":
         error = names["error"]
         said = {"message": _encodable(f"raised {error['message']}"), "text": _encodable(error["text"])}
@@ -211,9 +208,9 @@ def _rank_end(
     if ended == "stopped":
         return RankEnd(**known, status="stopped", message=f"outlived another rank's failure and was killed{after}")
     if ended == "stuck":
-        stack = stack_file(directory, rank)
+        stack = files.stack(rank)
         known["stack"] = stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else ""
-        known["standing"] = standing(directory, rank, known["stack"])
+        known["standing"] = standing(files.record(rank), known["stack"])
         return RankEnd(**known, status="stuck", message=f"was still running at the time limit{after}")
     if "done" in names and code in {0, None}:
         return RankEnd(**known, status="done")
@@ -278,23 +275,3 @@ def _fold(ends: Sequence[RankEnd], first: int | None) -> list[RankEnd]:
 
 def _said(end: RankEnd, event: str) -> bool:
     return bool(end.last.get("event") == event)
-
-
-def _tail(directory: str | Path, rank: int) -> str:
-    """The last lines of each file that the rank wrote to: a crash's stack in one must not hide the last words in another."""
-    parts = []
-    for path in _files(Path(directory), rank):
-        parts += read_end(path, READ).splitlines()[-TAIL:]
-    return "\n".join(parts)
-
-
-def _files(directory: Path, rank: int) -> Iterator[Path]:
-    """The files of a rank's own output. Found by name, for a pattern would take longer than the test on shared ranks."""
-    here = sorted(path.name for path in directory.iterdir())
-    for name in here:
-        if name.startswith(f"rank-{rank}.") and name.endswith(".captured"):
-            yield directory / name
-    runs = sorted((directory / "logs").iterdir()) if "logs" in here else []
-    for name in ("stdout.log", "stderr.log"):
-        for run in runs:
-            yield run / "attempt_0" / str(rank) / name

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_distcompat.launch.files import Files, sizes
 from pytest_distcompat.launch.request import Request
 
 SERVE = "pytest_distcompat.launch.serving:serve"
@@ -48,8 +49,9 @@ class KeptRanks:
             set=first.set,
             unset=first.unset,
         )
-        #: What they were asked to do last.
+        #: What they were asked to do last, and where they write meanwhile.
         self.asked = first
+        self.files = Files.of(first.directory)
         #: A rank has died, or at least closed its socket.
         self.lost = False
         self._ranks: dict[socket.socket, bytes] = {}
@@ -58,6 +60,8 @@ class KeptRanks:
 
     def ask(self, request: Request) -> None:
         """Have the ranks do that request; those that are still starting get it when they are there."""
+        life = Path(self.request.directory)
+        self.files = Files(Path(request.directory), life, sizes(life, request.world_size))
         request.write()
         self.uses += 1
         self.asked = request

@@ -42,7 +42,7 @@ def main(path: str, *, by_hand: bool = False) -> None:
     multiprocessing.set_start_method(None, force=True)
     prepare(request)
     perform(request, by_hand=by_hand)
-    _flush()
+    flush()
 
 
 def prepare(request: Request) -> None:
@@ -103,7 +103,7 @@ def leave_failed(request: Request) -> NoReturn:
         if all(has_ended(read_events(request.directory, rank)) for rank in range(request.world_size)):
             break
         time.sleep(0.01)
-    _flush()
+    flush()
     os._exit(1)
 
 
@@ -111,7 +111,8 @@ def _message(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def _flush() -> None:
+def flush() -> None:
+    """Have what Python holds back of this process's output written."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -135,11 +135,11 @@ def read_events(directory: str | Path, rank: int) -> list[dict[str, Any]]:
     return events
 
 
-def read_end(path: Path, most: int) -> str:
-    """The last ``most`` bytes of that file as text; nothing of a file that is not there."""
+def read_end(path: Path, most: int, since: int = 0) -> str:
+    """The last ``most`` bytes of that file as text, of what came after ``since`` bytes; nothing of a file that is not there."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - most))
+        file.seek(max(since, file.tell() - most))
         return file.read().decode("utf-8", "replace")
     return ""
 

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.launch import rank
-from pytest_distcompat.launch.recorder import record_file
 from pytest_distcompat.launch.request import RankLog, Request
-from pytest_distcompat.launch.stacks import stack_file
 from pytest_distcompat.launch.surroundings import Sizes, Surroundings
 
 #: How long a process group may take to prove that it is as sound as before, in seconds.
@@ -58,9 +56,10 @@ class Store:
 
 
 class Kept:
-    """What of this process outlives a request."""
+    """What of this process outlives a request; ``directory`` is that of its life."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.store = Store()
         self.group: Any = None
         self._counted = 0
@@ -127,14 +126,14 @@ def serve(payload: Mapping[str, Any], log: RankLog) -> None:
     A request that fails ends this process, as it ends any rank. After any other, tell what it left changed.
     """
     global kept  # noqa: PLW0603 - whoever runs in this process asks for it
-    kept = Kept()
+    kept = Kept(log.path.parent)
     sizes = Sizes()
     request: Request | None = None
     with socket.socket(socket.AF_UNIX) as channel:
         channel.connect(payload["socket"])
         for line in channel.makefile("r", encoding="utf-8"):
             request = Request.read(line.strip())
-            changed = _one(kept, request, log.path.parent, sizes)
+            changed = _one(kept, request, sizes)
             channel.sendall(f"{json.dumps({'rank': log.rank, 'changed': changed})}\n".encode())
     for call in reversed(kept.at_end):
         try:
@@ -146,14 +145,16 @@ def serve(payload: Mapping[str, Any], log: RankLog) -> None:
         kept.without_group()
 
 
-def _one(kept: Kept, request: Request, ranks: Path, sizes: Sizes) -> list[str]:
-    """Do one request; what it left changed. ``ranks`` is the directory of this life."""
+def _one(kept: Kept, request: Request, sizes: Sizes) -> list[str]:
+    """Do one request; what it left changed."""
     if kept.group is None:
         kept.store.clear()
-    with _back_afterwards(), _in_files_of(request, ranks):
+    with _back_afterwards():
         rank.prepare(request)
         before = Surroundings.now()
         rank.perform(request)
+        # What comes next in this life's logs is the next request's.
+        rank.flush()
         sound = kept.begin_proof()
         changed = Surroundings.now().changes(before)
     changed += sizes.grown()
@@ -173,25 +174,3 @@ def _back_afterwards() -> Iterator[None]:
         del os.environ[name]
     os.environ.update(environment)
     sys.path[:] = path
-
-
-@contextlib.contextmanager
-def _in_files_of(request: Request, ranks: Path) -> Iterator[None]:
-    """What this process writes goes where a life of the request's own would have it."""
-    number = int(os.environ["RANK"])
-    for told in (stack_file(ranks, number), record_file(ranks, number)):
-        if told.exists():
-            Path(request.directory, told.name).symlink_to(told)
-    logs = Path(request.directory, "logs", "kept", "attempt_0", str(number))
-    logs.mkdir(parents=True)
-    kept = {stream: os.dup(stream.fileno()) for stream in (sys.__stdout__, sys.__stderr__) if stream is not None}
-    for (stream, _), name in zip(kept.items(), ("stdout.log", "stderr.log"), strict=True):
-        with (logs / name).open("wb") as file:
-            os.dup2(file.fileno(), stream.fileno())
-    try:
-        yield
-    finally:
-        for stream, descriptor in kept.items():
-            stream.flush()
-            os.dup2(descriptor, stream.fileno())
-            os.close(descriptor)

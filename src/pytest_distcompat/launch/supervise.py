@@ -10,10 +10,10 @@ from typing import Any
 
 import psutil
 
+from pytest_distcompat.launch.files import Files
 from pytest_distcompat.launch.process import alive, ask_for_stack, kill
-from pytest_distcompat.launch.recorder import END, RECORDER_SIGNAL, record_file
+from pytest_distcompat.launch.recorder import END, RECORDER_SIGNAL
 from pytest_distcompat.launch.request import Request, has_ended, read_events
-from pytest_distcompat.launch.stacks import stack_file
 
 #: A rank whose process is gone, with code 0 and without a last word, is noticed by nobody else (``os._exit(0)``).
 VANISHED_AFTER = 1.0
@@ -31,8 +31,9 @@ class Watch:
     Once it has ``acted`` no rank is left, as far as it can know.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, files: Files | None = None) -> None:
         self.request = request
+        self.files = files or Files.of(request.directory)
         self.began = time.monotonic()
         self.acted = False
         self.timed_out = False
@@ -78,14 +79,14 @@ class Watch:
     def _take_stacks(self, pids: Iterable[int]) -> None:
         for pid in pids:
             ask_for_stack(pid)
-        files = [stack_file(self.request.directory, rank) for rank in self.ended_by_us]
+        files = [self.files.stack(rank) for rank in self.ended_by_us]
         # Written by a signal handler: give it a moment, and no more, for a rank in an uninterruptible call never will.
         _wait_until(lambda: all(path.exists() and path.stat().st_size > 0 for path in files), STACK_TIME)
         time.sleep(0.05)
 
     def _take_records(self, pids: Mapping[int, int]) -> None:
         """What torch recorded of collectives, after the stacks: a rank may not survive the asking."""
-        files = {rank: record_file(self.request.directory, rank) for rank in pids}
+        files = {rank: self.files.record(rank) for rank in pids}
         # Without the file a rank has no handler, and the signal would end it.
         asked = {rank: path for rank, path in files.items() if path.exists()}
         for rank in asked:

@@ -81,7 +81,7 @@ class WarmLauncher:
             return ""
         # What goes wrong then is told where the last request's fixtures are.
         request = dataclasses.replace(self._kept.asked, timeout=LEAVING)
-        ending = self._leave(self._process, self._kept, request, Watch(request))
+        ending = self._leave(self._process, self._kept, request, Watch(request, self._kept.files))
         return ending.text() if ending.failed else ""
 
     def _share(self, process: LauncherProcess, request: Request, keep: Keeping) -> Ending:
@@ -96,8 +96,8 @@ class WarmLauncher:
             kept = self._kept = KeptRanks(ranks, keep, process.directory / "kept", {**there, **request.set})
             process.send(kept.request.write())
         request = self._brought(request, kept.environment)
-        watch = Watch(request)
         kept.ask(request)
+        watch = Watch(request, kept.files)
         answer = self._wait(process, watch, kept)
         if answer is not None or watch.acted:
             self._kept = None
@@ -182,6 +182,7 @@ class WarmLauncher:
             seconds=time.monotonic() - watch.began,
             timeout=request.timeout,
             command=request.command(),
+            files=watch.files,
             **more,
         )
 

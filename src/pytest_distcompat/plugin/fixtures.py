@@ -75,7 +75,9 @@ def shared_dir(request: pytest.FixtureRequest) -> Path:
     from pytest_distcompat.plugin.rank_session import SHARED
 
     _on_rank(request)
-    return request.config.stash[SHARED]
+    directory = request.config.stash[SHARED]
+    directory.mkdir(exist_ok=True)
+    return directory
 
 
 @pytest.fixture

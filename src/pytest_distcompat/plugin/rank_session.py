@@ -185,10 +185,11 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     config = item.config
     config.stash[WORLD] = World.from_environment(payload["device"])
     config.stash[SHARED] = directory / "shared"
-    config.stash[SHARED].mkdir(exist_ok=True)
     _Reporter.of(config).answer(log, payload["world_size"], directory)
     _fault_handler(config)
-    with _own_temporary_directory(directory, log.rank), _capturing(config, directory, log.rank):
+    # pytest makes its own below it once a process, which may be at any request of ranks that live on.
+    temporary = serving.kept.directory if serving.kept is not None else directory
+    with _own_temporary_directory(temporary, log.rank), _capturing(config, directory, log.rank):
         config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
 

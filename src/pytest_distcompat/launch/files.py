@@ -1,0 +1,71 @@
+"""What the ranks of a request leave beside its logs: their output, and their stacks and records if they were asked for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pytest_distcompat.launch.recorder import record_file
+from pytest_distcompat.launch.request import read_end
+from pytest_distcompat.launch.stacks import stack_file
+
+#: The last lines of each file of a rank's output that a report shows.
+TAIL = 40
+#: How many bytes of it are looked at for them.
+READ = 20_000
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of the ranks that do a request in ``directory``.
+
+    Ranks that live on write to those of the life that they were started with, ``life``; ``since`` says how long its logs
+    were when the request began.
+    """
+
+    directory: Path
+    life: Path
+    since: Mapping[Path, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, directory: str | Path) -> Files:
+        """Of a request with ranks of its own."""
+        return cls(Path(directory), Path(directory))
+
+    def stack(self, rank: int) -> Path:
+        """Where that rank writes its stacks when it is asked for them."""
+        return stack_file(self.life, rank)
+
+    def record(self, rank: int) -> Path:
+        """Where that rank writes what torch recorded of collectives when it is asked for it."""
+        return record_file(self.life, rank)
+
+    def output(self, rank: int) -> str:
+        """The last lines of each file that the rank wrote to: a crash's stack in one must not hide the last words in another."""
+        lines: list[str] = []
+        for path in (*_captured(self.directory, rank), *_logs(self.life, rank)):
+            lines += read_end(path, READ, self.since.get(path, 0)).splitlines()[-TAIL:]
+        return "\n".join(lines)
+
+
+def sizes(life: Path, world_size: int) -> dict[Path, int]:
+    """How long the logs of that life's ranks are."""
+    found = (path for rank in range(world_size) for path in _logs(life, rank))
+    return {path: path.stat().st_size for path in found if path.exists()}
+
+
+def _captured(directory: Path, rank: int) -> Iterator[Path]:
+    # Found by name: for a pattern takes longer than a test on shared ranks.
+    for name in sorted(path.name for path in directory.iterdir()):
+        if name.startswith(f"rank-{rank}.") and name.endswith(".captured"):
+            yield directory / name
+
+
+def _logs(life: Path, rank: int) -> Iterator[Path]:
+    """As torchrun's agent lays them, below a directory for each of its runs."""
+    logs = life / "logs"
+    runs = sorted(logs.iterdir()) if logs.exists() else []
+    for name in ("stdout.log", "stderr.log"):
+        for run in runs:
+            yield run / "attempt_0" / str(rank) / name
