@@ -28,13 +28,15 @@ def find_driver(name: str) -> type[Driver]:
     return found
 
 
-def preload_of(driver: type[Driver], models: Iterable[str]) -> tuple[str, ...]:
+def preload_of(driver: type[Driver], models: Iterable[str], *, compiled: bool = False) -> tuple[str, ...]:
     """The modules that lives of that driver, with those models, need: what a fork server lacks, every rank imports anew."""
+    from pytest_distcompat.drivers._preload import COMPILE
     from pytest_distcompat.models import MODELS
     from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.runner import WORKER
     from pytest_distcompat.strategies import STRATEGIES
 
     of_models = (module for model in models for module in MODELS.get(model).preload)
+    more = COMPILE if compiled else ()
     own = (module for shelf in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in shelf.modules)
-    return tuple(dict.fromkeys((*driver.preload, *of_models, WORKER, "pytest_distcompat.probe", *own)))
+    return tuple(dict.fromkeys((*driver.preload, *of_models, *more, WORKER, "pytest_distcompat.probe", *own)))

@@ -156,7 +156,8 @@ def modules_of(suite: type[CompatSuite], chosen: list[Case]) -> tuple[str, ...]:
     """What the fork server should import for the suite."""
     driver = find_driver(suite.driver)
     models = {str(case.cell.option("model")) for case in chosen} if "model" in driver.options else set()
-    return preload_of(driver, sorted(models))
+    compiled = any(case.cell.option("compile") for case in chosen)
+    return preload_of(driver, sorted(models), compiled=compiled)
 
 
 class BoundCase:
