@@ -131,12 +131,30 @@ MULTI_PROCESS = multi_process(
     'import bodies\ncommon_distributed.TIMEOUT_OVERRIDE["test_0"] = {limit} + 5', "bodies.{body}(self.rank)", "1"
 )
 
+CONTINUOUS = """
+from datetime import timedelta
+import bodies
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+
+class TestBody(MultiProcContinuousTest):
+    world_size = 2
+    timeout = timedelta(seconds={limit} + 5)
+
+    @classmethod
+    def backend_str(cls):
+        return "gloo"
+
+    def test_body(self):
+        bodies.{body}(self.rank)
+"""
+
 #: A test module for each way; cold ones get 5 seconds more, for their imports.
 WAYS = {
     "ours": MARKED,
     "`subprocess.run(torchrun)`": TORCHRUN,
     "accelerate `execute_subprocess_async`": ACCELERATE,
     "torch `MultiProcessTestCase`": MULTI_PROCESS,
+    "torch `MultiProcContinuousTest`": CONTINUOUS,
 }
 
 
