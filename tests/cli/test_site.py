@@ -148,13 +148,14 @@ def test_the_recorded_run_is_that_of_the_sample() -> None:
 
 def test_figures_of_other_harnesses_are_those_of_the_benchmarks() -> None:
     measured = {row[0]: row[2] for row in rows(page("benchmarks").partition("--stack`")[2]) if len(row) == 5}
-    (_, *names), _, *each = [row for row in rows(page("faults").partition("## Beside other")[2]) if len(row) == 5]
+    (_, *names), _, *each = [row for row in rows(page("faults").partition("## Beside other")[2]) if len(row) == 6]
     # The same way under its names on the two pages.
     columns = {
         "ours, fresh": "ours",
         "`torchrun`": "torchrun",
         "`accelerate": "accelerate",
         "torch `MultiProcessT": "MultiProcessT",
+        "torch `MultiProcC": "MultiProcC",
     }
     for way, _, seconds, *faults in rows(page("comparison"))[2:]:
         assert next(found for name, found in measured.items() if way.startswith(name)) == seconds, way
