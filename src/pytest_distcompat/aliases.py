@@ -23,6 +23,7 @@ from pytest_distcompat.lease import Lease
 from pytest_distcompat.leased import inherited, told
 from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.marked import MARK
+from pytest_distcompat.plugin.outcome import unexcused
 
 _SIZE, _DEVICES = "world_size", "require_distributed"
 _LENT, _SIZES = "distcompat_lent", "distcompat_size"
@@ -135,13 +136,12 @@ def distcompat_lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         pytest.skip(problem)
     request.node.stash[_LEAKED] = ""
     with session.pool.lease(count, who=request.node.nodeid) as lease:
-        before = len(lease.leak)
         for leak in lease.leak:
             session.notice(inherited(leak))
         for name, value in lease.environment.items():
             monkeypatch.setenv(name, value)
         yield lease
-    left = [told(leak) for leak in lease.leak[before:]]
+    left = [told(leak) for leak in lease.own_leak]
     if left and _has_context():
         own = "which may be pytest's own process: it uses a GPU too"
         session.notice(f"{request.node.nodeid}: {'; '.join(left)}, {own}")
@@ -164,7 +164,5 @@ def pytest_runtest_makereport(
     leaked = item.stash.get(_LEAKED, "")
     if call.when == "teardown" and leaked:
         report.longrepr = "\n\n".join(filter(None, (report.longreprtext, leaked)))
-        report.outcome = "failed"
-        if hasattr(report, "wasxfail"):
-            del report.wasxfail
+        unexcused(report)
     return report

@@ -79,9 +79,8 @@ class LeasedLauncher:
     def _give_back(self) -> tuple[Leak, ...]:
         """End the lease, if there is one; what stayed in use of what it had."""
         lease, self._lease = self._lease, None
-        before = len(lease.leak) if lease is not None else 0
         self._held.close()
-        return lease.leak[before:] if lease is not None else ()
+        return lease.own_leak if lease is not None else ()
 
     def close(self) -> None:
         """End what is still running."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import DRIVERS, preload_of
 from pytest_distcompat.launch import LAUNCHERS, Warmth
 from pytest_distcompat.models import MODELS
@@ -23,7 +24,8 @@ if TESTS not in sys.path:
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     """One launcher and one store for all twins, so that a sound life runs once."""
-    preload = {module for driver in DRIVERS.things.values() for module in preload_of(driver, MODELS.names())}
+    cells = [Cell("ddp", "fp32", 2, (("model", model),)) for model in MODELS.names()]
+    preload = {module for driver in DRIVERS.things.values() for module in preload_of(driver, cells)}
     with pytest.MonkeyPatch.context() as patch:
         # Before the fork server starts: a forked rank has the server's sys.path.
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), TESTS))))

@@ -74,8 +74,7 @@ def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
     reason = driver.unable(cell, device)
     if reason:
         raise UsageProblem(f"{cell.id}: {reason}")
-    models = [str(cell.option("model"))] if "model" in driver.options else []
-    warmth = Warmth(preload_of(driver, models, compiled=bool(cell.option("compile"))), path=import_path())
+    warmth = Warmth(preload_of(driver, [cell]), path=import_path())
     # Other runs of this user may be at work on the same devices.
     pool = Pool(None, gpus() if device == "cuda" else cpu_slots())
     launcher = LeasedLauncher(WarmLauncher(warmth, device=device), lambda: pool, _notice)

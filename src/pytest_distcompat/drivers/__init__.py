@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
+from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.shelf import Shelf
@@ -28,15 +29,17 @@ def find_driver(name: str) -> type[Driver]:
     return found
 
 
-def preload_of(driver: type[Driver], models: Iterable[str], *, compiled: bool = False) -> tuple[str, ...]:
-    """The modules that lives of that driver, with those models, need: what a fork server lacks, every rank imports anew."""
+def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
+    """The modules that lives of that driver need in those cells: what a fork server lacks, every rank imports anew."""
     from pytest_distcompat.drivers._preload import COMPILE
     from pytest_distcompat.models import MODELS
     from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.runner import WORKER
     from pytest_distcompat.strategies import STRATEGIES
 
+    asked = list(cells)
+    models = sorted({str(cell.option("model")) for cell in asked}) if "model" in driver.options else []
     of_models = (module for model in models for module in MODELS.get(model).preload)
-    more = COMPILE if compiled else ()
+    more = COMPILE if any(cell.option("compile") for cell in asked) else ()
     own = (module for shelf in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in shelf.modules)
     return tuple(dict.fromkeys((*driver.preload, *of_models, *more, WORKER, "pytest_distcompat.probe", *own)))

@@ -178,13 +178,12 @@ def conclude(
     ``exit_codes`` are negative for signals, None where unknown; ``ended_by_us`` the ranks killed at the time limit, or
     because they outlived another rank's failure; ``first`` the rank that the agent saw fail first.
     """
+    files = files or Files.of(directory)
     events = {rank: read_events(directory, rank) for rank in range(world_size)}
     codes = list(exit_codes or [None] * world_size)
     ended = "stuck" if timed_out else "stopped"
     ends = [
-        _rank_end(
-            files or Files.of(directory), rank, events[rank], codes[rank], ended=ended if rank in ended_by_us else ""
-        )
+        _rank_end(files, rank, events[rank], codes[rank], ended=ended if rank in ended_by_us else "")
         for rank in range(world_size)
     ]
     died = {rank: time for rank, time in enumerate(ended_at) if time is not None}

@@ -113,9 +113,10 @@ def _message(error: BaseException) -> str:
 
 def flush() -> None:
     """Have what Python holds back of this process's output written."""
-    for stream in (sys.stdout, sys.stderr):
+    # A test may have put others in the place of the first two.
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+            stream.flush()  # type: ignore[union-attr]  # None, without a console
 
 
 if __name__ == "__main__":

@@ -57,6 +57,14 @@ class Lease:
     environment: Mapping[str, str]
     leak: tuple[Leak, ...] = field(default=())
 
+    def __post_init__(self) -> None:
+        self._inherited = len(self.leak)
+
+    @property
+    def own_leak(self) -> tuple[Leak, ...]:
+        """What this lease itself left; nothing before its end."""
+        return self.leak[self._inherited :]
+
 
 class Pool:
     """The devices of an inventory, leased from a directory that all who share them use.

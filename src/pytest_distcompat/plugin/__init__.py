@@ -19,9 +19,8 @@ _MARK = "distcompat"
 # Kept apart from rank_session.ON_RANK & co.: those modules are not imported in a session without distributed tests.
 _IN_USE: pytest.StashKey[bool] = pytest.StashKey()
 _COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()  # the items before any plugin had its say
-_WEIGHS: pytest.StashKey[bool] = (
-    pytest.StashKey()
-)  # whether reports here are weighed by what the user declares as known
+# Whether reports here are weighed by what the user declares as known.
+_WEIGHS: pytest.StashKey[bool] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -154,10 +154,7 @@ def blanks(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict
 
 def modules_of(suite: type[CompatSuite], chosen: list[Case]) -> tuple[str, ...]:
     """What the fork server should import for the suite."""
-    driver = find_driver(suite.driver)
-    models = {str(case.cell.option("model")) for case in chosen} if "model" in driver.options else set()
-    compiled = any(case.cell.option("compile") for case in chosen)
-    return preload_of(driver, sorted(models), compiled=compiled)
+    return preload_of(find_driver(suite.driver), (case.cell for case in chosen))
 
 
 class BoundCase:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
-from pytest_distcompat.plugin.outcome import UNCAPTURED, Outcome, RankFailure, merge
+from pytest_distcompat.plugin.outcome import UNCAPTURED, Outcome, RankFailure, merge, unexcused
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
 if TYPE_CHECKING:
@@ -232,9 +232,7 @@ def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest
     report.sections.extend(outcome.sections)
     if call.excinfo is not None and isinstance(call.excinfo.value, RankFailure):
         report.longrepr = str(call.excinfo.value)
-        if call.excinfo.value.hard and hasattr(report, "wasxfail"):
-            # A crash or a hang is no expected failure, whatever the mark says.
-            report.outcome = "failed"
-            del report.wasxfail
+        if call.excinfo.value.hard:
+            unexcused(report)
     elif outcome.kind == "skipped" and outcome.location is not None:
         report.longrepr = outcome.location

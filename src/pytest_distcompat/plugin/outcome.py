@@ -221,3 +221,10 @@ def _sections(phases: Mapping[int, list[Phase]], ending: Ending) -> tuple[tuple[
     # What went past pytest's capture: the C library's and a dying interpreter's words.
     found += [(f"{UNCAPTURED} (rank {end.rank})", end.output) for end in ending.ranks if end.output.strip()]
     return tuple(dict.fromkeys(found))
+
+
+def unexcused(report: pytest.TestReport) -> None:
+    """Make it a failure: a crash, a hang or a leak is no expected one, whatever an xfail mark says."""
+    report.outcome = "failed"
+    if hasattr(report, "wasxfail"):
+        del report.wasxfail

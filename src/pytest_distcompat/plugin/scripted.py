@@ -58,12 +58,12 @@ class Distcompat:
 
 
 def finish_report(report: pytest.TestReport, error: BaseException) -> None:
-    """A crash, a hang or a leak is no expected failure, whatever an xfail mark says."""
+    """No xfail mark excuses more than an exception."""
     from pytest_distcompat.plugin.declared import is_hard
+    from pytest_distcompat.plugin.outcome import unexcused
 
     if hasattr(report, "wasxfail") and is_hard(error):
-        report.outcome = "failed"
-        del report.wasxfail
+        unexcused(report)
 
 
 @pytest.fixture

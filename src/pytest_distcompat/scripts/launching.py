@@ -112,7 +112,6 @@ def launch(
     if bridge and where.device == "cpu":
         ours[ON_CPU] = "1"
     with where.pool.lease(cell.world_size, who=f"script {script} {cell.id} in {directory}") as lease:
-        inherited = len(lease.leak)
         ours |= lease.environment
         whole = commands.without_rank(on_device(os.environ, where.device)) | ours
         ending = Hosted(
@@ -125,7 +124,7 @@ def launch(
             cwd=Path(cwd or Path.cwd()),
             reproduce=_reproduce(command.line, with_probe(ours, directory), where.device),
         ).run()
-    ending = replace(ending, leaks=tuple(map(told, lease.leak[inherited:])))
+    ending = replace(ending, leaks=tuple(map(told, lease.own_leak)))
     run = ScriptRun(ending, cell if strategy else None, directory, where.device, Path(output) if output else None)
     if not allow_failure:
         run.raise_if_failed()
