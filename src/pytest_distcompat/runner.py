@@ -111,6 +111,7 @@ class Runner:
             world_size=there.world_size,
             directory=str(directory),
             timeout=self._timeout,
+            set=_threads(there, self._device),
         )
         ending = self._launcher.run(request)
         if ending.notice:
@@ -140,6 +141,17 @@ class Runner:
         name = re.sub(r"[^\w.-]", "_", text)
         # A file name has 255 bytes, and a cell's id may be long.
         return self.store / f"{name[:180]}-{hashlib.sha256(f'{text} {self._device}'.encode()).hexdigest()[:8]}"
+
+
+def _threads(cell: Cell, device: str) -> dict[str, str]:
+    """What the environment says of threads where torchrun says nothing and the user neither.
+
+    torchrun gives ranks a thread each, and leaves a single one with all cores: on tiny models, and on a machine that does
+    something else too, threads that wait for one another take a hundred times as long. Told by the environment, for
+    accelerate would give a single rank its cores back.
+    """
+    said = cell.world_size > 1 or device != "cpu" or "OMP_NUM_THREADS" in os.environ
+    return {} if said else {"OMP_NUM_THREADS": "1"}
 
 
 def read_life(directory: Path) -> tuple[LifeTrace, str]:

@@ -7,14 +7,11 @@ hash of a tensor's local values, in whatever dtype: equal digests mean equal val
 from __future__ import annotations
 
 import dataclasses
-import functools
-import types
-import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
+from pytest_distcompat.decode import decode
 
 
 @dataclass(frozen=True)
@@ -208,8 +205,7 @@ class Moment:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Moment:
         """The moment that ``to_json`` wrote."""
-        moment: Moment = _decode(cls, data)
-        return moment
+        return decode(cls, data)
 
 
 @dataclass(frozen=True)
@@ -276,25 +272,3 @@ class Trace:
     def of(cls, driver: str, lives: Iterable[LifeTrace]) -> Trace:
         """A trace from its lives, in order."""
         return cls(driver, {life.name: life for life in lives})
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _decode(kind: Any, data: Any) -> Any:
-    """Read back what ``dataclasses.asdict`` and JSON made of a value of type ``kind``."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if data is None or kind is Any:
-        return data
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = _hints(kind)
-        return kind(**{name: _decode(hints[name], value) for name, value in data.items() if name in hints})
-    if origin is tuple:
-        return tuple(_decode(arguments[0], value) for value in data)
-    if origin is types.UnionType or origin is typing.Union:
-        return _decode(next(one for one in arguments if one is not type(None)), data)
-    if origin is not None and isinstance(data, Mapping):
-        return {key: _decode(arguments[1], value) for key, value in data.items()}
-    return data

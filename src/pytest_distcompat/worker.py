@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,12 +45,6 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     driver = find_driver(payload["driver"])(Cell.parse(payload["cell"]), world)
     places = Places(Path(payload["save_to"]), Path(payload["load_from"]), Path(payload["export"]), payload["ranks"])
     rank = _Rank(driver, life, places, Observer(), log)
-    if world.size == 1 and world.device == "cpu":
-        # torchrun gives ranks a thread each, and leaves a single one with all cores: on tiny models, and on a machine that
-        # does something else too, threads that wait for one another take a hundred times as long.
-        import torch
-
-        torch.set_num_threads(1)
     rank.live()
     _leave(driver)
 
@@ -190,7 +185,8 @@ class _Rank:
         if not self.driver.can("evaluate"):
             return {}
         model = self.plain if self.plain is not None else self.driver.model
-        return {"outputs": sample(self.driver.evaluate(model))}
+        with _uncompiled():
+            return {"outputs": sample(self.driver.evaluate(model))}
 
     def _reference(self) -> dict[str, Any]:
         from pytest_distcompat.probe import read_optimizer
@@ -225,6 +221,22 @@ class _Rank:
             trainer_world_size=driver.trainer_world_size(),
             whole=whole,
         )
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Inside, what torch.compile wraps runs as it is written: the question is what the weights are, and a graph for one
+    batch takes as long as all of the training. https://docs.pytorch.org/docs/stable/generated/torch.compiler.set_stance.html
+    """
+    import torch
+
+    # Since torch 2.6, and of no use where nothing was compiled.
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    if set_stance is None or "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with set_stance("force_eager"):
+        yield
 
 
 #: So many steps of a life are looked at in full: no check compares more of them value by value.

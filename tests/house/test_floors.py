@@ -18,7 +18,20 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 #: Room to floor, as docs/architecture.md draws it. A module imports only from lower floors or from its own room.
 FLOORS = {
     **dict.fromkeys(
-        ["failures", "cell", "digests", "trace", "scenario", "expect", "shelf", "world", "devices", "excerpt", "lazy"],
+        [
+            "failures",
+            "cell",
+            "digests",
+            "decode",
+            "trace",
+            "scenario",
+            "expect",
+            "shelf",
+            "world",
+            "devices",
+            "excerpt",
+            "lazy",
+        ],
         0,
     ),
     **dict.fromkeys(["precisions", "models", "launch", "report", "driver", "lease"], 1),
@@ -32,7 +45,7 @@ FLOORS = {
 #: The rooms in which pytest is at home.
 OF_PYTEST = {"plugin", "aliases"}
 #: Words that build on one another, in order: the only imports inside floor 0.
-WORDS = ["failures", "cell", "digests", "trace", "scenario", "shelf", "world", "expect"]
+WORDS = ["failures", "cell", "digests", "decode", "trace", "scenario", "shelf", "world", "expect"]
 #: Started by name in another process; an import would run it in the wrong one.
 BY_NAME = {
     "worker",

@@ -42,4 +42,5 @@ def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
     of_models = (module for model in models for module in MODELS.get(model).preload)
     more = COMPILE if any(cell.option("compile") for cell in asked) else ()
     own = (module for shelf in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in shelf.modules)
-    return tuple(dict.fromkeys((*driver.preload, *of_models, *more, WORKER, "pytest_distcompat.probe", *own)))
+    ours = (WORKER, "pytest_distcompat.probe", "pytest_distcompat.probe.look", *own)
+    return tuple(dict.fromkeys((*driver.preload, *of_models, *more, *ours)))

@@ -9,6 +9,7 @@ TORCH = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.checkpoint._fsspec_filesystem",
     "torch.distributed.tensor",
     "torch.distributed.algorithms.ddp_comm_hooks",
     "torch.nn.parallel",
@@ -33,6 +34,8 @@ ACCELERATE = ("accelerate", "accelerate.utils.fsdp_utils", *DEEPSPEED)
 TRAINER = ("transformers.trainer", "transformers.integrations.deepspeed", *ACCELERATE)
 #: For cells that compile: torch.compile imports most of itself when it first compiles, seconds of each rank.
 COMPILE = (
+    # torch._dynamo knows pytest's own context managers, where it is installed.
+    "pytest",
     "torch._dynamo",
     "torch._dynamo.backends.debugging",
     "torch._dynamo.backends.inductor",

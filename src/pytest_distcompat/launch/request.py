@@ -122,14 +122,21 @@ class RankLog:
                 os.close(descriptor)
 
 
-def read_events(directory: str | Path, rank: int) -> list[dict[str, Any]]:
-    """What that rank wrote so far; a line that a dying rank left unfinished is dropped."""
+def read_events(directory: str | Path, rank: int, *, but: str = "") -> list[dict[str, Any]]:
+    """What that rank wrote so far; a line that a dying rank left unfinished is dropped.
+
+    Events called ``but`` are passed over unread: who looks five times a second need not decode what a probe saw.
+    """
     try:
         raw = (Path(directory) / f"rank-{rank}.jsonl").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
+    # As ``RankLog.write`` begins it.
+    passed = json.dumps({"event": but})[:-1] if but else "\n"
     events = []
     for line in raw.splitlines():
+        if line.startswith(passed):
+            continue
         with contextlib.suppress(ValueError):
             events.append(json.loads(line))
     return events

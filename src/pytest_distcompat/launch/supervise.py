@@ -48,7 +48,8 @@ class Watch:
         if self.acted or now < self._next_look:
             return
         self._next_look = now + 0.2
-        said = [read_events(self.request.directory, rank) for rank in range(self.request.world_size)]
+        where, ranks = self.request.directory, range(self.request.world_size)
+        said = [read_events(where, rank, but="moment") for rank in ranks]
         if now - self.began > self.request.timeout:
             # Ranks that did all they were told get a moment to leave, and the agent one to notice.
             leaving = all(any(event["event"] == "done" for event in events) for events in said)
