@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from pytest_distcompat.cell import OPTIONS, Cell, Matrix, OptionValue
 from pytest_distcompat.driver import Driver
@@ -15,7 +15,7 @@ PROFILES = {
     "smoke": "each strategy and each precision of the matrix once, no options; checks with lives of their own in one cell only",
     "default": "the suite's matrix",
     "pairwise": "the suite's matrix, and every pair of strategy, precision and option values that the driver can do",
-    "full": "every strategy in every precision with every option value by itself",
+    "full": "every strategy with every precision that the suite's matrix has together, with every option value by itself",
 }
 
 #: Options of how a model is made, kept and cut; the others are of how it is trained. A cell of ``pairwise`` has one of each.
@@ -56,14 +56,14 @@ def cells(
     world_sizes = matrix.world_sizes or (world_size,)
     if profile == "smoke":
         return list(_smoke(strategies, precisions, world_sizes[0], lambda cell: not driver.unable(cell, device)))
+    # A suite may claim fp8 for one strategy only, as an extra of its matrix: nobody asks for it with another.
+    claimed = tuple(dict.fromkeys((cell.strategy, cell.precision) for cell in own))
     if profile == "pairwise":
         # Pairs are not all: a bug may want a strategy, a precision and an option together, which the matrix has where it
         # was met, and some claims are tested in cells without options.
-        return list(dict.fromkeys([*own, *_pairwise(strategies, precisions, world_sizes[0], driver, device)]))
-    choices = _choices(driver)
+        return list(dict.fromkeys([*own, *_pairwise(claimed, world_sizes[0], driver, device)]))
     found = [
-        _cell(strategy, precision, size, choice)
-        for strategy, precision, size, choice in itertools.product(strategies, precisions, world_sizes, choices)
+        _cell(*pair, size, choice) for pair, size, choice in itertools.product(claimed, world_sizes, _choices(driver))
     ]
     return list(dict.fromkeys([*found, *own]))
 
@@ -114,9 +114,11 @@ def _smoke(
 
 
 def _pairwise(
-    strategies: Sequence[str], precisions: Sequence[str], world_size: int, driver: type[Driver], device: str
+    claimed: Collection[tuple[str, str]], world_size: int, driver: type[Driver], device: str
 ) -> Iterator[Cell]:
     """A covering array of strength 2 over four factors, by covertable: https://covertable.walkframe.com.
+
+    ``claimed`` are the strategies and precisions that are to be together.
 
     allpairspy is better known and was left: with constraints it leaves out pairs that could be had.
     """
@@ -128,13 +130,17 @@ def _pairwise(
     kept = _choices(driver, lambda name: name in KEEPING)
     trained = _choices(driver, lambda name: name not in KEEPING)
 
-    def cell(row: Sequence[Any]) -> Cell:
-        return _cell(row[0], row[1], world_size, row[2], row[3])
+    @functools.cache
+    def possible(strategy: str, precision: str, *choices: Choice) -> bool:
+        # Asked many times of each: and a driver looks for the libraries that it needs.
+        cell = _cell(strategy, precision, world_size, *choices)
+        return (strategy, precision) in claimed and not driver.unable(cell, device)
 
-    possible = {
+    constraint = {
         "operator": "fn",
         "requires": [0, 1, 2, 3],
-        "evaluate": lambda row: not driver.unable(cell(row), device),
+        "evaluate": lambda row: possible(*(row[factor] for factor in range(4))),
     }
-    for row in make([list(strategies), list(precisions), kept, trained], constraints=[possible]):
-        yield cell(row)
+    factors = [list(dict.fromkeys(names)) for names in zip(*claimed, strict=True)]
+    for row in make([*factors, kept, trained], constraints=[constraint]):
+        yield _cell(row[0], row[1], world_size, row[2], row[3])

@@ -11,7 +11,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "acc-1755-fsdp1-optim-args": (Sighting("accelerate", "fsdp1-fp32-w2", "resume", "unhashable type: 'dict'"),),
     "acc-2674-fsdp1-upcast": (Sighting("accelerate", "fsdp1-bf16_mixed-w2", "dtypes", _MASTERS),),
     "acc-3146-zero3-save-model": (Sighting("accelerate", "zero3-fp32-w2", "export", "has no attribute 'items'"),),
-    "acc-3361-fp8-ds": (Sighting("accelerate", "zero1-fp8-w2-fp8_backend_te", "float8", "8 bits"),),
+    "acc-3361-fp8-ds": (Sighting("accelerate", "zero2-fp8-w2-fp8_backend_te", "float8", "8 bits"),),
     "acc-3465-clip-norm": (Sighting("accelerate", "fsdp2-fp32-w2", "clipping", "has no attribute 'fsdp_version'"),),
     "acc-3528-no-dtype-attr": (
         Sighting(

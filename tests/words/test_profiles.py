@@ -68,6 +68,16 @@ def test_full_has_every_option_by_itself(driver: type[Driver]) -> None:
         assert Cell.of(strategy, precision, model="plain").id in found or "model" not in driver.options
 
 
+def test_full_and_pairwise_put_nothing_together_that_the_matrix_has_apart() -> None:
+    # What the suite claims of fp8, it claims of one strategy.
+    matrix = Matrix(("ddp", "fsdp2"), ("fp32",), extra=(Matrix(("fsdp2",), ("fp8",)),))
+    claimed = {("ddp", "fp32"), ("fsdp2", "fp32"), ("fsdp2", "fp8")}
+    for profile in ("full", "pairwise"):
+        found = of(profile, DRIVERS.get("torch"), matrix)
+        assert {(cell.strategy, cell.precision) for cell in found} == claimed
+        assert any(cell.precision == "fp8" and cell.options for cell in found)
+
+
 def pairs(cell: Cell) -> set[tuple[object, object]]:
     """The pairs of values that a cell covers; no option counts as one."""
     kept: list[object] = [option for option in cell.options if option[0] in KEEPING] or [None]

@@ -1,0 +1,62 @@
+"""The profiles have the cell in which the built-in suite sees each bug. That it is seen there, ``test_mutants`` shows."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from importlib.machinery import ModuleSpec
+
+import pytest
+from mutants.mutation import Sighting
+from mutants.sightings import SIGHTINGS
+
+from pytest_distcompat import profiles, suite
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.strategies import STRATEGIES
+
+MATRICES = {
+    one.driver: one.matrix for one in (suite.TestTorch, suite.TestAccelerate, suite.TestTrainer, suite.TestDeepSpeed)
+}
+#: Seen only where Transformer Engine is, which nobody has on a CPU.
+WITH_TRANSFORMER_ENGINE = "acc-3361-fp8-ds"
+IN_ANY = [
+    pytest.param(one, id=name) for name, many in SIGHTINGS.items() for one in many if name != WITH_TRANSFORMER_ENGINE
+]
+
+
+@functools.cache
+def cells(profile: str, driver: str, device: str) -> list[Cell]:
+    """Of the built-in suite with that driver, or with the one that it derives from."""
+    kind = find_driver(driver)
+    names = (STRATEGIES.names(), PRECISIONS.names())
+    return profiles.cells(profile, MATRICES[kind.name], driver=kind, names=names, world_size=2, device=device)
+
+
+@pytest.mark.parametrize("profile", ["default", "pairwise"])
+@pytest.mark.parametrize("sighting", IN_ANY)
+def test_the_profile_has_the_cell_in_which_the_bug_is_seen(sighting: Sighting, profile: str) -> None:
+    cell = Cell.parse(sighting.cell)
+    assert cell in cells(profile, sighting.driver, "cpu")
+    assert not CHECKS.get(sighting.check).applies(cell, find_driver(sighting.driver))
+
+
+@pytest.mark.parametrize("profile", ["pairwise", "full"])
+def test_a_machine_with_transformer_engine_has_its_cell_too(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+
+    def found(name: str, package: str | None = None) -> ModuleSpec | None:
+        there = ModuleSpec(name, None, origin="there") if name == "transformer_engine" else None
+        return there or find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    (sighting,) = SIGHTINGS[WITH_TRANSFORMER_ENGINE]
+    wanted = Cell.parse(sighting.cell)
+    # An array may have it with another option beside it.
+    assert any(
+        (cell.strategy, cell.precision) == (wanted.strategy, wanted.precision)
+        and set(wanted.options) <= set(cell.options)
+        for cell in cells(profile, sighting.driver, "cuda")
+    )
