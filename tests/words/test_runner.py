@@ -67,6 +67,20 @@ def cells(*names: str) -> Iterator[Cell]:
     return map(Cell.parse, names)
 
 
+@pytest.mark.parametrize(("device", "said"), [("cpu", None), ("cpu", "4"), ("cuda", None)])
+def test_a_lone_rank_on_the_cpu_is_told_to_keep_to_one_thread(
+    device: str, said: str | None, tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By the environment, where accelerate looks: a number of threads that is only set, it sets again.
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    Runner(tmp_path / "store", ranks, device=device, timeout=1).trace("torch", Cell.parse("fsdp2-fp32-w2"), PARITY)
+    sizes = {request.payload["life"]["name"]: (request.world_size, dict(request.set)) for request in ranks.requests}
+    alone = {"OMP_NUM_THREADS": "1"} if device == "cpu" and said is None else {}
+    assert sizes == {"train": (2, {}), "reference": (1, alone)}
+
+
 def test_another_process_reads_what_the_ranks_wrote(runner: Runner, ranks: Ranks) -> None:
     ran = runner.trace("d", Cell.parse("fsdp2-fp32-w2"), TRAIN)
     read = Runner(runner.store, ranks, device="cpu", timeout=1).trace("d", Cell.parse("fsdp2-fp32-w2"), TRAIN)

@@ -162,3 +162,31 @@ def test_one_that_goes_on_when_the_life_is_over(listens: Listens) -> None:
     told = ("build", "load", "step", "step", "step")
     with pytest.raises(RuntimeError, match=r"told of 'step'; the plan is done"):
         live(Callbacks, RESUME_LIFE, listens, told=told)
+
+
+def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The probe wants a module.
+    monkeypatch.setattr(_Rank, "_show", lambda self, model: {})
+    torch = pytest.importorskip("torch")
+    compiled: list[object] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    class Compiles(Five):
+        def plain_model(self) -> Any:
+            return torch.compile(lambda x: x + 1, backend=backend)
+
+        def evaluate(self, model: Any) -> Any:
+            return model(torch.zeros(2))
+
+    listens = Listens()
+    driver = Compiles(Cell.parse("fsdp2-fp32-w2-compile"), World(0, 1, 0, "cpu"))
+    life = Life("one", ("plain", "evaluate"))
+    rank = _Rank(driver, life, Places(tmp_path, tmp_path, tmp_path, 1), listens, listens)  # type: ignore[arg-type]
+    rank.live()
+    assert listens.moments[1]["outputs"] == (1.0, 1.0)
+    assert not compiled
+    driver.evaluate(driver.plain_model())
+    assert len(compiled) == 1, "it is compiled where nobody says otherwise"

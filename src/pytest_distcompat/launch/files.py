@@ -18,20 +18,19 @@ READ = 20_000
 
 @dataclass(frozen=True)
 class Files:
-    """The files of the ranks that do a request in ``directory``.
+    """The files of the ranks that do a request.
 
-    Ranks that live on write to those of the life that they were started with, ``life``; ``since`` says how long its logs
-    were when the request began.
+    Ranks that live on write to those of the ``life`` that they were started with; ``since`` says how long its logs were
+    when the request began.
     """
 
-    directory: Path
     life: Path
     since: Mapping[Path, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, directory: str | Path) -> Files:
         """Of a request with ranks of its own."""
-        return cls(Path(directory), Path(directory))
+        return cls(Path(directory))
 
     def stack(self, rank: int) -> Path:
         """Where that rank writes its stacks when it is asked for them."""
@@ -44,7 +43,7 @@ class Files:
     def output(self, rank: int) -> str:
         """The last lines of each file that the rank wrote to: a crash's stack in one must not hide the last words in another."""
         lines: list[str] = []
-        for path in (*_captured(self.directory, rank), *_logs(self.life, rank)):
+        for path in (*captured_files(self.life, rank), *_logs(self.life, rank)):
             lines += read_end(path, READ, self.since.get(path, 0)).splitlines()[-TAIL:]
         return "\n".join(lines)
 
@@ -55,11 +54,9 @@ def sizes(life: Path, world_size: int) -> dict[Path, int]:
     return {path: path.stat().st_size for path in found if path.exists()}
 
 
-def _captured(directory: Path, rank: int) -> Iterator[Path]:
-    # Found by name: for a pattern takes longer than a test on shared ranks.
-    for name in sorted(path.name for path in directory.iterdir()):
-        if name.startswith(f"rank-{rank}.") and name.endswith(".captured"):
-            yield directory / name
+def captured_files(life: Path, rank: int) -> tuple[Path, Path]:
+    """Where pytest on that rank captures what goes to stdout and stderr."""
+    return life / f"rank-{rank}.stdout.captured", life / f"rank-{rank}.stderr.captured"
 
 
 def _logs(life: Path, rank: int) -> Iterator[Path]:

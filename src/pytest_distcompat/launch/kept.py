@@ -61,7 +61,7 @@ class KeptRanks:
     def ask(self, request: Request) -> None:
         """Have the ranks do that request; those that are still starting get it when they are there."""
         life = Path(self.request.directory)
-        self.files = Files(Path(request.directory), life, sizes(life, request.world_size))
+        self.files = Files(life, sizes(life, request.world_size))
         request.write()
         self.uses += 1
         self.asked = request

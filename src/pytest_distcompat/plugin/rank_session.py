@@ -9,7 +9,6 @@ import functools
 import json
 import os
 import pickle
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -139,12 +138,13 @@ def _capturing(config: pytest.Config, directory: Path, rank: int) -> Iterator[No
     if capture is None:
         yield
         return
+    from pytest_distcompat.launch.files import captured_files
+
     module: Any = pytest_capture
     before = module.TemporaryFile
-    files = functools.partial(
-        tempfile.NamedTemporaryFile, dir=directory, prefix=f"rank-{rank}.", suffix=".captured", delete=False
-    )
-    module.TemporaryFile = files
+    paths = iter(captured_files(directory, rank))
+    # Ranks that live on begin theirs anew with each item.
+    module.TemporaryFile = lambda buffering: next(paths).open("w+b", buffering=buffering)
     try:
         capture.start_global_capturing()
     finally:
@@ -187,9 +187,10 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     config.stash[SHARED] = directory / "shared"
     _Reporter.of(config).answer(log, payload["world_size"], directory)
     _fault_handler(config)
-    # pytest makes its own below it once a process, which may be at any request of ranks that live on.
+    # pytest makes its own below it once a process, which may be at any request of ranks that live on. And to make new files
+    # for each request takes longer than all else that is done for its output.
     temporary = serving.kept.directory if serving.kept is not None else directory
-    with _own_temporary_directory(temporary, log.rank), _capturing(config, directory, log.rank):
+    with _own_temporary_directory(temporary, log.rank), _capturing(config, temporary, log.rank):
         config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
 
@@ -233,7 +234,8 @@ def _own_temporary_directory(directory: Path, rank: int) -> Iterator[None]:
     https://docs.pytest.org/en/stable/reference/reference.html#envvar-PYTEST_DEBUG_TEMPROOT
     """
     root = directory / f"tmp-{rank}"
-    root.mkdir(exist_ok=True)
+    if not root.is_dir():
+        root.mkdir()
     before = os.environ.get(_ROOT)
     os.environ[_ROOT] = str(root)
     yield
