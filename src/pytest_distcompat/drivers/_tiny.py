@@ -67,6 +67,8 @@ class TinyDriver(Driver):
         if cell.precision == "fp8" and not tiny.in_8_bits:
             return f"the model {tiny.name} has no layer whose sizes 16 divides: nothing would be in 8 bits"
         precision = PRECISIONS.get(cell.precision)
+        if cell.option("ignored") and precision.compute != precision.load:
+            return f"a module that is left out computes in {precision.load}, as it was loaded, the others in {precision.compute}"
         if cell.option("float32_norms") and (precision.load == "float32" or not precision.mixed):
             return f"{cell.precision} has one dtype for all that is loaded"
         if cell.option("grad_accum_dtype") == "fp32" and not (precision.mixed and precision.compute == "bfloat16"):
