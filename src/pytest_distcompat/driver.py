@@ -156,7 +156,10 @@ class Driver:
         raise NotImplementedError
 
     def evaluate(self, model: Module) -> torch.Tensor:
-        """What the model (trained or reloaded) computes on one fixed batch, the same on every rank; any shape."""
+        """What the model (trained or reloaded) computes on one fixed batch, the same on every rank; any shape.
+
+        What ``torch.compile`` wraps runs as it is written here.
+        """
         raise NotImplementedError
 
     def reference(self, model: Module, number: int, ranks: int) -> float:
