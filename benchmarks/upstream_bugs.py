@@ -18,32 +18,26 @@ from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.append(str(TESTS))
 
+from mutants import profiled  # noqa: E402
 from mutants.catalog import BY_ID  # noqa: E402 - the tests' own modules, by the names that ranks know them by
 from mutants.mutation import STAND_IN, Sighting, mutated_copy  # noqa: E402
 from mutants.sightings import SIGHTINGS  # noqa: E402
 from mutants.stack import Stack, stack  # noqa: E402
 
-from pytest_distcompat import profiles, suite  # noqa: E402
+from pytest_distcompat import profiles  # noqa: E402
 from pytest_distcompat.cell import Cell  # noqa: E402
 from pytest_distcompat.checks import CHECKS  # noqa: E402
 from pytest_distcompat.drivers import find_driver  # noqa: E402
-from pytest_distcompat.precisions import PRECISIONS  # noqa: E402
-from pytest_distcompat.strategies import STRATEGIES  # noqa: E402
 
-MATRICES = {
-    one.driver: one.matrix for one in (suite.TestTorch, suite.TestAccelerate, suite.TestTrainer, suite.TestDeepSpeed)
-}
 #: What the ranks of the sound stack import.
-ANY = [(driver, "ddp-fp32-w2") for driver in MATRICES]
+ANY = [(driver, "ddp-fp32-w2") for driver in profiled.MATRICES]
 GOOD = {"passed", "known", "refused"}
 
 
 def cells(profile: str, driver: str) -> list[Cell]:
-    """Those of the built-in suite for the driver, or for the one that it derives from, that can be run here."""
+    """Those of the profile that can be run here."""
     kind = find_driver(driver)
-    names = (STRATEGIES.names(), PRECISIONS.names())
-    found = profiles.cells(profile, MATRICES[kind.name], driver=kind, names=names, world_size=2, device="cpu")
-    return [cell for cell in found if not kind.unable(cell, "cpu")]
+    return [cell for cell in profiled.cells(profile, driver) if not kind.unable(cell, "cpu")]
 
 
 def alike(wanted: Cell, cell: Cell) -> tuple[int, ...]:

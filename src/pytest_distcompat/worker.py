@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,20 +223,17 @@ class _Rank:
         )
 
 
-@contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
+def _uncompiled() -> contextlib.AbstractContextManager[object]:
     """Inside, what torch.compile wraps runs as it is written: the question is what the weights are, and a graph for one
     batch takes as long as all of the training. https://docs.pytorch.org/docs/stable/generated/torch.compiler.set_stance.html
     """
+    if "torch._dynamo" not in sys.modules:
+        # To ask for it would import it, seconds of a rank that compiles nothing.
+        return contextlib.nullcontext()
     import torch
 
-    # Since torch 2.6, and of no use where nothing was compiled.
-    set_stance = getattr(torch.compiler, "set_stance", None)
-    if set_stance is None or "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with set_stance("force_eager"):
-        yield
+    stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 #: So many steps of a life are looked at in full: no check compares more of them value by value.

@@ -7,19 +7,14 @@ import importlib.util
 from importlib.machinery import ModuleSpec
 
 import pytest
+from mutants import profiled
 from mutants.mutation import Sighting
 from mutants.sightings import SIGHTINGS
 
-from pytest_distcompat import profiles, suite
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import find_driver
-from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.strategies import STRATEGIES
 
-MATRICES = {
-    one.driver: one.matrix for one in (suite.TestTorch, suite.TestAccelerate, suite.TestTrainer, suite.TestDeepSpeed)
-}
 #: Seen only where Transformer Engine is, which nobody has on a CPU.
 WITH_TRANSFORMER_ENGINE = "acc-3361-fp8-ds"
 IN_ANY = [
@@ -27,12 +22,8 @@ IN_ANY = [
 ]
 
 
-@functools.cache
-def cells(profile: str, driver: str, device: str) -> list[Cell]:
-    """Of the built-in suite with that driver, or with the one that it derives from."""
-    kind = find_driver(driver)
-    names = (STRATEGIES.names(), PRECISIONS.names())
-    return profiles.cells(profile, MATRICES[kind.name], driver=kind, names=names, world_size=2, device=device)
+#: Each is asked for many times.
+cells = functools.cache(profiled.cells)
 
 
 @pytest.mark.parametrize("profile", ["default", "pairwise"])

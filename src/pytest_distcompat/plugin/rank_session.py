@@ -187,8 +187,8 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     config.stash[SHARED] = directory / "shared"
     _Reporter.of(config).answer(log, payload["world_size"], directory)
     _fault_handler(config)
-    # pytest makes its own below it once a process, which may be at any request of ranks that live on. And to make new files
-    # for each request takes longer than all else that is done for its output.
+    # pytest makes its own below it once a process, which may be at any request of ranks that live on. What is captured goes to
+    # files of their life too, as the agent's logs do.
     temporary = serving.kept.directory if serving.kept is not None else directory
     with _own_temporary_directory(temporary, log.rank), _capturing(config, temporary, log.rank):
         config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -234,8 +234,7 @@ def _own_temporary_directory(directory: Path, rank: int) -> Iterator[None]:
     https://docs.pytest.org/en/stable/reference/reference.html#envvar-PYTEST_DEBUG_TEMPROOT
     """
     root = directory / f"tmp-{rank}"
-    if not root.is_dir():
-        root.mkdir()
+    root.mkdir(exist_ok=True)
     before = os.environ.get(_ROOT)
     os.environ[_ROOT] = str(root)
     yield
