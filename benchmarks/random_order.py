@@ -1,9 +1,9 @@
 """Whether a verdict of our own tests depends on their order or on chance: the whole suite, again and again, shuffled.
 
-``python benchmarks/random_order.py [--runs 10] [--seed 1] [-- PYTEST OPTIONS]`` runs what ``make test`` runs, modules and the
-tests in them in another random order each time (pytest-random-order, of the group ``bench``), and prints a line of a Markdown
-table for each run: its seed, by which ``--random-order-seed`` repeats it, what came of it, and what failed. It exits with 1
-if anything did.
+``python benchmarks/random_order.py [--runs 10] [--seed 1] [--reports DIR] [-- PYTEST OPTIONS]`` runs what ``make test``
+runs, modules and the tests in them in another random order each time (pytest-random-order, of the group ``bench``), and
+prints a line of a Markdown table for each run: its seed, by which ``--random-order-seed`` repeats it, what came of it, and
+what failed; what a failed test said is in the run's JUnit file, if those are kept. It exits with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ ROOT = Path(__file__).parents[1]
 ORDINARY = ("tests", "-n", "2", "--dist", "loadscope", "-m", "not nightly")
 
 
-def run(seed: int, options: list[str]) -> tuple[str, list[str]]:
+def run(seed: int, reports: Path, options: list[str]) -> tuple[str, list[str]]:
     """One run: its line of the table, and the tests that failed."""
-    with tempfile.TemporaryDirectory(prefix="random-order-") as directory:
-        report = Path(directory) / "junit.xml"
-        shuffled = ["--random-order", f"--random-order-seed={seed}", f"--junitxml={report}"]
-        command = [sys.executable, "-m", "pytest", "-q", *ORDINARY, *shuffled, *options]
-        began = time.monotonic()
-        done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
+    report = reports / f"{seed}.xml"
+    shuffled = ["--random-order", f"--random-order-seed={seed}", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", "-q", *ORDINARY, *shuffled, *options]
+    began = time.monotonic()
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
+    )
+    seconds = time.monotonic() - began
+    if not report.exists():
+        raise SystemExit(
+            f"pytest ended with {done.returncode} and no report:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         )
-        seconds = time.monotonic() - began
-        if not report.exists():
-            raise SystemExit(
-                f"pytest ended with {done.returncode} and no report:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-            )
-        cases = list(ET.parse(report).iter("testcase"))
+    cases = list(ET.parse(report).iter("testcase"))
     bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)
     failed = [f"{case.attrib['classname']}::{case.attrib['name']}" for case in bad]
@@ -54,15 +53,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1, help="of the first run; the next one's is one more")
+    parser.add_argument(
+        "--reports", type=Path, help="directory for each run's JUnit file, SEED.xml (default: not kept)"
+    )
     parser.add_argument("options", nargs="*", help="more for pytest, after --")
     given = parser.parse_args()
     print(f"{measured_on(*PACKAGES, 'pytest')}\n")
     print("| seed | passed | skipped | failed | minutes | which |\n| --- | --- | --- | --- | --- | --- |")
     worst: list[str] = []
-    for seed in range(given.seed, given.seed + given.runs):
-        line, failed = run(seed, given.options)
-        print(line, flush=True)
-        worst += failed
+    with tempfile.TemporaryDirectory(prefix="random-order-") as directory:
+        reports = (given.reports or Path(directory)).resolve()
+        reports.mkdir(parents=True, exist_ok=True)
+        for seed in range(given.seed, given.seed + given.runs):
+            line, failed = run(seed, reports, given.options)
+            print(line, flush=True)
+            worst += failed
     if worst:
         raise SystemExit(1)
 
