@@ -1,9 +1,10 @@
 """What one distributed test costs: ours beside what users have today, on the same body, run side by side.
 
-``python benchmarks/launch.py [--rounds 3] [--stack]`` prints a Markdown table. The body is an all_reduce on 2 gloo ranks;
-with ``--stack`` the ranks also have accelerate, transformers and deepspeed imported, as the tests of a trainer do. Every
-round runs every way once, so that a slow minute of the machine hits all; a row's figure is the median over its tests of
-all rounds.
+``python benchmarks/launch.py [--rounds 3] [--train] [--stack]`` prints a Markdown table. The body is an all_reduce on 2
+gloo ranks; with ``--train`` it is a step of AdamW under DistributedDataParallel, which imports a second's worth of torch when
+it first runs in a process; with ``--stack`` the ranks also have accelerate, transformers and deepspeed imported, as the tests
+of a trainer do. Every round runs every way once, so that a slow minute of the machine hits all; a row's figure is the median
+over its tests of all rounds.
 """
 
 from __future__ import annotations
@@ -34,6 +35,22 @@ def body():
     total = torch.ones(8)
     distributed.all_reduce(total)
     assert total.tolist() == [2.0] * 8
+"""
+
+TRAINING = """
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+{imports}
+
+def body():
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = model.module.weight.detach().clone()
+    model(torch.ones(2, 8) * (1 + distributed.get_rank())).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.module.weight, before)
 """
 
 SCRIPT = """
@@ -166,6 +183,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--train", action="store_true", help="the body is a step of training")
     parser.add_argument(
         "--stack", action="store_true", help="import accelerate, transformers and deepspeed in the ranks"
     )
@@ -175,7 +193,8 @@ def main() -> None:
         for way in WAYS:
             with tempfile.TemporaryDirectory() as directory:
                 where = Path(directory)
-                (where / "body.py").write_text(BODY.format(imports=STACK if arguments.stack else ""))
+                body = TRAINING if arguments.train else BODY
+                (where / "body.py").write_text(body.format(imports=STACK if arguments.stack else ""))
                 # One more where the first is dropped, so that no way is left without a figure.
                 seconds[way.name] += way.measure(where, way.count)
     print(f"{measured_on(*PACKAGES)}\n")

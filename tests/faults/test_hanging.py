@@ -67,8 +67,8 @@ FAULTS: dict[str, tuple[str, dict[int, list[str]]]] = {
 
 @pytest.fixture(scope="module")
 def run(run_faults: RunFaults) -> Run:
-    """With xdist: ranks that sleep take no time from others. DistributedDataParallel imports much when it is first made."""
-    return run_faults("faults_hang.py", "-n", "3", "--distcompat-timeout=60", "-o", "distcompat_preload=torch._dynamo")
+    """With xdist: ranks that sleep take no time from others."""
+    return run_faults("faults_hang.py", "-n", "3", "--distcompat-timeout=60")
 
 
 def test_all_fail_and_the_session_goes_on(run: Run) -> None:

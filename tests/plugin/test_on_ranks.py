@@ -237,3 +237,20 @@ def test_a_plugin_that_the_fork_server_imported_early_is_no_error(run_pytest: Ru
     )
     result = run_pytest(tmp_path)
     assert result.code == pytest.ExitCode.OK, result.out
+
+
+def test_ranks_that_train_import_nothing_for_it(run_pytest: RunPytest, tmp_path: Path) -> None:
+    """The first optimizer of a process, and DistributedDataParallel, import torch._dynamo: a second of every rank of every test."""
+    (tmp_path / "test_it.py").write_text(
+        "import sys\nimport pytest, torch\nfrom torch.nn.parallel import DistributedDataParallel\n\n"
+        "@pytest.mark.distcompat(world_size=2)\ndef test_it(process_group):\n"
+        "    before = set(sys.modules)\n"
+        "    model = DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+        "    optimizer = torch.optim.AdamW(model.parameters())\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    assert set(sys.modules) - before <= {'torch.profiler._cupti_monitor'}\n",
+        encoding="utf-8",
+    )
+    result = run_pytest(tmp_path)
+    assert result.code == pytest.ExitCode.OK, result.out

@@ -146,5 +146,5 @@ def test_preload_reaches_the_launcher(pytester: pytest.Pytester, ranks: FakeRank
     pytester.makepyfile("import pytest\n@pytest.mark.distcompat\ndef test(): pass")
     pytester.runpytest_inprocess().assert_outcomes(passed=1)
     assert ranks.warmth is not None
-    assert ranks.warmth.modules == ("torch", "torch.distributed", "my_trainer", "other")
+    assert ranks.warmth.modules == ("torch", "torch.distributed", "torch._dynamo", "my_trainer", "other")
     assert ranks.calls == ["made for cpu", "warm_up", "close"]

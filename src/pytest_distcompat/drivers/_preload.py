@@ -6,6 +6,8 @@ A name that an older or newer release lacks is passed over.
 from __future__ import annotations
 
 TORCH = (
+    # Every optimizer imports it when it is made.
+    "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",
@@ -22,7 +24,7 @@ DEEPSPEED = (
     *TORCH,
     "deepspeed",
     "deepspeed.utils.zero_to_fp32",
-    # Every ZeRO engine imports it, and torch._dynamo with it: seconds a life.
+    # Every ZeRO engine imports it.
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.module_inject.auto_ep_layer",
@@ -36,7 +38,6 @@ TRAINER = ("transformers.trainer", "transformers.integrations.deepspeed", *ACCEL
 COMPILE = (
     # torch._dynamo knows pytest's own context managers, where it is installed.
     "pytest",
-    "torch._dynamo",
     "torch._dynamo.backends.debugging",
     "torch._dynamo.backends.inductor",
     "torch._dynamo.repro.after_dynamo",

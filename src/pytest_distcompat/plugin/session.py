@@ -45,7 +45,9 @@ class DistcompatSession:
         self.config = config
         #: When it began, by CLOCK_MONOTONIC.
         self.began = time.monotonic()
-        self.modules: tuple[str, ...] = ("torch", "torch.distributed")
+        #: What the fork server imports. Whoever trains needs the last: each optimizer imports it when it is made, and
+        #: DistributedDataParallel too, which is more than a second of every rank that has to do it itself.
+        self.modules: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo")
         self.collects = False
         self._launcher: Launcher | None = None
         self._process = os.getpid()
