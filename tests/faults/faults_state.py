@@ -22,6 +22,8 @@ import pytest
 
 mark = pytest.mark.distcompat(world_size=2)
 HERE = os.getpid()
+# As some plugins do when pytest is configured: no seed, ranks are to draw their own thereafter.
+random.random()
 
 
 def state() -> dict[str, Any]:

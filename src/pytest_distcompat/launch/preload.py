@@ -12,7 +12,6 @@ import gc
 import importlib
 import json
 import os
-import random
 import sys
 import time
 import traceback
@@ -20,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat.launch import randomness
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.launch.process import native_threads
 from pytest_distcompat.launch.request import extend_import_path
@@ -58,7 +58,7 @@ def main(path: str) -> None:
             status["missing"].append(name)
             traceback.print_exc()
     threads = native_threads()
-    before = _generators()
+    before = randomness.states()
     try:
         if wanted["call"]:
             module, _, function = wanted["call"].partition(":")
@@ -66,9 +66,7 @@ def main(path: str) -> None:
                 collected = getattr(importlib.import_module(module), function)(wanted["payload"])
     except BaseException:  # a conftest may raise anything; the ranks will meet it again and report it
         status["error"] = traceback.format_exc()
-    _seeded.update(
-        {name: state for name, state in _generators().items() if name in before and repr(state) != repr(before[name])}
-    )
+    randomness.remember_seeds(before)
     if wanted["device"] == "cpu":
         without_shared_memory()
     # All that is here stays: no collection of a rank's has to look through it again. Some libraries collect at every turn,
@@ -94,44 +92,6 @@ def _stack_written(late: float, log: int) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-#: The states of generators that were seeded, or drawn from, while the session was collected.
-_seeded: dict[str, Any] = {}
-
-
-def _generators() -> dict[str, Any]:
-    """The states of the global generators of Python, numpy and torch; numpy's is made now if nobody has."""
-    found: dict[str, Any] = {"random": random.getstate()}
-    if "numpy" in sys.modules:
-        found["numpy"] = importlib.import_module("numpy.random").get_state()
-    if "torch" in sys.modules:
-        found["torch"] = sys.modules["torch"].default_generator.get_state().numpy().tobytes()
-    return found
-
-
-def randomness() -> None:
-    """Give this rank generators as a fresh process has them: its own, but where a module set them when it was imported.
-
-    A fork hands torch's and numpy's on as they are, so all ranks would draw the same, and seeds Python's anew. A rank that
-    lives on gets new ones for each request.
-    """
-    torch: Any = sys.modules.get("torch")
-    numpy: Any = sys.modules.get("numpy.random")
-    if "random" in _seeded:
-        random.setstate(_seeded["random"])
-    else:
-        random.seed()
-    if "numpy" in _seeded:
-        numpy.set_state(_seeded["numpy"])
-    elif numpy is not None:
-        numpy.seed()
-    if "torch" in _seeded:
-        torch.set_rng_state(torch.frombuffer(bytearray(_seeded["torch"]), dtype=torch.uint8))
-    elif torch is not None:
-        torch.default_generator.seed()
-        if torch.cuda.is_initialized():
-            torch.cuda.seed_all()
 
 
 def _unfit(threads_of_libraries: int) -> str:

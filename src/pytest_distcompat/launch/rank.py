@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import psutil
 
-from pytest_distcompat.launch import preload, recorder
+from pytest_distcompat.launch import randomness, recorder
 from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent
 from pytest_distcompat.launch.request import RankLog, Request, extend_import_path, has_ended, read_events
 from pytest_distcompat.launch.stacks import stack_file
@@ -56,7 +56,7 @@ def prepare(request: Request) -> None:
     if request.cwd:
         os.chdir(request.cwd)
     extend_import_path(request.import_path)
-    preload.randomness()
+    randomness.renew()
 
 
 def perform(request: Request, *, by_hand: bool = False) -> None:

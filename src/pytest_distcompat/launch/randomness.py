@@ -1,0 +1,89 @@
+"""Random numbers of a rank: a fork hands all generators on as they are, a fresh process has its own."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from typing import Any
+
+#: The states of the generators that were seeded while the session was collected.
+_seeded: dict[str, Any] = {}
+
+
+def states() -> dict[str, Any]:
+    """The states of the global generators of Python, numpy and torch; numpy's is made now if nobody has."""
+    found: dict[str, Any] = {"random": random.getstate()}
+    if "numpy" in sys.modules:
+        found["numpy"] = importlib.import_module("numpy.random").get_state()
+    if "torch" in sys.modules:
+        found["torch"] = sys.modules["torch"].get_rng_state()
+    return found
+
+
+def remember_seeds(before: dict[str, Any]) -> None:
+    """Find which generators were seeded since they were in those states.
+
+    One that numbers were merely drawn from was not, though its state is another: pytest-random-order draws one wherever pytest
+    is configured, and ranks that all went on from there would draw the same.
+    """
+    seeds = {"random": _seeds_of_python, "numpy": _seeds_of_numpy, "torch": _seeds_of_torch}
+    after = states()
+    _seeded.update({name: after[name] for name in before if seeds[name](before[name], after[name])})
+
+
+def renew() -> None:
+    """Give this rank generators as a fresh process has them: its own, but where a module set them when it was imported.
+
+    A fork hands torch's and numpy's on as they are, so all ranks would draw the same, and seeds Python's anew. A rank that
+    lives on gets new ones for each request.
+    """
+    torch: Any = sys.modules.get("torch")
+    numpy: Any = sys.modules.get("numpy.random")
+    if "random" in _seeded:
+        random.setstate(_seeded["random"])
+    else:
+        random.seed()
+    if "numpy" in _seeded:
+        numpy.set_state(_seeded["numpy"])
+    elif numpy is not None:
+        numpy.seed()
+    if "torch" in _seeded:
+        torch.set_rng_state(_seeded["torch"])
+    elif torch is not None:
+        torch.default_generator.seed()
+        if torch.cuda.is_initialized():
+            torch.cuda.seed_all()
+
+
+#: The words that a Mersenne Twister makes at a time, and for how many times we look whether it came from one state to another
+#: by drawing. Nobody draws forty thousand numbers at import.
+_WORDS, _TIMES = 624, 64
+
+
+def _seeds_of_python(before: Any, after: Any) -> bool:
+    replay = random.Random()  # noqa: S311 - it repeats what another one drew
+    replay.setstate(before)
+    for _ in range(_TIMES):
+        if replay.getstate()[1][:_WORDS] == after[1][:_WORDS]:
+            return False
+        for _ in range(_WORDS):
+            replay.getrandbits(32)
+    return True
+
+
+def _seeds_of_numpy(before: Any, after: Any) -> bool:
+    replay = importlib.import_module("numpy.random").RandomState()
+    replay.set_state(before)
+    for _ in range(_TIMES):
+        if (replay.get_state()[1] == after[1]).all():
+            return False
+        replay.bytes(4 * _WORDS)
+    return True
+
+
+def _seeds_of_torch(before: Any, after: Any) -> bool:
+    """Its state holds the seed."""
+    replay = sys.modules["torch"].Generator()
+    first, last = (int(replay.set_state(state).initial_seed()) for state in (before, after))
+    return first != last
