@@ -53,3 +53,8 @@ class Run:
         """Reports that tell how a test ended: that a set-up went well does not."""
         found = [report for report in self.reports if "when" in report]
         return [report for report in found if report["when"] == "call" or report["outcome"] != "passed"]
+
+
+def temporaries(directory: Path) -> set[str]:
+    """The names of what is left in a temporary directory, but for torch's cache of compiled kernels, which stays on purpose."""
+    return {path.name for path in directory.iterdir() if not path.name.startswith("torchinductor_")}

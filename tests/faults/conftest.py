@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.pytest_runs import RECORDED, reports
+from tests.pytest_runs import RECORDED, reports, temporaries
 from tests.pytest_runs import Run as RunOfPytest
 
 HERE = Path(__file__).parent
@@ -149,9 +149,8 @@ class Faulty:
         # Without one of our own: new files, but for those of other people, which they use.
         shared = _names(self._shared) if self._shared else _names(SHARED_MEMORY) - self._before - _mapped()
         left += [f"shared memory {name}" for name in sorted(shared)]
-        # torch's cache of compiled kernels and the files by which runs share a machine stay, on purpose.
-        meant = ("torchinductor_", "distcompat-leases")
-        temporary = [path.name for path in sorted(self.temporary.iterdir()) if not path.name.startswith(meant)]
+        # The files by which runs share a machine stay too.
+        temporary = sorted(name for name in temporaries(self.temporary) if not name.startswith("distcompat-leases"))
         return left if killed else left + [f"temporary {name}" for name in temporary]
 
     def _processes(self) -> list[psutil.Process]:
@@ -235,10 +234,17 @@ def start(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def run_faults(start: Start) -> RunFaults:
-    """The same, and wait for its end."""
+    """The same, and wait for its end; once, if it is asked for again.
+
+    In random order a module's fixtures are made again whenever the parameter of one of them changes.
+    """
+    done: dict[str, Run] = {}
 
     def run(bodies: str, *args: str, **more: Any) -> Run:
-        return start(bodies, *args, **more).finish()
+        asked = repr((bodies, args, more))
+        if asked not in done:
+            done[asked] = start(bodies, *args, **more).finish()
+        return done[asked]
 
     return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -108,11 +109,22 @@ def copy(directory: Path) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def run_with(run_pytest: RunPytest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Both files, run once for each way to share ranks: in random order a parameter comes and goes."""
+
+    @functools.cache
+    def run(reuse: str) -> Run:
+        directory = copy(tmp_path_factory.mktemp("on_ranks"))
+        return run_pytest(directory, "--junitxml=junit.xml", f"--distcompat-reuse={reuse}")
+
+    return run
+
+
 @pytest.fixture(scope="module", params=["never", pytest.param("module", marks=pytest.mark.nightly), "session"])
-def run(run_pytest: RunPytest, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Run:
-    """Both files, with ranks of their own for each test, and with ranks that tests share."""
-    directory = copy(tmp_path_factory.mktemp("on_ranks"))
-    return run_pytest(directory, "--junitxml=junit.xml", f"--distcompat-reuse={request.param}")
+def run(run_with: Callable[[str], Run], request: pytest.FixtureRequest) -> Run:
+    """With ranks of their own for each test, and with ranks that tests share."""
+    return run_with(request.param)
 
 
 def show(text: str, *lines: str) -> None:
