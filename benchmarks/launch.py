@@ -59,6 +59,8 @@ from torch import distributed
 
 distributed.init_process_group("gloo")
 body()
+# A rank that is still in DistributedDataParallel's last collective when its peer leaves may abort.
+distributed.barrier()
 distributed.destroy_process_group()
 """
 

@@ -31,7 +31,9 @@ def test_ordinary():
 """
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
+@pytest.mark.parametrize(
+    "workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "workers"]
+)
 def test_a_module_that_hangs_in_the_fork_server(run_faults: RunFaults, workers: tuple[str, ...]) -> None:
     run = run_faults(HANGS, "--distcompat-warm-timeout=12", *workers)
     assert run.outcomes == {"test_never": "failed", "test_ordinary": "passed"}, run.out

@@ -134,6 +134,7 @@ def test_ranks_of_a_hung_torchrun_do_not_outlive_it(hung: ScriptRun) -> None:
     assert not any(map(alive, pids(hung)))
 
 
+@pytest.mark.nightly
 def test_a_deadlock_of_accelerates_own_script(module_host: Host) -> None:
     """Today its test waits until the job's own time limit, and then says nothing of where. Here: the line of each rank."""
     module = "accelerate.test_utils.scripts.test_distributed_data_loop"

@@ -60,7 +60,7 @@ def test_a_deepspeed_loop(run: Launch, stage: int) -> None:
 @pytest.mark.parametrize(
     ("loop", "strategy"),
     [
-        (plain_loop, "ddp"),
+        pytest.param(plain_loop, "ddp", marks=pytest.mark.nightly),
         (accelerate_loop, "fsdp2"),
         pytest.param(accelerate_loop, "zero2", marks=pytest.mark.nightly),
     ],

@@ -49,6 +49,7 @@ def test_the_smoke_profile_holds_but_for_what_is_known_and_two_workers_say_the_s
     assert shared["run"]["lives"] == alone["run"]["lives"]
 
 
+@pytest.mark.nightly
 def test_the_cold_torchrun_command_gives_the_same_verdicts(pytester: pytest.Pytester) -> None:
     cells, checks = "(fsdp1-fp32-w2: or zero2-bf16_mixed-w2:)", "(active or names or optimizer or dtypes or resume)"
     some = ("-k", f"TestAccelerate and {cells} and {checks}")

@@ -29,7 +29,15 @@ def test_marked_tests(pytester: pytest.Pytester) -> None:
     run(pytester, "marker").assert_outcomes(passed=7)
 
 
-@pytest.mark.parametrize("name", ADOPTERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "my_trainer",
+        pytest.param("accelerate_trainer", marks=pytest.mark.nightly),
+        "transformers_trainer",
+        pytest.param("deepspeed_loop", marks=pytest.mark.nightly),
+    ],
+)
 def test_an_adopter_in_miniature(pytester: pytest.Pytester, name: str) -> None:
     result = run(pytester, name, "--distcompat-profile=smoke")
     found = result.parseoutcomes()

@@ -76,7 +76,10 @@ def test_the_verdict_names_who_failed_first(run: Run, fault: str) -> None:
     assert not ending.left_over
 
 
-@pytest.mark.parametrize("fault", ["raise", "os._exit 0", "SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize(
+    "fault",
+    ["raise", *(pytest.param(fault, marks=pytest.mark.nightly) for fault in ("os._exit 0", "SIGTERM")), "SIGKILL"],
+)
 def test_torchrun_gives_the_same_verdict(run: Run, torchrun: TorchrunLauncher, fault: str) -> None:
     acts, kind, cause, statuses, words = FAULTS[fault]
     ending = run("act", len(statuses), launcher=torchrun, acts=in_json(acts))

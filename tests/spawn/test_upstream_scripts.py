@@ -10,11 +10,24 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "docs" / "upstream").glob("*.py"))
+#: One of each package; the others nightly.
+DAILY = {
+    "accelerate_compile_export",
+    "deepspeed_zero1_frozen",
+    "torch_fsdp2_two_dtypes",
+    "transformers_resume_adapter_dtype",
+}
 
 pytestmark = pytest.mark.spawn
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, id=script.stem, marks=[] if script.stem in DAILY else pytest.mark.nightly)
+        for script in SCRIPTS
+    ],
+)
 def test_the_script_shows_the_bug(script: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(script)],
