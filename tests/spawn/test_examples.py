@@ -17,6 +17,8 @@ ADOPTERS = {
     "transformers_trainer": "test_accuracy_trainer.py",
     "deepspeed_loop": "test_loop.py",
 }
+#: The others nightly.
+DAILY = {"my_trainer", "transformers_trainer"}
 
 
 def run(pytester: pytest.Pytester, name: str, *args: str) -> pytest.RunResult:
@@ -31,12 +33,7 @@ def test_marked_tests(pytester: pytest.Pytester) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "my_trainer",
-        pytest.param("accelerate_trainer", marks=pytest.mark.nightly),
-        "transformers_trainer",
-        pytest.param("deepspeed_loop", marks=pytest.mark.nightly),
-    ],
+    [pytest.param(name, marks=[] if name in DAILY else pytest.mark.nightly) for name in ADOPTERS],
 )
 def test_an_adopter_in_miniature(pytester: pytest.Pytester, name: str) -> None:
     result = run(pytester, name, "--distcompat-profile=smoke")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 #: The states of the generators that were seeded while the session was collected.
@@ -64,22 +65,22 @@ _WORDS, _TIMES = 624, 64
 def _seeds_of_python(before: Any, after: Any) -> bool:
     replay = random.Random()  # noqa: S311 - it repeats what another one drew
     replay.setstate(before)
-    for _ in range(_TIMES):
-        if replay.getstate()[1][:_WORDS] == after[1][:_WORDS]:
-            return False
-        for _ in range(_WORDS):
-            replay.getrandbits(32)
-    return True
+    return not _reached(after[1], lambda: replay.getstate()[1], lambda: replay.getrandbits(32 * _WORDS))
 
 
 def _seeds_of_numpy(before: Any, after: Any) -> bool:
     replay = importlib.import_module("numpy.random").RandomState()
     replay.set_state(before)
+    return not _reached(after[1], lambda: replay.get_state()[1], lambda: replay.bytes(4 * _WORDS))
+
+
+def _reached(goal: Sequence[int], state: Callable[[], Sequence[int]], draw: Callable[[], object]) -> bool:
+    """Whether a generator gets to those words by drawing alone; how many of them are used up does not matter."""
     for _ in range(_TIMES):
-        if (replay.get_state()[1] == after[1]).all():
-            return False
-        replay.bytes(4 * _WORDS)
-    return True
+        if list(state()[:_WORDS]) == list(goal[:_WORDS]):
+            return True
+        draw()
+    return False
 
 
 def _seeds_of_torch(before: Any, after: Any) -> bool:
