@@ -116,10 +116,19 @@ class _Rank:
         self.end = self.index + length
         plain, self.plain = self.plain, None
         plan = Plan(verbs, self.number, self.places.save_to, self.places.load_from)
-        with self.observer.watching():
+        with self.observer.watching(operators=self._closely):
             self.driver.train(plain, plan, self._seen)  # type: ignore[arg-type]  # a plan without build needs no model
         if self.index < self.end:
             raise RuntimeError(f"the driver's train() came back before {self.life.verbs[self.index]!r} was seen")
+
+    @property
+    def _closely(self) -> bool:
+        """Whether single operators are to be seen in the next step, which makes it take four times as long."""
+        if self.life.first_step:
+            # It is compared with a training that never stopped: what it reduces shows in its values.
+            return False
+        # What the check of accumulation counts in every step of an epoch, all others ask of the first ones only.
+        return self.number < CLOSE or self.driver.cell.option("accumulate") != 1
 
     def _seen(self, verb: str, loss: float | None = None) -> None:
         """What ``Driver.train`` calls after each verb."""
@@ -135,8 +144,7 @@ class _Rank:
             driver = self.driver
             facts |= {"loss": loss, "grad_norm": driver.grad_norm, "tokens": driver.tokens, **self.observer.facts()}
             self.number += 1
-            if self.number >= self.life.first_step + WHOLE and driver.cell.option("accumulate") == 1:
-                # What the check of accumulation counts in every step of an epoch, all others ask of the first ones only.
+            if not self._closely:
                 self.observer.look_away()
         self._end(facts, seconds)
         while self.index < len(self.life.verbs) and self.life.verbs[self.index] == "files":
@@ -194,7 +202,7 @@ class _Rank:
         driver, model = self.driver, self.plain
         assert model is not None
         model.float()
-        with self.observer.watching():
+        with self.observer.watching(operators=False):
             loss = driver.reference(model, self.number, self.places.ranks)
         whole = self.number < WHOLE
         self.number += 1
@@ -238,6 +246,8 @@ def _uncompiled() -> contextlib.AbstractContextManager[object]:
 
 #: So many steps of a life are looked at in full: no check compares more of them value by value.
 WHOLE = 5
+#: In so many, from the first of a training, single operators are seen.
+CLOSE = 3
 
 
 def _leave(driver: Driver) -> None:

@@ -25,7 +25,7 @@ from pytest_distcompat.trace import (
     StepFact,
     Trace,
 )
-from pytest_distcompat.worker import WHOLE
+from pytest_distcompat.worker import CLOSE, WHOLE
 
 #: Even sizes, so that halves are halves; one frozen parameter; one name that is tied to another.
 SHAPES = {"inlet.weight": (4, 2), "frozen.weight": (4, 4), "outlet.weight": (2, 4)}
@@ -91,6 +91,9 @@ def _moment(cell: Cell, life: Life, index: int, done: int, rank: int) -> Moment:
         # Both factors of the product of two layers.
         eight_bits = 4 if PRECISIONS.get(cell.precision).float8 else 0
         moment = replace(moment, tokens=8 * len(fed), float8=eight_bits * len(fed))
+        if life.first_step or (done > CLOSE and cell.option("accumulate") == 1):
+            # Of others the probe sees no single operators.
+            moment = replace(moment, float8=0, collectives=())
         if done > life.first_step + WHOLE:
             # Of later steps the probe reads numbers only.
             return replace(moment, optimizer=OptimizerFact(("AdamW",), 0, groups=optimizer.groups))

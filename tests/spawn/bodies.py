@@ -102,7 +102,7 @@ def watched(payload: Mapping[str, Any], log: RankLog) -> None:
         observer.restart()
 
     reduce("before")
-    with observer.watching():
+    with observer.watching(operators=True):
         reduce("watching")
         with observer.aside():
             reduce("aside")

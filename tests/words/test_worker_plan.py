@@ -26,6 +26,7 @@ class Listens:
     def __init__(self) -> None:
         self.moments: list[dict[str, Any]] = []
         self.watched = 0
+        self.closely = False
 
     def write(self, event: str, **data: Any) -> None:
         if event == "moment":
@@ -38,23 +39,24 @@ class Listens:
         pass
 
     def facts(self) -> dict[str, Any]:
-        return {}
+        return {"float8": int(self.closely)}
 
-    def watching(self) -> Listens:
+    def watching(self, *, operators: bool) -> Listens:
         self.watched += 1
+        self.closely = operators
         return self
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def look_away(self) -> None:
-        pass
+        self.closely = False
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *error: object) -> None:
-        pass
+        self.closely = False
 
 
 class Five(Driver):
@@ -139,6 +141,24 @@ def test_the_first_steps_are_looked_at_in_full(listens: Listens) -> None:
     live(Callbacks, TRAIN_LIFE, listens)
     looked = [moment["tokens"] for moment in listens.moments if moment["verb"] == "build"]
     assert looked == [1]
+
+
+@pytest.mark.parametrize(
+    ("life", "cell", "steps"),
+    [
+        (TRAIN_LIFE, "ddp-fp32-w2", 3),
+        (TRAIN_LIFE, "ddp-fp32-w2-accumulate_4", 20),
+        (RESUME_LIFE, "ddp-fp32-w2", 0),
+        (RESUME_LIFE, "ddp-fp32-w2-accumulate_4", 0),
+    ],
+    ids=["new", "accumulates", "goes on", "goes on and accumulates"],
+)
+def test_single_operators_are_seen_in_as_few_steps_as_will_do(
+    listens: Listens, life: Life, cell: str, steps: int
+) -> None:
+    live(Callbacks, life, listens, cell=Cell.parse(cell))
+    taken = [moment["float8"] for moment in listens.moments if moment["verb"] == "step"]
+    assert taken == [1] * steps + [0] * (len(taken) - steps)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ class Hook:
 
 
 class Observer:
-    """Hooks that write down what steps do. Made once a life; ``watching()`` around a training says when.
+    """Hooks that write down what steps do. Made once a life; ``watching()`` around a training says when, and how closely.
 
     The step hooks are torch's global ones (``register_optimizer_step_pre_hook``): they see the optimizer that really
     steps, at the time it steps, through any number of wrappers, and for ZeRO the flat partitions, which no param_group
@@ -94,10 +94,13 @@ class Observer:
             yield
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch what happens inside."""
-        self._active, self._mode = True, _Collectives(self)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+    def watching(self, *, operators: bool) -> Iterator[None]:
+        """Watch what happens inside; single operators too, until ``look_away``, if they are asked for."""
+        self._active = True
+        if operators:
+            # Now, below whatever the trainer lays over it: later it would be in the way of modes that are left before it.
+            self._mode = _Collectives(self)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
@@ -105,7 +108,7 @@ class Observer:
             self.look_away()
 
     def look_away(self) -> None:
-        """See no more single operators, which costs half of a tiny model's step; the hooks stay.
+        """See no more single operators, which costs three quarters of a tiny model's step; the hooks stay.
 
         Not while somebody else's mode lies over ours: modes are left in the order in which they were entered.
         """
