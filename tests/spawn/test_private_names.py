@@ -51,6 +51,32 @@ def test_the_watch_of_the_agent() -> None:
     )
 
 
+def test_what_the_agent_waits_for() -> None:
+    import torch.multiprocessing
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+
+    context = MultiprocessContext("two", print, {0: (), 1: ()}, {0: {}, 1: {}}, "spawn", DefaultLogsSpecs())
+    assert [hasattr(queue, "_reader") for queue in context._ret_vals.values()] == [True, True], (
+        "MultiprocessContext._ret_vals is not what it was: see launch/agent.py:_news"
+    )
+    joined: Any = torch.multiprocessing
+    assert hasattr(joined.ProcessContext([], []), "sentinels"), (
+        "ProcessContext.sentinels is gone: see launch/agent.py:_news"
+    )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_the_patterns_of_transformers() -> None:
+    from transformers import conversion_mapping
+
+    from pytest_distcompat.models import _checkpoint_names  # noqa: F401 - imported for what that does
+
+    assert conversion_mapping._checkpoint_conversion_mapping_cache is not None, (
+        "transformers keeps its patterns elsewhere: see models/_checkpoint_names.py, without which each rank compiles them"
+    )
+
+
 def test_the_name_of_an_operator(run: Run) -> None:
     ending = run("dispatched")
     assert {(event["namespace"], event["name"]) for event in events(ending, "operator")} == {

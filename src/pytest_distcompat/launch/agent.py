@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
+import multiprocessing.connection
 import tempfile
 import time
 import uuid
@@ -24,8 +24,12 @@ from pytest_distcompat.launch.request import Request
 # the ranks did is told by themselves.
 logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
-#: How often the agent looks at its ranks, in seconds. torchrun's default of 0.1 would be most of a warm life.
-MONITOR_INTERVAL = 0.005
+#: How long the agent sleeps before it looks at its ranks again, in seconds. torchrun's default of 0.1 would be most of a warm
+#: life. A look that finds nothing new takes as long as there is nothing (``Watching``): to look every few milliseconds takes
+#: a twentieth of a core that ranks need.
+MONITOR_INTERVAL = 0.001
+#: The longest such look, in seconds: torch has limits of its own that it tests after each.
+LONGEST_LOOK = 1.0
 
 #: By name, as torchrun does: torch asks for the name of each address that connects, and 127.0.0.1, which it takes for
 #: ``::ffff:127.0.0.1``, is in no /etc/hosts: a slow name server would cost each life seconds.
@@ -79,13 +83,18 @@ class OneNode(RendezvousHandler):
 
 
 class Watching(LocalElasticAgent):
-    """Notes when it first saw a rank gone, for a rank that is killed cannot tell."""
+    """Waits for news of its ranks instead of asking again and again.
+
+    Notes when it first saw a rank gone, for a rank that is killed cannot tell.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ended_at: dict[int, float] = {}
 
     def _monitor_workers(self, worker_group: Any) -> Any:
+        # A signal that ends us raises in here too.
+        multiprocessing.connection.wait(_news(self), LONGEST_LOOK)
         for rank, code in enumerate(_exit_codes(self)):
             if code is not None:
                 self.ended_at.setdefault(rank, time.monotonic())
@@ -134,6 +143,17 @@ def run(request: Request, entrypoint: Callable[[str], None], start_method: str) 
         "swept": swept,
         "ended_at": [agent.ended_at.get(rank) for rank in range(len(codes))],
     }
+
+
+def _news(agent: LocalElasticAgent) -> list[Any]:
+    """What there is something to read from when a rank has returned, or when its process has ended.
+
+    A rank that returned waits until the agent has noticed. Both are private to the agent;
+    ``tests/spawn/test_private_names.py`` says when they move.
+    """
+    context: Any = agent._pcontext  # noqa: SLF001 - see the docstring
+    returned = [queue._reader for queue in context._ret_vals.values()]  # noqa: SLF001
+    return [*context._pc.sentinels, *returned]  # noqa: SLF001
 
 
 def _exit_codes(agent: LocalElasticAgent) -> list[int | None]:
