@@ -71,7 +71,11 @@ def _loss(model: Module, batch: Batch) -> torch.Tensor:
     return loss
 
 
-_PRELOAD = ("transformers", "transformers.models.llama.modeling_llama")
+_PRELOAD = (
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "pytest_distcompat.models._checkpoint_names",
+)
 
 
 def _llama(name: str, order: int, *, tied: bool) -> TinyModel:
