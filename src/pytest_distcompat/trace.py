@@ -171,8 +171,8 @@ class Moment:
     forward. ``rng`` is a digest of torch's random states. ``scaler`` holds the numbers of a gradient scaler.
     ``outputs`` is a sample of what the model computes on a fixed batch. ``memory`` is the peak in bytes: of the GPU where
     there is one, else of the process. ``tokens`` counts what this rank learned from in a step, ``float8`` how many tensors
-    were made in 8 bits in it; that and ``collectives`` are seen in the first three steps of a training only, not in one that
-    goes on from a checkpoint, and with gradient accumulation in all.
+    were made in 8 bits in it. That and ``collectives`` are seen in the third step of a training, or its last if it has fewer;
+    with gradient accumulation in all; and never in a training that goes on from a checkpoint.
     """
 
     rank: int

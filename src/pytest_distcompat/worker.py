@@ -116,19 +116,22 @@ class _Rank:
         self.end = self.index + length
         plain, self.plain = self.plain, None
         plan = Plan(verbs, self.number, self.places.save_to, self.places.load_from)
-        with self.observer.watching(operators=self._closely):
+        with self.observer.watching():
+            self.observer.look_closely(on=self._closely)
             self.driver.train(plain, plan, self._seen)  # type: ignore[arg-type]  # a plan without build needs no model
         if self.index < self.end:
             raise RuntimeError(f"the driver's train() came back before {self.life.verbs[self.index]!r} was seen")
 
     @property
     def _closely(self) -> bool:
-        """Whether single operators are to be seen in the next step, which makes it take four times as long."""
-        if self.life.first_step:
-            # It is compared with a training that never stopped: what it reduces shows in its values.
+        """Whether single operators are to be seen in the next verb."""
+        following = self.life.verbs[self.index] if self.index < self.end else ""
+        if following not in STEP_VERBS or self.life.first_step:
+            # A training that goes on is compared with one that never stopped: what it reduces shows in its values.
             return False
-        # What the check of accumulation counts in every step of an epoch, all others ask of the first ones only.
-        return self.number < CLOSE or self.driver.cell.option("accumulate") != 1
+        steps = sum(verb in STEP_VERBS for verb in self.life.verbs)
+        # What the check of accumulation counts in every step of an epoch, all others ask of one.
+        return self.number == min(CLOSE, steps) - 1 or self.driver.cell.option("accumulate") != 1
 
     def _seen(self, verb: str, loss: float | None = None) -> None:
         """What ``Driver.train`` calls after each verb."""
@@ -144,12 +147,11 @@ class _Rank:
             driver = self.driver
             facts |= {"loss": loss, "grad_norm": driver.grad_norm, "tokens": driver.tokens, **self.observer.facts()}
             self.number += 1
-            if not self._closely:
-                self.observer.look_away()
         self._end(facts, seconds)
         while self.index < len(self.life.verbs) and self.life.verbs[self.index] == "files":
             # By now all ranks have left ``save``, for they took collective steps since.
             self._own()
+        self.observer.look_closely(on=self._closely)
 
     def _plain(self) -> dict[str, Any]:
         self.plain = self.driver.plain_model()
@@ -202,7 +204,7 @@ class _Rank:
         driver, model = self.driver, self.plain
         assert model is not None
         model.float()
-        with self.observer.watching(operators=False):
+        with self.observer.watching():
             loss = driver.reference(model, self.number, self.places.ranks)
         whole = self.number < WHOLE
         self.number += 1
@@ -246,7 +248,7 @@ def _uncompiled() -> contextlib.AbstractContextManager[object]:
 
 #: So many steps of a life are looked at in full: no check compares more of them value by value.
 WHOLE = 5
-#: In so many, from the first of a training, single operators are seen.
+#: In which step of a training, counted from 1, single operators are seen; in its last if it has fewer.
 CLOSE = 3
 
 

@@ -91,7 +91,7 @@ def _moment(cell: Cell, life: Life, index: int, done: int, rank: int) -> Moment:
         # Both factors of the product of two layers.
         eight_bits = 4 if PRECISIONS.get(cell.precision).float8 else 0
         moment = replace(moment, tokens=8 * len(fed), float8=eight_bits * len(fed))
-        if life.first_step or (done > CLOSE and cell.option("accumulate") == 1):
+        if life.first_step or (done != CLOSE and cell.option("accumulate") == 1):
             # Of others the probe sees no single operators.
             moment = replace(moment, float8=0, collectives=())
         if done > life.first_step + WHOLE:

@@ -90,6 +90,7 @@ def watched(payload: Mapping[str, Any], log: RankLog) -> None:
     """What the probe sees of collectives: while it watches, while it computes itself, and when it has seen enough."""
     import torch
     from torch import distributed
+    from torch.utils.flop_counter import FlopCounterMode
 
     from pytest_distcompat.probe import Observer
 
@@ -102,12 +103,25 @@ def watched(payload: Mapping[str, Any], log: RankLog) -> None:
         observer.restart()
 
     reduce("before")
-    with observer.watching(operators=True):
+    with observer.watching():
         reduce("watching")
+        observer.look_closely(on=True)
+        reduce("closely")
         with observer.aside():
             reduce("aside")
-        reduce("watching again")
-        observer.look_away()
+        reduce("closely again")
+        observer.look_closely(on=False)
+        reduce("not closely")
+        # A trainer that tells of a step inside a mode of its own, and another one that enters one after it told.
+        with FlopCounterMode(display=False):
+            observer.look_closely(on=True)
+            with FlopCounterMode(display=False):
+                reduce("below another mode")
+                observer.look_closely(on=False)
+                reduce("still below it")
+            reduce("below the first")
+        reduce("below none")
+        observer.look_closely(on=False)
         reduce("looked away")
     reduce("after")
     distributed.destroy_process_group()

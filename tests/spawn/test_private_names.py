@@ -91,14 +91,20 @@ def test_the_modes_that_are_put_aside(run: Run) -> None:
     ending = run("watched", world_size=1)
     assert {event["when"]: event["calls"] for event in events(ending, "seen")} == {
         "before": 0,
-        "watching": 1,
+        "watching": 0,
+        "closely": 1,
         "aside": 0,
-        "watching again": 1,
+        "closely again": 1,
+        "not closely": 0,
+        "below another mode": 1,
+        "still below it": 1,
+        "below the first": 1,
+        "below none": 1,
         "looked away": 0,
         "after": 0,
     }, (
-        "torch.utils._python_dispatch._disable_current_modes or _get_current_dispatch_mode is not what it was: see "
-        f"probe/observe.py:Observer.aside and look_away\n{ending.text()}"
+        "torch.utils._python_dispatch has not what it had: _disable_current_modes, _get_current_dispatch_mode, _pop_mode, "
+        f"_push_mode and _get_current_dispatch_mode_stack, see probe/observe.py:Observer.aside and look_closely\n{ending.text()}"
     )
 
 

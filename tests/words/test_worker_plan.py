@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,22 +42,21 @@ class Listens:
     def facts(self) -> dict[str, Any]:
         return {"float8": int(self.closely)}
 
-    def watching(self, *, operators: bool) -> Listens:
+    def watching(self) -> Listens:
         self.watched += 1
-        self.closely = operators
         return self
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def look_away(self) -> None:
-        self.closely = False
+    def look_closely(self, *, on: bool) -> None:
+        self.closely = on
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *error: object) -> None:
-        self.closely = False
+        pass
 
 
 class Five(Driver):
@@ -143,22 +143,27 @@ def test_the_first_steps_are_looked_at_in_full(listens: Listens) -> None:
     assert looked == [1]
 
 
+@pytest.mark.parametrize("driver", [Five, Callbacks])
 @pytest.mark.parametrize(
     ("life", "cell", "steps"),
     [
-        (TRAIN_LIFE, "ddp-fp32-w2", 3),
-        (TRAIN_LIFE, "ddp-fp32-w2-accumulate_4", 20),
-        (RESUME_LIFE, "ddp-fp32-w2", 0),
-        (RESUME_LIFE, "ddp-fp32-w2-accumulate_4", 0),
+        (TRAIN_LIFE, "ddp-fp32-w2", [2]),
+        (TRAIN_LIFE, "ddp-fp32-w2-accumulate_4", list(range(20))),
+        (dataclasses.replace(SHORT, first_step=0), "ddp-fp32-w2", [1]),
+        (RESUME_LIFE, "ddp-fp32-w2", []),
+        (RESUME_LIFE, "ddp-fp32-w2-accumulate_4", []),
     ],
-    ids=["new", "accumulates", "goes on", "goes on and accumulates"],
+    ids=["new", "accumulates", "short", "goes on", "goes on and accumulates"],
 )
 def test_single_operators_are_seen_in_as_few_steps_as_will_do(
-    listens: Listens, life: Life, cell: str, steps: int
+    listens: Listens, driver: type[Driver], life: Life, cell: str, steps: list[int]
 ) -> None:
-    live(Callbacks, life, listens, cell=Cell.parse(cell))
+    # The loss of step number 0.
+    live(driver, life, listens, cell=Cell.parse(cell), step=lambda number: 0.5)
     taken = [moment["float8"] for moment in listens.moments if moment["verb"] == "step"]
-    assert taken == [1] * steps + [0] * (len(taken) - steps)
+    assert [number for number, closely in enumerate(taken) if closely] == steps
+    others = [moment["float8"] for moment in listens.moments if moment["verb"] != "step"]
+    assert not any(others), "nothing else is"
 
 
 @pytest.mark.parametrize(

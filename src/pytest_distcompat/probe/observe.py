@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
 from pytest_distcompat.trace import CollectiveFact, ComputeFact, StepFact
@@ -51,6 +58,7 @@ class Observer:
         self.float8 = 0
         self._active = False
         self._mode: _Collectives | None = None
+        self._below = 0
         self._before: dict[int, tuple[set[str], set[str], float]] = {}
         register_optimizer_step_pre_hook(self._pre_step)
         register_optimizer_step_post_hook(self._post_step)
@@ -94,25 +102,29 @@ class Observer:
             yield
 
     @contextlib.contextmanager
-    def watching(self, *, operators: bool) -> Iterator[None]:
-        """Watch what happens inside; single operators too, until ``look_away``, if they are asked for."""
-        self._active = True
-        if operators:
-            # Now, below whatever the trainer lays over it: later it would be in the way of modes that are left before it.
-            self._mode = _Collectives(self)
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+    def watching(self) -> Iterator[None]:
+        """Watch what happens inside; single operators where ``look_closely`` asks for them."""
+        self._active, self._below = True, len(_get_current_dispatch_mode_stack())
         try:
             yield
         finally:
             self._active = False
-            self.look_away()
+            self.look_closely(on=False)
 
-    def look_away(self) -> None:
-        """See no more single operators, which costs three quarters of a tiny model's step; the hooks stay.
+    def look_closely(self, *, on: bool) -> None:
+        """See single operators, or not, from now on. A tiny model's step takes four times as long meanwhile.
 
-        Not while somebody else's mode lies over ours: modes are left in the order in which they were entered.
+        Modes are left in the order in which they were entered, so ours goes below all that the trainer is in by now; and it
+        stays while another lies over it. A mode is moved by two private functions, with which torch takes modes off and puts
+        them back itself; ``tests/spawn/test_private_names.py`` says when they go away.
         """
-        if self._mode is not None and _get_current_dispatch_mode() is self._mode:
+        if on and self._mode is None:
+            above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()[self._below :]]
+            self._mode = _Collectives(self)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            for mode in reversed(above):
+                _push_mode(mode)
+        elif not on and self._mode is not None and _get_current_dispatch_mode() is self._mode:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._mode = None
 
