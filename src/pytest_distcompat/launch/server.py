@@ -17,10 +17,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from pytest_distcompat.launch import rank
-from pytest_distcompat.launch.process import TEMPORARY, adopt_orphans, die_with_parent, reap_adopted
+from pytest_distcompat.launch.process import TEMPORARY, adopt_orphans, children, die_with_parent, reap_adopted
 from pytest_distcompat.launch.request import Request
 
 
@@ -34,7 +32,7 @@ def main(descriptor: int, warmth: str) -> None:
     os.set_inheritable(descriptor, False)
     lines = channel.makefile("r", encoding="utf-8")
     status = _start_fork_server(warmth)
-    own = [child.pid for child in psutil.Process().children()]
+    own = children(os.getpid())
     start_method = "spawn" if status["unfit"] else "forkserver"
     _answer(channel, {"event": "warm", **status})
     from pytest_distcompat.launch import agent

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from pytest_distcompat.launch.files import Files
-from pytest_distcompat.launch.process import alive, ask_for_stack, kill
+from pytest_distcompat.launch.process import alive, ask_for_stack, descendants, kill
 from pytest_distcompat.launch.recorder import END, RECORDER_SIGNAL
 from pytest_distcompat.launch.request import Request, has_ended, read_events
 
@@ -113,6 +113,5 @@ def _with_children(pids: Iterable[int]) -> list[psutil.Process]:
     found: list[psutil.Process] = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            found += [*process.children(recursive=True), process]
+            found += [*descendants(pid), psutil.Process(pid)]
     return found

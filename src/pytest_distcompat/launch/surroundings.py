@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from pytest_distcompat.launch.process import children
+
 #: How much more memory a rank may use than at its beginning, in bytes, before it leaves.
 GROWTH = 256 * 2**20
 #: How many more threads of C libraries, and how many more open files. Those that a library starts once are no leak.
@@ -69,7 +71,7 @@ class Sizes:
             "memory": own.memory_info().rss,
             "native threads": own.num_threads(),
             "open files": own.num_fds(),
-            "child processes": _children(),
+            "child processes": len(children(os.getpid())),
         }
 
     def grown(self) -> list[str]:
@@ -98,15 +100,6 @@ def _at_exit() -> tuple[int, int]:
     """
     registry: Any = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]  # noqa: SLF001
     return atexit._ncallbacks(), len(registry)  # noqa: SLF001
-
-
-def _children() -> int:
-    """How many children this process has, by Linux: psutil looks through all processes of the machine.
-
-    Elsewhere none; what is left is found when the ranks leave.
-    """
-    tasks = Path("/proc/self/task").glob("*/children")
-    return sum(len(path.read_text(encoding="ascii").split()) for path in tasks)
 
 
 _LIMITS = {"memory": GROWTH, "native threads": NATIVE_THREADS, "open files": OPEN_FILES, "child processes": 0}

@@ -1,0 +1,77 @@
+"""Who runs below a process: found without a look at all the other processes of the machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pytest_distcompat.launch import process
+
+#: A process with a thread; each starts a shell, which has a child of its own, and tells its numbers.
+TREE = """
+import subprocess, sys, threading
+def start():
+    shell = subprocess.Popen(["sh", "-c", "sleep 60 & echo $$ $!; wait"], stdout=subprocess.PIPE, text=True)
+    print(shell.stdout.readline().strip(), flush=True)
+    shell.wait()
+threading.Thread(target=start).start()
+start()
+"""
+
+
+@pytest.fixture
+def tree() -> Iterator[tuple[int, set[int]]]:
+    """A process, and the numbers of all below it."""
+    with subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        below = {int(number) for _ in range(2) for number in started.stdout.readline().split()}
+        try:
+            yield started.pid, below
+        finally:
+            for pid in (*below, started.pid):
+                os.kill(pid, 9)
+
+
+def _forbidden(*arguments: Any, **named: Any) -> Any:
+    raise AssertionError("that asks every process of the machine")
+
+
+def test_all_below_a_process_are_found(tree: tuple[int, set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    top, below = tree
+    assert {one.pid for one in psutil.Process(top).children(recursive=True)} == below
+    monkeypatch.setattr(psutil.Process, "children", _forbidden)
+    assert {one.pid for one in process.descendants(top)} == below
+    assert top in process.children(os.getpid())
+
+
+def test_where_the_kernel_keeps_no_lists(tree: tuple[int, set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    top, below = tree
+    monkeypatch.setattr(process, "_LISTED", Path("/proc/no-such-file"))
+    assert {one.pid for one in process.descendants(top)} == below
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    assert process.children(gone.pid) == []
+
+
+def test_the_dead_are_children_until_they_are_buried() -> None:
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    found = process.children(os.getpid())
+    assert pid in found
+    process.reap_adopted(keep=set(found) - {pid})
+    assert pid not in process.children(os.getpid())
+
+
+def test_children_that_somebody_else_waits_for_are_left(tree: tuple[int, set[int]]) -> None:
+    top, _ = tree
+    process.reap_adopted(keep=[top])
+    assert top in process.children(os.getpid())
