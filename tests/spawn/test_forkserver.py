@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from pytest_distcompat.launch import Ending, WarmLauncher, Warmth
-from pytest_distcompat.launch.process import sweep_shared_memory
+from pytest_distcompat.launch.process import kill, sweep_shared_memory
 
 if TYPE_CHECKING:
     from tests.spawn.conftest import Run
@@ -108,6 +108,18 @@ def test_a_thread_in_the_fork_server_means_spawn_and_is_told_once(run: Run, laun
     assert not second.notice
     assert second.headline() == "rank 1 was killed by SIGKILL"
     assert len(second.left_over) == 1
+
+
+def test_a_fork_server_that_nothing_is_forked_from_may_die(run: Run, launch: Launch) -> None:
+    launcher = launch(Warmth(call="preloaded:start_thread"))
+    assert run("look", 1, launcher=launcher).kind == "ok"
+    process = launcher._process
+    assert process is not None
+    (server,) = (one for one in psutil.Process(process.pid).children() if "forkserver" in " ".join(one.cmdline()))
+    kill([server])
+    ending = run("look", 1, launcher=launcher)
+    assert ending.kind == "ok", ending.text()
+    assert launcher._process is process, "another one would import all of it again, for nothing"
 
 
 @pytest.mark.parametrize("call", ["preloaded:fail", "preloaded:leave"])

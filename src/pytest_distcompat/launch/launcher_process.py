@@ -71,8 +71,11 @@ class LauncherProcess:
 
     @property
     def intact(self) -> bool:
-        """Whether it is there, and its fork server too: one whose server died must be replaced."""
-        return not self.dead and all(alive(pid) for pid in self._own)
+        """Whether it is there, and its fork server too: one whose server died must be replaced.
+
+        A server that nothing is forked from may die, and one that died while it imported may do so at its leisure.
+        """
+        return not self.dead and (bool(self.unfit) or all(alive(pid) for pid in self._own))
 
     @property
     def unfit(self) -> str:
