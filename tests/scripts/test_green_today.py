@@ -120,15 +120,14 @@ def test_ranks_of_a_hung_torchrun_do_not_outlive_it(hung: ScriptRun) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with subprocess.Popen([*torchrun, str(PROGRAMS / "ends.py"), "hang"], stdout=subprocess.PIPE) as job:
         assert job.stdout is not None
-        assert sorted(job.stdout.readline() for _ in range(2)) == [
-            b"rank 0 is about to: hang\n",
-            b"rank 1 is about to: hang\n",
-        ]
+        said = sorted(job.stdout.readline() for _ in range(2))
         below = psutil.Process(job.pid).children(recursive=True)
+        # Whatever it said: it would hang for ten minutes.
         job.kill()
     left = [process for process in below if process.is_running() and alive(process.pid)]
     for process in left:
         process.kill()
+    assert said == [b"rank 0 is about to: hang\n", b"rank 1 is about to: hang\n"]
     assert left
     assert len(pids(hung)) == 2
     assert not any(map(alive, pids(hung)))

@@ -19,7 +19,8 @@ TREE = """
 import subprocess, sys, threading
 def start():
     shell = subprocess.Popen(["sh", "-c", "sleep 60 & echo $$ $!; wait"], stdout=subprocess.PIPE, text=True)
-    print(shell.stdout.readline().strip(), flush=True)
+    sys.stdout.write(shell.stdout.readline())
+    sys.stdout.flush()
     shell.wait()
 threading.Thread(target=start).start()
 start()

@@ -19,7 +19,9 @@ def caught() -> None:
 
 
 how = sys.argv[1]
-print(f"rank {os.environ['RANK']} is about to: {how}", flush=True)
+# In one piece: torchrun has Python write at once what it gets, and print's end of a line comes apart from the line.
+sys.stdout.write(f"rank {os.environ['RANK']} is about to: {how}\n")
+sys.stdout.flush()
 if how == "hook":
     sys.excepthook = lambda *_: None
 if os.environ["RANK"] == "1":
