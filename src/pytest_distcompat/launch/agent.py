@@ -25,10 +25,9 @@ from pytest_distcompat.launch.request import Request
 logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
 #: How long the agent sleeps before it looks at its ranks again, in seconds. torchrun's default of 0.1 would be most of a warm
-#: life. A look that finds nothing new takes as long as there is nothing (``Watching``): to look every few milliseconds takes
-#: a twentieth of a core that ranks need.
+#: life, and a few milliseconds a twentieth of a core that ranks need, if a look did not wait for news (``Watching``).
 MONITOR_INTERVAL = 0.001
-#: The longest such look, in seconds: torch has limits of its own that it tests after each.
+#: How long it waits for some, in seconds: torch has limits of its own that it tests after each look.
 LONGEST_LOOK = 1.0
 
 #: By name, as torchrun does: torch asks for the name of each address that connects, and 127.0.0.1, which it takes for

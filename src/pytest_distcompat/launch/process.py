@@ -53,11 +53,9 @@ def _prctl(option: int, value: int) -> None:
 
 def reap_adopted(keep: Iterable[int]) -> None:
     """Wait for children that are zombies, but for ``keep``: who adopts orphans has to bury them."""
-    kept = set(keep)
-    for pid in children(os.getpid()):
-        if pid not in kept:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+    for pid in set(children(os.getpid())) - set(keep):
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 def alive(pid: int) -> bool:
