@@ -50,7 +50,7 @@ class KeptRanks:
             unset=first.unset,
         )
         #: What they were asked to do last, and where they write meanwhile.
-        self.asked = first
+        self.asked, self._line = first, b""
         self.files = Files.of(first.directory)
         #: A rank has died, or at least closed its socket.
         self.lost = False
@@ -62,17 +62,19 @@ class KeptRanks:
         """Have the ranks do that request; those that are still starting get it when they are there."""
         life = Path(self.request.directory)
         self.files = Files(life, sizes(life, request.world_size))
-        request.write()
         self.uses += 1
-        self.asked = request
+        self.asked, self._line = request, f"{request.to_line()}\n".encode()
         self.replies = {}
+        Path(request.directory).mkdir(parents=True, exist_ok=True)
         for rank in self._ranks:
             self._send(rank)
+        # For whoever runs it again. The ranks need not wait for that.
+        request.write()
 
     def _send(self, rank: socket.socket) -> None:
         # If it died, the agent tells how.
         with contextlib.suppress(OSError):
-            rank.sendall(f"{self.asked.path}\n".encode())
+            rank.sendall(self._line)
 
     @property
     def sockets(self) -> list[socket.socket]:

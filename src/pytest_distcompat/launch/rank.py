@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
@@ -41,12 +42,13 @@ def main(path: str, *, by_hand: bool = False) -> None:
     # multiprocessing hands its own start method down; a rank of torchrun has Python's default.
     multiprocessing.set_start_method(None, force=True)
     prepare(request)
+    randomness.renew()
     perform(request, by_hand=by_hand)
     flush()
 
 
 def prepare(request: Request) -> None:
-    """Bring this process to where the one that asks is: environment, threads, directory, path; and new random states."""
+    """Bring this process to where the one that asks is: environment, threads, directory, path."""
     threads = os.environ.get(_THREADS)
     os.environ.update(request.set)
     for name in request.unset:
@@ -56,7 +58,6 @@ def prepare(request: Request) -> None:
     if request.cwd:
         os.chdir(request.cwd)
     extend_import_path(request.import_path)
-    randomness.renew()
 
 
 def perform(request: Request, *, by_hand: bool = False) -> None:
@@ -77,7 +78,7 @@ def fail(request: Request, log: RankLog, error: BaseException) -> NoReturn:
     if not any(event["event"] == "error" for event in read_events(request.directory, log.rank)):
         text = "".join(traceback.format_exception(error))
         log.error(type(error).__name__, _message(error), text)
-    leave_failed(request)
+    leave_failed(request.directory, request.world_size)
 
 
 def _use_threads() -> None:
@@ -92,15 +93,17 @@ def _use_threads() -> None:
     torch.set_num_threads(count)
 
 
-def leave_failed(request: Request) -> NoReturn:
+def leave_failed(directory: str | Path, world_size: int) -> NoReturn:
     """End this rank so that its peers notice, without barrier and without destroying the process group.
+
+    ``directory`` is the request's, for which there are so many ranks.
 
     Both would wait for peers who may be waiting for this rank. The grace lets ranks that fail at the same moment
     report their own failure, not the loss of this peer.
     """
     deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline:
-        if all(has_ended(read_events(request.directory, rank)) for rank in range(request.world_size)):
+        if all(has_ended(read_events(directory, rank)) for rank in range(world_size)):
             break
         time.sleep(0.01)
     flush()

@@ -46,13 +46,22 @@ class Request:
     def write(self) -> Path:
         """Store the request in its directory, made if need be."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        self.path.write_text(self.to_line(), encoding="utf-8")
         return self.path
 
     @classmethod
     def read(cls, path: str | Path) -> Request:
         """The request in that file."""
-        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+        return cls.from_line(Path(path).read_text(encoding="utf-8"))
+
+    def to_line(self) -> str:
+        """One line of JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_line(cls, line: str) -> Request:
+        """What ``to_line`` gave."""
+        return cls(**json.loads(line))
 
     def command(self) -> str:
         """The command line that runs this one life alone, without pytest and without a fork server."""

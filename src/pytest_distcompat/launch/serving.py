@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.launch import rank
+from pytest_distcompat.launch import randomness, rank
 from pytest_distcompat.launch.request import RankLog, Request
 from pytest_distcompat.launch.surroundings import Sizes, Surroundings
 
@@ -121,20 +121,22 @@ kept: Kept | None = None
 
 
 def serve(payload: Mapping[str, Any], log: RankLog) -> None:
-    """Do the requests whose paths come over the socket ``payload["socket"]``, until it is closed.
+    """Do the requests that come over the socket ``payload["socket"]``, a line each, until it is closed.
 
     A request that fails ends this process, as it ends any rank. After any other, tell what it left changed.
     """
     global kept  # noqa: PLW0603 - whoever runs in this process asks for it
     kept = Kept(log.path.parent)
-    sizes = Sizes()
+    looks = Looks()
     request: Request | None = None
     with socket.socket(socket.AF_UNIX) as channel:
         channel.connect(payload["socket"])
         for line in channel.makefile("r", encoding="utf-8"):
-            request = Request.read(line.strip())
-            changed = _one(kept, request, sizes)
+            request = Request.from_line(line)
+            changed = _one(kept, request, looks)
             channel.sendall(f"{json.dumps({'rank': log.rank, 'changed': changed})}\n".encode())
+            # For the next one; now, for nobody waits for it.
+            randomness.renew()
     for call in reversed(kept.at_end):
         try:
             call()
@@ -145,19 +147,40 @@ def serve(payload: Mapping[str, Any], log: RankLog) -> None:
         kept.without_group()
 
 
-def _one(kept: Kept, request: Request, sizes: Sizes) -> list[str]:
+class Looks:
+    """What is looked at to find what a request left: how this process was before it, and what may not grow too much."""
+
+    def __init__(self) -> None:
+        self._sizes = Sizes()
+        self._wanted: tuple[object, ...] = ()
+        self._before = Surroundings.now()
+
+    def begin(self, request: Request) -> None:
+        """Look at how this process is, which ``rank.prepare`` has brought to where the request wants it.
+
+        The last request left it as it found it, or there would be no other: nothing to see, unless this one wants it elsewhere.
+        """
+        wanted = (request.set, request.unset, request.cwd, request.import_path)
+        if wanted != self._wanted:
+            self._wanted, self._before = wanted, Surroundings.now()
+
+    def changes(self) -> list[str]:
+        """The names of what is not as it was, and of what has grown too much."""
+        return Surroundings.now().changes(self._before) + self._sizes.grown()
+
+
+def _one(kept: Kept, request: Request, looks: Looks) -> list[str]:
     """Do one request; what it left changed."""
     if kept.group is None:
         kept.store.clear()
-    with _back_afterwards():
+    with _back_afterwards(request):
         rank.prepare(request)
-        before = Surroundings.now()
+        looks.begin(request)
         rank.perform(request)
         # What comes next in this life's logs is the next request's.
         rank.flush()
         sound = kept.begin_proof()
-        changed = Surroundings.now().changes(before)
-    changed += sizes.grown()
+        changed = looks.changes()
     if not sound():
         changed.append("the process group")
     if kept.store.used():
@@ -166,11 +189,14 @@ def _one(kept: Kept, request: Request, sizes: Sizes) -> list[str]:
 
 
 @contextlib.contextmanager
-def _back_afterwards() -> Iterator[None]:
+def _back_afterwards(request: Request) -> Iterator[None]:
     """What ``prepare`` changes is as it was, for the next request, which says what it wants beside that."""
-    environment, path = dict(os.environ), list(sys.path)
+    touched = {name: os.environ.get(name) for name in (*request.set, *request.unset)}
+    path = list(sys.path)
     yield
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update(environment)
+    for name, value in touched.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     sys.path[:] = path

@@ -276,11 +276,10 @@ class _Reporter:
             self._leave(*phase.ending, phase)
 
     def _leave(self, kind: str, message: str, phase: Phase) -> None:
-        from pytest_distcompat.launch import Request
         from pytest_distcompat.launch.rank import leave_failed
 
         self.log.error(kind, message, phase.text)
-        leave_failed(Request.read(self.directory / "request.json"))
+        leave_failed(self.directory, self.world_size)
 
     def _all_skipped(self) -> bool:
         """Whether all ranks skip, waiting a while for the slower ones."""
