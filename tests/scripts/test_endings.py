@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import unittest
@@ -139,7 +140,7 @@ def test_all_dies_with_whoever_launched(tmp_path: Path) -> None:
         "from pytest_distcompat.scripts import launch; import sys\n"
         f"launch(sys.executable, {str(PROGRAMS / 'start_ranks.py')!r}, *{line!r}, launcher='cli', timeout=100)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script])
+    parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
         _until(lambda: len(_running(f"--{tmp_path.name}")) >= 3)
     finally:
@@ -189,7 +190,9 @@ class TestOutsideOfPytest(unittest.TestCase):
 
     def test_launch(self) -> None:
         line = [str(PROGRAMS / "start_ranks.py"), "2", str(PROGRAMS / "ends.py"), "well"]
-        self.assertFalse(launch(sys.executable, *line, launcher="cli", world_size=2, host=None).failed)  # noqa: PT009
+        run = launch(sys.executable, *line, launcher="cli", world_size=2, host=None)
+        self.addCleanup(shutil.rmtree, run.directory)
+        self.assertFalse(run.failed)  # noqa: PT009
 
 
 def _running(word: str) -> list[int]:

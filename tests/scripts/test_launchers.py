@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,11 @@ def port() -> str:
 
 
 @pytest.mark.parametrize("start", ["spawn", pytest.param("fork", marks=pytest.mark.nightly)])
-def test_torch_multiprocessing(host: Host, port: str, start: str) -> None:
+def test_torch_multiprocessing(
+    host: Host, port: str, start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch leaves a file for each exception there.
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     line = [str(PROGRAMS / "spawned.py"), start]
     launch(sys.executable, *line, "well", port, launcher="cli", strategy="ddp", host=host).check("active", "optimizer")
     with pytest.raises(LifeFailure, match="rank 1 raised ValueError: in a rank that was made"):
