@@ -144,7 +144,9 @@ class AloneInTheMesh(Torch):
 
 
 class Mixed(Torch):
-    """DTensors and others, which torch refuses to clip together: so nobody clips."""
+    """DTensors and others, which torch refuses to clip, or to update by one operation, together: so nobody does."""
+
+    fused = False
 
     def _clip(self) -> float:
         return float("nan")

@@ -190,6 +190,9 @@ class DecayLost(Spoils):
 class StateInFloat32(Spoils):
     """Moments come back in another dtype, with the same values."""
 
+    # A fused optimizer would refuse them.
+    fused = False
+
     def spoil(self) -> None:
         for state in self.optimizer.state.values():
             state["exp_avg_sq"] = state["exp_avg_sq"].float()

@@ -35,6 +35,8 @@ class TinyDriver(Driver):
 
     #: What a loss is the mean of: ``rank``, the mean of the ranks' and micro-batches' means; ``token``, all tokens alike.
     mean: ClassVar[str] = "rank"
+    #: Whether one operation updates all parameters. It takes one kind of tensor, and one dtype of state.
+    fused: ClassVar[bool] = True
 
     def __init__(self, cell: Cell, world: World) -> None:
         super().__init__(cell, world)
@@ -117,7 +119,9 @@ class TinyDriver(Driver):
         """
         from torch.optim import AdamW
 
-        return AdamW(self.groups(model), lr=LEARNING_RATE, weight_decay=DECAY, fused=True)
+        # FSDP1's gradient scaler and a fused optimizer do not go together: https://github.com/pytorch/pytorch/issues/140514
+        fused = self.fused and not (self.cell.strategy == "fsdp1" and self.precision.scaled)
+        return AdamW(self.groups(model), lr=LEARNING_RATE, weight_decay=DECAY, fused=fused)
 
     def groups(self, model: Module) -> Any:
         """What an optimizer is made of: parameters, or groups of them."""
