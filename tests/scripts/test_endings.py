@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import unittest
@@ -149,6 +148,18 @@ def test_all_dies_with_whoever_launched(tmp_path: Path) -> None:
     _until(lambda: not _running(f"--{tmp_path.name}"))
 
 
+@pytest.mark.parametrize(("how", "kept"), [("well", 0), ("raise", 1)])
+def test_a_temporary_directory_is_kept_for_who_wants_to_know_why(how: str, kept: int, tmp_path: Path) -> None:
+    line = ["2", str(PROGRAMS / "ends.py"), how]
+    script = (
+        "from pytest_distcompat.scripts import launch; import sys\n"
+        f"run = launch(sys.executable, {str(PROGRAMS / 'start_ranks.py')!r}, *{line!r}, launcher='cli', allow_failure=True)\n"
+        "assert (run.directory / 'launcher.log').exists()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)}, check=True)
+    assert len(list(tmp_path.glob("distcompat-python*"))) == kept
+
+
 def test_the_users_own_sitecustomize_still_comes(host: Host, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['THEIRS'] = __file__\n", encoding="utf-8")
     script = tmp_path / "show.py"
@@ -190,9 +201,7 @@ class TestOutsideOfPytest(unittest.TestCase):
 
     def test_launch(self) -> None:
         line = [str(PROGRAMS / "start_ranks.py"), "2", str(PROGRAMS / "ends.py"), "well"]
-        run = launch(sys.executable, *line, launcher="cli", world_size=2, host=None)
-        self.addCleanup(shutil.rmtree, run.directory)
-        self.assertFalse(run.failed)  # noqa: PT009
+        self.assertFalse(launch(sys.executable, *line, launcher="cli", world_size=2, host=None).failed)  # noqa: PT009
 
 
 def _running(word: str) -> list[int]:

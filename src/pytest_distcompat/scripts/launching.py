@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +31,8 @@ from pytest_distcompat.strategies import STRATEGIES
 @dataclass(frozen=True)
 class Host:
     """Where scripts run: on which ``device`` (``cpu``, ``cuda``), on how many ranks and for how many seconds if nobody says,
-    who lends the devices, and which directory holds the runs (a temporary one each, which is kept, if None).
+    who lends the devices, and which directory holds the runs. If None, each has a temporary one, which is kept if the run
+    failed, and goes with this process if it did not.
     """
 
     device: str
@@ -126,6 +129,8 @@ def launch(
         ).run()
     ending = replace(ending, leaks=tuple(map(told, lease.own_leak)))
     run = ScriptRun(ending, cell if strategy else None, directory, where.device, Path(output) if output else None)
+    if where.directory is None and not run.failed:
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
     if not allow_failure:
         run.raise_if_failed()
     return run
