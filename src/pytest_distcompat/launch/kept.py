@@ -50,7 +50,7 @@ class KeptRanks:
             unset=first.unset,
         )
         #: What they were asked to do last, and where they write meanwhile.
-        self.asked, self._line = first, b""
+        self.asked = first
         self.files = Files.of(first.directory)
         #: A rank has died, or at least closed its socket.
         self.lost = False
@@ -63,18 +63,18 @@ class KeptRanks:
         life = Path(self.request.directory)
         self.files = Files(life, sizes(life, request.world_size))
         self.uses += 1
-        self.asked, self._line = request, f"{request.to_line()}\n".encode()
+        self.asked = request
         self.replies = {}
+        # The ranks write there. They need not wait for the file, which is for whoever runs it again.
         Path(request.directory).mkdir(parents=True, exist_ok=True)
         for rank in self._ranks:
             self._send(rank)
-        # For whoever runs it again. The ranks need not wait for that.
         request.write()
 
     def _send(self, rank: socket.socket) -> None:
         # If it died, the agent tells how.
         with contextlib.suppress(OSError):
-            rank.sendall(self._line)
+            rank.sendall(f"{self.asked.line}\n".encode())
 
     @property
     def sockets(self) -> list[socket.socket]:

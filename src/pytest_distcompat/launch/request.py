@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shlex
@@ -46,7 +47,7 @@ class Request:
     def write(self) -> Path:
         """Store the request in its directory, made if need be."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(self.to_line(), encoding="utf-8")
+        self.path.write_text(self.line, encoding="utf-8")
         return self.path
 
     @classmethod
@@ -54,13 +55,14 @@ class Request:
         """The request in that file."""
         return cls.from_line(Path(path).read_text(encoding="utf-8"))
 
-    def to_line(self) -> str:
-        """One line of JSON."""
+    @functools.cached_property
+    def line(self) -> str:
+        """The request as a line of JSON; made once, for all ranks and the file."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_line(cls, line: str) -> Request:
-        """What ``to_line`` gave."""
+        """The request of which that is the ``line``."""
         return cls(**json.loads(line))
 
     def command(self) -> str:
