@@ -29,6 +29,9 @@ def look(payload: Mapping[str, Any], log: RankLog) -> None:
         cwd=os.getcwd(),  # noqa: PTH109 - as the system says it
         numbers=[random.random(), float(torch.rand(()))],
     )
+    if "seed" in payload:
+        random.seed(payload["seed"])
+        torch.manual_seed(payload["seed"])
 
 
 def speak(payload: Mapping[str, Any], log: RankLog) -> None:
