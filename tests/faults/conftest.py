@@ -214,11 +214,14 @@ def environment(environment: dict[str, str]) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def start(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Start pytest on ``bodies``, a file beside this one, or on source text; ``wrap`` stands before its command."""
+    """Start pytest on ``bodies``, a file beside this one, or on source text; ``wrap`` stands before its command.
+
+    Its directories are below one of that name.
+    """
     started: list[Faulty] = []
 
-    def start(bodies: str, *args: str, wrap: Sequence[str] = (), **changed: str) -> Faulty:
-        directory = tmp_path_factory.mktemp("faulty")
+    def start(bodies: str, *args: str, wrap: Sequence[str] = (), name: str = "faulty", **changed: str) -> Faulty:
+        directory = tmp_path_factory.mktemp(name)
         if "\n" in bodies:
             (directory / "test_faulty.py").write_text(bodies, encoding="utf-8")
         else:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.faults.conftest import Start
 
-from pytest_distcompat.launch.temporary import OwnedDirectory
+from pytest_distcompat.launch.temporary import OwnedDirectory, place
 
 OWNER = """
 import time
@@ -92,3 +93,46 @@ def test_a_fork_of_its_owner_does_not_remove_it(temporary: Path) -> None:
     assert mine.path.exists()
     mine.remove()
     assert not mine.path.exists()
+
+
+LONG = """
+import multiprocessing.util
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.distcompat(world_size=2)
+def test_it(number):
+    # What a test asks for is what its user has set.
+    assert tempfile.gettempdir() == os.environ["TMPDIR"]
+    assert len(tempfile.gettempdir()) > 107
+    # The worker hands its tensors over by a socket.
+    assert torch.cat(list(DataLoader(torch.arange(4), num_workers=1))).tolist() == [0, 1, 2, 3]
+    Path("sockets").write_text(multiprocessing.util.get_temp_dir(), encoding="utf-8")
+"""
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("args", [(), ("--distcompat-reuse=session",)], ids=["fresh", "kept"])
+def test_a_directory_with_a_long_name_is_used_for_all_but_sockets(start: Start, args: tuple[str, ...]) -> None:
+    done = start(LONG, *args, name="of-job-" + "1" * 100).finish()
+    assert done.outcomes == {"test_it[1]": "passed", "test_it[2]": "passed"}, done.out
+    assert not done.left
+    assert not Path((done.directory / "sockets").read_text(encoding="utf-8")).exists()
+
+
+@pytest.mark.parametrize(("length", "writable", "short"), [(71, True, False), (72, True, True), (72, False, False)])
+def test_sockets_go_where_their_names_have_room(
+    monkeypatch: pytest.MonkeyPatch, length: int, writable: bool, short: bool
+) -> None:
+    # 103 bytes, of which "/pymp-xxxxxxxx/listener-xxxxxxxx" takes 32.
+    usual = "/" + "d" * (length - 1)
+    monkeypatch.setattr("tempfile.tempdir", usual)
+    monkeypatch.setattr("os.access", lambda *_: writable)
+    assert str(place()) == ("/tmp" if short else usual)

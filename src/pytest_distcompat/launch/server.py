@@ -12,6 +12,7 @@ import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import socket
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -26,8 +27,11 @@ def main(descriptor: int, warmth: str) -> None:
     """Serve until the other end of the socket closes; ``warmth`` is the file that ``preload`` reads."""
     die_with_parent()
     adopt_orphans()
-    # Where multiprocessing puts the fork server's socket. Killed as we are in the end, we could not remove it ourself.
+    # Where multiprocessing puts the fork server's socket: beside our parent's directory, where its path is short enough.
+    # Killed as we are in the end, we could not remove it ourself.
+    tempfile.tempdir = str(Path(warmth).parents[1])
     Path(warmth).with_name(TEMPORARY).write_text(multiprocessing.util.get_temp_dir(), encoding="utf-8")
+    tempfile.tempdir = None
     channel = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
     lines = channel.makefile("r", encoding="utf-8")
