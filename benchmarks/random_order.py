@@ -3,12 +3,15 @@
 ``python benchmarks/random_order.py [--runs 10] [--seed 1] [--reports DIR] [-- PYTEST OPTIONS]`` runs what ``make test``
 runs, modules and the tests in them in another random order each time (pytest-random-order, of the group ``bench``), and
 prints a line of a Markdown table for each run: its seed, by which ``--random-order-seed`` repeats it, what came of it, and
-what failed; what a failed test said is in the run's JUnit file, if those are kept. It exits with 1 if anything failed.
+what failed; what a failed test said is in the run's JUnit file, if those are kept. Each run has a temporary directory of its
+own: what it leaves there is told too, but for pytest's directories, caches of kernels and the files of leases, which stay on
+purpose; so are processes that still run. It exits with 1 if anything failed or was left.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -17,21 +20,27 @@ import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import psutil
 from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
 ROOT = Path(__file__).parents[1]
+#: What of a temporary directory's stays on purpose.
+STAYS = ("pytest-of-", "torchinductor_", "distcompat-leases-")
 ORDINARY = ("tests", "-n", "2", "--dist", "loadscope", "-m", "not nightly")
 
 
 def run(seed: int, reports: Path, options: list[str]) -> tuple[str, list[str]]:
-    """One run: its line of the table, and the tests that failed."""
+    """One run: its line of the table, the tests that failed, and what was left behind."""
     report = reports / f"{seed}.xml"
     shuffled = ["--random-order", f"--random-order-seed={seed}", f"--junitxml={report}"]
     command = [sys.executable, "-m", "pytest", "-q", *ORDINARY, *shuffled, *options]
     began = time.monotonic()
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
-    )
+    # Of a short name: some tests make sockets below it.
+    with tempfile.TemporaryDirectory(prefix="ro-") as temporary:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": temporary}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        left = sorted(path.name for path in Path(temporary).iterdir() if not path.name.startswith(STAYS))
+        left += _processes(temporary)
     seconds = time.monotonic() - began
     if not report.exists():
         raise SystemExit(
@@ -43,9 +52,21 @@ def run(seed: int, reports: Path, options: list[str]) -> tuple[str, list[str]]:
     failed = [f"{case.attrib['classname']}::{case.attrib['name']}" for case in bad]
     if done.returncode and not failed:
         failed = [f"pytest ended with exit code {done.returncode}"]
+    failed += [f"left behind: {name}" for name in left]
     words = "<br>".join(f"`{name}`" for name in failed)
     passed = len(cases) - skipped - len(bad)
     return f"| {seed} | {passed} | {skipped} | {len(bad)} | {seconds / 60:.1f} | {words} |", failed
+
+
+def _processes(temporary: str) -> list[str]:
+    """Those that still run and have that temporary directory: they were started for the run."""
+    found = []
+    for process in psutil.process_iter():
+        # Another user's, or one that ended just now.
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == temporary and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"process {process.name()}")
+    return found
 
 
 def main() -> None:
