@@ -4,8 +4,8 @@
 runs, modules and the tests in them in another random order each time (pytest-random-order, of the group ``bench``), and
 prints a line of a Markdown table for each run: its seed, by which ``--random-order-seed`` repeats it, what came of it, and
 what failed; what a failed test said is in the run's JUnit file, if those are kept. Each run has a temporary directory of its
-own: what it leaves there is told too, but for pytest's directories, caches of kernels and the files of leases, which stay on
-purpose; so are processes that still run. It exits with 1 if anything failed or was left.
+own: what the plugin leaves there is told too, and which processes still run. (A torchrun or a browser that a test has killed
+leaves files as well.) It exits with 1 if anything failed or was left.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import psutil
 from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
 ROOT = Path(__file__).parents[1]
-#: What of a temporary directory's stays on purpose.
-STAYS = ("pytest-of-", "torchinductor_", "distcompat-leases-")
+#: What of ours is in a temporary directory and must not stay; the files of leases do on purpose.
+OURS = ("distcompat-", ".distcompat-", "pymp-", "pytorch-errorfile-")
 ORDINARY = ("tests", "-n", "2", "--dist", "loadscope", "-m", "not nightly")
 
 
@@ -39,7 +39,8 @@ def run(seed: int, reports: Path, options: list[str]) -> tuple[str, list[str]]:
     with tempfile.TemporaryDirectory(prefix="ro-") as temporary:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": temporary}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        left = sorted(path.name for path in Path(temporary).iterdir() if not path.name.startswith(STAYS))
+        left = sorted(path.name for path in Path(temporary).iterdir() if path.name.startswith(OURS))
+        left = [name for name in left if not name.startswith("distcompat-leases-")]
         left += _processes(temporary)
     seconds = time.monotonic() - began
     if not report.exists():

@@ -16,9 +16,6 @@ import psutil
 #: Makes a rank write the Python stack of each of its threads. A real-time signal: programs leave those alone.
 STACK_SIGNAL = signal.SIGRTMIN + 7
 
-#: The file in which the launcher process names its temporary directory.
-TEMPORARY = "temporary"
-
 #: There if this kernel lists children (CONFIG_PROC_CHILDREN).
 _LISTED = Path("/proc/thread-self/children")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.launch import rank
-from pytest_distcompat.launch.process import TEMPORARY, adopt_orphans, children, die_with_parent, reap_adopted
+from pytest_distcompat.launch.process import adopt_orphans, children, die_with_parent, reap_adopted
 from pytest_distcompat.launch.request import Request
 
 
@@ -27,10 +27,10 @@ def main(descriptor: int, warmth: str) -> None:
     """Serve until the other end of the socket closes; ``warmth`` is the file that ``preload`` reads."""
     die_with_parent()
     adopt_orphans()
-    # Where multiprocessing puts the fork server's socket: beside our parent's directory, where its path is short enough.
-    # Killed as we are in the end, we could not remove it ourself.
-    tempfile.tempdir = str(Path(warmth).parents[1])
-    Path(warmth).with_name(TEMPORARY).write_text(multiprocessing.util.get_temp_dir(), encoding="utf-8")
+    # Where multiprocessing puts the fork server's socket: into our parent's directory, which goes with our parent, and whose path
+    # is short enough. Killed as we are, maybe at this moment, we could not remove one of our own.
+    tempfile.tempdir = str(Path(warmth).parent)
+    multiprocessing.util.get_temp_dir()
     tempfile.tempdir = None
     channel = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)

@@ -15,14 +15,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from pytest_distcompat.launch.process import TEMPORARY
-
 _PREFIX = "distcompat-"
 _LOCK = "owner.lock"
 #: So many bytes the path of a socket may have, with a zero at its end: 108 on Linux, 104 elsewhere (unix(7)).
 _PATH = 104
-#: The longest path that is put into the directory for temporary files: multiprocessing's for its fork server.
-_BELOW = "pymp-xxxxxxxx/listener-xxxxxxxx"
+#: The longest path that is put into the directory for temporary files: multiprocessing's for its fork server, in one of ours.
+_BELOW = "distcompat-xxxxxxxx/pymp-xxxxxxxx/listener-xxxxxxxx"
 _SHORT = "/tmp"  # noqa: S108 - tempfile, which makes names there that nobody can guess, is used below it
 
 
@@ -38,10 +36,7 @@ def place() -> Path:
 
 
 class OwnedDirectory:
-    """A new directory where temporary files go, this process's own until it calls ``remove`` or dies.
-
-    A directory of multiprocessing's that its file ``TEMPORARY`` names goes with it.
-    """
+    """A new directory where temporary files go, this process's own until it calls ``remove`` or dies."""
 
     def __init__(self) -> None:
         remove_those_of_the_dead()
@@ -55,7 +50,7 @@ class OwnedDirectory:
     def remove(self) -> None:
         """Remove it. In a fork of its owner, to which it does not belong, do nothing."""
         if os.getpid() == self._owner:
-            _remove(self.path)
+            shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._owner = 0
 
@@ -69,14 +64,6 @@ def remove_those_of_the_dead() -> None:
             try:
                 if path.lstat().st_uid == os.fstat(lock).st_uid == os.getuid():
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _remove(path)
+                    shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
-
-
-def _remove(directory: Path) -> None:
-    with contextlib.suppress(OSError):
-        named = Path((directory / TEMPORARY).read_text(encoding="utf-8"))
-        if named.parent == directory.parent and named.name.startswith("pymp-"):
-            shutil.rmtree(named, ignore_errors=True)
-    shutil.rmtree(directory, ignore_errors=True)
