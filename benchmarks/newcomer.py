@@ -21,14 +21,20 @@ from pathlib import Path
 from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-INIT = ("-m", "pytest_distcompat.cli", "init")
-PYTEST = ("-m", "pytest", "tests/test_distcompat.py", "--distcompat-gpus", "0", "-q")
+INIT = ("distcompat", "init")
+PYTEST = ("pytest", "tests/test_distcompat.py", "--distcompat-gpus", "0", "-q")
 
 
 def timed(where: Path, line: Sequence[str]) -> tuple[float, str]:
-    """Seconds and output of a command of this Python; ends with the output if the command fails."""
+    """Seconds and output of a command that lies beside this Python; ends with the output if the command fails."""
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, *line], cwd=where, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name(line[0])), *line[1:]],
+        cwd=where,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(line)} in {where}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
     return time.perf_counter() - began, done.stdout

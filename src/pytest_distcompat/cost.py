@@ -13,7 +13,12 @@ from pytest_distcompat.trace import LifeTrace, Moment, ParameterFact, Trace
 WARM_UP = 8
 
 #: Bytes of an element, by torch's name of its dtype.
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int64": 8, "int32": 4}
+BYTES = {
+    **dict.fromkeys(("float64", "int64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("bfloat16", "float16", "int16"), 2),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "uint8", "int8", "bool"), 1),
+}
 
 #: Dense bfloat16 operations a second, from the vendor's data sheets, by a part of the device's name.
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}

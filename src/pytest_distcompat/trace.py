@@ -39,6 +39,7 @@ class PlainFact:
     """The model before anything wrapped it: the oracle for names, shapes and what is trainable.
 
     ``blocks`` (of ``block_classes``) are to be wrapped one by one, ``ignored`` to stay whole; 8 bits are for ``linears``.
+    ``products`` counts the modules that multiply by a matrix, None where nobody has counted.
     """
 
     parameters: tuple[ParameterFact, ...]
@@ -49,6 +50,7 @@ class PlainFact:
     block_classes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     linears: int = 0
+    products: int | None = None
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,8 @@ class _Rank:
             facts = self._look(whole=verb not in STEP_VERBS or self.number < self.life.first_step + WHOLE)
         if verb in STEP_VERBS:
             driver = self.driver
-            facts |= {"loss": loss, "grad_norm": driver.grad_norm, "tokens": driver.tokens, **self.observer.facts()}
+            facts |= {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
+            facts |= {"tokens": driver.tokens, **self.observer.facts()}
             self.number += 1
         self._end(facts, seconds)
         while self.index < len(self.life.verbs) and self.life.verbs[self.index] == "files":
@@ -208,7 +209,10 @@ class _Rank:
             loss = driver.reference(model, self.number, self.places.ranks)
         whole = self.number < WHOLE
         self.number += 1
-        facts = {"loss": loss, "grad_norm": driver.grad_norm, **self.observer.facts()}
+        facts = {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
+        facts |= self.observer.facts()
+        if driver.optimizer is None:
+            raise RuntimeError("reference() is to set self.optimizer to the optimizer that it steps, as train() does")
         return facts | {"optimizer": read_optimizer(model, driver.optimizer, whole=whole)}
 
     def _damage(self) -> dict[str, Any]:
@@ -231,6 +235,15 @@ class _Rank:
             trainer_world_size=driver.trainer_world_size(),
             whole=whole,
         )
+
+
+def _number(value: Any, what: str) -> float | None:
+    """As the driver says it: trainers have it as a tensor too. Raises TypeError for what is no number."""
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        told = f"{what} is a {type(value).__name__}: {value!r:.200}"
+        raise TypeError(f"{told}; expected a number, or a tensor with one element") from error
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[object]:

@@ -52,6 +52,24 @@ def test_an_error_that_does_not_name_the_file(lives_of: LivesOf) -> None:
     ]
 
 
+SOURCE = """Traceback (most recent call last):
+  File "trainer.py", line 3, in load
+    state = torch.load(directory / "shard_0.pt")
+            ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "torch/serialization.py", line 7, in load
+    raise RuntimeError("no central directory")
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "told"), [("RuntimeError: no central directory", True), ("OSError: a/shard_0.pt: cut", False)]
+)
+def test_a_line_of_the_code_tells_nobody_which_file_it_was(lives_of: LivesOf, last: str, told: bool) -> None:
+    end = LifeEnd("raised", f"rank 0 raised {last}", f"--- rank 0:\n{SOURCE}{last}\n", "load", 3)
+    story = ending(lives_of("ddp-fp32-w2", "damage"), "truncated", end)
+    assert any("the error does not name it" in text for text in story.findings("damage")) == told
+
+
 @pytest.mark.parametrize("kind", ["crashed", "hung"])
 def test_a_crash_or_a_hang_is_no_known_failure(lives_of: LivesOf, kind: str) -> None:
     story = ending(lives_of("fsdp2-fp32-w2", "damage"), "removed", LifeEnd(kind, "it", "all of it", "load", 3))

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_distcompat.checks.names import READ
+
 if TYPE_CHECKING:
     from tests.checks.traces import Sound
 
@@ -165,6 +167,7 @@ def test_nothing_was_saved(sound: Sound, cell: str) -> None:
         assert story.findings("names") == [
             "3 of 3 parameters stand in no saved file, first 'frozen.weight', 'inlet.weight', 'outlet.weight'",
             "1 of 1 persistent buffers stand in no saved file, first 'scale'",
+            READ,
         ]
 
 
@@ -172,6 +175,7 @@ def test_an_optimizer_file_holds_no_model(sound: Sound) -> None:
     assert sound("ddp-fp32-w2").file(0, keys=("outlet.weight",), holds="optimizer").findings("names") == [
         "3 of 3 parameters stand in no saved file, first 'frozen.weight', 'inlet.weight', 'outlet.weight'",
         "1 of 1 persistent buffers stand in no saved file, first 'scale'",
+        READ,
     ]
 
 

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_distcompat.trace import StateFact
+
 if TYPE_CHECKING:
-    from tests.checks.traces import Sound
+    from tests.checks.traces import Sound, Story
 
 CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-bf16_mixed-w2", "zero1-fp32-w2", "zero3-bf16_mixed-w2")
 
@@ -143,3 +145,52 @@ def test_silence_hides_no_parameter_that_stays(sound: Sound) -> None:
         "rank 0: no report after three steps",
         "trainable parameter 'module.outlet.weight' did not move in three steps, on any rank",
     ]
+
+
+def with_masters(story: Story, *, still: str = "", unmoved: str = "") -> Story:
+    """With what lies in flat masters: of all that is trained, but that of one name has no gradient, or does not change."""
+    for verb, nth, done in (("build", 0, 0), ("step", 2, 3)):
+        masters = tuple(
+            StateFact(
+                story.live(name),
+                key,
+                "float32",
+                4,
+                f"4:{0 if name == still and key != 'master' else 1 + done * (name != unmoved)}",
+            )
+            for name in ("inlet.weight", "outlet.weight")
+            for key in ("master", "exp_avg", "exp_avg_sq")
+        )
+        story = story.optimizer({"masters": masters}, verb=verb, nth=nth)
+    return story
+
+
+def coarse(story: Story, only: str = "") -> Story:
+    """With copies of masters that do not change."""
+    for verb, nth in (("build", 0), ("step", 2)):
+        story = story.parameters({"digest": "one"}, only=only, verb=verb, nth=nth)
+    return story
+
+
+@pytest.mark.parametrize("cell", ["zero1-bf16_mixed-w2", "zero3-bf16_mixed-w2"])
+def test_a_copy_too_coarse_to_move(sound: Sound, cell: str) -> None:
+    """A norm's weight near 1 in bfloat16 stays where it is for many steps at an ordinary learning rate; its master moves."""
+    story = coarse(sound(cell), "outlet.weight")
+    told = f"trainable parameter {story.live('outlet.weight')!r} did not move in three steps, on any rank"
+    assert with_masters(story).findings("optimizer") == []
+    assert with_masters(story, unmoved="outlet.weight").findings("optimizer") == [told]
+    assert story.findings("optimizer") == [told]
+
+
+def test_masters_that_move_and_copies_that_never_do(sound: Sound) -> None:
+    story = with_masters(coarse(sound("zero1-bf16_mixed-w2")))
+    found = [text for text in story.findings("optimizer") if "did not move" in text]
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero3-fp32-w2"])
+def test_one_parameter_of_a_partition_without_a_gradient(sound: Sound, cell: str) -> None:
+    story = with_masters(sound(cell), still="outlet.weight")
+    (found,) = story.findings("optimizer")
+    told = f"trainable parameter {story.live('outlet.weight')!r} had no gradient in three steps"
+    assert found == f"{told}: its state in the optimizer is all zero"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -88,6 +89,34 @@ def test_a_flat_source_has_no_names_but_steps_and_losses_tell(lives_of: LivesOf)
     ]
     late = story.moment("step", {"loss": 7.0}, life="port", nth=1)
     assert [finding[:14] for finding in late.findings("portable")] == ["rank 0: loss 2", "rank 1: loss 2"]
+
+
+def test_of_a_flat_source_losses_tell_in_lower_precision_too(lives_of: LivesOf) -> None:
+    story = lives_of("fsdp1-bf16_mixed-w2-no_use_orig_params", "portable")
+    story = story.parameters({"kind": "FlatParameter", "digest": "9:9"}, verb="save")
+    assert story.findings("portable") == []
+    late = story.moment("step", {"loss": 7.0}, life="port", nth=1)
+    assert [finding[:14] for finding in late.findings("portable")] == ["rank 0: loss 2", "rank 1: loss 2"]
+
+
+def test_a_loss_that_is_no_number(lives_of: LivesOf) -> None:
+    story = lives_of("fsdp1-bf16_mixed-w2", "portable").moment("step", {"loss": math.nan}, life="port", nth=0, rank=1)
+    assert story.findings("portable") == ["rank 1: the loss of the first step is nan"]
+
+
+def test_parts_that_make_up_no_whole(lives_of: LivesOf) -> None:
+    def cut(moment: Moment) -> Moment:
+        assert moment.model is not None
+        held = tuple(
+            replace(fact, local_numel=2, digest="2:7") if fact.name == "inlet.weight" else fact
+            for fact in moment.model.parameters
+        )
+        return replace(moment, model=replace(moment.model, parameters=held))
+
+    story = lives_of("zero3-fp32-w2", "portable").alter(cut, life="port", verb="build", rank=1)
+    (found,) = story.findings("portable")
+    assert found.startswith("parameter 'inlet.weight': the parts of all ranks are ")
+    assert found.endswith(" after the export and build")
 
 
 @pytest.mark.parametrize(

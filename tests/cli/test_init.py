@@ -167,7 +167,7 @@ def test_a_trainer_of_ones_own_gets_a_driver(tmp_path: Path, write: Write) -> No
             "other/trainer.py": "class Fake(Trainer):\n    pass\n",
         }
     )
-    assert look_at(tmp_path).trainer == Class("mine.training", "MyTrainer")
+    assert look_at(tmp_path).trainer == Class("mine.training", "MyTrainer", Path("src"))
     init(tmp_path)
     assert 'driver = "distcompat_driver:Driver"' in suite(tmp_path)
     text = (tmp_path / "tests" / "distcompat_driver.py").read_text(encoding="utf-8")
@@ -184,9 +184,60 @@ def test_a_driver_that_is_there_is_taken(tmp_path: Path, package: bool, module: 
     code = "from pytest_distcompat import Driver\n\nclass Mine(Driver):\n    name = 'mine'\n"
     (tmp_path / "tests" / "my_driver.py").write_text(code, encoding="utf-8")
     init(tmp_path)
+    assert "pythonpath" not in (tmp_path / "pytest.ini").read_text(encoding="utf-8")
     assert f'driver = "{module}:Mine"' in suite(tmp_path)
     done = collected(tmp_path)
     assert "test[ddp-fp32-w2:names]" in done.stdout, done.stdout + done.stderr
+
+
+MINE = "from pytest_distcompat import Driver\n\nclass Mine(Driver):\n    name = 'mine'\n"
+
+
+@pytest.mark.parametrize(
+    ("place", "settings", "line"),
+    [
+        ("my_driver.py", ("pytest.ini", "[pytest]\n"), "pythonpath = ."),
+        ("src/mine/driver.py", ("pytest.ini", "[pytest]\n"), "pythonpath = src"),
+        ("my_driver.py", ("pyproject.toml", "[tool.pytest.ini_options]\n"), 'pythonpath = "."'),
+        ("my_driver.py", ("conftest.py", ""), ""),
+        ("src/mine/driver.py", ("pytest.ini", "[pytest]\npythonpath = src\n"), "pythonpath = src"),
+    ],
+)
+def test_pytest_finds_the_driver(
+    tmp_path: Path, write: Write, place: str, settings: tuple[str, str], line: str
+) -> None:
+    """By ``pytest``, which does not put the working directory on ``sys.path``; ``python -m pytest`` would."""
+    write({place: MINE, settings[0]: settings[1]})
+    if place.startswith("src"):
+        write({"src/mine/__init__.py": ""})
+    init(tmp_path)
+    found = [
+        text
+        for text in (tmp_path / look_at(tmp_path).settings).read_text(encoding="utf-8").splitlines()
+        if "python" in text
+    ]
+    assert found == ([line] if line else [])
+    script = str(Path(sys.executable).with_name("pytest"))
+    command = [
+        script,
+        "-p",
+        "no:cacheprovider",
+        "--collect-only",
+        "-q",
+        "--distcompat-gpus=0",
+        "tests/test_distcompat.py",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "test[ddp-fp32-w2:names]" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_pythonpath_that_lacks_the_driver_is_told(
+    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write({"my_driver.py": MINE, "lib/x.py": "", "pytest.ini": "[pytest]\npythonpath = lib\n"})
+    init(tmp_path)
+    told = "add . to pythonpath in pytest.ini: the driver or its trainer is imported from there"
+    assert told in capsys.readouterr().out.splitlines()
 
 
 def test_a_driver_that_is_named_is_used(tmp_path: Path) -> None:
@@ -214,9 +265,7 @@ def test_from_nothing_to_the_first_matrix(tmp_path: Path) -> None:
     """Two commands and no edit."""
     init(tmp_path)
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
+        str(Path(sys.executable).with_name("pytest")),
         "-p",
         "no:cacheprovider",
         "--distcompat-gpus=0",

@@ -14,6 +14,7 @@ import pytest
 
 from pytest_distcompat.launch import Ending, Request, WarmLauncher
 from pytest_distcompat.launch.surroundings import _at_exit
+from pytest_distcompat.probe.parts import _not_saved
 
 if TYPE_CHECKING:
     from tests.spawn.conftest import Run
@@ -189,3 +190,14 @@ def test_how_many_functions_wait_for_the_exit() -> None:
         "atexit._ncallbacks or multiprocessing.util._finalizer_registry is not what it was: see "
         "launch/surroundings.py:_at_exit"
     )
+
+
+def test_the_buffers_that_a_state_dict_leaves_out() -> None:
+    """Said by ``_non_persistent_buffers_set``, which ``probe.parts`` reads."""
+    import torch
+
+    module = torch.nn.Module()
+    module.register_buffer("table", torch.ones(2), persistent=False)
+    module.register_buffer("kept", torch.ones(2))
+    assert set(_not_saved(module)) == {"table"}
+    assert set(module.state_dict()) == {"kept"}

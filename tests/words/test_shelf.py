@@ -118,7 +118,10 @@ def test_an_adopters_own_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         ("my_trainer:Thing", "; expected a subclass of pytest_distcompat.Driver"),
         ("my_trainer:pytest", "; expected a subclass of pytest_distcompat.Driver"),
         ("my_trainer:Nothing", "has no attribute 'Nothing'"),
-        ("no_such_module_at_all:Driver", "No module named 'no_such_module_at_all'"),
+        (
+            "no_such_module_at_all:Driver",
+            "No module named 'no_such_module_at_all'; install it, or have pytest find it: pythonpath = DIRECTORY in its settings",
+        ),
     ],
 )
 def test_what_is_no_driver(monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:

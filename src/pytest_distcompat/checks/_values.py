@@ -147,6 +147,9 @@ def compare(
 ) -> Iterator[str]:
     """One kind of values before and now, the names that differ alike as one finding."""
     both = set(was) & set(now)
+    if kind == "buffer":
+        # Each rank may fill its own (BatchNorm): then any rank's may come back, and to each rank its own.
+        both = {name for name in both if not set(now[name]) <= set(was[name])}
     for title, names in (
         ("missing", set(was) - set(now)),
         ("new", set(now) - set(was)),

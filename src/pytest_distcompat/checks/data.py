@@ -46,7 +46,9 @@ def _apart(life: LifeTrace, nth: int) -> Iterator[str]:
     for moment in life.at("step", nth):
         if not moment.inputs:
             yield f"rank {moment.rank}: the model was fed nothing in step {nth + 1}"
-        for one in set(moment.inputs):
+        elif "" in moment.inputs:
+            yield f"rank {moment.rank}: no tensor is seen in what the model was fed in step {nth + 1}: it may be anybody's"
+        for one in set(moment.inputs) - {""}:
             other = fed.setdefault(one, moment.rank)
             if other != moment.rank:
                 yield f"ranks {other} and {moment.rank} are fed the same batch in step {nth + 1}"

@@ -35,10 +35,12 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     for moment in trained:
         yield from _stored(row, moment)
         if plain and moment.model:
-            kept = (_not_trained(strategy, cell, plain, moment.model), _buffers(row, plain, moment.model))
+            kept = (_not_trained(strategy, cell, plain, moment.model), _buffers(row, cell, plain, moment.model))
             yield from (f"rank {moment.rank}: {text}" for text in itertools.chain(*kept))
         # No hook can look inside a compiled graph, and none stays on a layer that another was put in the place of.
-        if not cell.option("compile") and cell.option("fp8_backend") != "te":
+        watched = not cell.option("compile") and cell.option("fp8_backend") != "te"
+        # A model without a layer that multiplies by a matrix has nothing to see.
+        if watched and not (plain and plain.products == 0):
             yield from _computed(row, moment)
         if cell.world_size > 1:
             yield from _reduced(row, moment, smallest)
@@ -66,7 +68,7 @@ def _not_trained(strategy: Strategy, cell: Cell, plain: PlainFact, model: ModelF
         (fact, dtype)
         for fact, dtype in pairs
         # FSDP1 keeps all of a unit in one flat parameter, which has one dtype.
-        if dtype and BYTES[fact.dtype] > BYTES[dtype] and not ("FSDP1" in fact.kind and _unit(model, fact) in shared)
+        if dtype and _wider(fact.dtype, dtype) and not ("FSDP1" in fact.kind and _unit(model, fact) in shared)
     ]
     if wider:
         fact, dtype = wider[0]
@@ -74,17 +76,26 @@ def _not_trained(strategy: Strategy, cell: Cell, plain: PlainFact, model: ModelF
         yield f"{told}; loaded in {dtype}"
 
 
+def _wider(dtype: str, than: str) -> bool:
+    """Nothing is said of a dtype that is new to us."""
+    return BYTES.get(dtype, 0) > BYTES.get(than, 8)
+
+
 def _unit(model: ModelFact, fact: ParameterFact) -> str:
     """The unit of FSDP that the parameter is in: the innermost."""
     return max((unit for unit in model.units if not unit or fact.name.startswith(f"{unit}.")), key=len, default="")
 
 
-def _buffers(row: Dtypes, plain: PlainFact, model: ModelFact) -> Iterator[str]:
-    expected = {row.buffer if row.buffer and "float" in fact.dtype else fact.dtype for fact in plain.buffers}
-    # That one is missing is the names' business.
-    wrong = [fact for fact in model.buffers if fact.dtype not in expected]
+def _buffers(row: Dtypes, cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
+    """Each by its name: one in bfloat16 is no leave for the others to be rounded."""
+    expected = {fact.name: row.buffer if row.buffer and "float" in fact.dtype else fact.dtype for fact in plain.buffers}
+    canonical = STRATEGIES.get(cell.strategy).canonical
+    pairs = [(fact, expected.get(canonical(fact.name, cell, expected), fact.dtype)) for fact in model.buffers]
+    # That one is missing, or new, is the names' business.
+    wrong = [(fact, dtype) for fact, dtype in pairs if fact.dtype != dtype]
     if wrong:
-        yield f"{len(wrong)} buffers are in {wrong[0].dtype}, first {wrong[0].name!r}; expected {_list(expected)}"
+        fact, dtype = wrong[0]
+        yield f"{len(wrong)} buffers are in {fact.dtype}, first {fact.name!r}; expected {dtype}"
 
 
 def _computed(row: Dtypes, moment: Moment) -> Iterator[str]:
@@ -132,9 +143,15 @@ def _stepped(row: Dtypes, trained: tuple[Moment, ...]) -> Iterator[str]:
                 ("is given gradients in", step.gradient, row.gradient),
                 ("keeps state in", step.state, row.state),
             ):
-                if set(found) != {expected}:
+                stateless = what == "keeps state in" and not found and not _keeps_state(moment)
+                if set(found) != {expected} and not stateless:
                     who = f"rank {moment.rank}: {step.optimizer}"
                     yield f"{who} {what} {_list(found)}{' masters' if found and what == 'updates' else ''}; expected {expected}"
+
+
+def _keeps_state(moment: Moment) -> bool:
+    """SGD without momentum keeps none."""
+    return any(state.key not in {"step", "master"} for state in (moment.optimizer.states if moment.optimizer else ()))
 
 
 def _holds(moment: Moment) -> bool:

@@ -10,7 +10,7 @@ from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.cost import kept, trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import Trace
+from pytest_distcompat.trace import Moment, Trace
 
 #: Shards are rounded up: by so many elements a rank and tensor at most, on the strategies seen.
 PADDING = 64
@@ -19,7 +19,8 @@ PADDING = 64
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=8)
 def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     """Over all ranks together there is one master weight, and one element of each kind of optimizer state, for each trained
-    element of the model (for each rank, where every rank holds the whole model), rounding aside; for frozen ones none.
+    element of the model (for each rank, where every rank holds the whole model), rounding aside; for frozen ones none. State
+    that is a number, or a factor of what it stands for (Adafactor), is not counted, nor is what some parameters only have.
 
     If it fails: too many, and something is kept twice, or for parameters that nobody trains: memory that few ranks cannot
     spare (https://github.com/deepspeedai/DeepSpeed/pull/8029). Too few, and a part of the model is not optimized.
@@ -28,6 +29,7 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     first, moments = life.first("plain"), life.at("step", 2)
     yield from every_rank(moments, cell.world_size, "three steps")
     trained = trained_elements(first.plain.parameters) if first and first.plain else 0
+    others = {key for moment in moments for key in _of_another_size(moment)}
     copies = 1 if strategy.shards or strategy.flat_masters else cell.world_size
     found: Counter[str] = Counter()
     tensors: Counter[str] = Counter()
@@ -35,10 +37,31 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
         for (key, _), numel in kept(moment).items():
             found[key] += numel
         tensors.update(state.key for state in (moment.optimizer.states if moment.optimizer else ()))
-    for key in sorted(found):
+    for key in sorted(set(found) - others):
         expected, room = trained * copies, PADDING * (tensors[key] or cell.world_size)
         if not expected <= found[key] <= expected + room:
             told = f"{trained} elements are trained{f', on each of {copies} ranks' if copies > 1 else ''}"
             yield f"all ranks together keep {found[key]} elements of {key!r}; {told}, expected {expected}"
     if not found:
         yield "no rank's optimizer keeps anything after three steps"
+
+
+#: Factors of a moment: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html, and those of transformers'.
+FACTORS = frozenset({"row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"})
+
+
+def _of_another_size(moment: Moment) -> set[str]:
+    """The keys under which the optimizer keeps something else than an element for each that it updates."""
+    states = [
+        state
+        for state in (moment.optimizer.states if moment.optimizer else ())
+        if state.numel and state.key not in {"step", "master"}
+    ]
+    sizes = {fact.name: fact.local_numel for fact in (moment.model.parameters if moment.model else ())}
+    # What has one element itself tells nothing; of a partition the size is not known.
+    owners = {state.owner for state in states if sizes.get(state.owner, 2) > 1}
+    found = set(FACTORS)
+    for key in {state.key for state in states}:
+        held = {state.owner: state.numel for state in states if state.key == key and state.owner in owners}
+        found |= {key} if owners - held.keys() or all(numel == 1 for numel in held.values()) else set()
+    return found

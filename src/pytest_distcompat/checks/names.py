@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks._values import flat_parameters
+from pytest_distcompat.digests import EMPTY
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import FileFact, Moment, PlainFact, Trace
@@ -42,6 +43,14 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from oracle.files(written.files if written else ())
     for moment in later:
         yield from oracle.keys(moment.files)
+
+
+#: What ``probe.read_files`` reads, for those who save otherwise.
+READ = (
+    "no file holds a model by names; read are .safetensors, torch.distributed.checkpoint, DeepSpeed's, and what torch.save wrote "
+    "(.pt, .pth, .bin, .ckpt, .tar): a state dict by itself, or under 'model', 'model_state_dict', 'state_dict', 'model_state' "
+    "or 'module'"
+)
 
 
 def adapter_name(name: str) -> str:
@@ -102,6 +111,8 @@ class _Oracle:
             fact = found.get(self.same(plain.name))
             if fact is None:
                 yield f"{where}: buffer {plain.name!r} of the plain model has no live counterpart"
+            elif plain.digest == EMPTY and 0 not in plain.shape:
+                continue  # on the meta device it had no values yet
             elif fact.dtype == plain.dtype and fact.digest != plain.digest:
                 yield f"{where}: buffer {plain.name!r} ({plain.placement}) has other values after build than in the plain model"
 
@@ -118,7 +129,7 @@ class _Oracle:
                 return
             owners |= {state.owner for state in moment.optimizer.states if not state.owner.startswith("partition ")}
             owners |= {name for name, numel in moment.optimizer.partitioned.items() if numel}
-        if flat_parameters(trained):
+        if flat_parameters(trained) or not _has_state(trained):
             return
         found = {self.canonical(name) for name in owners}
         for name in sorted(self.trainable - found):
@@ -136,6 +147,8 @@ class _Oracle:
         adapted = bool(self.cell.option("adapter"))
         yield from _missing("parameters", self.trainable if adapted else self.parameters, covered)
         yield from _missing("persistent buffers", set() if adapted else self.kept, covered)
+        if not covered:
+            yield READ
         if optimized:  # some number their parameters; then there are no names to miss
             yield from _missing("trainable parameters' optimizer states", self.trainable, optimized)
 
@@ -155,6 +168,11 @@ class _Oracle:
                     # Extra state is in the plain state dict and is neither parameter nor buffer: it has no plain shape.
                     if expected is not None and found != expected:
                         yield f"file {file.path!r}: {key!r} has shape {found}; {expected} in the plain model"
+
+
+def _has_state(moments: tuple[Moment, ...]) -> bool:
+    """Whether any rank's optimizer keeps anything: SGD without momentum does not."""
+    return any(one.optimizer.states or one.optimizer.partitioned for one in moments if one.optimizer)
 
 
 def _missing(what: str, wanted: set[str], covered: set[str]) -> Iterator[str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, pairs
 from pytest_distcompat.checks._values import held_states
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESUME
-from pytest_distcompat.trace import Moment, OptimizerFact, Trace
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import LifeTrace, ModelFact, Moment, OptimizerFact, Trace
 
 #: Parameters and state come back bit by bit; a loss is summed in an order that a GPU does not fix.
 LOSS_TOLERANCE = 1e-4
@@ -19,13 +21,18 @@ LOSS_TOLERANCE = 1e-4
 #: order, after the first step of a life: relative differences of 1e-3 in the second loss, seen at 4 ranks with all state equal.
 ORDER_TOLERANCE = 5e-3
 
+#: A learning rate may be worked out from the number of the step, or from the one before it.
+ROUNDING = 1e-9
+
 
 @check(scenario=RESUME, until=(("train", "step", 4), ("resume", "step", 1)), order=4)
 def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     """Saving changes nothing. Loaded in a fresh process group, parameters, every tensor of the optimizer's state, its
     step count, its learning rate and other numbers, the scheduler and the gradient scaler are equal bit by bit to what
-    was saved, in the same dtypes, and the next two losses equal those of the run that never stopped. Of a checkpoint that
-    holds the model alone, parameters and buffers come back.
+    was saved, in the same dtypes, and the next two losses, learning rates and other numbers equal those of the run that never
+    stopped. Of a checkpoint that holds the model alone, parameters and buffers come back. A buffer that each rank fills from
+    its own data (the statistics of BatchNorm) may come back as any rank saved it: DDP gives all that of rank 0 before a step
+    (``broadcast_buffers``, https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
 
     If it fails: state that is missing after the load was not saved, or went into an optimizer that a step would have
     filled first (https://github.com/huggingface/accelerate/pull/3904). The first loss tells of parameters only; it
@@ -38,12 +45,13 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(loaded, cell.world_size, "load")
     for before, after in pairs(trained, saved):
         yield from _same(before, after, "save")
+    saved, loaded = _without_loose(cell, whole, saved), _without_loose(cell, whole, loaded)
     if cell.option("save_only_model"):
         for before, after in pairs(saved, loaded):
-            yield from _model(before, after, "load")
+            yield from _model(before, after, "load", _buffers(saved))
         return
     for before, after in pairs(saved, loaded):
-        yield from _same(before, after, "load")
+        yield from _same(before, after, "load", _buffers(saved))
         if before.scaler != after.scaler:
             yield f"rank {after.rank}: the gradient scaler is at {after.scaler}; saved at {before.scaler}"
         if before.scheduler != after.scheduler:
@@ -53,26 +61,56 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from every_rank(expected, cell.world_size, f"step {nth + 1} after the save")
         yield from every_rank(found, cell.world_size, f"step {nth + 1} after the load")
         yield from _losses(nth, expected, found, _tolerance(cell))
+        yield from _numbers(nth, expected, found)
 
 
-def _same(before: Moment, after: Moment, verb: str) -> Iterator[str]:
+#: Name to (digest, dtype).
+_Tensors = Mapping[str, tuple[str, str]]
+#: Name of a buffer to what ranks had there.
+_Buffers = Mapping[str, Collection[tuple[str, str]]]
+
+
+def _without_loose(cell: Cell, life: LifeTrace, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+    """Without the buffers that no checkpoint holds: a fresh process makes them anew, a rotary table may have grown since."""
+    first = life.first("plain")
+    plain = first.plain.buffers if first and first.plain else ()
+    known = {fact.name: fact.placement == "persistent" for fact in plain}
+    canonical = STRATEGIES.get(cell.strategy).canonical
+
+    def kept(model: ModelFact) -> ModelFact:
+        held = (fact for fact in model.buffers if known.get(canonical(fact.name, cell, known), not known))
+        return replace(model, buffers=tuple(held))
+
+    return tuple(replace(moment, model=moment.model and kept(moment.model)) for moment in moments)
+
+
+def _buffers(moments: tuple[Moment, ...]) -> _Buffers:
+    """What any rank had in a buffer."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    for moment in moments:
+        for fact in moment.model.buffers if moment.model else ():
+            found.setdefault(fact.name, set()).add((fact.digest, fact.dtype))
+    return found
+
+
+def _same(before: Moment, after: Moment, verb: str, anywhere: _Buffers | None = None) -> Iterator[str]:
     """Everything that training goes on from, before and after a verb that must not change it."""
-    yield from _model(before, after, verb)
+    yield from _model(before, after, verb, anywhere or {})
     yield from _optimizer(before.optimizer, after.optimizer, f"rank {after.rank}", verb)
 
 
-def _model(before: Moment, after: Moment, verb: str) -> Iterator[str]:
+def _model(before: Moment, after: Moment, verb: str, anywhere: _Buffers) -> Iterator[str]:
+    """``anywhere``: what counts as unchanged, of buffers, beside what the rank itself had."""
     old, new = before.model, after.model
     for what, was, now in (
         ("parameter", old and old.parameters, new and new.parameters),
         ("buffer", old and old.buffers, new and new.buffers),
     ):
-        yield from _differences(
-            f"rank {after.rank}: {what}",
-            {fact.name: (fact.digest, fact.dtype) for fact in was or ()},
-            {fact.name: (fact.digest, fact.dtype) for fact in now or ()},
-            verb,
-        )
+        held = {fact.name: (fact.digest, fact.dtype) for fact in was or ()}
+        found = {fact.name: (fact.digest, fact.dtype) for fact in now or ()}
+        if what == "buffer":
+            found = {name: held.get(name, one) if one in anywhere.get(name, ()) else one for name, one in found.items()}
+        yield from _differences(f"rank {after.rank}: {what}", held, found, verb)
 
 
 def _optimizer(before: OptimizerFact | None, after: OptimizerFact | None, where: str, verb: str) -> Iterator[str]:
@@ -92,10 +130,7 @@ def _optimizer(before: OptimizerFact | None, after: OptimizerFact | None, where:
             yield f"{where}: {told}; {old.get(key)} before"
 
 
-def _differences(
-    what: str, was: Mapping[str, tuple[str, str]], now: Mapping[str, tuple[str, str]], verb: str
-) -> Iterator[str]:
-    """``was`` and ``now``: name -> (digest, dtype)."""
+def _differences(what: str, was: _Tensors, now: _Tensors, verb: str) -> Iterator[str]:
     both = set(was) & set(now)
     for title, wrong in (
         (f"missing after the {verb}", set(was) - set(now)),
@@ -127,3 +162,16 @@ def _losses(nth: int, whole: tuple[Moment, ...], resumed: tuple[Moment, ...], to
                 f"rank {found.rank}: loss {nth + 1} after the load is {found.loss:.6g}; "
                 f"{expected.loss:.6g} in the run that never stopped"
             )
+
+
+def _numbers(nth: int, whole: tuple[Moment, ...], resumed: tuple[Moment, ...]) -> Iterator[str]:
+    """Each loss tells of the learning rate of the step before it: what is set in the last one shows here only."""
+    when = f"after step {nth + 1} of the resumed run"
+    for expected, found in pairs(whole, resumed):
+        groups = (one.optimizer.groups if one.optimizer else () for one in (expected, found))
+        for number, (old, new) in enumerate(zip(*groups, strict=False)):
+            for key in sorted(
+                key for key in set(old) & set(new) if not math.isclose(old[key], new[key], rel_tol=ROUNDING)
+            ):
+                told = f"{key} of the optimizer's group {number} is {new[key]:.6g} {when}"
+                yield f"rank {found.rank}: {told}; {old[key]:.6g} in the run that never stopped"

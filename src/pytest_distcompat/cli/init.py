@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +91,12 @@ def _init(told: argparse.Namespace) -> int:
         if not there and not told.dry_run:
             (found.root / path).parent.mkdir(parents=True, exist_ok=True)
             (found.root / path).write_text(text, encoding="utf-8")
-    _set(found, write=not told.dry_run)
+    _set(found, KEY, VALUE, write=not told.dry_run)
+    top = _not_importable(found, told.driver)
+    if top and not found.pythonpath:
+        _set(found, "pythonpath", top, write=not told.dry_run)
     suite = found.tests / "test_distcompat.py"
-    for line in _notes(found):
+    for line in _notes(found, top):
         print(line)  # noqa: T201 - a command speaks
     print(f"now: pytest {suite}")  # noqa: T201 - a command speaks
     return 0
@@ -125,14 +130,14 @@ def _beside(found: Repository) -> str:
     return ".".join((*(found.tests.parts if package else ()), "distcompat_driver"))
 
 
-def _set(found: Repository, *, write: bool) -> None:
-    """Put our key into pytest's settings, right below the head of their table; leave all else as it is."""
+def _set(found: Repository, key: str, value: str, *, write: bool) -> None:
+    """Put a key into pytest's settings, right below the head of their table; leave all else as it is."""
     path = found.root / found.settings
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    if re.search(rf"^\s*{KEY}\s*=", text, re.MULTILINE):
-        print(f"kept {KEY} in {found.settings}")  # noqa: T201 - a command speaks
+    if re.search(rf"^\s*{key}\s*=", text, re.MULTILINE):
+        print(f"kept {key} in {found.settings}")  # noqa: T201 - a command speaks
         return
-    head, line = f"[{found.table}]", f'{KEY} = "{VALUE}"' if path.suffix == ".toml" else f"{KEY} = {VALUE}"
+    head, line = f"[{found.table}]", f'{key} = "{value}"' if path.suffix == ".toml" else f"{key} = {value}"
     lines = text.splitlines()
     place = next((number for number, one in enumerate(lines) if one.strip() == head), -1)
     if place < 0:
@@ -144,7 +149,36 @@ def _set(found: Repository, *, write: bool) -> None:
     print(f"set {line} in {found.settings}")  # noqa: T201 - a command speaks
 
 
-def _notes(found: Repository) -> Iterator[str]:
+def _not_importable(found: Repository, asked: str) -> str:
+    """The directory that ``sys.path`` lacks where ``pytest`` imports the driver or its trainer; empty if it lacks none.
+
+    ``python -m pytest`` puts the working directory there, ``pytest`` does not.
+    """
+    own = [(one.module, one.top) for one in (found.driver, found.trainer) if one is not None]
+    if asked:
+        module, _, attribute = asked.partition(":")
+        path = found.root / module.partition(".")[0]
+        own = [(module, Path())] if attribute and (path.is_dir() or path.with_suffix(".py").is_file()) else []
+    put_there = {found.tests, *map(Path, found.pythonpath)}
+    if not found.importlib_mode and any(
+        (found.root / one).exists() for one in ("conftest.py", found.tests / "__init__.py")
+    ):
+        # https://docs.pytest.org/en/stable/explanation/pythonpath.html
+        put_there.add(Path())
+    return next(
+        (str(top) for module, top in own if top not in put_there and not _installed(module.partition(".")[0])), ""
+    )
+
+
+def _installed(name: str) -> bool:
+    """Whether a module of that name is found without this command's directory or the working directory, which comes first."""
+    ways = [(finder, sys.path[1:] if finder is PathFinder else None) for finder in sys.meta_path]
+    return any(finder.find_spec(name, where) is not None for finder, where in ways)
+
+
+def _notes(found: Repository, top: str) -> Iterator[str]:
+    if top and found.pythonpath:
+        yield f"add {top} to pythonpath in {found.settings}: the driver or its trainer is imported from there"
     if found.driver is None and found.trainer is None:
         yield f"it drives the library with a tiny model; for your own trainer write a driver ({ADOPT}) and name it there"
     if not found.on_github:

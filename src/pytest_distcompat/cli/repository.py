@@ -33,10 +33,11 @@ _FOREIGN = {"node_modules", "build", "dist", "site-packages", "docs"}
 
 @dataclass(frozen=True)
 class Class:
-    """A class of the repository, by the name under which it is imported."""
+    """A class of the repository, by the name under which it is imported; that name begins in ``top``, below the root."""
 
     module: str
     name: str
+    top: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Repository:
     """``tests`` and ``settings`` are relative to ``root``; ``table`` is the section of ``settings``, which may not exist yet.
 
     ``imports`` are the libraries of DRIVERS that the code imports; ``driver`` a subclass of ours that it has already, and
-    ``trainer`` one of ``transformers.Trainer``, each the first in the order of their paths.
+    ``trainer`` one of ``transformers.Trainer``, each the first in the order of their paths. ``pythonpath`` is what pytest puts on
+    ``sys.path`` already.
     """
 
     root: Path
@@ -57,6 +59,7 @@ class Repository:
     on_github: bool = False
     importlib_mode: bool = False
     installs: bool = False
+    pythonpath: tuple[str, ...] = ()
 
 
 def look_at(root: Path) -> Repository:
@@ -65,9 +68,9 @@ def look_at(root: Path) -> Repository:
     if settings == "pyproject.toml" and not (root / settings).exists():
         settings, table = "pytest.ini", "pytest"
     told = _read_settings(root / settings, table)
-    asked = told.get("testpaths", "")
-    named = asked if isinstance(asked, list) else str(asked).split()
-    tests = next((Path(name) for name in [*named, "tests", "test"] if (root / name).is_dir()), Path("tests"))
+    tests = next(
+        (Path(name) for name in [*_listed(told, "testpaths"), "tests", "test"] if (root / name).is_dir()), Path("tests")
+    )
     imports: set[str] = set()
     found: dict[str, Class] = {}
     for path in _own(root):
@@ -75,7 +78,7 @@ def look_at(root: Path) -> Repository:
             tree = ast.parse(path.read_text(encoding="utf-8"))
             imports |= set(_imports(tree)) & set(DRIVERS)
             for kind, name in _classes(tree):
-                found.setdefault(kind, Class(_module(root, tests, path), name))
+                found.setdefault(kind, Class(*_module(root, tests, path, name)))
     return Repository(
         root,
         tests,
@@ -87,7 +90,14 @@ def look_at(root: Path) -> Repository:
         on_github=(root / ".github").is_dir() or _remote_is_github(root),
         importlib_mode="importlib" in str(told.get("addopts", "")),
         installs=any((root / name).exists() for name in ("pyproject.toml", "setup.py", "setup.cfg")),
+        pythonpath=_listed(told, "pythonpath"),
     )
+
+
+def _listed(told: dict[str, Any], name: str) -> tuple[str, ...]:
+    """A setting of several names: a list in TOML, elsewhere a text with spaces."""
+    value = told.get(name, "")
+    return tuple(map(str, value)) if isinstance(value, list) else tuple(str(value).split())
 
 
 def _settings(root: Path) -> Iterator[tuple[str, str]]:
@@ -146,14 +156,15 @@ def _classes(tree: ast.Module) -> Iterator[tuple[str, str]]:
             yield "driver", node.name
 
 
-def _module(root: Path, tests: Path, path: Path) -> str:
-    """As it is imported: packages by their own name, test modules from their directory."""
+def _module(root: Path, tests: Path, path: Path, name: str) -> tuple[str, str, Path]:
+    """The fields of a Class, as it is imported: packages by their own name, test modules from their directory."""
     top = path.parent
     while (top / "__init__.py").exists() and top != root:
         top = top.parent
     if tests in path.relative_to(root).parents and (root / tests / "__init__.py").exists():
         top = root
-    return ".".join(path.relative_to(top).with_suffix("").parts).removesuffix(".__init__")
+    module = ".".join(path.relative_to(top).with_suffix("").parts).removesuffix(".__init__")
+    return module, name, top.relative_to(root)
 
 
 def _remote_is_github(root: Path) -> bool:

@@ -65,3 +65,11 @@ def _named(module: Module, name: str, seen: set[Module]) -> Iterator[tuple[str, 
 def join(prefix: str, name: str) -> str:
     """The name of what is called ``name`` inside of the module called ``prefix``."""
     return f"{prefix}.{name}" if prefix else name
+
+
+def multiplies(module: Module) -> bool:
+    """Whether it is a layer that multiplies by a matrix and does nothing else: a Linear or a convolution."""
+    from torch import nn
+
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    return isinstance(module, kinds) and not list(module.children())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pytest_distcompat.probe.files import PICKLED
 from pytest_distcompat.trace import FileFact
 
 #: Files that hold weights or optimizer state, by suffix; the others are settings and metadata.
-HEAVY = frozenset({".safetensors", ".bin", ".pt", ".distcp"})
+HEAVY = PICKLED | {".safetensors", ".distcp"}
 
 
 def spoil(directory: Path, how: str) -> FileFact:

@@ -25,9 +25,17 @@ def read_files(directory: Path, prefix: str = "") -> tuple[FileFact, ...]:
             facts.append(FileFact(name, "safetensors", "model", tuple(shapes), shapes, dtypes))
         elif path.name == ".metadata":
             facts.extend(_dcp(path.parent, prefix + str(path.parent.relative_to(directory))))
-        elif path.suffix in {".pt", ".bin"}:
+        elif path.suffix in PICKLED:
             facts.extend(_pickled(path, name))
     return tuple(facts)
+
+
+#: Files that ``torch.save`` wrote.
+PICKLED = frozenset({".pt", ".pth", ".bin", ".ckpt", ".tar"})
+#: What trainers call the parts of a checkpoint: DeepSpeed, accelerate, torch's tutorials, Lightning.
+MODEL = ("module", "model", "model_state_dict", "state_dict", "model_state")
+OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state")
+SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
 
 
 #: safetensors' names of dtypes to torch's: https://huggingface.co/docs/safetensors/index#format.
@@ -44,23 +52,46 @@ def _safetensors(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]
 
 
 def _dcp(directory: Path, name: str) -> Iterator[FileFact]:
-    """A torch.distributed.checkpoint: its keys are in the metadata, prefixed by what the trainer called the parts."""
+    """A torch.distributed.checkpoint: its keys are in the metadata."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
-    keys = sorted(stored)
-    model = tuple(key.removeprefix("model.") for key in keys if key.startswith("model."))
-    sizes = {name: getattr(stored[f"model.{name}"], "size", ()) for name in model}
-    optimizer = tuple(_owner(key) for key in keys if key.startswith(("optimizer.state.", "optim.state.")))
-    if model:
-        yield FileFact(name, "dcp", "model", model, {key: tuple(size) for key, size in sizes.items() if size})
+    metadata = FileSystemReader(directory).read_metadata()
+    parts = dcp_parts(metadata)
+    stored = {inner: metadata.state_dict_metadata[key] for key, (part, inner) in parts.items() if part == "model"}
+    sizes = {inner: tuple(getattr(kept, "size", ())) for inner, kept in stored.items()}
+    # ``state.layers.0.weight.exp_avg`` -> ``layers.0.weight``
+    states = [inner for part, inner in parts.values() if part == "optimizer" and inner.startswith("state.")]
+    optimizer = tuple(dict.fromkeys(inner.removeprefix("state.").rpartition(".")[0] for inner in states))
+    if sizes:
+        yield FileFact(name, "dcp", "model", tuple(sizes), {key: size for key, size in sizes.items() if size})
     if optimizer:
-        yield FileFact(name, "dcp", "optimizer", tuple(dict.fromkeys(optimizer)))
+        yield FileFact(name, "dcp", "optimizer", optimizer)
 
 
-def _owner(key: str) -> str:
-    """``optimizer.state.layers.0.weight.exp_avg`` -> ``layers.0.weight``."""
-    return key.split(".state.", 1)[1].rpartition(".")[0]
+def dcp_parts(metadata: Any) -> dict[str, tuple[str, str]]:
+    """Key to the part of a training that it is of (``model``, ``optimizer``, ``scheduler``, or none), and its name there.
+
+    The planner writes down where in the nested state dict each stood: ``("app", "model", "layers.0.weight")``, as torch's
+    recipe has it (https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html). What another planner wrote is
+    told by its beginning. Where nothing is called a part, what stands by itself is a model's own state dict.
+    """
+    planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    paths = {
+        key: [str(one) for one in planned.get(key) or key.split(".", 1)] for key in sorted(metadata.state_dict_metadata)
+    }
+    found = {key: _part_of(path) or ("", key) for key, path in paths.items()}
+    if not any(part for part, _ in found.values()):
+        alone = {key for key in found if len(paths[key]) == 1 and hasattr(metadata.state_dict_metadata[key], "size")}
+        found |= {key: ("model", key) for key in alone}
+    return found
+
+
+def _part_of(path: list[str]) -> tuple[str, str] | None:
+    for place, segment in enumerate(path[:-1]):
+        for part, names in (("model", MODEL), ("optimizer", OPTIMIZER), ("scheduler", SCHEDULER)):
+            if segment in names:
+                return part, ".".join(path[place + 1 :])
+    return None
 
 
 def _pickled(path: Path, name: str) -> Iterator[FileFact]:
@@ -75,7 +106,7 @@ def _pickled(path: Path, name: str) -> Iterator[FileFact]:
         for what, shapes in (("param_shapes", trained), ("frozen_param_shapes", frozen)):
             if shapes:
                 yield FileFact(f"{name}:{what}", "deepspeed", "model", tuple(shapes), shapes)
-    for part, holds in (("module", "model"), ("model", "model")):
+    for part in MODEL:
         if isinstance(data.get(part), Mapping):
             form = "deepspeed" if part == "module" else "torch"
             tensors = _shapes(data[part])
@@ -83,8 +114,8 @@ def _pickled(path: Path, name: str) -> Iterator[FileFact]:
                 # ZeRO-3 leaves empty tensors here for what it partitioned: those parameters stand elsewhere.
                 tensors = {key: shape for key, shape in tensors.items() if shape != (0,)}
             if tensors:
-                yield FileFact(f"{name}:{part}", form, holds, tuple(tensors), tensors)
-    nested = data.get("optimizer")
+                yield FileFact(f"{name}:{part}", form, "model", tuple(tensors), tensors)
+    nested = next((data[part] for part in OPTIMIZER if part in data), None)
     state = data if isinstance(data.get("state"), Mapping) else nested if isinstance(nested, Mapping) else {}
     names = [key for key in state.get("state", {}) if isinstance(key, str)]
     if names:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_distcompat.probe.blocks import declared_blocks, is_a, named_blocks
+from pytest_distcompat.probe.blocks import declared_blocks, is_a, multiplies, named_blocks
 from pytest_distcompat.probe.optimizer import copied, torch_optimizer
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
 from pytest_distcompat.trace import ModelFact, ParameterFact, PlainFact
@@ -44,6 +44,7 @@ def read_plain(model: Module, blocks: tuple[str, ...] = (), ignored: tuple[str, 
         block_classes=classes,
         ignored=ignored,
         linears=sum(isinstance(module, torch.nn.Linear) and _for_8_bits(module) for module in model.modules()),
+        products=sum(multiplies(module) for module in model.modules()),
     )
 
 

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from pytest_distcompat.probe.blocks import multiplies
+from pytest_distcompat.probe.inputs import tensors_fed
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
 from pytest_distcompat.trace import CollectiveFact, ComputeFact, StepFact
 
@@ -64,7 +66,7 @@ class Observer:
         register_optimizer_step_post_hook(self._post_step)
 
     def attach(self, model: Module) -> None:
-        """Watch all leaf modules with a floating-point matrix; before anything wraps the model.
+        """Watch all leaf modules that multiply by a matrix; before anything wraps the model.
 
         All, for a unit that was wrapped otherwise computes otherwise.
         """
@@ -76,16 +78,16 @@ class Observer:
         return [
             module.register_forward_hook(Hook(self._forward_hook(name)))
             for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and not list(module.children())
+            if multiplies(module)
         ]
 
     def fed(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What the model is fed, in no order of arguments: a wrapper may name what the caller did not."""
+        """What the model is fed, in no order of arguments: a wrapper may name what the caller did not. Empty without a tensor."""
         if torch.compiler.is_compiling():
             return  # a trainer that compiles though nobody asked for it
         if self._active and torch.is_grad_enabled():
-            fed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
             with self.aside():
+                fed = tensors_fed((*args, *kwargs.values()))
                 self.inputs.append(" ".join(sorted(digest(value) for value in fed)))
 
     def listen(self, *, on: bool) -> None:
@@ -192,7 +194,8 @@ class Observer:
             dtype_name(value.dtype)
             for values in optimizer.state.values()
             for key, value in values.items()
-            if key != "step" and isinstance(value, torch.Tensor) and value.numel()
+            # A number that is kept beside them (NAdam's ``mu_product``) is no state of the elements.
+            if key != "step" and isinstance(value, torch.Tensor) and value.numel() and value.dim()
         }
         facts = (tuple(sorted(master)), tuple(sorted(gradient)), tuple(sorted(state)))
         self.steps.append(StepFact(type(optimizer).__name__, *facts, square=square))

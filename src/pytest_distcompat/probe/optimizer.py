@@ -55,6 +55,9 @@ def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> Opti
     (https://github.com/pytorch/pytorch/pull/125708).
     """
     inner = torch_optimizer(optimizer)
+    if not hasattr(inner, "param_groups"):
+        told = "self.optimizer of the driver is to be the optimizer that steps, or what wraps it; of several, one"
+        raise TypeError(f"{type(inner).__name__} has no param_groups: {told}")
     links, groups = tuple(type(link).__name__ for link in chain(optimizer)), tuple(map(_numbers, inner.param_groups))
     if not whole:
         return OptimizerFact(links, 0, groups=groups)
@@ -173,8 +176,13 @@ def read_scheduler(scheduler: Any) -> str:
     """A digest of the scheduler's state and of the learning rates it set; empty for None."""
     if scheduler is None:
         return ""
-    state = {key: value for key, value in scheduler.state_dict().items() if isinstance(value, (int, float, list, str))}
+    kept = scheduler.state_dict() if hasattr(scheduler, "state_dict") else vars(scheduler)
+    state = {key: value for key, value in kept.items() if isinstance(value, (int, float, list, str))}
     # One shared scheduler counts its calls inside a run; that count is no state of training.
     state.pop("_step_count", None)
     text = json.dumps(state, sort_keys=True, default=repr)
-    return f"last_epoch={state.get('last_epoch')} lr={scheduler.get_last_lr()} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    rates: Any = None
+    # One that somebody wrote himself may not tell, DeepSpeed's OneCycle not before its first step.
+    with contextlib.suppress(AttributeError, AssertionError):
+        rates = scheduler.get_last_lr()
+    return f"last_epoch={state.get('last_epoch')} lr={rates} {hashlib.sha256(text.encode()).hexdigest()[:12]}"

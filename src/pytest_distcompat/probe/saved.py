@@ -6,13 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.probe.files import _load
+from pytest_distcompat.probe.files import MODEL, OPTIMIZER, PICKLED, SCHEDULER, _load, dcp_parts
 from pytest_distcompat.probe.tensors import digest
 from pytest_distcompat.trace import FileFact
-
-#: How the libraries call the parts of a checkpoint, and how the parts are told apart that nobody named.
-_OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict")
-_SCHEDULER = ("scheduler", "lr_scheduler")
 
 
 def read_saved(directory: Path) -> tuple[FileFact, ...]:
@@ -38,7 +34,7 @@ def _parts(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield "model", load_file(path)
     elif path.name == ".metadata":
         yield from _dcp(path.parent)
-    elif path.suffix in {".pt", ".bin"}:
+    elif path.suffix in PICKLED:
         data = _load(path)
         if isinstance(data, Mapping):
             yield from _pickled(data)
@@ -51,16 +47,18 @@ def _dcp(directory: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(directory).read_metadata()
+    stored = metadata.state_dict_metadata
+    parts = dcp_parts(metadata)
     tensors = {
         key: torch.empty(kept.size, dtype=kept.properties.dtype)
         for key, kept in stored.items()
-        if key.startswith("model.") and isinstance(kept, TensorStorageMetadata)
+        if parts[key][0] == "model" and isinstance(kept, TensorStorageMetadata)
     }
     load(tensors, checkpoint_id=directory, no_dist=True)
-    yield "model", {key.removeprefix("model."): tensor for key, tensor in tensors.items()}
-    for part, names in (("optimizer", _OPTIMIZER), ("scheduler", _SCHEDULER)):
-        yield part, {key: kept for key, kept in stored.items() if key.split(".")[0] in names}
+    yield "model", {parts[key][1]: tensor for key, tensor in tensors.items()}
+    for part in ("optimizer", "scheduler"):
+        yield part, {key: kept for key, kept in stored.items() if parts[key][0] == part}
 
 
 def _pickled(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -74,7 +72,7 @@ def _pickled(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
     elif data and all(isinstance(value, torch.Tensor) for value in data.values()):
         yield "model", data
     else:
-        for part, names in (("model", ("model", "module")), ("optimizer", _OPTIMIZER), ("scheduler", _SCHEDULER)):
+        for part, names in (("model", MODEL), ("optimizer", OPTIMIZER), ("scheduler", SCHEDULER)):
             for name in names:
                 if isinstance(data.get(name), Mapping):
                     yield part, data[name]

@@ -1,0 +1,199 @@
+"""Are trainers judged rightly whose optimizer, model, batches or files are unlike those of the built-in drivers?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_distcompat.trace import StateFact
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.checks.traces import Sound, Story
+
+    from pytest_distcompat.trace import Moment, OptimizerFact
+
+REPLICAS_AND_SHARDS = ("ddp-fp32-w2", "fsdp2-fp32-w2")
+
+
+def with_states(
+    story: Story, change: Callable[[OptimizerFact], tuple[StateFact, ...]], dtypes: tuple[str, ...]
+) -> Story:
+    """With other states in all lives and moments."""
+
+    def altered(moment: Moment) -> Moment:
+        steps = tuple(replace(step, state=dtypes) for step in moment.steps)
+        optimizer = moment.optimizer and replace(moment.optimizer, states=change(moment.optimizer))
+        return replace(moment, optimizer=optimizer, steps=steps)
+
+    lives = {name: replace(life, moments=tuple(map(altered, life.moments))) for name, life in story.trace.lives.items()}
+    return replace(story, trace=replace(story.trace, lives=lives))
+
+
+@pytest.mark.parametrize("cell", REPLICAS_AND_SHARDS)
+@pytest.mark.parametrize("check", ["names", "dtypes", "memory", "optimizer", "resume"])
+def test_sgd_without_momentum_keeps_nothing(sound: Sound, cell: str, check: str) -> None:
+    assert with_states(sound(cell), lambda _: (), ()).findings(check) == []
+
+
+@pytest.mark.parametrize("cell", REPLICAS_AND_SHARDS)
+def test_state_that_is_missing_of_one_parameter_only(sound: Sound, cell: str) -> None:
+    def without_one(optimizer: OptimizerFact) -> tuple[StateFact, ...]:
+        return tuple(state for state in optimizer.states if "outlet" not in state.owner)
+
+    story = with_states(sound(cell), without_one, ("float32",))
+    assert story.findings("names") == ["the optimizer of no rank keeps state for 'outlet.weight'"]
+    assert [text.partition(";")[0] for text in story.findings("memory")] == [
+        f"all ranks together keep {8 if cell.startswith('fsdp2') else 16} elements of {key!r}"
+        for key in ("exp_avg", "exp_avg_sq")
+    ]
+
+
+@pytest.mark.parametrize("cell", REPLICAS_AND_SHARDS)
+def test_a_number_beside_the_moments(sound: Sound, cell: str) -> None:
+    """As NAdam keeps one."""
+
+    def more(optimizer: OptimizerFact) -> tuple[StateFact, ...]:
+        owners = dict.fromkeys(state.owner for state in optimizer.states)
+        return (*optimizer.states, *(StateFact(owner, "mu_product", "float32", 1, "1:1") for owner in owners))
+
+    assert with_states(sound(cell), more, ("float32",)).findings("memory") == []
+
+
+@pytest.mark.parametrize("cell", REPLICAS_AND_SHARDS)
+def test_factors_instead_of_moments(sound: Sound, cell: str) -> None:
+    """As Adafactor keeps them, of matrices; of vectors it keeps something else."""
+
+    def factored(optimizer: OptimizerFact) -> tuple[StateFact, ...]:
+        owners = sorted({state.owner for state in optimizer.states})
+        if not owners:
+            return ()
+        matrix = [StateFact(owners[0], key, "float32", 2, "2:1") for key in ("row_var", "col_var")]
+        return (*matrix, *(StateFact(owner, "variance", "float32", 8, "8:1") for owner in owners[1:]))
+
+    assert with_states(sound(cell), factored, ("float32",)).findings("memory") == []
+
+
+@pytest.mark.parametrize(("products", "silent"), [(0, True), (1, False), (None, False)])
+def test_a_model_without_matrix_products(sound: Sound, products: int | None, silent: bool) -> None:
+    def altered(moment: Moment) -> Moment:
+        return replace(moment, plain=moment.plain and replace(moment.plain, products=products))
+
+    story = sound("ddp-fp32-w2").alter(altered, verb="plain").moment("step", {"compute": ()}, nth=2, rank=1)
+    assert story.findings("dtypes") == ([] if silent else ["rank 1: matrix products ran in nothing; expected float32"])
+
+
+def test_a_dtype_that_nobody_knows_is_no_crash(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w2").parameters({"dtype": "uint4"}, only="frozen.weight", verb="step", nth=2)
+    assert story.findings("dtypes") == []
+
+
+def test_a_batch_in_which_no_tensor_is_seen(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").moment("step", {"inputs": ("",)}, nth=1)
+    assert story.findings("data") == [
+        f"rank {rank}: no tensor is seen in what the model was fed in step 2: it may be anybody's" for rank in (0, 1)
+    ]
+
+
+def buffers(digests: tuple[str, str]) -> Callable[[Moment], Moment]:
+    """Another digest of the buffer on each rank."""
+
+    def altered(moment: Moment) -> Moment:
+        assert moment.model is not None
+        held = tuple(replace(fact, digest=digests[moment.rank]) for fact in moment.model.buffers)
+        return replace(moment, model=replace(moment.model, buffers=held))
+
+    return altered
+
+
+@pytest.mark.parametrize("cell", REPLICAS_AND_SHARDS)
+@pytest.mark.parametrize(
+    ("loaded", "findings"),
+    [
+        (("zero", "zero"), []),
+        (("one", "one"), []),
+        (("zero", "one"), []),
+        (("zero", "fresh"), ["rank 1: buffer 'scale': other values after the load"]),
+    ],
+)
+def test_statistics_that_each_rank_has_its_own_of(
+    sound: Sound, cell: str, loaded: tuple[str, str], findings: list[str]
+) -> None:
+    """As BatchNorm has: of several ranks one saves."""
+    story = sound(cell)
+    for verb, nth in (("step", 2), ("save", 0)):
+        story = story.alter(buffers(("zero", "one")), verb=verb, nth=nth)
+    assert story.alter(buffers(loaded), life="resume", verb="load").findings("resume") == findings
+
+
+def test_a_save_that_changes_statistics(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").alter(buffers(("zero", "one")), verb="step", nth=2)
+    story = story.alter(buffers(("zero", "zero")), verb="save").alter(
+        buffers(("zero", "zero")), life="resume", verb="load"
+    )
+    assert story.findings("resume") == ["rank 1: buffer 'scale': other values after the save"]
+
+
+@pytest.mark.parametrize("changed", [{"digest": "longer"}, None])
+def test_a_buffer_that_no_file_holds_may_be_another(sound: Sound, changed: dict[str, Any] | None) -> None:
+    """A rotary table that grew with the texts, or a cache that the first forward made."""
+
+    def loose(moment: Moment) -> Moment:
+        plain = moment.plain
+        return replace(
+            moment,
+            plain=plain and replace(plain, buffers=tuple(replace(fact, placement="") for fact in plain.buffers)),
+        )
+
+    def altered(moment: Moment) -> Moment:
+        assert moment.model is not None
+        held = tuple(replace(fact, **changed) for fact in moment.model.buffers) if changed else ()
+        return replace(moment, model=replace(moment.model, buffers=held))
+
+    story = sound("fsdp2-fp32-w2").alter(loose, verb="plain").alter(altered, life="resume", verb="load")
+    assert story.findings("resume") == []
+
+
+def test_a_learning_rate_that_begins_anew(sound: Sound) -> None:
+    """Set at the end of each step, so that no loss of the first two tells of it."""
+    story = sound("ddp-fp32-w2").optimizer({"groups": ({"lr": 0.5},)}, life="resume", verb="step", nth=0, rank=1)
+    assert story.findings("resume") == [
+        "rank 1: lr of the optimizer's group 0 is 0.5 after step 1 of the resumed run; 0.1 in the run that never stopped"
+    ]
+
+
+def test_a_learning_rate_may_be_rounded(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").optimizer({"groups": ({"lr": 0.1 + 1e-16},)}, life="resume", verb="step", nth=0)
+    assert story.findings("resume") == []
+
+
+def test_one_buffer_that_is_narrow_is_no_leave_for_another(sound: Sound) -> None:
+    def both(moment: Moment) -> Moment:
+        plain = moment.plain
+        narrow = plain and replace(plain.buffers[0], name="narrow", dtype="bfloat16")
+        return replace(moment, plain=plain and replace(plain, buffers=(*plain.buffers, narrow)))  # type: ignore[arg-type]
+
+    def rounded(moment: Moment) -> Moment:
+        assert moment.model is not None
+        scale = moment.model.buffers[0]
+        held = (
+            replace(scale, dtype="bfloat16"),
+            replace(scale, name=f"{scale.name}".replace("scale", "narrow"), dtype="bfloat16"),
+        )
+        return replace(moment, model=replace(moment.model, buffers=held))
+
+    story = sound("fsdp2-fp32-w2").alter(both, verb="plain").alter(rounded, verb="step", nth=2, rank=0)
+    assert story.findings("dtypes") == ["rank 0: 1 buffers are in bfloat16, first 'scale'; expected float32"]
+
+
+def test_a_plain_buffer_on_the_meta_device_had_no_values(sound: Sound) -> None:
+    def meta(moment: Moment) -> Moment:
+        plain = moment.plain
+        return replace(
+            moment, plain=plain and replace(plain, buffers=tuple(replace(one, digest="0:0") for one in plain.buffers))
+        )
+
+    assert sound("fsdp2-fp32-w2").alter(meta, verb="plain").findings("names") == []

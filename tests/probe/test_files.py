@@ -1,0 +1,95 @@
+"""Are the layouts that trainers use read, and what is not there told?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pytest_distcompat.probe import read_files, read_saved
+from pytest_distcompat.probe.damage import spoil
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+class Small(torch.nn.Module):
+    """With a part that is called like a part of a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Linear(2, 3)
+        self.head = torch.nn.Linear(3, 1, bias=False)
+
+
+NAMES = ("model.weight", "model.bias", "head.weight")
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    return dict(Small().state_dict())
+
+
+@pytest.fixture
+def optimizer() -> dict[str, Any]:
+    model = Small()
+    made = torch.optim.AdamW(model.parameters())
+    model.head(model.model(torch.ones(2))).sum().backward()
+    made.step()
+    return dict(made.state_dict())
+
+
+def held(directory: Path, what: str = "model") -> list[tuple[str, ...]]:
+    return [fact.keys for fact in read_files(directory) if fact.holds == what]
+
+
+@pytest.mark.parametrize("suffix", ["pt", "pth", "bin", "ckpt", "pth.tar"])
+@pytest.mark.parametrize("part", ["", "model", "module", "model_state_dict", "state_dict", "model_state"])
+def test_what_torch_saved(
+    tmp_path: Path, state: dict[str, Any], optimizer: dict[str, Any], suffix: str, part: str
+) -> None:
+    whole: Mapping[str, Any] = {part: state, "optimizer_state_dict": optimizer, "epoch": 3} if part else state
+    torch.save(whole, tmp_path / f"last.{suffix}")
+    assert held(tmp_path) == [NAMES]
+    assert [fact.keys for fact in read_saved(tmp_path) if fact.holds == "model"] == [NAMES]
+    assert any(fact.holds == "optimizer" for fact in read_saved(tmp_path)) == bool(part)
+    assert spoil(tmp_path, "truncate").path == f"last.{suffix}"
+    assert held(tmp_path) == []
+
+
+@pytest.mark.parametrize("part", ["optimizer", "optim", "optimizer_state_dict", "optimizer_state"])
+def test_an_optimizer_by_names(tmp_path: Path, state: dict[str, Any], optimizer: dict[str, Any], part: str) -> None:
+    named = {"state": dict(zip(NAMES, optimizer["state"].values(), strict=True)), "param_groups": []}
+    torch.save({"model": state, part: named}, tmp_path / "both.pth")
+    assert held(tmp_path, "optimizer") == [NAMES]
+
+
+@pytest.mark.parametrize("parts", [("model",), ("app", "model"), ("state", "model_state_dict"), ()])
+def test_a_distributed_checkpoint(
+    tmp_path: Path, state: dict[str, Any], optimizer: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    named = {"state": dict(zip(NAMES, optimizer["state"].values(), strict=True))}
+    whole: dict[str, Any] = dict(state)
+    if parts:
+        whole = {parts[-1]: state, "optim": named, "lr_scheduler": {"last_epoch": 3}, "rng": torch.ones(3)}
+    for part in parts[:-1]:
+        whole = {part: whole}
+    save(whole, checkpoint_id=tmp_path, no_dist=True)
+    assert [set(keys) for keys in held(tmp_path)] == [set(NAMES)]
+    (model,) = (fact for fact in read_files(tmp_path) if fact.holds == "model")
+    assert model.shapes["model.weight"] == (3, 2)
+    assert [set(keys) for keys in held(tmp_path, "optimizer")] == [set(NAMES)] * bool(parts)
+    saved = {fact.holds: fact for fact in read_saved(tmp_path)}
+    assert set(saved) == ({"model", "optimizer", "scheduler"} if parts else {"model"})
+    assert set(saved["model"].digests) == set(NAMES)
+
+
+def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "data.tar").write_bytes(b"no pickle")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save({"ema": {"decay": 0.5}, "epoch": 1}, tmp_path / "other.pth")
+    assert read_files(tmp_path) == ()

@@ -1,0 +1,99 @@
+"""Is what a model is fed found, wherever in its arguments it stands?"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+from pytest_distcompat.probe import Observer
+from pytest_distcompat.probe.inputs import tensors_fed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+IDS = torch.arange(3)
+
+
+class Pair(NamedTuple):
+    ids: torch.Tensor
+    length: int
+
+
+@dataclass
+class Batch:
+    ids: torch.Tensor
+    name: str = "train"
+
+
+class Store:
+    """As torch_geometric keeps the tensors of a graph."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        self.mapping = {"ids": ids}
+        self.parent = self
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ids: ids,
+        lambda ids: {"ids": ids},
+        lambda ids: UserDict(ids=ids),
+        lambda ids: [{"images": [ids]}],
+        lambda ids: Pair(ids, 3),
+        Batch,
+        lambda ids: {"graph": Store(ids)},
+    ],
+    ids=["itself", "dict", "mapping", "nested", "named tuple", "dataclass", "object"],
+)
+def test_it_is_found(make: Callable[[torch.Tensor], Any]) -> None:
+    (found,) = tensors_fed([make(IDS), torch.tensor(1.0), "text", None, 3])
+    assert found is IDS
+
+
+def test_other_objects_are_not_looked_through_where_there_is_a_tensor() -> None:
+    assert tensors_fed([IDS, Store(torch.ones(2))]) == [IDS]
+
+
+def test_a_model_among_the_arguments_is_not_what_it_is_fed() -> None:
+    assert tensors_fed([torch.nn.Linear(2, 2), {"self": torch.nn.Linear(2, 2)}]) == []
+
+
+def test_what_holds_itself() -> None:
+    ring: list[Any] = [IDS]
+    ring.append(ring)
+    assert len(tensors_fed([ring])) == 1
+
+
+class OfDict(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor = self.layer(batch["x"]).sum()
+        return out
+
+
+def test_two_batches_in_dicts_are_told_apart() -> None:
+    observer, model = Observer(), OfDict()
+    observer.attach(model)
+    with observer.watching():
+        model({"x": torch.ones(3)})
+        model({"x": torch.zeros(3)})
+    first, second = observer.facts()["inputs"]
+    assert first
+    assert second
+    assert first != second
+
+
+def test_a_convolution_computes() -> None:
+    observer, model = Observer(), torch.nn.Sequential(torch.nn.Conv1d(1, 2, 3), torch.nn.ReLU())
+    observer.attach(model)
+    with observer.watching():
+        model(torch.ones(1, 1, 5))
+    assert [(fact.module, fact.output) for fact in observer.facts()["compute"]] == [("0", "float32")]

@@ -1,0 +1,19 @@
+"""Is a model whose blocks were wrapped before the whole was seen read as it was?"""
+
+from __future__ import annotations
+
+import torch
+
+from pytest_distcompat.probe import read_plain
+from pytest_distcompat.probe.parts import read_parts
+
+
+def test_the_buffers_of_what_lies_above_the_blocks() -> None:
+    """torchtitan's models have their rotary table on the root, and no file holds it."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    model.register_buffer("table", torch.ones(2), persistent=False)
+    model.register_buffer("scale", torch.ones(2))
+    found = read_parts(model, {id(model[0]): read_plain(model[0])})
+    assert {fact.name: fact.placement for fact in found.buffers} == {"table": "non-persistent", "scale": "persistent"}
+    assert set(found.state_dict) == set(model.state_dict())
+    assert found.products == read_plain(model).products == 1
