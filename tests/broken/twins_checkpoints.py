@@ -138,10 +138,21 @@ class OtherDataElsewhere(Torch):
         return super().step(number + 1 if self.cell.strategy == "fsdp2" else number)
 
 
+class NamesTheFile(Torch):
+    """The sound one: torch.load says what is wrong with a file, and not which it is."""
+
+    def load(self, directory: Path) -> None:
+        try:
+            super().load(directory)
+        except Exception as error:
+            raise OSError(f"{directory / 'checkpoint.pt'}: {error}") from error
+
+
 @twin(
     "damage",
     "fsdp2-fp32-w2-model_plain-state_dict_full",
     match=r"'checkpoint\.pt' is cut in half: it was loaded without an error, and training went on\nfile 'checkpoint\.pt' is gone",
+    sound="broken.twins_checkpoints:NamesTheFile",
 )
 class FreshWeights(Torch):
     """What cannot be loaded is taken for a first start."""
@@ -156,6 +167,7 @@ class FreshWeights(Torch):
     "fsdp1-fp32-w2-model_plain-state_dict_full",
     match=r"^file 'checkpoint\.pt' is cut in half: the error does not name it: rank \d raised RuntimeError: cannot resume\n"
     r"file 'checkpoint\.pt' is gone: the error does not name it",
+    sound="broken.twins_checkpoints:NamesTheFile",
 )
 class HidesTheFile(Torch):
     """An error that says what was tried and not what was wrong."""
