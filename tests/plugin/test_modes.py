@@ -75,6 +75,30 @@ def test_slow(rank):
     time.sleep(0.3)
 """
 
+ASKED_FOR = """
+import pytest
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes long")
+
+def pytest_collection_modifyitems(config, items):
+    if "slow" not in config.getoption("-m") or "fails" not in config.getoption("-k"):
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="not asked for"))
+"""
+SLOW = """
+import pytest
+
+@pytest.mark.slow
+@pytest.mark.distcompat
+def test_fails(rank):
+    assert rank == 0
+
+@pytest.mark.distcompat
+def test_quick(rank):
+    pass
+"""
+
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
@@ -107,6 +131,14 @@ def test_exitfirst_stops_and_last_failed_runs_again_just_that(here: Path, run_py
     again = run_pytest(here, "--lf", "-k", "fails or group", "--distcompat-launcher=torchrun")
     assert again.outcomes == {"test_fails[a b/c]": "failed"}, again.out
     assert again.text("test_fails[a b/c]").splitlines()[0] == "rank 1 failed: ValueError: the cause"
+
+
+def test_a_conftest_reads_on_ranks_too_what_was_asked_for(tmp_path: Path, run_pytest: RunPytest) -> None:
+    (tmp_path / "conftest.py").write_text(ASKED_FOR, encoding="utf-8")
+    (tmp_path / "test_slow.py").write_text(SLOW, encoding="utf-8")
+    run = run_pytest(tmp_path, "-m", "slow", "-k", "fails")
+    assert run.outcomes == {"test_fails": "failed"}, run.out
+    assert run.text("test_fails").splitlines()[0] == "rank 1 failed: assert 1 == 0"
 
 
 def test_xdist(here: Path, run_pytest: RunPytest) -> None:

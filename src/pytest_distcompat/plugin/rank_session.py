@@ -46,10 +46,10 @@ OF_RANK_ZERO: dict[str, Any] = {
     **dict.fromkeys(("xmlpath", "log_file", "pastebin", "report_log", "htmlpath", "allure_report_dir"), None),
 }
 
-#: Options that select, distribute, debug or write files: the parent's business. Only those that a plugin is there for are set.
+#: Options that select by earlier runs, distribute, debug or write files: the parent's business. Only those that a plugin is
+#: there for are set. What -m and -k say stays: a conftest may decide by it what is to be skipped.
 _PARENTS: dict[str, Any] = {
     **OF_RANK_ZERO,
-    **dict.fromkeys(("keyword", "markexpr"), ""),
     **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset"), False),
     **dict.fromkeys(("collectonly", "usepdb", "trace", "looponfail", "distload", "json_report", "cacheclear"), False),
     **dict.fromkeys(("deselect", "basetemp", "durations", "numprocesses", "maxprocesses"), None),
