@@ -59,6 +59,59 @@ def test_a_test_is_run_again_on_all_ranks_or_none(args: list[str], run_pytest: R
         assert len({*pids[0], *pids[1]}) == 2 * times
 
 
+#: A plugin as pytest-dependency: what has passed in this process decides. It runs as those that repeat tests do.
+MADE_UP = """
+import pytest
+
+NAMES = ("dependency", "flaky", "pytest-retry")
+
+class MadeUp:
+    def __init__(self, name):
+        self.name = name
+        self.passed = set()
+
+    def pytest_runtest_setup(self, item):
+        needed = item.get_closest_marker("needs")
+        if needed and not set(needed.args) <= self.passed:
+            pytest.skip(f"{self.name}: {needed.args} did not pass")
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed:
+            self.passed.add(report.nodeid.partition("::")[2])
+
+def pytest_addoption(parser, pluginmanager):
+    for name in NAMES:
+        pluginmanager.register(MadeUp(name), name)
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "needs(*names): skip the test unless these passed")
+"""
+NEEDING = """
+import pytest
+
+@pytest.mark.distcompat
+def test_saves(rank):
+    pass
+
+@pytest.mark.distcompat
+@pytest.mark.needs("test_saves")
+def test_loads(rank):
+    assert rank == 0
+
+@pytest.mark.distcompat
+@pytest.mark.needs("test_loads")
+def test_resumes(rank):
+    pass
+"""
+
+
+def test_what_ran_before_is_known_to_the_parent_alone(run_pytest: RunPytest, tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(MADE_UP, encoding="utf-8")
+    (tmp_path / "test_needing.py").write_text(NEEDING, encoding="utf-8")
+    run = run_pytest(tmp_path)
+    assert run.outcomes == {"test_saves": "passed", "test_loads": "failed", "test_resumes": "skipped"}, run.out
+
+
 COVERED = """
 [tool.coverage.run]
 patch = ["subprocess", "_exit"]

@@ -61,9 +61,10 @@ _PARENTS: dict[str, Any] = {
 }
 
 
-#: Plugins that repeat tests: the parent's business too, for a rank that repeats one alone has lost its peers. Beside xdist
+#: Plugins that repeat tests, or decide by what ran before, by the names under which they are registered: the parent's business
+#: too. A rank that repeats a test alone has lost its peers, and before a test nothing has run on its ranks. Beside xdist
 #: pytest-rerunfailures starts a thread when it is configured, with which nothing could be forked.
-_REPEATING = ("rerunfailures",)
+_OF_THE_PARENT = ("rerunfailures", "flaky", "pytest-retry", "dependency")
 
 
 def describe(config: pytest.Config) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def collect(payload: Mapping[str, Any]) -> pytest.Session:
     config.stash[ON_RANK] = True
     launched.hide()
     # Their options and ini keys are known, their marks are told by the parent.
-    for name in _REPEATING:
+    for name in _OF_THE_PARENT:
         if config.pluginmanager.has_plugin(name):
             config.pluginmanager.unregister(name=name)
     for line in payload["markers"]:
