@@ -99,6 +99,23 @@ def test_quick(rank):
     pass
 """
 
+LOGS = """
+import logging
+import pytest
+
+log = logging.getLogger("trainer")
+
+def test_before():
+    log.warning("before")
+
+@pytest.mark.distcompat
+def test_on_ranks(rank):
+    log.warning("on a rank")
+
+def test_after():
+    log.warning("after")
+"""
+
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
@@ -139,6 +156,16 @@ def test_a_conftest_reads_on_ranks_too_what_was_asked_for(tmp_path: Path, run_py
     run = run_pytest(tmp_path, "-m", "slow", "-k", "fails")
     assert run.outcomes == {"test_fails": "failed"}, run.out
     assert run.text("test_fails").splitlines()[0] == "rank 1 failed: assert 1 == 0"
+
+
+def test_the_log_of_the_ini_file_is_pytests_own(tmp_path: Path, run_pytest: RunPytest) -> None:
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nlog_file = tests.log\nlog_file_format = %(message)s\n", encoding="utf-8"
+    )
+    (tmp_path / "test_logs.py").write_text(LOGS, encoding="utf-8")
+    run = run_pytest(tmp_path)
+    assert run.code == 0, run.out
+    assert (tmp_path / "tests.log").read_text(encoding="utf-8").split("\n") == ["before", "after", ""]
 
 
 def test_xdist(here: Path, run_pytest: RunPytest) -> None:

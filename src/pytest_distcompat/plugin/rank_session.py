@@ -43,7 +43,9 @@ SKIP_GRACE = 5.0
 OF_RANK_ZERO: dict[str, Any] = {
     **dict.fromkeys(("setupshow", "setuponly", "setupplan", "debug"), False),
     # Report files that pytest and its better-known plugins open, some already when they are configured.
-    **dict.fromkeys(("xmlpath", "log_file", "pastebin", "report_log", "htmlpath", "allure_report_dir"), None),
+    **dict.fromkeys(("xmlpath", "pastebin", "report_log", "htmlpath", "allure_report_dir"), None),
+    # Without the option the ini key of that name would hold.
+    "log_file": os.devnull,
 }
 
 #: Options that select by earlier runs, distribute, debug or write files: the parent's business. Only those that a plugin is
