@@ -24,6 +24,14 @@ def test_xfail_raises_another(rank: int) -> None:
 
 
 @mark
+@pytest.mark.xfail(reason="known", raises=Exception)
+def test_xfail_did_not_raise(rank: int) -> None:
+    # pytest's own Failed is no Exception.
+    with pytest.raises(ValueError, match="never"):
+        pass
+
+
+@mark
 @pytest.mark.xfail(reason="known", strict=True)
 def test_xpass_strict(rank: int) -> None:
     pass

@@ -38,6 +38,7 @@ ENDS = {
     "xpassed": ["test_xpass"],
     "failed": [
         "test_xfail_raises_another",
+        "test_xfail_did_not_raise",
         "test_xpass_strict",
         "test_xpass_strict_added",
         "test_xfail_and_killed",
@@ -60,6 +61,7 @@ ENDS = {
 #: What the text of a failure shows, in this order.
 TEXTS: dict[str, list[str]] = {
     "test_xfail_raises_another": ["rank * failed: KeyError: 'another'"],
+    "test_xfail_did_not_raise": ["rank * failed: Failed: DID NOT RAISE*ValueError*"],
     "test_xpass_strict": ["[[]XPASS(strict)[]] known"],
     "test_xpass_strict_added": ["[[]XPASS(strict)[]] added"],
     "test_xfail_and_killed": ["--- rank 1: was killed by SIGKILL ---"],

@@ -136,13 +136,14 @@ def test_properties_are_those_of_rank_0_each_once(ranks: FakeRanks) -> None:
     [
         ([rank(0), rank(1)], {"passed": 1, "xpassed": 2, "failed": 1}),
         ([xfailed(0), xfailed(1)], {"xfailed": 4}),
-        # raises= is the ranks' business: what they did not report as expected is not.
-        ([rank(0), failed(1)], {"failed": 2, "xfailed": 2}),
+        # The marks are the ranks' business: what they did not report as expected is not.
+        ([rank(0), failed(1)], {"failed": 4}),
         ([rank(0), rank(1, "killed", "was killed by SIGKILL")], {"failed": 4}),
         ([xfailed(0, 1.0), rank(1, "killed", "was killed by SIGKILL", time=2.0)], {"failed": 4}),
         ([rank(0, "stuck"), rank(1, "stuck")], {"failed": 4}),
+        ([rank(0), skipped_alone(1)], {"failed": 4}),
     ],
-    ids=["pass", "xfail", "fail", "crash", "crash after xfail", "hang"],
+    ids=["pass", "xfail", "fail", "crash", "crash after xfail", "hang", "skip"],
 )
 def test_xfail_marks_of_the_parent(
     ends: list[RankEnd], expected: dict[str, int], pytester: pytest.Pytester, ranks: FakeRanks

@@ -10,7 +10,7 @@ import pytest
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.launch import Ending, RankEnd, Request
 from pytest_distcompat.plugin.options import OPTIONS, setting
-from pytest_distcompat.plugin.outcome import Phase
+from pytest_distcompat.plugin.outcome import Phase, XFailed
 from pytest_distcompat.scenario import TRAIN
 
 if TYPE_CHECKING:
@@ -238,7 +238,9 @@ def test_an_xfail_mark_speaks_first_and_an_ordinary_test_is_never_meant(pytester
         def test_ordinary(): raise KeyError("_orig_mod")
         """
     )
-    ranks.tell = failing("KeyError: '_orig_mod'")
+    # The ranks have weighed the mark.
+    end = RankEnd(1, "raised", "raised xfailed: of the mark", text="KeyError: '_orig_mod'", kind=XFailed.KIND)
+    ranks.tell = failing("", end=end)
     result = pytester.runpytest_inprocess("-rx")
     result.assert_outcomes(xfailed=1, failed=1)
     result.stdout.fnmatch_lines(["XFAIL *::test_marked - of the mark"])

@@ -232,7 +232,9 @@ def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest
     report.sections.extend(outcome.sections)
     if call.excinfo is not None and isinstance(call.excinfo.value, RankFailure):
         report.longrepr = str(call.excinfo.value)
-        if call.excinfo.value.hard:
+        # The ranks have weighed their xfail marks, by the exceptions themselves: this one's mark knows only of ours. A report
+        # that another plugin made a pass, by running the test again, is left alone.
+        if call.excinfo.value.hard or hasattr(report, "wasxfail"):
             unexcused(report)
     elif outcome.kind == "skipped" and outcome.location is not None:
         report.longrepr = outcome.location

@@ -224,7 +224,7 @@ def _sections(phases: Mapping[int, list[Phase]], ending: Ending) -> tuple[tuple[
 
 
 def unexcused(report: pytest.TestReport) -> None:
-    """Make it a failure: a crash, a hang or a leak is no expected one, whatever an xfail mark says."""
+    """Make it a failure, whatever an xfail mark says: a crash, a hang or a leak is no expected one."""
     report.outcome = "failed"
     if hasattr(report, "wasxfail"):
         del report.wasxfail
