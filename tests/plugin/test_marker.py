@@ -66,6 +66,48 @@ def test_what_cannot_run_on_ranks_is_a_usage_error(pytester: pytest.Pytester) ->
     )
 
 
+@pytest.mark.parametrize("of_conftest", [False, True], ids=["parameter", "conftest"])
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("worldsize=2", f"has no argument 'worldsize'. Known: {ARGUMENTS}"),
+        ("strategies=['fsdp3']", f"no strategy named 'fsdp3'. Known: {', '.join(STRATEGIES.names())}."),
+        ("strategies=['ddp']", "cells need the mark on the function, class or module"),
+    ],
+)
+def test_what_is_wrong_with_a_mark_that_comes_late_is_a_usage_error(
+    said: str, message: str, of_conftest: bool, pytester: pytest.Pytester, ranks: FakeRanks
+) -> None:
+    mark = f"pytest.mark.distcompat({said})"
+    if of_conftest:
+        pytester.makeconftest(
+            f"import pytest\ndef pytest_collection_modifyitems(items):\n    items[0].add_marker({mark})"
+        )
+        pytester.makepyfile("def test(): pass")
+    else:
+        pytester.makepyfile(
+            f"import pytest\n@pytest.mark.parametrize('x', [pytest.param(1, marks={mark})])\ndef test(x): pass"
+        )
+    result = pytester.runpytest_inprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: *::test*: *{message.replace('[', '[[]')}"])
+    result.stderr.no_fnmatch_line("*INTERNALERROR*")
+    assert not ranks.requests
+
+
+def test_a_world_size_may_come_late(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.distcompat(world_size=3)), 2])
+        def test(x): pass
+        """
+    )
+    pytester.runpytest_inprocess().assert_outcomes(passed=2)
+    assert [request.world_size for request in ranks.requests] == [3]
+
+
 def test_cells_become_ids(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """

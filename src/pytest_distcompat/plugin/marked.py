@@ -103,15 +103,28 @@ def parametrize(
 
 
 def check_items(items: Iterable[pytest.Item]) -> None:
-    """Raise pytest.UsageError for a mark on something that cannot run on ranks."""
+    """Raise pytest.UsageError for a mark on something that cannot run on ranks.
+
+    And for what is wrong with one that came after the tests were made: by a parameter, or from a conftest.
+    """
     for item in items:
-        if item.get_closest_marker(MARK) is None:
+        mark = item.get_closest_marker(MARK)
+        if mark is None:
             continue
         test_class = getattr(item, "cls", None)
         if not isinstance(item, pytest.Function) or (test_class and issubclass(test_class, unittest.TestCase)):
             raise pytest.UsageError(
                 f"{item.nodeid}: @pytest.mark.{MARK} works on functions and on methods of plain classes, "
                 f"not on {'unittest.TestCase methods' if test_class else type(item).__name__}"
+            )
+        try:
+            read = read_mark(mark)
+        except ValueError as problem:
+            raise pytest.UsageError(f"{item.nodeid}: {problem}") from None
+        # Where options leave none of its cells, its one item has a parameter without value.
+        if read.has_cells and "cell" not in getattr(getattr(item, "callspec", None), "params", ()):
+            raise pytest.UsageError(
+                f"{item.nodeid}: @pytest.mark.{MARK}: cells need the mark on the function, class or module"
             )
 
 
