@@ -157,6 +157,18 @@ def test_xfail_marks_of_the_parent(
     assert counts == expected
 
 
+@pytest.mark.parametrize(("args", "told"), [([], 1), (["-W", "error"], 1), (["-W", "ignore"], 0)])
+def test_a_notice_is_a_warning_and_never_an_error(
+    args: list[str], told: int, pytester: pytest.Pytester, ranks: FakeRanks
+) -> None:
+    pytester.makepyfile(MARKS)
+    ranks.tell = lambda request: ranks.told((rank(0), ranks.phases()), (failed(1), ()), notice="what is to be known")
+    result = pytester.runpytest_inprocess("-k", "plain", *args)
+    result.assert_outcomes(failed=1, warnings=told)
+    result.stdout.fnmatch_lines(["rank 1 failed: ValueError: no"])
+    assert result.stdout.str().count("DistcompatWarning: what is to be known") == told
+
+
 def test_a_strict_mark_that_a_rank_added_is_not_lost(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
     pytester.makepyfile(MARKS)
     unexpected = ranks.phases(call=Phase("call", "passed", text="[XPASS(strict)] added"))

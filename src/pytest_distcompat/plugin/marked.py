@@ -174,12 +174,12 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
         timeout=min(mark.timeout or session.timeout, item.stash.get(TIME_LIMIT, math.inf)),
     )
     ending = session.launcher.run(request, keep)
-    if ending.notice:
-        session.notice(ending.notice)
     outcome = merge(ending)
     if item.config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(item.config, "workerinput"):
         outcome = _printed(outcome)
     item.stash[OUTCOME] = outcome
+    if ending.notice:
+        session.notice(ending.notice)
     item.user_properties.extend(outcome.properties)
     if ending.left:
         item.user_properties.append(("distcompat: ranks left", ending.left))

@@ -243,8 +243,14 @@ class DistcompatSession:
         return path
 
     def notice(self, text: str) -> None:
-        """Tell the user, as a warning in pytest's summary."""
-        warnings.warn(DistcompatWarning(text), stacklevel=2)
+        """Tell the user, as a warning in pytest's summary; never raises."""
+        try:
+            warnings.warn(DistcompatWarning(text), stacklevel=2)
+        except DistcompatWarning:
+            # Warnings are errors (-W error). This one would end the session, or hide what the ranks said.
+            with warnings.catch_warnings():
+                warnings.simplefilter("always", DistcompatWarning)
+                warnings.warn(DistcompatWarning(text), stacklevel=2)
 
     def reproduce(self, item: pytest.Function) -> str:
         """The command that runs that one item again, as it was run, from the same directory."""
