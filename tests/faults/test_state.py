@@ -28,6 +28,41 @@ def test_seeded(rank, number):
     assert found == (torch.rand(1).item(), numpy.random.rand(), random.random())
 """
 
+PATCHED = """
+import os, time
+import pytest
+
+mark = pytest.mark.distcompat(world_size=2)
+
+def patched(*args):
+    raise RuntimeError("the test's own")
+
+@pytest.fixture
+def patch(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", patched)
+    monkeypatch.setattr(time, "sleep", patched)
+
+@mark
+def test_patched_clock(patch):
+    pass
+
+@mark
+def test_patched_clock_fails(patch, rank):
+    assert rank == 0
+
+@mark
+def test_patched_clock_skips(patch):
+    pytest.skip("no need")
+
+@mark
+def test_emptied_environment():
+    os.environ.clear()
+
+@pytest.mark.distcompat(world_size=2, reuse="never")
+def test_patched_clock_stays():
+    time.monotonic = time.sleep = patched
+"""
+
 
 @pytest.fixture(scope="module")
 def run(run_faults: RunFaults) -> Run:
@@ -98,6 +133,15 @@ def test_well(process_group):
         run = run_faults(source, MASTER_ADDR="localhost", MASTER_PORT=port)
     assert run.outcomes == {"test_well": "passed"}, run.out
     assert not run.left
+
+
+def test_what_a_test_patches_does_not_reach_what_reports_it(run_faults: RunFaults) -> None:
+    run = run_faults(PATCHED)
+    ends = {"test_patched_clock_fails": "failed", "test_patched_clock_skips": "skipped"}
+    names = ("", "_fails", "_skips", "_stays")
+    expected = {f"test_patched_clock{name}": "passed" for name in names} | {"test_emptied_environment": "passed"}
+    assert run.outcomes == expected | ends, run.out
+    run.shows("test_patched_clock_fails", "rank 1 failed: assert 1 == 0")
 
 
 def test_nothing_is_left(run: Run, seeded: Run) -> None:

@@ -9,10 +9,10 @@ import json
 import os
 import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic  # by name: a test may patch the module
 from typing import Any
 
 
@@ -115,7 +115,7 @@ class RankLog:
 
     def write(self, event: str, **data: Any) -> None:
         """Append one event."""
-        line = json.dumps({"event": event, "rank": self.rank, "time": time.monotonic(), **data}) + "\n"
+        line = json.dumps({"event": event, "rank": self.rank, "time": monotonic(), **data}) + "\n"
         raw = line.encode("utf-8", "surrogatepass")
         while raw:
             raw = raw[os.write(self._file, raw) :]

@@ -9,9 +9,9 @@ import functools
 import json
 import os
 import pickle
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from time import monotonic, sleep  # by name: a test may patch the module
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -241,7 +241,7 @@ def _own_temporary_directory(directory: Path, rank: int) -> Iterator[None]:
     before = os.environ.get(_ROOT)
     os.environ[_ROOT] = str(root)
     yield
-    os.environ.pop(_ROOT)
+    os.environ.pop(_ROOT, None)  # the test may have emptied it
     if before is not None:
         os.environ[_ROOT] = before
 
@@ -288,13 +288,13 @@ class _Reporter:
         """Whether all ranks skip, waiting a while for the slower ones."""
         from pytest_distcompat.launch.request import has_ended, read_events
 
-        deadline = time.monotonic() + SKIP_GRACE
-        while time.monotonic() < deadline:
+        deadline = monotonic() + SKIP_GRACE
+        while monotonic() < deadline:
             events = [read_events(self.directory, rank) for rank in range(self.world_size)]
             skipped = [any(e["event"] == "phase" and e["outcome"] == "skipped" for e in one) for one in events]
             if all(skipped):
                 return True
             if any(has_ended(one) and not skip for one, skip in zip(events, skipped, strict=True)):
                 return False
-            time.sleep(0.01)
+            sleep(0.01)
         return False
