@@ -47,7 +47,9 @@ class LeasedLauncher:
         if self._lease is None or keep is None or keep.scope != self.keeping:
             # Imports take seconds and no device: others run meanwhile. What goes wrong with them, ``run`` says.
             self._launcher.get_warm()
-            self.retire()
+            problem = self.retire()
+            if problem:
+                self._notice(f"ranks that were kept did not leave well: {problem}")
             who = _current_item() or request.directory
             self._lease = self._held.enter_context(self._pool().lease(request.world_size, who=who))
             for leak in self._lease.leak:
@@ -69,8 +71,6 @@ class LeasedLauncher:
     def retire(self) -> str:
         """Have ranks that wait leave, and give their devices back; what went wrong, if something did."""
         problem = self._launcher.retire()
-        if problem:
-            self._notice(f"ranks that were kept did not leave well: {problem}")
         for leak in self._give_back():
             # Which of the tests that shared them it was, nobody knows.
             self._notice(f"ranks that {leak.who} and later tests shared: {told(leak)}")

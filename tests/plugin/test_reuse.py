@@ -114,6 +114,44 @@ def test_so_many_tests_and_no_more(run_pytest: RunPytest, tmp_path: Path) -> Non
     assert properties(run, list(run.outcomes)[1])["distcompat: ranks left"] == "they did 2 requests"
 
 
+FAILING = """
+import pytest
+
+pytestmark = pytest.mark.distcompat(world_size=2, reuse="module")
+
+@pytest.fixture(scope="module")
+def trainer():
+    yield
+    raise AssertionError("a checkpoint half written")
+
+def test_first(trainer):
+    pass
+
+def test_second(trainer):
+    pass
+
+@pytest.mark.skip(reason="not today")
+def test_skipped(trainer):
+    pass
+"""
+
+
+@pytest.mark.spawn
+def test_what_fails_when_ranks_leave_is_the_error_of_the_last_test(run_pytest: RunPytest, tmp_path: Path) -> None:
+    for name in ("test_a.py", "test_b.py"):
+        (tmp_path / name).write_text(FAILING, encoding="utf-8")
+    run = run_pytest(tmp_path)
+    failed = [(report["nodeid"], report["when"]) for report in run.reports if report.get("outcome") == "failed"]
+    # Before ranks of the next module come, and at the end of all.
+    assert failed == [(f"test_{name}.py::test_skipped", "teardown") for name in "ab"], run.out
+    assert run.code == pytest.ExitCode.TESTS_FAILED
+    texts = [report["text"] for report in run.reports if report.get("outcome") == "failed"]
+    for text in texts:
+        assert text.startswith("ranks that tests shared did not leave well: "), text
+        assert "AssertionError: a checkpoint half written" in text
+    assert "DistcompatWarning" not in run.out
+
+
 def test_a_wrong_word_names_the_right_ones(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.distcompat(world_size=2, reuse='class')\ndef test_it(): pass\n")
     result = pytester.runpytest()

@@ -217,6 +217,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         item.fixturenames = []
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """Ranks that wait for no later test leave within this one's teardown, whose error it is what goes wrong then."""
+    yield
+    if _IN_USE in item.config.stash:
+        from pytest_distcompat.plugin import marked
+
+        marked.retire_after(item, nextitem)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """A marked test is run on its ranks instead of here."""

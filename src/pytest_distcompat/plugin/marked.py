@@ -215,11 +215,29 @@ def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
     return f"{reuse} {place} {world_size_of(item, mark, session)}"
 
 
+def retire_after(item: pytest.Item, following: pytest.Item | None) -> None:
+    """Have ranks leave that were kept, but not for the item that comes next. They would hold devices for nothing.
+
+    Fixtures that they share are torn down then, as pytest does after the last test that could have used them, be it skipped.
+    Fails if that goes wrong.
+    """
+    problem = _retire(item.config.stash[SESSION], following)
+    if problem:
+        pytest.fail(f"ranks that tests shared did not leave well: {problem}", pytrace=False)
+
+
 def retire_for(item: pytest.Item) -> None:
-    """Before an item: have ranks leave that were kept, but not for it. They would hold devices for nothing."""
+    """The same before an item, where the teardown of the one before it came to no such end; what goes wrong is a warning."""
     session = item.config.stash[SESSION]
-    if session.keeping and session.keeping != scope_of(item, session):
-        session.launcher.retire()
+    problem = _retire(session, item)
+    if problem:
+        session.notice(f"ranks that were kept did not leave well: {problem}")
+
+
+def _retire(session: DistcompatSession, following: pytest.Item | None) -> str:
+    if session.keeping and (following is None or session.keeping != scope_of(following, session)):
+        return session.launcher.retire()
+    return ""
 
 
 def _printed(outcome: Outcome) -> Outcome:
