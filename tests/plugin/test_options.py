@@ -111,6 +111,39 @@ def test_a_wrong_value_is_a_usage_error_that_lists_the_right_ones(
     result.stderr.fnmatch_lines([f"ERROR: ini {name}: {message}"])
 
 
+@pytest.mark.parametrize("place", ["pytest.ini", "pyproject.toml"])
+def test_files_are_relative_to_the_file_that_names_them(
+    place: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = pytester.path / "a b"
+    below = root / "below"
+    below.mkdir(parents=True)
+    if place == "pytest.ini":
+        (root / "known.toml").write_bytes(SHIPPED.read_bytes())
+        lines = ["[pytest]", "distcompat_known = known.toml, known.toml"]
+        lines += ["distcompat_baseline = last.json", "distcompat_report = a.md", "    b.json"]
+    else:
+        lines = [
+            "[tool.pytest.ini_options]",
+            "[tool.distcompat]",
+            "baseline = 'last.json'",
+            "report = ['a.md', 'b.json']",
+        ]
+    (root / place).write_text("\n".join(lines), encoding="utf-8")
+    (root / "last.json").write_bytes(LAST.read_bytes())
+    (below / "test_it.py").write_text("def test(): pass", encoding="utf-8")
+    for here in (root, below):
+        monkeypatch.chdir(here)
+        config = pytester.parseconfigure()
+        assert setting(config, "distcompat_baseline").value == Report.read(LAST)
+        reports = setting(config, "distcompat_report").value
+        assert [path.absolute() for path in reports] == [root / "a.md", root / "b.json"]
+        if place == "pytest.ini":
+            assert setting(config, "distcompat_known").value == known.read_file(SHIPPED) * 2
+    config = pytester.parseconfigure("--distcompat-report=c.md")
+    assert [path.absolute() for path in setting(config, "distcompat_report").value] == [below / "c.md"]
+
+
 def test_an_unknown_option_is_a_usage_error(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_inprocess("--distcompat-gpu-count=3")
     assert result.ret == pytest.ExitCode.USAGE_ERROR

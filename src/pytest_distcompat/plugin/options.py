@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +17,15 @@ from pytest_distcompat.plugin import pyproject
 class Option:
     """One option and the ini key of the same name. ``read`` turns its text into its value or raises UsageProblem.
 
-    One that is ``repeated`` may be given several times; its text is then a line for each.
+    One that is ``repeated`` may be given several times; its text is then a line for each. Where it names files, ``read``
+    takes the directory that they are relative to as well.
     """
 
     name: str
     metavar: str
     default: str
     help: str
-    read: Callable[[str], Any]
+    read: Callable[..., Any]
     repeated: bool = False
 
     @property
@@ -97,13 +99,11 @@ def _profile(text: str) -> str:
     return _choice(*PROFILES)(text)
 
 
-def _known(text: str) -> tuple[Any, ...]:
+def _known(text: str, base: Path) -> Any:
     """The issues of all files in the list."""
-    from pathlib import Path
-
     from pytest_distcompat.known import read_file
 
-    return tuple(issue for name in text.replace(",", " ").split() for issue in read_file(Path(name)))
+    return tuple(issue for name in text.replace(",", " ").split() for issue in read_file(base / name))
 
 
 def _part(text: str) -> float:
@@ -119,16 +119,16 @@ def _part(text: str) -> float:
     return part
 
 
-def _report(text: str) -> Any:
+def _report(text: str, base: Path) -> Any:
     from pytest_distcompat.plugin.report_files import to_write
 
-    return to_write(text)
+    return to_write(text, base)
 
 
-def _baseline(text: str) -> Any:
+def _baseline(text: str, base: Path) -> Any:
     from pytest_distcompat.plugin.report_files import to_compare_with
 
-    return to_compare_with(text)
+    return to_compare_with(text, base)
 
 
 def _launcher(text: str) -> str:
@@ -285,8 +285,9 @@ def setting(config: pytest.Config, name: str) -> Setting:
     sources = [(given, "option", option.flag), (ini, "ini", f"ini {name}")]
     sources += [(pyproject.text(config, option), "pyproject", pyproject.place(name)), (option.default, "default", name)]
     text, origin, where = next(source for source in sources if source[0] not in {None, ""} or source[1] == "default")
+    files = (pyproject.base(config, origin),) if option.metavar.startswith("FILE") else ()
     try:
-        return Setting(option.read(str(text)), ", ".join(str(text).split("\n")), origin)
+        return Setting(option.read(str(text), *files), ", ".join(str(text).split("\n")), origin)
     except UsageProblem as problem:
         raise pytest.UsageError(f"{where}: {problem}") from None
 

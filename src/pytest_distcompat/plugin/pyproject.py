@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
@@ -39,6 +40,17 @@ class Named(Protocol):
 def place(name: str) -> str:
     """Where an option stands, for messages."""
     return f"{FILE} [tool.{_TOOL}] {name.removeprefix(_PREFIX)}"
+
+
+def base(config: pytest.Config, origin: str) -> Path:
+    """What paths of that origin (``Setting.origin``) are relative to: a file is read alike from wherever pytest is started.
+
+    https://docs.pytest.org/en/stable/reference/reference.html#pytest.Parser.addini says it of ini keys.
+    """
+    file = {"ini": config.inipath, "pyproject": config.rootpath / FILE}.get(origin)
+    here = config.invocation_params.dir
+    # What is relative stays so where it can: messages show it as it was written.
+    return Path() if file is None or file.parent == here else file.parent
 
 
 def _table(config: pytest.Config) -> Mapping[str, Any]:

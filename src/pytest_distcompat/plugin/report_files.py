@@ -9,9 +9,9 @@ from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report import FORMATS, Report
 
 
-def to_write(text: str) -> tuple[Path, ...]:
-    """A path a line. Raises UsageProblem for a suffix that is no format, or where there is no directory for it."""
-    paths = tuple(Path(line.strip()) for line in dict.fromkeys(text.splitlines()) if line.strip())
+def to_write(text: str, base: Path) -> tuple[Path, ...]:
+    """A path a line, below ``base``. Raises UsageProblem for a suffix that is no format, or where there is no directory."""
+    paths = tuple(base / line.strip() for line in dict.fromkeys(text.splitlines()) if line.strip())
     for path in paths:
         if path.suffix not in FORMATS:
             raise UsageProblem(f"{str(path)!r}: the suffix says the format. Known: {', '.join(FORMATS)}.")
@@ -20,9 +20,9 @@ def to_write(text: str) -> tuple[Path, ...]:
     return paths
 
 
-def to_compare_with(text: str) -> Report | None:
+def to_compare_with(text: str, base: Path) -> Report | None:
     """The report in that file. Raises UsageProblem if there is none."""
-    return _read(Path(text).absolute()) if text else None
+    return _read((base / text).absolute()) if text else None
 
 
 @functools.cache
