@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +28,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.launch import LAUNCHERS, Ending, Keeping, RankEnd, Request, Warmth
 from pytest_distcompat.models import MODELS
-from pytest_distcompat.plugin.outcome import Phase
+from pytest_distcompat.plugin.phase import Phase
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 
@@ -52,6 +54,7 @@ class Run(RunOfPytest):
 
 
 RunPytest = Callable[..., Run]
+Torchrun = Callable[..., Run]
 
 
 def recorded(directory: Path, line: Sequence[str], environment: Mapping[str, str]) -> Run:
@@ -80,6 +83,33 @@ def run_pytest(environment: dict[str, str]) -> RunPytest:
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def torchrun(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
+    """Run a file of tests on two ranks; what it is named for keeps its directory."""
+
+    def run(source: str | Path, *args: str, pyproject: str = "") -> Run:
+        directory = tmp_path_factory.mktemp("inside")
+        if isinstance(source, Path):
+            shutil.copy(source, directory / "test_launch.py")
+        else:
+            (directory / "test_launch.py").write_text(source, encoding="utf-8")
+        (directory / "pyproject.toml").write_text(pyproject, encoding="utf-8")
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        line = [*launch, "-m", "pytest", *RECORDED, "-p", "no:cacheprovider", *args]
+        return recorded(directory, line, {**environment, "TMPDIR": str(directory)})
+
+    return run
+
+
+#: torchrun's own table of the ranks that ended other than well.
+_CODES = re.compile(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)")
+
+
+def codes(run: Run) -> dict[int, int]:
+    """The exit codes of ranks, those that are not 0."""
+    return {int(rank): int(code) for rank, code in _CODES.findall(run.out)}
 
 
 @pytest.fixture(scope="session")

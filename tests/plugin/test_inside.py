@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 import socket
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.plugin.conftest import Run, recorded
-from tests.pytest_runs import RECORDED
+from tests.plugin.conftest import Run, Torchrun, codes
 
 pytestmark = pytest.mark.spawn
-
-#: torchrun's own table of the ranks that ended other than well.
-_CODES = re.compile(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)")
-
-Torchrun = Callable[..., Run]
-
-
-@pytest.fixture(scope="module")
-def torchrun(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
-    """Run a file of tests on two ranks; what it is named for keeps its directory."""
-
-    def run(source: str | Path, *args: str, pyproject: str = "") -> Run:
-        directory = tmp_path_factory.mktemp("inside")
-        if isinstance(source, Path):
-            shutil.copy(source, directory / "test_launch.py")
-        else:
-            (directory / "test_launch.py").write_text(source, encoding="utf-8")
-        (directory / "pyproject.toml").write_text(pyproject, encoding="utf-8")
-        launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        line = [*launch, "-m", "pytest", *RECORDED, "-p", "no:cacheprovider", *args]
-        return recorded(directory, line, {**environment, "TMPDIR": str(directory)})
-
-    return run
-
-
-def codes(run: Run) -> dict[int, int]:
-    """The exit codes of ranks, those that are not 0."""
-    return {int(rank): int(code) for rank, code in _CODES.findall(run.out)}
 
 
 def show(text: str, *lines: str) -> None:

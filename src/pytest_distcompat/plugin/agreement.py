@@ -13,7 +13,8 @@ import pytest
 
 from pytest_distcompat.launch.ending import conclude
 from pytest_distcompat.launch.stacks import stack_file
-from pytest_distcompat.plugin.outcome import RANK, STRICT_XPASS, Outcome, Phase, merge
+from pytest_distcompat.plugin.outcome import RANK, STRICT_XPASS, Outcome, merge
+from pytest_distcompat.plugin.phase import Phase
 
 #: What there is to say of a phase that passed on all ranks.
 SAME = "same"

@@ -24,9 +24,10 @@ from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.declared import declared_of, weigh
 from pytest_distcompat.plugin.lockstep import Gone, Lockstep
 from pytest_distcompat.plugin.marked import TIME_LIMIT, cell_of, mark_of
-from pytest_distcompat.plugin.outcome import Outcome, phase_of
+from pytest_distcompat.plugin.outcome import Outcome, Phases
 from pytest_distcompat.plugin.rank_session import OF_RANK_ZERO, ON_RANK, SHARED, WORLD
 from pytest_distcompat.plugin.session import DistcompatSession, session_basetemp
+from pytest_distcompat.plugin.subtests import name_of
 from pytest_distcompat.plugin.termination import Termination
 from pytest_distcompat.world import World
 
@@ -78,6 +79,7 @@ class Inside:
         self._item: pytest.Item | None = None
         self._limit = self._deadline = 0.0
         self._when: Literal["setup", "call", "teardown"] = "setup"
+        self._phases, self._calling = Phases(), False
 
     def pytest_report_header(self) -> str:
         """Where we are."""
@@ -123,10 +125,15 @@ class Inside:
         if "shared_dir" in getattr(item, "fixturenames", ()):
             item.config.stash[SHARED] = self._shared(item.config)
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
         """The second phase."""
         self._begin(item, "call")
+        self._calling = True
+        try:
+            return (yield)
+        finally:
+            self._calling = False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
@@ -139,7 +146,7 @@ class Inside:
             limit = min((mark.timeout if mark else None) or self._session.timeout, item.stash.get(TIME_LIMIT, math.inf))
             self._item, self._cut = item, False
             self._limit, self._deadline = limit, time.monotonic() + limit
-        self._when = when
+        self._when, self._phases = when, Phases()
         if self._lockstep is not None:
             self._lockstep.begin(f"{when} of {item.nodeid}", self._deadline, self._limit)
 
@@ -170,6 +177,9 @@ class Inside:
         """The report of all ranks, in place of this rank's own."""
         report = yield
         lockstep = self._lockstep
+        if self._calling or (lockstep is not None and lockstep.within and call.when != self._when):
+            # Of a subtest, which other ranks need not have: in the middle of the call, or (theirs is "call") of a fixture.
+            return report
         if (self._over or self._cut) and call.when != "call" and report.failed and lost_peer("", report.longreprtext):
             # A fixture that asks for the peers once more: what the call came to says it all.
             report.outcome, report.longrepr = "passed", None
@@ -179,7 +189,7 @@ class Inside:
             # Another plugin's hook raised before ours was called.
             self._begin(item, report.when)
         try:
-            outcome, cut, over = lockstep.end(phase_of(report).to_json(), group=self._has_group(call.when))
+            outcome, cut, over = lockstep.end(self._phases.of(report).to_json(), group=self._has_group(call.when))
         except Gone as problem:
             pytest.exit(str(problem), returncode=pytest.ExitCode.TESTS_FAILED)
         self._cut = self._cut or cut
@@ -189,6 +199,16 @@ class Inside:
             self._pytest.shouldfail = _OVER
         self._weigh(item, report, outcome)
         return report
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None]:
+        """Have a subtest counted in its phase, on this rank too if no terminal does so."""
+        if name_of(report):
+            self._phases.of(report)
+            if report.failed and not hasattr(report, "wasxfail") and self._pytest is not None:
+                # pytest is about to count it, by --maxfail too, with which this rank would stop while others go on.
+                self._pytest.testsfailed -= 1
+        return (yield)
 
     def _has_group(self, when: str) -> bool:
         """Whether this rank has a process group; at the end of an item none whose connections were cut."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_distcompat.excerpt import excerpt
+from pytest_distcompat.plugin.phase import Phase, SkipElsewhere, XFailed, fields_of
+from pytest_distcompat.plugin.subtests import broken_off, name_of, weighed, with_subtests
 
 if TYPE_CHECKING:
     from pytest_distcompat.launch import Ending
@@ -34,60 +36,24 @@ RANK = "distcompat_rank"
 STRICT_XPASS = "[XPASS(strict)]"
 
 
-class SkipElsewhere:
-    """The kind of a rank that ended because it skipped and the others did not."""
+class Phases:
+    """Makes the phases of an item from its reports, in turn; its subtests count in the phase that they ran in."""
 
-    KIND = "skip"
+    def __init__(self) -> None:
+        self._ran: list[Phase] = []
 
-
-class XFailed:
-    """The kind of a rank that ended because it failed as its xfail mark says."""
-
-    KIND = "xfail"
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One phase of an item on one rank: ``setup``, ``call`` or ``teardown``."""
-
-    when: str
-    outcome: str
-    message: str = ""
-    text: str = ""
-    location: tuple[str, int, str] | None = None
-    sections: tuple[tuple[str, str], ...] = ()
-    properties: tuple[tuple[str, Any], ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Phase:
-        """What ``to_json`` gave, and may stand among other things."""
-        return cls(**_fields(cls, data))
-
-    @property
-    def ending(self) -> tuple[str, str] | None:
-        """The kind and the message of a rank that ends by it; None of one that goes on. A skip ends it if others go on."""
-        where = "" if self.when == "call" else f" in {self.when}"
-        return {
-            "failed": ("failed", f"failed{where}: {self.message}"),
-            "xfailed": (XFailed.KIND, f"xfailed: {self.message}"),
-            "skipped": (SkipElsewhere.KIND, f"skipped ({self.message}) while other ranks went on"),
-        }.get(self.outcome)
+    def of(self, report: pytest.TestReport) -> Phase:
+        """The report as a phase, or as the subtest of one that is not over."""
+        phase = phase_of(report, self._ran)
+        if phase.subtest:
+            self._ran.append(phase)
+        else:
+            self._ran = []
+        return phase
 
 
-def _fields(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Of plain data what a Phase or an Outcome is made of, with tuples for JSON's lists."""
-    known = {field.name: data[field.name] for field in dataclasses.fields(kind) if field.name in data}
-    location = tuple(known["location"]) if known.get("location") else None
-    pairs = {name: tuple((a, b) for a, b in known[name]) for name in ("sections", "properties")}
-    return {**known, "location": location, **pairs}
-
-
-def phase_of(report: pytest.TestReport) -> Phase:
-    """What a rank's log keeps of a report.
+def phase_of(report: pytest.TestReport, ran: Sequence[Phase] = ()) -> Phase:
+    """What a rank's log keeps of a report. ``ran`` are the subtests in that phase.
 
     ``outcome`` is ``passed``, ``failed``, ``skipped`` or ``xfailed``. A strict xpass counts as passed, with its text: the
     parent decides on the outcome of all ranks.
@@ -103,13 +69,18 @@ def phase_of(report: pytest.TestReport) -> Phase:
         path, line, reason = report.longrepr
         location, message = (str(path), int(line), str(reason)), str(reason).removeprefix("Skipped: ")
         text = f"{path}:{line}: {reason}"
+    subtest = name_of(report)
+    failed = not subtest and any(one.outcome == "failed" for one in ran)
     sections = tuple(
         (title, excerpt(content, SECTION))
         for title, content in report.sections
-        if report.when == "teardown" or outcome != "passed"
+        if report.when == "teardown" or outcome != "passed" or failed
     )
+    if subtest:
+        return Phase(str(report.when), outcome, message, excerpt(text, LARGEST), location, sections, subtest=subtest)
     properties = tuple((name, _travelling(value)) for name, value in report.user_properties if _is_plain(value))
-    return Phase(str(report.when), outcome, message, excerpt(text, LARGEST), location, sections, properties)
+    phase = with_subtests(Phase(str(report.when), outcome, message, text, location, sections, properties), ran)
+    return dataclasses.replace(phase, text=excerpt(phase.text, LARGEST))
 
 
 def _is_plain(value: Any) -> bool:
@@ -159,16 +130,20 @@ class Outcome:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
         """What ``to_json`` gave."""
-        return cls(**_fields(cls, data))
+        return cls(**fields_of(cls, data))
 
 
 def merge(ending: Ending) -> Outcome:
     """One outcome from all ranks."""
-    phases = {
-        rank: [Phase.from_json(event) for event in events if event["event"] == "phase"]
+    told = {
+        rank: [Phase.from_json(event) for event in events if event["event"] in {"phase", "subtest"}]
         for rank, events in ending.events.items()
     }
-    shown: dict[str, Any] = {"sections": _sections(phases, ending)}
+    phases = {rank: [phase for phase in found if not phase.subtest] for rank, found in told.items()}
+    unended = {rank: phase for rank, found in told.items() if (phase := broken_off(found)) is not None}
+    ending = weighed(ending, unended)
+    seen = {rank: [*found, *([unended[rank]] if rank in unended else [])] for rank, found in phases.items()}
+    shown: dict[str, Any] = {"sections": _sections(seen, ending)}
     # Each phase's report has all properties so far.
     shown["properties"] = tuple(p for phase in phases.get(0, [])[-1:] for p in phase.properties)
     if ending.failed:

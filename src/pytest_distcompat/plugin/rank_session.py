@@ -18,7 +18,8 @@ import pytest
 from _pytest import capture as pytest_capture
 
 from pytest_distcompat.plugin import launched
-from pytest_distcompat.plugin.outcome import Phase, phase_of
+from pytest_distcompat.plugin.outcome import Phases
+from pytest_distcompat.plugin.phase import Phase
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
@@ -254,6 +255,7 @@ class _Reporter:
 
     _NAME = "distcompat-rank"
     log: RankLog
+    phases: Phases
     world_size: int
     directory: Path
 
@@ -269,12 +271,12 @@ class _Reporter:
 
     def answer(self, log: RankLog, world_size: int, directory: Path) -> None:
         """From now on report to that log, of a request on so many ranks in that directory."""
-        self.log, self.world_size, self.directory = log, world_size, directory
+        self.log, self.phases, self.world_size, self.directory = log, Phases(), world_size, directory
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        phase = phase_of(report)
-        self.log.write("phase", **phase.to_json())
+        phase = self.phases.of(report)
+        self.log.write("subtest" if phase.subtest else "phase", **phase.to_json())
         if phase.ending is not None and not (phase.outcome == "skipped" and self._all_skipped()):
             self._leave(*phase.ending, phase)
 

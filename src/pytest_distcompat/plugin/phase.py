@@ -1,0 +1,66 @@
+"""One phase of a test on one rank, as it stands in the rank's log, and how a rank ends by it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class SkipElsewhere:
+    """The kind of a rank that ended because it skipped and the others did not."""
+
+    KIND = "skip"
+
+
+class XFailed:
+    """The kind of a rank that ended because it failed as its xfail mark says."""
+
+    KIND = "xfail"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of an item on one rank: ``setup``, ``call`` or ``teardown``; or the ``subtest`` of that name within one."""
+
+    when: str
+    outcome: str
+    message: str = ""
+    text: str = ""
+    location: tuple[str, int, str] | None = None
+    sections: tuple[tuple[str, str], ...] = ()
+    properties: tuple[tuple[str, Any], ...] = ()
+    subtest: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Phase:
+        """What ``to_json`` gave, and may stand among other things."""
+        return cls(**fields_of(cls, data))
+
+    @property
+    def ending(self) -> tuple[str, str] | None:
+        """The kind and the message of a rank that ends by it; None of one that goes on. A skip ends it if others go on.
+
+        A subtest ends nothing: it counts when its phase is over.
+        """
+        if self.subtest:
+            return None
+        where = "" if self.when == "call" else f" in {self.when}"
+        return {
+            "failed": ("failed", f"failed{where}: {self.message}"),
+            "xfailed": (XFailed.KIND, f"xfailed: {self.message}"),
+            "skipped": (SkipElsewhere.KIND, f"skipped ({self.message}) while other ranks went on"),
+        }.get(self.outcome)
+
+
+def fields_of(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Of plain data what a Phase or an Outcome is made of, with tuples for JSON's lists."""
+    known = {field.name: data[field.name] for field in dataclasses.fields(kind) if field.name in data}
+    location = tuple(known["location"]) if known.get("location") else None
+    pairs = {name: tuple((a, b) for a, b in known[name]) for name in ("sections", "properties")}
+    return {**known, "location": location, **pairs}
