@@ -68,6 +68,44 @@ def test_a_failure_that_is_no_verdict_of_ours_is_never_excused(session: Session,
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.mark.parametrize("args", [("-n", "2"), ("--continue-on-collection-errors",)], ids=["xdist", "alone"])
+def test_nor_is_a_module_that_cannot_be_imported(
+    session: Session, last: Path, tmp_path: Path, args: tuple[str, ...]
+) -> None:
+    (tmp_path / "test_theirs.py").write_text("import no_such_module\n", encoding="utf-8")
+    done = session("--distcompat-baseline=last.json", *args, lives=WRONG)
+    assert "1 still broken" in done.stdout
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+
+
+def test_nor_is_what_another_plugin_asks_for(session: Session, last: Path) -> None:
+    cov = ("--cov=.", "--cov-report=", "--cov-fail-under=100")
+    done = session("--distcompat-baseline=last.json", *cov, lives=WRONG, COVERAGE_FILE=".cov")
+    assert "1 still broken" in done.stdout
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+
+
+def test_nor_is_an_item_that_fails_although_its_verdict_is_good(session: Session, last: Path, tmp_path: Path) -> None:
+    (tmp_path / "strict.py").write_text(
+        "import pytest\n"
+        "def pytest_collection_modifyitems(items):\n"
+        "    for item in items:\n"
+        "        if 'ddp-fp32' in item.name: item.add_marker(pytest.mark.xfail(strict=True))\n",
+        encoding="utf-8",
+    )
+    done = session("-p", "strict", "--distcompat-baseline=last.json", lives=WRONG, PYTHONPATH=str(tmp_path))
+    assert "2 failed" in done.stdout
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+
+
+def test_what_a_narrowed_run_did_not_reach_is_missing(session: Session, tmp_path: Path) -> None:
+    session("--distcompat-report=last.json", lives='{"ddp-fp32-w2": "wrong"}')
+    args = ("--distcompat-baseline=last.json", "-k", "TestMine", "-x")
+    done = session(*args, lives='{"ddp-fp32-w2": "wrong"}')
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert ": not reached" in done.stdout
+
+
 def test_a_run_that_was_broken_off_stays_so(session: Session, last: Path) -> None:
     done = session("--distcompat-baseline=last.json", "-x", lives=WRONG)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
