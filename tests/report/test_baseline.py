@@ -56,6 +56,31 @@ def test_a_suite_that_goes_dark_makes_the_run_fail(session: Session, last: Path)
     assert "settings: strategies all -> ddp" in done.stdout
 
 
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+def test_so_does_a_run_in_which_no_suite_is_left(
+    session: Session, last: Path, tmp_path: Path, workers: tuple[str, ...]
+) -> None:
+    (tmp_path / "test_theirs.py").write_text("def test(): pass\n", encoding="utf-8")
+    files = ("--distcompat-baseline=last.json", "--distcompat-report=last.json")
+    narrow = ("--ignore=test_mine.py", *workers)
+    # To list tests, or to run a few, is no run of the suites: their report stays.
+    before = (tmp_path / "last.json").read_text(encoding="utf-8")
+    for args in (("--collect-only",), ("-k", "test_theirs"), ("test_theirs.py::test",)):
+        assert session(*files, *args, *narrow).returncode == pytest.ExitCode.OK
+        assert (tmp_path / "last.json").read_text(encoding="utf-8") == before
+    done = session(*files, *narrow)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert "newly missing: fsdp1-fp32-w2 (test_mine:Mine): claim: not asked for" in done.stdout
+    assert "1 passed" in done.stdout
+    assert json.loads((tmp_path / "last.json").read_text(encoding="utf-8"))["results"] == []
+
+
+def test_so_does_one_in_which_no_test_at_all_is_left(session: Session, last: Path) -> None:
+    done = session("--distcompat-baseline=last.json", "--ignore=test_mine.py")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert "newly missing: " in done.stdout
+
+
 def test_what_a_k_leaves_out_is_no_news(session: Session, last: Path) -> None:
     done = session("--distcompat-baseline=last.json", "-k", "ddp", lives=RIGHT)
     assert done.returncode == pytest.ExitCode.OK, done.stdout

@@ -52,6 +52,7 @@ class Results:
         self.report: Report | None = None
         self._began = time.time()
         self._ending = ""
+        self._running = False
         #: How many of the failures that pytest counts are red verdicts of ours.
         self._own_failures = 0
         self._versions = versions()
@@ -74,7 +75,9 @@ class Results:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         """From here on lives run."""
-        if not session.config.option.collectonly:
+        option = session.config.option
+        if not option.collectonly:
+            self._running = not getattr(option, "setuponly", False)
             self._watch()
 
     def _watch(self) -> None:
@@ -157,7 +160,7 @@ class Results:
         """Write the reports: here, since a session that was broken off may have no terminal summary."""
         if self._progress is not None:
             self._progress.stop()
-        if not self.found and not (self.asked and self._ending):
+        if not self._running or not (self.found or self.asked or self._missed(session.config)):
             return
         self.report = self._report(exitstatus)
         self._compare(session)
@@ -172,6 +175,11 @@ class Results:
                 self._written.append(f"report: {path} could not be written: {error}")
             else:
                 self._written += [f"report: {path}"] if write is write_report else []
+
+    def _missed(self, config: pytest.Config) -> bool:
+        """Whether somebody waits for verdicts, and no suite was collected though the run was for all that there are."""
+        wanted = self.session.setting("report").value or self.session.setting("baseline").value
+        return bool(wanted) and not narrowed(config)
 
     def _report(self, exitstatus: int) -> Report:
         from pytest_distcompat.evidence import add_evidence, read_store
@@ -204,7 +212,7 @@ class Results:
         ours = 0 < session.testsfailed == self._own_failures
         run = self.report.run
         run["baseline"] = found.to_json(self.session.setting("baseline").text)
-        if session.exitstatus == pytest.ExitCode.OK and news:
+        if news and session.exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         elif session.exitstatus == pytest.ExitCode.TESTS_FAILED and ours and not news:
             session.exitstatus = pytest.ExitCode.OK
