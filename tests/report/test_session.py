@@ -203,6 +203,23 @@ def test_an_item_that_came_to_no_verdict_is_an_error(session: Session, tmp_path:
     assert "fsdp2-fp32-w2 ERROR" in [" ".join(line.split()) for line in done.stdout.splitlines()]
 
 
+def test_an_xfail_mark_excuses_no_crash_of_an_item(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "excusing.py").write_text(
+        "import pytest\n"
+        "def pytest_collection_modifyitems(items):\n"
+        "    for item in items: item.add_marker(pytest.mark.xfail)\n",
+        encoding="utf-8",
+    )
+    lives = '{"fsdp2-fp32-w2": "wrong", "ddp-bf16_mixed-w2": "killed"}'
+    done = session("-p", "excusing", "-rfx", lives=lives, PYTHONPATH=str(tmp_path))
+    told = {line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "XFAIL "))}
+    assert {line for line in told if "FAILED" in line} == {
+        "FAILED test_mine.py::TestMine::test[ddp-bf16_mixed-w2:claim]"
+    }
+    assert "XFAIL test_mine.py::TestMine::test[fsdp2-fp32-w2:claim]" in told
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+
+
 def test_a_worker_that_dies_is_an_error_of_its_item(session: Session, tmp_path: Path) -> None:
     (tmp_path / "deadly.py").write_text(
         "import os, pytest\n"
