@@ -220,6 +220,37 @@ def test_an_xfail_mark_excuses_no_crash_of_an_item(session: Session, tmp_path: P
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
 
 
+def test_the_groups_of_xdist_are_no_part_of_an_items_name(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "grouped.py").write_text(
+        # As xdist does it, with any version of pytest.
+        "import pytest\n"
+        "whole = pytest.Item.nodeid\n"
+        "def pytest_configure(config):\n"
+        "    if hasattr(config, 'workerinput'):\n"
+        "        pytest.Item.nodeid = property(lambda item: whole.fget(item) + '@one')\n"
+        "@pytest.hookimpl(wrapper=True)\n"
+        "def pytest_runtest_makereport(item):\n"
+        "    report = yield\n"
+        "    report.nodeid = item.nodeid\n"
+        "    return report\n"
+        "@pytest.fixture(autouse=True)\n"
+        "def theirs(request):\n"
+        "    if 'fsdp2-fp32' in request.node.name: raise OSError('no disk')\n",
+        encoding="utf-8",
+    )
+    args = ("-n", "2", "--dist", "loadgroup", "-p", "grouped", "-v", "--distcompat-report=out.json")
+    done = session(*args, lives='{"ddp-fp32-w2": "wrong"}', PYTHONPATH=str(tmp_path))
+    assert "test[ddp-fp32-w2:claim]@one" in done.stdout
+    data = load(tmp_path / "out.json")
+    assert {result["nodeid"] for result in data["results"]} == {
+        f"test_mine.py::TestMine::test[{cell}:claim]" for cell in STATUS
+    }
+    assert data["unreached"] == []
+    found = statuses(data)
+    assert (found["ddp-fp32-w2"], found["fsdp2-fp32-w2"]) == ("failed", "error")
+    assert "@" not in next(one["reproduce"] for one in data["results"] if one["status"] == "failed")
+
+
 def test_a_worker_that_dies_is_an_error_of_its_item(session: Session, tmp_path: Path) -> None:
     (tmp_path / "deadly.py").write_text(
         "import os, pytest\n"

@@ -21,6 +21,7 @@ from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailur
 from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.plugin.declared import declared_of
+from pytest_distcompat.plugin.nodeids import plain
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.shelf import Shelf
@@ -179,7 +180,7 @@ class BoundCase:
             "status": verdict.status,
             "message": verdict.message,
             "reason": verdict.reason,
-            "nodeid": self.item.nodeid,
+            "nodeid": plain(self.item.config, self.item.nodeid),
             "rank": self._rank,
             "reproduce": self.item.config.stash[SESSION].reproduce(self.item),
             "blanks": dict(case.blanks),
@@ -207,7 +208,7 @@ class BoundCase:
         found = cost(trace, session.gpu_name)
         self._cost = dataclasses.asdict(found) if found else {}
         # What the suite itself declares comes first.
-        known = session.known_of(concerned(driver), self.item.nodeid)
+        known = session.known_of(concerned(driver), plain(self.item.config, self.item.nodeid))
         expected = (*case.suite.expect, *(one for issue in known for one in issue.expectations))
         verdict = judge(case.check, case.cell, trace, expected)
         declared_of(session).weigh_verdict(self.item, known, case.cell, verdict)

@@ -13,6 +13,7 @@ import pytest
 from pytest_distcompat.failures import DistcompatError
 from pytest_distcompat.plugin.marked import MARK, cell_of
 from pytest_distcompat.plugin.narrowed import narrowed
+from pytest_distcompat.plugin.nodeids import plain
 from pytest_distcompat.plugin.outcome import RankFailure
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
@@ -100,7 +101,8 @@ class Declared:
         item.stash[WEIGHED] = weighed = Weighed()
         if report.skipped or hasattr(report, "wasxfail"):
             return
-        found = [(issue.where, issue.expected_of(item.nodeid, cell)) for issue in self._in_force]
+        nodeid = plain(item.config, item.nodeid)
+        found = [(issue.where, issue.expected_of(nodeid, cell)) for issue in self._in_force]
         covering = {where: expected for where, expected in found if expected is not None}
         weighed.covering.extend(covering)
         if report.failed and not hard:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
+from pytest_distcompat.plugin.nodeids import plain
 from pytest_distcompat.plugin.outcome import UNCAPTURED, Outcome, RankFailure, merge, unexcused
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
@@ -162,8 +163,8 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
     request = Request(
         target=rank_session.RUN,
         payload={
-            "nodeid": item.nodeid,
-            "next": following.nodeid if following is not None else None,
+            "nodeid": plain(item.config, item.nodeid),
+            "next": plain(item.config, following.nodeid) if following is not None else None,
             "device": session.device,
             "directory": str(directory),
             "world_size": world_size,

@@ -14,6 +14,7 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.narrowed import narrowed
+from pytest_distcompat.plugin.nodeids import plain
 from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.plugin.progress import Progress
 from pytest_distcompat.plugin.session import DistcompatSession
@@ -70,7 +71,8 @@ class Results:
         self._watch()
 
     def _ask(self, nodeids: Any) -> None:
-        self.asked.update((nodeid, None) for nodeid in nodeids if _item(nodeid))
+        found = (plain(self.session.config, nodeid) for nodeid in nodeids)
+        self.asked.update((nodeid, None) for nodeid in found if _item(nodeid))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
@@ -92,13 +94,14 @@ class Results:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the verdict that a report carries, and put into the report what JUnit and report logs are to have of it."""
         data = getattr(report, ATTRIBUTE, None)
+        nodeid = plain(self.session.config, report.nodeid)
         if data is not None:
             self._keep(data, report)
-        elif _item(report.nodeid) and (report.failed or report.skipped):
-            self._keep_without_verdict(report)
-        found = self.found.get(report.nodeid)
+        elif _item(nodeid) and (report.failed or report.skipped):
+            self._keep_without_verdict(nodeid, report)
+        found = self.found.get(nodeid)
         self._own_failures += report.failed and found is not None and found.red
-        report.user_properties.extend(self._properties(report))
+        report.user_properties.extend(self._properties(nodeid, report))
 
     def _keep(self, data: dict[str, Any], report: pytest.TestReport) -> None:
         more = {name: data[name] for name in ("blanks", "cost")}
@@ -110,10 +113,10 @@ class Results:
         row.blanks.update(more["blanks"])
         row.cost.update(more["cost"])
 
-    def _keep_without_verdict(self, report: pytest.TestReport) -> None:
+    def _keep_without_verdict(self, nodeid: str, report: pytest.TestReport) -> None:
         """An item that failed or was skipped outside its check (a fixture, a worker that died), or in its teardown."""
-        place, cell, check = _item(report.nodeid)
-        known = self.found.get(report.nodeid)
+        place, cell, check = _item(nodeid)
+        known = self.found.get(nodeid)
         if known is not None and (known.red or report.skipped):
             return
         text = report.longreprtext
@@ -127,24 +130,24 @@ class Results:
         reason = message if report.skipped else ""
         suite = place.rpartition("::")[2]
         # Which driver the suite has, its other items tell.
-        result = Result(suite, "", cell, check, status, message, reason, report.nodeid, report.duration)
-        self.found[report.nodeid] = result
+        result = Result(suite, "", cell, check, status, message, reason, nodeid, report.duration)
+        self.found[nodeid] = result
         self._row(result)
 
     def _row(self, result: Result) -> Row:
         made = Row(result.suite, result.driver, result.cell, result.place)
         return self.cells.setdefault(f"{result.place}:{result.cell}", made)
 
-    def _properties(self, report: pytest.TestReport) -> list[tuple[str, object]]:
+    def _properties(self, nodeid: str, report: pytest.TestReport) -> list[tuple[str, object]]:
         """Cell, driver, check, status, rank of the cause, versions; for an item of a suite, and for a marked one."""
-        result = self.found.get(report.nodeid)
+        result = self.found.get(nodeid)
         told: dict[str, object] = {}
         if result is not None:
             told = {"cell": result.cell, "driver": result.driver, "check": result.check, "status": result.status}
             told["rank"] = result.rank
-        elif "distcompat" in report.keywords and not _item(report.nodeid):
+        elif "distcompat" in report.keywords and not _item(nodeid):
             # A marked test: its cell, where it has one, is in its id.
-            parts = report.nodeid.rpartition("[")[2].rstrip("]")
+            parts = nodeid.rpartition("[")[2].rstrip("]")
             told = {"cell": parts if facets(parts) else None}
         if told:
             told["versions"] = ", ".join(f"{name} {version}" for name, version in self._versions.items())

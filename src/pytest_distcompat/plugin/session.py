@@ -17,6 +17,7 @@ import pytest
 from pytest_distcompat.devices import CPU_WORLD_SIZE
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin import pyproject
+from pytest_distcompat.plugin.nodeids import plain
 from pytest_distcompat.plugin.options import OPTIONS, PRELOAD, Setting, setting
 
 if TYPE_CHECKING:
@@ -255,7 +256,7 @@ class DistcompatSession:
     def reproduce(self, item: pytest.Function) -> str:
         """The command that runs that one item again, as it was run, from the same directory."""
         here = self.config.invocation_params.dir
-        _, _, inside = item.nodeid.partition("::")
+        _, _, inside = plain(self.config, item.nodeid).partition("::")
         flags = [
             f"{option.flag}={self.config.getoption(name)}"
             for name, option in OPTIONS.items()
