@@ -15,6 +15,7 @@ import pytest
 from pytest_distcompat import report as report_room
 from pytest_distcompat.cli import main
 from pytest_distcompat.report import Report, Result, Row, compare, merge, write_report
+from pytest_distcompat.report.result import Table
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT / "tests" / "report" / "real.json"
@@ -137,6 +138,43 @@ def test_two_suites_of_one_name_are_told_apart() -> None:
     moved = merge([made("c/a.py::S", ddp_2="passed"), made("c/b.py::S", ddp_2="failed")])
     found = compare(both, moved)
     assert (found.broken, found.fixed, found.missing, len(found.still)) == ([], [], [], 1)
+
+
+def test_a_suite_is_compared_with_itself_and_not_with_one_of_its_name() -> None:
+    yesterday = made("a.py::S", ddp_2="failed")
+    found = compare(yesterday, made("b.py::S", ddp_2="failed"))
+    assert (len(found.still), found.broken, found.missing) == (1, [], []), "it was moved"
+    found = compare(merge([yesterday, made("b.py::S", ddp_2="passed")]), made("b.py::S", ddp_2="failed"))
+    assert (len(found.broken), len(found.missing), found.still) == (1, 1, [])
+    # That of another suite, which is still there, is nobody else's yesterday.
+    found = compare(yesterday, merge([made("a.py::S", fsdp1_2="passed"), made("b.py::S", ddp_2="failed")]))
+    assert (len(found.broken), len(found.missing), found.still) == (1, 1, [])
+
+
+def test_an_item_whose_driver_nothing_told_is_the_same_item() -> None:
+    good, bad = made(ddp_2="passed"), made(ddp_2="error")
+    bad.results = [dataclasses.replace(result, driver="") for result in bad.results]
+    bad.rows = [dataclasses.replace(row, driver="") for row in bad.rows]
+    for order in ([good, bad], [bad, good]):
+        both = merge(order)
+        assert [(result.driver, result.status) for result in both.results] == [("d", "error")]
+        assert [row.driver for row in both.rows] == ["d"]
+    found = compare(made(ddp_2="failed"), bad)
+    assert (len(found.still), found.broken, found.missing) == (1, [], [])
+
+
+@pytest.mark.parametrize("order", [("failed", "passed"), ("passed", "failed")])
+def test_of_items_that_a_fixture_made_several_of_the_matrix_shows_the_worst(order: tuple[str, str]) -> None:
+    results = [
+        Result("S", "d", "ddp-fp32-w2", "names", status, nodeid=f"t.py::S::test[{name}-ddp-fp32-w2:names]")
+        for name, status in zip("ab", order, strict=True)
+    ]
+    assert Table.of(results).word("ddp-fp32-w2", "names") == "FAIL"
+    # Compared, each is its own yesterday.
+    report = dataclasses.replace(made(), results=results)
+    now = dataclasses.replace(made(), results=results[::-1])
+    found = compare(report, now)
+    assert (found.broken, found.fixed, len(found.still)) == ([], [], 1)
 
 
 def test_merge_takes_the_worst_and_prefers_what_ran() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import WORDS, Result
-
-#: A verdict in any report: suite, driver, cell, check; and which one, where two suites of one name have the same.
-Key = tuple[str, str, str, str, int]
 
 #: The settings that say which cells are asked for.
 SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "device", "gpus")
@@ -81,7 +78,6 @@ class Comparison:
 
 def compare(before: Report, after: Report) -> Comparison:
     """What became of each verdict."""
-    old, now = _by_key(before), _by_key(after)
     dark = set(after.unreached)
     found = Comparison(
         versions=_differ(before.run.get("versions", {}), after.run.get("versions", {})),
@@ -89,9 +85,10 @@ def compare(before: Report, after: Report) -> Comparison:
     )
     earlier, later = counts(before), counts(after)
     found.counts = {name: (earlier[name], later[name]) for name in COUNTED}
-    for key, result in now.items():
-        was = old.get(key)
-        change = _change(key, was.status if was else "", result.status, result.why)
+    earlier_of = _earlier(before, after)
+    for number, result in enumerate(after.results):
+        was = earlier_of.get(number)
+        change = _change(result, was.status if was else "", result.status, result.why)
         if result.red:
             (found.still if was is not None and was.red else found.broken).append(change)
         elif was is None:
@@ -101,25 +98,44 @@ def compare(before: Report, after: Report) -> Comparison:
                 found.missing.append(change)
         elif was.red or (was.status == "known" and result.status == "passed"):
             found.fixed.append(change)
-    for key, was in old.items():
-        if key not in now and was.status != "skipped":
+    there = {id(was) for was in earlier_of.values()}
+    for was in before.results:
+        if id(was) not in there and was.status != "skipped":
             why = "not reached" if was.nodeid in dark else "not asked for"
-            found.missing.append(_change(key, was.status, "", why))
+            found.missing.append(_change(was, was.status, "", why))
     return found
 
 
-def _change(key: Key, before: str, after: str, why: str) -> Change:
-    return Change(*key[:4], before, after, why)
+def _change(of: Result, before: str, after: str, why: str) -> Change:
+    return Change(of.suite, of.driver, of.cell, of.check, before, after, why)
 
 
-def _by_key(report: Report) -> dict[Key, Result]:
-    seen: Counter[tuple[str, str, str, str]] = Counter()
-    found: dict[Key, Result] = {}
-    # Sorted by place: which of two suites of one name is the first must not depend on the order of the run.
-    for result in sorted(report.results, key=lambda result: result.place):
-        name = (result.suite, result.driver, result.cell, result.check)
-        found[(*name, seen[name])] = result
-        seen[name] += 1
+def _earlier(before: Report, after: Report) -> dict[int, Result]:
+    """From the number of a verdict to what it was: of the same item, else of the same suite.
+
+    A suite that is elsewhere now is known by its name; of several such, the first place becomes the first.
+    """
+    here = {nodeid.rpartition("::test")[0] for nodeid in after.unreached} | {one.place for one in after.results}
+    there = {nodeid.rpartition("::test")[0] for nodeid in before.unreached} | {one.place for one in before.results}
+    # Sorted, for which of several is the first must not depend on the order of the run.
+    old = sorted(before.results, key=lambda one: (one.place, one.nodeid))
+    now = sorted(enumerate(after.results), key=lambda one: (one[1].place, one[1].nodeid))
+    found: dict[int, Result] = {}
+
+    def pair(name: Callable[[Result], object], moved: bool) -> None:
+        taken = {id(was) for was in found.values()}
+        waiting: defaultdict[object, list[Result]] = defaultdict(list)
+        for was in old:
+            if id(was) not in taken and not (moved and was.place in here):
+                waiting[name(was)].append(was)
+        for number, result in now:
+            if number not in found and not (moved and result.place in there) and waiting[name(result)]:
+                found[number] = waiting[name(result)].pop(0)
+
+    # Not by the driver: an item that came to no verdict may have none.
+    pair(lambda one: (one.nodeid, one.suite, one.cell, one.check), moved=False)
+    pair(lambda one: (one.place, one.suite, one.cell, one.check), moved=False)
+    pair(lambda one: (one.suite, one.cell, one.check), moved=True)
     return found
 
 

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pytest_distcompat.report.document import Report
-from pytest_distcompat.report.result import RED, Result, Row
+from pytest_distcompat.report.result import Result, Row
 
 #: How a session ended, from bad to good: of several, the worst counts.
 _ENDINGS = ("internal error", "interrupted", "stopped", "finished")
-#: Which of two verdicts on the same thing counts: what is red, then what is not as it should be, then what ran at all.
-_WEIGHT = {"known": 3, "refused": 2, "passed": 2, "skipped": 1}
 
 
 def merge(reports: Sequence[Report]) -> Report:
@@ -25,23 +23,25 @@ def merge(reports: Sequence[Report]) -> Report:
     lives: list[dict[str, Any]] = []
     for number, report in enumerate(reports, 1):
         for result in report.results:
-            key = (result.suite, result.driver, result.place, result.cell, result.check)
-            if key not in results or _weight(result) > _weight(results[key]):
+            # Not by the driver: an item that came to no verdict has none where nothing else told it.
+            key = (result.suite, result.place, result.cell, result.check)
+            if key not in results or result.weight > results[key].weight:
                 results[key] = result
         lives += [{**life, "id": f"{number}/{life['id']}"} for life in report.lives]
         for row in report.rows:
             own = dataclasses.replace(row, lives=[f"{number}/{life}" for life in row.lives])
-            name = (row.suite, row.driver, row.place, row.cell)
+            name = (row.suite, row.place, row.cell)
             rows[name] = _richer(rows[name], own) if name in rows else own
+    drivers = {(row.suite, row.place): row.driver for row in rows.values() if row.driver}
+    for row in rows.values():
+        row.driver = row.driver or drivers.get((row.suite, row.place), "")
+    told = [
+        dataclasses.replace(result, driver=result.driver or drivers.get((result.suite, result.place), ""))
+        for result in results.values()
+    ]
     reached = {result.nodeid for result in results.values()}
     unreached = dict.fromkeys(nodeid for report in reports for nodeid in report.unreached if nodeid not in reached)
-    return Report(
-        _run([report.run for report in reports]), list(results.values()), list(rows.values()), lives, list(unreached)
-    )
-
-
-def _weight(result: Result) -> int:
-    return 4 if result.status in RED else _WEIGHT.get(result.status, 0)
+    return Report(_run([report.run for report in reports]), told, list(rows.values()), lives, list(unreached))
 
 
 def _richer(one: Row, other: Row) -> Row:

@@ -22,6 +22,8 @@ WORDS = {
 }
 #: The statuses that make a run red. ``error``: the item came to no verdict at all.
 RED = frozenset({"failed", "fixed?", "late", "crashed", "hung", "leaked", "error"})
+#: Which of two verdicts on the same thing counts: what is red, then what is not as it should be, then what ran at all.
+_WEIGHT = {**dict.fromkeys(RED, 4), "known": 3, "refused": 2, "passed": 2, "skipped": 1}
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Result:
     def red(self) -> bool:
         """Whether it makes the run red."""
         return self.status in RED
+
+    @property
+    def weight(self) -> int:
+        """Of two on the same check in the same cell the heavier one counts."""
+        return _WEIGHT.get(self.status, 0)
 
     @property
     def place(self) -> str:
@@ -119,8 +126,12 @@ class Table:
 
     @classmethod
     def of(cls, results: Iterable[Result]) -> Table:
-        """The matrix of one suite's results, in their order."""
-        found = {(result.cell, result.check): result for result in results}
+        """The matrix of one suite's results, in their order: of items that a fixture made several of, the worst."""
+        found: dict[tuple[str, str], Result] = {}
+        for result in results:
+            known = found.setdefault((result.cell, result.check), result)
+            if result.weight > known.weight:
+                found[result.cell, result.check] = result
         return cls(
             tuple(dict.fromkeys(check for _, check in found)), tuple(dict.fromkeys(cell for cell, _ in found)), found
         )
