@@ -159,6 +159,16 @@ def test_a_failure_that_reads_otherwise_is_one(pytester: Pytester, ranks: FakeRa
     )
 
 
+def test_the_commands_behind_a_failure_are_not_what_it_says(pytester: Pytester, ranks: FakeRanks) -> None:
+    """They name the test: whatever went wrong in it would be known."""
+    for match in ("test_plain", "torchrun"):
+        say(pytester, f"[[tool.distcompat.known]]\nmatch = '{match}'\nreason = 'r'\n").makepyfile(MARKED)
+        ranks.tell = failing("KeyError: 'weight'")
+        result = pytester.runpytest_inprocess("-k", "plain")
+        result.assert_outcomes(failed=1, deselected=3)
+        result.stdout.fnmatch_lines(["reproduce: pytest *::test_plain", "this life alone: torchrun ..."])
+
+
 @pytest.mark.parametrize("status", ["killed", "stuck"])
 def test_a_crash_or_a_hang_is_never_known(status: str, pytester: Pytester, ranks: FakeRanks) -> None:
     say(pytester, KNOWN).makepyfile(MARKED)

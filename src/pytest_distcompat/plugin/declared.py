@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.failures import DistcompatError
-from pytest_distcompat.plugin.marked import MARK, cell_of
+from pytest_distcompat.plugin.marked import MARK, OUTCOME, cell_of
 from pytest_distcompat.plugin.narrowed import narrowed
 from pytest_distcompat.plugin.nodeids import plain
 from pytest_distcompat.plugin.outcome import RankFailure
@@ -62,6 +62,14 @@ def is_hard(error: BaseException) -> bool:
     return False
 
 
+def _own_words(item: pytest.Item, report: pytest.TestReport) -> str:
+    """What the failure itself says: not the commands behind it, which name the test and would make it match."""
+    outcome = item.stash.get(OUTCOME, None)
+    if outcome is not None and outcome.text and str(report.longrepr).startswith(outcome.text):
+        return outcome.text
+    return report.longreprtext
+
+
 def declared_of(session: DistcompatSession) -> Declared:
     """What the session's user declares, and what came of it."""
     if DECLARED not in session.config.stash:
@@ -106,7 +114,7 @@ class Declared:
         covering = {where: expected for where, expected in found if expected is not None}
         weighed.covering.extend(covering)
         if report.failed and not hard:
-            text = report.longreprtext
+            text = _own_words(item, report)
             for where, expected in covering.items():
                 if expected.matches(text):
                     weighed.used.append(where)
