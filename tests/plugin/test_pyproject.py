@@ -220,6 +220,22 @@ def test_what_matches_nothing_is_to_be_removed_unless_the_run_was_narrowed(
         pytester.runpytest_inprocess(*args).stdout.no_fnmatch_line("*remove me*")
 
 
+def test_paths_and_options_that_select_narrow_a_run_too(pytester: Pytester, ranks: FakeRanks) -> None:
+    say(pytester, KNOWN + "test = 'no_such_test'")
+    (pytester.mkdir("tests") / "test_a.py").write_text(MARKED, encoding="utf-8")
+    (pytester.mkdir("other") / "test_b.py").write_text("def test(): pass", encoding="utf-8")
+    for args in (["tests"], ["tests/test_a.py"], ["--distcompat-strategies=ddp"], ["--distcompat-world-size=2"]):
+        pytester.runpytest_inprocess(*args).stdout.no_fnmatch_line("*remove me*")
+    for args in ([], ["."], [str(pytester.path)], ["tests", "."], ["--distcompat-timeout=9"]):
+        pytester.runpytest_inprocess(*args).stdout.fnmatch_lines(["remove me: *covers nothing that ran"])
+    # Where all tests are, the project may say.
+    pytester.makeini("[pytest]\ntestpaths = tests")
+    for args in ([], ["tests"], ["tests", "other"]):
+        pytester.runpytest_inprocess(*args).stdout.fnmatch_lines(["remove me: *covers nothing that ran"])
+    for args in (["other"], ["tests/test_a.py"]):
+        pytester.runpytest_inprocess(*args).stdout.no_fnmatch_line("*remove me*")
+
+
 def test_a_run_that_ends_early_says_nothing_of_what_it_did_not_run(pytester: Pytester, ranks: FakeRanks) -> None:
     say(pytester, KNOWN + "test = 'test_plain'" + KNOWN.replace("#1", "#2") + "test = 'test_cells'")
     pytester.makepyfile(MARKED)

@@ -12,7 +12,7 @@ import pytest
 
 from pytest_distcompat.failures import DistcompatError
 from pytest_distcompat.plugin.marked import MARK, OUTCOME, cell_of
-from pytest_distcompat.plugin.narrowed import narrowed
+from pytest_distcompat.plugin.narrowed import partial
 from pytest_distcompat.plugin.nodeids import plain
 from pytest_distcompat.plugin.outcome import RankFailure
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
@@ -140,10 +140,10 @@ class Declared:
         None that covers nothing in a run that was narrowed, or that ended early: that left out what it is about, perhaps.
         """
         found = []
-        partial = self._broken_off or narrowed(self._session.config)
+        left_out = self._broken_off or partial(self._session.config)
         for issue in self._in_force:
             covered = self._covered[issue.where]
-            if self._used[issue.where] or (partial and not covered):
+            if self._used[issue.where] or (left_out and not covered):
                 continue
             told = f"covers {covered} that ran, excused none" if covered else "covers nothing that ran"
             found.append(f"{issue.where}: {told}")
