@@ -32,20 +32,23 @@ def visible_ids() -> list[str]:
 
 
 def gpu_uuids() -> list[str]:
-    """The UUID of every GPU of the machine, in NVML's order; empty where there is no driver."""
+    """The UUID of every GPU of the machine, in NVML's order; empty where there is no driver.
+
+    One that is lost (it fell off the bus) keeps its place, as an empty text.
+    """
     return _of_each_gpu("nvmlDeviceGetUUID")
 
 
 def gpu_name() -> str:
     """What the machine's first GPU is called (``NVIDIA H200``); empty where there is no driver."""
-    return next(iter(_of_each_gpu("nvmlDeviceGetName")), "")
+    return next(filter(None, _of_each_gpu("nvmlDeviceGetName")), "")
 
 
 def mig_instances() -> list[MigInstance]:
     """Every MIG instance of the machine, in NVML's order; empty where no GPU is in MIG mode."""
     found = []
     with _nvml() as nvml:
-        for gpu in _handles(nvml):
+        for gpu in filter(None, _handles(nvml)):
             for index in range(_most_instances(nvml, gpu)):
                 # The numbers have gaps where an instance was destroyed.
                 with contextlib.suppress(nvml.NVMLError):
@@ -68,7 +71,14 @@ def used_memory(ids: Sequence[str]) -> dict[str, int]:
 
 def _of_each_gpu(question: str) -> list[str]:
     with _nvml() as nvml:
-        return [_text(getattr(nvml, question)(handle)) for handle in _handles(nvml)]
+        found = []
+        for handle in _handles(nvml):
+            answer = ""
+            if handle is not None:
+                with contextlib.suppress(nvml.NVMLError):
+                    answer = _text(getattr(nvml, question)(handle))
+            found.append(answer)
+        return found
 
 
 @contextlib.contextmanager
@@ -87,7 +97,14 @@ def _nvml() -> Iterator[Any]:
 
 
 def _handles(nvml: Any) -> list[Any]:
-    return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())] if nvml else []
+    """Of every GPU, None for one that is lost: it is counted, and NVML tells nothing of it."""
+    found: list[Any] = []
+    for index in range(nvml.nvmlDeviceGetCount()) if nvml else ():
+        try:
+            found.append(nvml.nvmlDeviceGetHandleByIndex(index))
+        except nvml.NVMLError:
+            found.append(None)
+    return found
 
 
 def _most_instances(nvml: Any, gpu: Any) -> int:
@@ -108,18 +125,19 @@ def names_visible(wanted: str | None, uuids: Sequence[str], instances: Sequence[
 
     Entries are indices, UUIDs or beginnings of one UUID (``GPU-8932f937``), or MIG names in either form; one that NVML
     does not list is taken as it is. As CUDA does, stop at the first entry that names nothing, and show nothing if one is
-    named twice. A GPU in MIG mode is its first instance, for CUDA shows no more of it.
+    named twice. A GPU in MIG mode is its first instance, for CUDA shows no more of it. One that is lost, an empty text
+    among ``uuids``, is named by nothing and never shown.
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
     https://docs.nvidia.com/datacenter/tesla/mig-user-guide/#cuda-device-enumeration
     """
     first = {instance.gpu: instance.uuid for instance in reversed(instances)}
     whole = [first.get(uuid, uuid) for uuid in uuids]
     if wanted is None:
-        return whole
+        return [name for name in whole if name]
     shown: list[str] = []
     for raw in wanted.split(","):
         entry = raw.strip()
-        if entry.isdigit() and int(entry) < len(uuids):
+        if entry.isdigit() and int(entry) < len(uuids) and whole[int(entry)]:
             shown.append(whole[int(entry)])
         elif entry.startswith("MIG-"):
             named = {part.uuid for part in instances if part.uuid.startswith(entry) or part.path == entry}

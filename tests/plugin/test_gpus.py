@@ -74,6 +74,21 @@ def test_however_a_device_is_named_it_has_one_id(wanted: str | None, names: list
     assert devices.names_visible(wanted, UUIDS, INSTANCES) == names
 
 
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        (None, [GPU_A, GPU_C]),
+        ("0,2", [GPU_A, GPU_C]),
+        ("2", [GPU_C]),
+        ("0,1,2", [GPU_A]),
+        ("1", []),
+        ("GPU-c", [GPU_C]),
+    ],
+)
+def test_a_lost_gpu_keeps_its_place_and_has_no_name(wanted: str | None, names: list[str]) -> None:
+    assert devices.names_visible(wanted, [GPU_A, "", GPU_C]) == names
+
+
 class MadeUpNvml(types.ModuleType):
     """Two GPUs, the second in MIG mode with room for three instances, the second of which was destroyed."""
 
@@ -122,6 +137,22 @@ def test_mig_instances_are_listed_with_both_names(nvml: MadeUpNvml) -> None:
     assert devices._of_each_gpu("nvmlDeviceGetUUID") == [GPU_A, GPU_B]
     assert devices.mig_instances() == INSTANCES
     assert nvml.shut_down == 2
+
+
+@pytest.mark.parametrize("question", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID"])
+def test_a_lost_gpu_does_not_hide_the_others(question: str, nvml: MadeUpNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = getattr(nvml, question)
+
+    def lost(of: object) -> object:
+        if of in {0, GPU_A}:
+            raise nvml.NVMLError("GPU is lost")
+        return ask(of)
+
+    monkeypatch.setattr(nvml, question, lost)
+    monkeypatch.setattr(nvml, "nvmlDeviceGetName", lambda handle: f"named {handle}", raising=False)
+    assert devices._of_each_gpu("nvmlDeviceGetUUID") == ["", GPU_B]
+    assert devices.mig_instances() == INSTANCES
+    assert devices.gpu_name() == f"named {GPU_B if question.endswith('Index') else GPU_A}"
 
 
 def test_used_memory_is_told_of_what_nvml_knows(nvml: MadeUpNvml) -> None:
