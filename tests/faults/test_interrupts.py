@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ import pytest
 from tests.pytest_runs import temporaries
 
 from pytest_distcompat.launch.temporary import remove_those_of_the_dead
+from pytest_distcompat.lease import default_directory
 
 if TYPE_CHECKING:
     from tests.faults.conftest import Faulty, Start
@@ -162,7 +162,7 @@ def test_temporary_files_of_the_killed_go_with_the_next_run(
     # The next run begins with that.
     monkeypatch.setattr("tempfile.tempdir", str(busy.temporary))
     remove_those_of_the_dead()
-    assert temporaries(busy.temporary) == {f"distcompat-leases-{os.getuid()}"}
+    assert temporaries(busy.temporary) == {default_directory().name}
 
 
 @pytest.mark.parametrize("option", ["--forked", "--forks-by-another-name"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.pytest_runs import temporaries
+
+from pytest_distcompat.lease import default_directory
 
 if TYPE_CHECKING:
     from tests.faults.conftest import Run, RunFaults, Start
@@ -159,7 +160,7 @@ def test_a_read_only_temporary_directory(start: Start, mounts: None, tmp_path: P
     run = start(WELL, wrap=mount, TEMP=str(tmp_path)).finish()
     assert run.outcomes == {"test_well": "passed"}, run.out
     assert not run.left
-    assert temporaries(tmp_path) == {f"distcompat-leases-{os.getuid()}"}
+    assert temporaries(tmp_path) == {default_directory().name}
 
 
 def test_a_read_only_base(start: Start, mounts: None) -> None:

@@ -177,6 +177,24 @@ def test_the_directory_is_of_the_user_alone(tmp_path: Path, monkeypatch: pytest.
     assert default_directory().stat().st_mode & 0o777 == 0o700
 
 
+def test_machines_that_share_a_temporary_directory_share_no_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Their slots have the same names, and their tickets are numbered by different clocks.
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    boot = tmp_path / "boot_id"
+    monkeypatch.setattr(pool_module, "BOOT", boot)
+    names = []
+    for said in ("1b4e28ba\n", "6fa459ea\n", "1b4e28ba\n"):
+        boot.write_text(said, encoding="ascii")
+        names.append(default_directory().name)
+    assert names[0] == names[2] != names[1]
+    assert names[0] == f"distcompat-leases-{os.getuid()}-1b4e28ba"
+    boot.unlink()
+    monkeypatch.setattr("socket.gethostname", lambda: "node/7")
+    assert default_directory() == tmp_path / f"distcompat-leases-{os.getuid()}-node%2F7"
+
+
 def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "leases").mkdir(mode=0o700)
     real = os.getuid()

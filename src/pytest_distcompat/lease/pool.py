@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import stat
 import tempfile
 import time
@@ -27,6 +28,8 @@ from pytest_distcompat.lease.memory import PATIENCE, TOLERANCE, DeviceMemory, Le
 from pytest_distcompat.lease.tickets import POLL, Queue, file_lock
 from pytest_distcompat.lease.timeline import Span, append, now
 
+#: Differs between machines, and after a restart, with which the clock of tickets begins anew (``man 4 random``).
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 #: How long to wait for a lease, in seconds: longer than any test should hold one.
 TIMEOUT = 3600.0
 
@@ -201,8 +204,16 @@ class Pool:
 
 
 def default_directory() -> Path:
-    """The directory that all pytest runs of this user share."""
-    return Path(tempfile.gettempdir()) / f"distcompat-leases-{os.getuid()}"
+    """The directory that all pytest runs of this user on this machine share.
+
+    A temporary directory may be several machines', and neither slots nor the clock of tickets are. Containers of a machine
+    have names of their own, and one boot.
+    """
+    try:
+        machine = BOOT.read_text(encoding="ascii").strip()
+    except OSError:
+        machine = quote(socket.gethostname(), safe="")
+    return Path(tempfile.gettempdir()) / f"distcompat-leases-{os.getuid()}-{machine}"
 
 
 def own_directory(path: Path) -> Path:
