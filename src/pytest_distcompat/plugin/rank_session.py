@@ -45,8 +45,7 @@ OF_RANK_ZERO: dict[str, Any] = {
     **dict.fromkeys(("setupshow", "setuponly", "setupplan", "debug"), False),
     # Report files that pytest and its better-known plugins open, some already when they are configured.
     **dict.fromkeys(("xmlpath", "pastebin", "report_log", "htmlpath", "allure_report_dir"), None),
-    # Without the option the ini key of that name would hold.
-    "log_file": os.devnull,
+    "log_file": os.devnull,  # without the option the ini key holds
 }
 
 #: Options that select by earlier runs, distribute, debug or write files: the parent's business. Only those that a plugin is
@@ -62,7 +61,6 @@ _PARENTS: dict[str, Any] = {
     "tx": [],
     "no_cov": True,
 }
-
 
 #: Plugins that repeat tests, or decide by what ran before, by the names under which they are registered: the parent's business
 #: too. A rank that repeats a test alone has lost its peers, and before a test nothing has run on its ranks. Beside xdist
