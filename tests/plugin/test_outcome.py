@@ -83,7 +83,7 @@ def test_one_skips_and_one_fails(ranks: FakeRanks) -> None:
 
 
 def test_xfail_on_all_or_on_some(ranks: FakeRanks) -> None:
-    for other in (xfailed(0), rank(0), rank(0, "stopped"), rank(0, "lost peer")):
+    for other in (xfailed(0), rank(0), rank(0, "stopped"), rank(0, "lost peer"), skipped_alone(0)):
         outcome = merge(ranks.told((other, ranks.phases()), (xfailed(1), ())))
         assert (outcome.kind, outcome.text) == ("xfailed", "known"), other
 

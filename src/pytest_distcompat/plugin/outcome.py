@@ -148,9 +148,9 @@ def merge(ending: Ending) -> Outcome:
     shown["properties"] = tuple(p for phase in phases.get(0, [])[-1:] for p in phase.properties)
     if ending.failed:
         kinds = {end.kind for end in ending.ranks if end.status not in {"done", "lost peer", "stopped"}}
-        cause = ending.cause
-        if kinds == {XFailed.KIND} and cause is not None and ending.kind == "raised":
-            return Outcome("xfailed", cause.message.removeprefix("raised xfailed: "), **shown)
+        expected = [end for end in (ending.cause, *ending.ranks) if end is not None and end.kind == XFailed.KIND]
+        if expected and kinds <= {XFailed.KIND, SkipElsewhere.KIND} and ending.kind == "raised":
+            return Outcome("xfailed", expected[0].message.removeprefix("raised xfailed: "), **shown)
         ending = _excused_last(ending)
         if ending.cause is not None and not ending.launch_error:
             shown["properties"] += ((RANK, ending.cause.rank),)
