@@ -65,6 +65,22 @@ def test_more_than_there_are_is_refused_at_once(arena: Field) -> None:
         ask(arena.pool, 0)
 
 
+def test_who_would_wait_for_itself_is_told_at_once(arena: Field) -> None:
+    """As a test on all GPUs that starts a script, which wants two of them."""
+    with arena.pool.lease(3, who="test_on_three", timeout=0):
+        with pytest.raises(
+            UsageProblem, match=r"^script: 2 are needed, and 3 of the 4 GPUs are lent to what asks already$"
+        ):
+            ask_and_wait(arena.pool, 2)
+        assert ask_and_wait(arena.pool, 1) == ("GPU-d",)
+    assert len(ask_and_wait(arena.pool, 4)) == 4
+
+
+def ask_and_wait(pool: Pool, ranks: int) -> tuple[str, ...]:
+    with pool.lease(ranks, who="script", timeout=5) as lease:
+        return lease.ids
+
+
 def test_a_timeout_says_who_has_them_and_who_waits(arena: Field) -> None:
     (waiter,) = arena.enter("tests/b.py::test_waits")
     with arena.pool.lease(3, who="tests/a.py::test_long", timeout=0):

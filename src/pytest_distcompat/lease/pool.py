@@ -13,6 +13,7 @@ import os
 import socket
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -69,6 +70,15 @@ class Lease:
         return self.leak[self._inherited :]
 
 
+_threads = threading.local()
+
+
+def _held() -> set[Path]:
+    """The locks of what is lent to this thread, of whichever pool."""
+    found: set[Path] = vars(_threads).setdefault("held", set())
+    return found
+
+
 class Pool:
     """The devices of an inventory, leased from a directory that all who share them use.
 
@@ -101,9 +111,14 @@ class Pool:
     def lease(self, ranks: int, *, who: str, timeout: float = TIMEOUT) -> Iterator[Lease]:
         """Devices for so many ranks, all or none, for the block; ``who`` is told to others who wait.
 
-        Raises UsageProblem for more GPUs than there are, LeaseTimeout after ``timeout`` seconds of waiting.
+        Raises UsageProblem for more GPUs than there are, and for devices that this thread has itself: it would wait for them as
+        long as it has them. LeaseTimeout after ``timeout`` seconds of waiting.
         """
         count = self.inventory.needed(ranks)
+        mine = [path for name in self.inventory.ids if (path := self._path(name, "lock")) in _held()]
+        if timeout > 0 and count > len(self.inventory.ids) - len(mine):
+            there = f"{len(mine)} of the {len(self.inventory.ids)} {self.inventory.words} are lent to what asks already"
+            raise UsageProblem(f"{who}: {count} are needed, and {there}")
         asked = now()
         with contextlib.ExitStack() as held:
             ids = self._take(count, who, asked.monotonic + timeout, held)
@@ -114,9 +129,12 @@ class Pool:
                 self._sign(Holder(name, who, os.getpid(), got.wall, before.get(name)))
             lease = Lease(ids, self.inventory.environment(ids), left)
             owner = os.getpid()
+            own = {self._path(name, "lock") for name in ids}
+            _held().update(own)
             try:
                 yield lease
             finally:
+                _held().difference_update(own)
                 # A forked child that leaves the block gives nothing back: the lease is its parent's.
                 if os.getpid() == owner:
                     self._see_free(lease, who, before)
