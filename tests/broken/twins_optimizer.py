@@ -195,7 +195,6 @@ class NoLearningRateAccelerate(AccelerateDriver):
     also={
         **PARITY,
         **CLIPPING,
-        "names": r"the optimizer of no rank keeps state for",
         "dtypes": r"no optimizer stepped",
     },
 )
@@ -231,7 +230,7 @@ class ClearedTooSoon(Torch):
 @twin(
     "optimizer",
     "zero2-fp32-w2-model_plain",
-    match=r"partition 0 of the optimizer had no gradient in three steps",
+    match=r"trainable parameter 'module\.inlet\.weight' had no gradient in three steps",
     also={**PARITY, **CLIPPING},
 )
 class ClearedTooSoonZero(AccelerateDriver):

@@ -56,7 +56,11 @@ WRONG: list[tuple[str, str, str]] = [
     ("distcompat_strategies", "ddp,fsdp3", "no strategy named 'fsdp3'. Known: " + ", ".join(STRATEGIES.names()) + "."),
     ("distcompat_precisions", "int4", "no precision named 'int4'. Known: " + ", ".join(PRECISIONS.names()) + "."),
     ("distcompat_drivers", "lightning", "no driver named 'lightning'. Known: " + ", ".join(DRIVERS.names()) + "."),
-    ("distcompat_drivers", "no_such_module:Driver", "driver 'no_such_module:Driver': No module named 'no_such_module'"),
+    (
+        "distcompat_drivers",
+        "no_such_module:Driver",
+        "driver 'no_such_module:Driver': No module named 'no_such_module'; install it, or *",
+    ),
     ("distcompat_drivers", "pathlib:Driver", "driver 'pathlib:Driver': module 'pathlib' has no attribute 'Driver'"),
     ("distcompat_drivers", "pathlib:Path", "*expected a subclass of pytest_distcompat.Driver"),
     ("distcompat_profile", "quick", f"no such value: 'quick'. Known: {', '.join(PROFILES)}."),

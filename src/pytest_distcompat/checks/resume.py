@@ -56,12 +56,18 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
             yield f"rank {after.rank}: the gradient scaler is at {after.scaler}; saved at {before.scaler}"
         if before.scheduler != after.scheduler:
             yield f"rank {after.rank}: scheduler is at {after.scheduler!r}; saved at {before.scheduler!r}"
+    # What was another at the load is another ever after.
+    wrong = [
+        text for before, after in pairs(saved, loaded) for text in _groups(before.optimizer, after.optimizer, "", "")
+    ]
     for nth in (0, 1):
         expected, found = whole.at("step", 3 + nth), resumed.at("step", nth)
         yield from every_rank(expected, cell.world_size, f"step {nth + 1} after the save")
         yield from every_rank(found, cell.world_size, f"step {nth + 1} after the load")
         yield from _losses(nth, expected, found, _tolerance(cell))
-        yield from _numbers(nth, expected, found)
+        if not wrong:
+            wrong = list(_numbers(nth, expected, found))
+            yield from wrong
 
 
 #: Name to (digest, dtype).
@@ -121,6 +127,10 @@ def _optimizer(before: OptimizerFact | None, after: OptimizerFact | None, where:
         yield f"{where}: the optimizer's state is empty after the {verb}; {held}"
         return
     yield from _differences(f"{where}: optimizer state", was, now, verb)
+    yield from _groups(before, after, where, verb)
+
+
+def _groups(before: OptimizerFact | None, after: OptimizerFact | None, where: str, verb: str) -> Iterator[str]:
     groups = (before.groups if before else (), after.groups if after else ())
     if len(groups[0]) != len(groups[1]):
         yield f"{where}: the optimizer has {len(groups[1])} param groups after the {verb}; {len(groups[0])} before"

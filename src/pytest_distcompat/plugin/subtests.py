@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.launch.peers import lost_peer
-
 if TYPE_CHECKING:
     from pytest_distcompat.launch import Ending, RankEnd
     from pytest_distcompat.plugin.phase import Phase
@@ -43,7 +41,7 @@ def with_subtests(phase: Phase, ran: Sequence[Phase]) -> Phase:
     if failures:
         failures += [phase] if phase.outcome == "failed" else []
         # What only lost its peer is no cause, and beside a cause would have that taken for a lost peer too.
-        told = [one for one in failures if not lost_peer(one.message, one.text)] or failures
+        told = [one for one in failures if not _lost_peer(one.message, one.text)] or failures
         sections += [(f"{_title(one)} lost its peer", one.text) for one in failures if one not in told]
         first = f"{told[0].subtest and f'subtest {told[0].subtest}: '}{told[0].message}"
         more = f" (first of {len(told)} failures)" if len(told) > 1 else ""
@@ -74,8 +72,15 @@ def weighed(ending: Ending, phases: Mapping[int, Phase]) -> Ending:
 
 
 def _weighed(end: RankEnd, phase: Phase) -> RankEnd:
-    lost = lost_peer(phase.message, phase.text)
+    lost = _lost_peer(phase.message, phase.text)
     if end.status == "done" or (end.status in {"stopped", "lost peer"} and not lost):
         message = f"raised failed: {phase.message}"
         return dataclasses.replace(end, status="raised", kind="failed", message=message, text=phase.text)
     return dataclasses.replace(end, text="\n\n".join(filter(None, (phase.text, end.text))))
+
+
+def _lost_peer(message: str, text: str) -> bool:
+    # Here: a pytest that starts no ranks imports this module too, and is to import none of theirs.
+    from pytest_distcompat.launch.peers import lost_peer
+
+    return lost_peer(message, text)
