@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from pytest_distcompat.checks.names import READ
 from pytest_distcompat.probe import read_files, read_saved
 from pytest_distcompat.probe.damage import spoil
+from pytest_distcompat.probe.files import MODEL, PICKLED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,3 +95,8 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"ema": {"decay": 0.5}, "epoch": 1}, tmp_path / "other.pth")
     assert read_files(tmp_path) == ()
+
+
+def test_the_check_says_all_that_is_read() -> None:
+    """It may not import the probe, which imports torch."""
+    assert not [word for word in (*PICKLED, *(f"'{name}'" for name in MODEL)) if word not in READ]

@@ -174,9 +174,20 @@ def settings(saved: tuple[Moment, ...], loaded: tuple[Moment, ...], when: str) -
         was, now = (one.optimizer.groups if one.optimizer else () for one in (before, moment))
         if len(was) != len(now):
             yield f"{where}: the optimizer has {len(now)} param groups {when}; {len(was)} were saved"
-        for number, (old, new) in enumerate(zip(was, now, strict=False)):
-            for key in sorted(key for key in set(old) & set(new) if old[key] != new[key]):
-                yield f"{where}: {key} of the optimizer's group {number} is {new[key]} {when}; {old[key]} was saved"
+        for number, key, old, new in unlike(was, now):
+            if old is not None and new is not None:
+                yield f"{where}: {key} of the optimizer's group {number} is {new} {when}; {old} was saved"
+
+
+def unlike(
+    was: tuple[Mapping[str, float], ...], now: tuple[Mapping[str, float], ...], tolerance: float = 0.0
+) -> Iterator[tuple[int, str, float | None, float | None]]:
+    """The numbers of the optimizer's groups that are further apart: group, name, before and now; None where there is none."""
+    for number, (old, new) in enumerate(zip(was, now, strict=False)):
+        for key in sorted(set(old) | set(new)):
+            before, after = old.get(key), new.get(key)
+            if before is None or after is None or not math.isclose(before, after, rel_tol=tolerance):
+                yield number, key, before, after
 
 
 def flat_parameters(moments: tuple[Moment, ...]) -> bool:

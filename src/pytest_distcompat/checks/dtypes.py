@@ -35,7 +35,10 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     for moment in trained:
         yield from _stored(row, moment)
         if plain and moment.model:
-            kept = (_not_trained(strategy, cell, plain, moment.model), _buffers(row, cell, plain, moment.model))
+            kept = (
+                _not_trained(strategy, cell, plain, moment.model),
+                _buffers(strategy, row, cell, plain, moment.model),
+            )
             yield from (f"rank {moment.rank}: {text}" for text in itertools.chain(*kept))
         # No hook can look inside a compiled graph, and none stays on a layer that another was put in the place of.
         watched = not cell.option("compile") and cell.option("fp8_backend") != "te"
@@ -86,11 +89,10 @@ def _unit(model: ModelFact, fact: ParameterFact) -> str:
     return max((unit for unit in model.units if not unit or fact.name.startswith(f"{unit}.")), key=len, default="")
 
 
-def _buffers(row: Dtypes, cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
+def _buffers(strategy: Strategy, row: Dtypes, cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
     """Each by its name: one in bfloat16 is no leave for the others to be rounded."""
     expected = {fact.name: row.buffer if row.buffer and "float" in fact.dtype else fact.dtype for fact in plain.buffers}
-    canonical = STRATEGIES.get(cell.strategy).canonical
-    pairs = [(fact, expected.get(canonical(fact.name, cell, expected), fact.dtype)) for fact in model.buffers]
+    pairs = [(fact, expected.get(strategy.canonical(fact.name, cell, expected), fact.dtype)) for fact in model.buffers]
     # That one is missing, or new, is the names' business.
     wrong = [(fact, dtype) for fact, dtype in pairs if fact.dtype != dtype]
     if wrong:

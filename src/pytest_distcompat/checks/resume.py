@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, pairs
-from pytest_distcompat.checks._values import held_states
+from pytest_distcompat.checks._values import held_states, unlike
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESUME
 from pytest_distcompat.strategies import STRATEGIES
@@ -134,10 +134,8 @@ def _groups(before: OptimizerFact | None, after: OptimizerFact | None, where: st
     groups = (before.groups if before else (), after.groups if after else ())
     if len(groups[0]) != len(groups[1]):
         yield f"{where}: the optimizer has {len(groups[1])} param groups after the {verb}; {len(groups[0])} before"
-    for number, (old, new) in enumerate(zip(*groups, strict=False)):
-        for key in sorted(key for key in set(old) | set(new) if old.get(key) != new.get(key)):
-            told = f"{key} of the optimizer's group {number} is {new.get(key)} after the {verb}"
-            yield f"{where}: {told}; {old.get(key)} before"
+    for number, key, old, new in unlike(*groups):
+        yield f"{where}: {key} of the optimizer's group {number} is {new} after the {verb}; {old} before"
 
 
 def _differences(what: str, was: _Tensors, now: _Tensors, verb: str) -> Iterator[str]:
@@ -178,10 +176,8 @@ def _numbers(nth: int, whole: tuple[Moment, ...], resumed: tuple[Moment, ...]) -
     """Each loss tells of the learning rate of the step before it: what is set in the last one shows here only."""
     when = f"after step {nth + 1} of the resumed run"
     for expected, found in pairs(whole, resumed):
-        groups = (one.optimizer.groups if one.optimizer else () for one in (expected, found))
-        for number, (old, new) in enumerate(zip(*groups, strict=False)):
-            for key in sorted(
-                key for key in set(old) & set(new) if not math.isclose(old[key], new[key], rel_tol=ROUNDING)
-            ):
-                told = f"{key} of the optimizer's group {number} is {new[key]:.6g} {when}"
-                yield f"rank {found.rank}: {told}; {old[key]:.6g} in the run that never stopped"
+        was, now = (one.optimizer.groups if one.optimizer else () for one in (expected, found))
+        for number, key, old, new in unlike(was, now, ROUNDING):
+            if old is not None and new is not None:
+                told = f"{key} of the optimizer's group {number} is {new:.6g} {when}"
+                yield f"rank {found.rank}: {told}; {old:.6g} in the run that never stopped"

@@ -22,13 +22,10 @@ def find_driver(name: str) -> type[Driver]:
     module_name, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except ModuleNotFoundError as error:
-        if error.name != module_name.partition(".")[0]:
-            raise UsageProblem(f"driver {name!r}: {error}") from error
-        told = "install it, or have pytest find it: pythonpath = DIRECTORY in its settings"
-        raise UsageProblem(f"driver {name!r}: {error}; {told}") from error
     except (ImportError, AttributeError) as error:
-        raise UsageProblem(f"driver {name!r}: {error}") from error
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        told = "; install it, or have pytest find it: pythonpath = DIRECTORY in its settings" if missing else ""
+        raise UsageProblem(f"driver {name!r}: {error}{told}") from error
     if not (isinstance(found, type) and issubclass(found, Driver)):
         raise UsageProblem(f"driver {name!r} is {found!r}; expected a subclass of pytest_distcompat.Driver")
     return found

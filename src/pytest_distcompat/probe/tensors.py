@@ -63,14 +63,14 @@ def digest(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return ""
     flat = local_of(value)
-    if hasattr(flat, "__tensor_flatten__"):
-        try:
-            return _of_values(flat)
-        except NotImplementedError:
-            # What is quantized (torchao's ``OptimState8bit``) may have no arithmetic: of the tensors that it is made of.
-            names, _ = flat.__tensor_flatten__()
-            return digests.combine(digest(getattr(flat, name)) for name in names)
-    return _of_values(flat)
+    try:
+        return _of_values(flat)
+    except NotImplementedError:
+        if not hasattr(flat, "__tensor_flatten__"):
+            raise
+        # What is quantized (torchao's ``OptimState8bit``) may have no arithmetic: of the tensors that it is made of.
+        names, _ = flat.__tensor_flatten__()
+        return digests.combine(digest(getattr(flat, name)) for name in names)
 
 
 def _of_values(flat: torch.Tensor) -> str:
