@@ -15,7 +15,7 @@ FacetValue = OptionValue | int | tuple[OptionValue | int, ...]
 class Expectation:
     """One declared exception to "everything holds". Made by ``fails`` and ``refuses``.
 
-    ``strict``: whether it is an error if it does not show.
+    ``strict``: whether it is an error if it does not show. ``also``: what else the check finds of the same bug.
     """
 
     kind: str
@@ -24,6 +24,7 @@ class Expectation:
     reason: str
     match: str
     strict: bool = True
+    also: str = ""
 
     def covers(self, cell: Cell, check: str) -> bool:
         """Whether this speaks of that check in that cell."""
@@ -39,26 +40,32 @@ class Expectation:
         """Whether the message is the one that was declared."""
         return not self.match or re.search(self.match, message) is not None
 
+    def explains(self, finding: str) -> bool:
+        """Whether one finding of several is the declared bug, or a consequence of it."""
+        return self.matches(finding) or (self.also != "" and re.search(self.also, finding) is not None)
+
     def __str__(self) -> str:
         facets = "".join(f", {name}={value!r}" for name, value in self.facets)
-        return f"{self.kind}({self.check!r}{facets}, reason={self.reason!r}, match={self.match!r})"
+        also = f", also={self.also!r}" if self.also else ""
+        return f"{self.kind}({self.check!r}{facets}, reason={self.reason!r}, match={self.match!r}{also})"
 
 
-def fails(check: str, *, reason: str, match: str = "", **facets: FacetValue) -> Expectation:
+def fails(check: str, *, reason: str, match: str = "", also: str = "", **facets: FacetValue) -> Expectation:
     """A known bug: the check fails in these cells. Strict: when it passes, that is an error ("FIXED?").
 
     ``reason`` names the bug, best as a link. ``match`` is a regular expression that the failure's message must
-    contain. A facet takes one value or a tuple of them. A crash or a hang is never covered.
+    contain, ``also`` one for what the bug brings with it: a finding that fits neither is another bug, and a failure.
+    A facet takes one value or a tuple of them. A crash or a hang is never covered.
     Raises UsageProblem for an unknown facet.
     """
     if not reason:
         raise UsageProblem(f"fails({check!r}): say why, best with a link: reason='org/repo#1234'")
-    return _expectation("fails", check, reason, match, facets)
+    return replace(_expectation("fails", check, reason, match, facets), also=_regular(f"fails({check!r}): also", also))
 
 
-def may_fail(check: str, *, reason: str, match: str = "", **facets: FacetValue) -> Expectation:
+def may_fail(check: str, *, reason: str, match: str = "", also: str = "", **facets: FacetValue) -> Expectation:
     """The same where rounding decides: a number that is sometimes within a tolerance, sometimes not. Known, or it passes."""
-    return replace(fails(check, reason=reason, match=match, **facets), strict=False)
+    return replace(fails(check, reason=reason, match=match, also=also, **facets), strict=False)
 
 
 def refuses(check: str = "*", *, match: str, reason: str = "", **facets: FacetValue) -> Expectation:
@@ -87,8 +94,12 @@ def _expectation(kind: str, check: str, reason: str, match: str, facets: dict[st
         if wrong:
             known = ", ".join(repr(value) for value in OPTIONS[name].values)
             raise UsageProblem(f"{kind}({check!r}): {name} has no value {wrong[0]!r}. Known: {known}")
+    return Expectation(kind, check, tuple(sorted(facets.items())), reason, _regular(f"{kind}({check!r}): match", match))
+
+
+def _regular(name: str, text: str) -> str:
     try:
-        re.compile(match)
+        re.compile(text)
     except re.error as error:
-        raise UsageProblem(f"{kind}({check!r}): match={match!r} is no regular expression: {error}") from error
-    return Expectation(kind, check, tuple(sorted(facets.items())), reason, match)
+        raise UsageProblem(f"{name}={text!r} is no regular expression: {error}") from error
+    return text

@@ -61,7 +61,9 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
     if declared:
         # Of several bugs that show in one place, the one that reads like this.
         known = next((expectation for expectation in declared if expectation.matches(text)), declared[0])
-        return _known(check, cell, known, found)
+        # Why a life broke off is one finding. Of several, each must be declared: a known bug must not hide another one.
+        others = [one for one in found if end is None and not any(known.explains(one) for known in declared)]
+        return _known(check, cell, known, found, others)
     return Verdict(check.name, cell.id, "failed" if found else "passed", message(found))
 
 
@@ -115,7 +117,7 @@ def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: 
     return Verdict(check.name, cell.id, "refused", end.message, refusal.reason or said)
 
 
-def _known(check: Check, cell: Cell, known: Expectation, found: list[str]) -> Verdict:
+def _known(check: Check, cell: Cell, known: Expectation, found: list[str], others: list[str]) -> Verdict:
     if not found and not known.strict:
         return Verdict(check.name, cell.id, "passed")
     if not found:
@@ -124,5 +126,8 @@ def _known(check: Check, cell: Cell, known: Expectation, found: list[str]) -> Ve
     # All of it, not only what a message shows of it.
     if not known.matches("\n".join(found)):
         told = f"fails otherwise than declared ({known})\n\n{message(found)}"
+        return Verdict(check.name, cell.id, "failed", told, known.reason)
+    if others:
+        told = f"fails as declared, and otherwise too ({known})\n\n{message(others)}"
         return Verdict(check.name, cell.id, "failed", told, known.reason)
     return Verdict(check.name, cell.id, "known", message(found), known.reason)

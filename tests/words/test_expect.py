@@ -64,6 +64,10 @@ def test_a_match_is_searched_for(match: str, message: str, *, matches: bool) -> 
             "fails('names', compile=True, strategy='fsdp2', reason='org/repo#1', match='')",
         ),
         (
+            fails("names", reason="org/repo#1", match="_orig_mod", also="stale"),
+            "fails('names', reason='org/repo#1', match='_orig_mod', also='stale')",
+        ),
+        (
             refuses(match="no offload", strategy=("ddp", "zero1")),
             "refuses('*', strategy=('ddp', 'zero1'), reason='', match='no offload')",
         ),
@@ -98,6 +102,11 @@ def test_a_wrong_word_lists_the_right_ones(kind: str, facets: dict[str, Any], me
     with pytest.raises(UsageProblem) as caught:
         make(kind, **facets)
     assert str(caught.value) == f"{kind}('names'): {message}"
+
+
+def test_what_a_bug_brings_with_it_is_a_regular_expression_too() -> None:
+    with pytest.raises(UsageProblem, match=r"^fails\('names'\): also='\(' is no regular expression: missing \)"):
+        fails("names", reason="a bug", also="(")
 
 
 def test_a_known_failure_needs_a_reason() -> None:

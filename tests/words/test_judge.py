@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 CELL = Cell("fsdp2", "fp32")
 KNOWN = fails("toy", reason="org/repo#1")
+MASTERS = fails("toy", reason="org/repo#1", match="masters")
 REFUSED = refuses("toy", match="not supported", reason="by design")
 
 
@@ -81,11 +82,41 @@ def test_a_known_failure_that_passes_is_told() -> None:
 
 
 def test_a_failure_other_than_the_known_one() -> None:
-    other = fails("toy", reason="org/repo#1", match="masters")
-    assert verdict(toy("rank 0: bfloat16 masters"), other).status == "known"
-    found = verdict(toy("rank 0: stale"), other)
+    assert verdict(toy("rank 0: bfloat16 masters"), MASTERS).status == "known"
+    found = verdict(toy("rank 0: stale"), MASTERS)
     assert (found.status, found.ok) == ("failed", False)
-    assert found.message == f"fails otherwise than declared ({other})\n\nrank 0: stale"
+    assert found.message == f"fails otherwise than declared ({MASTERS})\n\nrank 0: stale"
+
+
+def test_a_known_failure_hides_no_other_one() -> None:
+    found = verdict(toy("bfloat16 masters", "rank 0: stale", "rank 1: stale"), MASTERS)
+    assert (found.status, found.reason, found.ok) == ("failed", "org/repo#1", False)
+    assert found.message == f"fails as declared, and otherwise too ({MASTERS})\n\nrank 0: stale\nrank 1: stale"
+    # Nor beyond what a message shows.
+    many = (*(f"rank {rank}: bfloat16 masters" for rank in range(300)), "rank 300: stale")
+    assert verdict(toy(*many), MASTERS).message.endswith("\n\nrank 300: stale")
+
+
+def test_what_a_known_failure_brings_with_it_is_known_too() -> None:
+    brings = fails("toy", reason="org/repo#1", match="masters", also=r"rank \d: stale|gone")
+    assert verdict(toy("bfloat16 masters", "rank 0: stale", "all gone"), brings).status == "known"
+    assert verdict(toy("bfloat16 masters", "all stale"), brings).message.endswith("\n\nall stale")
+    # By itself it is another bug.
+    assert verdict(toy("rank 0: stale"), brings).message.startswith("fails otherwise than declared")
+
+
+@pytest.mark.parametrize(
+    "another", [fails("toy", reason="org/repo#2", match="stale"), may_fail("*", reason="org/repo#2", match="stale")]
+)
+def test_two_known_failures_explain_what_they_are_together(another: Expectation) -> None:
+    for declared in ((MASTERS, another), (another, MASTERS)):
+        assert verdict(toy("bfloat16 masters", "rank 0: stale"), *declared).status == "known"
+        assert verdict(toy("bfloat16 masters", "rank 0: stale", "gone"), *declared).message.endswith("\n\ngone")
+
+
+def test_of_how_a_life_broke_off_each_line_need_not_be_declared() -> None:
+    raised = ended("raised", "step", "boom\n\nTraceback: masters\n  in a line")
+    assert verdict(toy(), MASTERS, end=raised).status == "known"
 
 
 def test_what_is_declared_of_no_place_says_nothing_of_another_failure() -> None:

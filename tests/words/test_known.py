@@ -49,6 +49,13 @@ def test_an_entry_becomes_an_expectation_with_its_link(write: Write) -> None:
     assert expectation.matches("the state is empty now")
 
 
+@pytest.mark.parametrize("kind", ["fails", "may_fail"])
+def test_an_entry_says_what_the_bug_brings_with_it(write: Write, kind: str) -> None:
+    text = ENTRY.replace('"resume"', '["resume", "names"]') + f"kind = '{kind}'\nalso = 'rank \\d: stale'\n"
+    found = applying(read_file(write(text)), ("mine",), "cpu")
+    assert [(one.explains("rank 1: stale"), one.matches("rank 1: stale")) for one in found] == [(True, False)] * 2
+
+
 def test_several_cells_are_several_expectations(write: Write) -> None:
     text = ENTRY + '[[issue.cells]]\nstrategy = "ddp"\n[[issue.cells]]\nstrategy = "fsdp1"\ncompile = true\n'
     found = applying(read_file(write(text)), ("mine",), "cpu")
@@ -96,11 +103,16 @@ def test_it_concerns_only_drivers_that_stand_on_the_library(write: Write) -> Non
     ("text", "message"),
     [
         ("[[issue]]\nid = 'one'\n", r"issue 1 \(one\): link is missing"),
-        (ENTRY + "colour = 'red'\n", r"no key named 'colour'\. Known: cells, check, device, drivers, fixed_in, id"),
+        (ENTRY + "colour = 'red'\n", r"no key named 'colour'\. Known: also, cells, check, device, drivers, fixed_in, id"),
         (ENTRY + "kind = 'maybe'\n", "kind 'maybe'; expected one of fails, may_fail, refuses, may_refuse"),
         (ENTRY + "cells = { flavour = 'sweet' }\n", "no facet named 'flavour'"),
         (ENTRY + "packages = ['accelerate=>1']\n", "one"),
         (ENTRY.replace('"is empty"', '"("'), "no regular expression"),
+        (ENTRY + "also = '('", "also='\\(' is no regular expression"),
+        (
+            ENTRY + "kind = 'refuses'\nalso = 'stale'",
+            "also is for what checks find; kind 'refuses' is told by one error",
+        ),
         (ENTRY + ENTRY, "more than one issue has the id 'one'"),
         ("issue = [", "known issues .*mine.toml"),
     ],

@@ -39,7 +39,7 @@ KINDS: dict[str, Callable[..., Expectation]] = {
     "may_refuse": may_refuse,
 }
 
-_TEXTS = ("id", "link", "reason", "match", "kind", "device", "fixed_in", "script", "test")
+_TEXTS = ("id", "link", "reason", "match", "also", "kind", "device", "fixed_in", "script", "test")
 #: In a file, which others read too.
 _NEEDED = ("id", "link", "reason", "check", "match")
 #: In an adopter's own pyproject.toml.
@@ -54,9 +54,10 @@ class KnownIssue:
 
     ``packages`` are requirements (``accelerate>=1.7``) that must all be installed and fit for the bug to be there.
     ``drivers`` are the libraries through which it shows: a suite is concerned whose driver names one of them; with none
-    named, every suite. ``cells`` says in which cells, ``check`` by which checks, ``device`` (``cpu``, ``cuda``; empty for
-    both) on which ranks, ``test`` in the items whose node id contains that regular expression. ``kind`` is one of KINDS.
-    ``strict``: whether each item that it covers must fail; ``where`` is the entry, for messages.
+    named, every suite. ``match`` is a regular expression in what is found, ``also`` one for what the bug brings with it.
+    ``cells`` says in which cells, ``check`` by which checks, ``device`` (``cpu``, ``cuda``; empty for both) on which ranks,
+    ``test`` in the items whose node id contains that regular expression. ``kind`` is one of KINDS. ``strict``: whether
+    each item that it covers must fail; ``where`` is the entry, for messages.
     """
 
     id: str
@@ -64,6 +65,7 @@ class KnownIssue:
     reason: str
     check: tuple[str, ...]
     match: str
+    also: str = ""
     kind: str = "fails"
     packages: tuple[str, ...] = ()
     drivers: tuple[str, ...] = ()
@@ -84,8 +86,12 @@ class KnownIssue:
     def expectations(self) -> tuple[Expectation, ...]:
         """One for each check and each entry of ``cells``. Made once: every item of a suite asks all issues."""
         reason = f"{self.reason} ({self.link})" if self.link else self.reason
-        make = KINDS[self.kind]
-        made = [make(check, match=self.match, reason=reason, **cells) for check in self.check for cells in self.cells]
+        make, texts = KINDS[self.kind], {"match": self.match, "reason": reason}
+        if self.also and "refuse" in self.kind:
+            raise UsageProblem(f"also is for what checks find; kind {self.kind!r} is told by one error")
+        if self.also:
+            texts["also"] = self.also
+        made = [make(check, **texts, **cells) for check in self.check for cells in self.cells]
         return tuple(replace(one, strict=one.strict and self.strict) for one in made)
 
     def speaks_of(self, nodeid: str) -> bool:
