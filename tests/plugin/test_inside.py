@@ -65,7 +65,7 @@ TEXTS: dict[str, list[str]] = {
 }
 
 
-#: The third is about a test that fails otherwise.
+#: The third is about a test that fails otherwise: the command is none of its words.
 KNOWN = """
 [[tool.distcompat.known]]
 match = "KeyError: ._orig_mod"
@@ -78,7 +78,7 @@ reason = "org/repo#2"
 
 [[tool.distcompat.known]]
 test = "test_one_fails$"
-match = "no such words"
+match = "no such words|reproduce: "
 reason = "org/repo#3"
 """
 

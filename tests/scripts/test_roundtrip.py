@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +92,41 @@ def test_a_run_that_forgets_to_resume(ddp: RoundTrip) -> None:
     """(b): the argument never reaches ``train()``, as in transformers' own test of it: the command of the run through."""
     with pytest.raises(Incompatible, match="it started again at step 0"):
         RoundTrip(ddp.through, ddp.stopped, ddp.through, 3, 5, ddp.same).check()
+
+
+SAVES_BY_ITSELF = """
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(1, 6):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 2:
+        dcp.save(model.state_dict(), checkpoint_id="{where}/step-2")
+    if step == 3 and dist.get_rank() == 0:
+        torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}, "{where}/mine.pt")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.spawn
+def test_a_run_that_saves_what_is_no_checkpoint_to_the_probe(host: Host, tmp_path: Path) -> None:
+    script = tmp_path / "saves.py"
+    script.write_text(SAVES_BY_ITSELF.format(where=tmp_path))
+    with pytest.raises(Incompatible) as caught:
+        resume_roundtrip(script, [], resume=[], save_at=3, total=5, host=host, strategy="ddp")
+    first, steps, files, logs = str(caught.value).splitlines()
+    assert first.startswith("no checkpoint was seen after step 3; expected one by Accelerator.save_state, ")
+    assert steps == "seen after step 2"
+    assert files.startswith("then there were files of torch.save and save_pretrained, of which nobody can say ")
+    assert files.endswith(f": {tmp_path / 'mine.pt'}")
+    assert logs.startswith("logs: ")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.judge import Verdict
     from pytest_distcompat.known import KnownIssue
+    from pytest_distcompat.plugin.outcome import Outcome
 
 #: The attribute of a report that carries, from an xdist worker to the controller, the entries that cover the item and those
 #: that it failed by.
@@ -38,11 +39,15 @@ class Weighed:
 WEIGHED: pytest.StashKey[Weighed] = pytest.StashKey()
 
 
-def weigh(item: pytest.Item, report: pytest.TestReport, *, hard: bool) -> None:
-    """Weigh the report of an item's call, if it is one of ours; what it was weighed by travels with it."""
+def weigh(item: pytest.Item, report: pytest.TestReport, *, hard: bool, outcome: Outcome | None = None) -> None:
+    """Weigh the report of an item's call, if it is one of ours; what it was weighed by travels with it.
+
+    ``outcome`` is what ranks came to; that of a marked test's own ranks unless given.
+    """
     marked = item.get_closest_marker(MARK) is not None
     if marked or "distcompat" in getattr(item, "fixturenames", ()):
-        declared_of(item.config.stash[SESSION]).weigh_report(item, report, cell_of(item), hard=hard)
+        text = _own_words(report, outcome or item.stash.get(OUTCOME, None))
+        declared_of(item.config.stash[SESSION]).weigh_report(item, report, cell_of(item), text, hard=hard)
     if WEIGHED in item.stash:
         setattr(report, ATTRIBUTE, asdict(item.stash[WEIGHED]))
 
@@ -62,9 +67,8 @@ def is_hard(error: BaseException) -> bool:
     return False
 
 
-def _own_words(item: pytest.Item, report: pytest.TestReport) -> str:
+def _own_words(report: pytest.TestReport, outcome: Outcome | None) -> str:
     """What the failure itself says: not the commands behind it, which name the test and would make it match."""
-    outcome = item.stash.get(OUTCOME, None)
     if outcome is not None and outcome.text and str(report.longrepr).startswith(outcome.text):
         return outcome.text
     return report.longreprtext
@@ -101,7 +105,9 @@ class Declared:
                 if verdict.status in {"known", "refused"} and verdict.reason in {one.reason for one in expected}:
                     weighed.used.append(issue.where)
 
-    def weigh_report(self, item: pytest.Item, report: pytest.TestReport, cell: Cell | None, *, hard: bool) -> None:
+    def weigh_report(
+        self, item: pytest.Item, report: pytest.TestReport, cell: Cell | None, text: str, *, hard: bool
+    ) -> None:
         """Make a failure that is declared an expected one, and a success where a failure is declared strictly no success.
 
         A crash or a hang is ``hard``: never expected. What an xfail mark has spoken of stays as it is.
@@ -114,7 +120,6 @@ class Declared:
         covering = {where: expected for where, expected in found if expected is not None}
         weighed.covering.extend(covering)
         if report.failed and not hard:
-            text = _own_words(item, report)
             for where, expected in covering.items():
                 if expected.matches(text):
                     weighed.used.append(where)

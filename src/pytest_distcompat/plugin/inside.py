@@ -222,7 +222,7 @@ class Inside:
 
     def _weigh(self, item: pytest.Item, report: pytest.TestReport, outcome: Outcome) -> None:
         if report.when == "call" and self._session.own:
-            weigh(item, report, hard=outcome.hard)
+            weigh(item, report, hard=outcome.hard, outcome=outcome)
 
     def _command(self, item: pytest.Item) -> str:
         command = self._session.reproduce(item) if isinstance(item, pytest.Function) else f"pytest {item.nodeid}"

@@ -20,6 +20,10 @@ from pytest_distcompat.trace import Moment
 SAME = ("losses", "grad_norms", "parameters", "optimizer", "scheduler", "rng", "data")
 #: On a GPU sums are not made in a fixed order: how far losses and gradient norms may then be apart, relative.
 TOLERANCE = 1e-4
+#: What writes a checkpoint that the probe sees as one.
+CHECKPOINTS = (
+    "Accelerator.save_state, transformers.Trainer, an engine's save_checkpoint, torch.distributed.checkpoint's save"
+)
 #: What is only then compared bit by bit.
 _EXACT = ("parameters", "optimizer", "rng")
 
@@ -167,7 +171,7 @@ def resume_roundtrip(
     through = run(where.new_directory("through")) if save_at < total else stopped
     saved = [event for event in stopped.saved() if event["everyone"] and event["index"] // STRIDE == save_at]
     if not saved:
-        raise Incompatible(f"no checkpoint was seen after step {save_at}\nlogs: {stopped.directory}")
+        raise Incompatible(f"{_unseen(stopped, save_at)}\nlogs: {stopped.directory}")
     more = [_filled(argument, {"checkpoint": str(saved[0]["path"])}) for argument in resume]
     try:
         resumed = run(output, *more, **({"world_size": reshard_to} if reshard_to else {}))
@@ -177,6 +181,19 @@ def resume_roundtrip(
     trip = RoundTrip(through, stopped, resumed, save_at, total, tuple(same), resharded=bool(reshard_to))
     trip.check()
     return trip
+
+
+def _unseen(run: ScriptRun, save_at: int) -> str:
+    """That there was no checkpoint after that step, and what there was."""
+    lines = [f"no checkpoint was seen after step {save_at}; expected one by {CHECKPOINTS}"]
+    steps = sorted({event["index"] // STRIDE for event in run.saved() if event["everyone"]})
+    if steps:
+        lines.append(f"seen after step {', '.join(map(str, steps))}")
+    files = [event["path"] for event in run.saved() if not event["everyone"] and event["index"] // STRIDE == save_at]
+    if files:
+        told = "of which nobody can say that training goes on from them alone"
+        lines.append(f"then there were files of torch.save and save_pretrained, {told}: {', '.join(files)}")
+    return "\n".join(lines)
 
 
 def _filled(argument: str, words: Mapping[str, str]) -> str:
