@@ -49,7 +49,7 @@ class Driver:
 
     Every rank makes one driver for each life and calls its verbs in order. After each verb a probe looks at
     ``self.model``, ``self.optimizer`` and ``self.scheduler``: set them in ``build``, as your trainer has them (wrapped
-    is fine). The probe reads, it never calls your code.
+    is fine; of several optimizers, as ``torch.optim.Muon`` wants them, a list). The probe reads, it never calls your code.
 
     The class is imported in the parent too (to ask what it can do), so its module must not import torch at module level
     unless you can bear that cost at collection.

@@ -8,17 +8,41 @@ import pytest
 import torch
 
 from pytest_distcompat.probe import read_optimizer
+from pytest_distcompat.probe.live import read_model
 from pytest_distcompat.probe.optimizer import read_scheduler
 from pytest_distcompat.probe.tensors import digest
 
 
 def test_what_is_no_optimizer_is_told() -> None:
     model = torch.nn.Linear(2, 2)
-    two = [torch.optim.SGD([model.weight]), torch.optim.AdamW([model.bias])]
-    with pytest.raises(
-        TypeError, match=r"^list has no param_groups: self\.optimizer of the driver is to be .*; of several, one$"
-    ):
-        read_optimizer(model, two)
+    told = r"^Linear has no param_groups: self\.optimizer of the driver is to be .*; of several, a list$"
+    for wrong in (model, [torch.optim.SGD([model.weight]), model]):
+        with pytest.raises(TypeError, match=told):
+            read_optimizer(model, wrong)
+
+
+def test_several_optimizers_are_what_they_are_together() -> None:
+    model = torch.nn.Linear(2, 2)
+    stale = torch.nn.Parameter(torch.zeros(3))
+    two = [torch.optim.SGD([model.weight], lr=0.5), torch.optim.AdamW([model.bias, stale], lr=0.25)]
+    model(torch.ones(1, 2)).sum().backward()
+    for one in two:
+        one.step()
+    for given in (two, tuple(two), dict.fromkeys(two)):
+        found = read_optimizer(model, given)
+        assert (found.chain, found.entries, found.foreign) == (("SGD + AdamW",), 3, 1)
+        assert [group["lr"] for group in found.groups] == [0.5, 0.25]
+        assert {state.owner for state in found.states} == {"bias"}
+    held = {fact.name: fact.held for fact in read_model(model, two, None).parameters}
+    assert held == {"weight": 1, "bias": 1}
+    held = {fact.name: fact.held for fact in read_model(model, [*two, two[0]], None).parameters}
+    assert held == {"weight": 2, "bias": 1}
+
+
+def test_several_schedulers_are_read_in_turn() -> None:
+    first, second = Own(1), Own(2)
+    assert read_scheduler([first, second]) == f"{read_scheduler(first)}; {read_scheduler(second)}"
+    assert read_scheduler([]) == read_scheduler(None) == ""
 
 
 class Own:

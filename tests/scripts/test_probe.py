@@ -19,7 +19,7 @@ from .conftest import Launch
 
 pytestmark = pytest.mark.spawn
 
-TORCH, ACCELERATE = "torch_loop.py", "accelerate_loop.py"
+TORCH, ACCELERATE, TWO = "torch_loop.py", "accelerate_loop.py", "two_optimizers.py"
 
 
 def losses(run: ScriptRun, rank: int = 0) -> list[str]:
@@ -42,6 +42,23 @@ def test_a_plain_loop(run: Launch, strategy: str) -> None:
     found = plain_loop(run, strategy)
     found.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
     assert not found.labels
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_loop_with_two_optimizers(run: Launch, strategy: str) -> None:
+    """One for matrices, one for the rest, beside two that were made and forgotten."""
+    found = run(TWO, "--strategy", strategy, "--save-at", "3", "--output", "{output}", strategy=strategy)
+    found.check("active", "names", "optimizer", "dtypes", "memory")
+    (built, _) = found.life.at("build")
+    assert built.optimizer is not None
+    assert built.optimizer.chain == ("Muon + AdamW",)
+    assert built.scheduler.count("last_epoch=0") == 2
+
+
+def test_a_parameter_in_neither_of_two_optimizers(run: Launch) -> None:
+    told = r"(?m)^rank 0: trainable parameter 'module\.3\.bias' is not in the optimizer; expected once"
+    with pytest.raises(Incompatible, match=told):
+        run(TWO, "--fault", "left out", strategy="ddp").check("optimizer")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero2", marks=pytest.mark.nightly)])

@@ -14,6 +14,7 @@ from pytest_distcompat.scripts.launching import Host
 from .conftest import PROGRAMS, trip
 
 LOOP = PROGRAMS / "torch_loop.py"
+STATES = ("losses", "parameters", "optimizer", "scheduler")
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,16 @@ def test_a_run_that_only_seems_to_go_on(module_host: Host, more_ranks: RoundTrip
     found = as_many(module_host, more_ranks, "--fault", fault)
     with pytest.raises(Incompatible, match=said):
         found.check()
+
+
+@pytest.mark.spawn
+def test_two_optimizers_go_on_and_one_that_forgets_is_seen(module_host: Host) -> None:
+    found = trip(module_host, "two_optimizers.py", "--strategy", "fsdp2", strategy="fsdp2", same=STATES)
+    assert not found.findings
+    line = ["--strategy", "fsdp2", "--resume", str(found.stopped.saved()[0]["path"]), "--fault", "second forgets"]
+    forgot = launch(PROGRAMS / "two_optimizers.py", *line, strategy="fsdp2", watch_steps=5, host=module_host)
+    wrong = RoundTrip(found.through, found.stopped, forgot, 3, 5, STATES).findings
+    assert "exp_avg '0.bias' and 3 others: other values after the load at 2 ranks" in wrong
 
 
 @pytest.mark.spawn

@@ -103,7 +103,10 @@ def test_it_concerns_only_drivers_that_stand_on_the_library(write: Write) -> Non
     ("text", "message"),
     [
         ("[[issue]]\nid = 'one'\n", r"issue 1 \(one\): link is missing"),
-        (ENTRY + "colour = 'red'\n", r"no key named 'colour'\. Known: also, cells, check, device, drivers, fixed_in, id"),
+        (
+            ENTRY + "colour = 'red'\n",
+            r"no key named 'colour'\. Known: also, cells, check, device, drivers, fixed_in, id",
+        ),
         (ENTRY + "kind = 'maybe'\n", "kind 'maybe'; expected one of fails, may_fail, refuses, may_refuse"),
         (ENTRY + "cells = { flavour = 'sweet' }\n", "no facet named 'flavour'"),
         (ENTRY + "packages = ['accelerate=>1']\n", "one"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_distcompat.probe.blocks import declared_blocks, is_a, multiplies, named_blocks
-from pytest_distcompat.probe.optimizer import copied, torch_optimizer
+from pytest_distcompat.probe.optimizer import copied, entries
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
 from pytest_distcompat.trace import ModelFact, ParameterFact, PlainFact
 
@@ -77,8 +77,7 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
     flat = bool(stage)
     if optimizer is not None and not flat:
         copies = copied(optimizer)
-        entries = (p for group in torch_optimizer(optimizer).param_groups for p in group["params"])
-        held = Counter(id(copies.get(id(p), p)) for p in entries)
+        held = Counter(id(copies.get(id(p), p)) for p in entries(optimizer))
     wrappers = _wrappers(model)
     parameters = tuple(
         _live(name, parameter, wrappers, held=None if flat else held[id(parameter)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +17,26 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+def several(optimizer: Any) -> list[Any]:
+    """The trainer's optimizers, each as it is wrapped: one, or those of a list or whatever else is iterated over.
+
+    One for matrices and one for the rest, as ``torch.optim.Muon`` wants it
+    (https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html); ``get_state_dict`` takes several in the same way.
+    None for None.
+    """
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+
+
+def entries(optimizer: Any) -> list[torch.Tensor]:
+    """What all of them optimize, in the order of their groups."""
+    groups = (group for one in several(optimizer) for group in torch_optimizer(one).param_groups)
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def chain(optimizer: Any) -> list[Any]:
-    """From the outermost wrapper to the torch optimizer that steps.
+    """From the outermost wrapper of one optimizer to the torch optimizer that steps.
 
     AcceleratedOptimizer, DeepSpeedOptimizerWrapper and DeepSpeed's ZeRO optimizers all keep the inner one as
     ``.optimizer``.
@@ -40,7 +58,7 @@ def copied(optimizer: Any) -> dict[int, torch.Tensor]:
     DeepSpeed keeps such where it runs without ZeRO (``FP16_UnfusedOptimizer``), in two lists that are not documented;
     ``tests/spawn/test_private_names.py`` says when they go away.
     """
-    for link in chain(optimizer):
+    for link in (link for one in several(optimizer) for link in chain(one)):
         low, high = getattr(link, "fp16_groups", None), getattr(link, "fp32_groups", None)
         if low and high:
             groups = zip(low, high, strict=True)
@@ -51,34 +69,40 @@ def copied(optimizer: Any) -> dict[int, torch.Tensor]:
 def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> OptimizerFact:
     """Whose tensors the optimizer holds, and every tensor of its state; if not ``whole``, the numbers of its groups only.
 
-    Never through ``get_optimizer_state_dict``: on a fresh optimizer that takes a step
+    Of several: what they are together. Never through ``get_optimizer_state_dict``: on a fresh optimizer that takes a step
     (https://github.com/pytorch/pytorch/pull/125708).
     """
-    inner = torch_optimizer(optimizer)
-    if not hasattr(inner, "param_groups"):
-        told = "self.optimizer of the driver is to be the optimizer that steps, or what wraps it; of several, one"
-        raise TypeError(f"{type(inner).__name__} has no param_groups: {told}")
-    links, groups = tuple(type(link).__name__ for link in chain(optimizer)), tuple(map(_numbers, inner.param_groups))
+    chains = [chain(one) for one in several(optimizer)]
+    inner = [links[-1] for links in chains]
+    for one in inner:
+        if not hasattr(one, "param_groups"):
+            told = (
+                "self.optimizer of the driver is to be the optimizer that steps, or what wraps it; of several, a list"
+            )
+            raise TypeError(f"{type(one).__name__} has no param_groups: {told}")
+    names = [" > ".join(type(link).__name__ for link in links) for links in chains]
+    links = tuple(type(link).__name__ for link in chains[0]) if len(chains) == 1 else (" + ".join(names),)
+    groups = tuple(_numbers(group) for one in inner for group in one.param_groups)
     if not whole:
         return OptimizerFact(links, 0, groups=groups)
     live = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = live | {copy: live[id(low)] for copy, low in copied(optimizer).items() if id(low) in live}
-    entries = [parameter for group in inner.param_groups for parameter in group["params"]]
+    owners = live | {copy: live[id(low)] for copy, low in copied(optimizer).items() if id(low) in live}
+    held = entries(optimizer)
     partitioned = _partitioned(model)
     states: list[StateFact] = []
-    for number, (parameter, state) in enumerate(inner.state.items()):
-        owner = names.get(id(parameter), f"partition {number}")
+    for number, (parameter, state) in enumerate(pair for one in inner for pair in one.state.items()):
+        owner = owners.get(id(parameter), f"partition {number}")
         if id(parameter) not in live:
             states.append(_state(owner, "master", parameter))
         states.extend(_state(owner, key, value) for key, value in state.items() if _is_number(value))
     return OptimizerFact(
         chain=links,
-        entries=len(entries),
-        foreign=0 if partitioned else sum(id(parameter) not in names for parameter in entries),
+        entries=len(held),
+        foreign=0 if partitioned else sum(id(parameter) not in owners for parameter in held),
         states=tuple(states),
         partitioned=partitioned,
-        masters=tuple(_masters(model, inner)),
-        accumulates=_accumulates(optimizer),
+        masters=tuple(fact for one in inner[:1] for fact in _masters(model, one)),
+        accumulates=next(filter(None, map(_accumulates, several(optimizer))), ""),
         groups=groups,
     )
 
@@ -173,9 +197,11 @@ def _has_master(parameter: torch.Tensor) -> bool:
 
 
 def read_scheduler(scheduler: Any) -> str:
-    """A digest of the scheduler's state and of the learning rates it set; empty for None."""
-    if scheduler is None:
-        return ""
+    """A digest of the scheduler's state and of the learning rates it set; empty for None. Of several: each one's."""
+    return "; ".join(map(_read_scheduler, several(scheduler)))
+
+
+def _read_scheduler(scheduler: Any) -> str:
     kept = scheduler.state_dict() if hasattr(scheduler, "state_dict") else vars(scheduler)
     state = {key: value for key, value in kept.items() if isinstance(value, (int, float, list, str))}
     # One shared scheduler counts its calls inside a run; that count is no state of training.

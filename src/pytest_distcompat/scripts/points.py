@@ -14,6 +14,7 @@ from pytest_distcompat.scripts.around import put
 from pytest_distcompat.scripts.arrivals import when
 from pytest_distcompat.scripts.presence import claim, present
 from pytest_distcompat.scripts.recorder import Recorder
+from pytest_distcompat.scripts.subjects import Subjects
 
 
 def install() -> None:
@@ -73,7 +74,8 @@ def _torch(torch: ModuleType) -> None:
         around.saves(lambda _result, args, kwargs: _file(args[1:2] or (kwargs.get("f"),)), everyone=False),
     )
     put(torch.nn.parallel.DistributedDataParallel, "__init__", around.constructs)
-    put(torch.optim.lr_scheduler.LRScheduler, "__init__", _scheduler)
+    put(torch.optim.Optimizer, "__init__", _noted(lambda subjects: subjects.made))
+    put(torch.optim.lr_scheduler.LRScheduler, "__init__", _noted(lambda subjects: subjects.schedulers))
     if torch.distributed.is_available():
         put(torch.distributed, "destroy_process_group", around.settles)
     if present() is not None:
@@ -89,12 +91,17 @@ def _file(values: tuple[Any, ...]) -> Any:
     return values[0] if isinstance(values[0], (str, os.PathLike)) else None
 
 
-def _scheduler(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        found.subjects.schedulers.append(weakref.ref(self))
+def _noted(where: Callable[[Subjects], list[weakref.ref[Any]]]) -> around.Around:
+    """An ``__init__`` whose objects are noted in the order they are made."""
 
-    return init
+    def constructs(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            where(found.subjects).append(weakref.ref(self))
+
+        return init
+
+    return constructs
 
 
 def _fsdp(fsdp: ModuleType) -> None:

@@ -182,8 +182,8 @@ class Recorder:
         from torch import distributed
 
         self._built, self._grouped = True, distributed.is_available() and distributed.is_initialized()
-        self._optimizer = engine.optimizer if engine is not None else self.subjects.outermost(optimizer)
         model = engine if engine is not None else self.subjects.model_of(optimizer)
+        self._optimizer = engine.optimizer if engine is not None else self.subjects.together(optimizer, model)
         if model is None:
             self.presence.log.write("unseen model", optimizer=type(optimizer).__name__)
             return
@@ -214,7 +214,7 @@ class Recorder:
         self._tell(
             "step",
             (self.steps + 1) * STRIDE,
-            **facts | {"loss": loss, "scheduler": read_scheduler(self.subjects.scheduler_of(self._optimizer))},
+            **facts | {"loss": loss, "scheduler": read_scheduler(self.subjects.schedulers_of(self._optimizer))},
         )
         self.observer.restart()
         self.steps += 1
@@ -257,8 +257,9 @@ class Recorder:
             self._tell("load", self.steps * STRIDE + LOAD, **self._look(whole=True))
         else:
             self._loaded = True
-            self._optimizer = self.subjects.last_optimizer()
-            model = self.subjects.model_of(self._optimizer)
+            last = self.subjects.last_optimizer()
+            model = self.subjects.model_of(last)
+            self._optimizer = self.subjects.together(last, model) if last is not None else None
             if model is not None:
                 self._model = weakref.ref(model)
                 self._at_rest = {"plain": {"plain": self.subjects.plain_of(model)}, "load": self._look(whole=True)}
@@ -282,7 +283,7 @@ class Recorder:
             model,
             self._optimizer,
             device=self.device,
-            scheduler=self.subjects.scheduler_of(self._optimizer),
+            scheduler=self.subjects.schedulers_of(self._optimizer),
             scaler=self.subjects.of_accelerator("scaler"),
             trainer_world_size=size if isinstance(size, int) else None,
             whole=whole,

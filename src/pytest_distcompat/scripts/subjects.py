@@ -22,6 +22,8 @@ class Subjects:
         self.models: list[weakref.ref[Module]] = []
         self.optimizers: list[weakref.ref[Any]] = []
         self.schedulers: list[weakref.ref[Any]] = []
+        #: Torch's own, in the order they were made; ``optimizers`` are as a trainer has them.
+        self.made: list[weakref.ref[Any]] = []
         self.accelerator: weakref.ref[Any] | None = None
         self._plain: dict[int, tuple[weakref.ref[Module], PlainFact]] = {}
 
@@ -63,10 +65,35 @@ class Subjects:
         alive = [one for there in self.optimizers if (one := there()) is not None]
         return alive[-1] if alive else None
 
-    def scheduler_of(self, optimizer: Any) -> Any:
-        """The one that steers that optimizer, None if there is none."""
-        from pytest_distcompat.probe import torch_optimizer
+    def together(self, optimizer: Any, model: Module | None) -> Any:
+        """The optimizer; or all that train the model beside it, in the order they were made, each as it is wrapped.
 
+        Beside it: what holds parameters of that model, and none that one of them holds already, those made last first. A
+        wrapper that this does not know, or one that was made and forgotten, holds the same ones.
+        """
+        from pytest_distcompat.probe.optimizer import entries, torch_optimizer
+
+        inner = torch_optimizer(optimizer)
+        known = [one for there in self.made if (one := there()) is not None and hasattr(one, "param_groups")]
+        live = {id(parameter) for parameter in model.parameters()} if model is not None else set()
+        held = {id(parameter) for parameter in entries(inner)}
+        chosen = [inner]
+        for one in reversed(known):
+            own = {id(parameter) for parameter in entries(one)}
+            if own & live and not own & held:
+                chosen.append(one)
+                held |= own
+        if len(chosen) == 1:
+            return self.outermost(optimizer)
+        places = {id(one): place for place, one in enumerate(known)}
+        return [self.outermost(one) for one in sorted(chosen, key=lambda one: places.get(id(one), -1))]
+
+    def schedulers_of(self, optimizer: Any) -> Any:
+        """What steers that optimizer, None if nothing does; of several, those of each."""
+        from pytest_distcompat.probe.optimizer import torch_optimizer
+
+        if isinstance(optimizer, list):
+            return [one for each in optimizer if (one := self.schedulers_of(each)) is not None]
         inner = torch_optimizer(optimizer)
         for there in reversed(self.schedulers):
             scheduler = there()
