@@ -58,7 +58,8 @@ while done < arguments.steps:
     numbers = torch.Generator().manual_seed(1000 * done + dist.get_rank())
     x, y = torch.randn(8, 16, generator=numbers), torch.randint(0, 4, (8,), generator=numbers)
     torch.nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
-    for one in (*optimizers, *schedulers):
+    both: list[Any] = [*optimizers, *schedulers]
+    for one in both:
         one.step()
     for optimizer in optimizers:
         optimizer.zero_grad()
