@@ -76,6 +76,48 @@ def test_who_would_wait_for_itself_is_told_at_once(arena: Field) -> None:
     assert len(ask_and_wait(arena.pool, 4)) == 4
 
 
+def test_who_holds_some_and_asks_for_more_is_served_before_who_waits_for_them(arena: Field) -> None:
+    """As a test that was lent a GPU and starts a script, while a group of all four waits, which has locked the others."""
+    waiter, late = arena.enter("group", "late")
+    with arena.pool.lease(1, who="test_with_one"):
+        waiter.tell("lease 4")
+        arena.await_held(*IDS)
+        late.tell("lease 1")
+        arena.await_waiting("group", "late")
+        assert ask_and_wait(arena.pool, 3) == ("GPU-b", "GPU-c", "GPU-d")
+    assert waiter.hear() == ["got", *IDS]
+    waiter.tell("release")
+    assert late.hear()[0] == "got"
+
+
+def test_who_closes_a_circle_is_told_at_once(arena: Field) -> None:
+    (other,) = arena.enter("tests/b.py::test_other")
+    other.tell("lease 2")
+    assert other.hear() == ["got", "GPU-a", "GPU-b"]
+    with arena.pool.lease(2, who="test_mine"):
+        other.tell("lease 1")
+        arena.await_waiting("tests/b.py::test_other")
+        with pytest.raises(LeaseTimeout) as caught, arena.pool.lease(2, who="script"):
+            pass
+        first, second = str(caught.value).splitlines()
+        assert first == "script holds GPU-c, GPU-d and waits for 2 more, which would never be free:"
+        told = f"tests/b.py::test_other (pid {other.process.pid}) holds GPU-a, GPU-b and waits for 1 more"
+        assert second == f"  {told}"
+    # The other one has waited on.
+    assert other.hear()[0] == "got"
+
+
+def test_it_is_no_circle_where_one_of_them_can_be_served(arena: Field) -> None:
+    (other,) = arena.enter("other")
+    other.tell("lease 1")
+    assert other.hear() == ["got", "GPU-a"]
+    with arena.pool.lease(1, who="test_mine"):
+        other.tell("lease 3")
+        arena.await_waiting("other")
+        assert ask_and_wait(arena.pool, 2) == ("GPU-c", "GPU-d")
+    assert other.hear() == ["got", "GPU-b", "GPU-c", "GPU-d"]
+
+
 def ask_and_wait(pool: Pool, ranks: int) -> tuple[str, ...]:
     with pool.lease(ranks, who="script", timeout=5) as lease:
         return lease.ids

@@ -26,7 +26,7 @@ from filelock import Timeout
 from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.lease.inventory import Inventory
 from pytest_distcompat.lease.memory import PATIENCE, TOLERANCE, DeviceMemory, Leak, Memory, await_free
-from pytest_distcompat.lease.tickets import POLL, Queue, file_lock
+from pytest_distcompat.lease.tickets import POLL, CircleError, Queue, file_lock
 from pytest_distcompat.lease.timeline import Span, append, now
 
 #: Differs between machines, and after a restart, with which the clock of tickets begins anew (``man 4 random``).
@@ -112,16 +112,17 @@ class Pool:
         """Devices for so many ranks, all or none, for the block; ``who`` is told to others who wait.
 
         Raises UsageProblem for more GPUs than there are, and for devices that this thread has itself: it would wait for them as
-        long as it has them. LeaseTimeout after ``timeout`` seconds of waiting.
+        long as it has them. LeaseTimeout after ``timeout`` seconds of waiting, and at once where others hold what this one waits
+        for and wait for what it holds.
         """
         count = self.inventory.needed(ranks)
-        mine = [path for name in self.inventory.ids if (path := self._path(name, "lock")) in _held()]
+        mine = tuple(name for name in self.inventory.ids if self._path(name, "lock") in _held())
         if timeout > 0 and count > len(self.inventory.ids) - len(mine):
             there = f"{len(mine)} of the {len(self.inventory.ids)} {self.inventory.words} are lent to what asks already"
             raise UsageProblem(f"{who}: {count} are needed, and {there}")
         asked = now()
         with contextlib.ExitStack() as held:
-            ids = self._take(count, who, asked.monotonic + timeout, held)
+            ids = self._take(count, who, asked.monotonic + timeout, held, mine)
             left = self._left_by_the_dead(ids)
             got = now()
             before = self._memory.used(ids) if self.inventory.kind == "gpu" else {}
@@ -163,21 +164,32 @@ class Pool:
         # Who has not yet all that it asked for signs later; until then a dead one's name may stand there.
         return Holder(name, "a lease that is about to begin", 0, time.time())
 
-    def _take(self, count: int, who: str, deadline: float, held: contextlib.ExitStack) -> tuple[str, ...]:
-        """Lock that many devices. What is locked is kept while waiting for more: nobody else may take it before us."""
+    def _take(
+        self, count: int, who: str, deadline: float, held: contextlib.ExitStack, mine: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """Lock that many devices. What is locked is kept while waiting for more: nobody may take it before us who came later.
+
+        Unless one of us has some already: what it has comes back when it was served, so nothing is kept from it, nor by it.
+        """
         taken: set[str] = set()
         try:
-            with self._queue.turn(self.inventory.ids, count, who, deadline):
+            with self._queue.turn(self.inventory.ids, count, who, deadline, mine) as ticket:
                 while True:
                     for name in self.inventory.ids:
                         if len(taken) < count and name not in taken and self._lock(name, held):
                             taken.add(name)
                     if len(taken) == count or time.monotonic() >= deadline:
                         break
+                    if mine or self._queue.overtaken(ticket):
+                        held.close()
+                        taken.clear()
+                        self._queue.give_way(ticket, deadline)
                     time.sleep(POLL)
         except Timeout:
             # Somebody who came before still waits.
             pass
+        except CircleError as circle:
+            raise LeaseTimeout(_told(count, who, mine, circle)) from None
         if len(taken) < count:
             raise LeaseTimeout(self._why(count, who, taken))
         return tuple(name for name in self.inventory.ids if name in taken)
@@ -219,6 +231,15 @@ class Pool:
     def _path(self, name: str, kind: str) -> Path:
         # An older MIG name has slashes.
         return self._directory / f"{quote(name, safe='')}.{kind}"
+
+
+def _told(count: int, who: str, mine: tuple[str, ...], circle: CircleError) -> str:
+    lines = [f"{who} holds {', '.join(mine)} and waits for {count} more, which would never be free:"]
+    lines += [
+        f"  {other.who} (pid {other.pid}) holds {', '.join(other.holds)} and waits for {other.count} more"
+        for other in circle.others
+    ]
+    return "\n".join(lines)
 
 
 def default_directory() -> Path:

@@ -2,8 +2,9 @@
 
 First come, first served. Nobody overtakes an earlier ticket that may take one of the same devices, so a large request is
 served after those that came before it, however many small ones follow. Tickets of inventories with no device in common do
-not see each other: that is the only overtaking, and it delays nobody. A small request that would fit beside a waiting
-large one does wait; packing (``packing.py``) keeps that rare by asking for the large ones first.
+not see each other: that delays nobody. Who holds devices already and asks for more (a test that was lent some and starts a
+script) overtakes who holds none: what it holds comes back when it was served, and not before. A small request that would
+fit beside a waiting large one does wait; packing (``packing.py``) keeps that rare by asking for the large ones first.
 
 The operating system unlocks the file of a process that dies, and so takes it out of the queue.
 """
@@ -28,19 +29,45 @@ _POLL_JOINING = 0.002
 
 @dataclass(frozen=True)
 class Ticket:
-    """A request: the devices that it may take (``ids``), how many of them, for whom."""
+    """A request: the devices that it may take (``ids``), how many of them, for whom; and which of them that one ``holds``."""
 
     number: int
     ids: tuple[str, ...]
     count: int
     who: str
     pid: int = 0
+    holds: tuple[str, ...] = ()
+
+
+class CircleError(Exception):
+    """The asker, and ``others``, hold devices and wait for more than all the rest would ever give back."""
+
+    def __init__(self, others: list[Ticket]) -> None:
+        super().__init__(", ".join(other.who for other in others))
+        self.others = others
 
 
 def ahead(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
-    """The tickets to be served before ``mine``, the nearest first: the earlier ones that may take one of its devices."""
-    before = [other for other in others if other.number < mine.number and set(other.ids) & set(mine.ids)]
-    return sorted(before, key=lambda ticket: ticket.number, reverse=True)
+    """The tickets to be served before ``mine``, of those that may take one of its devices; the nearest first.
+
+    Nobody waits for others while he holds what they may wait for.
+    """
+    before = [other for other in others if other.number < mine.number or (other.holds and other.number > mine.number)]
+    before = [other for other in before if set(other.ids) & set(mine.ids)]
+    return [] if mine.holds else sorted(before, key=lambda ticket: (not ticket.holds, ticket.number), reverse=True)
+
+
+def circle(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
+    """The other tickets of a circle that ``mine`` closes; none if it closes none.
+
+    Whoever holds devices and does not wait gives them back some day. Those that hold some and wait do so only if one of them
+    can be served from the rest.
+    """
+    waiting = [other for other in others if other.holds and set(other.ids) & set(mine.ids)]
+    waiting = [other for other in waiting if other.number != mine.number]
+    kept = {name for ticket in (mine, *waiting) for name in ticket.holds}
+    served = any(ticket.count <= len(set(ticket.ids) - kept) for ticket in (mine, *waiting))
+    return [] if served or not mine.holds else waiting
 
 
 class Queue:
@@ -51,26 +78,43 @@ class Queue:
         directory.mkdir(exist_ok=True)
 
     @contextlib.contextmanager
-    def turn(self, ids: tuple[str, ...], count: int, who: str, deadline: float) -> Iterator[Ticket]:
-        """Wait for one's turn and keep it in the block. Raises filelock.Timeout at ``deadline`` (monotonic seconds)."""
-        with self._joined(ids, count, who, deadline) as mine:
-            # Whoever comes later has a larger number, so the list only gets shorter.
-            for other in ahead(mine, self._tickets()):
-                self._await_end(other, deadline)
+    def turn(
+        self, ids: tuple[str, ...], count: int, who: str, deadline: float, holds: tuple[str, ...] = ()
+    ) -> Iterator[Ticket]:
+        """Wait for one's turn and keep it in the block, unless ``overtaken``.
+
+        Raises filelock.Timeout at ``deadline`` (monotonic seconds), and CircleError at once.
+        """
+        with self._joined(ids, count, who, deadline, holds) as mine:
+            # Who closes a circle sees all of it: nobody in it leaves the queue before it is served.
+            if others := circle(mine, self.waiting()):
+                raise CircleError(others)
+            self.give_way(mine, deadline)
             yield mine
+
+    def overtaken(self, mine: Ticket) -> bool:
+        """Whether there is a ticket to be served before that one."""
+        return bool(ahead(mine, self._tickets()))
+
+    def give_way(self, mine: Ticket, deadline: float) -> None:
+        """Wait until there is none. Raises filelock.Timeout."""
+        while before := ahead(mine, self._tickets()):
+            self._await_end(before[0], deadline)
 
     def waiting(self) -> list[Ticket]:
         """The tickets whose owners live, in order."""
         return [ticket for ticket in self._tickets() if not self._ended(ticket)]
 
     @contextlib.contextmanager
-    def _joined(self, ids: tuple[str, ...], count: int, who: str, deadline: float) -> Iterator[Ticket]:
+    def _joined(
+        self, ids: tuple[str, ...], count: int, who: str, deadline: float, holds: tuple[str, ...]
+    ) -> Iterator[Ticket]:
         with contextlib.ExitStack() as lock:
             joining = file_lock(self._directory / "joining.lock")
             with joining.acquire(timeout=_left(deadline), poll_interval=_POLL_JOINING):
                 # All processes of a machine share this clock, so numbers grow; and none comes twice, not even when its
                 # owner is long gone and somebody still looks for it.
-                mine = Ticket(time.monotonic_ns(), ids, count, who, os.getpid())
+                mine = Ticket(time.monotonic_ns(), ids, count, who, os.getpid(), holds)
                 lock.enter_context(file_lock(self._path(mine, "lock")).acquire(blocking=False))
                 # Only now: a ticket that can be seen and is not locked is a dead man's.
                 self._path(mine, "json").write_text(json.dumps(asdict(mine)), encoding="utf-8")
@@ -97,7 +141,7 @@ class Queue:
             # Its owner may just be leaving.
             with contextlib.suppress(FileNotFoundError, ValueError):
                 data = json.loads(path.read_text(encoding="utf-8"))
-                found.append(Ticket(**{**data, "ids": tuple(data["ids"])}))
+                found.append(Ticket(**{**data, "ids": tuple(data["ids"]), "holds": tuple(data["holds"])}))
         return sorted(found, key=lambda ticket: ticket.number)
 
     def _forget(self, ticket: Ticket) -> None:
