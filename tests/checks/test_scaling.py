@@ -57,6 +57,26 @@ def test_a_scale_of_one(sound: Sound) -> None:
     ]
 
 
+def bearing(story: Story, before: dict[str, float], after: dict[str, float]) -> list[str]:
+    """What is said where the scale stays 1024, with that besides."""
+    story = alter(story, "step", {"scaler": {"scale": 1024.0, **before}}, nth=0)
+    for verb, nth in (("overflow", 0), ("step", 1)):
+        story = alter(story, verb, {"scaler": {"scale": 1024.0, **after}}, nth=nth)
+    return story.findings("scaling")
+
+
+def test_a_scale_that_is_meant_to_stay(sound: Sound) -> None:
+    """DeepSpeed's default bears one overflow; a static scale all."""
+    story = overflowing(sound("zero1-fp16_mixed-w2"))
+    static, first, second = {"dynamic": 0.0}, {"dynamic": 1.0, "hysteresis": 2.0}, {"dynamic": 1.0, "hysteresis": 1.0}
+    assert bearing(story, static, static) == []
+    assert bearing(story, first, second) == []
+    for before, after in (({}, {}), (first, first), (second, second), (second, first)):
+        assert bearing(story, before, after) == [
+            f"rank {rank}: the scale is 1024 after an overflow at 1024; expected a smaller one" for rank in (0, 1)
+        ]
+
+
 @pytest.mark.parametrize(("verb", "nth", "what"), [("overflow", 0, "the overflow"), ("step", 1, "the step after it")])
 def test_scales_that_part(sound: Sound, verb: str, nth: int, what: str) -> None:
     story = alter(overflowing(sound("fsdp1-fp16_mixed-w2")), verb, {"scaler": {"scale": 256.0}}, nth=nth, rank=1)

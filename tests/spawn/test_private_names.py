@@ -8,6 +8,7 @@ import multiprocessing.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -158,6 +159,31 @@ def test_the_copies_that_deepspeed_optimizes_without_zero(warm: WarmLauncher, tm
     ] * 2, (
         "DeepSpeed's optimizer no longer has fp16_groups beside fp32_groups: see probe/optimizer.py:copied\n"
         f"{ending.text()}"
+    )
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("dynamic", "expected"), [(True, {"dynamic": 1.0, "hysteresis": 2.0}), (False, {"dynamic": 0.0})]
+)
+def test_how_many_overflows_deepspeed_bears(dynamic: bool, expected: dict[str, float]) -> None:
+    import torch
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+
+    from pytest_distcompat.probe.numbers import read_scaler
+
+    told = {"init_scale": 8.0, "scale_window": 9, "min_scale": 1, "delayed_shift": 2, "consecutive_hysteresis": False}
+    scaler = CreateLossScaler(torch.half, 8.0, dynamic, told)
+    found = read_scaler(None, SimpleNamespace(loss_scale=8.0, loss_scaler=scaler))
+    assert found == {"scale": 8.0, **expected}, (
+        "DeepSpeed's scalers are not what they were: see probe/numbers.py:_patience"
+    )
+
+
+@needs_deepspeed
+def test_the_scaler_of_deepspeed(with_deepspeed: Ending) -> None:
+    assert [event["scaler"] for event in events(with_deepspeed, "scaler")] == [{"scale": 1.0, "dynamic": 0.0}] * 2, (
+        f"ZeRO's optimizer has no loss_scaler any more: see probe/numbers.py:_patience\n{with_deepspeed.text()}"
     )
 
 

@@ -31,8 +31,19 @@ def read_scaler(scaler: Any, optimizer: Any) -> dict[str, float]:
         state = scaler.state_dict()
         return {key: float(value) for key, value in state.items() if isinstance(value, (int, float))}
     links = (link for one in several(optimizer) for link in chain(one))
-    own = next((link.loss_scale for link in links if hasattr(link, "loss_scale")), None)
-    return {} if own is None else {"scale": float(own)}
+    own = next((link for link in links if hasattr(link, "loss_scale")), None)
+    return {} if own is None else {"scale": float(own.loss_scale), **_patience(own)}
+
+
+def _patience(optimizer: Any) -> dict[str, float]:
+    """``hysteresis``: which overflow from now on makes the scale smaller, 1 for the next; ``dynamic``: 0 if none ever does.
+
+    Of DeepSpeed's ZeRO optimizers, which keep both in ``loss_scaler``; that is not documented, and
+    ``tests/spawn/test_private_names.py`` says when it goes away.
+    """
+    inner = getattr(optimizer, "loss_scaler", None)
+    known = {"dynamic": getattr(inner, "dynamic", None), "hysteresis": getattr(inner, "cur_hysteresis", None)}
+    return {name: float(value) for name, value in known.items() if value is not None}
 
 
 def peak_memory(device: str) -> int:
