@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from pytest_distcompat.plugin.rank_output import no_terminal
+
 
 def test_the_base_temporary_directory_outside_a_fixture(pytester: pytest.Pytester) -> None:
     factory: Any = getattr(pytester.parseconfigure(), "_tmp_path_factory", None)
@@ -30,14 +32,25 @@ def test_the_global_capture_can_be_stopped_and_started(pytester: pytest.Pytester
     manager = pytester.parseconfigure().pluginmanager.getplugin("capturemanager")
     for name in ("stop_global_capturing", "start_global_capturing"):
         assert callable(getattr(manager, name, None)), (
-            f"plugin/rank_session.py: _collected() and _capturing() call {name}() of the plugin 'capturemanager', which is gone"
+            f"plugin/rank_session.py: _collected() and rank_output.py: capturing() call {name}() of the plugin 'capturemanager', which is gone"
         )
+
+
+def test_a_writer_to_no_terminal(pytester: pytest.Pytester) -> None:
+    config = pytester.parseconfigure("-p", "no:terminal")
+    no_terminal(config)
+    writer = config.get_terminal_writer()
+    writer.line("nobody sees it", red=True)
+    message = (
+        "plugin/rank_output.py: no_terminal() makes a _pytest._io.TerminalWriter, whose _highlight pytest 8 asks for"
+    )
+    assert writer._highlight("x = 1") == "x = 1", message
 
 
 def test_where_captured_output_lies() -> None:
     from _pytest import capture
 
-    message = "plugin/rank_session.py: _capturing() gives _pytest.capture.FDCapture files by another TemporaryFile"
+    message = "plugin/rank_output.py: capturing() gives _pytest.capture.FDCapture files by another TemporaryFile"
     assert "TemporaryFile(" in inspect.getsource(capture.FDCaptureBase.__init__), message
 
 
@@ -45,7 +58,7 @@ def test_the_fault_handler_can_be_set_up_again(pytester: pytest.Pytester) -> Non
     plugin = pytester.parseconfigure().pluginmanager.getplugin("faulthandler")
     for name in ("pytest_configure", "pytest_unconfigure"):
         assert callable(getattr(plugin, name, None)), (
-            f"plugin/rank_session.py: _fault_handler() calls {name}() of the plugin 'faulthandler', which is gone"
+            f"plugin/rank_output.py: fault_handler() calls {name}() of the plugin 'faulthandler', which is gone"
         )
 
 

@@ -15,11 +15,11 @@ from time import monotonic, sleep  # by name: a test may patch the module
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from _pytest import capture as pytest_capture
 
 from pytest_distcompat.plugin import launched
 from pytest_distcompat.plugin.outcome import Phases
 from pytest_distcompat.plugin.phase import Phase
+from pytest_distcompat.plugin.rank_output import capturing, fault_handler, no_terminal
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def collect(payload: Mapping[str, Any]) -> pytest.Session:
     if payload["worker"]:
         config.workerinput = dict(payload["worker"])  # type: ignore[attr-defined]
     config.stash[ON_RANK] = True
+    no_terminal(config)
     launched.hide()
     # Their options and ini keys are known, their marks are told by the parent.
     for name in _OF_THE_PARENT:
@@ -130,44 +131,6 @@ def _collected(config: pytest.Config) -> pytest.Session:
     return session
 
 
-@contextlib.contextmanager
-def _capturing(config: pytest.Config, directory: Path, rank: int) -> Iterator[None]:
-    """Capture this rank's output as pytest does, but into files with a name: a rank that dies leaves its last words there.
-
-    ``_pytest.capture.TemporaryFile`` is private; ``tests/plugin/test_private_names.py`` says when it changes.
-    """
-    capture = config.pluginmanager.getplugin("capturemanager")
-    if capture is None:
-        yield
-        return
-    from pytest_distcompat.launch.files import captured_files
-
-    module: Any = pytest_capture
-    before = module.TemporaryFile
-    paths = iter(captured_files(directory, rank))
-    # Ranks that live on begin theirs anew with each item.
-    module.TemporaryFile = lambda buffering: next(paths).open("w+b", buffering=buffering)
-    try:
-        capture.start_global_capturing()
-    finally:
-        module.TemporaryFile = before
-    try:
-        yield
-    finally:
-        capture.stop_global_capturing()
-
-
-def _fault_handler(config: pytest.Config) -> None:
-    """Have a crash's stack written to this rank's stderr: pytest's own plugin kept the fork server's.
-
-    Its two hooks are called again, for it has no other way to change the file.
-    """
-    plugin = config.pluginmanager.getplugin("faulthandler")
-    if plugin is not None:
-        plugin.pytest_unconfigure(config)
-        plugin.pytest_configure(config)
-
-
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
     """Run one item on this rank.
 
@@ -188,11 +151,11 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     config.stash[WORLD] = World.from_environment(payload["device"])
     config.stash[SHARED] = directory / "shared"
     _Reporter.of(config).answer(log, payload["world_size"], directory)
-    _fault_handler(config)
+    fault_handler(config)
     # pytest makes its own below it once a process, which may be at any request of ranks that live on. What is captured goes to
     # files of their life too, as the agent's logs do.
     temporary = serving.kept.directory if serving.kept is not None else directory
-    with _own_temporary_directory(temporary, log.rank), _capturing(config, temporary, log.rank):
+    with _own_temporary_directory(temporary, log.rank), capturing(config, temporary, log.rank):
         config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
 
