@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -121,6 +122,21 @@ def test_it_is_no_circle_where_one_of_them_can_be_served(arena: Field) -> None:
 def ask_and_wait(pool: Pool, ranks: int) -> tuple[str, ...]:
     with pool.lease(ranks, who="script", timeout=5) as lease:
         return lease.ids
+
+
+def test_another_version_of_the_package_may_tell_more_or_less(arena: Field) -> None:
+    """As where two repositories of one user run at once."""
+    (other,) = arena.enter("other")
+    other.tell("lease 2")
+    assert other.hear()[0] == "got"
+    signed = json.loads((arena.directory / "GPU-a.json").read_text())
+    (arena.directory / "GPU-a.json").write_text(json.dumps({**signed, "colour": "red"}))
+    left = {"number": 5, "ids": IDS, "count": 1, "who": "older", "pid": 1}
+    for number, more in enumerate(({}, {"colour": "red"})):
+        (arena.directory / "queue" / f"{number}.json").write_text(json.dumps({**left, "number": number, **more}))
+    assert ask_and_wait(arena.pool, 2) == ("GPU-c", "GPU-d")
+    with pytest.raises(LeaseTimeout, match="GPU-a is held by other"):
+        ask(arena.pool, 3)
 
 
 def test_a_timeout_says_who_has_them_and_who_waits(arena: Field) -> None:

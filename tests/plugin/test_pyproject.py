@@ -91,7 +91,10 @@ def test_the_header_and_the_tests_go_by_it(pytester: Pytester, ranks: FakeRanks)
         ("[tool.distcompat]\nknown = 'a.toml'", "*known*: expected tables, [[][[]...[]][]], got 'a.toml'"),
         ("[[tool.distcompat.known]]\nmatch = 'x'", "*known[]][]] 1 (no reason): reason is missing"),
         ("[[tool.distcompat.known]]\nreason = 'x'", "*known[]][]] 1 (x): match is missing"),
-        (KNOWN + "color = 'red'", "*1 (org/repo#1): no key named 'color'. Known: cells, check, *strict, test, when"),
+        (
+            KNOWN + "color = 'red'",
+            "*1 (org/repo#1): no key named 'color'. Known: also, cells, check, *strict, test, when",
+        ),
         (KNOWN + "when = 'transformers => 5'", "*1 (org/repo#1): Expected semicolon*"),
         (KNOWN + "when = 'torch'\npackages = ['torch']", "*when and packages are one thing; give one of them"),
         (KNOWN + "strict = true", "*strict = true says that it must fail; say where, with check or test"),

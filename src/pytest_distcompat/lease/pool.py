@@ -23,6 +23,7 @@ from urllib.parse import quote
 import psutil
 from filelock import Timeout
 
+from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.lease.inventory import Inventory
 from pytest_distcompat.lease.memory import PATIENCE, TOLERANCE, DeviceMemory, Leak, Memory, await_free
@@ -225,7 +226,7 @@ class Pool:
 
     def _signed(self, name: str) -> Holder | None:
         with contextlib.suppress(FileNotFoundError, ValueError):
-            return Holder(**json.loads(self._path(name, "json").read_text(encoding="utf-8")))
+            return decode(Holder, json.loads(self._path(name, "json").read_text(encoding="utf-8")))
         return None
 
     def _path(self, name: str, kind: str) -> Path:

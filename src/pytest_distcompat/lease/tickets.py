@@ -21,6 +21,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from pytest_distcompat.decode import decode
+
 #: How often a waiter looks, in seconds.
 POLL = 0.02
 #: The same for the lock around taking a ticket, which is held for well under a millisecond.
@@ -138,10 +140,9 @@ class Queue:
         """All tickets, those of the dead included, in order."""
         found = []
         for path in self._directory.glob("*.json"):
-            # Its owner may just be leaving.
+            # Its owner may just be leaving. It may have another version of this package, which tells more or less.
             with contextlib.suppress(FileNotFoundError, ValueError):
-                data = json.loads(path.read_text(encoding="utf-8"))
-                found.append(Ticket(**{**data, "ids": tuple(data["ids"]), "holds": tuple(data["holds"])}))
+                found.append(decode(Ticket, json.loads(path.read_text(encoding="utf-8"))))
         return sorted(found, key=lambda ticket: ticket.number)
 
     def _forget(self, ticket: Ticket) -> None:
