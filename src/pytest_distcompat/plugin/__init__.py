@@ -31,7 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Of the ranks of somebody's launch, one reports."""
     if launched.here() and not launched.first():
-        early_config.pluginmanager.set_blocked("terminal")
+        from pytest_distcompat.plugin.rank_output import no_terminal
+
+        no_terminal(early_config)
 
 
 @pytest.hookimpl(tryfirst=True)  # report files are opened by the hooks of others

@@ -14,11 +14,12 @@ from _pytest._io import TerminalWriter
 
 
 def no_terminal(config: pytest.Config) -> None:
-    """Have ``config.get_terminal_writer()`` give a writer that leads nowhere, in no colours; it raises without a terminal.
+    """Without pytest's terminal, have ``config.get_terminal_writer()`` give a writer that leads nowhere, in no colours.
 
-    pytest 8 asks it for colours whenever an assertion that compares fails, as plugins do that print.
+    It would raise. pytest 8 asks it for colours whenever an assertion that compares fails, as plugins do that print.
     ``_pytest._io.TerminalWriter`` is private; ``tests/plugin/test_private_names.py`` says when it changes.
     """
+    config.pluginmanager.set_blocked("terminal")
     writer = TerminalWriter(Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
     writer.hasmarkup = False
     config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]
