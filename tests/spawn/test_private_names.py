@@ -163,9 +163,7 @@ def test_the_copies_that_deepspeed_optimizes_without_zero(warm: WarmLauncher, tm
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(
-    ("dynamic", "expected"), [(True, {"dynamic": 1.0, "hysteresis": 2.0}), (False, {"dynamic": 0.0})]
-)
+@pytest.mark.parametrize(("dynamic", "expected"), [(True, {"hysteresis": 2.0}), (False, {})])
 def test_how_many_overflows_deepspeed_bears(dynamic: bool, expected: dict[str, float]) -> None:
     import torch
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
@@ -182,7 +180,7 @@ def test_how_many_overflows_deepspeed_bears(dynamic: bool, expected: dict[str, f
 
 @needs_deepspeed
 def test_the_scaler_of_deepspeed(with_deepspeed: Ending) -> None:
-    assert [event["scaler"] for event in events(with_deepspeed, "scaler")] == [{"scale": 1.0, "dynamic": 0.0}] * 2, (
+    assert [event["there"] for event in events(with_deepspeed, "scaler")] == [True, True], (
         f"ZeRO's optimizer has no loss_scaler any more: see probe/numbers.py:_patience\n{with_deepspeed.text()}"
     )
 

@@ -29,8 +29,8 @@ def _scaled(cell: Cell, driver: type[Driver]) -> str:
 def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
     """A scaler with a scale above 1 is there, and its scale is the same on all ranks after every step. In a step in which
     gradients of one layer are infinite on one rank, no rank changes a parameter, a master or the optimizer's state, and
-    every rank's scale becomes smaller, unless it is a static one, or DeepSpeed's ``hysteresis`` is to bear more of them first;
-    with the next step all train on.
+    every rank's scale becomes smaller, unless DeepSpeed's ``hysteresis`` is to bear more of them first; with the next step
+    all train on.
 
     If it fails: without a scaler gradients below 6e-8 are zero
     (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling). With one that looks at its own rank's gradients only,
@@ -72,9 +72,8 @@ def _skipped(old: Moment, new: Moment) -> Iterator[str]:
 
 
 def _bears(old: Moment, new: Moment) -> bool:
-    """Whether the scale is meant to stay as it is: https://www.deepspeed.ai/docs/config-json/#fp16-training-options."""
-    counted = new.scaler.get("hysteresis", 1.0) < old.scaler.get("hysteresis", 1.0)
-    return counted or old.scaler.get("dynamic") == 0.0
+    """Whether it was one of those that are borne: https://www.deepspeed.ai/docs/config-json/#fp16-training-options."""
+    return new.scaler.get("hysteresis", 1.0) < old.scaler.get("hysteresis", 1.0)
 
 
 def _values(moment: Moment) -> dict[str, str]:

@@ -36,14 +36,13 @@ def read_scaler(scaler: Any, optimizer: Any) -> dict[str, float]:
 
 
 def _patience(optimizer: Any) -> dict[str, float]:
-    """``hysteresis``: which overflow from now on makes the scale smaller, 1 for the next; ``dynamic``: 0 if none ever does.
+    """``hysteresis``: which overflow from now on makes the scale smaller, 1 for the next; empty if there is no such thing.
 
-    Of DeepSpeed's ZeRO optimizers, which keep both in ``loss_scaler``; that is not documented, and
+    Of DeepSpeed's ZeRO optimizers, which keep it in ``loss_scaler``; that is not documented, and
     ``tests/spawn/test_private_names.py`` says when it goes away.
     """
-    inner = getattr(optimizer, "loss_scaler", None)
-    known = {"dynamic": getattr(inner, "dynamic", None), "hysteresis": getattr(inner, "cur_hysteresis", None)}
-    return {name: float(value) for name, value in known.items() if value is not None}
+    bears = getattr(getattr(optimizer, "loss_scaler", None), "cur_hysteresis", None)
+    return {} if bears is None else {"hysteresis": float(bears)}
 
 
 def peak_memory(device: str) -> int:
