@@ -62,7 +62,7 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
         # Of several bugs that show in one place, the one that reads like this.
         known = next((expectation for expectation in declared if expectation.matches(text)), declared[0])
         # Why a life broke off is one finding. Of several, each must be declared: a known bug must not hide another one.
-        others = [one for one in found if end is None and not any(known.explains(one) for known in declared)]
+        others = [one for one in found if end is None and not any(each.explains(one) for each in declared)]
         return _known(check, cell, known, found, others)
     return Verdict(check.name, cell.id, "failed" if found else "passed", message(found))
 

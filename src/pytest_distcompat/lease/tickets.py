@@ -54,22 +54,24 @@ def ahead(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
 
     Nobody waits for others while he holds what they may wait for.
     """
-    before = [other for other in others if other.number < mine.number or (other.holds and other.number > mine.number)]
-    before = [other for other in before if set(other.ids) & set(mine.ids)]
-    return [] if mine.holds else sorted(before, key=lambda ticket: (not ticket.holds, ticket.number), reverse=True)
+    if mine.holds:
+        return []
+    rivals = [other for other in others if set(other.ids) & set(mine.ids)]
+    before = [other for other in rivals if other.holds or other.number < mine.number]
+    return sorted(before, key=lambda ticket: (not ticket.holds, ticket.number), reverse=True)
 
 
 def circle(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
-    """The other tickets of a circle that ``mine`` closes; none if it closes none.
+    """The other tickets of a circle that ``mine``, of one who holds devices, closes; none if it closes none.
 
     Whoever holds devices and does not wait gives them back some day. Those that hold some and wait do so only if one of them
     can be served from the rest.
     """
-    waiting = [other for other in others if other.holds and set(other.ids) & set(mine.ids)]
-    waiting = [other for other in waiting if other.number != mine.number]
+    rivals = [other for other in others if other.number != mine.number and set(other.ids) & set(mine.ids)]
+    waiting = [other for other in rivals if other.holds]
     kept = {name for ticket in (mine, *waiting) for name in ticket.holds}
     served = any(ticket.count <= len(set(ticket.ids) - kept) for ticket in (mine, *waiting))
-    return [] if served or not mine.holds else waiting
+    return [] if served else waiting
 
 
 class Queue:
@@ -89,7 +91,7 @@ class Queue:
         """
         with self._joined(ids, count, who, deadline, holds) as mine:
             # Who closes a circle sees all of it: nobody in it leaves the queue before it is served.
-            if others := circle(mine, self.waiting()):
+            if holds and (others := circle(mine, self.waiting())):
                 raise CircleError(others)
             self.give_way(mine, deadline)
             yield mine

@@ -46,8 +46,8 @@ def weigh(item: pytest.Item, report: pytest.TestReport, *, hard: bool, outcome: 
     """
     marked = item.get_closest_marker(MARK) is not None
     if marked or "distcompat" in getattr(item, "fixturenames", ()):
-        text = _own_words(report, outcome or item.stash.get(OUTCOME, None))
-        declared_of(item.config.stash[SESSION]).weigh_report(item, report, cell_of(item), text, hard=hard)
+        outcome = outcome or item.stash.get(OUTCOME, None)
+        declared_of(item.config.stash[SESSION]).weigh_report(item, report, cell_of(item), outcome, hard=hard)
     if WEIGHED in item.stash:
         setattr(report, ATTRIBUTE, asdict(item.stash[WEIGHED]))
 
@@ -106,7 +106,7 @@ class Declared:
                     weighed.used.append(issue.where)
 
     def weigh_report(
-        self, item: pytest.Item, report: pytest.TestReport, cell: Cell | None, text: str, *, hard: bool
+        self, item: pytest.Item, report: pytest.TestReport, cell: Cell | None, outcome: Outcome | None, *, hard: bool
     ) -> None:
         """Make a failure that is declared an expected one, and a success where a failure is declared strictly no success.
 
@@ -120,6 +120,7 @@ class Declared:
         covering = {where: expected for where, expected in found if expected is not None}
         weighed.covering.extend(covering)
         if report.failed and not hard:
+            text = _own_words(report, outcome)
             for where, expected in covering.items():
                 if expected.matches(text):
                     weighed.used.append(where)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pytest_distcompat.probe.optimizer import chain, several
+from pytest_distcompat.probe.optimizer import links
 
 #: Numbers of an output that go into the trace: enough to tell two models apart, few enough to read.
 SAMPLED = 32
@@ -30,8 +30,7 @@ def read_scaler(scaler: Any, optimizer: Any) -> dict[str, float]:
     if scaler is not None:
         state = scaler.state_dict()
         return {key: float(value) for key, value in state.items() if isinstance(value, (int, float))}
-    links = (link for one in several(optimizer) for link in chain(one))
-    own = next((link for link in links if hasattr(link, "loss_scale")), None)
+    own = next((link for link in links(optimizer) if hasattr(link, "loss_scale")), None)
     return {} if own is None else {"scale": float(own.loss_scale), **_patience(own)}
 
 

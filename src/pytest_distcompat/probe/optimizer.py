@@ -47,6 +47,11 @@ def chain(optimizer: Any) -> list[Any]:
     return links
 
 
+def links(optimizer: Any) -> Iterator[Any]:
+    """Of all of the trainer's optimizers, the wrappers and what they wrap."""
+    return (link for one in several(optimizer) for link in chain(one))
+
+
 def torch_optimizer(optimizer: Any) -> Any:
     """The torch optimizer at the end of the chain; None for None."""
     return None if optimizer is None else chain(optimizer)[-1]
@@ -58,7 +63,7 @@ def copied(optimizer: Any) -> dict[int, torch.Tensor]:
     DeepSpeed keeps such where it runs without ZeRO (``FP16_UnfusedOptimizer``), in two lists that are not documented;
     ``tests/spawn/test_private_names.py`` says when they go away.
     """
-    for link in (link for one in several(optimizer) for link in chain(one)):
+    for link in links(optimizer):
         low, high = getattr(link, "fp16_groups", None), getattr(link, "fp32_groups", None)
         if low and high:
             groups = zip(low, high, strict=True)
@@ -73,18 +78,18 @@ def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> Opti
     (https://github.com/pytorch/pytorch/pull/125708).
     """
     chains = [chain(one) for one in several(optimizer)]
-    inner = [links[-1] for links in chains]
+    inner = [one[-1] for one in chains]
     for one in inner:
         if not hasattr(one, "param_groups"):
             told = (
                 "self.optimizer of the driver is to be the optimizer that steps, or what wraps it; of several, a list"
             )
             raise TypeError(f"{type(one).__name__} has no param_groups: {told}")
-    names = [" > ".join(type(link).__name__ for link in links) for links in chains]
-    links = tuple(type(link).__name__ for link in chains[0]) if len(chains) == 1 else (" + ".join(names),)
+    types = [tuple(type(link).__name__ for link in one) for one in chains]
+    shown = types[0] if len(types) == 1 else (" + ".join(map(" > ".join, types)),)
     groups = tuple(_numbers(group) for one in inner for group in one.param_groups)
     if not whole:
-        return OptimizerFact(links, 0, groups=groups)
+        return OptimizerFact(shown, 0, groups=groups)
     live = {id(parameter): name for name, parameter in model.named_parameters()}
     owners = live | {copy: live[id(low)] for copy, low in copied(optimizer).items() if id(low) in live}
     held = entries(optimizer)
@@ -96,13 +101,14 @@ def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> Opti
             states.append(_state(owner, "master", parameter))
         states.extend(_state(owner, key, value) for key, value in state.items() if _is_number(value))
     return OptimizerFact(
-        chain=links,
+        chain=shown,
         entries=len(held),
         foreign=0 if partitioned else sum(id(parameter) not in owners for parameter in held),
         states=tuple(states),
         partitioned=partitioned,
+        # DeepSpeed's, whose engines have one optimizer.
         masters=tuple(fact for one in inner[:1] for fact in _masters(model, one)),
-        accumulates=next(filter(None, map(_accumulates, several(optimizer))), ""),
+        accumulates=_accumulates(optimizer),
         groups=groups,
     )
 
@@ -149,7 +155,7 @@ def _partitioned(model: Module) -> dict[str, int]:
 
 def _accumulates(optimizer: Any) -> str:
     """What DeepSpeed adds gradients up in: private, ``tests/spawn/test_private_names.py`` says when it goes away."""
-    for link in chain(optimizer):
+    for link in links(optimizer):
         for attribute in ("gradient_accumulation_dtype", "grad_acc_dtype"):
             if isinstance(dtype := getattr(link, attribute, None), torch.dtype):
                 return dtype_name(dtype)
