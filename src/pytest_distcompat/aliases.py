@@ -24,6 +24,7 @@ from pytest_distcompat.leased import inherited, told
 from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.marked import MARK
 from pytest_distcompat.plugin.outcome import unexcused
+from pytest_distcompat.plugin.representation import represent
 
 _SIZE, _DEVICES = "world_size", "require_distributed"
 _LENT, _SIZES = "distcompat_lent", "distcompat_size"
@@ -163,6 +164,8 @@ def pytest_runtest_makereport(
     report = yield
     leaked = item.stash.get(_LEAKED, "")
     if call.when == "teardown" and leaked:
-        report.longrepr = "\n\n".join(filter(None, (report.longreprtext, leaked)))
+        crash = getattr(report.longrepr, "reprcrash", None)
+        text = "\n\n".join(filter(None, (report.longreprtext, leaked)))
+        represent(report, text, crash and (crash.path, crash.lineno, crash.message))
         unexcused(report)
     return report

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_distcompat.plugin.rank_output import no_terminal
+from pytest_distcompat.plugin.representation import represent
 
 
 def test_the_base_temporary_directory_outside_a_fixture(pytester: pytest.Pytester) -> None:
@@ -66,6 +68,19 @@ def test_the_words_of_a_strict_xpass(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.xfail(strict=True, reason='r')\ndef test(): pass")
     report = pytester.inline_run().getreports("pytest_runtest_logreport")[1]
     assert report.longrepr == "[XPASS(strict)] r", "plugin/outcome.py: phase_of() knows a strict xpass by this text"
+
+
+def test_a_text_is_represented_as_an_exception_is(pytester: pytest.Pytester) -> None:
+    item = pytester.getitem("def test_it(): pass", "test_it")
+    report = pytest.TestReport(item.nodeid, item.location, {}, "failed", None, "call")
+    represent(report, "in short\n\n  the whole\n", ("helper.py", 4, "shorter"))
+    message = "plugin/representation.py: represent() makes types of _pytest._code, which have changed"
+    told = item.config.hook
+    data = told.pytest_report_to_serializable(config=item.config, report=report)
+    travelled = told.pytest_report_from_serializable(config=item.config, data=json.loads(json.dumps(data)))
+    for one in (report, travelled):
+        assert one.longreprtext == str(one.longrepr) == "in short\n\n  the whole", message
+        assert str(one.longrepr.reprcrash) == "helper.py:4: shorter", message
 
 
 def test_fixtures_can_be_torn_down_out_of_turn(pytester: pytest.Pytester) -> None:

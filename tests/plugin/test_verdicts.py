@@ -219,6 +219,12 @@ def test_junit_xml_has_every_verdict(suite: pytest.Pytester) -> None:
             (child.tag for child in cases[f"test[{cell}:claim]"] if child.tag in {"failure", "skipped", "error"}), None
         )
         assert child == kinds.get(status, "failure"), cell
+        if child == "failure":
+            failure = cases[f"test[{cell}:claim]"].find("failure")
+            assert failure is not None
+            message, text = failure.get("message", ""), failure.text or ""
+            assert message, "in short"
+            assert text.startswith(f"{message}\n"), "and the whole below it"
     skipped = cases["test[ddp-bf16_pure-w2:claim]"].find("skipped")
     assert skipped is not None
     assert skipped.get("message") == "mine has no bf16_pure"

@@ -270,15 +270,9 @@ def pytest_runtest_makereport(
 
         marked.finish_report(item, call, report)
     elif call.when == "call" and "distcompat_case" in getattr(item, "fixturenames", ()):
-        from pytest_distcompat.failures import DistcompatError
-        from pytest_distcompat.plugin import scripted
-        from pytest_distcompat.plugin.cases import VERDICT
-        from pytest_distcompat.plugin.results import ATTRIBUTE
+        from pytest_distcompat.plugin import cases
 
-        setattr(report, ATTRIBUTE, item.stash.get(VERDICT, None))
-        if call.excinfo is not None and isinstance(call.excinfo.value, DistcompatError):
-            report.longrepr = str(call.excinfo.value)
-            scripted.finish_report(report, call.excinfo.value)
+        cases.finish_report(item, call, report)
     elif call.when == "call" and call.excinfo is not None and "distcompat" in getattr(item, "fixturenames", ()):
         from pytest_distcompat.plugin import scripted
 

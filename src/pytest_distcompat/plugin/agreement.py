@@ -15,6 +15,7 @@ from pytest_distcompat.launch.ending import conclude
 from pytest_distcompat.launch.stacks import stack_file
 from pytest_distcompat.plugin.outcome import RANK, STRICT_XPASS, Outcome, merge
 from pytest_distcompat.plugin.phase import Phase
+from pytest_distcompat.plugin.representation import represent
 
 #: What there is to say of a phase that passed on all ranks.
 SAME = "same"
@@ -95,7 +96,7 @@ def impose(report: pytest.TestReport, outcome: Outcome, command: str) -> None:
     report.outcome = "failed" if outcome.kind == "failed" else "passed" if outcome.kind == "passed" else "skipped"
     report.longrepr = None
     if outcome.kind == "failed":
-        report.longrepr = f"{outcome.text}\nreproduce: {command}"
+        represent(report, f"{outcome.text}\nreproduce: {command}", outcome.location)
     elif outcome.kind == "skipped":
         report.longrepr = outcome.location or ("", 0, f"Skipped: {outcome.text}")
     elif outcome.kind == "xfailed":

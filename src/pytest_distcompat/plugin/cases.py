@@ -20,8 +20,11 @@ from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, LifeFailure, UsageProblem
 from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.known import concerned
+from pytest_distcompat.plugin import scripted
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.nodeids import plain
+from pytest_distcompat.plugin.representation import represent
+from pytest_distcompat.plugin.results import ATTRIBUTE
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.shelf import Shelf
@@ -228,3 +231,11 @@ class BoundCase:
         if command:
             lines.append(f"this life alone: {command}")
         return "\n".join(lines)
+
+
+def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Let the verdict travel with the report, which shows what it says and none of our own frames."""
+    setattr(report, ATTRIBUTE, item.stash.get(VERDICT, None))
+    if call.excinfo is not None and isinstance(call.excinfo.value, DistcompatError):
+        represent(report, str(call.excinfo.value))
+        scripted.finish_report(report, call.excinfo.value)

@@ -14,6 +14,7 @@ import pytest
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
 from pytest_distcompat.plugin.nodeids import plain
 from pytest_distcompat.plugin.outcome import UNCAPTURED, Outcome, RankFailure, merge, unexcused
+from pytest_distcompat.plugin.representation import represent
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest
         report.outcome, report.longrepr = "failed", outcome.text
     report.sections.extend(outcome.sections)
     if call.excinfo is not None and isinstance(call.excinfo.value, RankFailure):
-        report.longrepr = str(call.excinfo.value)
+        represent(report, str(call.excinfo.value), outcome.location)
         # The ranks have weighed their xfail marks, by the exceptions themselves: this one's mark knows only of ours. A report
         # that another plugin made a pass, by running the test again, is left alone.
         if call.excinfo.value.hard or hasattr(report, "wasxfail"):

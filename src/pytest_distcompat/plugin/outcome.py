@@ -65,6 +65,8 @@ def phase_of(report: pytest.TestReport, ran: Sequence[Phase] = ()) -> Phase:
         outcome, message = ("xfailed", str(report.wasxfail)) if report.outcome == "skipped" else ("passed", "")
     elif report.outcome == "failed" and text.startswith(STRICT_XPASS):
         outcome = "passed"
+    elif report.outcome == "failed":
+        location = _place(report, message)
     elif report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         path, line, reason = report.longrepr
         location, message = (str(path), int(line), str(reason)), str(reason).removeprefix("Skipped: ")
@@ -89,6 +91,11 @@ def _is_plain(value: Any) -> bool:
 
 def _travelling(value: Any) -> Any:
     return excerpt(value, LARGEST) if isinstance(value, str) else value
+
+
+def _place(report: pytest.TestReport, message: str) -> tuple[str, int, str] | None:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return (str(crash.path), int(crash.lineno), message) if crash is not None else None
 
 
 def _last_line(report: pytest.TestReport, text: str) -> str:
@@ -155,6 +162,8 @@ def merge(ending: Ending) -> Outcome:
         if ending.cause is not None and not ending.launch_error:
             shown["properties"] += ((RANK, ending.cause.rank),)
         text = ending.text().replace("raised failed", "failed").replace("raised skipped", "skipped")
+        if ending.cause is not None and (place := _place_of(seen[ending.cause.rank])) is not None:
+            shown["location"] = (*place[:2], text.partition("\n")[0])
         return Outcome("failed", text, hard=_crashed(ending), **shown)
     skips = {rank: phase for rank, found in phases.items() for phase in found if phase.outcome == "skipped"}
     if len(skips) == len(phases) and skips:
@@ -172,6 +181,11 @@ def merge(ending: Ending) -> Outcome:
         )
     unexpected = (phase.text for found in phases.values() for phase in found if phase.text.startswith(STRICT_XPASS))
     return Outcome("passed", next(unexpected, ""), **shown)
+
+
+def _place_of(phases: Sequence[Phase]) -> tuple[str, int, str] | None:
+    """Where a rank failed, if it said so itself."""
+    return next((phase.location for phase in phases if phase.outcome == "failed"), None)
 
 
 def _excused_last(ending: Ending) -> Ending:
