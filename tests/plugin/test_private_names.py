@@ -80,7 +80,8 @@ def test_a_text_is_represented_as_an_exception_is(pytester: pytest.Pytester) -> 
     travelled = told.pytest_report_from_serializable(config=item.config, data=json.loads(json.dumps(data)))
     for one in (report, travelled):
         assert one.longreprtext == str(one.longrepr) == "in short\n\n  the whole", message
-        assert str(one.longrepr.reprcrash) == "helper.py:4: shorter", message
+        longrepr: Any = one.longrepr
+        assert str(longrepr.reprcrash) == "helper.py:4: shorter", message
 
 
 def test_fixtures_can_be_torn_down_out_of_turn(pytester: pytest.Pytester) -> None:
