@@ -59,11 +59,7 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
         one for one in covering if one.kind == "fails" and (one.strict or one.check != "*" or one.matches(text))
     ]
     if declared:
-        # Of several bugs that show in one place, the one that reads like this.
-        known = next((expectation for expectation in declared if expectation.matches(text)), declared[0])
-        # Why a life broke off is one finding. Of several, each must be declared: a known bug must not hide another one.
-        others = [one for one in found if end is None and not any(each.explains(one) for each in declared)]
-        return _known(check, cell, known, found, others)
+        return _known(check, cell, declared, found, whole=end is None)
     return Verdict(check.name, cell.id, "failed" if found else "passed", message(found))
 
 
@@ -117,17 +113,27 @@ def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: 
     return Verdict(check.name, cell.id, "refused", end.message, refusal.reason or said)
 
 
-def _known(check: Check, cell: Cell, known: Expectation, found: list[str], others: list[str]) -> Verdict:
-    if not found and not known.strict:
+def _known(check: Check, cell: Cell, declared: list[Expectation], found: list[str], *, whole: bool) -> Verdict:
+    """What is found where bugs are declared. Not ``whole``: of a life that broke off only why it did is known."""
+    text = "\n".join(found)  # all of it, not only what a message shows of it
+    # Of several bugs that show in one place, the one that reads like this.
+    shown = [one for one in declared if found and one.matches(text)]
+    missing = [one for one in declared if one.strict and one not in shown]
+    gone = f"fixed? Then remove {' and '.join(map(str, missing))}"
+    if not found and not missing:
         return Verdict(check.name, cell.id, "passed")
     if not found:
-        told = f"declared to fail, but it passes: fixed? Then remove {known}"
-        return Verdict(check.name, cell.id, "fixed?", told, known.reason)
-    # All of it, not only what a message shows of it.
-    if not known.matches("\n".join(found)):
+        return Verdict(check.name, cell.id, "fixed?", f"declared to fail, but it passes: {gone}", missing[0].reason)
+    known = (shown or declared)[0]
+    if not shown:
         told = f"fails otherwise than declared ({known})\n\n{message(found)}"
         return Verdict(check.name, cell.id, "failed", told, known.reason)
+    # Each must be declared: a known bug must not hide another one.
+    others = [one for one in found if whole and not any(each.explains(one) for each in declared)]
     if others:
         told = f"fails as declared, and otherwise too ({known})\n\n{message(others)}"
         return Verdict(check.name, cell.id, "failed", told, known.reason)
+    if missing and whole:
+        told = f"fails as declared ({known}), and not as declared besides: {gone}\n\n{message(found)}"
+        return Verdict(check.name, cell.id, "fixed?", told, missing[0].reason)
     return Verdict(check.name, cell.id, "known", message(found), known.reason)

@@ -114,6 +114,27 @@ def test_two_known_failures_explain_what_they_are_together(another: Expectation)
         assert verdict(toy("bfloat16 masters", "rank 0: stale", "gone"), *declared).message.endswith("\n\ngone")
 
 
+def test_of_two_known_failures_each_must_show() -> None:
+    stale = fails("toy", reason="org/repo#2", match="stale")
+    for declared in ((MASTERS, stale), (stale, MASTERS)):
+        found = verdict(toy("bfloat16 masters"), *declared)
+        assert (found.status, found.reason, found.ok) == ("fixed?", "org/repo#2", False)
+        told = f"fails as declared ({MASTERS}), and not as declared besides: fixed? Then remove {stale}"
+        assert found.message == f"{told}\n\nbfloat16 masters"
+        # What broke off before it could show may be there still.
+        assert verdict(toy(), *declared, end=ended("raised", "step", "masters")).status == "known"
+        # A new bug is told before one that is gone.
+        assert verdict(toy("bfloat16 masters", "gone"), *declared).message.endswith("\n\ngone")
+        found = verdict(toy(), *declared)
+        both = " and ".join(map(str, declared))
+        assert (found.status, found.message.endswith(f"fixed? Then remove {both}")) == ("fixed?", True)
+    rounding = may_fail("toy", reason="org/repo#2", match="stale")
+    for declared in ((MASTERS, rounding), (rounding, MASTERS)):
+        assert verdict(toy("bfloat16 masters"), *declared).status == "known"
+        assert verdict(toy(), *declared).status == "fixed?"
+        assert verdict(toy(), rounding).status == "passed"
+
+
 def test_of_how_a_life_broke_off_each_line_need_not_be_declared() -> None:
     raised = ended("raised", "step", "boom\n\nTraceback: masters\n  in a line")
     assert verdict(toy(), MASTERS, end=raised).status == "known"
