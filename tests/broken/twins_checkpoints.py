@@ -126,18 +126,6 @@ class StepsShared(SpoilsElsewhere):
             state["step"] = shared
 
 
-@twin(
-    "portable",
-    "ddp-fp32-w2-model_plain",
-    match=r"^rank 0: loss 1 after the load under fsdp2 is [\d.]+; [\d.]+ in the run that never stopped \(4e-05 allowed\)",
-)
-class OtherDataElsewhere(Torch):
-    """Everything comes back but the place in the data."""
-
-    def step(self, number: int) -> float:
-        return super().step(number + 1 if self.cell.strategy == "fsdp2" else number)
-
-
 class NamesTheFile(Torch):
     """The sound one: torch.load says what is wrong with a file, and not which it is."""
 

@@ -75,8 +75,8 @@ PLAIN = TinyModel(
     ignored="frozen",
     unit_size=200,
     in_8_bits=False,
-    # 1.2e-3 seen in bf16_mixed, 1.4e-3 with bfloat16 masters.
-    spread=1.3,
+    # 1.3e-3 seen in bf16_mixed (autocast over float32 masters under DDP), 2.7e-3 with bfloat16 masters.
+    spread=1.7,
     preload=("pytest_distcompat.models._plain_module", "safetensors.torch"),
     order=2,
 )
