@@ -28,7 +28,7 @@ class OneWithoutGradient(AccelerateDriver):
     def build(self, model: Module) -> None:
         import torch
 
-        model.get_parameter(ONE).register_hook(torch.zeros_like)
+        model.get_parameter(ONE).register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
         super().build(model)
 
 
