@@ -146,3 +146,24 @@ def test_what_is_shipped_speaks_of_what_there_is(issue: object) -> None:
     for cells in issue.cells:
         wanted = cells.get("strategy", ())
         assert set(wanted if isinstance(wanted, tuple) else (wanted,)) <= set(STRATEGIES.names())
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        # What a rank without a local shard has in place of its groups.
+        ("optimizer.param_groups", True),
+        ("app.optim.param_groups", True),
+        # What is missed where the optimizer was not saved at all.
+        ("optimizer.param_groups.blocks.0.linear.weight.lr", False),
+        ("optimizer.state.lm_head.weight.step", False),
+    ],
+)
+def test_a_rank_without_a_shard_is_told_from_an_optimizer_that_was_not_saved(key: str, *, known: bool) -> None:
+    """Under FSDP1 with a driver of any name: torch's bug is nothing that its user can mend."""
+    (issue,) = (one for one in shipped() if one.id == "torch-fsdp1-rank-without-shard-anywhere")
+    text = f"Traceback (most recent call last):\nRuntimeError: Missing key in checkpoint state_dict: {key}.\n\nmore"
+    (expected,) = issue.expectations
+    assert expected.matches(text) == known
+    assert expected.covers(Cell.parse("fsdp1-fp32-w2-frozen"), "reshard")
+    assert not expected.strict
