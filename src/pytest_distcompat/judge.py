@@ -43,11 +43,10 @@ def skipped(check: str, cell: Cell, reason: str) -> Verdict:
 def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation] = ()) -> Verdict:
     """One verdict. Never better than what the ranks did: a crash or a hang is no known failure, whatever is declared."""
     covering = [expectation for expectation in expectations if expectation.covers(cell, check.name)]
-    refusal = next((expectation for expectation in covering if expectation.kind == "refuses"), None)
     end = _broken_off(check, trace)
     if end is not None and end.kind != "raised":
         return Verdict(check.name, cell.id, end.kind, end.text)
-    if refusal is not None and (refusal.strict or _refused(refusal, end or _any_end(trace))):
+    if refusal := _expected_refusal(covering, end or _any_end(trace)):
         return _refusal(check, cell, trace, refusal, end or _any_end(trace))
     if end is not None:
         found = [end.text or end.message or "broke off without a word"]
@@ -84,6 +83,13 @@ def _place(life: LifeTrace, verb: str, nth: int) -> int:
 
 def _any_end(trace: Trace) -> LifeEnd | None:
     return next((life.end for life in trace if life.end is not None), None)
+
+
+def _expected_refusal(covering: Iterable[Expectation], end: LifeEnd | None) -> Expectation | None:
+    """Of several things that are not supported whoever looks first refuses one; without any such, one that must be refused."""
+    refusals = [one for one in covering if one.kind == "refuses"]
+    strict = (one for one in refusals if one.strict)
+    return next((one for one in refusals if _refused(one, end)), next(strict, None))
 
 
 def _refused(refusal: Expectation, end: LifeEnd | None) -> bool:

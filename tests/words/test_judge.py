@@ -305,3 +305,17 @@ def test_what_is_declared_of_others_is_no_excuse(declared: Expectation) -> None:
 
 def test_an_exception_without_a_text_is_a_failure() -> None:
     assert verdict(toy(), end=LifeEnd("raised", "", "", "build", 1)).status == "failed"
+
+
+def test_of_two_things_that_are_not_supported_one_is_refused() -> None:
+    another = refuses("toy", match="no such mode", reason="nor this")
+    for declared in ((REFUSED, another), (another, REFUSED)):
+        for text, reason in (("not supported", "by design"), ("no such mode", "nor this")):
+            found = verdict(toy(), *declared, end=ended("raised", "build", text), together=True)
+            assert (found.status, found.reason) == ("refused", reason)
+        found = verdict(toy(), *declared, end=ended("raised", "build", "boom"), together=True)
+        assert (found.status, found.message.splitlines()[0]) == (
+            "failed",
+            f"refused with another message than {declared[0].match!r}",
+        )
+        assert verdict(toy(), *declared).status == "failed"
