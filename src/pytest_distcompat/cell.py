@@ -67,6 +67,11 @@ OPTIONS: dict[str, Option] = {
             ("auto", "fp32"),
             "DeepSpeed: what gradients are added up in; auto is the parameters' dtype",
         ),
+        Option(
+            "reduce_dtype",
+            ("auto", "fp32"),
+            "what gradients travel in, where the strategy can say so: auto is the dtype that products run in",
+        ),
         Option("conflict", (False, True), "the DeepSpeed JSON asks for another precision than the trainer is told"),
     )
 }

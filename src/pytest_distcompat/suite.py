@@ -76,7 +76,11 @@ class TestAccelerate(CompatSuite):
         precisions=("fp32", "bf16_mixed"),
         extra=(
             Matrix(("fsdp2", "zero2"), ("bf16_pure", "fp16_mixed", "fp8")),
-            Matrix(("fsdp2",), ("bf16_mixed",), options=({"float32_norms": True},)),
+            Matrix(
+                ("fsdp2",),
+                ("bf16_mixed",),
+                options=({"float32_norms": True}, {"reduce_dtype": "fp32", "model": "plain"}),
+            ),
             Matrix(("fsdp1", "fsdp2", "zero3"), ("bf16_mixed",), options=({"model": "llama_tied"}, {"model": "plain"})),
             Matrix(
                 ("fsdp2",),
@@ -153,7 +157,7 @@ class TestDeepSpeed(CompatSuite):
                 ("fp32",),
                 options=({"accumulate": 2}, {"compile": "aot_eager", "model": "plain"}, {"adapter": True}),
             ),
-            Matrix(("zero1",), ("bf16_mixed",), options=({"grad_accum_dtype": "fp32"},)),
+            Matrix(("zero1",), ("bf16_mixed",), options=({"grad_accum_dtype": "fp32"}, {"reduce_dtype": "fp32"})),
             Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True}, {"accumulate": 2})),
         ),
     )

@@ -1,19 +1,22 @@
-"""Trainers that widen or narrow what is not trained, or add gradients up in another dtype than they were told."""
+"""Trainers that widen or narrow what is not trained, or add gradients up or send them in another dtype than they were told."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 
-from .declare import Torch, twin
+from .declare import Accelerate, Torch, twin
+from .twins_deepspeed import DeepSpeed
 from .twins_dtypes import SOUND, Upcasts
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from torch.nn import Module
 
-    from pytest_distcompat.cell import Cell
     from pytest_distcompat.precisions import Precision
 
 
@@ -68,3 +71,35 @@ class DataTypesLost(DeepSpeedDriver):
             deepspeed=lambda *told: {key: value for key, value in sound(*told).items() if key != "data_types"},
         )
         super().build(model)
+
+
+TRAVELS = r"^rank 0: gradients were reduced in bfloat16; expected float32\nrank 1: gradients were reduced in bfloat16; expected float32$"
+
+
+@twin(
+    "dtypes",
+    "fsdp1-bf16_mixed-w2-model_plain-reduce_dtype_fp32",
+    "fsdp2-bf16_mixed-w2-model_plain-reduce_dtype_fp32",
+    match=TRAVELS,
+)
+class PolicyLost(Accelerate):
+    """The trainer's policy is dropped on the way, and accelerate makes one of its own."""
+
+    def settings(self, precision: Precision, cell: Cell) -> Mapping[str, Any]:
+        others = tuple((name, value) for name, value in cell.options if name != "reduce_dtype")
+        return super().settings(precision, Cell(cell.strategy, cell.precision, cell.world_size, others))
+
+
+@twin(
+    "dtypes",
+    "zero1-bf16_mixed-w2-model_plain-reduce_dtype_fp32",
+    "zero3-bf16_mixed-w2-model_plain-reduce_dtype_fp32",
+    match=TRAVELS,
+)
+class CommunicationTypeMisspelt(DeepSpeed):
+    """DeepSpeed passes over keys of its JSON that it does not know."""
+
+    def settings(self, precision: Precision, cell: Cell) -> Mapping[str, Any]:
+        written = dict(super().settings(precision, cell))
+        written["communication_dtype"] = written.pop("communication_data_type")
+        return written

@@ -182,7 +182,9 @@ def _watched(cell: Cell, micros: int) -> dict[str, Any]:
     reduction = "reduce_scatter_base" if strategy.shards else "allreduce"
     backwards = micros if strategy.reduces_each_micro_batch else 1
     collectives = (
-        CollectiveFact(reduction, row.reduce, backwards, 16, 16 * backwards),
+        CollectiveFact(
+            reduction, "float32" if cell.option("reduce_dtype") == "fp32" else row.reduce, backwards, 16, 16 * backwards
+        ),
         # What is no gradient and must not be taken for one: a norm, a flag, gathered parameters.
         CollectiveFact("allreduce", "float64", 1, 1, 1),
         CollectiveFact("allreduce", "int64", 1, 16, 16),

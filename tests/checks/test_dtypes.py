@@ -107,9 +107,13 @@ def test_compute(sound: Sound, cell: str, outputs: tuple[str, ...], text: str) -
         ("fsdp1-bf16_mixed-w2", "allreduce", "float32", "bfloat16"),
         ("zero1-bf16_mixed-w2", "allreduce", "float32", "bfloat16"),
         ("zero3-bf16_mixed-w2", "reduce_scatter_tensor_coalesced", "float32", "bfloat16"),
+        ("fsdp2-bf16_mixed-w2-reduce_dtype_fp32", "reduce_scatter_base", "bfloat16", "float32"),
+        ("fsdp1-fp16_mixed-w2-reduce_dtype_fp32", "reduce_scatter_base", "float16", "float32"),
+        ("zero2-bf16_mixed-w2-reduce_dtype_fp32", "allreduce", "bfloat16", "float32"),
     ],
 )
 def test_gradients_on_the_wire(sound: Sound, cell: str, op: str, found: str, expected: str) -> None:
+    assert sound(cell).findings("dtypes") == []
     story = sound(cell).moment("step", {"collectives": (CollectiveFact(op, found, 1, 16),)}, nth=2, rank=1)
     assert story.findings("dtypes") == [f"rank 1: gradients were reduced in {found}; expected {expected}"]
 

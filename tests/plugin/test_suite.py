@@ -261,3 +261,25 @@ def test_what_is_not_installed_is_a_reason(
         importlib.util, "find_spec", lambda name, *rest: None if name == library else there(name, *rest)
     )
     assert DRIVERS.get(driver).unable(Cell.parse(cell), "cpu") == reason
+
+
+@pytest.mark.parametrize(
+    ("driver", "cell", "reason"),
+    [
+        ("torch", "fsdp2-bf16_mixed-w2-reduce_dtype_fp32", ""),
+        ("torch", "ddp-bf16_mixed-w2-reduce_dtype_fp32", "gradients travel in the dtype that they are stored in"),
+        (
+            "deepspeed",
+            "zero2-fp32-w2-reduce_dtype_fp32",
+            "fp32 has one dtype for products and optimizer, in which gradients travel",
+        ),
+        (
+            "trainer",
+            "fsdp2-bf16_mixed-w2-reduce_dtype_fp32",
+            "TrainingArguments have no word for FSDP's policy of dtypes",
+        ),
+        ("trainer", "zero2-bf16_mixed-w2-reduce_dtype_fp32", ""),
+    ],
+)
+def test_where_it_can_be_said_what_gradients_travel_in(driver: str, cell: str, reason: str) -> None:
+    assert DRIVERS.get(driver).unable(Cell.parse(cell), "cpu") == reason

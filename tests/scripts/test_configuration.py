@@ -114,3 +114,15 @@ def test_commands(tmp_path: Path) -> None:
 def test_a_launcher_is_no_rank_of_another_group() -> None:
     theirs = {"RANK": "3", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x", "PET_NNODES": "2", "HOME": "/root"}
     assert command.without_rank(theirs) == {"HOME": "/root"}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_what_gradients_of_fsdp_travel_in_no_file_can_say(strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageProblem, match="accelerate's file has no word for FSDP's policy of dtypes"):
+        write_configuration(Cell.of(strategy, "bf16_mixed", reduce_dtype="fp32"), tmp_path)
+
+
+def test_what_gradients_of_zero_travel_in_is_written(tmp_path: Path) -> None:
+    write_configuration(Cell.of("zero2", "bf16_mixed", reduce_dtype="fp32"), tmp_path)
+    (written,) = tmp_path.glob("*.json")
+    assert json.loads(written.read_text(encoding="utf-8"))["communication_data_type"] == "fp32"

@@ -46,7 +46,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
         if watched and not (plain and plain.products == 0):
             yield from _computed(row, moment)
         if cell.world_size > 1:
-            yield from _reduced(row, moment, smallest)
+            yield from _reduced("float32" if cell.option("reduce_dtype") == "fp32" else row.reduce, moment, smallest)
         yield from _accumulated(row, cell, moment)
     yield from _stepped(row, trained)
 
@@ -115,14 +115,14 @@ def _smallest_gradient(cell: Cell, plain: PlainFact | None) -> int:
     return max(2, min(sizes, default=0) // cell.world_size)
 
 
-def _reduced(row: Dtypes, moment: Moment, smallest: int) -> Iterator[str]:
+def _reduced(expected: str, moment: Moment, smallest: int) -> Iterator[str]:
     found = {
         fact.dtype
         for fact in moment.collectives
         if fact.op in REDUCTIONS and fact.numel >= smallest and "float" in fact.dtype
     }
-    if found != {row.reduce}:
-        yield f"rank {moment.rank}: gradients were reduced in {_list(found)}; expected {row.reduce}"
+    if found != {expected}:
+        yield f"rank {moment.rank}: gradients were reduced in {_list(found)}; expected {expected}"
 
 
 def _accumulated(row: Dtypes, cell: Cell, moment: Moment) -> Iterator[str]:

@@ -75,6 +75,8 @@ class TinyDriver(Driver):
             return f"{cell.precision} has one dtype for all that is loaded"
         if cell.option("grad_accum_dtype") == "fp32" and not (precision.mixed and precision.compute == "bfloat16"):
             return f"{cell.precision} has no gradients in bfloat16 beside float32 masters, which could be added up in either"
+        if cell.option("reduce_dtype") == "fp32" and not (precision.mixed and precision.compute != "float32"):
+            return f"{cell.precision} has one dtype for products and optimizer, in which gradients travel"
         if cell.option("groups") and not cell.option("use_orig_params"):
             return "a flat parameter belongs to one group as a whole"
         if cell.option("adapter") and cell.option("frozen"):

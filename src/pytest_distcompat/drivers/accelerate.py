@@ -45,6 +45,7 @@ class AccelerateDriver(TinyDriver):
         "fp8_backend",
         "float32_norms",
         "grad_accum_dtype",
+        "reduce_dtype",
         "conflict",
     )
     libraries: ClassVar[tuple[str, ...]] = ("accelerate", "torch", "deepspeed")

@@ -38,6 +38,7 @@ class DeepSpeedDriver(TinyDriver):
         "groups",
         "float32_norms",
         "grad_accum_dtype",
+        "reduce_dtype",
         "conflict",
     )
     libraries: ClassVar[tuple[str, ...]] = ("deepspeed", "torch")

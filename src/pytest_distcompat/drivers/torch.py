@@ -43,6 +43,7 @@ class TorchDriver(TinyDriver):
         "groups",
         "save_only_model",
         "float32_norms",
+        "reduce_dtype",
     )
     libraries: ClassVar[tuple[str, ...]] = ("torch",)
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")

@@ -51,6 +51,7 @@ class TrainerDriver(TinyDriver):
         "save_only_model",
         "float32_norms",
         "grad_accum_dtype",
+        "reduce_dtype",
         "conflict",
     )
     libraries: ClassVar[tuple[str, ...]] = ("transformers", "accelerate", "torch", "deepspeed")
@@ -67,6 +68,8 @@ class TrainerDriver(TinyDriver):
             return f"Trainer has no {cell.strategy}"
         if cell.option("groups"):
             return "Trainer makes these two groups of parameters anyway"
+        if cell.option("reduce_dtype") != "auto" and "fsdp" in cell.strategy:
+            return "TrainingArguments have no word for FSDP's policy of dtypes"
         if cell.option("fp8_backend") == "te":
             return "Trainer hands accelerate no recipe for Transformer Engine"
         if cell.option("activation_checkpointing") and cell.option("model") == "plain" and "fsdp" not in cell.strategy:

@@ -62,6 +62,8 @@ def unwritten(cell: Cell) -> str:
     strategy, precision = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision)
     if precision.float8 and strategy.zero_stage is not None:
         return "accelerate takes fp8 under DeepSpeed from Accelerator(mixed_precision='fp8') only, not from a file"
+    if cell.option("reduce_dtype") != "auto" and "fsdp" in cell.strategy:
+        return "accelerate's file has no word for FSDP's policy of dtypes: the script gives its plugin one"
     return strategy.refuses(cell)
 
 

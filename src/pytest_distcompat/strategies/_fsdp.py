@@ -1,4 +1,4 @@
-"""What FSDP1 and FSDP2 share: the dtype table and accelerate's plugin."""
+"""What FSDP1 and FSDP2 share: the dtype table, the policy of dtypes and accelerate's plugin."""
 
 from __future__ import annotations
 
@@ -27,7 +27,21 @@ def dtypes(precision: Precision) -> Dtypes:
     return Dtypes(storage=master, compute=compute, reduce=compute, gradient=master, master=master, state=master)
 
 
-def plugin(version: int, cell: Cell) -> dict[str, Any]:
+def policy(version: int, precision: Precision, cell: Cell) -> Any:
+    """The dtypes as torch is told them; None where there is one dtype only."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+    if not precision.mixed:
+        return None
+    compute: torch.dtype = getattr(torch, precision.compute)
+    reduce = torch.float32 if cell.option("reduce_dtype") == "fp32" else compute
+    if version == 1:
+        return MixedPrecision(param_dtype=compute, reduce_dtype=reduce, buffer_dtype=compute)
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+
+
+def plugin(version: int, precision: Precision, cell: Cell) -> dict[str, Any]:
     """Keyword arguments for Accelerator: an FSDP plugin of that version that wraps the model's blocks."""
     from accelerate import FullyShardedDataParallelPlugin
 
@@ -49,6 +63,9 @@ def plugin(version: int, cell: Cell) -> dict[str, Any]:
         settings |= {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": list(tiny.blocks)}
     if cell.option("ignored"):
         settings["ignored_modules"] = tiny.ignored
+    if cell.option("reduce_dtype") != "auto":
+        # accelerate makes one of its own where none is given.
+        settings["mixed_precision_policy"] = policy(version, precision, cell)
     if version == 1:
         # Synchronising module states needs a GPU; the ranks start from the same seed anyway.
         settings |= {"use_orig_params": bool(cell.option("use_orig_params")), "sync_module_states": False}

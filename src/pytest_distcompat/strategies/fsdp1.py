@@ -19,19 +19,16 @@ if TYPE_CHECKING:
 
 
 def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
-    import torch
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     from pytest_distcompat.models import MODELS
 
     blocks = MODELS.get(str(cell.option("model"))).block_modules(model)
-    compute = getattr(torch, precision.compute)
-    mixed = MixedPrecision(param_dtype=compute, reduce_dtype=compute, buffer_dtype=compute)
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks}),
-        mixed_precision=mixed if precision.mixed else None,
+        mixed_precision=_fsdp.policy(1, precision, cell),
         device_id=device,
         use_orig_params=bool(cell.option("use_orig_params")),
         sharding_strategy=(
@@ -42,7 +39,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
 
 
 def _accelerate(precision: Precision, cell: Cell) -> Mapping[str, Any]:
-    return _fsdp.plugin(1, cell)
+    return _fsdp.plugin(1, precision, cell)
 
 
 def _transformers(precision: Precision, cell: Cell) -> Mapping[str, Any]:

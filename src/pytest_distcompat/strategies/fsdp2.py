@@ -24,17 +24,13 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
 
     from pytest_distcompat.models import MODELS
 
-    compute = getattr(torch, precision.compute)
-    policy = (
-        MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute) if precision.mixed else MixedPrecisionPolicy()
-    )
     whole = _take_weights(model) if cell.option("meta_init") else None
     if whole is None:
         model.to(device)
     ignored = {parameter for module in ignored_modules(model, cell) for parameter in module.parameters()}
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (cell.world_size,)),
-        "mp_policy": policy,
+        "mp_policy": _fsdp.policy(2, precision, cell) or MixedPrecisionPolicy(),
         "reshard_after_forward": bool(cell.option("reshard_after_forward")),
         # Pinned memory needs a GPU that it is pinned for.
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -75,7 +71,7 @@ def _give_weights(model: Module, whole: dict[str, torch.Tensor], device: torch.d
 
 
 def _accelerate(precision: Precision, cell: Cell) -> Mapping[str, Any]:
-    return _fsdp.plugin(2, cell)
+    return _fsdp.plugin(2, precision, cell)
 
 
 def _transformers(precision: Precision, cell: Cell) -> Mapping[str, Any]:

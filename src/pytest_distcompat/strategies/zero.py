@@ -52,6 +52,8 @@ def config(stage: int, precision: Precision, cell: Cell, micro_batch: int = 2) -
         written["fp16"] = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}
     if cell.option("grad_accum_dtype") != "auto":
         written["data_types"] = {"grad_accum_dtype": cell.option("grad_accum_dtype")}
+    if cell.option("reduce_dtype") != "auto":
+        written["communication_data_type"] = cell.option("reduce_dtype")
     if cell.option("conflict"):
         written["bf16"] = {"enabled": False}
     return written
