@@ -166,6 +166,9 @@ def pytest_runtest_makereport(
     if call.when == "teardown" and leaked:
         crash = getattr(report.longrepr, "reprcrash", None)
         text = "\n\n".join(filter(None, (report.longreprtext, leaked)))
-        represent(report, text, crash and (crash.path, crash.lineno, crash.message))
+        if crash is None:
+            represent(report, text)
+        else:
+            represent(report, text, (crash.path, crash.lineno, ""), short=crash.message)
         unexcused(report)
     return report

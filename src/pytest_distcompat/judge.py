@@ -46,8 +46,9 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
     end = _broken_off(check, trace)
     if end is not None and end.kind != "raised":
         return Verdict(check.name, cell.id, end.kind, end.text)
-    if refusal := _expected_refusal(covering, end or _any_end(trace)):
-        return _refusal(check, cell, trace, refusal, end or _any_end(trace))
+    whose = end or _any_end(trace)
+    if refusal := _expected_refusal(covering, whose):
+        return _refusal(check, cell, trace, refusal, whose)
     if end is not None:
         found = [end.text or end.message or "broke off without a word"]
     else:

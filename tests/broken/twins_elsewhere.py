@@ -12,18 +12,20 @@ from .twins_dtypes import SOUND, Upcasts
 if TYPE_CHECKING:
     from torch.nn import Module
 
+LATE = r"^rank 0: loss 1 after the load under fsdp2 is [\d.]+; [\d.]+ in the run that never stopped "
+
 
 @twin(
     "portable",
     "ddp-fp32-w2-model_plain",
-    match=r"^rank 0: loss 1 after the load under fsdp2 is [\d.]+; [\d.]+ in the run that never stopped \(4e-05 allowed\)",
+    match=LATE + r"\(4e-05 allowed\)",
     sound=SOUND,
 )
 # Flat parameters have no names to be compared by: in lower precision too the losses alone tell.
 @twin(
     "portable",
     "fsdp1-bf16_mixed-w2-no_use_orig_params",
-    match=r"^rank 0: loss 1 after the load under fsdp2 is [\d.]+; [\d.]+ in the run that never stopped \(2e-03 allowed\)",
+    match=LATE + r"\(2e-03 allowed\)",
     sound=SOUND,
 )
 class OtherDataElsewhere(Upcasts):

@@ -11,9 +11,15 @@ from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 
 from .declare import name_of, twin
+from .twins_deepspeed import DeepSpeed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.nn import Module
+
+    from pytest_distcompat.cell import Cell
+    from pytest_distcompat.precisions import Precision
 
 NONE = r"rank 1: 0 of 15 linear layers are in 8 bits after build; expected all but the first and the last"
 
@@ -121,17 +127,13 @@ class Half(DeepSpeedDriver):
         super().build(model)
 
 
-class Bears(Half):
+class Bears(Half, DeepSpeed):
     """DeepSpeed's default: the first overflow leaves the scale as it is."""
 
     fp16: ClassVar[dict[str, Any]] = {"enabled": True, "initial_scale_power": 10}
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        sound = self.strategy.deepspeed
-        if sound is not None:  # the reference runs without it
-            changed = lambda precision, cell: {**sound(precision, cell), "fp16": self.fp16}  # noqa: E731 - of two words
-            self.strategy = dataclasses.replace(self.strategy, deepspeed=changed)
+    def settings(self, precision: Precision, cell: Cell) -> Mapping[str, Any]:
+        return {**super().settings(precision, cell), "fp16": self.fp16}
 
 
 @twin(

@@ -73,7 +73,7 @@ def test_the_words_of_a_strict_xpass(pytester: pytest.Pytester) -> None:
 def test_a_text_is_represented_as_an_exception_is(pytester: pytest.Pytester) -> None:
     item = pytester.getitem("def test_it(): pass", "test_it")
     report = pytest.TestReport(item.nodeid, item.location, {}, "failed", None, "call")
-    represent(report, "in short\n\n  the whole\n", ("helper.py", 4, "shorter"))
+    represent(report, "in short\n\n  the whole\n", ("helper.py", 4, ""), short="shorter")
     message = "plugin/representation.py: represent() makes types of _pytest._code, which have changed"
     told = item.config.hook
     data = told.pytest_report_to_serializable(config=item.config, report=report)

@@ -46,7 +46,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
         if watched and not (plain and plain.products == 0):
             yield from _computed(row, moment)
         if cell.world_size > 1:
-            yield from _reduced("float32" if cell.option("reduce_dtype") == "fp32" else row.reduce, moment, smallest)
+            yield from _reduced(row, cell, moment, smallest)
         yield from _accumulated(row, cell, moment)
     yield from _stepped(row, trained)
 
@@ -115,7 +115,8 @@ def _smallest_gradient(cell: Cell, plain: PlainFact | None) -> int:
     return max(2, min(sizes, default=0) // cell.world_size)
 
 
-def _reduced(expected: str, moment: Moment, smallest: int) -> Iterator[str]:
+def _reduced(row: Dtypes, cell: Cell, moment: Moment, smallest: int) -> Iterator[str]:
+    expected = "float32" if cell.option("reduce_dtype") == "fp32" else row.reduce
     found = {
         fact.dtype
         for fact in moment.collectives

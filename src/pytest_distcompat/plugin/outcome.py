@@ -162,8 +162,9 @@ def merge(ending: Ending) -> Outcome:
         if ending.cause is not None and not ending.launch_error:
             shown["properties"] += ((RANK, ending.cause.rank),)
         text = ending.text().replace("raised failed", "failed").replace("raised skipped", "skipped")
-        if ending.cause is not None and (place := _place_of(seen[ending.cause.rank])) is not None:
-            shown["location"] = (*place[:2], text.partition("\n")[0])
+        if ending.cause is not None:
+            failed = (phase.location for phase in seen[ending.cause.rank] if phase.outcome == "failed")
+            shown["location"] = next(failed, None)
         return Outcome("failed", text, hard=_crashed(ending), **shown)
     skips = {rank: phase for rank, found in phases.items() for phase in found if phase.outcome == "skipped"}
     if len(skips) == len(phases) and skips:
@@ -181,11 +182,6 @@ def merge(ending: Ending) -> Outcome:
         )
     unexpected = (phase.text for found in phases.values() for phase in found if phase.text.startswith(STRICT_XPASS))
     return Outcome("passed", next(unexpected, ""), **shown)
-
-
-def _place_of(phases: Sequence[Phase]) -> tuple[str, int, str] | None:
-    """Where a rank failed, if it said so itself."""
-    return next((phase.location for phase in phases if phase.outcome == "failed"), None)
 
 
 def _excused_last(ending: Ending) -> Ending:

@@ -6,17 +6,21 @@ import pytest
 from _pytest._code.code import ReprExceptionInfo, ReprFileLocation, ReprTracebackNative
 
 
-def represent(report: pytest.TestReport, text: str, place: tuple[str, int, str] | None = None) -> None:
+def represent(
+    report: pytest.TestReport, text: str, place: tuple[str, int, str] | None = None, *, short: str = ""
+) -> None:
     """Have a failing report show ``text``.
 
-    ``place``: the file and line (from 1) where it failed, and what stands in summaries, JUnit's ``message`` and annotations;
-    without it the test's own place and the text's first line. Of a plain string pytest repeats the whole in its summary (where
-    the variable ``CI`` is set, and with ``-vv``) and in JUnit's ``message``, and annotations of a pull request have no line.
+    ``place``: the file and line (from 1) where it failed, without it the test's own. ``short``: what stands in summaries,
+    JUnit's ``message`` and annotations, without it the text's first line. Of a plain string pytest repeats the whole in its
+    summary (where the variable ``CI`` is set, and with ``-vv``) and in JUnit's ``message``, and annotations of a pull request
+    have no line.
 
     ``_pytest._code`` is private, ``pytest.ExceptionInfo.getrepr`` gives its types, of real exceptions only; they travel through
     xdist. ``tests/plugin/test_private_names.py`` says when they change.
     """
     path, line, _ = report.location
-    path, line, short = place or (path, (line or 0) + 1, text.strip().partition("\n")[0])
+    path, line, _ = place or (path, (line or 0) + 1, "")
+    short = short or text.strip().partition("\n")[0]
     traceback = ReprTracebackNative([f"{text.rstrip()}\n"])
     report.longrepr = ReprExceptionInfo(reprtraceback=traceback, reprcrash=ReprFileLocation(path, line, short))

@@ -37,7 +37,6 @@ MAX_NORM = 1.0
 
 #: Why an option of DeepSpeed is none of torch's strategies.
 OF_DEEPSPEED = dict.fromkeys(("conflict", "grad_accum_dtype_fp32"), "there is no DeepSpeed JSON to say it in")
-REDUCED_AS_STORED = "gradients travel in the dtype that they are stored in"
 NO_SHARDS = "there are no shards of parameters that it could be about"
 
 #: Segments that options, not strategies, put into live names.
