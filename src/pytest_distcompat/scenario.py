@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import OPTIONS, Cell
@@ -18,7 +19,8 @@ class Life:
       ``export``: the trainer's own;
     - ``files`` (rank 0 reads what was saved), ``damage`` (rank 0 spoils the checkpoint that is to be loaded), ``evaluate``
       (the model computes on a fixed batch);
-    - ``reference`` is one step of the same training in one process, in float32, unwrapped.
+    - ``reference`` is one step of the same training in one process, in float32, unwrapped; ``rounded`` the same with its
+      products in the precision's dtype.
 
     ``first_step`` is the number of the first step, so that a resumed life takes the batches that the first one took.
     ``after`` names the life whose checkpoint this one finds. ``strategy`` and ``world_size`` say where the life's cell
@@ -77,6 +79,9 @@ REFERENCE_LIFE = Life(
     only=("model", "accumulate", "frozen", "adapter", "groups", "use_orig_params"),
 )
 
+#: What rounding alone makes of that training, for a model that nobody has measured before.
+ROUNDED_LIFE = dataclasses.replace(REFERENCE_LIFE, name="rounded", verbs=("plain", *("rounded",) * STEPS))
+
 #: What was exported, loaded by nothing but the model's own library.
 RELOAD_LIFE = Life(
     "reload", ("reload", "evaluate"), after="train", strategy="ddp", world_size=1, only=("model", "adapter")
@@ -103,6 +108,7 @@ OVERFLOW_LIFE = Life("overflow", (*_PLAIN, "step", "overflow", "step"))
 TRAIN = Scenario("train", (TRAIN_LIFE,))
 RESUME = Scenario("resume", (TRAIN_LIFE, RESUME_LIFE))
 PARITY = Scenario("parity", (TRAIN_LIFE, REFERENCE_LIFE))
+ROUNDED_PARITY = Scenario("parity", (TRAIN_LIFE, REFERENCE_LIFE, ROUNDED_LIFE))
 EXPORT = Scenario("export", (TRAIN_LIFE, RELOAD_LIFE))
 PATHS = Scenario("paths", (NAMED_LIFE, REOPENED_LIFE))
 OVERFLOW = Scenario("overflow", (OVERFLOW_LIFE,))

@@ -39,7 +39,8 @@ class PlainFact:
     """The model before anything wrapped it: the oracle for names, shapes and what is trainable.
 
     ``blocks`` (of ``block_classes``) are to be wrapped one by one, ``ignored`` to stay whole; 8 bits are for ``linears``.
-    ``products`` counts the modules that multiply by a matrix, None where nobody has counted.
+    ``products`` counts the modules that multiply by a matrix, None where nobody has counted. ``obeyed`` are the options of a
+    cell that the driver speaks: only of these is known what it asks the trainer for.
     """
 
     parameters: tuple[ParameterFact, ...]
@@ -51,6 +52,7 @@ class PlainFact:
     ignored: tuple[str, ...] = ()
     linears: int = 0
     products: int | None = None
+    obeyed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import STEP_VERBS, Driver, Plan
 from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import Life
 from pytest_distcompat.trace import Moment
 from pytest_distcompat.world import World
@@ -165,7 +167,8 @@ class _Rank:
     def _show(self, model: Module) -> dict[str, Any]:
         from pytest_distcompat.probe import read_plain
 
-        facts = {"plain": read_plain(model, self.driver.blocks, self.driver.ignored)}
+        plain = read_plain(model, self.driver.blocks, self.driver.ignored)
+        facts = {"plain": dataclasses.replace(plain, obeyed=self.driver.options)}
         if not self.driver.cell.option("compile"):
             # A hook would break the graph that compile is to see.
             self.observer.attach(model)
@@ -214,6 +217,17 @@ class _Rank:
         if driver.optimizer is None:
             raise RuntimeError("reference() is to set self.optimizer to the optimizer that it steps, as train() does")
         return facts | {"optimizer": read_optimizer(model, driver.optimizer, whole=whole)}
+
+    def _rounded(self) -> dict[str, Any]:
+        """Its author was not told of this: that a reference cannot be computed so is no failure, only nothing is known."""
+        import torch
+
+        dtype = getattr(torch, PRECISIONS.get(self.driver.cell.precision).compute)
+        with contextlib.ExitStack() as stack, contextlib.suppress(Exception):
+            for device in sorted({"cpu", torch.device(self.driver.world.device).type}):
+                stack.enter_context(torch.autocast(device, dtype))
+            return self._reference()
+        return {}
 
     def _damage(self) -> dict[str, Any]:
         from pytest_distcompat.probe.damage import spoil

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from pytest_distcompat.cell import Cell
+from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.checks.accumulation import SINGLE_LIFE
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import REFERENCE_LIFE, RESUME_LIFE, TRAIN_LIFE, Life
@@ -114,7 +114,9 @@ def _plain(cell: Cell) -> PlainFact:
         for name, shape in SHAPES.items()
     )
     ignored = IGNORED if cell.option("ignored") else ()
-    return PlainFact(parameters, (_scale(),), SAVED, (TIED,), blocks=BLOCKS, ignored=ignored, linears=3)
+    return PlainFact(
+        parameters, (_scale(),), SAVED, (TIED,), blocks=BLOCKS, ignored=ignored, linears=3, obeyed=tuple(OPTIONS)
+    )
 
 
 def _scale() -> ParameterFact:

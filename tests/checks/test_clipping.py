@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,6 +48,22 @@ def test_scaled_by_the_number_of_ranks(sound: Sound, cell: str, factor: float) -
 def test_only_the_first_step_that_is_off_is_told(sound: Sound) -> None:
     found = sound("ddp-fp32-w2").stepped({"square": 4.0}, verb="step").findings("clipping")
     assert [finding.partition(":")[0] for finding in found] == ["step 1", "step 1"]
+
+
+def test_a_model_that_rounds_more_than_ours(sound: Sound) -> None:
+    story = sound("ddp-bf16_mixed-w2").stepped({"square": 1.1**2}, verb="step", nth=3)
+    exact = story.trace.life("reference")
+    moments = tuple(
+        replace(
+            moment,
+            verb=moment.verb.replace("reference", "rounded"),
+            steps=tuple(replace(s, square=1.06**2) for s in moment.steps),
+        )
+        for moment in exact.moments
+    )
+    lives = {**story.trace.lives, "rounded": replace(exact, name="rounded", moments=moments)}
+    assert story.findings("clipping") != []
+    assert replace(story, trace=replace(story.trace, lives=lives)).findings("clipping") == []
 
 
 def test_the_precision_says_how_far_off_is_too_far(sound: Sound) -> None:

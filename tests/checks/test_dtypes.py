@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -116,6 +117,20 @@ def test_gradients_on_the_wire(sound: Sound, cell: str, op: str, found: str, exp
     assert sound(cell).findings("dtypes") == []
     story = sound(cell).moment("step", {"collectives": (CollectiveFact(op, found, 1, 16),)}, nth=2, rank=1)
     assert story.findings("dtypes") == [f"rank 1: gradients were reduced in {found}; expected {expected}"]
+
+
+@pytest.mark.parametrize(("found", "sound_then"), [("float32", True), ("float16", False), ("float8_e4m3fn", False)])
+def test_who_was_not_asked_what_gradients_travel_in_may_take_more(sound: Sound, found: str, sound_then: bool) -> None:
+    """Lightning's Fabric puts autocast around FSDP2, whose parameters, and so gradients, are float32 then."""
+    story = sound("fsdp2-bf16_mixed-w2")
+    story = story.moment("step", {"collectives": (CollectiveFact("reduce_scatter_base", found, 1, 16),)}, nth=2)
+    assert story.findings("dtypes")
+    told = story.alter(
+        lambda moment: replace(moment, plain=moment.plain and replace(moment.plain, obeyed=("compile",)))
+    )
+    assert (told.findings("dtypes") == []) == sound_then
+    nothing = told.moment("step", {"collectives": ()}, nth=2, rank=0).findings("dtypes")
+    assert nothing[0] == "rank 0: gradients were reduced in nothing; expected bfloat16"
 
 
 @pytest.mark.parametrize("cell", ["ddp-bf16_mixed-w2", "zero1-bf16_mixed-w2"])

@@ -9,6 +9,7 @@ import pytest
 
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.precisions import PRECISIONS
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
@@ -45,6 +46,54 @@ def test_the_precision_says_how_far_off_is_too_far(sound: Sound, cell: str, fiel
     tolerance = allowed.get(story.cell.precision, {"loss": 1e-3, "grad_norm": 1e-2})[field]
     assert scaled(story, field, 1 + tolerance / 4).findings("parity") == []
     assert scaled(story, field, 1.2, nth=19).findings("parity") != []
+
+
+def rounding(story: Story, off: float, *, field: str = "loss", step: int = 11) -> Story:
+    """The same with a life of the reference's own in the precision's dtype, in which one step is so much off."""
+    exact = story.trace.life("reference")
+    moments = [replace(moment, verb=moment.verb.replace("reference", "rounded")) for moment in exact.moments]
+    moments[step] = replace(moments[step], **{field: getattr(moments[step], field) * (1 + off)})
+    lives = {**story.trace.lives, "rounded": replace(exact, name="rounded", moments=tuple(moments))}
+    return replace(story, trace=replace(story.trace, lives=lives))
+
+
+@pytest.mark.parametrize("cell", ["ddp-bf16_mixed-w2", "fsdp2-fp16_mixed-w2"])
+@pytest.mark.parametrize(("field", "off"), [("loss", 4e-3), ("grad_norm", 4e-2)])
+@pytest.mark.parametrize("step", [1, 11, 20])
+def test_a_model_that_rounds_more_than_ours(sound: Sound, cell: str, field: str, off: float, step: int) -> None:
+    story = scaled(sound(cell), field, 1 + 1.9 * off, nth=8)
+    table = PRECISIONS.get(story.cell.precision)
+    allowed = {"loss": table.loss_tolerance, "grad_norm": table.norm_tolerance}[field]
+    assert f"{allowed:.1e} allowed" in story.findings("parity")[0]
+    assert f"{2 * allowed:.1e} allowed" in rounding(story, allowed / 3, field=field, step=step).findings("parity")[0]
+    assert rounding(story, off, field=field, step=step).findings("parity") == []
+    gone = rounding(scaled(sound(cell), field, 1 + 2.2 * off, nth=8), off, field=field, step=step).findings("parity")
+    assert f"{2 * off:.1e} allowed" in gone[0]
+
+
+@pytest.mark.parametrize("off", [float("nan"), float("inf"), 0.0, 1e-5])
+def test_a_reference_that_cannot_be_computed_so_allows_no_more(sound: Sound, off: float) -> None:
+    story = scaled(sound("ddp-bf16_mixed-w2"), "loss", 1.01, nth=8)
+    partly = rounding(story, off).moment("rounded", {"loss": None, "grad_norm": None}, life="rounded")
+    assert partly.findings("parity") == rounding(story, off).findings("parity")
+    assert "2.0e-03 allowed" in partly.findings("parity")[0]
+
+
+def test_rounding_is_measured_for_models_that_are_not_ours(sound: Sound) -> None:
+    class Own(Driver):
+        """A trainer on a model of its own."""
+
+    class Ours(Driver):
+        """One on our models."""
+
+        options = ("model",)
+
+    def lives(driver: type[Driver], precision: str) -> list[str]:
+        cell = sound(f"ddp-{precision}-w2").cell
+        return [life.name for life in CHECKS.get("parity").lives(cell, driver).lives]
+
+    assert lives(Own, "bf16_mixed") == ["train", "reference", "rounded"]
+    assert lives(Own, "fp32") == lives(Ours, "bf16_mixed") == ["train", "reference"]
 
 
 def test_the_mean_over_the_ranks_is_what_counts(sound: Sound) -> None:

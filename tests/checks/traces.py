@@ -6,16 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pytest_distcompat.cell import Cell
+from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.trace import Moment, ParameterFact, StateFact, Trace
 
 
 class Able(Driver):
-    """Has every optional verb."""
+    """Has every optional verb, and speaks every option."""
 
     name = "able"
+    options = tuple(OPTIONS)
 
     @classmethod
     def can(cls, verb: str) -> bool:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -177,9 +178,15 @@ def verbs() -> str:
             if any(one.applies(cell, without) and not one.applies(cell, Able) for cell in cells)
         )
 
+    def called(name: str) -> str:
+        if name not in OPTIONAL:
+            return ""
+        given = list(inspect.signature(getattr(Driver, name)).parameters)[1:]
+        return f"({', '.join(given)})"
+
     rows = (
         [
-            f"`{name}`",
+            f"`{name}{called(name)}`",
             prose((getattr(Driver, name).__doc__ or "").strip().split("\n")[0]) if name in OPTIONAL else CLAIMS[name],
             brought(type("Without", (Able,), missing)),
         ]

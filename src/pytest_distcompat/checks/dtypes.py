@@ -21,6 +21,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     """On every rank, stored parameters, matrix products, gradients on the wire, gradients that the optimizer sees (added up
     over the micro-batches of a step), what the optimizer updates and its state have the dtypes of the strategy's row in the
     table; a parameter that is not trained is no wider than it was loaded, and buffers are what they were, or what the row says.
+    What gradients travel in may be wider where the driver does not speak the option ``reduce_dtype``.
 
     If it fails: master and state in bfloat16 where float32 is promised is the case of
     https://huggingface.co/blog/deepspeed-to-fsdp-and-back: the same learning rate then trains another model. Load in
@@ -46,7 +47,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
         if watched and not (plain and plain.products == 0):
             yield from _computed(row, moment)
         if cell.world_size > 1:
-            yield from _reduced(row, cell, moment, smallest)
+            yield from _reduced(row, cell, moment, smallest, asked=plain is None or "reduce_dtype" in plain.obeyed)
         yield from _accumulated(row, cell, moment)
     yield from _stepped(row, trained)
 
@@ -115,14 +116,16 @@ def _smallest_gradient(cell: Cell, plain: PlainFact | None) -> int:
     return max(2, min(sizes, default=0) // cell.world_size)
 
 
-def _reduced(row: Dtypes, cell: Cell, moment: Moment, smallest: int) -> Iterator[str]:
+def _reduced(row: Dtypes, cell: Cell, moment: Moment, smallest: int, *, asked: bool) -> Iterator[str]:
+    """Who was not asked for a dtype may choose a wider one: traffic, no defect. torch's autocast around FSDP2 does."""
     expected = "float32" if cell.option("reduce_dtype") == "fp32" else row.reduce
     found = {
         fact.dtype
         for fact in moment.collectives
         if fact.op in REDUCTIONS and fact.numel >= smallest and "float" in fact.dtype
     }
-    if found != {expected}:
+    wrong = {dtype for dtype in found if dtype != expected and (asked or not _wider(dtype, expected))}
+    if wrong or not found:
         yield f"rank {moment.rank}: gradients were reduced in {_list(found)}; expected {expected}"
 
 

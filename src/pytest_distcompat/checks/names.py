@@ -26,6 +26,8 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: look for the segment that is too many (``_orig_mod``, ``module``, ``_fsdp_wrapped_module``,
     ``_checkpoint_wrapped_module``) and for what saved it without ``get_model_state_dict``, which takes them off
     (https://pytorch.org/docs/stable/distributed.checkpoint.html#torch.distributed.checkpoint.state_dict.get_model_state_dict).
+    Where live names alone have the segment of a wrapper of the trainer's own, ``self.model`` of the driver is to be what is
+    inside it.
     """
     life = trace.life()
     first = life.first("plain")
