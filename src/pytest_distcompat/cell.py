@@ -43,6 +43,11 @@ OPTIONS: dict[str, Option] = {
         Option("accumulate", (1, 2, 4), "micro-batches an optimizer step"),
         Option("offload", (False, True), "keep optimizer state (and shards, where the strategy can) in host memory"),
         Option("reshard_after_forward", (True, False), "free gathered parameters between forward and backward (FSDP)"),
+        Option(
+            "replicate",
+            (1, 2),
+            "copies of the shards: hybrid sharding (HSDP), in groups of ranks that hold a copy each",
+        ),
         Option("use_orig_params", (True, False), "FSDP1: parameters keep their own tensors, or live in a flat one"),
         Option("cpu_ram_efficient_loading", (False, True), "only rank 0 holds the weights before they are sharded"),
         Option("meta_init", (False, True), "the model is made without memory and filled after sharding"),

@@ -92,7 +92,10 @@ def _choices(driver: type[Driver], of: Callable[[str], bool] = lambda name: True
 
 
 def _cell(strategy: str, precision: str, world_size: int, *choices: Choice) -> Cell:
-    return Cell(strategy, precision, world_size, tuple(choice for choice in choices if choice is not None))
+    options = tuple(choice for choice in choices if choice is not None)
+    copies = int(dict(options).get("replicate", 1))
+    # Two shards a copy are the least that is one.
+    return Cell(strategy, precision, world_size if copies == 1 else max(world_size, 2 * copies), options)
 
 
 def _smoke(

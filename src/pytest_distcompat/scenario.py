@@ -120,13 +120,18 @@ def reshard(world_size: int) -> Scenario:
     load = (*_PLAIN, "load")
     up = Life("up", (*load, *("step",) * 3, "save", "step"), first_step=3, after="train", world_size=2 * world_size)
     back = Life("back", (*load, "step"), first_step=6, after="up", world_size=world_size)
-    one = Life("one", (*load, "step"), first_step=3, after="train", world_size=1)
+    # One rank holds one copy.
+    one = Life("one", (*load, "step"), first_step=3, after="train", world_size=1, only=_without("replicate"))
     return Scenario("reshard", (TRAIN_LIFE, up, back, one) if world_size > 1 else (TRAIN_LIFE, up, back))
+
+
+def _without(*options: str) -> tuple[str, ...]:
+    return tuple(name for name in OPTIONS if name not in options)
 
 
 def port(strategy: str) -> Scenario:
     """What was saved under one strategy goes on under another; of options that split flat parameters the other knows nothing."""
-    kept = tuple(name for name in OPTIONS if name != "use_orig_params")
+    kept = _without("use_orig_params", "replicate")
     moved = Life("port", (*_PLAIN, "load", "step", "step"), first_step=3, after="train", strategy=strategy, only=kept)
     return Scenario("portable", (TRAIN_LIFE, moved))
 

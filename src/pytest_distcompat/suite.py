@@ -63,6 +63,7 @@ class TestTorch(CompatSuite):
                 ),
             ),
             Matrix(("fsdp1",), ("fp32",), options=({"state_dict": "full"}, {"use_orig_params": False})),
+            Matrix(("fsdp1", "fsdp2"), ("fp32",), world_sizes=(4,), options=({"replicate": 2, "model": "plain"},)),
             Matrix(("ddp",), ("fp32",), options=({"accumulate": 2},)),
         ),
     )
@@ -101,6 +102,7 @@ class TestAccelerate(CompatSuite):
                 ),
             ),
             Matrix(("fsdp1",), ("fp32",), options=({"activation_checkpointing": True}, {"use_orig_params": False})),
+            Matrix(("fsdp2",), ("bf16_mixed",), world_sizes=(4,), options=({"replicate": 2, "model": "plain"},)),
             # Whoever compiles a whole Llama traces for seconds on every rank: once a strategy will do.
             Matrix(("ddp",), ("fp32",), options=({"accumulate": 2}, {"compile": "aot_eager", "model": "plain"})),
             Matrix(("zero2",), ("fp32",), options=({"accumulate": 2}, {"activation_checkpointing": True})),

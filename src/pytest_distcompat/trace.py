@@ -64,6 +64,8 @@ class ModelFact:
     trainer believes. ``units`` are the live names of the modules that FSDP wraps, ``checkpointed`` of those whose
     activations are recomputed, ``compiled`` of those that torch.compile wraps (the root is ``""``). ``float8`` counts
     the layers that compute in 8 bits. ``graphs`` is how many graphs torch.compile has made so far in this process.
+    ``sharers`` are the ranks that hold a copy of the model together with this one, in the order of their shards: under hybrid
+    sharding not all of them. It is empty where nobody shards.
     """
 
     type: str
@@ -79,6 +81,7 @@ class ModelFact:
     compiled: tuple[str, ...] = ()
     float8: int = 0
     graphs: int = 0
+    sharers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,12 @@ class LifeTrace:
     def at_index(self, index: int) -> tuple[Moment, ...]:
         """The moments after the verb in that place of the life."""
         return tuple(sorted((m for m in self.moments if m.index == index), key=lambda m: m.rank))
+
+    @property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that hold a copy of the model among them, for each copy; without hybrid sharding all of them, once."""
+        found = {moment.model.sharers for moment in self.moments if moment.model and moment.model.sharers}
+        return tuple(sorted(found)) or (tuple(range(self.world_size)),)
 
     def first(self, verb: str) -> Moment | None:
         """What the lowest rank saw after the first such verb."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from tests.checks.sound_lives import shared_by, sharers
+
 from pytest_distcompat import digests
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
@@ -86,8 +88,9 @@ class Place:
     def part(self, name: str, kind: str, numel: int, *, split: bool) -> dict[str, Any]:
         """The digest of what this rank holds, and its size."""
         whole = words(name + kind, self.done * (name in TRAINABLE), numel)
-        size = math.ceil(numel / self.cell.world_size)
-        own = whole[size * self.rank : size * (self.rank + 1)] if split else whole
+        shards = shared_by(self.cell)
+        size = math.ceil(numel / shards)
+        own = whole[size * (self.rank % shards) :][:size] if split else whole
         return {"digest": digest_of(own), "numel": len(own)}
 
 
@@ -162,7 +165,14 @@ def _model(place: Place) -> ModelFact:
                 digest=part["digest"],
             )
         )
-    return ModelFact("Toy", {strategy.wrapper: 1}, tuple(parameters), (_scale(),), world_size=place.cell.world_size)
+    return ModelFact(
+        "Toy",
+        {strategy.wrapper: 1},
+        tuple(parameters),
+        (_scale(),),
+        world_size=place.cell.world_size,
+        sharers=sharers(place.cell, place.rank) if strategy.shards else (),
+    )
 
 
 def _optimizer(place: Place) -> OptimizerFact:

@@ -133,11 +133,11 @@ def _model(cell: Cell, done: int, rank: int) -> ModelFact:
         storage = row.storage if train else precision.load
         fact = ParameterFact(live_name(cell, name), shape, storage, train, strategy.kind, held=int(train))
         shards = strategy.shards and not (cell.option("ignored") and name.partition(".")[0] in IGNORED)
-        part = f" of rank {rank}" if shards else ""
+        part = f" of rank {rank % shared_by(cell)}" if shards else ""
         fact = replace(
             fact,
             kind=strategy.kind if shards or strategy.kind != "DTensor" else "Tensor",
-            local_numel=math.prod(shape) // (cell.world_size if shards else 1),
+            local_numel=math.prod(shape) // (shared_by(cell) if shards else 1),
             digest=f"{name} after {done * train}{part}",
         )
         parameters.append(replace(fact, held=None) if strategy.flat_masters else fact)
@@ -157,7 +157,19 @@ def _model(cell: Cell, done: int, rank: int) -> ModelFact:
         compiled=("",) if _wrapped_by_compile(cell) else blocks[: {"regional": 2, "partial": 1}.get(str(how), 0)],
         float8=2 if PRECISIONS.get(cell.precision).float8 else 0,
         graphs=int(bool(how)),
+        sharers=sharers(cell, rank) if strategy.shards else (),
     )
+
+
+def shared_by(cell: Cell) -> int:
+    """How many ranks hold a copy."""
+    return cell.world_size // int(cell.option("replicate"))
+
+
+def sharers(cell: Cell, rank: int) -> tuple[int, ...]:
+    """They: neighbours, as a mesh of copies and shards has them."""
+    first = rank - rank % shared_by(cell)
+    return tuple(range(first, first + shared_by(cell)))
 
 
 def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerFact:
@@ -165,10 +177,14 @@ def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerFact:
     row = strategy.dtypes(PRECISIONS.get(cell.precision))
     names = [live_name(cell, name) for name in TRAINABLE]
     owners, numel = (["partition 0"], 16) if strategy.flat_masters else (names, 8)
-    split = cell.world_size if strategy.flat_masters or strategy.shards else 1
+    split = shared_by(cell) if strategy.flat_masters or strategy.shards else 1
     states = [
         StateFact(
-            owner, key, row.state, 1 if key == "step" else numel // split, f"{owner} {key} after {done} of rank {rank}"
+            owner,
+            key,
+            row.state,
+            1 if key == "step" else numel // split,
+            f"{owner} {key} after {done} of rank {rank % shared_by(cell)}",
         )
         for owner in owners
         for key in (*(("master",) if strategy.flat_masters else ()), "exp_avg", "exp_avg_sq", "step")
@@ -195,7 +211,7 @@ def _watched(cell: Cell, micros: int) -> dict[str, Any]:
     compute = () if cell.option("compile") else (ComputeFact("inlet", row.storage, row.compute, row.compute),)
     together = strategy.shards or strategy.flat_masters
     # Clipped to 1.
-    square = 1 / (cell.world_size if together else 1)
+    square = 1 / (shared_by(cell) if together else 1)
     step = StepFact("AdamW", (row.master,), (row.gradient,), (row.state,), square=square)
     return {"steps": (step,), "compute": compute, "collectives": collectives}
 

@@ -27,10 +27,12 @@ OTHERS = [
     }.items()
     for rest in ("w1", "w4", *(f"w2-{option}" for option in options))
 ]
+#: Hybrid shards: ranks 0 and 1 hold a copy, and 2 and 3.
+HYBRID = ["fsdp1-fp32-w4-replicate_2", "fsdp2-bf16_mixed-w4-replicate_2", "fsdp2-fp32-w8-replicate_2"]
 
 
 @pytest.mark.parametrize("check", CHECKS.names())
-@pytest.mark.parametrize("cell", [*CELLS, *OTHERS])
+@pytest.mark.parametrize("cell", [*CELLS, *OTHERS, *HYBRID])
 def test_a_sound_trace_has_no_findings(sound: Sound, cell: str, check: str) -> None:
     story = sound(cell)
     assert not story.judges(check) or story.findings(check) == []
@@ -200,6 +202,45 @@ def test_replicas_stay_equal(sound: Sound, cell: str) -> None:
     story = sound(cell).parameters({"digest": "other"}, only="outlet.weight", verb="step", nth=2, rank=1)
     assert story.findings("active") == [
         "rank 1: 1 parameters differ from rank 0's after three steps, first 'module.outlet.weight'; replicas must stay equal"
+    ]
+
+
+@pytest.mark.parametrize("cell", HYBRID)
+def test_copies_of_shards_stay_equal(sound: Sound, cell: str) -> None:
+    story = sound(cell)
+    shards = story.cell.world_size // 2
+    for rank in range(story.cell.world_size):
+        found = story.parameters({"digest": "other"}, only="outlet.weight", verb="step", nth=2, rank=rank)
+        # Told of the second copy: of two nobody knows which is right.
+        of, peer = shards + rank % shards, rank % shards
+        name = story.live("outlet.weight")
+        assert found.findings("active") == [
+            f"rank {of}: 1 parameters differ from rank {peer}'s after three steps, first {name!r}; replicas must stay equal"
+        ]
+
+
+def test_as_many_copies_of_shards_as_asked(sound: Sound) -> None:
+    asked, plain = sound("fsdp2-fp32-w4-replicate_2"), sound("fsdp2-fp32-w4")
+    others = [replace(asked, trace=plain.trace), replace(plain, trace=asked.trace)]
+    assert [story.findings("active") for story in others] == [
+        ["shards are in 1 copies (all ranks); expected 2"],
+        ["shards are in 2 copies (ranks 0, 1, ranks 2, 3); expected 1"],
+    ]
+    # Whose driver does not speak of it may have copies.
+    quiet = others[1].alter(lambda moment: replace(moment, plain=moment.plain and replace(moment.plain, obeyed=())))
+    assert quiet.findings("active") == []
+
+
+def test_each_copy_is_one(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w4-replicate_2").parameters({"local_numel": 0}, verb="build", rank=3)
+    assert story.findings("active") == [
+        "ranks 2, 3 together store 0.50 copies of the parameters; expected 1, each rank its shard"
+    ]
+    story = sound("fsdp2-fp32-w4-replicate_2").parameters(
+        {"local_numel": 16}, only="outlet.weight", verb="build", rank=2
+    )
+    assert story.findings("active") == [
+        "ranks 2, 3 together store 20 elements of 'outlet.weight', which has 8; expected each one once"
     ]
 
 

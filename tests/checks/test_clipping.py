@@ -35,6 +35,19 @@ def test_parts_are_added_up(sound: Sound, cell: str) -> None:
     assert story.findings("clipping") == []
 
 
+def test_parts_are_added_up_in_each_copy_of_hybrid_shards(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w4-replicate_2")
+    assert story.findings("clipping") == []
+    assert story.stepped({"square": 0.75}, verb="step", nth=2, rank=3).findings("clipping") == [
+        "step 3: ranks 2, 3 together: the gradients that the optimizer gets have norm 1.11803; 1 in the reference (2e-04 allowed)"
+    ]
+    # Enough in all, if copies were parts.
+    story = story.stepped({"square": 0.25}, verb="step")
+    assert [finding[:38] for finding in story.findings("clipping")] == [
+        f"step 1: ranks {ranks} together: the gradi" for ranks in ("0, 1", "2, 3")
+    ]
+
+
 @pytest.mark.parametrize("cell", [*REPLICAS, *PARTS])
 @pytest.mark.parametrize("factor", [0.25, 4.0])
 def test_scaled_by_the_number_of_ranks(sound: Sound, cell: str, factor: float) -> None:

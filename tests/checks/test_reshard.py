@@ -22,7 +22,7 @@ LivesOf = Callable[[str, str], "Story"]
 CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w4", "fsdp2-fp32-w2", "zero1-fp32-w2", "zero3-fp32-w2")
 
 
-@pytest.mark.parametrize("cell", [*CELLS, "fsdp2-fp32-w1"])
+@pytest.mark.parametrize("cell", [*CELLS, "fsdp2-fp32-w1", "fsdp1-fp32-w4-replicate_2", "fsdp2-fp32-w4-replicate_2"])
 def test_sound(lives_of: LivesOf, cell: str) -> None:
     assert lives_of(cell, "reshard").findings("reshard") == []
 
@@ -44,6 +44,30 @@ def test_one_shard_with_other_values(lives_of: LivesOf, cell: str) -> None:
     ranks = story.cell.world_size
     title = "unlike from rank to rank" if cell.startswith("ddp") else "other values"
     assert other.findings("reshard") == [f"parameter 'outlet.weight': {title} after the load at {ranks} ranks"]
+
+
+HYBRID = "fsdp2-fp32-w4-replicate_2"
+
+
+@pytest.mark.parametrize("what", ["parameter", "exp_avg"])
+def test_one_copy_of_hybrid_shards_with_other_values(lives_of: LivesOf, what: str) -> None:
+    where: dict[str, Any] = {"life": "back", "verb": "load", "rank": 2, "only": "outlet.weight"}
+    story, other = lives_of(HYBRID, "reshard"), {"digest": "4:1"}
+    story = story.parameters(other, **where) if what == "parameter" else story.state(what, other, **where)
+    assert story.findings("reshard") == [f"{what} 'outlet.weight': unlike from rank to rank after the load at 4 ranks"]
+
+
+def test_a_part_that_one_copy_of_hybrid_shards_lost(lives_of: LivesOf) -> None:
+    def forgets(moment: Moment) -> Moment:
+        return replace(moment, optimizer=moment.optimizer and replace(moment.optimizer, states=()))
+
+    where: dict[str, Any] = {"life": "back", "verb": "load"}
+    story = lives_of(HYBRID, "reshard")
+    lost = story.parameters({"local_numel": 1}, only="outlet.weight", rank=2, **where).findings("reshard")
+    told = "the parts of ranks 2, 3 are {} elements; expected {} after the load at 4 ranks"
+    assert f"parameter 'outlet.weight': {told.format(8, 14)}" in lost
+    both = story.alter(forgets, rank=2, **where).alter(forgets, rank=3, **where).findings("reshard")
+    assert f"exp_avg 'inlet.weight': {told.format(0, 9)}" in both
 
 
 def test_ranks_in_another_order(lives_of: LivesOf) -> None:

@@ -135,7 +135,7 @@ def test_what_the_page_adds_to_the_shelves_fits_them() -> None:
     space: dict[str, Any] = {}
     for block in blocks(ROOT / "docs" / "extend.md", "python"):
         exec(compile(block, "extend.md", "exec"), space)
-    row = space["HSDP"].dtypes(space["BF16_UPCAST"])
+    row = space["COMPRESSED"].dtypes(space["BF16_UPCAST"])
     assert (row.storage, row.compute, row.master) == ("float32", "bfloat16", "float32")
     assert isinstance(space["finite"], Check)
     assert space["finite"].findings(Cell("ddp", "fp32"), Trace("toy", {"train": LifeTrace("train", 2, ())})) == []

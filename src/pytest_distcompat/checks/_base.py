@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
@@ -102,6 +102,11 @@ def pairs(before: tuple[Moment, ...], after: tuple[Moment, ...]) -> Iterator[tup
     """Each rank's two moments; a rank that did not report has none to compare."""
     was = {moment.rank: moment for moment in before}
     return ((was[moment.rank], moment) for moment in after if moment.rank in was)
+
+
+def named_ranks(ranks: Sequence[int], world_size: int) -> str:
+    """How a finding speaks of ranks that hold something among them."""
+    return "all ranks" if len(ranks) == world_size else f"ranks {', '.join(map(str, ranks))}"
 
 
 def every_rank(moments: tuple[Moment, ...], world_size: int, what: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import named_ranks
 from pytest_distcompat.digests import combine
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import LifeTrace, Moment, OptimizerFact, PlainFact, StateFact
@@ -81,10 +82,14 @@ def values(life: LifeTrace, moments: tuple[Moment, ...]) -> Values:
     found: dict[Kind, dict[str, tuple[str, ...]]] = defaultdict(dict)
     wrong = []
     for (kind, name), held in sorted(parts.items()):
-        whole, problem = _whole(held, 1 if kind == "step" else names.numel(name))
-        found[kind][name] = whole
-        if problem:
-            wrong.append(f"{kind} {name!r}: {problem}")
+        size, wholes = 1 if kind == "step" else names.numel(name), set[str]()
+        for ranks in life.copies:
+            own = [part for part in held if part.rank in ranks]
+            whole, problem = _whole(own, size, named_ranks(ranks, life.world_size))
+            wholes |= set(whole)
+            if problem:
+                wrong.append(f"{kind} {name!r}: {problem}")
+        found[kind][name] = tuple(sorted(wholes))
     return Values(found, tuple(wrong))
 
 
@@ -117,16 +122,16 @@ def held_states(optimizer: OptimizerFact) -> Iterator[StateFact]:
     return (state for state in optimizer.states if not empty.get(state.owner))
 
 
-def _whole(held: list[_Part], numel: int | None) -> tuple[tuple[str, ...], str]:
+def _whole(held: list[_Part], numel: int | None, who: str) -> tuple[tuple[str, ...], str]:
     """The digests of the whole, and what is wrong with its parts."""
-    together = sum(part.numel for part in held)
+    elements = sum(part.numel for part in held)
     if numel is None:
         return tuple(sorted({part.digest for part in held})), "is no name of the plain model"
-    if together == numel:
+    if elements == numel:
         return (combine(part.digest for part in sorted(held, key=lambda part: part.rank)),), ""
-    if all(part.numel == numel for part in held):
+    if held and all(part.numel == numel for part in held):
         return tuple(sorted({part.digest for part in held})), ""
-    return (), f"the parts of all ranks are {together} elements; expected {numel}"
+    return (), f"the parts of {who} are {elements} elements; expected {numel}"
 
 
 def differences(saved: Values, loaded: Values, when: str, *, states: bool = True) -> Iterator[str]:

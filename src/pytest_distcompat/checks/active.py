@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import check, every_rank, named_ranks
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
 from pytest_distcompat.trace import LifeTrace, ModelFact, Moment, PlainFact, Trace
@@ -22,7 +22,8 @@ LEAST_REDUCED = 0.1
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=0)
 def active(cell: Cell, trace: Trace) -> Iterator[str]:
     """The strategy really runs: its wrapper is there, parameters are of its kind, the ZeRO stage asked is the one
-    running, the world is as large as asked, shards are shards, and gradients are reduced.
+    running, the world is as large as asked, shards are shards, in as many copies as asked, and gradients are reduced.
+    Replicas, and copies of shards, stay equal.
 
     If it fails: the stack silently ran something else. Compare what the message says is running with what the trainer
     was told; accelerate on CPU, for one, replaces FSDP and DeepSpeed by plain DDP or by nothing.
@@ -46,8 +47,9 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         trainable = sum(math.prod(fact.shape) for fact in facts if fact.trainable)
         for moment in trained:
             yield from _reduced(moment, trainable)
-        if not strategy.shards:
-            yield from _same_everywhere(trained)
+        # Replicas hold all, each by itself.
+        copies = life.copies if strategy.shards else tuple((rank,) for rank in range(cell.world_size))
+        yield from _same_everywhere(trained, copies)
 
 
 def _left_out(strategy: Strategy, cell: Cell, life: LifeTrace) -> Callable[[str], bool]:
@@ -91,25 +93,35 @@ def _worlds(cell: Cell, rank: int, model: ModelFact) -> Iterator[str]:
 def _shards(strategy: Strategy, cell: Cell, life: LifeTrace) -> Iterator[str]:
     """Sharded: all ranks together store each parameter about once. Replicated: each rank stores all of it."""
     built, oracle, left_out = life.at("build"), life.first("plain"), _left_out(strategy, cell, life)
-    plain = oracle.plain.parameters if oracle and oracle.plain else ()
-    total = sum(math.prod(fact.shape) for fact in plain if not left_out(fact.name))
-    if not total:
+    plain = oracle.plain if oracle else None
+    total = sum(math.prod(fact.shape) for fact in plain.parameters if not left_out(fact.name)) if plain else 0
+    if not total or plain is None:
         yield "the plain model has no parameters, or was not seen"
         return
-    facts = (fact for moment in built if moment.model for fact in moment.model.parameters)
-    stored = sum(fact.local_numel for fact in facts if not left_out(fact.name))
-    copies = stored / total
-    # Between one copy and all of them lies rounding up: ZeRO-3 pads every shard, which shows on tiny parameters.
-    if strategy.shards and cell.world_size > 1 and not 0.99 <= copies < (1 + cell.world_size) / 2:
-        yield f"all ranks together store {copies:.2f} copies of the parameters; expected 1, each rank its shard"
-    elif strategy.shards and cell.world_size > 1 and oracle and oracle.plain:
-        yield from _each_once(strategy, cell, oracle.plain, built, left_out)
-    if not strategy.shards and abs(copies - cell.world_size) > 0.01:
-        yield f"all ranks together store {copies:.2f} copies of the parameters; expected {cell.world_size}, one a rank"
+
+    def stored(ranks: tuple[int, ...]) -> float:
+        facts = (fact for moment in built if moment.model and moment.rank in ranks for fact in moment.model.parameters)
+        return sum(fact.local_numel for fact in facts if not left_out(fact.name)) / total
+
+    if not strategy.shards:
+        if abs((copies := stored(tuple(range(cell.world_size)))) - cell.world_size) > 0.01:
+            yield f"all ranks together store {copies:.2f} copies of the parameters; expected {cell.world_size}, one a rank"
+        return
+    asked = cell.option("replicate")
+    if len(life.copies) != asked and "replicate" in plain.obeyed:
+        found = ", ".join(named_ranks(ranks, cell.world_size) for ranks in life.copies)
+        yield f"shards are in {len(life.copies)} copies ({found}); expected {asked}"
+    for ranks in life.copies if cell.world_size > 1 else ():
+        copies, who = stored(ranks), named_ranks(ranks, cell.world_size)
+        # Between one copy and all of them lies rounding up: ZeRO-3 pads every shard, which shows on tiny parameters.
+        if not 0.99 <= copies < max(1.01, (1 + len(ranks)) / 2):
+            yield f"{who} together store {copies:.2f} copies of the parameters; expected 1, each rank its shard"
+        else:
+            yield from _each_once(strategy, cell, plain, [m for m in built if m.rank in ranks], left_out)
 
 
 def _each_once(
-    strategy: Strategy, cell: Cell, plain: PlainFact, built: tuple[Moment, ...], left_out: Callable[[str], bool]
+    strategy: Strategy, cell: Cell, plain: PlainFact, built: list[Moment], left_out: Callable[[str], bool]
 ) -> Iterator[str]:
     """The same for each parameter: one that was left out of the sharding hardly shows in the sum.
 
@@ -120,11 +132,12 @@ def _each_once(
     for moment in built:
         for fact in moment.model.parameters if moment.model else ():
             stored[strategy.canonical(fact.name, cell, whole)] += fact.local_numel
+    ranks = tuple(moment.rank for moment in built)
     for name, numel in whole.items():
-        most = max(numel + cell.world_size - 1, numel * (1 + cell.world_size) / 2)
+        most = max(numel + len(ranks) - 1, numel * (1 + len(ranks)) / 2)
         if name in stored and not numel <= stored[name] <= most and not left_out(name):
             found = f"{stored[name]} elements of {name!r}, which has {numel}"
-            yield f"all ranks together store {found}; expected each one once"
+            yield f"{named_ranks(ranks, cell.world_size)} together store {found}; expected each one once"
 
 
 def _reduced(moment: Moment, trainable: int) -> Iterator[str]:
@@ -141,15 +154,17 @@ def _reduced(moment: Moment, trainable: int) -> Iterator[str]:
         )
 
 
-def _same_everywhere(trained: tuple[Moment, ...]) -> Iterator[str]:
-    first, *others = trained or (None,)
-    if first is None or first.model is None:
-        return
-    values = {fact.name: fact.digest for fact in first.model.parameters}
-    for moment in others:
-        apart = [f.name for f in (moment.model.parameters if moment.model else ()) if values.get(f.name) != f.digest]
+def _same_everywhere(trained: tuple[Moment, ...], copies: tuple[tuple[int, ...], ...]) -> Iterator[str]:
+    """What a rank holds is what the first copy's rank in its place holds."""
+    models = {moment.rank: moment.model for moment in trained if moment.model}
+    pairs = [pair for copy in copies[1:] for pair in zip(copies[0], copy, strict=False)]
+    for first, rank in sorted(pairs, key=lambda pair: pair[1]):
+        if first not in models or rank not in models:
+            continue
+        values = {fact.name: fact.digest for fact in models[first].parameters}
+        apart = [fact.name for fact in models[rank].parameters if values.get(fact.name) != fact.digest]
         if apart:
             yield (
-                f"rank {moment.rank}: {len(apart)} parameters differ from rank {first.rank}'s after three steps, "
+                f"rank {rank}: {len(apart)} parameters differ from rank {first}'s after three steps, "
                 f"first {apart[0]!r}; replicas must stay equal"
             )

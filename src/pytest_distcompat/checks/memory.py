@@ -30,7 +30,7 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(moments, cell.world_size, "three steps")
     trained = trained_elements(first.plain.parameters) if first and first.plain else 0
     others = {key for moment in moments for key in _of_another_size(moment)}
-    copies = 1 if strategy.shards or strategy.flat_masters else cell.world_size
+    copies = len(life.copies) if strategy.shards or strategy.flat_masters else cell.world_size
     found: Counter[str] = Counter()
     tensors: Counter[str] = Counter()
     for moment in moments:
@@ -40,7 +40,8 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     for key in sorted(set(found) - others):
         expected, room = trained * copies, PADDING * (tensors[key] or cell.world_size)
         if not expected <= found[key] <= expected + room:
-            told = f"{trained} elements are trained{f', on each of {copies} ranks' if copies > 1 else ''}"
+            where = f"on each of {copies} ranks" if copies == cell.world_size else f"in {copies} copies"
+            told = f"{trained} elements are trained{f', {where}' if copies > 1 else ''}"
             yield f"all ranks together keep {found[key]} elements of {key!r}; {told}, expected {expected}"
     if not found:
         yield "no rank's optimizer keeps anything after three steps"

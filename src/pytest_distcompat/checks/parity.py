@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import check, every_rank, named_ranks
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.models import MODELS
 from pytest_distcompat.precisions import PRECISIONS
@@ -124,7 +124,7 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     strategy, table = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision).norm_tolerance
     tolerance = _allowed(table, trace, lambda moment: math.sqrt(_square(moment)))
-    together = strategy.shards or strategy.flat_masters
+    shared = strategy.shards or strategy.flat_masters
     for step in range(STEPS):
         here, there = trace.life("train").at("step", step), trace.life("reference").at("reference", step)
         if not here or not there:
@@ -132,9 +132,14 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
             return
         expected = math.sqrt(_square(there[0]))
         squares = {moment.rank: _square(moment) for moment in here if moment.steps}
-        norms = {"all ranks together": math.sqrt(sum(squares.values()))}
-        if not together:
-            norms = {f"rank {rank}": math.sqrt(square) for rank, square in squares.items()}
+        norms = {f"rank {rank}": math.sqrt(square) for rank, square in squares.items()}
+        if shared:
+            norms = {
+                f"{named_ranks(ranks, cell.world_size)} together": math.sqrt(
+                    sum(squares.get(rank, 0.0) for rank in ranks)
+                )
+                for ranks in trace.life("train").copies
+            }
         wrong = {who: norm for who, norm in norms.items() if not math.isclose(norm, expected, rel_tol=tolerance)}
         for who, norm in wrong.items():
             told = f"{expected:.6g} in the reference ({tolerance:.0e} allowed)"

@@ -27,6 +27,7 @@ SAVING = frozenset(
         "adapter",
         "save_only_model",
         "float32_norms",
+        "replicate",
     }
 )
 

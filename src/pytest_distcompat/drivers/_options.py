@@ -20,6 +20,8 @@ def unable_by_accelerate(cell: Cell, device: str) -> str:
             "recomputed modules then hold several of FSDP1's units: one rank gathers for the recomputation while another "
             "reduces gradients, and both wait (docs/upstream.md)"
         )
+    if cell.strategy == "fsdp1" and cell.option("replicate") != 1:
+        return "accelerate's ParallelismConfig is for FSDP2; FSDP1's hybrid shards are those of a machine, of which there is one"
     if device != "cpu":
         return ""
     if cell.strategy == "fsdp1" and cell.option("state_dict") == "full":

@@ -35,6 +35,7 @@ class AccelerateDriver(TinyDriver):
         "accumulate",
         "offload",
         "reshard_after_forward",
+        "replicate",
         "use_orig_params",
         "cpu_ram_efficient_loading",
         "wrap",

@@ -35,6 +35,7 @@ class TorchDriver(TinyDriver):
         "accumulate",
         "offload",
         "reshard_after_forward",
+        "replicate",
         "use_orig_params",
         "meta_init",
         "ignored",
@@ -60,6 +61,8 @@ class TorchDriver(TinyDriver):
             return f"plain torch has no {cell.strategy}; it is a strategy of DeepSpeed"
         if cell.precision == "fp8" and cell.option("fp8_backend") == "te":
             return "Transformer Engine is driven through accelerate"
+        if cell.strategy == "fsdp1" and cell.option("replicate") != 1 and not cell.option("reshard_after_forward"):
+            return "FSDP1 has hybrid shards that stay gathered under a private name only"
         return super().unable(cell, device)
 
     def build(self, model: Module) -> None:

@@ -43,6 +43,7 @@ class TrainerDriver(TinyDriver):
         "accumulate",
         "offload",
         "reshard_after_forward",
+        "replicate",
         "use_orig_params",
         "cpu_ram_efficient_loading",
         "wrap",

@@ -99,7 +99,25 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
         compiled=tuple(compiled_modules(model)),
         float8=sum("Float8" in type(module).__name__ or _of_te(module) for module in model.modules()),
         graphs=_graphs(),
+        sharers=tuple(_sharers(model)),
     )
+
+
+def _sharers(model: Module) -> list[int]:
+    """The ranks that hold this copy of the model: a row of the mesh that parameters are sharded on, or FSDP1's group."""
+    from torch import distributed
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            return distributed.get_process_group_ranks(module.process_group)
+    for parameter in model.parameters():
+        # A DTensor has them: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
+        for dimension, placement in enumerate(getattr(parameter, "placements", ())):
+            if placement.is_shard():
+                mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]  # a plain tensor has none
+                return distributed.get_process_group_ranks(mesh.get_group(dimension))
+    return []
 
 
 def _units(model: Module) -> Iterator[str]:

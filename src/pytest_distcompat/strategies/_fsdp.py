@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat.strategies._base import Dtypes
 
 if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
@@ -41,6 +43,17 @@ def policy(version: int, precision: Precision, cell: Cell) -> Any:
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
 
 
+def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
+    """All ranks in a row; for hybrid sharding a row for each copy, whose ranks hold the shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    copies = int(cell.option("replicate"))
+    if copies == 1:
+        return init_device_mesh(device.type, (cell.world_size,))
+    shape = (copies, cell.world_size // copies)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
 def plugin(version: int, precision: Precision, cell: Cell) -> dict[str, Any]:
     """Keyword arguments for Accelerator: an FSDP plugin of that version that wraps the model's blocks."""
     from accelerate import FullyShardedDataParallelPlugin
@@ -70,7 +83,19 @@ def plugin(version: int, precision: Precision, cell: Cell) -> dict[str, Any]:
         # Synchronising module states needs a GPU; the ranks start from the same seed anyway.
         settings |= {"use_orig_params": bool(cell.option("use_orig_params")), "sync_module_states": False}
         settings["reshard_after_forward"] = "FULL_SHARD" if cell.option("reshard_after_forward") else "SHARD_GRAD_OP"
-    return {"fsdp_plugin": FullyShardedDataParallelPlugin(**settings)}
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin(**settings), **_copies(cell)}
+
+
+def _copies(cell: Cell) -> dict[str, Any]:
+    """Hybrid sharding as accelerate has it, and Trainer by it, for FSDP2 alone:
+    https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism.
+    """
+    copies = int(cell.option("replicate"))
+    if copies == 1:
+        return {}
+    from accelerate import ParallelismConfig
+
+    return {"parallelism_config": ParallelismConfig(dp_replicate_size=copies, dp_shard_size=cell.world_size // copies)}
 
 
 def arguments(version: int, cell: Cell) -> dict[str, Any]:
@@ -97,7 +122,7 @@ def arguments(version: int, cell: Cell) -> dict[str, Any]:
     if version == 1:
         settings["use_orig_params"] = bool(cell.option("use_orig_params"))
         settings["reshard_after_forward"] = "full_shard" if reshard else "shard_grad_op"
-    return {"fsdp": True, "fsdp_config": settings}
+    return {"fsdp": True, "fsdp_config": settings, **_copies(cell)}
 
 
 def ignored_modules(model: Module, cell: Cell) -> list[Module]:

@@ -57,6 +57,7 @@ DDP = Strategy(
         **dict.fromkeys(
             (
                 "no_reshard_after_forward",
+                "replicate_2",
                 "no_use_orig_params",
                 "cpu_ram_efficient_loading",
                 "meta_init",

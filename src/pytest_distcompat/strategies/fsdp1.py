@@ -25,15 +25,16 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     from pytest_distcompat.models import MODELS
 
     blocks = MODELS.get(str(cell.option("model"))).block_modules(model)
+    how = ShardingStrategy.FULL_SHARD if cell.option("reshard_after_forward") else ShardingStrategy.SHARD_GRAD_OP
+    hybrid = cell.option("replicate") != 1
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks}),
         mixed_precision=_fsdp.policy(1, precision, cell),
         device_id=device,
         use_orig_params=bool(cell.option("use_orig_params")),
-        sharding_strategy=(
-            ShardingStrategy.FULL_SHARD if cell.option("reshard_after_forward") else ShardingStrategy.SHARD_GRAD_OP
-        ),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD if hybrid else how,
+        device_mesh=_fsdp.mesh(cell, device) if hybrid else None,
         ignored_modules=ignored_modules(model, cell),
     )
 

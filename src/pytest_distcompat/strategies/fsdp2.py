@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
     import torch
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     from pytest_distcompat.models import MODELS
@@ -29,7 +28,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         model.to(device)
     ignored = {parameter for module in ignored_modules(model, cell) for parameter in module.parameters()}
     settings: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (cell.world_size,)),
+        "mesh": _fsdp.mesh(cell, device),
         "mp_policy": _fsdp.policy(2, precision, cell) or MixedPrecisionPolicy(),
         "reshard_after_forward": bool(cell.option("reshard_after_forward")),
         # Pinned memory needs a GPU that it is pinned for.

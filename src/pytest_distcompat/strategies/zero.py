@@ -97,7 +97,14 @@ _NOT_OURS = {
     "compile_regional": "DeepSpeed compiles the whole engine",
     "compile_partial": "DeepSpeed compiles the whole engine",
     **dict.fromkeys(
-        ("no_reshard_after_forward", "no_use_orig_params", "cpu_ram_efficient_loading", "wrap_size", "ignored"),
+        (
+            "no_reshard_after_forward",
+            "replicate_2",
+            "no_use_orig_params",
+            "cpu_ram_efficient_loading",
+            "wrap_size",
+            "ignored",
+        ),
         "it is an option of FSDP",
     ),
 }
