@@ -1,4 +1,4 @@
-"""A newcomer's path, timed: from an empty directory to the first matrix; and what the four examples weigh and take.
+"""A newcomer's path, timed: from an empty directory to the first matrix; and what the examples weigh and take.
 
 ``python benchmarks/newcomer.py [--examples]``, with the package installed in this Python. The first table is two paths: a
 directory with nothing in it, and one with a trainer and its driver (examples/my_trainer without its suite). Nothing is
@@ -71,7 +71,7 @@ def examples(directory: Path) -> None:
     print("\n| example | trainer | driver | suite | marked test | tests take |\n| --- | --- | --- | --- | --- | --- |")
     for driver in sorted(EXAMPLES.glob("*/*_driver.py")):
         where = Path(shutil.copytree(driver.parent, directory / driver.parent.name))
-        seconds, _ = timed(where, ("-m", "pytest", "--distcompat-gpus", "0", "-q", "-p", "no:cacheprovider"))
+        seconds, _ = timed(where, ("pytest", "--distcompat-gpus", "0", "-q", "-p", "no:cacheprovider"))
         print(f"| {driver.parent.name} | {' | '.join(map(str, weigh(driver)))} | {seconds:.0f} s |", flush=True)
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,21 @@ def test_lines_of_the_examples_are_counted_as_the_page_says(monkeypatch: pytest.
     assert sorted(told) == [path.parent.name for path in drivers]
     for path in drivers:
         assert [int(one) for one in told[path.parent.name][1:5]] == list(newcomer.weigh(path))
+
+
+def test_the_examples_are_timed_by_commands_that_are_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    newcomer = importlib.import_module("newcomer")
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr("subprocess.run", run)
+    newcomer.examples(tmp_path)
+    assert len(asked) == len(list((ROOT / "examples").glob("*/*_driver.py")))
+    assert all(Path(command[0]).exists() for command in asked)
 
 
 def test_pictures_are_small_and_each_is_shown() -> None:

@@ -1,4 +1,4 @@
-"""The examples do what the documentation says of them: four trainers in miniature, each with the suite and a marked test."""
+"""The examples do what the documentation says of them: six trainers in miniature, each with the suite and a marked test."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ ADOPTERS = {
     "accelerate_trainer": "test_fine_tuner.py",
     "transformers_trainer": "test_accuracy_trainer.py",
     "deepspeed_loop": "test_loop.py",
+    "lightning_fabric": "test_fabric_loop.py",
+    "trl_trainer": "test_sft_trainer.py",
 }
 #: The others nightly.
-DAILY = {"my_trainer", "transformers_trainer"}
+DAILY = {"my_trainer", "transformers_trainer", "lightning_fabric"}
 
 
 def run(pytester: pytest.Pytester, name: str, *args: str) -> pytest.RunResult:
@@ -36,6 +38,8 @@ def test_marked_tests(pytester: pytest.Pytester) -> None:
     [pytest.param(name, marks=[] if name in DAILY else pytest.mark.nightly) for name in ADOPTERS],
 )
 def test_an_adopter_in_miniature(pytester: pytest.Pytester, name: str) -> None:
+    if name == "trl_trainer":
+        pytest.importorskip("trl", reason="the nightly job installs it: it brings pyarrow and pandas")
     result = run(pytester, name, "--distcompat-profile=smoke")
     found = result.parseoutcomes()
     # Upstream's own issues are expected failures; one test is marked, all others are the suite's.

@@ -3,7 +3,7 @@
 import sys
 
 import torch
-from datasets import WORDS  # type: ignore[import-not-found]  # the one beside this script
+from datasets import WORDS  # the one beside this script
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
