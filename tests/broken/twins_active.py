@@ -126,7 +126,7 @@ class OlderFsdp(Torch):
 @twin(
     "active",
     "fsdp2-fp32-w2-model_plain",
-    match=r"store 2\.00 copies of the parameters; expected 1",
+    match=r"^shards are in 2 copies \(rank 0; rank 1\); expected 1, of several ranks\n",
     also={**PARITY, **CLIPPING, **MEMORY, "dtypes": APART},
 )
 class AloneInTheMesh(Torch):

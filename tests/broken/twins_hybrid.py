@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .declare import CLIPPING, PARITY, Torch, twin
+from .declare import CLIPPING, MEMORY, PARITY, Torch, twin
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 HYBRID = ("fsdp2-fp32-w4-model_plain-replicate_2", "fsdp1-fp32-w4-model_plain-replicate_2")
 
 
-@twin("active", *HYBRID, match=r"^shards are in 1 copies \(all ranks\); expected 2$")
+@twin("active", *HYBRID, match=r"^shards are in 1 copies \(all ranks\); expected 2$", also=MEMORY)
 class SharesWithAll(Torch):
     """The copies are asked for and forgotten: shards over all ranks, across machines, where links are slow."""
 

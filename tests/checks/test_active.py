@@ -224,11 +224,19 @@ def test_as_many_copies_of_shards_as_asked(sound: Sound) -> None:
     others = [replace(asked, trace=plain.trace), replace(plain, trace=asked.trace)]
     assert [story.findings("active") for story in others] == [
         ["shards are in 1 copies (all ranks); expected 2"],
-        ["shards are in 2 copies (ranks 0, 1, ranks 2, 3); expected 1"],
+        ["shards are in 2 copies (ranks 0, 1; ranks 2, 3); expected 1"],
     ]
     # Whose driver does not speak of it may have copies.
     quiet = others[1].alter(lambda moment: replace(moment, plain=moment.plain and replace(moment.plain, obeyed=())))
     assert quiet.findings("active") == []
+    alone = sound("fsdp2-fp32-w2").alter(
+        lambda moment: replace(
+            moment,
+            plain=moment.plain and replace(moment.plain, obeyed=()),
+            model=moment.model and replace(moment.model, sharers=(moment.rank,)),
+        )
+    )
+    assert alone.findings("active")[0] == "shards are in 2 copies (rank 0; rank 1); expected 1, of several ranks"
 
 
 def test_each_copy_is_one(sound: Sound) -> None:

@@ -106,7 +106,9 @@ def pairs(before: tuple[Moment, ...], after: tuple[Moment, ...]) -> Iterator[tup
 
 def named_ranks(ranks: Sequence[int], world_size: int) -> str:
     """How a finding speaks of ranks that hold something among them."""
-    return "all ranks" if len(ranks) == world_size else f"ranks {', '.join(map(str, ranks))}"
+    if len(ranks) == world_size:
+        return "all ranks"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def every_rank(moments: tuple[Moment, ...], world_size: int, what: str) -> Iterator[str]:

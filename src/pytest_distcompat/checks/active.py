@@ -108,9 +108,11 @@ def _shards(strategy: Strategy, cell: Cell, life: LifeTrace) -> Iterator[str]:
             yield f"all ranks together store {copies:.2f} copies of the parameters; expected {cell.world_size}, one a rank"
         return
     asked = cell.option("replicate")
-    if len(life.copies) != asked and "replicate" in plain.obeyed:
-        found = ", ".join(named_ranks(ranks, cell.world_size) for ranks in life.copies)
-        yield f"shards are in {len(life.copies)} copies ({found}); expected {asked}"
+    alone = len(life.copies) == cell.world_size > 1
+    if alone or ("replicate" in plain.obeyed and len(life.copies) != asked):
+        found = "; ".join(named_ranks(ranks, cell.world_size) for ranks in life.copies)
+        expected = f"{asked}, of several ranks" if alone else f"{asked}"
+        yield f"shards are in {len(life.copies)} copies ({found}); expected {expected}"
     for ranks in life.copies if cell.world_size > 1 else ():
         copies, who = stored(ranks), named_ranks(ranks, cell.world_size)
         # Between one copy and all of them lies rounding up: ZeRO-3 pads every shard, which shows on tiny parameters.

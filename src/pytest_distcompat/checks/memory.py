@@ -30,7 +30,10 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(moments, cell.world_size, "three steps")
     trained = trained_elements(first.plain.parameters) if first and first.plain else 0
     others = {key for moment in moments for key in _of_another_size(moment)}
-    copies = len(life.copies) if strategy.shards or strategy.flat_masters else cell.world_size
+    copies = cell.world_size
+    if strategy.shards or strategy.flat_masters:
+        spoken = first is not None and first.plain is not None and "replicate" in first.plain.obeyed
+        copies = int(cell.option("replicate")) if spoken else len(life.copies)
     found: Counter[str] = Counter()
     tensors: Counter[str] = Counter()
     for moment in moments:
