@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pytest_distcompat.cell import Cell
+from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import Incompatible
 from pytest_distcompat.scenario import Scenario
-from pytest_distcompat.trace import Moment, Trace
+from pytest_distcompat.trace import Moment, PlainFact, Trace
 
 Claim = Callable[[Cell, Trace], Iterable[str]]
 #: (cell, driver) -> why the claim says nothing there; empty if it does.
@@ -102,6 +102,11 @@ def pairs(before: tuple[Moment, ...], after: tuple[Moment, ...]) -> Iterator[tup
     """Each rank's two moments; a rank that did not report has none to compare."""
     was = {moment.rank: moment for moment in before}
     return ((was[moment.rank], moment) for moment in after if moment.rank in was)
+
+
+def asked(cell: Cell, plain: PlainFact | None, option: str) -> bool:
+    """Whether the trainer was told what the cell says of that option: it is in the cell, or the driver speaks it."""
+    return cell.option(option) != OPTIONS[option].default or (plain is not None and option in plain.obeyed)
 
 
 def named_ranks(ranks: Sequence[int], world_size: int) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, named_ranks
+from pytest_distcompat.checks._base import asked, check, every_rank, named_ranks
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
 from pytest_distcompat.trace import LifeTrace, ModelFact, Moment, PlainFact, Trace
@@ -107,12 +107,12 @@ def _shards(strategy: Strategy, cell: Cell, life: LifeTrace) -> Iterator[str]:
         if abs((copies := stored(tuple(range(cell.world_size)))) - cell.world_size) > 0.01:
             yield f"all ranks together store {copies:.2f} copies of the parameters; expected {cell.world_size}, one a rank"
         return
-    asked = cell.option("replicate")
+    expected = cell.option("replicate")
     alone = len(life.copies) == cell.world_size > 1
-    if alone or ("replicate" in plain.obeyed and len(life.copies) != asked):
+    if alone or (asked(cell, plain, "replicate") and len(life.copies) != expected):
         found = "; ".join(named_ranks(ranks, cell.world_size) for ranks in life.copies)
-        expected = f"{asked}, of several ranks" if alone else f"{asked}"
-        yield f"shards are in {len(life.copies)} copies ({found}); expected {expected}"
+        more = ", of several ranks" if alone else ""
+        yield f"shards are in {len(life.copies)} copies ({found}); expected {expected}{more}"
     for ranks in life.copies if cell.world_size > 1 else ():
         copies, who = stored(ranks), named_ranks(ranks, cell.world_size)
         # Between one copy and all of them lies rounding up: ZeRO-3 pads every shard, which shows on tiny parameters.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import asked, check, every_rank
 from pytest_distcompat.checks.active import REDUCTIONS
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.precisions import PRECISIONS
@@ -47,7 +47,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
         if watched and not (plain and plain.products == 0):
             yield from _computed(row, moment)
         if cell.world_size > 1:
-            yield from _reduced(row, cell, moment, smallest, asked=plain is None or "reduce_dtype" in plain.obeyed)
+            yield from _reduced(row, cell, moment, smallest, told=asked(cell, plain, "reduce_dtype"))
         yield from _accumulated(row, cell, moment)
     yield from _stepped(row, trained)
 
@@ -116,7 +116,7 @@ def _smallest_gradient(cell: Cell, plain: PlainFact | None) -> int:
     return max(2, min(sizes, default=0) // cell.world_size)
 
 
-def _reduced(row: Dtypes, cell: Cell, moment: Moment, smallest: int, *, asked: bool) -> Iterator[str]:
+def _reduced(row: Dtypes, cell: Cell, moment: Moment, smallest: int, *, told: bool) -> Iterator[str]:
     """Who was not asked for a dtype may choose a wider one: traffic, no defect. torch's autocast around FSDP2 does."""
     expected = "float32" if cell.option("reduce_dtype") == "fp32" else row.reduce
     found = {
@@ -124,7 +124,7 @@ def _reduced(row: Dtypes, cell: Cell, moment: Moment, smallest: int, *, asked: b
         for fact in moment.collectives
         if fact.op in REDUCTIONS and fact.numel >= smallest and "float" in fact.dtype
     }
-    wrong = {dtype for dtype in found if dtype != expected and (asked or not _wider(dtype, expected))}
+    wrong = {dtype for dtype in found if dtype != expected and (told or not _wider(dtype, expected))}
     if wrong or not found:
         yield f"rank {moment.rank}: gradients were reduced in {_list(found)}; expected {expected}"
 

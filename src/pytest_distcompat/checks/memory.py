@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import asked, check, every_rank
 from pytest_distcompat.cost import kept, trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -32,8 +32,8 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     others = {key for moment in moments for key in _of_another_size(moment)}
     copies = cell.world_size
     if strategy.shards or strategy.flat_masters:
-        spoken = first is not None and first.plain is not None and "replicate" in first.plain.obeyed
-        copies = int(cell.option("replicate")) if spoken else len(life.copies)
+        told = asked(cell, first.plain if first else None, "replicate")
+        copies = int(cell.option("replicate")) if told else len(life.copies)
     found: Counter[str] = Counter()
     tensors: Counter[str] = Counter()
     for moment in moments:
@@ -44,8 +44,8 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
         expected, room = trained * copies, PADDING * (tensors[key] or cell.world_size)
         if not expected <= found[key] <= expected + room:
             where = f"on each of {copies} ranks" if copies == cell.world_size else f"in {copies} copies"
-            told = f"{trained} elements are trained{f', {where}' if copies > 1 else ''}"
-            yield f"all ranks together keep {found[key]} elements of {key!r}; {told}, expected {expected}"
+            some = f"{trained} elements are trained{f', {where}' if copies > 1 else ''}"
+            yield f"all ranks together keep {found[key]} elements of {key!r}; {some}, expected {expected}"
     if not found:
         yield "no rank's optimizer keeps anything after three steps"
 

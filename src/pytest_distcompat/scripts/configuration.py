@@ -64,6 +64,11 @@ def unwritten(cell: Cell) -> str:
         return "accelerate takes fp8 under DeepSpeed from Accelerator(mixed_precision='fp8') only, not from a file"
     if cell.option("reduce_dtype") != "auto" and "fsdp" in cell.strategy:
         return "accelerate's file has no word for FSDP's policy of dtypes: the script gives its plugin one"
+    copies = int(cell.option("replicate"))
+    if copies > 1 and cell.strategy == "fsdp1":
+        return "accelerate's file has a parallelism_config for FSDP2 only"
+    if copies > 1 and (cell.world_size % copies or cell.world_size < 2 * copies):
+        return f"{copies} copies of two shards at least: that is for {2 * copies} ranks, or more by {copies}"
     return strategy.refuses(cell)
 
 
@@ -98,6 +103,9 @@ def _settings(cell: Cell, path: Path) -> dict[str, Any]:
     elif "fsdp" in cell.strategy:
         settings["distributed_type"] = "FSDP"
         settings["fsdp_config"] = _fsdp(cell)
+        if (copies := int(cell.option("replicate"))) > 1:
+            sizes = {"dp_replicate_size": copies, "dp_shard_size": cell.world_size // copies}
+            settings["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
     return settings
 
 
