@@ -62,7 +62,8 @@ NEWS = [
     ("failed", "known", "fixed"),
     ("known", "passed", "fixed"),
     ("fixed?", "passed", "fixed"),
-    ("failed", "crashed", "still"),
+    ("failed", "crashed", "broken"),
+    ("crashed", "crashed", "still"),
     ("failed", "failed", "still"),
     ("", "passed", "new"),
     ("passed", "passed", ""),
@@ -159,8 +160,11 @@ def test_an_item_whose_driver_nothing_told_is_the_same_item() -> None:
         both = merge(order)
         assert [(result.driver, result.status) for result in both.results] == [("d", "error")]
         assert [row.driver for row in both.rows] == ["d"]
-    found = compare(made(ddp_2="failed"), bad)
+    found = compare(made(ddp_2="error"), bad)
     assert (len(found.still), found.broken, found.missing) == (1, [], [])
+    # Another way to be red is news.
+    found = compare(made(ddp_2="failed"), bad)
+    assert (len(found.broken), found.still, found.missing) == (1, [], [])
 
 
 @pytest.mark.parametrize("order", [("failed", "passed"), ("passed", "failed")])

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_distcompat.report import Report, Result
+from pytest_distcompat.report.compare import compare
+
 if TYPE_CHECKING:
     from .conftest import Session
 
@@ -135,3 +138,52 @@ def test_a_run_that_was_broken_off_stays_so(session: Session, last: Path) -> Non
     done = session("--distcompat-baseline=last.json", "-x", lives=WRONG)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert ": not reached" in done.stdout
+
+
+def test_what_was_a_finding_and_is_a_crash_is_news(session: Session, last: Path) -> None:
+    done = session("--distcompat-baseline=last.json", lives=f'{{{KNOWN}, "fsdp2-fp32-w2": "killed"}}')
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert "newly broken: fsdp2-fp32-w2:claim (test_mine:Mine): FAIL -> CRASH: rank 1 was killed" in done.stdout
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+def test_a_teardown_that_fails_besides_is_news_once(
+    session: Session, last: Path, tmp_path: Path, workers: tuple[str, ...]
+) -> None:
+    (tmp_path / "leaves.py").write_text(
+        "import pytest\n"
+        "@pytest.fixture(autouse=True)\n"
+        "def leaves(request):\n"
+        "    yield\n"
+        "    assert 'fsdp2-fp32' not in request.node.name, 'it left something'\n",
+        encoding="utf-8",
+    )
+    both = ("-p", "leaves", "--distcompat-baseline=last.json", "--distcompat-report=last.json", *workers)
+    done = session(*both, lives=WRONG, PYTHONPATH=str(tmp_path))
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    told = "newly broken: fsdp2-fp32-w2:claim (test_mine:Mine): FAIL -> FAIL: rank 1: something is wrong; and in its teardown: "
+    assert f"{told}AssertionError: it left something" in done.stdout
+    done = session(*both, lives=WRONG, PYTHONPATH=str(tmp_path))
+    assert done.returncode == pytest.ExitCode.OK, done.stdout
+    assert "0 newly broken, 0 newly missing, 0 newly fixed, 1 still broken" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "same"),
+    [
+        ("the loss is 0.7358; 0.7344 in the reference", "the loss is 0.74; 0.7e-3 in the reference", True),
+        ("rank 0: no such file: '/tmp/a_b/x'", "rank 1: no such file: '/tmp/c/y'", True),
+        ("rank 0: parameter 'a' is missing", "rank 0: parameter 'b' is missing", False),
+    ],
+)
+def test_another_message_of_what_is_still_broken_is_told(was: str, now: str, same: bool) -> None:
+    def report(message: str) -> Report:
+        result = Result(
+            "S", "d", "ddp-fp32-w2", "names", "failed", message, nodeid="test_it.py::S::test[ddp-fp32-w2:names]"
+        )
+        return Report({}, [result], [])
+
+    found = compare(report(was), report(now))
+    assert (len(found.broken), len(found.still)) == (0, 1)
+    line = f"still broken, otherwise: ddp-fp32-w2:names (d): FAIL -> FAIL: {now}; it was: {was}"
+    assert (line in list(found.lines())) is not same

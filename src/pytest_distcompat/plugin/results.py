@@ -117,10 +117,12 @@ class Results:
         """An item that failed or was skipped outside its check (a fixture, a worker that died), or in its teardown."""
         place, cell, check = _item(nodeid)
         known = self.found.get(nodeid)
-        if known is not None and (known.red or report.skipped):
-            return
         text = report.longreprtext
         lines = [line.removeprefix("E ").strip() for line in text.splitlines() if line.startswith("E ")]
+        if known is not None and (known.red or report.skipped):
+            if report.failed and report.when == "teardown":
+                self.found[nodeid] = dataclasses.replace(known, teardown=next(iter([*lines, text.strip()])))
+            return
         if report.skipped:
             why = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else text
             status, message = "skipped", why.removeprefix("Skipped: ")

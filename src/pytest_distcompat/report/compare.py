@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,14 +38,16 @@ class Change:
 
 @dataclass
 class Comparison:
-    """What is different. ``broken``: red now and not before; ``missing``: ran before and not now; ``new``: was not asked for
-    before, and is not red.
+    """What is different. ``broken``: red now and not before, or not like this (a crash where there was a finding, a teardown that
+    fails besides); ``missing``: ran before and not now; ``new``: was not asked for before, and is not red; ``otherwise``: of
+    those still broken whose message is another, numbers aside.
     """
 
     broken: list[Change] = field(default_factory=list)
     fixed: list[Change] = field(default_factory=list)
     missing: list[Change] = field(default_factory=list)
     still: list[Change] = field(default_factory=list)
+    otherwise: list[Change] = field(default_factory=list)
     new: list[Change] = field(default_factory=list)
     #: Package or setting to its value before and now.
     versions: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -69,6 +73,7 @@ class Comparison:
         for (cell, driver, why), checks in cells.items():
             yield f"newly missing: {cell} ({driver}): {', '.join(checks)}: {why}"
         yield from (f"newly fixed: {change}" for change in self.fixed)
+        yield from (f"still broken, otherwise: {change}" for change in self.otherwise)
 
     def to_json(self, name: str) -> dict[str, Any]:
         """For the report of the later run: ``name`` is the earlier one's file."""
@@ -90,7 +95,7 @@ def compare(before: Report, after: Report) -> Comparison:
         was = earlier_of.get(number)
         change = _change(result, was.status if was else "", result.status, result.why)
         if result.red:
-            (found.still if was is not None and was.red else found.broken).append(change)
+            _broken(found, was, result, change)
         elif was is None:
             found.new.append(change)
         elif result.status == "skipped":
@@ -104,6 +109,22 @@ def compare(before: Report, after: Report) -> Comparison:
             why = "not reached" if was.nodeid in dark else "not asked for"
             found.missing.append(_change(was, was.status, "", why))
     return found
+
+
+def _broken(found: Comparison, was: Result | None, now: Result, change: Change) -> None:
+    if now.teardown and not (was and was.teardown):
+        found.broken.append(dataclasses.replace(change, why=f"{now.why}; and in its teardown: {now.teardown}"))
+    elif was is None or was.status != now.status:
+        found.broken.append(change)
+    else:
+        found.still.append(change)
+        if _wording(was) != _wording(now):
+            found.otherwise.append(dataclasses.replace(change, why=f"{now.why}; it was: {was.why}"))
+
+
+def _wording(result: Result) -> str:
+    """The first line without what differs from run to run: numbers, and names of temporary directories."""
+    return re.sub(r"\S*/\S*|[\d.]+(e[+-]?\d+)?", "", result.why)
 
 
 def _change(of: Result, before: str, after: str, why: str) -> Change:

@@ -31,7 +31,8 @@ class Result:
     """One check in one cell of one suite.
 
     ``rank`` is the rank that failed first, or that the finding names; ``seconds`` what the item took, with the lives that it
-    was the first to need; ``reproduce`` the command that runs it alone, empty for an item that came to no verdict.
+    was the first to need; ``reproduce`` the command that runs it alone, empty for an item that came to no verdict. ``teardown``
+    is what its teardown failed with, besides.
     """
 
     suite: str
@@ -45,6 +46,7 @@ class Result:
     seconds: float = 0.0
     rank: int | None = None
     reproduce: str = ""
+    teardown: str = ""
 
     @property
     def word(self) -> str:
