@@ -143,4 +143,6 @@ def _known(check: Check, cell: Cell, declared: list[Expectation], found: list[st
     if missing and whole:
         told = f"fails as declared ({known}), and not as declared besides: {gone}\n\n{message(found)}"
         return Verdict(check.name, cell.id, "fixed?", told, missing[0].reason)
-    return Verdict(check.name, cell.id, "known", message(found), known.reason)
+    return Verdict(
+        check.name, cell.id, "known", message(found), "; and ".join(dict.fromkeys(one.reason for one in shown))
+    )

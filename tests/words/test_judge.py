@@ -110,7 +110,8 @@ def test_what_a_known_failure_brings_with_it_is_known_too() -> None:
 )
 def test_two_known_failures_explain_what_they_are_together(another: Expectation) -> None:
     for declared in ((MASTERS, another), (another, MASTERS)):
-        assert verdict(toy("bfloat16 masters", "rank 0: stale"), *declared).status == "known"
+        found = verdict(toy("bfloat16 masters", "rank 0: stale"), *declared)
+        assert (found.status, set(found.reason.split("; and "))) == ("known", {MASTERS.reason, "org/repo#2"})
         assert verdict(toy("bfloat16 masters", "rank 0: stale", "gone"), *declared).message.endswith("\n\ngone")
 
 
