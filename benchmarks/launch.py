@@ -1,10 +1,11 @@
 """What one distributed test costs: ours beside what users have today, on the same body, run side by side.
 
-``python benchmarks/launch.py [--rounds 3] [--train] [--stack]`` prints a Markdown table. The body is an all_reduce on 2
-gloo ranks; with ``--train`` it is a step of AdamW under DistributedDataParallel, which imports a second's worth of torch when
+``python benchmarks/launch.py [--rounds 3] [--train] [--stack] [--modules N]`` prints a Markdown table. The body is an all_reduce
+on 2 gloo ranks; with ``--train`` it is a step of AdamW under DistributedDataParallel, which imports a second of torch when
 it first runs in a process; with ``--stack`` the ranks also have accelerate, transformers and deepspeed imported, as the tests
-of a trainer do. Every round runs every way once, so that a slow minute of the machine hits all; a row's figure is the median
-over its tests of all rounds.
+of a trainer do. ``--modules N`` times whole sessions instead, of N modules with 20 tests each, the start of pytest and of all
+ranks included, for the ways in which ranks are kept. Every round runs every way once, so that a slow minute of the machine
+hits all; a row's figure is the median over its tests of all rounds.
 """
 
 from __future__ import annotations
@@ -101,13 +102,14 @@ class Way:
 
 
 def environment() -> dict[str, str]:
-    """One thread a rank for everybody, and nothing printed that costs time."""
+    """One thread a rank for everybody, nothing printed that costs time, and no 5 s for a query that a name server dropped."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "DS_ACCELERATOR": "cpu",
         "PYTHONWARNINGS": "ignore",
+        "RES_OPTIONS": "timeout:1 attempts:1",
     }
 
 
@@ -170,10 +172,31 @@ WAYS = [
 ]
 
 
-def table(seconds: dict[str, list[float]]) -> list[str]:
+def session(source: str, *options: str) -> Callable[[Path, int], list[float]]:
+    """Seconds of a whole pytest run on so many modules."""
+
+    def measure(where: Path, count: int) -> list[float]:
+        for number in range(count):
+            (where / f"test_{number}.py").write_text(source.format(count=TESTS))
+        return [run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "."], where)]
+
+    return measure
+
+
+#: Tests of a module in a whole session.
+TESTS = 20
+SESSIONS = {
+    "ours, ranks that tests of the session share": session(MARKED, "--distcompat-reuse=session"),
+    "ours, ranks that tests of a module share": session(MARKED, "--distcompat-reuse=module"),
+    "ours, fresh ranks each test": session(MARKED),
+    "torch `MultiProcContinuousTest` (ranks kept for a class)": session(CONTINUOUS),
+}
+
+
+def table(seconds: dict[str, list[float]], counted: str = "tests", what: str = "seconds a test") -> list[str]:
     """Rows in Markdown, each with its ratio to the first way."""
-    ours = statistics.median(seconds[WAYS[0].name])
-    lines = ["| way | tests | seconds a test (median) | min to max | x ours |", "| --- | --- | --- | --- | --- |"]
+    ours = statistics.median(next(iter(seconds.values())))
+    lines = [f"| way | {counted} | {what} (median) | min to max | x ours |", "| --- | --- | --- | --- | --- |"]
     for name, found in seconds.items():
         median = statistics.median(found)
         spread = f"{min(found):.3f} to {max(found):.3f}"
@@ -189,10 +212,13 @@ def main() -> None:
     parser.add_argument(
         "--stack", action="store_true", help="import accelerate, transformers and deepspeed in the ranks"
     )
+    parser.add_argument("--modules", type=int, default=0, help="time sessions of so many modules, ranks kept")
     arguments = parser.parse_args()
-    seconds: dict[str, list[float]] = {way.name: [] for way in WAYS}
+    sessions = [Way(name, arguments.modules, measure) for name, measure in SESSIONS.items()]
+    ways = sessions if arguments.modules else WAYS
+    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
     for _ in range(arguments.rounds):
-        for way in WAYS:
+        for way in ways:
             with tempfile.TemporaryDirectory() as directory:
                 where = Path(directory)
                 body = TRAINING if arguments.train else BODY
@@ -200,7 +226,8 @@ def main() -> None:
                 # One more where the first is dropped, so that no way is left without a figure.
                 seconds[way.name] += way.measure(where, way.count)
     print(f"{measured_on(*PACKAGES)}\n")
-    print("\n".join(table(seconds)))
+    whole = ("sessions", f"seconds of {arguments.modules} modules with {TESTS} tests") if arguments.modules else ()
+    print("\n".join(table(seconds, *whole)))
 
 
 if __name__ == "__main__":

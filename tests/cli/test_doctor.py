@@ -29,6 +29,19 @@ def said(one: Machine) -> list[str]:
     return [f"{finding.level}: {finding.text}" for finding in machine.findings(one)]
 
 
+@pytest.mark.parametrize(
+    ("hosts", "named"),
+    [
+        ("127.0.0.1 localhost\n::1 ip6-localhost localhost # IPv6\n", True),
+        ("127.0.0.1 localhost\n", False),
+        ("# ::1 localhost\n::1 other\n", False),
+        ("", False),
+    ],
+)
+def test_whether_the_loopback_has_a_name(hosts: str, named: bool) -> None:
+    assert machine.names_loopback(hosts) is named
+
+
 def test_nothing_is_wrong_with_a_good_machine() -> None:
     assert said(GOOD) == []
     assert said(dataclasses.replace(GOOD, torch=CPU_TORCH, gpus=(), visible=())) == []
@@ -65,6 +78,10 @@ def test_nothing_is_wrong_with_a_good_machine() -> None:
         ({"shm": None}, "warning: /dev/shm is not there"),
         ({"tmp": 1 << 20}, "has 1 MiB free; checkpoints are kept there"),
         ({"resolves": False}, "warning: the name of this machine, here, does not resolve"),
+        (
+            {"loopback": False},
+            "warning: /etc/hosts does not name ::1: torch's store asks a name server who 127.0.0.1 is",
+        ),
         ({"compiler": False}, "warning: there is no C++ compiler"),
     ],
 )

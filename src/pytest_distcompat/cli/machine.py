@@ -22,6 +22,7 @@ SHM = Path("/dev/shm")  # noqa: S108 - not ours, looked at only
 LEAST_SHM = 256 << 20
 #: A run of the default profile keeps its checkpoints, some hundreds of MiB, until pytest removes them.
 LEAST_TMP = 2 << 30
+HOSTS = Path("/etc/hosts")
 #: How long torch may take to be imported, in seconds.
 PATIENCE = 300.0
 
@@ -54,6 +55,7 @@ class Machine:
     tmp: int | None = None
     hostname: str = ""
     resolves: bool = True
+    loopback: bool = True
     compiler: bool = True
 
     @property
@@ -75,6 +77,7 @@ def this_machine() -> Machine:
         tmp=_free(Path(tempfile.gettempdir())),
         hostname=name,
         resolves=_resolves(name),
+        loopback=names_loopback(HOSTS.read_text(encoding="utf-8", errors="replace") if HOSTS.exists() else ""),
         compiler=any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "c++", "clang++")))),
     )
 
@@ -90,6 +93,14 @@ def _ask_torch() -> dict[str, Any]:
         return {"error": said[-1] if said else f"the process that imports torch ended with exit code {done.returncode}"}
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return facts
+
+
+def names_loopback(hosts: str) -> bool:
+    """Whether that text of ``/etc/hosts`` names ::1. torch looks for an IPv6 address of localhost first; where there is none it
+    takes ``::ffff:127.0.0.1``, which stands in no such file, and asks for the name of every address that connects.
+    """
+    lines = (line.partition("#")[0].split() for line in hosts.splitlines())
+    return any(line and line[0] == "::1" and "localhost" in line[1:] for line in lines)
 
 
 def _free(directory: Path) -> int | None:
@@ -177,5 +188,10 @@ def _of_system(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "warning", f"{told}: gloo may wait for it, or fail; add it to /etc/hosts or set GLOO_SOCKET_IFNAME"
         )
+    if not machine.loopback:
+        told = (
+            f"{HOSTS} does not name ::1: torch's store asks a name server who 127.0.0.1 is, for each rank of each group"
+        )
+        yield Finding("warning", f"{told}, and one that drops a query costs 5 s; add '::1 localhost' to {HOSTS}")
     if not machine.compiler:
         yield Finding("warning", "there is no C++ compiler: inductor (compile) and DeepSpeed's offload cannot be run")
