@@ -258,7 +258,9 @@ class LifeTrace:
     def copies(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that hold a copy of the model among them, for each copy; without hybrid sharding all of them, once."""
         found = {moment.model.sharers for moment in self.moments if moment.model and moment.model.sharers}
-        return tuple(sorted(found)) or (tuple(range(self.world_size)),)
+        # Whoever holds a model by itself, or none, holds no part of the others' copies.
+        rest = tuple(sorted(set(range(self.world_size)) - {rank for ranks in found for rank in ranks}))
+        return (*sorted(found), rest) if rest else tuple(sorted(found))
 
     def first(self, verb: str) -> Moment | None:
         """What the lowest rank saw after the first such verb."""

@@ -239,6 +239,13 @@ def test_as_many_copies_of_shards_as_asked(sound: Sound) -> None:
     assert alone.findings("active")[0] == "shards are in 2 copies (rank 0; rank 1); expected 1, of several ranks"
 
 
+def test_who_holds_a_model_by_itself_holds_no_part_of_the_copies_of_others(sound: Sound) -> None:
+    story = sound("fsdp2-fp32-w4").model({"sharers": (0, 1)}, rank=0).model({"sharers": (0, 1)}, rank=1)
+    story = story.model({"sharers": ()}, rank=2).model({"sharers": ()}, rank=3)
+    assert story.trace.life().copies == ((0, 1), (2, 3))
+    assert story.findings("active")[0] == "shards are in 2 copies (ranks 0, 1; ranks 2, 3); expected 1"
+
+
 def test_each_copy_is_one(sound: Sound) -> None:
     story = sound("fsdp2-fp32-w4-replicate_2").parameters({"local_numel": 0}, verb="build", rank=3)
     assert story.findings("active") == [

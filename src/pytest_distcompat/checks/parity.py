@@ -47,8 +47,6 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     tolerance = precision.loss_tolerance
     if precision.compute != "float32":
         tolerance *= MODELS.get(str(cell.option("model"))).spread
-    tolerance = _allowed(tolerance, trace, lambda moment: moment.loss)
-    norms = _allowed(precision.norm_tolerance, trace, lambda moment: moment.grad_norm)
     trained, reference = trace.life("train"), trace.life("reference")
     for step in range(STEPS):
         here, there = trained.at("step", step), reference.at("reference", step)
@@ -56,19 +54,25 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         if not here or not there:
             yield f"step {step + 1}: no reference to compare with"
             return
-        found = [*_loss(here, there[0], tolerance), *_norm(here, there[0], norms)]
+        losses = _allowed(tolerance, trace, step, lambda moment: moment.loss)
+        norms = _allowed(precision.norm_tolerance, trace, step, lambda moment: moment.grad_norm)
+        found = [*_loss(here, there[0], losses), *_norm(here, there[0], norms)]
         found += _rates(here, there[0])
         yield from (f"step {step + 1}: {text}" for text in found)
         if found:
             return  # what comes after follows from it
 
 
-def _allowed(table: float, trace: Trace, number: Callable[[Moment], float | None]) -> float:
-    """How far off the reference that number may be, relative to it: the table's, or by what rounding did to the reference."""
+def _allowed(table: float, trace: Trace, step: int, number: Callable[[Moment], float | None]) -> float:
+    """How far off the reference that number may be, relative to it: the table's, or by what rounding did to the reference.
+
+    By that time: a training in which rounding grows without end is judged by its beginning. Or soon after, for another's
+    rounding may show a little earlier.
+    """
     rounded, reference = trace.lives.get("rounded"), trace.life("reference")
     if rounded is None:
         return table
-    seen = ((reference.at("reference", step), rounded.at("rounded", step)) for step in range(STEPS))
+    seen = ((reference.at("reference", one), rounded.at("rounded", one)) for one in range(min(STEPS, 2 * step + 3)))
     pairs = [(number(exact[0]), number(moment[0])) for exact, moment in seen if exact and moment]
     off = [abs(there - here) / abs(there) for there, here in pairs if there and here is not None]
     return ROUNDING * max(table, *filter(math.isfinite, off), 0.0)
@@ -123,7 +127,6 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     twice, by a larger norm, or scaled by the number of ranks. AdamW hides both for a while.
     """
     strategy, table = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision).norm_tolerance
-    tolerance = _allowed(table, trace, lambda moment: math.sqrt(_square(moment)))
     shared = strategy.shards or strategy.flat_masters
     for step in range(STEPS):
         here, there = trace.life("train").at("step", step), trace.life("reference").at("reference", step)
@@ -140,6 +143,7 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
                 )
                 for ranks in trace.life("train").copies
             }
+        tolerance = _allowed(table, trace, step, lambda moment: math.sqrt(_square(moment)))
         wrong = {who: norm for who, norm in norms.items() if not math.isclose(norm, expected, rel_tol=tolerance)}
         for who, norm in wrong.items():
             told = f"{expected:.6g} in the reference ({tolerance:.0e} allowed)"
