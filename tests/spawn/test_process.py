@@ -76,3 +76,20 @@ def test_the_dead_are_children_until_they_are_buried() -> None:
     assert pid in process.children(os.getpid()), "somebody else waits for it"
     process.reap_adopted(keep=set(found) - {pid})
     assert pid not in process.children(os.getpid())
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_child_is_buried_though_ctrl_c_came_while_it_was_polled(interrupted: bool) -> None:
+    """Seen as a pytest that two Ctrl-C made hang: the first one's cleanup polled, and the second came."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    if interrupted:
+        lock: Any = vars(child)["_waitpid_lock"]
+        assert lock.acquire(blocking=False)
+    process.bury(child)
+    assert child.returncode == -signal.SIGKILL
+    with pytest.raises(ChildProcessError):
+        os.waitpid(child.pid, os.WNOHANG)
+    # Twice is once.
+    process.bury(child)
+    assert child.stdin is not None
+    child.stdin.close()

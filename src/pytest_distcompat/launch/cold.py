@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pytest_distcompat.launch.ending import Ending, conclude
 from pytest_distcompat.launch.kept import Keeping
-from pytest_distcompat.launch.process import descendants, kill, on_device
+from pytest_distcompat.launch.process import bury, descendants, kill, on_device
 from pytest_distcompat.launch.request import Request, Warmth, read_events
 from pytest_distcompat.launch.supervise import Watch
 
@@ -105,8 +105,7 @@ class TorchrunLauncher:
         if self._process is not None:
             if self._process.poll() is None:
                 kill(descendants(self._process.pid))
-            self._process.kill()
-            self._process.wait()
+            bury(self._process)
             self._process = None
 
 

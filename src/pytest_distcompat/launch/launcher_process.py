@@ -20,7 +20,7 @@ import psutil
 
 from pytest_distcompat.launch import environment
 from pytest_distcompat.launch.ending import exit_name
-from pytest_distcompat.launch.process import alive, await_end, descendants, kill, kill_named
+from pytest_distcompat.launch.process import alive, await_end, bury, descendants, kill, kill_named
 from pytest_distcompat.launch.request import Warmth
 from pytest_distcompat.launch.temporary import OwnedDirectory
 
@@ -146,8 +146,7 @@ class LauncherProcess:
         # Python's resource tracker unlinks the semaphores of those we kill, and then ends by itself.
         trackers = [process for process in below if _tracks_resources(process)]
         kill(process for process in below if process not in trackers)
-        self._process.kill()
-        self._process.wait()
+        bury(self._process)
         await_end(trackers, 2.0)
         kill(trackers)
         self._channel.close()

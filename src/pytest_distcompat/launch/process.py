@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -102,6 +104,18 @@ def kill(processes: Iterable[psutil.Process], *, wait: float = 2.0) -> None:
         with contextlib.suppress(psutil.Error):
             process.kill()
     await_end(doomed, wait)
+
+
+def bury(process: subprocess.Popen[Any]) -> None:
+    """SIGKILL a child of ours and wait for it.
+
+    Not by Popen's own ``kill`` and ``wait``: where Ctrl-C comes just as ``poll`` has taken Popen's lock the lock stays taken, and
+    ``wait`` lasts for ever (``_internal_poll`` in https://github.com/python/cpython/blob/3.11/Lib/subprocess.py).
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(process.pid, signal.SIGKILL)
+            process.returncode = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
 
 
 def kill_named(processes: Iterable[psutil.Process]) -> list[str]:

@@ -21,7 +21,7 @@ import psutil
 
 from pytest_distcompat.launch.cold import ENDED, FAILURE
 from pytest_distcompat.launch.ending import Ending, conclude, exit_name
-from pytest_distcompat.launch.process import alive, await_end, descendants, kill, kill_named
+from pytest_distcompat.launch.process import alive, await_end, bury, descendants, kill, kill_named
 from pytest_distcompat.launch.request import Request, read_end, read_events
 from pytest_distcompat.launch.supervise import Watch
 
@@ -107,8 +107,7 @@ class _Keeper:
         try:
             self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            bury(self._process)
 
 
 class _Deaths:
