@@ -142,6 +142,11 @@ class Cell:
         tokens = [OPTIONS[name].token(value) for name, value in self.options]
         return "-".join([self.strategy, self.precision, f"w{self.world_size}", *tokens])
 
+    def without(self, *names: str) -> Cell:
+        """The same cell with these options at their defaults."""
+        kept = tuple((name, value) for name, value in self.options if name not in names)
+        return Cell(self.strategy, self.precision, self.world_size, kept)
+
     def option(self, name: str) -> OptionValue:
         """The value of an option, the default if the cell does not say. Raises ValueError for an unknown name."""
         if name not in OPTIONS:

@@ -45,6 +45,11 @@ class Life:
         return Cell(self.strategy or cell.strategy, cell.precision, self.world_size or cell.world_size, kept)
 
 
+def without(*options: str) -> tuple[str, ...]:
+    """All options but these, for ``Life.only``."""
+    return tuple(name for name in OPTIONS if name not in options)
+
+
 @dataclass(frozen=True)
 class Scenario:
     """Lives in order; scenarios that begin with the same lives share them."""
@@ -121,17 +126,13 @@ def reshard(world_size: int) -> Scenario:
     up = Life("up", (*load, *("step",) * 3, "save", "step"), first_step=3, after="train", world_size=2 * world_size)
     back = Life("back", (*load, "step"), first_step=6, after="up", world_size=world_size)
     # One rank holds one copy.
-    one = Life("one", (*load, "step"), first_step=3, after="train", world_size=1, only=_without("replicate"))
+    one = Life("one", (*load, "step"), first_step=3, after="train", world_size=1, only=without("replicate"))
     return Scenario("reshard", (TRAIN_LIFE, up, back, one) if world_size > 1 else (TRAIN_LIFE, up, back))
-
-
-def _without(*options: str) -> tuple[str, ...]:
-    return tuple(name for name in OPTIONS if name not in options)
 
 
 def port(strategy: str) -> Scenario:
     """What was saved under one strategy goes on under another; of options that split flat parameters the other knows nothing."""
-    kept = _without("use_orig_params", "replicate")
+    kept = without("use_orig_params", "replicate")
     moved = Life("port", (*_PLAIN, "load", "step", "step"), first_step=3, after="train", strategy=strategy, only=kept)
     return Scenario("portable", (TRAIN_LIFE, moved))
 

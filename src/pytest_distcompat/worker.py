@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 import time
 from collections.abc import Mapping
@@ -167,8 +166,8 @@ class _Rank:
     def _show(self, model: Module) -> dict[str, Any]:
         from pytest_distcompat.probe import read_plain
 
-        plain = read_plain(model, self.driver.blocks, self.driver.ignored)
-        facts = {"plain": dataclasses.replace(plain, obeyed=self.driver.options)}
+        driver = self.driver
+        facts = {"plain": read_plain(model, driver.blocks, driver.ignored, driver.options)}
         if not self.driver.cell.option("compile"):
             # A hook would break the graph that compile is to see.
             self.observer.attach(model)

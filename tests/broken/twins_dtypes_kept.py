@@ -78,8 +78,7 @@ class PolicyLost(Accelerate):
     """The trainer's policy is dropped on the way, and accelerate makes one of its own."""
 
     def settings(self, precision: Precision, cell: Cell) -> Mapping[str, Any]:
-        others = tuple((name, value) for name, value in cell.options if name != "reduce_dtype")
-        return super().settings(precision, Cell(cell.strategy, cell.precision, cell.world_size, others))
+        return super().settings(precision, cell.without("reduce_dtype"))
 
 
 @twin(

@@ -22,10 +22,7 @@ class SharesWithAll(Torch):
     """The copies are asked for and forgotten: shards over all ranks, across machines, where links are slow."""
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
-        others = tuple((name, value) for name, value in cell.options if name != "replicate")
-        return super().wrap(
-            model, precision, type(cell)(cell.strategy, cell.precision, cell.world_size, others), device
-        )
+        return super().wrap(model, precision, cell.without("replicate"), device)
 
 
 @twin(

@@ -83,24 +83,13 @@ class SmallNet(Driver):
         losses = [self.loss(model, number, rank) for rank in range(ranks)]
         return SmallNet.update(self, sum(losses[1:], losses[0]) / ranks, model)
 
-    def _state(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
     def save(self, directory: Path) -> None:
+        """No life of these twins loads it."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        save(self._state(), checkpoint_id=directory)
-
-    def load(self, directory: Path) -> None:
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        state = self._state()
-        load(state, checkpoint_id=directory)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        save({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
 
 
 SOUND = f"{SmallNet.__module__}:{SmallNet.__name__}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -126,3 +127,16 @@ def test_what_gradients_of_zero_travel_in_is_written(tmp_path: Path) -> None:
     write_configuration(Cell.of("zero2", "bf16_mixed", reduce_dtype="fp32"), tmp_path)
     (written,) = tmp_path.glob("*.json")
     assert json.loads(written.read_text(encoding="utf-8"))["communication_data_type"] == "fp32"
+
+
+def test_the_process_that_writes_a_file_imports_no_trainer(tmp_path: Path) -> None:
+    """pytest's own: hybrid shards are an object of accelerate's to Trainer, and two numbers in a file."""
+    code = (
+        "import sys, pathlib; from pytest_distcompat.cell import Cell\n"
+        "from pytest_distcompat.scripts import write_configuration\n"
+        f"path = write_configuration(Cell.of('fsdp2', 'fp32', 4, replicate=2), pathlib.Path({str(tmp_path)!r}))\n"
+        "assert 'parallelism_config_dp_replicate_size: 2' in path.read_text()\n"
+        "print(sorted({'torch', 'accelerate', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

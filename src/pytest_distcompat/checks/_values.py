@@ -80,10 +80,10 @@ def values(life: LifeTrace, moments: tuple[Moment, ...]) -> Values:
         for kind, name, digest, numel in _held(moment, names):
             parts[kind, name].append(_Part(moment.rank, digest, numel))
     found: dict[Kind, dict[str, tuple[str, ...]]] = defaultdict(dict)
-    wrong = []
+    wrong, copies = [], life.copies
     for (kind, name), held in sorted(parts.items()):
         size, wholes = 1 if kind == "step" else names.numel(name), set[str]()
-        for ranks in life.copies:
+        for ranks in copies:
             own = [part for part in held if part.rank in ranks]
             whole, problem = _whole(own, size, named_ranks(ranks, life.world_size))
             wholes |= set(whole)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from pytest_distcompat.cell import OPTIONS, Cell
+from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks.active import REDUCTIONS
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import STEPS, TRAIN_LIFE, Scenario
+from pytest_distcompat.scenario import STEPS, TRAIN_LIFE, Scenario, without
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Moment, Trace
 
 #: The same training with one micro-batch a step: the very life of the cell without the option.
-SINGLE_LIFE = dataclasses.replace(
-    TRAIN_LIFE, name="single", only=tuple(name for name in OPTIONS if name != "accumulate"), same_as=TRAIN_LIFE.name
-)
+SINGLE_LIFE = dataclasses.replace(TRAIN_LIFE, name="single", only=without("accumulate"), same_as=TRAIN_LIFE.name)
 _BOTH = Scenario("accumulation", (TRAIN_LIFE, SINGLE_LIFE))
 #: Steps that surely are no end of an epoch, which may be cut short.
 FULL = 3

@@ -107,13 +107,13 @@ def _shards(strategy: Strategy, cell: Cell, life: LifeTrace) -> Iterator[str]:
         if abs((copies := stored(tuple(range(cell.world_size)))) - cell.world_size) > 0.01:
             yield f"all ranks together store {copies:.2f} copies of the parameters; expected {cell.world_size}, one a rank"
         return
-    expected = cell.option("replicate")
-    alone = len(life.copies) == cell.world_size > 1
-    if alone or (asked(cell, plain, "replicate") and len(life.copies) != expected):
-        found = "; ".join(named_ranks(ranks, cell.world_size) for ranks in life.copies)
+    expected, groups = cell.option("replicate"), life.copies
+    alone = len(groups) == cell.world_size > 1
+    if alone or (asked(cell, plain, "replicate") and len(groups) != expected):
+        found = "; ".join(named_ranks(ranks, cell.world_size) for ranks in groups)
         more = ", of several ranks" if alone else ""
-        yield f"shards are in {len(life.copies)} copies ({found}); expected {expected}{more}"
-    for ranks in life.copies if cell.world_size > 1 else ():
+        yield f"shards are in {len(groups)} copies ({found}); expected {expected}{more}"
+    for ranks in groups if cell.world_size > 1 else ():
         copies, who = stored(ranks), named_ranks(ranks, cell.world_size)
         # Between one copy and all of them lies rounding up: ZeRO-3 pads every shard, which shows on tiny parameters.
         if not 0.99 <= copies < max(1.01, (1 + len(ranks)) / 2):

@@ -47,6 +47,8 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     tolerance = precision.loss_tolerance
     if precision.compute != "float32":
         tolerance *= MODELS.get(str(cell.option("model"))).spread
+    losses = _allowed(tolerance, trace, lambda moment: moment.loss)
+    norms = _allowed(precision.norm_tolerance, trace, lambda moment: moment.grad_norm)
     trained, reference = trace.life("train"), trace.life("reference")
     for step in range(STEPS):
         here, there = trained.at("step", step), reference.at("reference", step)
@@ -54,28 +56,29 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         if not here or not there:
             yield f"step {step + 1}: no reference to compare with"
             return
-        losses = _allowed(tolerance, trace, step, lambda moment: moment.loss)
-        norms = _allowed(precision.norm_tolerance, trace, step, lambda moment: moment.grad_norm)
-        found = [*_loss(here, there[0], losses), *_norm(here, there[0], norms)]
+        found = [*_loss(here, there[0], losses[step]), *_norm(here, there[0], norms[step])]
         found += _rates(here, there[0])
         yield from (f"step {step + 1}: {text}" for text in found)
         if found:
             return  # what comes after follows from it
 
 
-def _allowed(table: float, trace: Trace, step: int, number: Callable[[Moment], float | None]) -> float:
-    """How far off the reference that number may be, relative to it: the table's, or by what rounding did to the reference.
+def _allowed(table: float, trace: Trace, number: Callable[[Moment], float | None]) -> list[float]:
+    """For each step how far off the reference that number may be, relative to it: by the table, or what rounding did to it.
 
     By that time: a training in which rounding grows without end is judged by its beginning. Or soon after, for another's
     rounding may show a little earlier.
     """
     rounded, reference = trace.lives.get("rounded"), trace.life("reference")
     if rounded is None:
-        return table
-    seen = ((reference.at("reference", one), rounded.at("rounded", one)) for one in range(min(STEPS, 2 * step + 3)))
-    pairs = [(number(exact[0]), number(moment[0])) for exact, moment in seen if exact and moment]
-    off = [abs(there - here) / abs(there) for there, here in pairs if there and here is not None]
-    return ROUNDING * max(table, *filter(math.isfinite, off), 0.0)
+        return [table] * STEPS
+    off = []
+    for step in range(STEPS):
+        seen = (*reference.at("reference", step), *rounded.at("rounded", step))
+        there, here = (number(moment) for moment in seen) if len(seen) == 2 else (None, None)
+        found = abs(there - here) / abs(there) if there and here is not None else 0.0
+        off.append(found if math.isfinite(found) else 0.0)
+    return [ROUNDING * max(table, *off[: 2 * step + 3]) for step in range(STEPS)]
 
 
 def _loss(here: tuple[Moment, ...], there: Moment, tolerance: float) -> Iterator[str]:
@@ -127,7 +130,8 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     twice, by a larger norm, or scaled by the number of ranks. AdamW hides both for a while.
     """
     strategy, table = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision).norm_tolerance
-    shared = strategy.shards or strategy.flat_masters
+    tolerances = _allowed(table, trace, lambda moment: math.sqrt(_square(moment)))
+    shared, copies = strategy.shards or strategy.flat_masters, trace.life("train").copies
     for step in range(STEPS):
         here, there = trace.life("train").at("step", step), trace.life("reference").at("reference", step)
         if not here or not there:
@@ -141,12 +145,11 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
                 f"{named_ranks(ranks, cell.world_size)} together": math.sqrt(
                     sum(squares.get(rank, 0.0) for rank in ranks)
                 )
-                for ranks in trace.life("train").copies
+                for ranks in copies
             }
-        tolerance = _allowed(table, trace, step, lambda moment: math.sqrt(_square(moment)))
-        wrong = {who: norm for who, norm in norms.items() if not math.isclose(norm, expected, rel_tol=tolerance)}
+        wrong = {who: norm for who, norm in norms.items() if not math.isclose(norm, expected, rel_tol=tolerances[step])}
         for who, norm in wrong.items():
-            told = f"{expected:.6g} in the reference ({tolerance:.0e} allowed)"
+            told = f"{expected:.6g} in the reference ({tolerances[step]:.0e} allowed)"
             yield f"step {step + 1}: {who}: the gradients that the optimizer gets have norm {norm:.6g}; {told}"
         if wrong:
             return

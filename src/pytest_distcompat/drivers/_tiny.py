@@ -77,9 +77,6 @@ class TinyDriver(Driver):
             return f"{cell.precision} has no gradients in bfloat16 beside float32 masters, which could be added up in either"
         if cell.option("reduce_dtype") == "fp32" and not (precision.mixed and precision.compute != "float32"):
             return f"{cell.precision} has one dtype for products and optimizer, in which gradients travel"
-        copies = int(cell.option("replicate"))
-        if copies > 1 and (cell.world_size % copies or cell.world_size < 2 * copies):
-            return f"{copies} copies of two shards at least: that is for {2 * copies} ranks, or more by {copies}"
         if cell.option("groups") and not cell.option("use_orig_params"):
             return "a flat parameter belongs to one group as a whole"
         if cell.option("adapter") and cell.option("frozen"):

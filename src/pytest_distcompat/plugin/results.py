@@ -121,7 +121,7 @@ class Results:
         lines = [line.removeprefix("E ").strip() for line in text.splitlines() if line.startswith("E ")]
         if known is not None and (known.red or report.skipped):
             if report.failed and report.when == "teardown":
-                self.found[nodeid] = dataclasses.replace(known, teardown=next(iter([*lines, text.strip()])))
+                self.found[nodeid] = dataclasses.replace(known, teardown=(lines or [text.strip()])[0])
             return
         if report.skipped:
             why = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else text

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def read_plain(model: Module, blocks: tuple[str, ...] = (), ignored: tuple[str, ...] = ()) -> PlainFact:
+def read_plain(
+    model: Module, blocks: tuple[str, ...] = (), ignored: tuple[str, ...] = (), obeyed: tuple[str, ...] = ()
+) -> PlainFact:
     """Names, shapes and dtypes of a model that nothing has wrapped; groups of names that are one tied parameter.
 
     ``blocks`` are class names, where none are given those that the model declares: the names of the modules that have one
@@ -43,6 +45,7 @@ def read_plain(model: Module, blocks: tuple[str, ...] = (), ignored: tuple[str, 
         blocks=named_blocks(model, classes),
         block_classes=classes,
         ignored=ignored,
+        obeyed=obeyed,
         linears=sum(isinstance(module, torch.nn.Linear) and _for_8_bits(module) for module in model.modules()),
         products=sum(multiplies(module) for module in model.modules()),
     )

@@ -52,8 +52,13 @@ def causes(results: Iterable[Result]) -> list[Cause]:
     found: dict[str, list[Result]] = {}
     for result in results:
         if result.red:
-            found.setdefault(_CHANCE.sub("#", _headline(result)) or result.nodeid, []).append(result)
+            found.setdefault(wording(result) or result.nodeid, []).append(result)
     return [Cause(tuple(group)) for group in sorted(found.values(), key=len, reverse=True)]
+
+
+def wording(result: Result) -> str:
+    """What it says, without what is chance: numbers, and which rank."""
+    return _CHANCE.sub("#", _headline(result))
 
 
 def unshown(count: int) -> str:

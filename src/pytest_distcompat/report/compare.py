@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pytest_distcompat.report.causes import wording
 from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import WORDS, Result
 
@@ -118,13 +119,14 @@ def _broken(found: Comparison, was: Result | None, now: Result, change: Change) 
         found.broken.append(change)
     else:
         found.still.append(change)
-        if _wording(was) != _wording(now):
+        if not _alike(was, now):
             found.otherwise.append(dataclasses.replace(change, why=f"{now.why}; it was: {was.why}"))
 
 
-def _wording(result: Result) -> str:
-    """The first line without what differs from run to run: numbers, and names of temporary directories."""
-    return re.sub(r"\S*/\S*|[\d.]+(e[+-]?\d+)?", "", result.why)
+def _alike(was: Result, now: Result) -> bool:
+    """Whether they say the same, names of temporary directories aside."""
+    one, other = (re.sub(r"\S*/\S*", "", wording(result)) for result in (was, now))
+    return one == other
 
 
 def _change(of: Result, before: str, after: str, why: str) -> Change:

@@ -14,6 +14,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.strategies._fsdp import parallelism
 
 #: How accelerate's own examples and adopters call a strategy, where it is not by our name.
 ALSO = {"ddp": ("multi_gpu", "ddp_config")}
@@ -64,11 +65,8 @@ def unwritten(cell: Cell) -> str:
         return "accelerate takes fp8 under DeepSpeed from Accelerator(mixed_precision='fp8') only, not from a file"
     if cell.option("reduce_dtype") != "auto" and "fsdp" in cell.strategy:
         return "accelerate's file has no word for FSDP's policy of dtypes: the script gives its plugin one"
-    copies = int(cell.option("replicate"))
-    if copies > 1 and cell.strategy == "fsdp1":
+    if cell.option("replicate") != 1 and cell.strategy == "fsdp1":
         return "accelerate's file has a parallelism_config for FSDP2 only"
-    if copies > 1 and (cell.world_size % copies or cell.world_size < 2 * copies):
-        return f"{copies} copies of two shards at least: that is for {2 * copies} ranks, or more by {copies}"
     return strategy.refuses(cell)
 
 
@@ -103,8 +101,7 @@ def _settings(cell: Cell, path: Path) -> dict[str, Any]:
     elif "fsdp" in cell.strategy:
         settings["distributed_type"] = "FSDP"
         settings["fsdp_config"] = _fsdp(cell)
-        if (copies := int(cell.option("replicate"))) > 1:
-            sizes = {"dp_replicate_size": copies, "dp_shard_size": cell.world_size // copies}
+        if sizes := parallelism(cell):
             settings["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
     return settings
 
@@ -119,7 +116,9 @@ def _fsdp(cell: Cell) -> dict[str, Any]:
     """As TrainingArguments are told, but for the blocks: a model of transformers names its own."""
     strategy = STRATEGIES.get(cell.strategy)
     assert strategy.transformers is not None
-    told: Mapping[str, Any] = strategy.transformers(PRECISIONS.get(cell.precision), cell)["fsdp_config"]
+    # Of copies this process would have to import accelerate to speak, and they stand beside it.
+    alone = cell.without("replicate")
+    told: Mapping[str, Any] = strategy.transformers(PRECISIONS.get(cell.precision), alone)["fsdp_config"]
     renamed = ((_RENAMED.get(name, name), value) for name, value in told.items())
     found = {f"fsdp_{name}": value for name, value in renamed if name}
     if cell.strategy == "fsdp1":

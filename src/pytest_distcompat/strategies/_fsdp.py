@@ -47,11 +47,16 @@ def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
     """All ranks in a row; for hybrid sharding a row for each copy, whose ranks hold the shards."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    copies = int(cell.option("replicate"))
-    if copies == 1:
+    sizes = parallelism(cell)
+    if not sizes:
         return init_device_mesh(device.type, (cell.world_size,))
-    shape = (copies, cell.world_size // copies)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=("replicate", "shard"))
+
+
+def parallelism(cell: Cell) -> dict[str, int]:
+    """Copies, and shards of each, in the words of accelerate's ParallelismConfig; nothing where there is one copy."""
+    copies = int(cell.option("replicate"))
+    return {"dp_replicate_size": copies, "dp_shard_size": cell.world_size // copies} if copies > 1 else {}
 
 
 def plugin(version: int, precision: Precision, cell: Cell) -> dict[str, Any]:
@@ -90,12 +95,12 @@ def _copies(cell: Cell) -> dict[str, Any]:
     """Hybrid sharding as accelerate has it, and Trainer by it, for FSDP2 alone:
     https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism.
     """
-    copies = int(cell.option("replicate"))
-    if copies == 1:
+    sizes = parallelism(cell)
+    if not sizes:
         return {}
     from accelerate import ParallelismConfig
 
-    return {"parallelism_config": ParallelismConfig(dp_replicate_size=copies, dp_shard_size=cell.world_size // copies)}
+    return {"parallelism_config": ParallelismConfig(**sizes)}
 
 
 def arguments(version: int, cell: Cell) -> dict[str, Any]:
