@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pytest_distcompat.cli import configure, doctor, init, reports, trace
+from pytest_distcompat.cli import configure, doctor, init, releases, reports, trace
 from pytest_distcompat.failures import UsageProblem
 
 #: The exit codes: nothing is wrong, or something is (news, problems); and what pytest and argparse say of wrong arguments.
@@ -17,13 +17,13 @@ def parser() -> argparse.ArgumentParser:
     """All subcommands; ``call`` of what it returns is the function of the one that was named."""
     made = argparse.ArgumentParser("distcompat", description="pytest-distcompat without pytest.")
     commands = made.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (doctor, init, trace, configure, reports):
+    for module in (doctor, init, trace, configure, reports, releases):
         module.add(commands)
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 1 for news (``diff``) and problems (``doctor``, ``trace``) and 2 for wrong arguments or files."""
+    """The exit code: 0; 1 for news (``diff``), problems (``doctor``, ``trace``), red runs (``releases``); 2 for usage."""
     told = parser().parse_args(arguments)
     try:
         return int(told.call(told))

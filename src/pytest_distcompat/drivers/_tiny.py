@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers import _releases
 from pytest_distcompat.models import MODELS, TinyModel
 from pytest_distcompat.precisions import PRECISIONS, Precision
-from pytest_distcompat.precisions._base import installed
 from pytest_distcompat.strategies import STRATEGIES, Strategy
 from pytest_distcompat.strategies._base import MAX_NORM
 
@@ -55,7 +55,7 @@ class TinyDriver(Driver):
         """
         problem = (
             super().unable(cell, device)
-            or _missing(cls.needs(cell))
+            or _releases.missing(cls.needs(cell))
             or STRATEGIES.get(cell.strategy).refuses(cell)
             or PRECISIONS.get(cell.precision).unable(cell, device)
         )
@@ -85,11 +85,11 @@ class TinyDriver(Driver):
 
     @classmethod
     def needs(cls, cell: Cell) -> tuple[str, ...]:
-        """The modules without which the cell cannot be run."""
+        """The modules without which the cell cannot be run, and releases from which on they can say it (PEP 508)."""
         zero = STRATEGIES.get(cell.strategy).zero_stage is not None
         found = [module for module in cls.libraries if module != "deepspeed" or zero]
         found += ["peft"] if cell.option("adapter") else []
-        return (*found, *MODELS.get(str(cell.option("model"))).preload)
+        return (*found, *MODELS.get(str(cell.option("model"))).preload, *_releases.needed(cell, cls.libraries))
 
     def plain_model(self) -> Module:
         """The tiny model from a fixed seed, in the precision's load dtype (buffers keep their own)."""
@@ -243,9 +243,3 @@ class TinyDriver(Driver):
         self.optimizer.step()
         self.scheduler.step()
         return total
-
-
-def _missing(modules: Iterable[str]) -> str:
-    """Which of the packages are not installed, as one sentence; nothing is imported."""
-    packages = dict.fromkeys(module.partition(".")[0] for module in modules)
-    return next((f"{package} is not installed" for package in packages if not installed(package)), "")

@@ -227,7 +227,7 @@ def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
 
     So: DDP asks for ``cpu=True``; DeepSpeed for gloo by a kwargs handler; for FSDP the shared state is told beforehand
     that this is a multi-device run on device type "cpu". ``ACCELERATE_TORCH_DEVICE`` and ``PartialState`` are public;
-    setting ``distributed_type`` on it is not documented. Seen to work with accelerate 1.6, 1.7, 1.10 and 1.12 to 1.15; the
+    setting ``distributed_type`` on it is not documented. Seen to work with accelerate 1.6 to 1.15; the
     version is checked, and the ``active`` check fails when it stops working, whatever the version.
 
     Raises RuntimeError for a version that cannot do it.

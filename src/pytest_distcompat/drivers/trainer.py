@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.driver import Plan, Seen
-from pytest_distcompat.drivers import _options, _preload
+from pytest_distcompat.drivers import _options, _preload, _releases
 from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
 from pytest_distcompat.drivers._trainer_callback import PlanDoneError, tell
 from pytest_distcompat.strategies import STRATEGIES
@@ -61,6 +62,8 @@ class TrainerDriver(TinyDriver):
     order: ClassVar[int] = 3
 
     trainer: Any = None
+    #: What an older TrainingArguments has no word for, as variables of ``accelerate launch``.
+    said: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     def unable(cls, cell: Cell, device: str = "cpu") -> str:
@@ -129,8 +132,17 @@ class TrainerDriver(TinyDriver):
             settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
         if (how := self.cell.option("compile")) not in {False, "partial"}:
             settings |= {"torch_compile": True, "torch_compile_backend": "inductor" if how is True else "aot_eager"}
-        settings |= in_words_of(settings)
+        settings |= self._in_words_of(settings)
         return settings | (on_cpu(settings) if self.world.device == "cpu" else {})
+
+    def _in_words_of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """What TrainingArguments of the installed release say otherwise: seen with transformers 4.50 to 5.23."""
+        from transformers import TrainingArguments
+
+        words, self.said = _releases.fsdp_words(settings, _releases.release("transformers"))
+        if hasattr(TrainingArguments, "train_sampling_strategy"):
+            words["train_sampling_strategy"] = "sequential"
+        return words
 
     def _mixed_precision(self) -> dict[str, Any]:
         """DeepSpeed has its low-precision mode in its own JSON, under the name of mixed precision."""
@@ -140,12 +152,12 @@ class TrainerDriver(TinyDriver):
 
     def environment(self) -> dict[str, str]:
         """What ``accelerate launch`` says by the environment because TrainingArguments cannot."""
-        said = {}
+        said: dict[str, str] = {}
         if self.precision.float8:
             said["ACCELERATE_MIXED_PRECISION"] = "fp8"
         if self.cell.option("compile") == "regional":
             said["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
-        return said
+        return {**said, **self.said}
 
     def make_trainer(self, **settings: Any) -> Any:
         """``transformers.Trainer``."""
@@ -173,12 +185,13 @@ class TrainerDriver(TinyDriver):
         from transformers import PrinterCallback, TrainingArguments
         from transformers.trainer_utils import get_last_checkpoint
 
+        arguments = self.arguments(plan)
         os.environ.update(self.environment())
         if self.cell.option("compile") == "partial":
             _options.compile_blocks("partial", self.tiny.block_modules(model))
         self.trainer = self.make_trainer(
             model=model,
-            args=TrainingArguments(**self.arguments(plan)),
+            args=TrainingArguments(**arguments),
             train_dataset=self.dataset(self.world.size),
             compute_loss_func=None if hasattr(model, "config") else self._loss(),
         )
@@ -247,21 +260,6 @@ class TrainerDriver(TinyDriver):
     def trainer_world_size(self) -> int | None:
         """What Trainer believes."""
         return None if self.trainer is None else int(self.trainer.args.world_size)
-
-
-def in_words_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What TrainingArguments of the installed version say otherwise: seen with transformers 4.56 and 5.23."""
-    import os
-
-    from transformers import TrainingArguments
-
-    if hasattr(TrainingArguments, "train_sampling_strategy"):
-        return {"train_sampling_strategy": "sequential"}
-    if not settings.get("fsdp"):
-        return {}
-    # ``accelerate launch`` says it like this.
-    os.environ["FSDP_STATE_DICT_TYPE"] = settings["fsdp_config"]["state_dict_type"]
-    return {"fsdp": "full_shard auto_wrap"}
 
 
 def on_cpu(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,11 @@ class Cause:
         return _headline(self.results[0])
 
     @property
+    def wording(self) -> str:
+        """What they say, without what is chance: what makes them one cause."""
+        return wording(self.results[0]) or self.results[0].nodeid
+
+    @property
     def words(self) -> str:
         """The statuses: FAIL, CRASH."""
         return ", ".join(dict.fromkeys(result.word for result in self.results))

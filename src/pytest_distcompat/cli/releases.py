@@ -1,0 +1,128 @@
+"""``releases``: the same tests with several releases of a package, and what each of them changes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.cli.side_by_side import environment, install, requirements
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.report import Cause, Report, causes, counts, counts_text
+
+#: What is compared with the others last: nothing but what is installed.
+INSTALLED = "installed"
+#: How much of a cause stands in the table.
+CUT = 160
+
+
+@dataclass(frozen=True)
+class Run:
+    """The tests with one release: its report if there is one, and what else went wrong."""
+
+    release: str
+    report: Report | None
+    problem: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is red, and nothing is missing."""
+        return not self.problem and self.report is not None and not counts(self.report)["red"]
+
+    @property
+    def causes(self) -> dict[str, Cause]:
+        """What makes it red, by what it says."""
+        return {cause.wording: cause for cause in causes(self.report.results)} if self.report else {}
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        return "; ".join(filter(None, (counts_text(self.report) if self.report else "", self.problem)))
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand to the parser's."""
+    releases = commands.add_parser(
+        "releases",
+        help="the same tests with other releases of a package, side by side",
+        usage="distcompat releases [-h] --release PACKAGE==VERSION[,...] [--into DIRECTORY] [-o FILE.md] -- PYTEST-ARGUMENT ...",
+        description=(
+            "Run pytest with each release, then with what is installed, and tell what is red with which. "
+            "Exit code 0: nothing is red; 1: something is, or a run came to no report."
+        ),
+    )
+    releases.add_argument(
+        "--release",
+        action="append",
+        required=True,
+        metavar="PACKAGE==VERSION[,...]",
+        help="installed beside what is there (pip install --target); may be given several times, the oldest first",
+    )
+    releases.add_argument(
+        "--into", type=Path, metavar="DIRECTORY", help=f"keep releases, reports and logs there ({_cache()})"
+    )
+    releases.add_argument("-o", "--output", type=Path, metavar="FILE.md", help="write the table there too")
+    releases.add_argument("arguments", nargs=argparse.REMAINDER, metavar="PYTEST-ARGUMENT", help="of each run")
+    releases.set_defaults(call=_releases)
+
+
+def _releases(told: argparse.Namespace) -> int:
+    for release in told.release:
+        requirements(release)
+    directory = (told.into or _cache()).resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    arguments = told.arguments[1:] if told.arguments[:1] == ["--"] else told.arguments
+    runs = []
+    for release in (*dict.fromkeys(told.release), INSTALLED):
+        runs.append(_run(release, directory, arguments))
+        print(f"{release}: {runs[-1].summary}", flush=True)  # noqa: T201 - a command speaks
+    page = "\n".join(table(runs)) + "\n"
+    print(f"\n{page}", end="")  # noqa: T201 - a command speaks
+    if told.output:
+        told.output.write_text(page, encoding="utf-8")
+    return int(not all(run.good for run in runs))
+
+
+def table(runs: Sequence[Run]) -> Iterator[str]:
+    """Markdown: what became of the verdicts with each release, then each cause with how many verdicts say it."""
+    yield f"| | {' | '.join(run.release for run in runs)} |"
+    yield "|" + " --- |" * (len(runs) + 1)
+    for name in ("asked", "ran", "passed", "known", "refused", "red"):
+        figures = (str(counts(run.report)[name]) if run.report else "-" for run in runs)
+        yield f"| {name} | {' | '.join(figures)} |"
+    found = {wording: cause for run in runs for wording, cause in run.causes.items()}
+    for wording, cause in found.items():
+        figures = (str(len(run.causes[wording].results)) if wording in run.causes else "" for run in runs)
+        first, checks = next(iter(cause.cells.items()))
+        told = f"{_cut(cause.headline)} [{first}: {checks[0]}]".replace("|", "\\|")
+        yield f"| {told} | {' | '.join(figures)} |"
+    yield from (f"\n{run.release}: {run.problem}" for run in runs if run.problem)
+
+
+def _run(release: str, directory: Path, arguments: Sequence[str]) -> Run:
+    written, log = directory / f"{release}.json", directory / f"{release}.log"
+    written.unlink(missing_ok=True)
+    where = dict(os.environ) if release == INSTALLED else environment(install(release, directory))
+    command = [sys.executable, "-m", "pytest", *arguments, f"--distcompat-report={written}"]
+    with log.open("wb") as out:
+        code = subprocess.run(command, env=where, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
+    try:
+        report = Report.read(written)
+    except UsageProblem:
+        return Run(release, None, f"no report, pytest ended with {code}: {log}")
+    # 1 is that of a red run; that of tests which are no suite's, of a file that cannot be imported or of no test at all is none.
+    told = code == 0 or (code == 1 and counts(report)["red"])
+    return Run(release, report, "" if told else f"pytest ended with {code}: {log}")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= CUT else f"{text[: CUT - 3]}..."
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distcompat-releases"

@@ -1,0 +1,223 @@
+"""``distcompat releases``: other releases beside the installed ones, by hand-made wheels; nothing is fetched from anywhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pytest_distcompat.cli import main, side_by_side
+from pytest_distcompat.cli.releases import Run, table
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.report import Report, Result
+
+Wheel = Callable[..., None]
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
+    """Makes wheels that pip finds, and nothing else."""
+    shelf = tmp_path / "wheels"
+    shelf.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
+
+    def make(name: str, version: str, *requires: str) -> None:
+        told = f"{name}-{version}.dist-info"
+        needs = "".join(f"Requires-Dist: {one}\n" for one in requires)
+        files = {
+            f"{name}.py": f"__version__ = {version!r}\n",
+            f"{told}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
+            f"{told}/WHEEL": "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        }
+        files[f"{told}/RECORD"] = "".join(f"{path},,\n" for path in (*files, f"{told}/RECORD"))
+        with zipfile.ZipFile(shelf / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+            for path, text in files.items():
+                archive.writestr(path, text)
+
+    return make
+
+
+def version_of(module: str, target: Path) -> str:
+    """What a Python finds that looks into the directory first."""
+    told = [sys.executable, "-c", f"import {module}; print({module}.__version__)"]
+    out = subprocess.run(told, env=side_by_side.environment(target), capture_output=True, text=True, check=True)
+    return out.stdout.strip()
+
+
+def test_a_release_comes_with_what_it_needs_and_is_not_there(wheel: Wheel, tmp_path: Path) -> None:
+    wheel("madeup", "1.0", "madeup_words<2", "packaging>=20", 'nowhere; extra == "all"', "torch>=99")
+    wheel("madeup_words", "1.5", "madeup_letters")
+    wheel("madeup_words", "2.0")
+    wheel("madeup_letters", "3.0")
+    target = side_by_side.install("madeup==1.0", tmp_path / "kept")
+    found = sorted(path.name for path in target.glob("*.py"))
+    # packaging is there; torch is never fetched; nobody asked for the extra.
+    assert found == ["madeup.py", "madeup_letters.py", "madeup_words.py"]
+    assert version_of("madeup_words", target) == "1.5"
+
+
+def test_several_packages_at_once(wheel: Wheel, tmp_path: Path) -> None:
+    wheel("madeup", "1.0")
+    wheel("other", "2.0")
+    target = side_by_side.install("madeup==1.0,other==2.0", tmp_path)
+    assert (version_of("madeup", target), version_of("other", target)) == ("1.0", "2.0")
+
+
+def test_it_is_installed_once(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel("madeup", "1.0")
+    first = side_by_side.install("madeup==1.0", tmp_path)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "gone"))
+    assert side_by_side.install("madeup==1.0", tmp_path) == first
+
+
+def test_half_an_installation_is_none(wheel: Wheel, tmp_path: Path) -> None:
+    wheel("madeup", "1.0", "madeup_words")
+    kept = tmp_path / "kept"
+    with pytest.raises(UsageProblem, match=r"pip cannot install madeup_words: .*madeup_words"):
+        side_by_side.install("madeup==1.0", kept)
+    wheel("madeup_words", "1.0")
+    assert version_of("madeup_words", side_by_side.install("madeup==1.0", kept)) == "1.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("madeup", "madeup: which release? Expected: madeup==1.2.3"),
+        ("madeup>=1", "madeup>=1: which release?"),
+        ("madeup==1.*", "which release?"),
+        ("==1.0", "'==1.0' is no release of a package; expected: transformers==4.57.6"),
+        ("madeup==1.0,other", "other: which release?"),
+    ],
+)
+def test_a_wrong_release_is_told_at_once(text: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["releases", "--release", text, "--", "tests"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_release_that_is_nowhere(wheel: Wheel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wheel("madeup", "1.0")
+    assert main(["releases", "--into", str(tmp_path), "--release", "madeup==7.0", "--", "tests"]) == 2
+    error = capsys.readouterr().err
+    assert "pip cannot install madeup==7.0: " in error
+    assert "No matching distribution found" in error
+
+
+DRIVER = """
+import madeup
+from pytest_distcompat import Cell, CompatSuite, Matrix
+from pytest_distcompat.drivers.torch import TorchDriver
+
+class Mine(TorchDriver):
+    name = "mine"
+
+    def step(self, number):
+        if madeup.__version__ == "1.0":
+            raise ValueError("madeup 1.0 loses a gradient")
+        return super().step(number)
+
+class TestMine(CompatSuite):
+    driver = "test_mine:Mine"
+    matrix = Matrix(strategies=("ddp",), precisions=("fp32",), world_sizes=(2,))
+"""
+
+
+@pytest.mark.spawn
+def test_which_release_is_red_and_with_what(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for version in ("1.0", "1.1", "2.0"):
+        wheel("madeup", version)
+    suite, page, kept = tmp_path / "test_mine.py", tmp_path / "page.md", tmp_path / "kept"
+    suite.write_text(DRIVER)
+    # What is installed: one that is on the path already.
+    monkeypatch.setenv("PYTHONPATH", str(side_by_side.install("madeup==2.0", tmp_path / "there")))
+    asked = ["--release", "madeup==1.0", "--release", "madeup==1.1", "--into", str(kept), "-o", str(page)]
+    code = main(
+        [
+            "releases",
+            *asked,
+            "--",
+            str(suite),
+            "-k",
+            "active or parity",
+            "--distcompat-gpus=0",
+            "-p",
+            "no:cacheprovider",
+        ]
+    )
+    out = capsys.readouterr().out
+    assert code == 1
+    assert out.splitlines()[:3] == [
+        "madeup==1.0: 2 asked, 2 ran, 0 skipped: 2 failed",
+        "madeup==1.1: 2 asked, 2 ran, 0 skipped: 2 passed",
+        "installed: 2 asked, 2 ran, 0 skipped: 2 passed",
+    ]
+    written = page.read_text(encoding="utf-8")
+    assert written in out
+    lines = written.splitlines()
+    assert lines[0] == "| | madeup==1.0 | madeup==1.1 | installed |"
+    assert "| red | 2 | 0 | 0 |" in lines
+    assert "madeup 1.0 loses a gradient [ddp-fp32-w2 (" in lines[-1]
+    assert lines[-1].endswith(": active] | 2 |  |  |")
+    assert Report.read(kept / "madeup==1.0.json").results[0].status == "failed"
+    assert "madeup 1.0 loses a gradient" in (kept / "madeup==1.0.log").read_text(encoding="utf-8")
+
+
+def test_a_run_without_a_report_is_no_pass(wheel: Wheel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wheel("madeup", "1.0")
+    asked = ["releases", "--into", str(tmp_path), "--release", "madeup==1.0", "--"]
+    assert main([*asked, str(tmp_path / "no_such_test.py"), "-p", "no:cacheprovider"]) == 1
+    out = capsys.readouterr().out
+    assert f"madeup==1.0: no report, pytest ended with 4: {tmp_path / 'madeup==1.0.log'}" in out
+    assert "| red | - | - |" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("import no_such_module", 2), ("def test_of_no_suite(): assert 0", 1), ("", 5)],
+    ids=["import", "test", "none"],
+)
+def test_a_run_whose_report_is_not_all_is_no_pass(
+    wheel: Wheel, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, code: int
+) -> None:
+    """The report of a module that cannot be imported is empty, and nothing in it is red."""
+    wheel("madeup", "1.0")
+    module = tmp_path / "test_something.py"
+    module.write_text(text)
+    asked = [
+        "releases",
+        "--into",
+        str(tmp_path),
+        "--release",
+        "madeup==1.0",
+        "--",
+        str(module),
+        "-p",
+        "no:cacheprovider",
+    ]
+    assert main(asked) == 1
+    assert f"pytest ended with {code}: {tmp_path / 'madeup==1.0.log'}" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_cause_is_one_line_whatever_its_numbers() -> None:
+    """One release's loss is 4.656, another's 4.65601: the same defect."""
+
+    def made(loss: str) -> Report:
+        message = f"step 1: the loss is {loss}; 4.84225 in the reference | allowed: 2e-05"
+        result = Result(
+            "S", "d", "ddp-fp32-w2", "parity", "failed", message, nodeid="t.py::S::test[ddp-fp32-w2:parity]"
+        )
+        return Report({"lives": 1, "seconds": 1.0}, [result], [])
+
+    lines = list(
+        table([Run("a==1", made("4.656")), Run("a==2", made("4.65601")), Run("installed", None, "no report: x")])
+    )
+    assert lines[-2] == (
+        "| step 1: the loss is 4.65601; 4.84225 in the reference \\| allowed: 2e-05 [ddp-fp32-w2 (d): parity] | 1 | 1 |  |"
+    )
+    assert lines[-1] == "\ninstalled: no report: x"

@@ -1,0 +1,126 @@
+"""Which release can say what: the words of TrainingArguments, release by release, and cells that an old one cannot say."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers import _releases
+from pytest_distcompat.drivers.accelerate import AccelerateDriver
+from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
+from pytest_distcompat.drivers.trainer import TrainerDriver
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.strategies import STRATEGIES
+
+
+def said(cell: str, release: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the cell's strategy tells TrainingArguments of that release, and the environment."""
+    parsed = Cell.parse(cell)
+    strategy = STRATEGIES.get(parsed.strategy)
+    assert strategy.transformers is not None
+    settings = dict(strategy.transformers(PRECISIONS.get(parsed.precision), parsed))
+    return _releases.fsdp_words(settings, Version(release))
+
+
+@pytest.mark.parametrize("release", ["5.10.1", "5.23.0", "6.0"])
+def test_today_all_stands_in_the_configuration(release: str) -> None:
+    assert said("fsdp2-fp32-w2", release) == ({}, {})
+
+
+@pytest.mark.parametrize("release", ["4.51.0", "5.9.0"])
+def test_no_other_strategy_has_words(release: str) -> None:
+    assert said("ddp-fp32-w2", release) == ({}, {})
+    assert said("zero2-fp32-w2", release) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        ("fsdp2-fp32-w2", "full_shard auto_wrap"),
+        ("fsdp1-fp32-w2", "full_shard auto_wrap"),
+        ("fsdp2-fp32-w2-no_reshard_after_forward", "shard_grad_op auto_wrap"),
+        ("fsdp1-fp32-w2-no_reshard_after_forward", "shard_grad_op auto_wrap"),
+        ("fsdp1-fp32-w2-offload", "full_shard auto_wrap offload"),
+    ],
+)
+@pytest.mark.parametrize("release", ["4.57.6", "5.0.0", "5.9.0"])
+def test_before_it_was_words(cell: str, words: str, release: str) -> None:
+    arguments, variables = said(cell, release)
+    assert arguments["fsdp"] == words
+    assert "cpu_offload" not in arguments["fsdp_config"]
+    # Else blocks are cut nowhere: https://huggingface.co/docs/transformers/v5.5.4/en/main_classes/trainer.
+    assert arguments["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["LlamaDecoderLayer"]
+    assert variables["FSDP_STATE_DICT_TYPE"] == "SHARDED_STATE_DICT"
+
+
+def test_transformers_4_hears_of_fsdp2_from_the_environment_alone() -> None:
+    _, variables = said("fsdp2-fp32-w2-no_reshard_after_forward", "4.57.6")
+    assert (variables["FSDP_VERSION"], variables["FSDP_RESHARD_AFTER_FORWARD"]) == ("2", "false")
+    arguments, variables = said("fsdp2-fp32-w2-no_reshard_after_forward", "5.0.0")
+    assert "FSDP_VERSION" not in variables
+    assert (arguments["fsdp_config"]["version"], arguments["fsdp_config"]["reshard_after_forward"]) == (2, False)
+
+
+def test_weights_of_one_rank_are_given_to_all_where_they_are_asked_for() -> None:
+    told = "sync_module_states"
+    assert said("fsdp2-fp32-w2-cpu_ram_efficient_loading", "5.5.4")[0]["fsdp_config"][told] is True
+    assert said("fsdp2-fp32-w2", "5.5.4")[0]["fsdp_config"][told] is False
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Has other releases installed than those that are."""
+    real = importlib.metadata.version
+    others: dict[str, str] = {}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: others.get(name) or real(name))
+    _releases.release.cache_clear()
+    yield others.update
+    _releases.release.cache_clear()
+
+
+#: Driver, cell, package, the last release that cannot say it and the first that can.
+FIRST = [
+    (AccelerateDriver, "fsdp2-fp32-w4-replicate_2", "accelerate", "1.9.0 1.10.0"),
+    (AccelerateDriver, "fsdp2-fp32-w2-compile_regional", "accelerate", "1.6.0 1.7.0"),
+    (AccelerateDriver, "fsdp2-fp32-w2-state_dict_full", "accelerate", "1.6.0 1.7.0"),
+    (TrainerDriver, "fsdp2-fp32-w4-replicate_2", "accelerate", "1.9.0 1.10.0"),
+    (TrainerDriver, "fsdp2-fp32-w4-replicate_2", "transformers", "4.55.4 4.56.0"),
+    (TrainerDriver, "fsdp2-fp32-w2", "transformers", "4.50.3 4.51.0"),
+    (DeepSpeedDriver, "zero2-bf16_pure-w2", "deepspeed", "0.18.2 0.18.3"),
+]
+
+
+@pytest.mark.parametrize(("driver", "cell", "package", "releases"), FIRST)
+def test_a_release_that_cannot_say_a_cell_does_not_run_it(
+    installed: Callable[..., None], driver: type[Driver], cell: str, package: str, releases: str
+) -> None:
+    last, first = releases.split()
+    installed({package: last})
+    reason = driver.unable(Cell.parse(cell))
+    assert reason.startswith(f"{package}>=")
+    assert reason.endswith(f"is needed to say this, {last} is installed")
+    _releases.release.cache_clear()
+    installed({package: first})
+    assert driver.unable(Cell.parse(cell)) == ""
+
+
+def test_what_an_old_release_can_say_is_run(installed: Callable[..., None]) -> None:
+    installed({"accelerate": "1.6.0", "transformers": "4.50.3", "deepspeed": "0.16.0"})
+    for driver, cell in [
+        (AccelerateDriver, "fsdp2-bf16_mixed-w2"),
+        (AccelerateDriver, "fsdp1-fp32-w2-no_use_orig_params"),
+        (TrainerDriver, "fsdp1-fp32-w2"),
+        (DeepSpeedDriver, "zero2-bf16_mixed-w2"),
+    ]:
+        assert driver.unable(Cell.parse(cell)) == ""
+
+
+def test_what_is_not_installed_is_named() -> None:
+    assert _releases.missing(["torch", "no_such_library.part"]) == "no_such_library is not installed"
+    assert _releases.missing(["torch>=2"]) == ""
