@@ -75,6 +75,18 @@ def test_it_is_installed_once(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.
     assert side_by_side.install("madeup==1.0", tmp_path) == first
 
 
+def test_what_a_url_names_is_fetched_every_time(wheel: Wheel, tmp_path: Path) -> None:
+    """The main branch of yesterday is not that of today."""
+    wheel("madeup", "1.0", "madeup_words")
+    wheel("madeup_words", "1.0")
+    release = f"madeup @ {(tmp_path / 'wheels' / 'madeup-1.0-py3-none-any.whl').as_uri()}"
+    assert version_of("madeup", side_by_side.install(release, tmp_path / "kept")) == "1.0"
+    wheel("madeup_words", "1.1")
+    target = side_by_side.install(release, tmp_path / "kept")
+    assert version_of("madeup_words", target) == "1.1"
+    assert target.parent == tmp_path / "kept"
+
+
 def test_half_an_installation_is_none(wheel: Wheel, tmp_path: Path) -> None:
     wheel("madeup", "1.0", "madeup_words")
     kept = tmp_path / "kept"
@@ -87,7 +99,7 @@ def test_half_an_installation_is_none(wheel: Wheel, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("madeup", "madeup: which release? Expected: madeup==1.2.3"),
+        ("madeup", "madeup: which release? Expected: madeup==1.2.3 or madeup @ git+https://..."),
         ("madeup>=1", "madeup>=1: which release?"),
         ("madeup==1.*", "which release?"),
         ("==1.0", "'==1.0' is no release of a package; expected: transformers==4.57.6"),

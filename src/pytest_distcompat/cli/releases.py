@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.cli.side_by_side import environment, install, requirements
+from pytest_distcompat.cli.side_by_side import environment, file_name, install, requirements
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report import Cause, Report, causes, counts, counts_text
 
@@ -105,7 +105,7 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _run(release: str, directory: Path, arguments: Sequence[str]) -> Run:
-    written, log = directory / f"{release}.json", directory / f"{release}.log"
+    written, log = (directory / f"{file_name(release)}.{kind}" for kind in ("json", "log"))
     written.unlink(missing_ok=True)
     where = dict(os.environ) if release == INSTALLED else environment(install(release, directory))
     command = [sys.executable, "-m", "pytest", *arguments, f"--distcompat-report={written}"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,10 @@ ROUNDS = 5
 
 
 def requirements(release: str) -> list[Requirement]:
-    """What ``transformers==4.57.6,accelerate==1.12.0`` asks for. Raises UsageProblem for what names no single release."""
+    """What ``transformers==4.57.6,accelerate==1.12.0`` asks for, or ``transformers @ git+https://...``.
+
+    Raises UsageProblem for what names no single release.
+    """
     found = []
     for text in release.split(","):
         try:
@@ -29,23 +34,31 @@ def requirements(release: str) -> list[Requirement]:
         except InvalidRequirement:
             raise UsageProblem(f"{text!r} is no release of a package; expected: transformers==4.57.6") from None
         pins = [pin for pin in requirement.specifier if pin.operator == "==" and "*" not in pin.version]
-        if len(pins) != 1:
-            raise UsageProblem(f"{text}: which release? Expected: {requirement.name}==1.2.3")
+        if len(pins) != 1 and not requirement.url:
+            expected = f"{requirement.name}==1.2.3 or {requirement.name} @ git+https://..."
+            raise UsageProblem(f"{text}: which release? Expected: {expected}")
         found.append(requirement)
     return found
+
+
+def file_name(release: str) -> str:
+    """A name for its directory and files."""
+    return re.sub(r"[^\w.=+,-]+", "-", release)
 
 
 def install(release: str, directory: Path) -> Path:
     """The directory of these releases, and of what they need and what is installed does not fulfil; made if it is not there.
 
-    Raises UsageProblem with pip's last words.
+    What a URL names is fetched every time. Raises UsageProblem with pip's last words.
     """
-    wanted = [str(requirement) for requirement in requirements(release)]
-    target = directory / release
+    wanted = requirements(release)
+    target = directory / file_name(release)
+    if any(requirement.url for requirement in wanted):
+        shutil.rmtree(target, ignore_errors=True)
     if not target.is_dir():
         # Half an installation would be taken for a whole one the next time.
-        partial = directory / f".{release}.{os.getpid()}"
-        _pip(wanted, partial)
+        partial = directory / f".{file_name(release)}.{os.getpid()}"
+        _pip([str(requirement) for requirement in wanted], partial)
         for _ in range(ROUNDS):
             more = sorted(set(unmet(partial)))
             if not more:
