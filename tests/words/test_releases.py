@@ -10,6 +10,7 @@ import pytest
 from packaging.version import Version
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import _releases
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
@@ -108,6 +109,15 @@ def test_a_release_that_cannot_say_a_cell_does_not_run_it(
     _releases.release.cache_clear()
     installed({package: first})
     assert driver.unable(Cell.parse(cell)) == ""
+
+
+def test_nor_is_its_checkpoint_loaded_by_what_it_cannot_say(installed: Callable[..., None]) -> None:
+    cell, applies = Cell.parse("fsdp1-fp32-w2"), CHECKS.get("portable").applies
+    assert applies(cell, TrainerDriver) == ""
+    installed({"transformers": "4.50.3"})
+    _releases.release.cache_clear()
+    told = "fsdp2 cannot go on from it: transformers>=4.51 is needed to say this, 4.50.3 is installed"
+    assert applies(cell, TrainerDriver) == told
 
 
 def test_what_an_old_release_can_say_is_run(installed: Callable[..., None]) -> None:

@@ -31,7 +31,9 @@ def _claimed(cell: Cell, driver: type[Driver]) -> str:
     if elsewhere := saved_as_elsewhere(cell):
         return elsewhere
     there = _lives(cell, driver).lives[-1].cell(cell)
-    problem = STRATEGIES.get(target).refuses(there)
+    # Which device it will be is not known here: what neither can.
+    unable = driver.unable(there, "cpu") and driver.unable(there, "cuda")
+    problem = STRATEGIES.get(target).refuses(there) or unable
     return f"{target} cannot go on from it: {problem}" if problem else ""
 
 
