@@ -105,11 +105,12 @@ def test_a_life_that_broke_off_is_one_cause_however_many_checks_tell_of_it() -> 
     ]
 
 
-def test_what_fails_otherwise_than_declared_is_grouped_by_what_it_says() -> None:
+@pytest.mark.parametrize("declared", ["fails otherwise than declared", "fails as declared, and otherwise too"])
+def test_what_fails_otherwise_than_declared_is_grouped_by_what_it_says(declared: str) -> None:
     said = "rank 1 raised ValueError: no"
     results = [
         result("ddp-fp32-w2", "names", "failed", said),
-        result("ddp-fp32-w2", "damage", "failed", f"fails otherwise than declared (fails('damage'))\n\n{said}"),
+        result("ddp-fp32-w2", "damage", "failed", f"{declared} (fails('damage'))\n\n{said}"),
     ]
     (cause,) = causes(results)
     assert cause.headline == said

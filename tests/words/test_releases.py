@@ -94,6 +94,8 @@ FIRST = [
     (TrainerDriver, "fsdp2-fp32-w4-replicate_2", "transformers", "4.55.4 4.56.0"),
     (TrainerDriver, "fsdp2-fp32-w2", "transformers", "4.50.3 4.51.0"),
     (DeepSpeedDriver, "zero2-bf16_pure-w2", "deepspeed", "0.18.2 0.18.3"),
+    (DeepSpeedDriver, "zero0-bf16_mixed-w2", "deepspeed", "0.17.5 0.17.6"),
+    (AccelerateDriver, "zero0-bf16_mixed-w2", "deepspeed", "0.17.5 0.17.6"),
 ]
 
 

@@ -36,9 +36,13 @@ def needed(cell: Cell, libraries: Collection[str]) -> Iterator[str]:
             yield "transformers>=4.51"
         if cell.option("replicate") != 1:
             yield "transformers>=4.56"
-    if STRATEGIES.get(cell.strategy).zero_stage and PRECISIONS.get(cell.precision).master == "bfloat16":
+    precision = PRECISIONS.get(cell.precision)
+    if STRATEGIES.get(cell.strategy).zero_stage and precision.master == "bfloat16":
         # Before, bf16_master_weights_and_grads is a key that is not known, or not read.
         yield "deepspeed>=0.18.3"
+    if cell.strategy == "zero0" and precision.compute == "bfloat16":
+        # Before, bf16 means BF16_Optimizer, which shards masters and states at stage 0 too.
+        yield "deepspeed>=0.17.6"
 
 
 def _of_accelerate(cell: Cell) -> Iterator[str]:

@@ -78,7 +78,7 @@ def _headline(result: Result) -> str:
     exception that is made of other ranks' tracebacks.
     """
     message = result.message.strip()
-    if message.startswith("fails otherwise than declared"):
+    if message.startswith(("fails otherwise than declared", "fails as declared, and otherwise too")):
         message = message.partition("\n\n")[2].strip() or message
     first, _, rest = message.partition("\n\n")[0].partition("\n")
     more = rest.strip()
