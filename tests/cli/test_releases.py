@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -214,6 +217,37 @@ def test_a_run_whose_report_is_not_all_is_no_pass(
     ]
     assert main(asked) == 1
     assert f"pytest ended with {code}: {tmp_path / 'madeup==1.0.log'}" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_ctrl_c_lets_pytest_end_what_it_began(wheel: Wheel, tmp_path: Path) -> None:
+    wheel("madeup", "1.0")
+    module, log = tmp_path / "test_long.py", tmp_path / "madeup==1.0.log"
+    module.write_text("""
+import time, pytest
+
+@pytest.fixture
+def ranks():
+    yield
+    time.sleep(1)
+    print("ranks are ended")
+
+def test_long(ranks):
+    print("began", flush=True)
+    time.sleep(60)
+""")
+    asked = ["releases", "--into", str(tmp_path), "--release", "madeup==1.0", "--", str(module), "-s"]
+    command = [sys.executable, "-m", "pytest_distcompat.cli", *asked, "-p", "no:cacheprovider"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as told:
+        deadline = time.monotonic() + 60
+        while not (log.exists() and "began" in log.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.killpg(told.pid, signal.SIGINT)
+        out, _ = told.communicate(timeout=60)
+    assert told.returncode == 130
+    assert out.splitlines() == [f"madeup==1.0: pytest writes to {log}"]
+    assert "ranks are ended" in log.read_text()
 
 
 def test_a_cause_is_one_line_whatever_its_numbers() -> None:

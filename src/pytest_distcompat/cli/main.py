@@ -11,6 +11,8 @@ from pytest_distcompat.failures import UsageProblem
 
 #: The exit codes: nothing is wrong, or something is (news, problems); and what pytest and argparse say of wrong arguments.
 OK, NEWS, USAGE = 0, 1, 2
+#: What a shell says of Ctrl-C.
+INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageProblem as problem:
         print(f"distcompat: {problem}", file=sys.stderr)  # noqa: T201 - a command speaks
         return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BrokenPipeError:
         # Who reads the output has seen enough: distcompat diff ... | head
         sys.stderr.close()

@@ -109,8 +109,15 @@ def _run(release: str, directory: Path, arguments: Sequence[str]) -> Run:
     written.unlink(missing_ok=True)
     where = dict(os.environ) if release == INSTALLED else environment(install(release, directory))
     command = [sys.executable, "-m", "pytest", *arguments, f"--distcompat-report={written}"]
-    with log.open("wb") as out:
-        code = subprocess.run(command, env=where, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
+    # A run takes minutes, and says nothing here.
+    print(f"{release}: pytest writes to {log}", file=sys.stderr, flush=True)  # noqa: T201 - a command speaks
+    with log.open("wb") as out, subprocess.Popen(command, env=where, stdout=out, stderr=subprocess.STDOUT) as pytest:
+        try:
+            code = pytest.wait()
+        except KeyboardInterrupt:
+            # It heard Ctrl-C too, and ends its ranks.
+            pytest.wait()
+            raise
     try:
         report = Report.read(written)
     except UsageProblem:
