@@ -61,7 +61,7 @@ def missing(requirements: Iterable[str]) -> str:
 
 
 def _missing(wanted: str) -> str:
-    requirement = Requirement(wanted)
+    requirement = _parsed(wanted)
     # Of a module inside a package, the package.
     package = requirement.name.partition(".")[0]
     if not installed(package):
@@ -72,6 +72,11 @@ def _missing(wanted: str) -> str:
     if requirement.specifier.contains(there, prereleases=True):
         return ""
     return f"{requirement} is needed to say this, {there} is installed"
+
+
+@cache
+def _parsed(wanted: str) -> Requirement:
+    return Requirement(wanted)
 
 
 @cache
