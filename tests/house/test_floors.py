@@ -31,6 +31,7 @@ FLOORS = {
             "devices",
             "excerpt",
             "lazy",
+            "installed",
         ],
         0,
     ),

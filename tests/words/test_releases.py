@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from pytest_distcompat.drivers import _releases
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.trainer import TrainerDriver
+from pytest_distcompat.installed import version_of
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 
@@ -75,14 +75,11 @@ def test_weights_of_one_rank_are_given_to_all_where_they_are_asked_for() -> None
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has other releases installed than those that are."""
-    real = importlib.metadata.version
     others: dict[str, str] = {}
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: others.get(name) or real(name))
-    _releases.release.cache_clear()
-    yield others.update
-    _releases.release.cache_clear()
+    monkeypatch.setattr(_releases, "release", lambda name: others.get(name) or version_of(name))
+    return others.update
 
 
 #: Driver, cell, package, the last release that cannot say it and the first that can.
@@ -108,7 +105,6 @@ def test_a_release_that_cannot_say_a_cell_does_not_run_it(
     reason = driver.unable(Cell.parse(cell))
     assert reason.startswith(f"{package}>=")
     assert reason.endswith(f"is needed to say this, {last} is installed")
-    _releases.release.cache_clear()
     installed({package: first})
     assert driver.unable(Cell.parse(cell)) == ""
 
@@ -117,7 +113,6 @@ def test_nor_is_its_checkpoint_loaded_by_what_it_cannot_say(installed: Callable[
     cell, applies = Cell.parse("fsdp1-fp32-w2"), CHECKS.get("portable").applies
     assert applies(cell, TrainerDriver) == ""
     installed({"transformers": "4.50.3"})
-    _releases.release.cache_clear()
     told = "fsdp2 cannot go on from it: transformers>=4.51 is needed to say this, 4.50.3 is installed"
     assert applies(cell, TrainerDriver) == told
 

@@ -32,8 +32,7 @@ def _claimed(cell: Cell, driver: type[Driver]) -> str:
         return elsewhere
     there = _lives(cell, driver).lives[-1].cell(cell)
     # Which device it will be is not known here: what neither can.
-    unable = driver.unable(there, "cpu") and driver.unable(there, "cuda")
-    problem = STRATEGIES.get(target).refuses(there) or unable
+    problem = STRATEGIES.get(target).refuses(there) or (driver.unable(there, "cpu") and driver.unable(there, "cuda"))
     return f"{target} cannot go on from it: {problem}" if problem else ""
 
 

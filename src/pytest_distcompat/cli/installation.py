@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from packaging.requirements import Requirement
 
 from pytest_distcompat.cli.machine import Finding
+from pytest_distcompat.installed import fits
 from pytest_distcompat.report import versions
 
 OURS = "pytest-distcompat"
@@ -65,4 +66,4 @@ def _wanted(package: str, of: Collection[str]) -> Iterator[Requirement]:
 
 def _fits(requirement: Requirement, found: dict[str, str]) -> bool:
     version = found.get(requirement.name)
-    return version is None or requirement.specifier.contains(version.partition("+")[0], prereleases=True)
+    return version is None or fits(requirement, version)

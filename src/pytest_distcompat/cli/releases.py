@@ -14,6 +14,8 @@ from typing import Any
 from pytest_distcompat.cli.side_by_side import environment, file_name, install, requirements
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report import Cause, Report, causes, counts, counts_text
+from pytest_distcompat.report.markdown import escape
+from pytest_distcompat.report.text import cut
 
 #: What is compared with the others last: nothing but what is installed.
 INSTALLED = "installed"
@@ -92,14 +94,16 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
     """Markdown: what became of the verdicts with each release, then each cause with how many verdicts say it."""
     yield f"| | {' | '.join(run.release for run in runs)} |"
     yield "|" + " --- |" * (len(runs) + 1)
+    counted = [counts(run.report) if run.report else {} for run in runs]
     for name in ("asked", "ran", "passed", "known", "refused", "red"):
-        figures = (str(counts(run.report)[name]) if run.report else "-" for run in runs)
+        figures = (str(one.get(name, "-")) for one in counted)
         yield f"| {name} | {' | '.join(figures)} |"
-    found = {wording: cause for run in runs for wording, cause in run.causes.items()}
+    columns = [run.causes for run in runs]
+    found = {wording: cause for column in columns for wording, cause in column.items()}
     for wording, cause in found.items():
-        figures = (str(len(run.causes[wording].results)) if wording in run.causes else "" for run in runs)
+        figures = (str(len(column[wording].results)) if wording in column else "" for column in columns)
         first, checks = next(iter(cause.cells.items()))
-        told = f"{_cut(cause.headline)} [{first}: {checks[0]}]".replace("|", "\\|")
+        told = f"{escape(cut(cause.headline, CUT))} [{first}: {checks[0]}]"
         yield f"| {told} | {' | '.join(figures)} |"
     yield from (f"\n{run.release}: {run.problem}" for run in runs if run.problem)
 
@@ -125,10 +129,6 @@ def _run(release: str, directory: Path, arguments: Sequence[str]) -> Run:
     # 1 is that of a red run; that of tests which are no suite's, of a file that cannot be imported or of no test at all is none.
     told = code == 0 or (code == 1 and counts(report)["red"])
     return Run(release, report, "" if told else f"pytest ended with {code}: {log}")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= CUT else f"{text[: CUT - 3]}..."
 
 
 def _cache() -> Path:

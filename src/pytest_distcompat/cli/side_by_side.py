@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.installed import fits, version_of
 
 #: Never fetched for another package's sake: it pulls gigabytes, and all that is compiled against it would have to change too.
 KEPT = ("torch",)
@@ -56,32 +58,31 @@ def install(release: str, directory: Path) -> Path:
     if any(requirement.url for requirement in wanted):
         shutil.rmtree(target, ignore_errors=True)
     if not target.is_dir():
+        directory.mkdir(parents=True, exist_ok=True)
         # Half an installation would be taken for a whole one the next time.
-        partial = directory / f".{file_name(release)}.{os.getpid()}"
-        _pip([str(requirement) for requirement in wanted], partial)
-        for _ in range(ROUNDS):
-            more = sorted(set(unmet(partial)))
-            if not more:
-                break
-            _pip(more, partial)
-        partial.rename(target)
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".") as place:
+            partial = Path(place) / "installed"
+            _pip([str(requirement) for requirement in wanted], partial)
+            for _ in range(ROUNDS):
+                more = sorted(set(unmet(partial)))
+                if not more:
+                    break
+                _pip(more, partial)
+            partial.rename(target)
     return target
 
 
 def unmet(target: Path) -> Iterator[str]:
     """What the distributions in the directory require, and neither it nor the environment has."""
-    there = {
-        canonicalize_name(found.name): found.version
-        for path in ([*sys.path], [str(target)])
-        for found in importlib.metadata.distributions(path=path)
-    }
+    path = [str(target), *sys.path]
     for distribution in importlib.metadata.distributions(path=[str(target)]):
         for text in distribution.requires or ():
             requirement = Requirement(text)
-            name = canonicalize_name(requirement.name)
-            if name in KEPT or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            if canonicalize_name(requirement.name) in KEPT:
                 continue
-            if name not in there or not requirement.specifier.contains(there[name], prereleases=True):
+            if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+                continue
+            if not fits(requirement, version_of(requirement.name, path)):
                 yield f"{requirement.name}{requirement.specifier}"
 
 

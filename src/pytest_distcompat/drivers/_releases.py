@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from pytest_distcompat.installed import fits, version_of
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.precisions._base import installed
 from pytest_distcompat.strategies import STRATEGIES
@@ -69,9 +69,7 @@ def _missing(wanted: str) -> str:
     if not requirement.specifier:
         return ""
     there = release(package)
-    if requirement.specifier.contains(there, prereleases=True):
-        return ""
-    return f"{requirement} is needed to say this, {there} is installed"
+    return "" if fits(requirement, there) else f"{requirement} is needed to say this, {there} is installed"
 
 
 @cache
@@ -79,19 +77,17 @@ def _parsed(wanted: str) -> Requirement:
     return Requirement(wanted)
 
 
-@cache
-def release(package: str) -> Version:
-    """The installed release of a package. It is read once: a matrix asks for each of its cells."""
-    return Version(metadata.version(package))
+#: The installed release of a package, read once: a matrix asks for each of its cells.
+release = cache(version_of)
 
 
-def fsdp_words(settings: Mapping[str, Any], of: Version) -> tuple[dict[str, Any], dict[str, str]]:
-    """What TrainingArguments of transformers ``of`` take for FSDP where they take other words than today's, and the variables
-    that ``accelerate launch`` sets for what they have no word for. Both are empty from 5.10 on.
+def fsdp_words(settings: Mapping[str, Any], release: Version) -> tuple[dict[str, Any], dict[str, str]]:
+    """What TrainingArguments of that release of transformers take for FSDP where they take other words than today's, and the
+    variables that ``accelerate launch`` sets for what they have no word for. Both are empty from 5.10 on.
 
     https://huggingface.co/docs/transformers/v4.57.1/en/main_classes/trainer#transformers.TrainingArguments.fsdp
     """
-    if of >= FSDP_BY_CONFIG or not settings.get("fsdp"):
+    if release >= FSDP_BY_CONFIG or not settings.get("fsdp"):
         return {}, {}
     config = dict(settings["fsdp_config"])
     reshard = config["reshard_after_forward"] in {True, "full_shard"}
@@ -101,7 +97,7 @@ def fsdp_words(settings: Mapping[str, Any], of: Version) -> tuple[dict[str, Any]
     # Without it these releases take the weights of rank 0 alone for a contradiction.
     config["sync_module_states"] = config["cpu_ram_efficient_loading"]
     said = {"FSDP_STATE_DICT_TYPE": config["state_dict_type"]}
-    if of < FSDP_VERSION_BY_CONFIG:
+    if release < FSDP_VERSION_BY_CONFIG:
         said["FSDP_VERSION"] = str(config["version"])
         said["FSDP_RESHARD_AFTER_FORWARD"] = str(config.pop("reshard_after_forward")).lower()
     return {"fsdp": " ".join(words), "fsdp_config": config}, said

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.driver import Plan, Seen
@@ -62,8 +61,6 @@ class TrainerDriver(TinyDriver):
     order: ClassVar[int] = 3
 
     trainer: Any = None
-    #: What an older TrainingArguments has no word for, as variables of ``accelerate launch``.
-    said: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     def unable(cls, cell: Cell, device: str = "cpu") -> str:
@@ -103,7 +100,8 @@ class TrainerDriver(TinyDriver):
 
     def arguments(self, plan: Plan) -> dict[str, Any]:
         """The keyword arguments for TrainingArguments."""
-        assert self.strategy.transformers is not None
+        from transformers import TrainingArguments
+
         batch = self.tiny.batch(0, 0)
         settings: dict[str, Any] = {
             "output_dir": str(plan.save_to),
@@ -126,23 +124,27 @@ class TrainerDriver(TinyDriver):
             "remove_unused_columns": False,
             "dataloader_pin_memory": False,
         }
-        settings |= self.strategy.transformers(self.precision, self.cell)
+        settings |= self._dialect()[0]
         settings |= self._mixed_precision()
         if self.cell.option("activation_checkpointing") and "fsdp" not in self.cell.strategy:
             settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
         if (how := self.cell.option("compile")) not in {False, "partial"}:
             settings |= {"torch_compile": True, "torch_compile_backend": "inductor" if how is True else "aot_eager"}
-        settings |= self._in_words_of(settings)
+        if hasattr(TrainingArguments, "train_sampling_strategy"):
+            settings["train_sampling_strategy"] = "sequential"
         return settings | (on_cpu(settings) if self.world.device == "cpu" else {})
 
-    def _in_words_of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """What TrainingArguments of the installed release say otherwise: seen with transformers 4.50 to 5.23."""
-        from transformers import TrainingArguments
+    def _dialect(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """The strategy as TrainingArguments of the installed release take it, and as variables what they have no word for: seen
+        with transformers 4.50 to 5.23.
+        """
+        import transformers
+        from packaging.version import Version
 
-        words, self.said = _releases.fsdp_words(settings, _releases.release("transformers"))
-        if hasattr(TrainingArguments, "train_sampling_strategy"):
-            words["train_sampling_strategy"] = "sequential"
-        return words
+        assert self.strategy.transformers is not None
+        told = self.strategy.transformers(self.precision, self.cell)
+        words, said = _releases.fsdp_words(told, Version(transformers.__version__))
+        return {**told, **words}, said
 
     def _mixed_precision(self) -> dict[str, Any]:
         """DeepSpeed has its low-precision mode in its own JSON, under the name of mixed precision."""
@@ -152,12 +154,12 @@ class TrainerDriver(TinyDriver):
 
     def environment(self) -> dict[str, str]:
         """What ``accelerate launch`` says by the environment because TrainingArguments cannot."""
-        said: dict[str, str] = {}
+        said = self._dialect()[1]
         if self.precision.float8:
             said["ACCELERATE_MIXED_PRECISION"] = "fp8"
         if self.cell.option("compile") == "regional":
             said["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
-        return {**said, **self.said}
+        return said
 
     def make_trainer(self, **settings: Any) -> Any:
         """``transformers.Trainer``."""
@@ -185,13 +187,12 @@ class TrainerDriver(TinyDriver):
         from transformers import PrinterCallback, TrainingArguments
         from transformers.trainer_utils import get_last_checkpoint
 
-        arguments = self.arguments(plan)
         os.environ.update(self.environment())
         if self.cell.option("compile") == "partial":
             _options.compile_blocks("partial", self.tiny.block_modules(model))
         self.trainer = self.make_trainer(
             model=model,
-            args=TrainingArguments(**arguments),
+            args=TrainingArguments(**self.arguments(plan)),
             train_dataset=self.dataset(self.world.size),
             compute_loss_func=None if hasattr(model, "config") else self._loss(),
         )

@@ -8,7 +8,6 @@ A file is TOML, ``version = 1``, one ``[[issue]]`` each; ``docs/known.md`` has e
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +21,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.expect import Expectation, FacetValue, fails, may_fail, may_refuse, refuses
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.installed import fits, version_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -80,7 +80,7 @@ class KnownIssue:
 
     def there(self, device: str) -> bool:
         """Whether the installed versions have it, on that device."""
-        return self.device in {"", device} and all(_fits(requirement) for requirement in self.requirements)
+        return self.device in {"", device} and all(fits(one, version_of(one.name)) for one in self.requirements)
 
     @functools.cached_property
     def expectations(self) -> tuple[Expectation, ...]:
@@ -106,15 +106,6 @@ class KnownIssue:
             if one.kind == "fails" and (not one.facets or (cell is not None and one.covers(cell, _EVERY))):
                 return one
         return None
-
-
-def _fits(requirement: Requirement) -> bool:
-    try:
-        version = importlib.metadata.version(requirement.name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    # A local build (2.13.0+cpu) and a nightly are what their number says.
-    return requirement.specifier.contains(version.partition("+")[0], prereleases=True)
 
 
 @functools.cache

@@ -31,7 +31,7 @@ class Cause:
     @property
     def wording(self) -> str:
         """What they say, without what is chance: what makes them one cause."""
-        return wording(self.results[0]) or self.results[0].nodeid
+        return _same(self.results[0])
 
     @property
     def words(self) -> str:
@@ -57,8 +57,13 @@ def causes(results: Iterable[Result]) -> list[Cause]:
     found: dict[str, list[Result]] = {}
     for result in results:
         if result.red:
-            found.setdefault(wording(result) or result.nodeid, []).append(result)
+            found.setdefault(_same(result), []).append(result)
     return [Cause(tuple(group)) for group in sorted(found.values(), key=len, reverse=True)]
+
+
+def _same(result: Result) -> str:
+    """What results of one cause have in common; one that says nothing is a cause of its own."""
+    return wording(result) or result.nodeid
 
 
 def wording(result: Result) -> str:

@@ -47,7 +47,7 @@ def headline(report: Report) -> str:
     return "Distributed compatibility: " + ", ".join(filter(None, (said, f"{red} failed" if red else "")))
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """Text as it is: no markup of its own, whatever a message holds."""
     return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
 
@@ -65,7 +65,7 @@ def _page(report: Report) -> Iterator[str]:
     yield f"{len(report.results)} results, {lives}, device {run.get('device', '?')}; {_versions(report)}"
     yield from ("", counts_text(report))
     if run.get("baseline"):
-        yield from ("", "## Since the baseline", "", *(f"- {_escape(line)}" for line in run["baseline"]["text"]))
+        yield from ("", "## Since the baseline", "", *(f"- {escape(line)}" for line in run["baseline"]["text"]))
     yield from _causes(causes(report.results))
     for found in by_suite(report.results):
         yield from _suite(found)
@@ -77,7 +77,7 @@ def _causes(found: list[Cause]) -> Iterator[str]:
     if found:
         yield from ("", "## Failures by cause", "")
     for number, cause in enumerate(found[:CAUSES], 1):
-        yield f"{number}. **{cause.words}**, {len(cause.results)} verdicts: {_escape(cut(cause.headline, HEADLINE))}"
+        yield f"{number}. **{cause.words}**, {len(cause.results)} verdicts: {escape(cut(cause.headline, HEADLINE))}"
         for cell, checks in cause.cells.items():
             yield f"   - {cell}: {', '.join(checks)}"
         if cause.reproduce:
@@ -96,7 +96,7 @@ def _suite(found: list[Result]) -> Iterator[str]:
     reasons = [result for result in found if result.status != "passed"]
     if reasons:
         yield ""
-    yield from dict.fromkeys(f"- {r.cell}:{r.check}: {r.word}: {_escape(r.why)}" for r in reasons)
+    yield from dict.fromkeys(f"- {r.cell}:{r.check}: {r.word}: {escape(r.why)}" for r in reasons)
 
 
 def _blanks(rows: Iterable[Row]) -> Iterator[str]:
@@ -106,7 +106,7 @@ def _blanks(rows: Iterable[Row]) -> Iterator[str]:
         yield from ("", "## Blanks", "")
     for driver in dict.fromkeys(row.driver for row in known):
         for (check, reason), names in blank_reasons(row for row in known if row.driver == driver).items():
-            yield f"- {driver}: {check}: {_escape(reason)} ({len(names)} cells: {', '.join(names)})"
+            yield f"- {driver}: {check}: {escape(reason)} ({len(names)} cells: {', '.join(names)})"
 
 
 def _cost(rows: Iterable[Row]) -> Iterator[str]:

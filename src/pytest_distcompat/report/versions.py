@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
+
+from pytest_distcompat.installed import version_of
 
 #: What is under test, and what tests it.
 PACKAGES = ("pytest-distcompat", "torch", "accelerate", "transformers", "deepspeed", "pytest")
@@ -11,10 +12,5 @@ PACKAGES = ("pytest-distcompat", "torch", "accelerate", "transformers", "deepspe
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Python's version and those of the packages that are installed, by their metadata: none of them is imported."""
-    found = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    there = {name: version_of(name) for name in packages}
+    return {"python": platform.python_version(), **{name: version for name, version in there.items() if version}}
