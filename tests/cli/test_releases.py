@@ -64,6 +64,29 @@ def test_a_release_comes_with_what_it_needs_and_is_not_there(wheel: Wheel, tmp_p
     assert version_of("madeup_words", target) == "1.5"
 
 
+def test_what_is_there_is_what_python_would_import(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two on the path the first counts."""
+    wheel("madeup", "1.0", "madeup_words<2")
+    for version in ("2.0", "1.0"):
+        wheel("madeup_words", version)
+        monkeypatch.syspath_prepend(str(side_by_side.install(f"madeup_words=={version}", tmp_path / "there")))
+    target = side_by_side.install("madeup==1.0", tmp_path / "kept")
+    assert sorted(path.name for path in target.glob("*.py")) == ["madeup.py"]
+
+
+def test_requirements_that_contradict_one_another(wheel: Wheel, tmp_path: Path) -> None:
+    wheel("madeup", "1.0", "madeup_words<2", "madeup_letters")
+    wheel("madeup_letters", "1.0", "madeup_words>=2")
+    for version in ("1.0", "2.0"):
+        wheel("madeup_words", version)
+    kept = tmp_path / "kept"
+    with pytest.raises(UsageProblem, match=r"madeup==1.0: its requirements contradict one another: madeup_words"):
+        side_by_side.install("madeup==1.0", kept)
+    assert list(kept.iterdir()) == []
+
+
 def test_several_packages_at_once(wheel: Wheel, tmp_path: Path) -> None:
     wheel("madeup", "1.0")
     wheel("other", "2.0")

@@ -51,7 +51,7 @@ def file_name(release: str) -> str:
 def install(release: str, directory: Path) -> Path:
     """The directory of these releases, and of what they need and what is installed does not fulfil; made if it is not there.
 
-    What a URL names is fetched every time. Raises UsageProblem with pip's last words.
+    What a URL names is fetched every time. Raises UsageProblem with pip's last words, or for requirements without end.
     """
     wanted = requirements(release)
     target = directory / file_name(release)
@@ -68,6 +68,8 @@ def install(release: str, directory: Path) -> Path:
                 if not more:
                     break
                 _pip(more, partial)
+            else:
+                raise UsageProblem(f"{release}: its requirements contradict one another: {', '.join(more)}")
             partial.rename(target)
     return target
 
