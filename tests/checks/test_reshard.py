@@ -70,6 +70,26 @@ def test_a_part_that_one_copy_of_hybrid_shards_lost(lives_of: LivesOf) -> None:
     assert f"exp_avg 'inlet.weight': {told.format(0, 9)}" in both
 
 
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
+def test_a_number_beside_the_elements(lives_of: LivesOf, cell: str) -> None:
+    """NAdam's product, Adafactor's factors: no element for each of the parameter's, however that is sharded."""
+    number: dict[str, Any] = {"numel": 1, "digest": "1:7"}
+    story = lives_of(cell, "reshard")
+    for life in story.trace.lives:
+        story = story.state("exp_avg", number, life=life)
+    assert story.findings("reshard") == []
+    one: dict[str, Any] = {"life": "up", "verb": "load", "only": "outlet.weight"}
+    unlike = story.state("exp_avg", {"digest": "1:8"}, rank=1, **one).findings("reshard")
+    assert unlike == ["exp_avg 'outlet.weight': unlike from rank to rank after the load at 4 ranks"]
+    other = story.state("exp_avg", {"digest": "1:8"}, **one).findings("reshard")
+    assert other[0] == "exp_avg 'outlet.weight': other values after the load at 4 ranks"
+    # Each rank had another for its shard: whose is whose after the load nobody can say.
+    apart = story.state("exp_avg", {"digest": "1:9"}, life="train", rank=1).state(
+        "exp_avg", {"digest": "1:9"}, life="up", rank=3
+    )
+    assert apart.findings("reshard") == []
+
+
 def test_ranks_in_another_order(lives_of: LivesOf) -> None:
     """Each shard is a sound one, at a place that is not its own."""
     story = lives_of("fsdp2-fp32-w4", "reshard")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from pytest_distcompat.probe import read_optimizer
+from pytest_distcompat.probe import Observer, read_optimizer
 from pytest_distcompat.probe.live import read_model
 from pytest_distcompat.probe.optimizer import read_scheduler
 from pytest_distcompat.probe.tensors import digest
@@ -75,3 +76,79 @@ def test_state_in_eight_bits() -> None:
     assert same == other
     states[1].codes[0] = 3
     assert digest(states[1]) != same
+
+
+@pytest.mark.parametrize(
+    "step",
+    [lambda one, closure: one.step(closure), lambda one, closure: one.step(closure=closure)],
+    ids=["by place", "by name"],
+)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_gradients_that_a_closure_computes_are_those_that_are_stepped_on(
+    step: Callable[[Any, Callable[[], Any]], Any], kind: Callable[..., torch.optim.Optimizer]
+) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer, observer = kind(model.parameters(), lr=1e-3), Observer()
+    model.weight.grad = torch.full((1, 2), 100.0)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        torch.autograd.backward(loss)
+        model.weight.grad = torch.tensor([[3.0, 4.0]])
+        return float(loss.detach())
+
+    with observer.watching():
+        assert step(optimizer, closure) is not None
+        assert [one.square for one in observer.steps] == [25.0]
+        optimizer.step(closure)
+        assert [one.square for one in observer.steps] == [25.0, 25.0]
+
+
+def test_a_closure_that_fails_fails_as_it_did() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer, observer = torch.optim.SGD(model.parameters()), Observer()
+
+    def closure() -> float:
+        raise KeyError("of the trainer's own")
+
+    with observer.watching(), pytest.raises(KeyError, match="of the trainer's own"):
+        optimizer.step(closure)
+    assert not observer.steps
+
+
+class Delegates(torch.optim.Optimizer):
+    """One that has another step for it, on a part of what it was given, as torch's ZeroRedundancyOptimizer does."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        self.optim = torch.optim.AdamW(parameters[:1])
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optim.step(closure)
+
+
+def test_a_step_within_a_step_is_one_step() -> None:
+    model = torch.nn.Linear(2, 1)
+    one, observer = Delegates(list(model.parameters())), Observer()
+    model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0]]), torch.tensor([4.0])
+    with observer.watching():
+        one.step()
+        one.step()
+    assert [(fact.optimizer, fact.square, fact.state) for fact in observer.steps] == [
+        ("Delegates", 25.0, ("float32",))
+    ] * 2
+
+
+def test_the_state_of_one_that_another_keeps_is_read() -> None:
+    model = torch.nn.Linear(2, 1)
+    one = Delegates(list(model.parameters()))
+    model.weight.grad = torch.ones(1, 2)
+    one.step()
+    # What was loaded lies in the outer one, None where another rank has it.
+    one.state[model.bias] = None
+    found = read_optimizer(model, one)
+    assert (found.chain, found.entries, found.foreign) == (("Delegates", "AdamW"), 2, 0)
+    assert {(state.owner, state.key) for state in found.states} == {
+        ("weight", key) for key in ("exp_avg", "exp_avg_sq", "step")
+    }

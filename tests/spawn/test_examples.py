@@ -1,4 +1,4 @@
-"""The examples do what the documentation says of them: six trainers in miniature, each with the suite and a marked test."""
+"""The examples do what the documentation says of them: seven trainers in miniature, each with the suite and a marked test."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ ADOPTERS = {
     "transformers_trainer": "test_accuracy_trainer.py",
     "deepspeed_loop": "test_loop.py",
     "lightning_fabric": "test_fabric_loop.py",
+    "lightning_trainer": "test_lit_model.py",
     "trl_trainer": "test_sft_trainer.py",
 }
 #: The others nightly.
-DAILY = {"my_trainer", "transformers_trainer", "lightning_fabric"}
+DAILY = {"my_trainer", "lightning_trainer"}
 
 
 def run(pytester: pytest.Pytester, name: str, *args: str) -> pytest.RunResult:

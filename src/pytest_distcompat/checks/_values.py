@@ -17,6 +17,9 @@ from pytest_distcompat.digests import combine
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import LifeTrace, Moment, OptimizerFact, PlainFact, StateFact
 
+#: Factors of a moment: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html, and those of transformers'.
+FACTORS = frozenset({"row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"})
+
 #: What is compared, and the names that stand under it: ``parameter``, ``buffer``, ``master``, ``exp_avg``, ``step``.
 Kind = str
 
@@ -25,11 +28,13 @@ Kind = str
 class Values:
     """Kind to plain name to the digests of the whole tensor: one, or several where ranks that hold all of it disagree.
 
-    ``wrong`` says of what the parts do not make up the whole.
+    ``wrong`` says of what the parts do not make up the whole; ``beside`` are the kinds that have no element for each of the
+    parameter's, see ``kept_beside``.
     """
 
     found: Mapping[Kind, Mapping[str, tuple[str, ...]]]
     wrong: tuple[str, ...] = ()
+    beside: frozenset[Kind] = frozenset()
 
     def of(self, kind: Kind) -> Mapping[str, tuple[str, ...]]:
         """The names and digests of one kind."""
@@ -80,8 +85,11 @@ def values(life: LifeTrace, moments: tuple[Moment, ...]) -> Values:
         for kind, name, digest, numel in _held(moment, names):
             parts[kind, name].append(_Part(moment.rank, digest, numel))
     found: dict[Kind, dict[str, tuple[str, ...]]] = defaultdict(dict)
-    wrong, copies = [], life.copies
+    wrong, copies, beside = [], life.copies, kept_beside(moments)
     for (kind, name), held in sorted(parts.items()):
+        if kind in beside:
+            found[kind][name] = tuple(sorted({part.digest for part in held}))
+            continue
         size, wholes = 1 if kind == "step" else names.numel(name), set[str]()
         for ranks in copies:
             own = [part for part in held if part.rank in ranks]
@@ -90,7 +98,26 @@ def values(life: LifeTrace, moments: tuple[Moment, ...]) -> Values:
             if problem:
                 wrong.append(f"{kind} {name!r}: {problem}")
         found[kind][name] = tuple(sorted(wholes))
-    return Values(found, tuple(wrong))
+    return Values(found, tuple(wrong), beside)
+
+
+def kept_beside(moments: tuple[Moment, ...]) -> frozenset[Kind]:
+    """The kinds of state of which no parameter's has as many elements as the rank holds of the parameter.
+
+    A number that counts beside it (NAdam's ``mu_product``, ASGD's ``eta``), or a factor of a moment (Adafactor). What has one
+    element itself tells nothing.
+    """
+    states: set[Kind] = set()
+    by_element: set[Kind] = set()
+    for moment in moments:
+        if moment.model is None or moment.optimizer is None:
+            continue
+        sizes = {fact.name: fact.local_numel for fact in moment.model.parameters if fact.local_numel > 1}
+        for state in moment.optimizer.states:
+            if state.key != "step" and state.numel and state.owner in sizes:
+                states.add(state.key)
+                by_element |= {state.key} if state.numel == sizes[state.owner] else set()
+    return (frozenset(states) - by_element) | FACTORS
 
 
 def _held(moment: Moment, names: _Names) -> Iterator[tuple[Kind, str, str, int]]:
@@ -144,7 +171,12 @@ def differences(saved: Values, loaded: Values, when: str, *, states: bool = True
         yield f"the optimizer's state is empty {when}"
         kinds = [kind for kind in kinds if kind not in moments]
     for kind in kinds:
-        yield from compare(kind, saved.of(kind), loaded.of(kind), when)
+        was, now = saved.of(kind), loaded.of(kind)
+        if kind in saved.beside:
+            # Of its own shard each rank may have kept another number: whose comes back to whom is not said.
+            apart = {name for name, digests in was.items() if len(digests) > 1}
+            was, now = ({name: one[name] for name in one.keys() - apart} for one in (was, now))
+        yield from compare(kind, was, now, when)
 
 
 def compare(

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import asked, check, every_rank
+from pytest_distcompat.checks._values import FACTORS
 from pytest_distcompat.cost import kept, trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Moment, Trace
 
+#: torch's own ZeRO-1, an optimizer for DDP: https://docs.pytorch.org/docs/stable/distributed.optim.html
+SHARING_OUT = "ZeroRedundancyOptimizer"
 #: Shards are rounded up: by so many elements a rank and tensor at most, on the strategies seen.
 PADDING = 64
 
@@ -19,8 +22,9 @@ PADDING = 64
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=8)
 def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     """Over all ranks together there is one master weight, and one element of each kind of optimizer state, for each trained
-    element of the model (for each rank, where every rank holds the whole model), rounding aside; for frozen ones none. State
-    that is a number, or a factor of what it stands for (Adafactor), is not counted, nor is what some parameters only have.
+    element of the model (for each rank, where every rank holds the whole model; there ZeroRedundancyOptimizer keeps one of each
+    state), rounding aside; for frozen ones none. State that is a number, or a factor of what it stands for (Adafactor), is not
+    counted, nor is what some parameters only have.
 
     If it fails: too many, and something is kept twice, or for parameters that nobody trains: memory that few ranks cannot
     spare (https://github.com/deepspeedai/DeepSpeed/pull/8029). Too few, and a part of the model is not optimized.
@@ -30,10 +34,11 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(moments, cell.world_size, "three steps")
     trained = trained_elements(first.plain.parameters) if first and first.plain else 0
     others = {key for moment in moments for key in _of_another_size(moment)}
-    copies = cell.world_size
+    copies, padding = cell.world_size, 0
     if strategy.shards or strategy.flat_masters:
         told = asked(cell, first.plain if first else None, "replicate")
-        copies = int(cell.option("replicate")) if told else len(life.copies)
+        copies, padding = int(cell.option("replicate")) if told else len(life.copies), PADDING
+    shared_out = any(SHARING_OUT in moment.optimizer.chain for moment in moments if moment.optimizer)
     found: Counter[str] = Counter()
     tensors: Counter[str] = Counter()
     for moment in moments:
@@ -41,17 +46,15 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
             found[key] += numel
         tensors.update(state.key for state in (moment.optimizer.states if moment.optimizer else ()))
     for key in sorted(set(found) - others):
-        expected, room = trained * copies, PADDING * (tensors[key] or cell.world_size)
+        # Each rank still has all of the parameters themselves.
+        times = 1 if shared_out and key != "master" else copies
+        expected, room = trained * times, padding * (tensors[key] or cell.world_size)
         if not expected <= found[key] <= expected + room:
-            where = f"on each of {copies} ranks" if copies == cell.world_size else f"in {copies} copies"
-            some = f"{trained} elements are trained{f', {where}' if copies > 1 else ''}"
+            where = f"on each of {times} ranks" if times == cell.world_size else f"in {times} copies"
+            some = f"{trained} elements are trained{f', {where}' if times > 1 else ''}"
             yield f"all ranks together keep {found[key]} elements of {key!r}; {some}, expected {expected}"
     if not found:
         yield "no rank's optimizer keeps anything after three steps"
-
-
-#: Factors of a moment: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html, and those of transformers'.
-FACTORS = frozenset({"row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"})
 
 
 def _of_another_size(moment: Moment) -> set[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import (
 )
 
 from pytest_distcompat.probe.blocks import multiplies
+from pytest_distcompat.probe.closure import with_closure
 from pytest_distcompat.probe.inputs import tensors_fed
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
 from pytest_distcompat.trace import CollectiveFact, ComputeFact, StepFact
@@ -43,6 +45,17 @@ class Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+@dataclass
+class _Step:
+    """What is seen of a step while it goes on; ``optimizer`` is the ``id`` of the outermost one."""
+
+    optimizer: int
+    master: set[str] = field(default_factory=set)
+    gradient: set[str] = field(default_factory=set)
+    state: set[str] = field(default_factory=set)
+    square: float = 0.0
+
+
 class Observer:
     """Hooks that write down what steps do. Made once a life; ``watching()`` around a training says when, and how closely.
 
@@ -61,7 +74,7 @@ class Observer:
         self._active = False
         self._mode: _Collectives | None = None
         self._below = 0
-        self._before: dict[int, tuple[set[str], set[str], float]] = {}
+        self._step: _Step | None = None
         register_optimizer_step_pre_hook(self._pre_step)
         register_optimizer_step_post_hook(self._post_step)
 
@@ -107,6 +120,7 @@ class Observer:
     def watching(self) -> Iterator[None]:
         """Watch what happens inside; single operators where ``look_closely`` asks for them."""
         self._active, self._below = True, len(_get_current_dispatch_mode_stack())
+        self._step = None
         try:
             yield
         finally:
@@ -174,31 +188,44 @@ class Observer:
 
         return hook
 
-    def _pre_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _pre_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """What the optimizer steps on is there now, or when the closure that it was given has computed it.
+
+        A step within a step is the same one: torch's ZeroRedundancyOptimizer has another step for it, on this rank's part.
+        """
         if not self._active:
-            return
+            return None
+        if self._step is not None and self._step.optimizer != id(optimizer):
+            return None
+        step = self._step = _Step(id(optimizer))
+        self._handed(optimizer, step)
+        return with_closure(args, kwargs, lambda: self._handed(optimizer, step))
+
+    def _handed(self, optimizer: Any, step: _Step) -> None:
         # Frozen parameters may have been handed over too: nobody updates them.
         tensors = [p for group in optimizer.param_groups for p in group["params"] if p.numel() and p.requires_grad]
-        master = {dtype_name(p.dtype) for p in tensors}
+        step.master = {dtype_name(p.dtype) for p in tensors}
         gradients = [local_of(p.grad) for p in tensors if p.grad is not None]
-        gradient = {dtype_name(grad.dtype) for grad in gradients}
+        step.gradient = {dtype_name(grad.dtype) for grad in gradients}
         with self.aside():
-            square = sum(float(grad.double().square().sum()) for grad in gradients)
-        self._before[id(optimizer)] = (master, gradient, square)
+            step.square = sum(float(grad.double().square().sum()) for grad in gradients)
 
     def _post_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in self._before:
+        step = self._step
+        if step is None:
             return
-        master, gradient, square = self._before.pop(id(optimizer))
-        state = {
+        step.state |= {
             dtype_name(value.dtype)
             for values in optimizer.state.values()
+            if isinstance(values, Mapping)
             for key, value in values.items()
             # A number that is kept beside them (NAdam's ``mu_product``) is no state of the elements.
             if key != "step" and isinstance(value, torch.Tensor) and value.numel() and value.dim()
         }
-        facts = (tuple(sorted(master)), tuple(sorted(gradient)), tuple(sorted(state)))
-        self.steps.append(StepFact(type(optimizer).__name__, *facts, square=square))
+        if step.optimizer == id(optimizer):
+            self._step = None
+            master, gradient, state = (tuple(sorted(found)) for found in (step.master, step.gradient, step.state))
+            self.steps.append(StepFact(type(optimizer).__name__, master, gradient, state, step.square))
 
     def saw(self, op: str, tensors: list[torch.Tensor]) -> None:
         """Write down one collective."""

@@ -47,6 +47,16 @@ def chain(optimizer: Any) -> list[Any]:
     return links
 
 
+def _delegate(optimizer: Any) -> Any:
+    """The one that a torch optimizer has step for it; itself, if it does so itself.
+
+    ``torch.distributed.optim.ZeroRedundancyOptimizer`` (https://docs.pytorch.org/docs/stable/distributed.optim.html) knows all
+    parameters and keeps the state of this rank's in ``optim``. In its own state is what was loaded, and None for the others.
+    """
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
 def links(optimizer: Any) -> Iterator[Any]:
     """Of all of the trainer's optimizers, the wrappers and what they wrap."""
     return (link for one in several(optimizer) for link in chain(one))
@@ -85,7 +95,11 @@ def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> Opti
                 "self.optimizer of the driver is to be the optimizer that steps, or what wraps it; of several, a list"
             )
             raise TypeError(f"{type(one).__name__} has no param_groups: {told}")
-    types = [tuple(type(link).__name__ for link in one) for one in chains]
+    stepping = [_delegate(one) for one in inner]
+    types = [
+        tuple(type(link).__name__ for link in dict.fromkeys((*one, last)))
+        for one, last in zip(chains, stepping, strict=True)
+    ]
     shown = types[0] if len(types) == 1 else (" + ".join(map(" > ".join, types)),)
     groups = tuple(_numbers(group) for one in inner for group in one.param_groups)
     if not whole:
@@ -95,7 +109,7 @@ def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> Opti
     held = entries(optimizer)
     partitioned = _partitioned(model)
     states: list[StateFact] = []
-    for number, (parameter, state) in enumerate(pair for one in inner for pair in one.state.items()):
+    for number, (parameter, state) in enumerate(pair for one in stepping for pair in one.state.items()):
         owner = owners.get(id(parameter), f"partition {number}")
         if id(parameter) not in live:
             states.append(_state(owner, "master", parameter))
@@ -107,7 +121,7 @@ def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> Opti
         states=tuple(states),
         partitioned=partitioned,
         # DeepSpeed's, whose engines have one optimizer.
-        masters=tuple(fact for one in inner[:1] for fact in _masters(model, one)),
+        masters=tuple(fact for one in stepping[:1] for fact in _masters(model, one)),
         accumulates=_accumulates(optimizer),
         groups=groups,
     )

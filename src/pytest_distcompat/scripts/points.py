@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from pytest_distcompat.scripts import around, trainer_points
+from pytest_distcompat.scripts import around, lightning_points, trainer_points
 from pytest_distcompat.scripts.around import put
 from pytest_distcompat.scripts.arrivals import when
 from pytest_distcompat.scripts.presence import claim, present
@@ -31,6 +31,8 @@ def install() -> None:
         ("deepspeed", _deepspeed),
         ("transformers.modeling_utils", lambda module: put(module.PreTrainedModel, "save_pretrained", around.settles)),
         ("transformers.trainer", lambda module: trainer_points.wrap(module.Trainer)),
+        *((f"{package}.trainer", lightning_points.trainer) for package in lightning_points.PACKAGES),
+        *((f"{package}.strategies", lightning_points.strategies) for package in lightning_points.PACKAGES),
     ):
         when(name, wrap)
 

@@ -1,0 +1,8 @@
+"""The whole adoption: a driver and a matrix."""
+
+from pytest_distcompat import CompatSuite, Matrix
+
+
+class TestLightningTrainer(CompatSuite):
+    driver = "lit_driver:LightningDriver"
+    matrix = Matrix(strategies=("ddp", "fsdp2"), precisions=("fp32", "bf16_mixed", "bf16_pure"))
