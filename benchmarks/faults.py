@@ -1,7 +1,10 @@
 """What people's harnesses make of a faulty test, ours beside them, on the same bodies: verdict, cause, seconds, left-overs.
 
-``python benchmarks/faults.py [--limit 5] [FAULT ...]`` prints a Markdown table, two gloo ranks each. A verdict is right if the
-test fails; the cause is shown if the output names it (``CAUSES``). Left: processes alive when the harness is done.
+``python benchmarks/faults.py [--limit 5] [FAULT ...]`` prints a Markdown table, two gloo ranks each. A sound test comes first, so
+that no way pays for its start in the test that is looked at. A verdict is right if that test fails and the sound one passes;
+the cause is shown if the output names it (``CAUSES``). Seconds are those of the faulty test as pytest reports them, or until the
+benchmark ended it all. Left: processes alive when the harness is done. The exit code is 1 where ours is wrong, names no cause,
+leaves something, or takes longer than the limit and 5 s.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
+import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +34,19 @@ from torch import distributed
 def meet():
     distributed.all_reduce(torch.ones(2))
 
+def well(rank):
+    meet()
+
 def raises(rank):
     if rank == 1:
         raise ValueError("the cause")
+    meet()
+
+def unpicklable(rank):
+    class Local(Exception):
+        pass
+    if rank == 1:
+        raise Local("the cause", lambda: None)
     meet()
 
 def exits_0(rank):
@@ -63,6 +77,20 @@ def asleep(rank):
 def fall_asleep():
     time.sleep(600)
 
+def loops(rank):
+    if rank == 1:
+        spin()
+    meet()
+
+def spin():
+    while True:
+        pass
+
+def another_collective(rank):
+    if rank == 1:
+        distributed.barrier()
+    meet()
+
 def exits_0_alone(rank):
     if rank == 1:
         os._exit(0)
@@ -80,11 +108,14 @@ def skips(rank):
 #: Of each body: what the output has to say, so that its reader knows the cause.
 CAUSES = {
     "raises": r"ValueError: the cause",
+    "unpicklable": r"Local: .*the cause",
     "exits_0": r"(?i)(rank|process) 1 (exited|terminated)|rank +: 1 ",
     "exits_3": r"(?i)(rank|process) 1 (failed: SystemExit|exited|terminated)|rank +: 1 ",
     "killed": r"SIGKILL|-9\b|signal 9",
     "segfault": r"(?i)SIGSEGV|segmentation fault|-11\b|signal 11",
     "asleep": r"fall_asleep",
+    "loops": r"spin",
+    "another_collective": r"barrier.*all_?reduce|all_?reduce.*barrier",
     "exits_0_alone": r"(?i)(rank|process) 1 (exited|terminated)|rank +: 1 ",
     "killed_alone": r"SIGKILL|-9\b|signal 9",
     "skips": r"not here",
@@ -94,41 +125,46 @@ MARKED = """
 import pytest
 import bodies
 
-@pytest.mark.distcompat(world_size=2, timeout={limit})
+pytestmark = pytest.mark.distcompat(world_size=2, timeout={limit}, reuse="{reuse}")
+
+def test_well(rank, process_group):
+    bodies.well(rank)
+
 def test_body(rank, process_group):
     bodies.{body}(rank)
 """
 
 SCRIPT = """
 import os
+import sys
 import bodies
 from torch import distributed
 
 distributed.init_process_group("gloo")
-bodies.{body}(int(os.environ["RANK"]))
+getattr(bodies, sys.argv[1])(int(os.environ["RANK"]))
 distributed.destroy_process_group()
 """
 
-TORCHRUN = """
-import subprocess, sys
-
-def test_body():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
-    subprocess.run(command, check=True, timeout={limit} + 5)
-"""
-
-ACCELERATE = """
+COLD = """
+import subprocess
 import sys
-from accelerate.test_utils.testing import execute_subprocess_async
+import pytest
 
-def test_body():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
-    execute_subprocess_async(command, timeout={limit} + 5)
+@pytest.mark.parametrize("body", ["well", "{body}"])
+def test_body(body):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py", body]
+    {call}
 """
+TORCHRUN = COLD.replace("{call}", "subprocess.run(command, check=True, timeout={limit} + 5)")
+ACCELERATE = COLD.replace(
+    "import pytest\n", "import pytest\nfrom accelerate.test_utils.testing import execute_subprocess_async\n"
+).replace("{call}", "execute_subprocess_async(command, timeout={limit} + 5)")
 
 #: Its time limit is 300 s, but for the tests that a table of its own names.
 MULTI_PROCESS = multi_process(
-    'import bodies\ncommon_distributed.TIMEOUT_OVERRIDE["test_0"] = {limit} + 5', "bodies.{body}(self.rank)", "1"
+    'import bodies\ncommon_distributed.TIMEOUT_OVERRIDE["test_1"] = {limit} + 5',
+    'getattr(bodies, ["well", "{body}"][int(self._testMethodName[-1])])(self.rank)',
+    "2",
 )
 
 CONTINUOUS = """
@@ -144,13 +180,17 @@ class TestBody(MultiProcContinuousTest):
     def backend_str(cls):
         return "gloo"
 
+    def test_a_sound_one(self):
+        bodies.well(self.rank)
+
     def test_body(self):
         bodies.{body}(self.rank)
 """
 
 #: A test module for each way; cold ones get 5 seconds more, for their imports.
 WAYS = {
-    "ours": MARKED,
+    "ours": MARKED.replace("{reuse}", "never"),
+    "ours, ranks that tests share": MARKED.replace("{reuse}", "session"),
     "`subprocess.run(torchrun)`": TORCHRUN,
     "accelerate `execute_subprocess_async`": ACCELERATE,
     "torch `MultiProcessTestCase`": MULTI_PROCESS,
@@ -166,6 +206,10 @@ class Found:
     cause: bool
     seconds: float
     left: int
+
+    def good_within(self, seconds: float) -> bool:
+        """Whether nothing is wrong with it."""
+        return self.right and self.cause and not self.left and self.seconds <= seconds
 
     def __str__(self) -> str:
         verdict = "right" if self.right else "**wrong**"
@@ -183,16 +227,24 @@ def run(way: str, body: str, limit: float) -> Found:
         # So that ours waits for no lease of another run.
         environment["TMPDIR"] = directory
         (here / "bodies.py").write_text(BODIES, encoding="utf-8")
-        (here / "script.py").write_text(SCRIPT.format(body=body), encoding="utf-8")
+        (here / "script.py").write_text(SCRIPT, encoding="utf-8")
         (here / "test_body.py").write_text(WAYS[way].format(body=body, limit=limit), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "test_body.py"]
+        plugins = ["-p", "no:randomly", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", *plugins, "--junitxml=junit.xml", "test_body.py"]
         began = time.monotonic()
         with (here / "output").open("wb") as output, contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(command, cwd=here, env=environment, stdout=output, stderr=output, check=False, timeout=60)
-        seconds = time.monotonic() - began
+        seconds = reported(here / "junit.xml") or time.monotonic() - began
         text = (here / "output").read_text(encoding="utf-8", errors="replace")
         left = remaining(mark)
-    return Found("1 failed" in text, bool(re.search(CAUSES[body], text)), seconds, left)
+    return Found("1 failed, 1 passed" in text, bool(re.search(CAUSES[body], text)), seconds, left)
+
+
+def reported(junit: Path) -> float:
+    """The seconds of the last test; 0 if pytest did not get to write its report."""
+    if not junit.exists():
+        return 0.0
+    return [float(case.attrib["time"]) for case in ET.parse(junit).iter("testcase")][-1]
 
 
 def remaining(mark: str) -> int:
@@ -216,8 +268,17 @@ def main() -> None:
     print(f"{measured_on('torch', 'accelerate', 'pytest')}; a test hangs after {given.limit:g} s\n")
     print("| rank 1 |", " | ".join(WAYS), "|")
     print("| --- |", " | ".join("---" for _ in WAYS), "|")
+    bad = []
     for body in given.faults:
-        print(f"| {body} |", " | ".join(str(run(way, body, given.limit)) for way in WAYS), "|", flush=True)
+        row = {way: run(way, body, given.limit) for way in WAYS}
+        print(f"| {body} |", " | ".join(map(str, row.values())), "|", flush=True)
+        bad += [
+            f"{body}: {way}: {found}"
+            for way, found in row.items()
+            if way.startswith("ours") and not found.good_within(given.limit + 5)
+        ]
+    if bad:
+        raise SystemExit("\n".join(["", *bad]))
 
 
 if __name__ == "__main__":

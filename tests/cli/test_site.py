@@ -164,10 +164,11 @@ def test_the_recorded_run_is_that_of_the_sample() -> None:
 
 def test_figures_of_other_harnesses_are_those_of_the_benchmarks() -> None:
     measured = {row[0]: row[2] for row in rows(page("benchmarks").partition("--stack`")[2]) if len(row) == 5}
-    (_, *names), _, *each = [row for row in rows(page("faults").partition("## Beside other")[2]) if len(row) == 6]
+    (_, *names), _, *each = [row for row in rows(page("faults").partition("## Beside other")[2]) if len(row) == 7]
     # The same way under its names on the two pages.
     columns = {
         "ours, fresh": "ours",
+        "ours, ranks": "ours, ranks",
         "`torchrun`": "torchrun",
         "`accelerate": "accelerate",
         "torch `MultiProcessT": "MultiProcessT",
