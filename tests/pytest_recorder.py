@@ -35,6 +35,7 @@ class OfReports:
         note(
             nodeid=report.nodeid,
             when=report.when,
+            duration=report.duration,
             outcome=report.outcome,
             text=report.longreprtext,
             sections=report.sections,

@@ -1,4 +1,4 @@
-"""Long texts cut short, where they are shown or travel between processes."""
+"""Texts made fit to be shown, or to travel between processes: long ones cut short, lone surrogates escaped."""
 
 from __future__ import annotations
 
@@ -9,3 +9,8 @@ def excerpt(text: str, most: int) -> str:
         return text
     tail = most // 3
     return f"{text[: most - tail]}\n... {len(text) - most} characters cut ...\n{text[-tail:]}"
+
+
+def encodable(text: str) -> str:
+    """The text with lone surrogates escaped: an exception may hold some, and one in a report ends a whole run of xdist."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import STEP_VERBS, Driver, Plan
 from pytest_distcompat.drivers import find_driver
@@ -97,7 +97,7 @@ class _Rank:
         if self.index < len(self.life.verbs):
             self.log.write("verb", verb=self.life.verbs[self.index], index=self.index)
         self.observer.restart()
-        self.began = time.perf_counter()
+        self.began = clock.now()
 
     def _end(self, facts: Mapping[str, Any], seconds: float) -> None:
         verb = self.life.verbs[self.index]
@@ -107,7 +107,7 @@ class _Rank:
 
     def _own(self) -> None:
         facts = getattr(self, f"_{self.life.verbs[self.index]}")()
-        self._end(facts, time.perf_counter() - self.began)
+        self._end(facts, clock.now() - self.began)
 
     def _train(self) -> None:
         """All of the trainer's own verbs up to the next that is not: one call. Files are read in between, by us."""
@@ -137,7 +137,7 @@ class _Rank:
     def _seen(self, verb: str, loss: float | None = None) -> None:
         """What ``Driver.train`` calls after each verb."""
         # Before we look: that is no time of the trainer's.
-        seconds = time.perf_counter() - self.began
+        seconds = clock.now() - self.began
         expected = self.life.verbs[self.index] if self.index < self.end else ""
         if verb != expected:
             told = f"the next verb of the plan is {expected!r}" if expected else "the plan is done"

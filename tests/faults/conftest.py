@@ -11,69 +11,21 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import psutil
 import pytest
+from tests.faults.forms import Form, forms
+from tests.faults.runs import Run
 from tests.pytest_runs import RECORDED, reports, temporaries
-from tests.pytest_runs import Run as RunOfPytest
+
+from pytest_distcompat.lease import Inventory, Pool
+from pytest_distcompat.lease.tickets import Queue
 
 HERE = Path(__file__).parent
 SHARED_MEMORY = Path("/dev/shm")
-
-
-@dataclass(frozen=True)
-class Run(RunOfPytest):
-    """What a pytest that ran faulty tests said, and what is left of it."""
-
-    left: tuple[str, ...]
-
-    def lines(self, name: str) -> list[str]:
-        """What the report says, without the line in which xdist names its worker."""
-        lines = str(self.of(name)["text"]).splitlines()
-        return lines[1:] if lines and lines[0].startswith("[gw") else lines
-
-    def shows(self, name: str, first: str, *more: str) -> None:
-        """The report begins with that line and has the others, in this order, somewhere below."""
-        lines = self.lines(name)
-        pytest.LineMatcher(lines[:1]).fnmatch_lines([first])
-        pytest.LineMatcher(lines).fnmatch_lines([first, *more])
-
-    def causes(self, name: str) -> list[int]:
-        """The ranks with a section of their own, in the order shown."""
-        found = [line.split()[2] for line in self.lines(name) if line.startswith("--- rank ")]
-        return [int(rank.rstrip(":")) for rank in found]
-
-    def consequences(self, name: str) -> set[int]:
-        """The ranks that are folded under the cause."""
-        _, _, folded = "\n".join(self.lines(name)).partition("\nconsequences:\n")
-        return {int(line.split()[1]) for line in folded.splitlines() if line.startswith("  rank ")}
-
-    def section(self, name: str, rank: int) -> str:
-        """What the report says of that rank."""
-        _, _, after = "\n".join(self.lines(name)).partition(f"\n--- rank {rank}: ")
-        return after.partition("\n--- rank ")[0]
-
-    def properties(self, name: str) -> dict[str, Any]:
-        return dict(self.of(name)["properties"])
-
-    @property
-    def shares_ranks(self) -> bool:
-        """Whether its tests run on ranks that live on: those are there after a test, and gone with pytest."""
-        return "reuse session" in self.out
-
-    @property
-    def left_by_tests(self) -> dict[str, list[str]]:
-        """By test: the processes that it started and that were there after it; but for each process's first, which warms up."""
-        seen: set[int] = set()
-        found = {}
-        for one in self.reports:
-            if one.get("left") and one["process"] in seen:
-                found[one["nodeid"]] = one["left"]
-            seen.add(one.get("process", 0))
-        return found
 
 
 class Faulty:
@@ -83,6 +35,7 @@ class Faulty:
         self, directory: Path, args: Sequence[str], environment: Mapping[str, str], wrap: Sequence[str]
     ) -> None:
         self.directory = directory
+        self._world_size = int(environment.get("FAULTS_WORLD_SIZE", "0"))
         self._mark = uuid.uuid4().hex
         self._before = _names(SHARED_MEMORY)
         self.temporary = directory / "temporary"
@@ -120,23 +73,27 @@ class Faulty:
     def out(self) -> str:
         return (self.directory / "output.txt").read_text(encoding="utf-8", errors="replace")
 
-    def finish(self, seconds: float = 150.0, *, killed: bool = False) -> Run:
-        """Wait for its end, and then for that of all it started. Whoever is ``killed`` cannot remove temporary files."""
+    def finish(self, seconds: float = 150.0, *, killed: bool = False, grace: float = 5.0) -> Run:
+        """Wait for its end, and then ``grace`` seconds for that of all it started.
+
+        Whoever is ``killed`` cannot remove temporary files.
+        """
         try:
             code = self.process.wait(seconds)
         finally:
             self._output.close()
             self.kill()
-        return Run(code, self.out, self.directory, reports(self.directory), tuple(self._left(killed=killed)))
+        left = tuple(self._left(grace, killed=killed))
+        return Run(code, self.out, self.directory, reports(self.directory), left, self._world_size)
 
     def kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
 
-    def _left(self, *, killed: bool) -> list[str]:
-        """Processes, shared memory and temporary files; they get a while to go away by themselves."""
-        deadline = time.monotonic() + 5
+    def _left(self, grace: float, *, killed: bool) -> list[str]:
+        """Processes, shared memory, leases and temporary files; they get a while to go away by themselves."""
+        deadline = time.monotonic() + grace
         while (left := self._seen(killed=killed)) and time.monotonic() < deadline:
             time.sleep(0.1)
         for process in self._processes():
@@ -149,6 +106,7 @@ class Faulty:
         # Without one of our own: new files, but for those of other people, which they use.
         shared = _names(self._shared) if self._shared else _names(SHARED_MEMORY) - self._before - _mapped()
         left += [f"shared memory {name}" for name in sorted(shared)]
+        left += held_leases(self.temporary)
         # The files by which runs share a machine stay too.
         temporary = sorted(name for name in temporaries(self.temporary) if not name.startswith("distcompat-leases"))
         return left if killed else left + [f"temporary {name}" for name in temporary]
@@ -161,6 +119,17 @@ class Faulty:
                 if process.environ().get("FAULTS_MARK") == self._mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
+
+
+def held_leases(temporary: Path) -> list[str]:
+    """The devices below that temporary directory that somebody holds, and who waits for some."""
+    found = []
+    for leases in temporary.glob("distcompat-leases-*"):
+        ids = tuple(sorted(unquote(lock.stem) for lock in leases.glob("*.lock")))
+        holders = Pool(leases, Inventory("gpu", ids)).holders() if ids else []
+        found += [f"lease of {holder.id} by {holder.who}" for holder in holders]
+        found += [f"{ticket.who} in the queue for leases" for ticket in Queue(leases / "queue").waiting()]
+    return found
 
 
 def _names(directory: Path | int) -> set[str]:
@@ -216,12 +185,16 @@ def environment(environment: dict[str, str]) -> dict[str, str]:
 def start(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Start pytest on ``bodies``, a file beside this one, or on source text; ``wrap`` stands before its command.
 
-    Its directories are below one of that name.
+    Its directories are below one of that name. ``conftest`` is another file beside this one.
     """
     started: list[Faulty] = []
 
-    def start(bodies: str, *args: str, wrap: Sequence[str] = (), name: str = "faulty", **changed: str) -> Faulty:
+    def start(
+        bodies: str, *args: str, wrap: Sequence[str] = (), name: str = "faulty", conftest: str = "", **changed: str
+    ) -> Faulty:
         directory = tmp_path_factory.mktemp(name)
+        if conftest:
+            shutil.copy(HERE / conftest, directory / "conftest.py")
         if "\n" in bodies:
             (directory / "test_faulty.py").write_text(bodies, encoding="utf-8")
         else:
@@ -252,14 +225,9 @@ def run_faults(start: Start) -> RunFaults:
     return run
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(), pytest.param(("-n", "2"), marks=pytest.mark.nightly), ("--distcompat-reuse=session",)],
-    ids=["alone", "workers", "kept"],
-)
-def workers(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """For a pytest that runs the tests itself, one that has workers of xdist do it, and one whose tests share ranks."""
-    found: tuple[str, ...] = request.param
+@pytest.fixture(scope="module", params=forms("alone", "workers", "kept", "alone at 4", "kept at 4"))
+def form(request: pytest.FixtureRequest) -> Form:
+    found: Form = request.param
     return found
 
 

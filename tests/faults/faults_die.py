@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.faults_group import four, meet, test_well, two  # noqa: F401 - a test of this module too
+from tests.faults.faults_group import LAST_BUT_ONE, four, meet, test_well, two
 
 
 @two
@@ -47,7 +47,7 @@ def test_exits_3(rank: int, process_group: Any) -> None:
 
 @four
 def test_killed(rank: int, process_group: Any) -> None:
-    if rank == 2:
+    if rank == LAST_BUT_ONE:
         os.kill(os.getpid(), signal.SIGKILL)
     meet()
 
@@ -133,6 +133,32 @@ def test_in_a_thread(rank: int, process_group: Any) -> None:
     meet()
 
 
+@two
+def test_turns_into_a_daemon(rank: int) -> None:
+    # The child goes on in the place of the rank, to the end of the test.
+    if rank == 1 and os.fork():
+        os._exit(0)
+
+
+@two
+def test_turns_into_a_daemon_in_setup(turns_into_a_daemon: None) -> None:
+    pass
+
+
+@pytest.fixture
+def turns_into_a_daemon(rank: int) -> None:
+    if rank == 1 and os.fork():
+        os._exit(0)
+
+
+@two
+def test_its_child_goes_on_too(rank: int) -> None:
+    child = os.fork() if rank == 1 else 0
+    if child:
+        os.waitpid(child, 0)
+        os._exit(0)
+
+
 @pytest.fixture
 def dies_up(rank: int) -> None:
     if rank == 1:
@@ -176,6 +202,8 @@ def test_two_die(rank: int, process_group: Any) -> None:
     # At one time: the agent ends whoever is left a few milliseconds after the first.
     when = [time.monotonic() + 0.2]
     distributed.broadcast_object_list(when)
+    if rank > 1:
+        meet()
     while time.monotonic() < when[0]:
         pass
     if rank == 0:
@@ -187,6 +215,8 @@ def test_two_die(rank: int, process_group: Any) -> None:
 def test_one_dies_after_another_raised(rank: int, shared_dir: Path) -> None:
     if rank == 0:
         raise ValueError("first")
+    if rank > 1:
+        time.sleep(60)
     # Rank 0 waits a moment for the others' own failures before it leaves and takes them with it.
     said = shared_dir.parent / "rank-0.jsonl"
     while not said.exists() or '"error"' not in said.read_text(encoding="utf-8"):
@@ -222,3 +252,6 @@ def test_expected_failure(rank: int, process_group: Any) -> None:
         sys.stderr.flush()
         os.abort()
     meet()
+
+
+test_well_after_all = test_well

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.faults_group import meet, test_well  # noqa: F401 - a test of this module too
+from tests.faults.faults_group import LAST_BUT_ONE, SIZE, meet, test_well
 
 LIMIT = 2.0
-two = pytest.mark.distcompat(world_size=2, timeout=LIMIT)
-four = pytest.mark.distcompat(world_size=4, timeout=LIMIT)
+two = pytest.mark.distcompat(world_size=SIZE or 2, timeout=LIMIT)
+four = pytest.mark.distcompat(world_size=SIZE or 4, timeout=LIMIT)
 
 
 def fall_asleep() -> None:
@@ -45,7 +45,8 @@ def wait_for_a_lock() -> None:
 
 @four
 def test_each_elsewhere(rank: int, process_group: Any) -> None:
-    (fall_asleep, loop, hold_the_lock, meet)[rank]()
+    # Of 2 ranks the last two of these.
+    (fall_asleep, loop, hold_the_lock, meet)[rank + 2 - LAST_BUT_ONE]()
 
 
 @two
@@ -73,8 +74,18 @@ def test_deaf_and_alone(rank: int) -> None:
 
 @four
 def test_nobody_joins(rank: int, process_group: Any) -> None:
-    if rank == 2:
+    if rank == LAST_BUT_ONE:
         meet()
+
+
+@two
+def test_nobody_joins_with_a_number(rank: int, process_group: Any) -> None:
+    import torch
+    from torch import distributed
+
+    # A loss, say. It looks like the collective by which ranks that live on see that their group is sound.
+    if rank == 1:
+        distributed.all_reduce(torch.ones(()))
 
 
 @two
@@ -82,11 +93,11 @@ def test_another_collective(rank: int, process_group: Any) -> None:
     import torch
     from torch import distributed
 
-    if rank == 0:
-        meet()
-    else:
+    if rank == 1:
         distributed.broadcast_object_list([None], src=0)
         distributed.recv(torch.ones(3), src=0)
+    else:
+        meet()
 
 
 @two
@@ -94,8 +105,8 @@ def test_another_order_of_groups(rank: int, process_group: Any) -> None:
     import torch
     from torch import distributed
 
-    first, second = distributed.new_group([0, 1]), distributed.new_group([0, 1])
-    for group in (first, second) if rank == 0 else (second, first):
+    first, second = distributed.new_group(), distributed.new_group()
+    for group in (second, first) if rank == 1 else (first, second):
         distributed.all_reduce(torch.ones(2), group=group)
 
 
@@ -105,7 +116,7 @@ def test_other_tensors(rank: int, process_group: Any) -> None:
     from torch import distributed
 
     # As many bytes: gloo does not notice.
-    distributed.all_reduce(torch.ones(2, dtype=torch.int32 if rank else torch.float32))
+    distributed.all_reduce(torch.ones(2, dtype=torch.int32 if rank == 1 else torch.float32))
     if rank == 1:
         fall_asleep()
     meet()
@@ -115,9 +126,9 @@ def test_other_tensors(rank: int, process_group: Any) -> None:
 def test_objects(rank: int, process_group: Any) -> None:
     from torch import distributed
 
-    if rank == 2:
+    if rank == LAST_BUT_ONE:
         loop()
-    distributed.all_gather_object([None] * 4, "object")
+    distributed.all_gather_object([None] * distributed.get_world_size(), "object")
 
 
 @two
@@ -155,7 +166,7 @@ def test_left_to_itself(rank: int, process_group: Any) -> None:
 @two
 def test_another_shape(rank: int, process_group: Any) -> None:
     for _ in range(20):
-        meet(2 if rank == 0 else 2**20)
+        meet(2**20 if rank == 1 else 2)
     fall_asleep()
 
 
@@ -243,3 +254,6 @@ def test_raises_while_the_other_hangs(rank: int) -> None:
     if rank == 1:
         raise ValueError("the cause")
     hold_the_lock()
+
+
+test_well_after_all = test_well

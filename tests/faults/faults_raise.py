@@ -6,10 +6,11 @@ import os
 import sys
 import threading
 import time
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import pytest
-from tests.faults.faults_group import four, meet, test_well, two  # noqa: F401 - a test of this module too
+from tests.faults.faults_group import LAST, LAST_BUT_ONE, four, meet, test_well, two
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -78,7 +79,7 @@ ACTS = {
 
 @four
 def test_before(rank: int) -> None:
-    if rank == 2:
+    if rank == LAST_BUT_ONE:
         raise ValueError("before the collective")
     meet()
 
@@ -89,6 +90,55 @@ def test_inside(rank: int) -> None:
     from torch import distributed
 
     distributed.all_reduce("no tensor" if rank == 1 else torch.ones(2))
+
+
+@two
+def test_while_one_is_under_way(rank: int) -> None:
+    import torch
+    from torch import distributed
+
+    if rank == 1:
+        # The others are not there yet.
+        work = distributed.all_reduce(torch.ones(2), async_op=True)
+        assert work is not None
+        assert not work.is_completed()
+        raise ArithmeticError("while it is under way")
+    time.sleep(0.2)
+    meet()
+
+
+@two
+def test_inside_of_what_a_peer_left(rank: int) -> None:
+    from torch import distributed
+
+    group = distributed.new_group([0, 1])
+    if rank == 0:
+        distributed.monitored_barrier(group, timeout=timedelta(seconds=0.5))
+    if rank == 1:
+        time.sleep(60)
+    meet()
+
+
+@two
+def test_in_a_hook_of_the_reducer(rank: int) -> None:
+    import torch
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    def hook(state: None, bucket: Any) -> Any:
+        if rank != 1:
+            time.sleep(0.2)
+        work = distributed.all_reduce(bucket.buffer(), async_op=True)
+        assert work is not None
+        if rank == 1:
+            raise ArithmeticError("in a hook of the reducer")
+        return work.get_future().then(lambda done: done.value()[0])
+
+    hook.__annotations__.clear()  # torch compares them with types, and here they are strings
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    model.register_comm_hook(None, hook)
+    model(torch.ones(1, 4)).sum().backward()
+    meet()
 
 
 @four
@@ -116,16 +166,16 @@ def test_after(rank: int) -> None:
 @four
 def test_after_while_the_others_meet_again(rank: int) -> None:
     meet()
-    if rank == 3:
+    if rank == LAST:
         raise ValueError("between two collectives")
     meet()
 
 
 @four
 def test_different(rank: int) -> None:
-    if rank == 2:
+    if rank == LAST_BUT_ONE:
         raise ValueError("the first")
-    if rank == 1:
+    if rank == (LAST_BUT_ONE or 2) - 1:
         time.sleep(0.1)
         raise TypeError("the second")
     meet()
@@ -155,6 +205,15 @@ def test_in_a_thread_that_is_waited_for(rank: int) -> None:
 
 
 @two
+def test_in_a_forked_child(rank: int) -> None:
+    if rank == 1:
+        child = os.fork()
+        if not child:
+            raise ValueError("in a forked child")
+        os.waitpid(child, 0)
+
+
+@two
 def test_dataloader_worker_raises(rank: int) -> None:
     from torch.utils.data import DataLoader
 
@@ -171,3 +230,6 @@ def test_dataloader_worker_raises(rank: int) -> None:
 
 def raising_in_a_worker(batch: Any) -> NoReturn:
     raise LookupError(f"in worker process {os.getpid()}")
+
+
+test_well_after_all = test_well

@@ -17,7 +17,8 @@ from pytest_distcompat.expect import Expectation, fails, refuses
 if TYPE_CHECKING:
     from torch.nn import Module
 
-DDP = Matrix(strategies=("ddp",), precisions=("fp32",))
+SIZE = int(os.environ.get("FAULTS_WORLD_SIZE", "2"))
+DDP = Matrix(strategies=("ddp",), precisions=("fp32",), world_sizes=(SIZE,))
 
 
 class Raises(Mine):
@@ -73,7 +74,7 @@ class OtherCollective(Mine):
         from torch import distributed
 
         if self.world.rank == 1 and number == 1:
-            distributed.all_gather_object([None, None], torch.ones(2))
+            distributed.all_gather_object([None] * SIZE, torch.ones(2))
         return super().step(number)
 
 

@@ -9,41 +9,50 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.faults.told import ALL, Told, expect_soon
 
 if TYPE_CHECKING:
-    from tests.faults.conftest import Run, RunFaults
+    from tests.faults.conftest import RunFaults
+    from tests.faults.forms import Form
+    from tests.faults.runs import Run
 
 pytestmark = pytest.mark.spawn
 
-#: Test: its causes; who is folded; the first line of its report; more of its lines.
-FAULTS: dict[str, tuple[list[int], set[int], str, list[str]]] = {
-    "test_exits_0_while_the_other_waits": ([1], {0}, "rank 1 exited with code 0 without a report", ["consequences:"]),
-    "test_exits_0_while_the_other_is_done": ([1], {0}, "rank 1 exited with code 0 without a report", []),
-    "test_exits_0_everywhere": ([0, 1, 2, 3], set(), "rank * exited with code 0 without a report", []),
-    "test_exits_3": ([1], {0}, "rank 1 exited with code 3 without a report", []),
-    "test_killed": ([2], {0, 1, 3}, "rank 2 was killed by SIGKILL", ["consequences:"]),
-    "test_terminated": ([0], {1}, "rank 0 was killed by SIGTERM", ["consequences:"]),
-    "test_segfault_in_c": (
-        [1], {0}, "rank 1 was killed by SIGSEGV",
-        ["last output:", "Fatal Python error: Segmentation fault", "  File *test_die.py*, line * in test_segfault_in_c"],
+#: Seconds that the time limit leaves to each.
+LIMIT = 30
+FAULTS = {
+    "test_exits_0_while_the_other_waits": Told((1,), "rank 1 exited with code 0 without a report", ("consequences:",)),
+    "test_exits_0_while_the_other_is_done": Told((1,), "rank 1 exited with code 0 without a report"),
+    "test_exits_0_everywhere": Told(ALL, "rank * exited with code 0 without a report", size=4),
+    "test_exits_3": Told((1,), "rank 1 exited with code 3 without a report"),
+    "test_killed": Told((-2,), "rank {0} was killed by SIGKILL", ("consequences:",), size=4),
+    "test_terminated": Told((0,), "rank 0 was killed by SIGTERM", ("consequences:",)),
+    "test_segfault_in_c": Told(
+        (1,), "rank 1 was killed by SIGSEGV",
+        ("last output:", "Fatal Python error: Segmentation fault", "  File *test_die.py*, line * in test_segfault_in_c"),
     ),
-    "test_abort_in_c": (
-        [1], {0}, "rank 1 was killed by SIGABRT",
-        ["last output:", "Fatal Python error: Aborted", "  File *test_die.py*, line * in test_abort_in_c"],
+    "test_abort_in_c": Told(
+        (1,), "rank 1 was killed by SIGABRT",
+        ("last output:", "Fatal Python error: Aborted", "  File *test_die.py*, line * in test_abort_in_c"),
     ),
-    "test_bus_error": (
-        [1], {0}, "rank 1 was killed by SIGBUS",
-        ["last output:", "Fatal Python error: Bus error", "  File *test_die.py*, line * in test_bus_error"],
+    "test_bus_error": Told(
+        (1,), "rank 1 was killed by SIGBUS",
+        ("last output:", "Fatal Python error: Bus error", "  File *test_die.py*, line * in test_bus_error"),
     ),
-    "test_cpu_limit": ([1], {0}, "rank 1 was killed by SIGXCPU", []),
-    "test_address_space": ([1], {0}, "rank 1 failed: RuntimeError: *can't allocate memory*", []),
-    "test_python_memory": ([1], {0}, "rank 1 failed: MemoryError", []),
-    "test_in_a_thread": ([1], {0}, "rank 1 exited with code 0 without a report", []),
-    "test_in_setup": ([1], {0}, "rank 1 was killed by SIGKILL", []),
-    "test_in_teardown": ([1], {0}, "rank 1 exited with code 0 without a report", []),
-    "test_when_the_interpreter_ends": ([1], set(), "rank 1 was killed by SIGSEGV after it had finished its work", []),
-    "test_dataloader_worker": ([1], {0}, "rank 1 failed: RuntimeError: DataLoader worker (pid* exited unexpectedly*", []),
-    "test_expected_failure": ([1], {0}, "rank 1 was killed by SIGABRT", ["last output:", "*Fatal Python error: Aborted"]),
+    "test_cpu_limit": Told((1,), "rank 1 was killed by SIGXCPU"),
+    "test_address_space": Told((1,), "rank 1 failed: RuntimeError: *can't allocate memory*"),
+    "test_python_memory": Told((1,), "rank 1 failed: MemoryError"),
+    "test_in_a_thread": Told((1,), "rank 1 exited with code 0 without a report"),
+    "test_turns_into_a_daemon": Told((1,), "rank 1 exited with code 0 without a report"),
+    "test_turns_into_a_daemon_in_setup": Told((1,), "rank 1 exited with code 0 without a report"),
+    "test_its_child_goes_on_too": Told((1,), "rank 1 exited with code 0 without a report"),
+    "test_in_setup": Told((1,), "rank 1 was killed by SIGKILL"),
+    "test_in_teardown": Told((1,), "rank 1 exited with code 0 without a report"),
+    "test_when_the_interpreter_ends": Told(
+        (1,), "rank 1 was killed by SIGSEGV after it had finished its work", others=False
+    ),
+    "test_dataloader_worker": Told((1,), "rank 1 failed: RuntimeError: DataLoader worker (pid* exited unexpectedly*"),
+    "test_expected_failure": Told((1,), "rank 1 was killed by SIGABRT", ("last output:", "*Fatal Python error: Aborted")),
 }  # fmt: skip
 
 
@@ -67,23 +76,36 @@ def memory() -> Iterator[Path | None]:
 
 
 @pytest.fixture(scope="module")
-def run(run_faults: RunFaults, memory: Path | None, workers: tuple[str, ...]) -> Run:
+def run(run_faults: RunFaults, memory: Path | None, form: Form) -> Run:
     select = ("-k", "") if memory else ("-k", "not out_of_memory")
-    return run_faults("faults_die.py", *select, "--distcompat-timeout=30", *workers, FAULTS_CGROUP=str(memory))
+    return run_faults(
+        "faults_die.py", *select, f"--distcompat-timeout={LIMIT}", *form.args, **form.more, FAULTS_CGROUP=str(memory)
+    )
 
 
 def test_all_fail_and_the_session_goes_on(run: Run, memory: Path | None) -> None:
     assert run.code == pytest.ExitCode.TESTS_FAILED, run.out
-    names = {"test_well", *FAULTS, "test_two_die", "test_one_dies_after_another_raised"}
+    names = {*FAULTS, "test_two_die", "test_one_dies_after_another_raised"}
     names |= {"test_out_of_memory"} if memory else set()
-    assert run.outcomes == {name: "passed" if name == "test_well" else "failed" for name in names}
+    assert run.outcomes == dict.fromkeys(("test_well", "test_well_after_all"), "passed") | dict.fromkeys(
+        names, "failed"
+    )
+
+
+def test_all_are_told_soon(run: Run) -> None:
+    # Some take a while to die: a second of a core that others want too; a data loader's process starts.
+    own = {"test_cpu_limit": 5.0, "test_dataloader_worker": 5.0, "test_out_of_memory": 5.0}
+    expect_soon(run, {name: own.get(name, 0.0) for name in run.outcomes}, LIMIT)
+
+
+def test_faults_come_to_ranks_that_have_done_a_test(run: Run, form: Form) -> None:
+    if form.kept:
+        run.shows_used_ranks()
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_who_died_is_the_cause_and_how_is_said(name: str, run: Run) -> None:
-    causes, folded, first, more = FAULTS[name]
-    run.shows(name, first, *more)
-    assert (sorted(run.causes(name)), run.consequences(name)) == (causes, folded)
+    FAULTS[name].expect(run, name)
 
 
 def test_the_kernel_ends_a_rank_that_has_too_much_memory(run: Run, memory: Path | None) -> None:

@@ -2,135 +2,270 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.faults.forms import FORMS, Form
+from tests.faults.told import Told, expect_in_time, expect_soon
 
 if TYPE_CHECKING:
-    from tests.faults.conftest import Run, RunFaults
+    from tests.faults.conftest import RunFaults
+    from tests.faults.runs import Run
 
 pytestmark = pytest.mark.spawn
 
-REDUCE = "all_reduce (default_pg, #2) at *faults_group.py:*"
-ASLEEP = "in fall_asleep at test_hang.py:*: time.sleep(600)"
-#: Test: what the headline says after the time limit; the ranks that hang, each with functions that its stack has, innermost first.
-FAULTS: dict[str, tuple[str, dict[int, list[str]]]] = {
-    "test_each_elsewhere": (
-        f"rank 0 is {ASLEEP}; rank 1 is in loop at test_hang.py:*; rank 2 is in hold_the_lock at test_hang.py:*; rank 3 waits in {REDUCE}",
-        {0: ["fall_asleep"], 1: ["loop"], 2: ["hold_the_lock"], 3: ["all_reduce", "meet"]},
-    ),
-    "test_one_asleep_the_other_done": (f"rank 1 is {ASLEEP}", {1: ["fall_asleep", "test_one_asleep_the_other_done"]}),
-    "test_deaf": (
-        f"rank 0 waits in {REDUCE}; rank 1 is in wait_for_a_lock at test_hang.py:*",
-        {0: ["all_reduce", "meet"], 1: ["wait_for_a_lock"]},
-    ),
-    "test_deaf_and_alone": (f"rank 0 is {ASLEEP}; rank 1 gave no stack", {0: ["fall_asleep"], 1: []}),
-    "test_another_collective": (
-        f"different collectives: rank 0 waits in {REDUCE}; rank 1 waits in broadcast_object_list (broadcast, default_pg, #2) at *",
-        {0: ["all_reduce", "meet"], 1: ["broadcast", "broadcast_object_list", "test_another_collective"]},
-    ),
-    "test_another_order_of_groups": (
-        "rank 0 waits in all_reduce (group 1, #1) at test_hang.py:*; rank 1 waits in all_reduce (group 2, #1) at *",
-        {0: ["test_another_order_of_groups"], 1: ["test_another_order_of_groups"]},
-    ),
-    "test_other_tensors": (
-        f"different tensors: rank 0 waits in all_reduce (default_pg, #3) at *faults_group.py:*; rank 1 is {ASLEEP}",
-        {0: ["all_reduce", "meet"], 1: ["fall_asleep"]},
-    ),
-    "test_objects": (
-        "ranks 0, 1, 3 wait in all_gather_object (all_gather, default_pg, #2) at test_hang.py:*; rank 2 is in loop at *",
-        {0: ["all_gather_object"], 1: ["all_gather_object"], 2: ["loop"], 3: ["all_gather_object"]},
-    ),
-    "test_receiver": (f"rank 0 waits in recv at test_hang.py:*; rank 1 is {ASLEEP}", {0: ["recv"], 1: ["fall_asleep"]}),
-    "test_backward": (
-        f"rank 0 waits in all_reduce (default_pg, #5) at test_hang.py:*; rank 1 is {ASLEEP}",
-        {0: ["backward", "test_backward"], 1: ["fall_asleep"]},
-    ),
-    "test_left_to_itself": (
-        f"rank 0 is {ASLEEP}, with all_reduce (default_pg, #2) unfinished; rank 1 is {ASLEEP}",
-        {0: ["fall_asleep"], 1: ["fall_asleep"]},
-    ),
-    "test_dataloader_workers": (
-        "rank 0 waits in all_reduce (default_pg, #2) at *; rank 1 is in test_dataloader_workers at test_hang.py:*: list(DataLoader*",
-        {0: ["all_reduce"], 1: ["test_dataloader_workers"]},
-    ),
-    "test_import": ("rank 1 is in <module> at *never_there.py:2: time.sleep(600)", {1: ["<module>", "test_import"]}),
-    "test_setup": (
-        f"rank 0 waits in init_process_group at *; rank 1 is {ASLEEP}",
-        {0: ["init_process_group"], 1: ["fall_asleep", "hangs_up"]},
-    ),
-    "test_teardown": (f"rank 1 is {ASLEEP}", {1: ["fall_asleep", "hangs_down"]}),
-    "test_thread_at_exit": (f"rank 1 is {ASLEEP}", {1: ["fall_asleep"]}),
-    "test_finalizer_at_exit": (f"rank 1 is {ASLEEP}", {1: ["fall_asleep"]}),
+REDUCE = "waits in all_reduce (default_pg, #{1}) at *faults_group.py:*"
+ASLEEP = "is in fall_asleep at test_hang.py:*: time.sleep(600)"
+LOOP = "is in loop at test_hang.py:*"
+REDUCES = (REDUCE, ["all_reduce", "meet"])
+SLEEPS = (ASLEEP, ["fall_asleep"])
+PEER_LOST = "rank {0} failed: RuntimeError: * Connection * by peer*"
+
+#: All ranks that are not named.
+OTHERS = 99
+#: Test: by rank (those below 0 are counted from the last one) what the headline says of it after the time limit, and functions that
+#: its stack has, innermost first. ``{1}`` is the number of the first collective of the test, ``{2}`` that of the second.
+FAULTS: dict[str, dict[int, tuple[str, list[str]]]] = {
+    "test_each_elsewhere": {
+        -4: SLEEPS, -3: (LOOP, ["loop"]), -2: ("is in hold_the_lock at test_hang.py:*", ["hold_the_lock"]), -1: REDUCES,
+    },
+    "test_one_asleep_the_other_done": {1: (ASLEEP, ["fall_asleep", "test_one_asleep_the_other_done"])},
+    "test_deaf": {OTHERS: REDUCES, 1: ("is in wait_for_a_lock at test_hang.py:*", ["wait_for_a_lock"])},
+    "test_deaf_and_alone": {OTHERS: SLEEPS, 1: ("gave no stack", [])},
+    "test_another_collective": {
+        OTHERS: REDUCES,
+        1: (
+            "waits in broadcast_object_list (broadcast, default_pg, #{1}) at *",
+            ["broadcast", "broadcast_object_list", "test_another_collective"],
+        ),
+    },
+    "test_another_order_of_groups": {
+        OTHERS: ("waits in all_reduce (group 1, #1) at test_hang.py:*", ["test_another_order_of_groups"]),
+        1: ("waits in all_reduce (group 2, #1) at *", ["test_another_order_of_groups"]),
+    },
+    "test_other_tensors": {OTHERS: (REDUCE.replace("{1}", "{2}"), ["all_reduce", "meet"]), 1: SLEEPS},
+    "test_objects": {
+        OTHERS: ("waits in all_gather_object (all_gather, default_pg, #{1}) at test_hang.py:*", ["all_gather_object"]),
+        -2: (LOOP, ["loop"]),
+    },
+    "test_receiver": {0: ("waits in recv at test_hang.py:*", ["recv"]), OTHERS: SLEEPS},
+    "test_backward": {
+        OTHERS: ("waits in all_reduce (default_pg, #{4}) at test_hang.py:*", ["backward", "test_backward"]), 1: SLEEPS,
+    },
+    "test_left_to_itself": {
+        0: (f"{ASLEEP}, with all_reduce (default_pg, #{{1}}) unfinished", ["fall_asleep"]), OTHERS: SLEEPS,
+    },
+    "test_dataloader_workers": {
+        OTHERS: ("waits in all_reduce (default_pg, #{1}) at *", ["all_reduce"]),
+        1: ("is in test_dataloader_workers at test_hang.py:*: list(DataLoader*", ["test_dataloader_workers"]),
+    },
+    "test_import": {1: ("is in <module> at *never_there.py:2: time.sleep(600)", ["<module>", "test_import"])},
+    "test_setup": {OTHERS: ("waits in init_process_group at *", ["init_process_group"]), 1: (ASLEEP, ["fall_asleep", "hangs_up"])},
+    "test_teardown": {1: (ASLEEP, ["fall_asleep", "hangs_down"])},
+    "test_thread_at_exit": {1: SLEEPS},
+    "test_finalizer_at_exit": {1: SLEEPS},
+}  # fmt: skip
+#: What ranks that live on do otherwise: they have a process group already, and whoever waits for a peer that is done does not lose it.
+KEPT = {
+    "test_setup": {1: (ASLEEP, ["fall_asleep", "hangs_up"])},
+    "test_nobody_joins": {-2: REDUCES},
+    "test_nobody_joins_with_a_number": {
+        1: (
+            "waits in all_reduce (default_pg, #{1}) at test_hang.py:*",
+            ["all_reduce", "test_nobody_joins_with_a_number"],
+        )
+    },
+    "test_the_group_is_destroyed_by_one": {1: ("waits in barrier (default_pg, #{1}) at test_hang.py:*", ["barrier"])},
 }
+#: What is asked of the headline when ranks part, before it names them.
+PARTED = {"test_another_collective": "different collectives: ", "test_other_tensors": "different tensors: "}
+#: Not at the time limit, for gloo notices: the verdict on fresh ranks.
+AT_ONCE = {
+    "test_nobody_joins": Told((-2,), PEER_LOST, ("consequences:",), size=4),
+    "test_nobody_joins_with_a_number": Told((1,), PEER_LOST, ("consequences:",)),
+    "test_the_group_is_destroyed_by_one": Told((1,), PEER_LOST, ("consequences:",)),
+}
+NAMES = (*FAULTS, *AT_ONCE)
+SIZES = {"test_each_elsewhere": 4, "test_objects": 4}
+LIMIT = 2.0
+
+#: These stand for the others in the daily run: each rank elsewhere, another collective, a Python loop, a peer that is done.
+FEW = (
+    "test_each_elsewhere",
+    "test_another_collective",
+    "test_objects",
+    "test_nobody_joins",
+    "test_nobody_joins_with_a_number",
+)
+#: All of them every day with workers: ranks that sleep take no time from others.
+FULL = (
+    Form("three workers", ("-n", "3")),
+    Form("three workers at 4", ("-n", "3"), 4, nightly=True),
+    *(replace(FORMS[name], nightly=True) for name in ("alone", "workers", "kept", "kept at 4")),
+)
+OF_FEW = tuple(
+    replace(
+        FORMS[name], name=f"few {name}", args=(*FORMS[name].args, "-k", " or ".join(("test_well", *FEW))), nightly=False
+    )
+    for name in ("kept",)
+)
+
+
+def cases(*names: str) -> list[Any]:
+    """These tests in all forms that run them."""
+    return [
+        pytest.param(form, name, id=f"{form.name}-{name}", marks=[pytest.mark.nightly] if form.nightly else [])
+        for form in (*FULL, *OF_FEW)
+        for name in names
+        if form in FULL or name in FEW
+    ]
+
+
+def in_forms(*forms: Form) -> pytest.MarkDecorator:
+    params = [pytest.param(form, id=form.name, marks=[pytest.mark.nightly] if form.nightly else []) for form in forms]
+    return pytest.mark.parametrize("form", params, indirect=True)
 
 
 @pytest.fixture(scope="module")
-def run(run_faults: RunFaults) -> Run:
-    """With xdist: ranks that sleep take no time from others."""
-    return run_faults("faults_hang.py", "-n", "3", "--distcompat-timeout=60")
+def form(request: pytest.FixtureRequest) -> Form:
+    found: Form = request.param
+    return found
 
 
-def test_all_fail_and_the_session_goes_on(run: Run) -> None:
+@pytest.fixture(scope="module")
+def run(run_faults: RunFaults, form: Form) -> Run:
+    return run_faults("faults_hang.py", "--distcompat-timeout=60", *form.args, **form.more)
+
+
+def hanging(name: str, run: Run) -> dict[int, tuple[str, list[str]]]:
+    """By rank what is expected of that test in that run; nothing, if none is to hang until the time limit."""
+    size = run.world_size or SIZES.get(name, 2)
+    said = KEPT.get(name) if run.shares_ranks else None
+    said = said or FAULTS.get(name, {})
+    named = {rank % size: each for rank, each in said.items() if -size <= rank < size}
+    if OTHERS in said:
+        named = dict.fromkeys(range(size), said[OTHERS]) | named
+    return dict(sorted(named.items()))
+
+
+def headline(name: str, run: Run) -> str:
+    """What the report begins with: ranks of which the same is said stand together."""
+    begun = run.collectives_before(name)
+    together: dict[str, list[int]] = {}
+    for rank, (said, _) in hanging(name, run).items():
+        together.setdefault(said.format(0, *range(begun + 1, begun + 5)), []).append(rank)
+    parts = []
+    for said, ranks in together.items():
+        verb, _, rest = said.partition(" ")
+        if len(ranks) == 1:
+            parts.append(f"rank {ranks[0]} {said}")
+        else:
+            many = {"waits": "wait", "is": "are"}[verb]
+            parts.append(f"ranks {', '.join(map(str, ranks))} {many} {rest}")
+    return f"time limit of 2 s: {PARTED.get(name, '')}{'; '.join(parts)}"
+
+
+@in_forms(*FULL, *OF_FEW)
+def test_all_fail_and_the_session_goes_on(run: Run, form: Form) -> None:
     assert run.code == pytest.ExitCode.TESTS_FAILED, run.out
-    assert {name for name, end in run.outcomes.items() if end == "passed"} == {"test_well"}, run.out
+    assert {name for name, end in run.outcomes.items() if end == "passed"} == {"test_well", "test_well_after_all"}, (
+        run.out
+    )
     assert set(run.outcomes.values()) == {"passed", "failed"}
+    others = {"test_another_shape", "test_atexit_on_all", "test_raises_while_the_other_hangs"}
+    assert {name for name, end in run.outcomes.items() if end == "failed"} == (
+        {*NAMES, *others} if form in FULL else {*FEW}
+    )
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(("form", "name"), cases(*NAMES), indirect=["form"])
 def test_who_hangs_is_named_and_where(name: str, run: Run) -> None:
-    said, hanging = FAULTS[name]
-    run.shows(name, f"time limit of 2 s: {said}")
-    assert sorted(run.causes(name)) == list(hanging)
-    for rank, functions in hanging.items():
+    expected = hanging(name, run)
+    if not expected:
+        AT_ONCE[name].expect(run, name)
+        return
+    run.shows(name, headline(name, run))
+    assert sorted(run.causes(name)) == list(expected)
+    assert not run.consequences(name)
+    for rank, (_, functions) in expected.items():
         stack = run.section(name, rank).splitlines()
         pytest.LineMatcher(stack).fnmatch_lines([f"  File *, line * in {function}" for function in functions])
 
 
-def test_a_collective_that_nobody_joins(run: Run) -> None:
-    # The others are done and gone: rank 2 loses them.
-    run.shows("test_nobody_joins", "rank 2 failed: *", "consequences:")
-    assert (run.causes("test_nobody_joins"), run.consequences("test_nobody_joins")) == ([2], {0, 1, 3})
+@in_forms(*FULL, *OF_FEW)
+def test_all_are_told_in_time(run: Run) -> None:
+    at_limit = {name: LIMIT for name in run.outcomes if hanging(name, run) or name == "test_atexit_on_all"}
+    expect_in_time(run, at_limit)
+    # The one that raised waits for the other, which hangs, for 5 s; gloo may not notice another shape.
+    own = {"test_raises_while_the_other_hangs": 5.0, "test_another_shape": LIMIT}
+    expect_soon(run, {name: own.get(name, 0.0) for name in run.outcomes if name not in at_limit}, 60)
 
 
+@in_forms(*(form for form in (*FULL, *OF_FEW) if form.kept))
+def test_faults_come_to_ranks_that_have_done_a_test(run: Run) -> None:
+    run.shows_used_ranks()
+
+
+@in_forms(*FULL)
 def test_a_collective_of_another_shape(run: Run) -> None:
-    # gloo sees the mismatch on the side that gets too much, and the other one loses its peer; or both wait.
-    lines = run.lines("test_another_shape")
-    assert lines[0].startswith(("rank ", "time limit of 2 s: different tensors: rank"))
-    if lines[0].startswith("time limit"):
-        pytest.LineMatcher(lines).fnmatch_lines(
-            [
-                "different tensors at #2 of default_pg: rank 0 all_reduce of Float[[]2[]]; rank 1 all_reduce of Float[[]1048576[]]"
-            ]
-        )
+    # gloo ends the process that gets more than it wants, which is a peer of rank 1; or all wait.
+    name, begun = "test_another_shape", run.collectives_before("test_another_shape")
+    size = run.world_size or 2
+    waits = f"all_reduce (default_pg, #{begun + 1}) at *faults_group.py:*"
+    others = [f"rank {rank}" for rank in range(size) if rank != 1]
+    if run.lines(name)[0].startswith("time limit"):
+        which = "ranks 0, 1 wait" if size == 2 else "ranks 0, 1, 2, 3 wait"
+        run.shows(name, f"time limit of 2 s: different tensors: {which} in {waits}")
+        shapes = "; ".join(f"rank {rank} all_reduce of Float[[]{2**20 if rank == 1 else 2}[]]" for rank in range(size))
+        run.shows(name, "*", f"different tensors at #{begun + 1} of default_pg: {shapes}")
+    else:
+        assert run.lines(name)[0] in {f"{rank} was killed by SIGABRT" for rank in others}
+        (cause,) = run.causes(name)
+        assert run.consequences(name) == set(range(size)) - {cause}
 
 
+@in_forms(*FULL)
 def test_where_the_ranks_part(run: Run) -> None:
-    for name, said in {
-        "test_another_collective": "different collectives at #2 of default_pg: rank 0 all_reduce of Float[2]; rank 1 broadcast of Long[1]",
-        "test_other_tensors": "different tensors at #2 of default_pg: rank 0 all_reduce of Float[2]; rank 1 all_reduce of Int[2]",
-    }.items():
-        assert run.lines(name)[2] == said
+    for name, number, kind, usual, other in (
+        ("test_another_collective", 1, "collectives", "all_reduce of Float[2]", "broadcast of Long[1]"),
+        ("test_other_tensors", 1, "tensors", "all_reduce of Float[2]", "all_reduce of Int[2]"),
+    ):
+        parts = "; ".join(f"rank {rank} {other if rank == 1 else usual}" for rank in range(run.world_size or 2))
+        where = f"#{run.collectives_before(name) + number} of default_pg"
+        assert run.lines(name)[2] == f"different {kind} at {where}: {parts}"
 
 
+@in_forms(*FULL, *OF_FEW)
 def test_the_last_collectives_of_each_rank(run: Run) -> None:
-    ended, begun = "barrier (default_pg, #1)", "all_reduce (default_pg, #2) of Float[2], unfinished"
+    name = "test_each_elsewhere"
+    before, size = run.collectives_before(name), run.world_size or SIZES[name]
+    # Ranks that live on had others before it, of which the last one is ours, to see that the group is sound.
+    ended = f"all_reduce (default_pg, #{before}) of Float[]" if run.shares_ranks else "barrier (default_pg, #1)"
+    begun = f"all_reduce (default_pg, #{before + 1}) of Float[2], unfinished"
     # Whatever a rank does: it sleeps, it is in a loop, it holds the GIL, it waits.
-    for rank, said in enumerate((ended, ended, ended, f"{ended}; {begun}")):
-        assert f"last collectives: {said}" in run.section("test_each_elsewhere", rank).splitlines()
+    for rank in range(size):
+        said = f"{ended}; {begun}" if rank == size - 1 else ended
+        (line,) = [line for line in run.section(name, rank).splitlines() if line.startswith("last collectives: ")]
+        assert line.endswith(said) if run.shares_ranks else line == f"last collectives: {said}"
 
 
+@in_forms(*FULL)
 def test_what_hangs_at_exit_on_all_ranks(run: Run) -> None:
-    run.shows("test_atexit_on_all", "time limit of 2 s*")
-    assert "fall_asleep" in "\n".join(run.lines("test_atexit_on_all"))
+    name, all_ranks = "test_atexit_on_all", list(range(run.world_size or 2))
+    run.shows(name, f"time limit of 2 s: ranks {', '.join(map(str, all_ranks))} {ASLEEP.replace('is', 'are', 1)}")
+    assert sorted(run.causes(name)) == all_ranks
+    assert "fall_asleep" in "\n".join(run.lines(name))
 
 
+@in_forms(*FULL)
 def test_a_rank_that_hangs_does_not_hide_who_raised(run: Run) -> None:
-    run.shows(
-        "test_raises_while_the_other_hangs", "rank 1 failed: ValueError: the cause", "consequences:", "  rank 0 *"
+    Told((1,), "rank 1 failed: ValueError: the cause", ("consequences:", "  rank 0 *")).expect(
+        run, "test_raises_while_the_other_hangs"
     )
 
 
+@in_forms(*FULL, *OF_FEW)
 def test_nothing_is_left(run: Run) -> None:
-    assert not run.left_by_tests
+    assert run.shares_ranks or not run.left_by_tests
     assert not run.left

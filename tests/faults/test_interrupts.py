@@ -17,35 +17,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.spawn
 
-#: Ranks that are in the middle of something, and say so.
-BUSY = """
-import os
-import time
-from pathlib import Path
-import pytest
-
-mark = pytest.mark.distcompat(world_size=2)
-
-@mark
-def test_well(process_group):
-    process_group.barrier().wait()
-
-@pytest.fixture
-def fixture():
-    yield
-    Path(f"torn-down-{os.environ['RANK']}").touch()
-
-@mark
-def test_busy(rank, process_group, fixture):
-    Path(f"busy-{rank}").touch()
-    if rank == 0:
-        time.sleep(600)
-    process_group.barrier().wait()
-
-@mark
-def test_next(rank):
-    pass
-"""
 KILLS_ITS_WORKER = """
 import os
 import signal
@@ -86,6 +57,8 @@ def test_fails(rank, process_group, number):
         raise ValueError(number)
     process_group.barrier().wait()
 """
+MANY_FAILING = FAILING.replace("range(4)", "range(20)")
+KEPT = "--distcompat-reuse=session"
 SLOW = """
 import time
 import pytest
@@ -111,7 +84,7 @@ def test_hangs_too(rank, process_group):
 @pytest.fixture
 def busy(start: Start) -> Faulty:
     """A pytest whose two ranks are in the middle of a test."""
-    faulty = start(BUSY)
+    faulty = start("faults_midway.py")
     faulty.wait_for("busy-0", "busy-1")
     return faulty
 
@@ -136,7 +109,7 @@ def test_ctrl_c_twice(busy: Faulty, pause: float) -> None:
 
 
 def test_ctrl_c_with_xdist(start: Start) -> None:
-    faulty = start(BUSY, "-n", "2")
+    faulty = start("faults_midway.py", "-n", "2")
     faulty.wait_for("busy-0", "busy-1")
     faulty.process.send_signal(signal.SIGINT)
     run = faulty.finish(60)
@@ -181,8 +154,20 @@ def test_maxfail(start: Start) -> None:
     assert not run.left
 
 
-def test_workers_of_xdist_die(start: Start) -> None:
-    run = start(KILLS_ITS_WORKER, "-n", "2").finish(killed=True)
+@pytest.mark.parametrize("args", [(), pytest.param((KEPT,), marks=pytest.mark.nightly)], ids=["fresh", "kept"])
+def test_maxfail_with_xdist(start: Start, args: tuple[str, ...]) -> None:
+    run = start(MANY_FAILING, "-n", "2", "--maxfail=2", *args).finish()
+    assert "stopping after 2 failures" in run.out
+    # What the other worker had begun is still told.
+    assert 2 <= len(run.outcomes) <= 4, run.out
+    assert set(run.outcomes.values()) == {"failed"}, run.out
+    assert run.code == pytest.ExitCode.INTERRUPTED
+    assert not run.left
+
+
+@pytest.mark.parametrize("args", [(), pytest.param((KEPT,), marks=pytest.mark.nightly)], ids=["fresh", "kept"])
+def test_workers_of_xdist_die(start: Start, args: tuple[str, ...]) -> None:
+    run = start(KILLS_ITS_WORKER, "-n", "2", *args).finish(killed=True)
     assert run.code == pytest.ExitCode.TESTS_FAILED
     failed = {"test_worker_dies", "test_worker_exits"}
     assert {name for name, end in run.outcomes.items() if end == "failed"} == failed, run.out

@@ -14,9 +14,23 @@ pytestmark = pytest.mark.spawn
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "many_groups.py"
 
 
-def test_nothing_grows(environment: dict[str, str]) -> None:
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("groups", "more"),
+    [
+        ("50", []),
+        pytest.param("200", [], marks=NIGHTLY),
+        ("50", ["--reuse"]),
+        pytest.param("200", ["--reuse"], marks=NIGHTLY),
+    ],
+    ids=["50", "200", "50 on the same ranks", "200 on the same ranks"],
+)
+def test_nothing_grows(groups: str, more: list[str], environment: dict[str, str]) -> None:
     # Alone in its /dev/shm, where that is allowed: other people's files come and go.
-    command = [*private_shared_memory(), sys.executable, str(SCRIPT), "--groups", "50", "--settled", "20"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    command = [*private_shared_memory(), sys.executable, str(SCRIPT), "--groups", groups, "--settled", "20", *more]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "| file descriptors | " in done.stdout
+    for row in ("file descriptors", "listening sockets", "connections", "ports of stores in TIME_WAIT"):
+        assert f"| {row} | " in done.stdout

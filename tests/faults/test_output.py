@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -13,7 +14,8 @@ from tests.pytest_runs import temporaries
 from pytest_distcompat.lease import default_directory
 
 if TYPE_CHECKING:
-    from tests.faults.conftest import Run, RunFaults, Start
+    from tests.faults.conftest import RunFaults, Start
+    from tests.faults.runs import Run
 
 pytestmark = pytest.mark.spawn
 
@@ -34,14 +36,18 @@ FAILED: dict[str, tuple[str, list[str]]] = {
     "test_much_and_fail": ("rank 1 failed: ValueError: after much", ["consequences:"]),
     "test_much_past_the_capture": ("rank 1 exited with code 3 without a report", ["last output:", "the end of much"]),
     "test_binary": ("rank 1 failed: ValueError: after binary *", ["consequences:"]),
-    "test_closed": ("rank 1 *", ["*ValueError: after closing*", "consequences:"]),
-    "test_all_closed": ("rank 1 *", []),
-    "test_streams_gone": ("rank 1 *", ["*ValueError: after closing*", "consequences:"]),
-    "test_no_more_files": ("rank 1 *", ["consequences:"]),
+    "test_closed": ("rank 1 failed: ValueError: after closing", ["*ValueError: after closing*", "consequences:"]),
+    "test_all_closed": ("rank 1 exited with code 1 without a report", ["consequences:", "  rank 0 *"]),
+    "test_streams_gone": (
+        "rank 1 failed: ValueError: I/O operation on closed file",
+        ["*ValueError: after closing*", "consequences:"],
+    ),
+    "test_no_more_files": ("rank 1 failed: ValueError: without files", ["consequences:"]),
     "test_large_exception": ("rank 1 failed: ValueError: xxx*", ["consequences:"]),
-    "test_disk_quota": ("rank 1 *", ["consequences:"]),
-    "test_silent_disk_quota": ("rank 1 *", []),
-    "test_disk_quota_and_fail": ("rank 1 *", ["consequences:"]),
+    # A limit on the size of files holds for what a rank reports too.
+    "test_disk_quota": ("rank 1 exited with code 1 without a report", ["consequences:"]),
+    "test_silent_disk_quota": ("rank 1 exited with code 1 without a report", ["consequences:", "  rank 0 *"]),
+    "test_disk_quota_and_fail": ("rank 1 exited with code 1 without a report", ["consequences:"]),
 }
 
 
@@ -59,6 +65,7 @@ def test_all_end_as_they_should(run: Run) -> None:
 def test_the_verdict_is_told(name: str, run: Run) -> None:
     first, more = FAILED[name]
     run.shows(name, first, *more)
+    assert (run.causes(name), run.consequences(name)) == ([1], {0})
 
 
 def test_much_output_is_shown_in_part(run: Run) -> None:
@@ -85,7 +92,9 @@ def test_large_output_and_results_take_no_memory_of_the_parent(run: Run) -> None
 def test_results_that_cannot_travel_are_left_out(run: Run) -> None:
     found = run.properties("test_unpicklable_results")
     assert found["plain"] == 0
-    assert "odd 0" not in found
+    # A lock, a function, a stream and bytes are no plain data; not a number is.
+    assert {name for name in found if name.startswith("odd")} == {"odd 3"}
+    assert math.isnan(found["odd 3"])
 
 
 def test_the_report_file_is_whole(run: Run) -> None:
@@ -148,8 +157,12 @@ def test_a_full_disk(start: Start, mounts: None) -> None:
     run = start(FULL, "--basetemp", "small/base", "--distcompat-timeout=30", wrap=mount).finish()
     assert "INTERNALERROR" not in run.out
     assert run.outcome("test_first") == "passed"
-    run.shows("test_fills_the_disk", "rank 1 *No space left on device*", "consequences:")
+    run.shows("test_fills_the_disk", "rank 1 failed: OSError: [[]Errno 28[]] No space left on device", "consequences:")
     assert {run.outcome(f"test_on_a_full_disk[{number}]") for number in range(2)} == {"failed"}
+    for number in range(2):
+        # There is no room for the life's own files: pytest itself says so.
+        assert run.lines(f"test_on_a_full_disk[{number}]")[0] == "OSError: [Errno 28] No space left on device"
+    assert (run.causes("test_fills_the_disk"), run.consequences("test_fills_the_disk")) == ([1], {0})
     assert run.code == pytest.ExitCode.TESTS_FAILED
     assert not run.left
 
@@ -168,4 +181,5 @@ def test_a_read_only_base(start: Start, mounts: None) -> None:
     run = start(WELL, "--basetemp", "small/base", wrap=mount).finish()
     assert run.outcomes == {"test_well": "failed"}, run.out
     assert "Read-only file system" in "\n".join(run.lines("test_well"))
+    pytest.LineMatcher(run.lines("test_well")).fnmatch_lines(["E *OSError: [[]Errno 30[]] Read-only file system: *"])
     assert not run.left

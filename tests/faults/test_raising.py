@@ -6,28 +6,47 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.faults.told import ALL, Told, expect_soon
 
 if TYPE_CHECKING:
-    from tests.faults.conftest import Run, RunFaults
+    from tests.faults.conftest import RunFaults
+    from tests.faults.forms import Form
+    from tests.faults.runs import Run
 
 pytestmark = pytest.mark.spawn
 
-#: Test: its causes, in order; who is folded; the first line of its report; more of its lines.
-FAULTS: dict[str, tuple[list[int], set[int], str, list[str]]] = {
-    "test_before": ([2], {0, 1, 3}, "rank 2 failed: ValueError: before the collective", [">           raise ValueError*"]),
-    "test_inside": ([1], {0}, "rank 1 failed: TypeError: *", ["*distributed.all_reduce(*", "consequences:"]),
-    "test_inside_of_backward": ([1], {0, 2, 3}, "rank 1 failed: ArithmeticError: in the backward pass", ["*def hook*"]),
-    "test_after": ([1], {0}, "rank 1 failed: ValueError: after the collective", []),
-    "test_after_while_the_others_meet_again": (
-        [3], {0, 1, 2}, "rank 3 failed: ValueError: between two collectives", ["consequences:"],
+#: Seconds that the time limit leaves to each.
+LIMIT = 30
+FAULTS = {
+    "test_before": Told(
+        (-2,), "rank {0} failed: ValueError: before the collective", (">           raise ValueError*",), size=4
     ),
-    "test_different": (
-        [2, 1], {0, 3}, "rank 2 failed: ValueError: the first", ["--- rank 1: failed: TypeError: the second ---"],
+    "test_inside": Told((1,), "rank 1 failed: TypeError: *", ("*distributed.all_reduce(*", "consequences:")),
+    "test_while_one_is_under_way": Told(
+        (1,), "rank 1 failed: ArithmeticError: while it is under way", ("*raise ArithmeticError(*", "consequences:")
     ),
-    "test_on_all": ([], set(), "rank [01] failed: ValueError: on rank [01]", []),
-    "test_in_a_thread_that_is_waited_for": ([1], {0}, "rank 1 failed: ValueError: in a thread", []),
-    "test_dataloader_worker_raises": (
-        [1], {0}, "rank 1 failed: LookupError: Caught LookupError in DataLoader worker process 0.", ["*in worker process*"],
+    "test_inside_of_what_a_peer_left": Told(
+        (0,), "rank 0 failed: RuntimeError: [[]Rank 0[]]: Rank 1 failed to pass monitoredBarrier in 500 ms",
+        ("*distributed.monitored_barrier(*", "consequences:"),
+    ),
+    "test_in_a_hook_of_the_reducer": Told(
+        (1,), "rank 1 failed: ArithmeticError: in a hook of the reducer", ("*raise ArithmeticError(*", "consequences:")
+    ),
+    "test_inside_of_backward": Told(
+        (1,), "rank 1 failed: ArithmeticError: in the backward pass", ("*def hook*",), size=4
+    ),
+    "test_after": Told((1,), "rank 1 failed: ValueError: after the collective"),
+    "test_after_while_the_others_meet_again": Told(
+        (-1,), "rank {0} failed: ValueError: between two collectives", ("consequences:",), size=4
+    ),
+    "test_different": Told(
+        (-2, -3), "rank {0} failed: ValueError: the first", ("--- rank 1: failed: TypeError: the second ---",), size=4
+    ),
+    "test_on_all": Told(ALL, "rank [0123] failed: ValueError: on rank [0123]"),
+    "test_in_a_thread_that_is_waited_for": Told((1,), "rank 1 failed: ValueError: in a thread"),
+    "test_in_a_forked_child": Told((1,), "rank 1 failed: ValueError: in a forked child", others=False),
+    "test_dataloader_worker_raises": Told(
+        (1,), "rank 1 failed: LookupError: Caught LookupError in DataLoader worker process 0.", ("*in worker process*",)
     ),
 }  # fmt: skip
 #: What rank 1 raises while rank 0 is in a collective: the first line, more lines.
@@ -52,26 +71,36 @@ if sys.version_info < (3, 11):
 
 
 @pytest.fixture(scope="module")
-def run(run_faults: RunFaults, workers: tuple[str, ...]) -> Run:
-    return run_faults("faults_raise.py", "--distcompat-timeout=30", *workers)
+def run(run_faults: RunFaults, form: Form) -> Run:
+    return run_faults("faults_raise.py", f"--distcompat-timeout={LIMIT}", *form.args, **form.more)
 
 
 def test_all_fail_and_the_session_goes_on(run: Run) -> None:
     assert run.code == pytest.ExitCode.TESTS_FAILED, run.out
-    names = ["test_well", *FAULTS, *(f"test_one[{act}]" for act in ONE)]
-    assert run.outcomes == {name: "passed" if name == "test_well" else "failed" for name in names}
+    failed = [*FAULTS, *(f"test_one[{act}]" for act in ONE)]
+    assert run.outcomes == dict.fromkeys(("test_well", "test_well_after_all"), "passed") | dict.fromkeys(
+        failed, "failed"
+    )
+
+
+def test_all_are_told_soon(run: Run) -> None:
+    # A data loader starts a process, which imports torch where ranks were not forked.
+    own = {"test_dataloader_worker_raises": 5.0}
+    expect_soon(run, {name: own.get(name, 0.0) for name in run.outcomes}, LIMIT)
+
+
+def test_faults_come_to_ranks_that_have_done_a_test(run: Run, form: Form) -> None:
+    if form.kept:
+        run.shows_used_ranks()
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_who_raised_first_is_the_cause(name: str, run: Run) -> None:
-    causes, folded, first, more = FAULTS[name]
-    run.shows(name, first, *more)
-    if causes:
-        assert (run.causes(name), run.consequences(name)) == (causes, folded)
+    FAULTS[name].expect(run, name)
 
 
 def test_one_exception_on_all_ranks_is_shown_of_all(run: Run) -> None:
-    assert sorted(run.causes("test_on_all")) == [0, 1]
+    assert sorted(run.causes("test_on_all")) == list(range(run.world_size or 2))
     assert not run.consequences("test_on_all")
 
 

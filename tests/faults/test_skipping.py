@@ -5,38 +5,54 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.faults.told import Told, expect_in_time, expect_soon
 
 if TYPE_CHECKING:
-    from tests.faults.conftest import Run, RunFaults
+    from tests.faults.conftest import RunFaults
+    from tests.faults.forms import Form
+    from tests.faults.runs import Run
 
 pytestmark = pytest.mark.spawn
 
-#: Tests that fail: the first line of the report, and more of its lines.
-FAILED: dict[str, tuple[str, list[str]]] = {
-    "test_skip_and_pass": ("rank 0 skipped (not here) while other ranks went on", ["*: Skipped: not here"]),
-    "test_skip_and_wait": ("rank 2 skipped (not here) while other ranks went on", ["*: Skipped: not here"]),
-    "test_skip_and_fail": ("rank 1 failed: ValueError: the worst", ["*rank 0: skipped (not here)*"]),
-    "test_fail_and_skip": ("rank 1 failed: ValueError: the worst", ["*rank 0: skipped (not here)*"]),
-    "test_skip_and_die": ("rank 1 was killed by SIGKILL", []),
-    "test_skip_and_hang": (
-        "time limit of 3 s: *rank 1 is in test_skip_and_hang at test_skip.py:*: time.sleep(600)",
-        ["*in test_skip_and_hang"],
+#: Seconds that the time limit leaves to each, but for the one that hangs.
+LIMIT = 30
+#: How long ranks that skip wait for the others to skip too.
+GRACE = 5.0
+NOT_HERE = ("*: Skipped: not here",)
+#: Tests that fail. Who skipped or was excused before another one failed is shown beside it.
+FAILED = {
+    "test_skip_and_pass": Told((0,), "rank 0 skipped (not here) while other ranks went on", NOT_HERE),
+    "test_skip_and_wait": Told((-2,), "rank {0} skipped (not here) while other ranks went on", NOT_HERE, size=4),
+    "test_skip_and_fail": Told(
+        (1,), "rank 1 failed: ValueError: the worst", ("*rank 0: skipped (not here)*",), beside=True
     ),
-    "test_importorskip": (
+    "test_fail_and_skip": Told(
+        (1,), "rank 1 failed: ValueError: the worst", ("*rank 0: skipped (not here)*",), beside=True
+    ),
+    "test_skip_and_die": Told((1,), "rank 1 was killed by SIGKILL", ("consequences:",)),
+    "test_skip_and_hang": Told(
+        (1,),
+        "time limit of 3 s: {rest} in _all_skipped at *; rank 1 is in test_skip_and_hang at test_skip.py:*: time.sleep(600)",
+        ("*in test_skip_and_hang",),
+        beside=True,
+    ),
+    "test_importorskip": Told(
+        (1,),
         "rank 1 skipped (could not import 'no_such_module_anywhere'*",
-        ["*test_skip.py:*: Skipped: *"],
+        ("*test_skip.py:*: Skipped: *",),
     ),
-    "test_in_setup": ("rank 1 skipped (not set up) while other ranks went on", ["*: Skipped: not set up"]),
-    "test_mark_of_one_rank": ("rank 1 skipped (by rank) while other ranks went on", []),
-    "test_unittest": ("rank 1 skipped (not here) while other ranks went on", []),
-    "test_xfail_and_fail": ("rank 1 failed: ValueError: another one", []),
-    "test_xfail_and_die": ("rank 1 was killed by SIGKILL", []),
-    "test_xfail_mark_of_one_rank": ("rank 1 failed: KeyError: 'not excused here'", []),
-    "test_xfail_added_on_one": ("rank 1 failed: ValueError: on rank 1", []),
+    "test_in_setup": Told((1,), "rank 1 skipped (not set up) while other ranks went on", ("*: Skipped: not set up",)),
+    "test_mark_of_one_rank": Told((1,), "rank 1 skipped (by rank) while other ranks went on"),
+    "test_unittest": Told((1,), "rank 1 skipped (not here) while other ranks went on"),
+    "test_xfail_and_fail": Told((1, 0), "rank 1 failed: ValueError: another one"),
+    "test_xfail_and_die": Told((1, 0), "rank 1 was killed by SIGKILL"),
+    "test_xfail_mark_of_one_rank": Told((1, 0), "rank 1 failed: KeyError: 'not excused here'"),
+    "test_xfail_added_on_one": Told((1, 0), "rank 1 failed: ValueError: on rank 1"),
 }
 #: The others.
 ENDS = {
     "test_well": "passed",
+    "test_well_after_all": "passed",
     "test_all_skip_at_last": "skipped",
     "test_reasons_differ": "skipped",
     "test_xfail_and_pass": "xfailed",
@@ -71,8 +87,8 @@ if rank_here == "0":
 
 
 @pytest.fixture(scope="module")
-def run(run_faults: RunFaults, workers: tuple[str, ...]) -> Run:
-    return run_faults("faults_skip.py", "--distcompat-timeout=30", *workers)
+def run(run_faults: RunFaults, form: Form) -> Run:
+    return run_faults("faults_skip.py", f"--distcompat-timeout={LIMIT}", *form.args, **form.more)
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +103,18 @@ def test_all_end_as_the_worst_rank(run: Run) -> None:
 
 @pytest.mark.parametrize("name", FAILED)
 def test_the_worst_is_shown_first(name: str, run: Run) -> None:
-    first, more = FAILED[name]
-    run.shows(name, first, *more)
+    FAILED[name].expect(run, name, in_order="hang" not in name)
+
+
+def test_all_are_told_soon(run: Run) -> None:
+    waiting = {"test_skip_and_wait": GRACE, "test_in_setup": GRACE}
+    expect_soon(run, {name: waiting.get(name, 0.0) for name in run.outcomes if "hang" not in name}, LIMIT)
+    expect_in_time(run, {"test_skip_and_hang": 3.0})
+
+
+def test_faults_come_to_ranks_that_have_done_a_test(run: Run, form: Form) -> None:
+    if form.kept:
+        run.shows_used_ranks()
 
 
 def test_parameters_that_depend_on_the_process(run_faults: RunFaults) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tests.faults.conftest import Run, RunFaults
+    from tests.faults.conftest import RunFaults
+    from tests.faults.runs import Run
 
 pytestmark = pytest.mark.spawn
 
@@ -29,7 +30,8 @@ def test_seeded(rank, number):
 """
 
 PATCHED = """
-import os, time
+import copy, json, os, pathlib, time
+from unittest import mock
 import pytest
 
 mark = pytest.mark.distcompat(world_size=2)
@@ -61,14 +63,77 @@ def test_emptied_environment():
 @pytest.mark.distcompat(world_size=2, reuse="never")
 def test_patched_clock_stays():
     time.monotonic = time.sleep = patched
+
+PATCHES = {
+    "dumps an object": (json, "dumps", lambda *args, **more: "{}"),
+    "dumps a list": (json, "dumps", lambda *args, **more: "[1]"),
+    "dumps a mock": (json, "dumps", mock.MagicMock()),
+    "loads": (json, "loads", lambda *args, **more: {}),
+    "read_text": (pathlib.Path, "read_text", lambda *args, **more: "{}"),
+    "write": (os, "write", lambda *args: None),
+    "os.open": (os, "open", patched),
+    "os.close": (os, "close", patched),
+    "getpid": (os, "getpid", lambda: 1),
+    "_exit": (os, "_exit", lambda code: None),
+    "deepcopy": (copy, "deepcopy", patched),
+}
+
+@pytest.fixture(params=PATCHES)
+def by_its_own(request, monkeypatch):
+    monkeypatch.setattr(*PATCHES[request.param])
+
+@mark
+def test_passes(by_its_own):
+    pass
+
+@mark
+def test_fails(by_its_own, rank):
+    assert rank == 0
+
+@mark
+def test_skips(by_its_own):
+    pytest.skip("no need")
+
+@pytest.mark.distcompat(world_size=2, reuse="never")
+def test_stays():
+    json.dumps, json.loads, pathlib.Path.read_text = patched, patched, patched
+    os.write = os.open = os.getpid = patched
 """
+#: What each of these tests replaces, until its teardown.
+PATCHES = (
+    *("dumps an object", "dumps a list", "dumps a mock", "loads", "read_text", "write", "os.open", "os.close"),
+    *("getpid", "_exit", "deepcopy"),
+)
+
+
+KEPT = "--distcompat-reuse=session"
+#: What ``change`` of faults_state.py leaves that is told by these names; all else it leaves is not looked at.
+TOLD = (
+    *(
+        "the environment",
+        "the working directory",
+        "the file mode mask",
+        "sys.path",
+        "signal handlers",
+        "blocked signals",
+    ),
+    *("timers", "threads", "garbage collection", "the interpreter's settings", "the locale", "builtins, os or time"),
+    *("logging", "sys.excepthook", "torch's global flags", "numpy's settings", "accelerate's singletons"),
+    *("DeepSpeed's communication", "the process group"),
+)
+
+
+@pytest.fixture(scope="module", params=[(), (KEPT,)], ids=["fresh", "kept"])
+def ranks(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Whether each test has ranks of its own, or those of the test before as long as that left nothing."""
+    found: tuple[str, ...] = request.param
+    return found
 
 
 @pytest.fixture(scope="module")
-def run(run_faults: RunFaults) -> Run:
-    return run_faults(
-        "faults_state.py", "--distcompat-timeout=60", "-o", "distcompat_preload=numpy.random\naccelerate\ndeepspeed"
-    )
+def run(run_faults: RunFaults, ranks: tuple[str, ...]) -> Run:
+    preload = "distcompat_preload=numpy.random\naccelerate\ndeepspeed"
+    return run_faults("faults_state.py", "--distcompat-timeout=60", "-o", preload, *ranks)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +166,16 @@ def test_the_next_test_sees_none_of_it(name: str, run: Run) -> None:
     assert state(run, name) == state(run, "test_before")
 
 
+@pytest.mark.parametrize("ranks", [(KEPT,)], ids=["kept"], indirect=True)
+def test_ranks_that_live_on_leave_and_say_why(run: Run) -> None:
+    why = run.properties("test_changes")["distcompat: ranks left"]
+    assert " it left " in why, why
+    assert {name for name in TOLD if name not in why} == set(), why
+    # Nothing else ended them: neither what only looks, nor a group of the test's own.
+    properties = [run.properties(name) for name in ("test_well", "test_before", "test_after", "test_random")]
+    assert not [one["distcompat: ranks left"] for one in properties if "distcompat: ranks left" in one]
+
+
 def test_the_parent_sees_none_of_it(run: Run) -> None:
     assert run.properties("test_of_the_parent_before") == run.properties("test_of_the_parent_after")
 
@@ -111,8 +186,10 @@ def test_ranks_draw_different_numbers_unless_they_seed(name: str, run: Run) -> N
     assert first[name] != second[name]
 
 
-def test_a_seed_at_import_holds_on_all_ranks(seeded: Run) -> None:
-    assert seeded.outcomes == {"test_seeded[0]": "passed", "test_seeded[1]": "passed"}, seeded.out
+@pytest.mark.parametrize("args", [(), pytest.param((KEPT,), marks=pytest.mark.nightly)], ids=["fresh", "kept"])
+def test_a_seed_at_import_holds_on_all_ranks(args: tuple[str, ...], run_faults: RunFaults) -> None:
+    run = run_faults(SEEDED, *args)
+    assert run.outcomes == {"test_seeded[0]": "passed", "test_seeded[1]": "passed"}, run.out
 
 
 def test_processes_of_a_rank_start_as_those_of_any_script(run: Run) -> None:
@@ -139,12 +216,17 @@ def test_what_a_test_patches_does_not_reach_what_reports_it(run_faults: RunFault
     run = run_faults(PATCHED)
     ends = {"test_patched_clock_fails": "failed", "test_patched_clock_skips": "skipped"}
     names = ("", "_fails", "_skips", "_stays")
-    expected = {f"test_patched_clock{name}": "passed" for name in names} | {"test_emptied_environment": "passed"}
+    expected = {f"test_patched_clock{name}": "passed" for name in names}
+    expected |= dict.fromkeys(("test_emptied_environment", "test_stays"), "passed")
+    for name, end in (("passes", "passed"), ("fails", "failed"), ("skips", "skipped")):
+        ends |= {f"test_{name}[{one}]": end for one in PATCHES}
     assert run.outcomes == expected | ends, run.out
+    for one in PATCHES:
+        run.shows(f"test_fails[{one}]", "rank 1 failed: assert 1 == 0")
     run.shows("test_patched_clock_fails", "rank 1 failed: assert 1 == 0")
 
 
 def test_nothing_is_left(run: Run, seeded: Run) -> None:
     for one in (run, seeded):
-        assert not one.left_by_tests
+        assert one.shares_ranks or not one.left_by_tests
         assert not one.left

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.faults.forms import forms
+from tests.faults.told import LATE, SOON
 
 if TYPE_CHECKING:
-    from tests.faults.conftest import Run, RunFaults
+    from tests.faults.conftest import RunFaults
+    from tests.faults.runs import Run
 
 pytestmark = pytest.mark.spawn
 
@@ -34,18 +38,42 @@ FAULTS: dict[tuple[str, str], tuple[str, list[int], set[int], str]] = {
 }  # fmt: skip
 
 
-def item(suite: str, check: str) -> str:
-    return f"Test{suite}::test[ddp-fp32-w2:{check}]"
+#: On 4 ranks: a rank that is killed, one that sleeps, one in another collective. Of its peers one may be a broadcast ahead: they go down a tree.
+AT_4: dict[str, tuple[str, list[int], set[int], str]] = {
+    "Killed": ("crashed", [1], {0, 2, 3}, "rank 1 was killed by SIGKILL in verb 'step'"),
+    "Asleep": (
+        "hung", [0, 1, 2, 3], set(),
+        "time limit of 6 s: rank*0* wait* in broadcast (default_pg, #*) at *; rank 1 is in step at *: time.sleep(600)*",
+    ),
+    "OtherCollective": (
+        "hung", [0, 1, 2, 3], set(),
+        "time limit of 6 s: different collectives: rank*0* wait* in broadcast *; rank 1 waits in all_gather_object *",
+    ),
+}  # fmt: skip
+#: Seconds that each life has.
+LIMIT = 6.0
 
 
-@pytest.fixture(scope="module")
-def run(run_faults: RunFaults, workers: tuple[str, ...]) -> Run:
+def item(suite: str, check: str, world_size: int = 2) -> str:
+    return f"Test{suite}::test[ddp-fp32-w{world_size}:{check}]"
+
+
+@pytest.fixture(scope="module", params=forms("alone", "workers", "kept"))
+def run(run_faults: RunFaults, request: pytest.FixtureRequest) -> Run:
     return run_faults(
         "faults_suite.py",
         "-k",
         "names or resume and (Well or Raises or Refuses or Segfault)",
-        "--distcompat-timeout=6",
-        *workers,
+        f"--distcompat-timeout={LIMIT:g}",
+        *request.param.args,
+    )
+
+
+@pytest.fixture(scope="module")
+def run_at_4(run_faults: RunFaults) -> Run:
+    suites = " or ".join(("Well", *AT_4))
+    return run_faults(
+        "faults_suite.py", "-k", f"names and ({suites})", f"--distcompat-timeout={LIMIT:g}", FAULTS_WORLD_SIZE="4"
     )
 
 
@@ -70,14 +98,51 @@ def test_the_verdict_and_its_cause(suite: str, check: str, run: Run) -> None:
     assert (sorted(run.causes(name)), run.consequences(name)) == (causes, folded)
 
 
+def test_all_are_told_in_time(run: Run) -> None:
+    in_time(run, {item(suite, check): verdict for (suite, check), (verdict, *_) in FAULTS.items()}, 2)
+
+
+def in_time(run: Run, verdicts: Mapping[str, str], world_size: int) -> None:
+    """Hangs at the time limit of a life, not much later; all others soon, compared with a trainer that is well."""
+    for name, verdict in verdicts.items():
+        seconds, bare = run.seconds(name), run.seconds(item("Well", "names", world_size))
+        if verdict == "hung":
+            warming = 2 * bare if run.waits(1) > 1 else 0
+            assert LIMIT <= seconds <= warming + run.waits(LIMIT + LATE), (name, seconds)
+        else:
+            assert seconds < bare + run.waits(SOON), (name, seconds, bare)
+
+
 def test_where_the_ranks_part(run: Run) -> None:
-    said = [
-        line for line in run.lines(item("OtherCollective", "names")) if line.startswith("different collectives at ")
-    ]
+    part(run, 2)
+
+
+def part(run: Run, world_size: int) -> None:
+    name = item("OtherCollective", "names", world_size)
+    said = [line for line in run.lines(name) if line.startswith("different collectives at ")]
     assert len(said) == 1
-    pytest.LineMatcher(said).fnmatch_lines(
-        ["different collectives at #* of default_pg: rank 0 broadcast of Int[[]*[]]; rank 1 all_gather of Long[[]1[]]"]
-    )
+    each = ["all_gather of Long[[]1[]]" if rank == 1 else "broadcast of Int[[]*[]]" for rank in range(world_size)]
+    parts = "; ".join(f"rank {rank} {what}" for rank, what in enumerate(each))
+    pytest.LineMatcher(said).fnmatch_lines([f"different collectives at #* of default_pg: {parts}"])
+
+
+@pytest.mark.nightly
+def test_on_4_ranks(run_at_4: Run) -> None:
+    run = run_at_4
+    passed = {item("Well", "names", 4): "passed"}
+    assert run.outcomes == passed | {item(suite, "names", 4): "failed" for suite in AT_4}, run.out
+    for suite, (verdict, causes, folded, said) in AT_4.items():
+        name = item(suite, "names", 4)
+        run.shows(name, f"ddp-fp32-w4: names: {verdict}", said)
+        assert (sorted(run.causes(name)), run.consequences(name)) == (causes, folded)
+        for rank in (0, 2, 3) if verdict == "hung" else ():
+            pytest.LineMatcher(run.section(name, rank).splitlines()).fnmatch_lines(
+                ["last collectives: *broadcast (default_pg, #*) of Int[[]*[]], unfinished"]
+            )
+    part(run, 4)
+    in_time(run, {item(suite, "names", 4): verdict for suite, (verdict, *_) in AT_4.items()}, 4)
+    assert not run.left_by_tests
+    assert not run.left
 
 
 def test_nothing_is_left(run: Run) -> None:

@@ -27,6 +27,7 @@ FLOORS = {
             "scenario",
             "expect",
             "shelf",
+            "clock",
             "world",
             "devices",
             "excerpt",
@@ -132,6 +133,16 @@ def test_torch_is_imported_inside_functions_only(path: Path) -> None:
     heavy = {"torch", "accelerate", "transformers", "deepspeed", "numpy"}
     found = {name.split(".")[0] for name in imports_of(path, top_level_only=True)} & heavy
     assert not found or name_of(path) in NEED_TORCH
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if name_of(path) != "clock"], ids=name_of)
+def test_one_module_alone_asks_pythons_clocks(path: Path) -> None:
+    """A test may freeze all others; see ``clock``."""
+    clocks = {"monotonic", "perf_counter", "time"}
+    names = clocks | {f"{name}_ns" for name in clocks} | {"sleep"}
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    asked = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | imports_of(path)
+    assert not asked & {f"time.{name}" for name in names}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

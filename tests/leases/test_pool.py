@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from freezegun import freeze_time
 
 from pytest_distcompat import devices
 from pytest_distcompat.failures import DistcompatError, UsageProblem
@@ -153,6 +154,18 @@ def test_a_timeout_says_who_has_them_and_who_waits(arena: Field) -> None:
     assert lines[5] == f"  tests/b.py::test_waits (pid {waiter.process.pid}) waits for 2"
     assert isinstance(caught.value, DistcompatError)
     assert isinstance(caught.value, TimeoutError)
+
+
+def test_waiting_ends_by_whatever_clock_a_test_has_frozen(arena: Field) -> None:
+    holder, waiter = arena.enter("holds", "waits")
+    holder.tell("lease 3")
+    assert holder.hear()[0] == "got"
+    with freeze_time("2024-01-01"), pytest.raises(LeaseTimeout), arena.pool.lease(2, who="first", timeout=0.1):
+        pass
+    waiter.tell("lease 2")
+    arena.await_held(*IDS)
+    with freeze_time("2024-01-01"), pytest.raises(LeaseTimeout), arena.pool.lease(1, who="second", timeout=0.1):
+        pass
 
 
 def test_who_gives_up_holds_nothing(arena: Field) -> None:

@@ -18,6 +18,7 @@ from pytest_distcompat.launch.request import read_events
 
 #: Set by a body, to be seen by no later life.
 touched = False
+_held: list[object] = []
 
 
 def meet(payload: Mapping[str, Any], log: RankLog) -> None:
@@ -55,6 +56,22 @@ def touch(payload: Mapping[str, Any], log: RankLog) -> None:
     json.touched = True  # type: ignore[attr-defined]
     os.environ["TOUCHED"] = "1"
     os.chdir("/")
+
+
+def share_files(payload: Mapping[str, Any], log: RankLog) -> None:
+    """torch's other way to share tensors: files that a process of its own unlinks. Then what ``payload["acts"]`` has."""
+    import torch
+    from torch import multiprocessing
+
+    multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    # Its file lives as long as it does.
+    _held.append(torch.ones(1000).share_memory_())  # type: ignore[no-untyped-call]
+    log.write("shared", names=[path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")])
+    # A process that is being started when its rank dies is torch's to tidy up.
+    ranks = range(int(os.environ["WORLD_SIZE"]))
+    while not all(any(one["event"] == "shared" for one in read_events(log.path.parent, rank)) for rank in ranks):
+        time.sleep(0.01)
+    ACTS[payload["acts"][str(log.rank)]](log)
 
 
 def act(payload: Mapping[str, Any], log: RankLog) -> None:
@@ -230,6 +247,23 @@ def wait_for_peers(log: RankLog) -> None:
     distributed.all_reduce(torch.zeros(1))
 
 
+def _wait_briefly(log: RankLog) -> None:
+    from datetime import timedelta
+
+    import torch
+    from torch import distributed
+
+    group = distributed.new_group([0, 1], timeout=timedelta(seconds=1), use_local_synchronization=True)
+    distributed.all_reduce(torch.zeros(1), group=group)
+
+
+def _meet_and_sleep(log: RankLog) -> None:
+    from torch import distributed
+
+    distributed.new_group([0, 1], use_local_synchronization=True)
+    fall_asleep(log)
+
+
 def fall_asleep(log: RankLog) -> None:
     time.sleep(600)
 
@@ -341,6 +375,8 @@ def _kill_launcher(log: RankLog) -> None:
 ACTS: dict[str, Callable[[RankLog], None]] = {
     "wait": wait_for_peers,
     "sleep": fall_asleep,
+    "wait a second": _wait_briefly,
+    "sleep in a group": _meet_and_sleep,
     "return": lambda log: None,
     "ValueError": _raise_value,
     "TypeError, later": _raise_later,

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
+import importlib
 import logging
-import multiprocessing
-import multiprocessing.util
 import os
 import random
-import signal
-import subprocess
 import sys
-import threading
+import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pytest_distcompat.launch import RankLog, serving
+from pytest_distcompat.launch import RankLog, randomness, serving
 
 
 def look(payload: Mapping[str, Any], log: RankLog) -> None:
@@ -67,70 +64,95 @@ def shared_group(payload: Mapping[str, Any], log: RankLog) -> None:
         distributed.all_reduce(torch.full((), 7.0), async_op=True)
 
 
+def spoil(payload: Mapping[str, Any], log: RankLog) -> None:
+    """Use the group that outlives requests, then do to it what ``payload["what"]`` says."""
+    import torch
+    from torch import distributed
+
+    assert serving.kept is not None
+    serving.kept.process_group("gloo")
+    distributed.all_reduce(torch.ones(()))
+    _SPOILED[payload["what"]](log.rank)
+
+
+def _unfinished(rank: int, group: Any = None) -> None:
+    import torch
+    from torch import distributed
+
+    # Each rank waits for the other's second part, or for one that is longer.
+    for tensor in (torch.ones(2), torch.ones(())) if rank == 0 else (torch.ones(()),):
+        distributed.all_reduce(tensor, group=group, async_op=True)
+
+
+def _alone(rank: int) -> None:
+    import torch
+    from torch import distributed
+
+    if rank == 0:
+        distributed.all_reduce(torch.ones(2), async_op=True)
+
+
+def _destroyed(rank: int) -> None:
+    from torch import distributed
+
+    distributed.destroy_process_group()
+
+
+def _hidden(rank: int) -> None:
+    # As tests hide a package.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+
+
+def _below(rank: int) -> None:
+    from torch import distributed
+
+    # Its own: that of all ranks stays sound.
+    _unfinished(rank, distributed.new_group([0, 1]))
+
+
+_SPOILED: Mapping[str, Callable[[int], object]] = {
+    "a collective of one rank that nobody waits for": _alone,
+    "collectives that do not fit": _unfinished,
+    "destroyed": _destroyed,
+    "destroyed on one rank": lambda rank: _destroyed(rank) if rank == 1 else None,
+    "no torch": _hidden,
+    "no torch on one rank": lambda rank: _hidden(rank) if rank == 1 else None,
+    "a group below it": _below,
+}
+
+
+def no_group(payload: Mapping[str, Any], log: RankLog) -> None:
+    """As before a test that may make its own."""
+    assert serving.kept is not None
+    serving.kept.without_group()
+
+
 def at_end(payload: Mapping[str, Any], log: RankLog) -> None:
     """Leave something that goes wrong when the ranks leave."""
     assert serving.kept is not None
     serving.kept.at_end.append(lambda: globals().pop("no such fixture"))
 
 
-def change(payload: Mapping[str, Any], log: RankLog) -> None:
-    """Leave on rank 1 what ``payload["what"]`` names as no test should."""
-    if log.rank == 1:
-        CHANGES[payload["what"]]()
+def sleep_at_end(payload: Mapping[str, Any], log: RankLog) -> None:
+    """Leave something that takes too long when the ranks leave."""
+    assert serving.kept is not None
+    serving.kept.at_end.append(lambda: time.sleep(60))
 
 
-def _torch(change: Callable[[Any], object]) -> Callable[[], object]:
-    def act() -> None:
-        import torch
+def break_randomness(payload: Mapping[str, Any], log: RankLog) -> None:
+    """Leave what nobody compares, and what fails after the request."""
 
-        change(torch)
+    def renew() -> None:
+        raise ZeroDivisionError
 
-    return act
-
-
-def _group() -> None:
-    from torch import distributed
-
-    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())  # type: ignore[attr-defined]
+    if log.rank == 0:
+        randomness.renew = renew
 
 
-def _accelerate() -> None:
-    from accelerate import PartialState
-
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(name)
-    PartialState(cpu=True)
-
-
-_held: list[object] = []
-
-
-def _memory() -> None:
-    _held.append(bytearray(os.urandom(1)) * 2**29)
-
-
-def _files() -> None:
-    _held.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(200))
-
-
-CHANGES: dict[str, Callable[[], object]] = {
-    "the environment": lambda: os.environ.update(TOUCHED="1"),
-    "the working directory": lambda: os.chdir("/"),
-    "the file mode mask": lambda: os.umask(0o007),
-    "sys.path": lambda: sys.path.append("/nowhere"),
-    "signal handlers": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
-    "threads": lambda: threading.Thread(target=threading.Event().wait, daemon=True).start(),
-    "child processes": lambda: subprocess.Popen(["sleep", "600"]),
-    "what is to be done at exit": lambda: atexit.register(print),
-    "what is to be done at exit: of a process": lambda: multiprocessing.util.Finalize(None, print, exitpriority=1),
-    "logging": lambda: logging.root.setLevel(logging.DEBUG),
-    "torch's global flags": _torch(lambda torch: torch.set_default_dtype(torch.float64)),
-    "torch's global flags: deterministic": _torch(lambda torch: torch.use_deterministic_algorithms(True)),
-    "torch's global flags: grad": _torch(lambda torch: torch.set_grad_enabled(False)),
-    "the process group": _group,
-    "accelerate's singletons": _accelerate,
-    "multiprocessing's start method": lambda: multiprocessing.set_start_method("spawn", force=True),
-    "memory": _memory,
-    "open files": _files,
-}
+def imports(payload: Mapping[str, Any], log: RankLog) -> None:
+    """Import accelerate, which nobody did before, and set the level of its logger as ``payload["level"]`` says."""
+    # As around every test of pytest: what is imported adds filters.
+    with warnings.catch_warnings():
+        importlib.import_module("accelerate")
+    logging.getLogger("accelerate").setLevel(payload["level"])
+    log.write("seen", pid=os.getpid())

@@ -198,6 +198,25 @@ def test_closing_leaves_no_process_and_no_file(run: Run, launch: Launch, monkeyp
             assert not list(Path(directory).iterdir())
 
 
+@pytest.mark.parametrize(
+    "act", ["SIGKILL", *(pytest.param(act, marks=pytest.mark.nightly) for act in ("ValueError", "sleep"))]
+)
+def test_files_by_which_torch_shares_tensors_go_too(
+    act: str, run: Run, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = launch(Warmth(modules=("torch", "torch.multiprocessing")))
+    with tempfile.TemporaryDirectory() as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        monkeypatch.setenv("TMPDIR", directory)
+        ending = run("share_files", launcher=launcher, timeout=5.0, acts={"0": "sleep", "1": act})
+        assert not ending.left_over
+        launcher.close()
+        shared = [event["names"] for events in ending.events.values() for event in events if event["event"] == "shared"]
+        assert all(shared), ending.text()
+        assert not [name for names in shared for name in names if Path("/dev/shm", name).exists()]
+        assert not list(Path(directory).glob("torch-shm-dir-*"))
+
+
 @pytest.fixture
 def shared_memory() -> Iterator[Callable[[str], Path]]:
     """Makes empty files in /dev/shm, and removes them."""

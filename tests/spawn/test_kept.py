@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.spawn.kept_bodies import CHANGES
+from tests.spawn.kept_changes import CHANGES
 
 from pytest_distcompat.launch import Ending, Keeping, Request, WarmLauncher, Warmth
 
@@ -23,7 +24,7 @@ Ask = Callable[..., Ending]
 
 @pytest.fixture(scope="module")
 def keeper() -> Iterator[WarmLauncher]:
-    launcher = WarmLauncher(Warmth(modules=("torch", "torch.distributed")))
+    launcher = WarmLauncher(Warmth(modules=("torch", "torch.distributed", "torch._inductor.config", "numpy")))
     yield launcher
     launcher.close()
 
@@ -120,17 +121,76 @@ def test_a_collective_that_one_rank_left_half_done_ends_them(ask: Ask, keeper: W
     assert said(ask("shared_group"), "sum", "value") == [2.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a collective of one rank that nobody waits for",
+        "collectives that do not fit",
+        "destroyed",
+        "destroyed on one rank",
+        "no torch",
+        "no torch on one rank",
+    ],
+)
+def test_a_group_that_is_no_longer_sound_ends_them_and_their_request_passes(
+    what: str, ask: Ask, keeper: WarmLauncher
+) -> None:
+    # The limit is that of the request; what is left of its group must not use it up.
+    ending = ask("spoil", what=what, timeout=4.0)
+    assert ending.kind == "ok", ending.text()
+    assert "the process group" in ending.left, ending.left
+    assert not keeper.keeping
+    assert said(ask("shared_group"), "sum", "value") == [2.0, 2.0]
+
+
+def test_a_group_that_cannot_be_destroyed_is_told_and_not_waited_for(ask: Ask) -> None:
+    assert ask("spoil", what="a group below it").kind == "ok"
+    ending = ask("no_group")
+    assert "an earlier test left a collective unfinished" in ending.headline(), ending.text()
+    assert ending.seconds < 10
+
+
+def test_nor_is_it_when_they_leave(ask: Ask, keeper: WarmLauncher) -> None:
+    assert ask("spoil", what="a group below it").kind == "ok"
+    assert not keeper.retire()
+
+
+def test_what_fails_between_requests_is_told(ask: Ask) -> None:
+    ending = ask("break_randomness", keep={"last": True})
+    assert "rank 0 raised ZeroDivisionError" in ending.headline(), ending.text()
+
+
+def test_leaving_has_the_time_limit_of_the_last_request(ask: Ask, keeper: WarmLauncher) -> None:
+    ask("sleep_at_end", timeout=1.0)
+    began = time.monotonic()
+    assert "time limit of 1 s" in keeper.retire()
+    assert time.monotonic() - began < 10
+
+
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_a_request_leaves_changed_ends_them_and_is_named(what: str, ask: Ask, keeper: WarmLauncher) -> None:
     if what.startswith("accelerate"):
         pytest.importorskip("accelerate")
     first = ask("look")
-    ending = ask("change", what=what)
+    ending = ask("kept_changes:change", what=what)
     assert ending.kind == "ok", ending.text()
     assert ending.left.startswith("on rank 1 it left "), ending.left
     assert what.partition(":")[0] in ending.left
     assert not keeper.keeping
     assert not set(said(ask("look"), "seen", "pid")) & set(said(first, "seen", "pid"))
+
+
+def test_settings_of_a_library_count_from_the_request_after_the_one_that_imported_it(ask: Ask) -> None:
+    pytest.importorskip("accelerate")
+    # Whether these are the library's own, or what the request made of them, nobody knows.
+    endings = [ask("imports", level=level) for level in (10, 10, 20)]
+    assert [ending.left.partition(" it left ")[2] for ending in endings] == [
+        "",
+        "",
+        "the log level of accelerate changed",
+    ]
+    pids = [said(ending, "seen", "pid") for ending in endings]
+    assert pids[0] == pids[1] == pids[2]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import importlib.util
 import multiprocessing.util
 import os
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.launch import Ending, Request, WarmLauncher
+from pytest_distcompat.launch import Ending, Request, WarmLauncher, settings
 from pytest_distcompat.launch.surroundings import _at_exit
 from pytest_distcompat.probe.parts import _not_saved
 
@@ -199,8 +200,52 @@ def test_the_singletons_of_accelerate() -> None:
     state = pytest.importorskip("accelerate.state")
     for kind in (state.PartialState, state.AcceleratorState, state.GradientState):
         assert isinstance(getattr(kind, "_shared_state", None), dict), (
-            f"{kind.__name__}._shared_state is not what it was: see launch/surroundings.py:_accelerate"
+            f"{kind.__name__}._shared_state is not what it was: see launch/settings.py:_accelerate"
         )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"register_module_{what}_registration_hook" for what in ("buffer", "module", "parameter")),
+        *(f"register_module_{what}_hook" for what in ("forward_pre", "forward", "full_backward_pre", "full_backward")),
+        *(f"register_optimizer_step_{what}_hook" for what in ("pre", "post")),
+    ],
+)
+def test_the_hooks_of_all_modules_and_optimizers(name: str) -> None:
+    of_modules = importlib.import_module("torch.nn.modules.module")
+    of_optimizers = importlib.import_module("torch.optim.optimizer")
+    before = settings._hooks()
+    handle = getattr(of_optimizers if "optimizer" in name else of_modules, name)(lambda *_: None)
+    after = settings._hooks()
+    handle.remove()
+    assert sum(after) == sum(before) + 1, f"{name} keeps its functions elsewhere: see launch/settings.py:_hook_dicts"
+    assert settings._hooks() == before
+
+
+def test_the_modes_that_were_entered() -> None:
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    before = settings._modes()
+    with torch.overrides.TorchFunctionMode(), TorchDispatchMode():  # type: ignore[no-untyped-call]
+        assert settings._modes() == (before[0] + 1, before[1] + 1), (
+            "torch.overrides._get_current_function_mode_stack or torch.utils._python_dispatch."
+            "_get_current_dispatch_mode_stack is not what it was: see launch/settings.py:_modes"
+        )
+
+
+@pytest.mark.parametrize(
+    ("module", "setting"), [("torch._dynamo.config", "suppress_errors"), ("torch._inductor.config", "max_autotune")]
+)
+def test_the_digest_of_what_torch_compile_is_told(module: str, setting: str) -> None:
+    config: Any = importlib.import_module(module)
+    before = settings._asked(module, "get_hash")
+    with config.patch({setting: not getattr(config, setting)}):
+        assert settings._asked(module, "get_hash") != before, (
+            f"{module}.get_hash does not tell of {setting}: see launch/settings.py:SETTINGS"
+        )
+    assert settings._asked(module, "get_hash") == before
 
 
 def test_how_many_functions_wait_for_the_exit() -> None:

@@ -64,6 +64,16 @@ def test_a_rank_that_lost_its_peer_is_folded_even_if_it_spoke_first(ranks: Ranks
     assert ending.text().endswith(f"consequences:\n  rank 0 raised {PEER_GONE}")
 
 
+def test_a_connection_of_the_tests_own_is_a_cause(ranks: Ranks) -> None:
+    """Python's sockets and pipes are not how torch's ranks reach each other."""
+    ranks.started(0, 1)
+    ranks.raised(1, "ConnectionRefusedError: [Errno 111] Connection refused")
+    ranks.raised(0, "AssertionError: rank 1 gave no data")
+    ending = ranks.end(1, 1)
+    assert ranks.statuses(ending) == ["raised", "raised"]
+    assert ending.headline() == "rank 1 raised ConnectionRefusedError: [Errno 111] Connection refused"
+
+
 def test_a_lost_peer_that_nothing_explains_is_a_cause(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.raised(1, PEER_GONE)
@@ -225,6 +235,15 @@ def test_sigterm_alone_is_a_cause(ranks: Ranks) -> None:
     ranks.done(1)
     ending = ranks.end(-15, 0)
     assert (ending.kind, ending.headline()) == ("crashed", "rank 0 was killed by SIGTERM in verb 'step'")
+
+
+def test_who_died_unseen_did_not_die_before_those_that_were_seen(ranks: Ranks) -> None:
+    # The agent sees rank 2 gone, and looks no more; ranks 0 and 3 said nothing since they started.
+    ranks.started(0, 1, 2, 3)
+    ranks.raised(1, "ValueError: first")
+    ending = ranks.end(-9, 1, -9, -9, ended_at=(None, None, 100.0, None))
+    assert ending.headline() == "rank 1 raised ValueError: first"
+    assert ranks.statuses(ending) == ["killed", "raised", "killed", "killed"]
 
 
 def test_of_two_sigterms_the_first_is_the_cause(ranks: Ranks) -> None:

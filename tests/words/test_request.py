@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from pytest_distcompat.launch.request import RankLog, read_events
+from pytest_distcompat.launch.request import RankLog, has_ended, read_events
 
 
 def test_who_watches_passes_over_what_the_probe_saw(tmp_path: Path) -> None:
@@ -21,3 +21,21 @@ def test_who_watches_passes_over_what_the_probe_saw(tmp_path: Path) -> None:
     assert [event["event"] for event in read_events(tmp_path, 1)] == everything
     assert [event["event"] for event in read_events(tmp_path, 1, but="moment")] == ["start", "moments", "error"]
     assert read_events(tmp_path, 0) == []
+
+
+def test_the_last_word_of_a_child_is_not_that_of_its_rank(tmp_path: Path) -> None:
+    with contextlib.closing(RankLog(tmp_path, 0)) as rank_log:
+        rank_log.write("start", pid=7)
+        rank_log.write("done", pid=8)
+        assert not has_ended(read_events(tmp_path, 0))
+        rank_log.write("done", pid=7)
+        assert has_ended(read_events(tmp_path, 0))
+
+
+def test_lines_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
+    with contextlib.closing(RankLog(tmp_path, 0)) as rank_log:
+        rank_log.write("start", pid=7)
+        with rank_log.path.open("a", encoding="utf-8") as file:
+            file.write('{}\n[1]\n"text"\nnull\n3\n{"event": 3}\n{"rank": 0}\n\nno JSON\n')
+        rank_log.write("done")
+    assert [event["event"] for event in read_events(tmp_path, 0)] == ["start", "done"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_distcompat import clock
 from pytest_distcompat.launch.request import read_end
 from pytest_distcompat.runner import DONE
 
@@ -56,7 +56,7 @@ def running(store: Path, over: set[str], since: float = 0.0) -> Iterator[Running
             request = json.loads((directory / "request.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue  # it waits for its devices, or is being written
-        seconds = max(0.0, time.time() - begun)
+        seconds = max(0.0, clock.wall() - begun)
         # One whose pytest process died leaves no end.
         if begun >= since and seconds < request["timeout"] + PATIENCE:
             payload, (verb, index) = request["payload"], _verb(directory / "rank-0.jsonl")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing.connection
 import tempfile
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from pytest_distcompat import clock
 from pytest_distcompat.launch.process import sweep_shared_memory
 from pytest_distcompat.launch.request import Request
 
@@ -96,7 +96,7 @@ class Watching(LocalElasticAgent):
         multiprocessing.connection.wait(_news(self), LONGEST_LOOK)
         for rank, code in enumerate(_exit_codes(self)):
             if code is not None:
-                self.ended_at.setdefault(rank, time.monotonic())
+                self.ended_at.setdefault(rank, clock.now())
         return super()._monitor_workers(worker_group)
 
 

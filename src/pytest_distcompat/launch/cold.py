@@ -6,9 +6,9 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+from pytest_distcompat import clock
 from pytest_distcompat.launch.ending import Ending, conclude
 from pytest_distcompat.launch.kept import Keeping
 from pytest_distcompat.launch.process import bury, descendants, kill, on_device
@@ -74,11 +74,11 @@ class TorchrunLauncher:
             )
         patience: float | None = None
         while self._process.poll() is None:
-            time.sleep(0.02)
+            clock.sleep(0.02)
             watch.look()
             if watch.acted:
-                patience = patience or time.monotonic() + 5.0
-                if time.monotonic() > patience:
+                patience = patience or clock.now() + 5.0
+                if clock.now() > patience:
                     break
         text = output.read_text(encoding="utf-8", errors="replace")
         failed = self._process.returncode != 0
@@ -95,7 +95,7 @@ class TorchrunLauncher:
             ended_by_us=watch.ended_by_us,
             first=int(first.group(1)) if first else None,
             launch_error="" if started or not failed else text[-4000:],
-            seconds=time.monotonic() - watch.began,
+            seconds=clock.now() - watch.began,
             timeout=request.timeout,
             command=request.command(),
         )

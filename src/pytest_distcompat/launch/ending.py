@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat.excerpt import encodable
 from pytest_distcompat.launch.collectives import Standing, parting, standing, told
 from pytest_distcompat.launch.files import Files
 from pytest_distcompat.launch.peers import lost_peer
@@ -25,7 +26,8 @@ class RankEnd:
 
     ``status``: ``done``; ``raised`` (it reported an exception); ``killed`` and ``exited`` (it could not report);
     ``stuck`` (the time limit found it running); ``lost peer`` and ``stopped`` (consequences of another rank's end);
-    ``missing`` (it never started). A rank that is stuck has a ``stack`` and, made of that, a ``standing``.
+    ``missing`` (it never started). A rank that is stuck has a ``stack`` and, made of that, a ``standing``;
+    one that others gave up waiting for has the ``stack``.
     """
 
     rank: int
@@ -139,6 +141,11 @@ class Ending:
             parts.append(
                 "consequences:\n" + "\n".join(f"  rank {end.rank} {_first_line(end.message)}" for end in folded)
             )
+            parts += [
+                f"where rank {end.rank} was when another one gave up waiting (most recent call first):\n{shown}"
+                for end in folded
+                if (shown := without_launcher(end.stack))
+            ]
         if self.left_over:
             parts.append("left running by a rank, now killed: " + ", ".join(self.left_over))
         return "\n\n".join([*(part.rstrip() for part in parts), *self.leaks])
@@ -154,7 +161,7 @@ def _section(end: RankEnd) -> str:
         lines.append(end.text.rstrip())
     if end.standing is not None and end.standing.recorded:
         lines.append(end.standing.history())
-    if end.stack:
+    if end.stack and end.status == "stuck":
         lines.append("Python stack at the time limit (most recent call first):\n" + without_launcher(end.stack))
     if end.output and end.status in {"killed", "exited", "stuck", "missing"}:
         lines.append("last output:\n" + end.output.rstrip())
@@ -187,8 +194,10 @@ def conclude(
         for rank in range(world_size)
     ]
     died = {rank: time for rank, time in enumerate(ended_at) if time is not None}
+    # The agent looks no more once it has seen a rank gone: whoever died unseen did so at that time or later.
+    last = max(died.values(), default=0.0)
     ends = [
-        replace(end, time=died[end.rank]) if end.status in {"killed", "exited"} and end.rank in died else end
+        replace(end, time=died.get(end.rank, max(end.time, last))) if end.status in {"killed", "exited"} else end
         for end in ends
     ]
     return Ending(tuple(_fold(ends, first)), events, timed_out=timed_out, **more)
@@ -201,18 +210,19 @@ def _rank_end(files: Files, rank: int, events: Sequence[Mapping[str, Any]], code
     known["output"] = files.output(rank)
     if "error" in names and ended != "stuck":
         error = names["error"]
-        said = {"message": _encodable(f"raised {error['message']}"), "text": _encodable(error["text"])}
+        said = {"message": encodable(f"raised {error['message']}"), "text": encodable(error["text"])}
         return RankEnd(**{**known, **said, "time": error["time"]}, status="raised", kind=error["kind"])
+    if not ended and "done" in names and code in {0, None}:
+        return RankEnd(**known, status="done")
+    # At the time limit, or when another rank gave up waiting for this one.
+    stack = files.stack(rank)
+    known["stack"] = stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else ""
     after = " after it had finished its work" if "done" in names else _where(events)
     if ended == "stopped":
         return RankEnd(**known, status="stopped", message=f"outlived another rank's failure and was killed{after}")
     if ended == "stuck":
-        stack = files.stack(rank)
-        known["stack"] = stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else ""
         known["standing"] = standing(files.record(rank), known["stack"])
         return RankEnd(**known, status="stuck", message=f"was still running at the time limit{after}")
-    if "done" in names and code in {0, None}:
-        return RankEnd(**known, status="done")
     if "start" not in names:
         ending = f" ({exit_name(code)})" if code else ""
         return RankEnd(**known, status="missing", message=f"never started{ending}")
@@ -221,11 +231,6 @@ def _rank_end(files: Files, rank: int, events: Sequence[Mapping[str, Any]], code
     if code is None:
         return RankEnd(**known, status="exited", message=f"ended without a report{after}")
     return RankEnd(**known, status="exited", message=f"exited with code {code} without a report{after}")
-
-
-def _encodable(text: str) -> str:
-    """With lone surrogates escaped: an exception may hold some, and one in a report ends a whole run of xdist."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _where(events: Sequence[Mapping[str, Any]]) -> str:

@@ -117,9 +117,12 @@ class KeptRanks:
     @property
     def to_leave(self) -> str:
         """Why these ranks are not to do another request; empty if they may."""
-        for rank, changed in sorted(self.replies.items()):
-            if changed:
-                return f"on rank {rank} it left {', '.join(changed)} changed"
+        for changed in (reply for _, reply in sorted(self.replies.items()) if reply):
+            # A process group that is not sound is so on several: none of them is to blame more than another.
+            ranks = [str(rank) for rank, reply in sorted(self.replies.items()) if reply == changed]
+            several = "all ranks" if self.replied and len(ranks) == len(self.replies) else f"ranks {', '.join(ranks)}"
+            where = several if len(ranks) > 1 else f"rank {ranks[0]}"
+            return f"on {where} it left {', '.join(changed)} changed"
         return f"they did {self.uses} requests" if self.uses >= self.keep.uses else ""
 
     def leave(self) -> None:

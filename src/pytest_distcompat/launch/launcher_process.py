@@ -11,16 +11,25 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from pytest_distcompat import clock
 from pytest_distcompat.launch import environment
 from pytest_distcompat.launch.ending import exit_name
-from pytest_distcompat.launch.process import alive, await_end, bury, descendants, kill, kill_named
+from pytest_distcompat.launch.process import (
+    alive,
+    await_exit,
+    bury,
+    descendants,
+    kill,
+    kill_named,
+    let_tidy_up,
+    tidies_up,
+)
 from pytest_distcompat.launch.request import Warmth
 from pytest_distcompat.launch.temporary import OwnedDirectory
 
@@ -38,7 +47,11 @@ class LauncherProcess:
         self._channel, theirs = socket.socketpair()
         self._buffer = b""
         self.base = environment.of_launcher(os.environ, device)
-        script = "import sys; from pytest_distcompat.launch.server import main; main(int(sys.argv[1]), sys.argv[2])"
+        # Without the working directory: see extend_import_path.
+        script = (
+            "import sys; sys.path[:] = filter(None, sys.path); "
+            "from pytest_distcompat.launch.server import main; main(int(sys.argv[1]), sys.argv[2])"
+        )
         with theirs, (place / "server.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", script, str(theirs.fileno()), str(told)],
@@ -86,7 +99,7 @@ class LauncherProcess:
         """Wait until it is ready; what went wrong, if something did."""
         if self.status is not None:
             return ""
-        self.status = self.receive(time.monotonic() + self._timeout)
+        self.status = self.receive(clock.now() + self._timeout)
         if self.status is None:
             return self.death("while it got ready")
         self._own = {process.pid for process in self._below() if alive(process.pid)}
@@ -100,7 +113,7 @@ class LauncherProcess:
     def receive(self, deadline: float, others: Sequence[socket.socket] = ()) -> dict[str, Any] | None:
         """Its next answer; None when the deadline passes, when there is something on another socket, or when it is gone."""
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._channel, *others], [], [], max(0.0, deadline - time.monotonic()))
+            ready, _, _ = select.select([self._channel, *others], [], [], max(0.0, deadline - clock.now()))
             if self._channel not in ready:
                 return None
             try:
@@ -108,8 +121,7 @@ class LauncherProcess:
             except ConnectionError:
                 received = b""
             if not received:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(1)
+                await_exit(self._process, 1.0)
                 return None
             self._buffer += received
         line, _, self._buffer = self._buffer.partition(b"\n")
@@ -133,8 +145,9 @@ class LauncherProcess:
         return kill_named(self.strays())
 
     def strays(self) -> list[psutil.Process]:
-        """What runs below it and is no part of it: ranks, and what they started."""
-        return [process for process in self._below() if process.pid not in self._own and alive(process.pid)]
+        """What runs below it and is no part of it: ranks, and what they started, without those that will end by themselves."""
+        others = (process for process in self._below() if process.pid not in self._own and alive(process.pid))
+        return [process for process in others if not tidies_up(process)]
 
     def _below(self) -> list[psutil.Process]:
         """All processes below it; none if it is dead, for its number may be another's by now."""
@@ -142,18 +155,16 @@ class LauncherProcess:
 
     def close(self) -> None:
         """Kill it and all below it."""
-        below = self._below()
-        # Python's resource tracker unlinks the semaphores of those we kill, and then ends by itself.
-        trackers = [process for process in below if _tracks_resources(process)]
-        kill(process for process in below if process not in trackers)
-        bury(self._process)
-        await_end(trackers, 2.0)
-        kill(trackers)
-        self._channel.close()
-        self._directory.remove()
-
-
-def _tracks_resources(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
-    return False
+        try:
+            below = self._below()
+            # They wait for the launcher process too.
+            tidy = [process for process in below if tidies_up(process)]
+            kill(below)
+            bury(self._process)
+            let_tidy_up(tidy)
+        finally:
+            # Ctrl-C may come while we are at it, as in a worker of xdist that is done when others are not. What is below it
+            # dies with it.
+            bury(self._process)
+            self._channel.close()
+            self._directory.remove()

@@ -10,10 +10,14 @@ _LOST_PEER = re.compile(
     r"NCCL communicator was aborted|connectFullMesh failed|wait timeout after|Application timeout caused pair closure",
     re.IGNORECASE,
 )
+#: What Python's own sockets and pipes raise: not how torch's ranks reach each other.
+_OWN = re.compile(r"(?:raised )?(?:failed(?: in \w+)?: )?(?:Connection\w+Error|BrokenPipeError)\b")
 
 
 def lost_peer(message: str, traceback: str = "") -> bool:
     """Whether all that went wrong, as an exception or a rank's last output says, is that another rank is gone."""
+    if _OWN.match(message):
+        return False
     return _LOST_PEER.search(f"{message}\n{_without_source(traceback)}") is not None
 
 

@@ -13,12 +13,12 @@ import importlib
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat import clock
 from pytest_distcompat.launch import randomness
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.launch.process import native_threads
@@ -40,7 +40,7 @@ def main(path: str) -> None:
     """Import, call, and write how it went."""
     global collected  # noqa: PLW0603 - a fork server hands things over by being forked
     wanted = json.loads(Path(path).read_text(encoding="utf-8"))
-    began = time.monotonic()
+    began = clock.now()
     status: dict[str, Any] = {"missing": [], "unfit": "", "error": ""}
     extend_import_path(wanted["path"])
     # pytest's capture takes stderr away while it collects.
@@ -75,7 +75,7 @@ def main(path: str) -> None:
     gc.freeze()
     os.close(log)
     status["unfit"] = _unfit(threads)
-    status["seconds"] = time.monotonic() - began
+    status["seconds"] = clock.now() - began
     waiting = Path(f"{wanted['status']}.new")
     waiting.write_text(json.dumps(status), encoding="utf-8")
     waiting.rename(wanted["status"])
@@ -87,7 +87,7 @@ def _stack_written(late: float, log: int) -> Iterator[None]:
 
     The thread that waits for that is gone after the block: a fork server must have none.
     """
-    faulthandler.dump_traceback_later(max(0.1, late - time.monotonic()), file=log)
+    faulthandler.dump_traceback_later(max(0.1, late - clock.now()), file=log)
     try:
         yield
     finally:

@@ -8,18 +8,23 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from pytest_distcompat import clock
+
 #: Makes a rank write the Python stack of each of its threads. A real-time signal: programs leave those alone.
 STACK_SIGNAL = signal.SIGRTMIN + 7
 
 #: There if this kernel lists children (CONFIG_PROC_CHILDREN).
 _LISTED = Path("/proc/thread-self/children")
+
+#: How long those that tidy up after others get for it, in seconds. torch's waits for another user for two.
+TIDY = 4.0
+_TIDY = ("multiprocessing.resource_tracker", "torch_shm_manager")
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -97,13 +102,38 @@ def descendants(pid: int) -> list[psutil.Process]:
     return found
 
 
-def kill(processes: Iterable[psutil.Process], *, wait: float = 2.0) -> None:
-    """SIGKILL all of them and wait until they are gone, or zombies, which is up to their parents."""
-    doomed = list(processes)
+def kill(processes: Iterable[psutil.Process], *, wait: float = 2.0) -> list[psutil.Process]:
+    """SIGKILL them and wait until they are gone, or zombies, which is up to their parents; who was killed.
+
+    Those that tidy up after others are left alone: they end by themselves when the others are gone.
+    """
+    doomed = [process for process in processes if not tidies_up(process)]
     for process in doomed:
         with contextlib.suppress(psutil.Error):
             process.kill()
     await_end(doomed, wait)
+    return doomed
+
+
+def let_tidy_up(processes: Iterable[psutil.Process]) -> None:
+    """Wait until those that tidy up have ended, now that nobody uses them. One that does not is killed."""
+    tidy = list(processes)
+    await_end(tidy, TIDY)
+    for process in tidy:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def tidies_up(process: psutil.Process) -> bool:
+    """Whether that one unlinks what the processes that use it leave, and ends when they are gone.
+
+    Python's resource tracker does so with semaphores and shared memory, torch's with files of ``file_system`` sharing:
+    https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
+    https://pytorch.org/docs/stable/multiprocessing.html#file-system-file-system
+    """
+    with contextlib.suppress(psutil.Error):
+        return any(name in part for part in process.cmdline() for name in _TIDY)
+    return False
 
 
 def bury(process: subprocess.Popen[Any]) -> None:
@@ -120,20 +150,22 @@ def bury(process: subprocess.Popen[Any]) -> None:
 
 def kill_named(processes: Iterable[psutil.Process]) -> list[str]:
     """``kill`` them; who they were."""
-    doomed, names = list(processes), []
-    for process in doomed:
+    names = {}
+    for process in processes:
         with contextlib.suppress(psutil.Error):
-            names.append(f"{process.name()} (pid {process.pid})")
-    kill(doomed)
-    return names
+            names[process] = f"{process.name()} (pid {process.pid})"
+    return [names[process] for process in kill(names)]
+
+
+def await_exit(process: subprocess.Popen[Any], seconds: float) -> bool:
+    """Whether a child of ours ends within that time. Popen's own ``wait`` asks a clock that a test may have frozen."""
+    return clock.wait_until(lambda: process.poll() is not None, seconds)
 
 
 def await_end(processes: Iterable[psutil.Process], seconds: float) -> None:
     """Wait until they are gone or zombies. psutil's own wait would wait for the parents of zombies."""
     pids = [process.pid for process in processes]
-    deadline = time.monotonic() + seconds
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.005)
+    clock.wait_until(lambda: not any(map(alive, pids)), seconds)
 
 
 def ask_for_stack(pid: int) -> None:

@@ -12,17 +12,17 @@ import multiprocessing
 import os
 import signal
 import sys
-import traceback
 from pathlib import Path
-from time import monotonic, sleep  # by name: a test may patch the module
 from typing import NoReturn
 
 import psutil
 
-from pytest_distcompat.launch import randomness, recorder
+from pytest_distcompat import clock
+from pytest_distcompat.launch import randomness, recorder, unpatched
 from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent
 from pytest_distcompat.launch.request import RankLog, Request, extend_import_path, has_ended, read_events
 from pytest_distcompat.launch.stacks import stack_file
+from pytest_distcompat.launch.waited import ask_where
 
 #: How long a failed rank waits for the others to report a failure of their own before it tears their connections.
 GRACE = 0.3
@@ -64,20 +64,25 @@ def perform(request: Request, *, by_hand: bool = False) -> None:
     """Do what the request asks for. A failure is reported and ends this process."""
     number = int(os.environ["RANK"])
     with contextlib.closing(RankLog(request.directory, number, by_hand=by_hand)) as log:
-        log.write("start", pid=os.getpid())
+        own = unpatched.own_pid()
+        log.write("start", pid=own)
         try:
             module, _, function = request.target.partition(":")
             getattr(importlib.import_module(module), function)(request.payload, log)
         except BaseException as error:  # SystemExit and KeyboardInterrupt end a rank like any other error
             fail(request, log, error)
-        log.write("done")
+        if unpatched.own_pid() != own:
+            # A child that the target forked and that came back in its place. The rank may be gone: its last word is its own, as
+            # are the answers to whoever waits for it.
+            flush()
+            unpatched.leave(0)
+        log.write("done", pid=own)
 
 
 def fail(request: Request, log: RankLog, error: BaseException) -> NoReturn:
     """Report that error, if the rank did not report one before, and end this process."""
     if not any(event["event"] == "error" for event in read_events(request.directory, log.rank)):
-        text = "".join(traceback.format_exception(error))
-        log.error(type(error).__name__, _message(error), text)
+        tell(log, error)
     leave_failed(request.directory, request.world_size)
 
 
@@ -101,17 +106,22 @@ def leave_failed(directory: str | Path, world_size: int) -> NoReturn:
     Both would wait for peers who may be waiting for this rank. The grace lets ranks that fail at the same moment
     report their own failure, not the loss of this peer.
     """
-    deadline = monotonic() + GRACE
-    while monotonic() < deadline:
-        if all(has_ended(read_events(directory, rank)) for rank in range(world_size)):
-            break
-        sleep(0.01)
+    ask_where([read_events(directory, rank) for rank in range(world_size)])
+    clock.wait_until(
+        lambda: all(has_ended(read_events(directory, rank)) for rank in range(world_size)), GRACE, every=0.01
+    )
     flush()
-    os._exit(1)
+    unpatched.leave(1)
 
 
-def _message(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()
+def tell(log: RankLog, error: BaseException) -> None:
+    """Report that error."""
+    log.error(type(error).__name__, message_of(error), "".join(unpatched.format_exception(error)))
+
+
+def message_of(error: BaseException) -> str:
+    """What it says in one line, or in as many as a SyntaxError has."""
+    return "".join(unpatched.format_exception_only(error)).strip()
 
 
 def flush() -> None:

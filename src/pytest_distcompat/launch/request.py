@@ -12,8 +12,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic  # by name: a test may patch the module
 from typing import Any
+
+from pytest_distcompat import clock
+from pytest_distcompat.launch import unpatched
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,20 @@ class Warmth:
 
 
 def import_path() -> tuple[str, ...]:
-    """What this process imports from: pytest adds directories to it (rootdir, conftest.py, the ini key pythonpath)."""
-    return tuple(entry for entry in sys.path if entry)
+    """What this process imports from: pytest adds directories to it (rootdir, conftest.py, the ini key pythonpath).
+
+    Some conftest adds a ``Path``, which Python itself passes over.
+    """
+    return tuple(entry for entry in sys.path if entry and isinstance(entry, str))
 
 
 def extend_import_path(entries: Sequence[str]) -> None:
-    """Import from there too, after what this process imports from already."""
-    sys.path.extend(entry for entry in entries if entry not in sys.path)
+    """Import from there too, after what this process imports from already.
+
+    But not from the working directory, unless they say so: Python puts it first in a process that was started with -c, and
+    then a cmd.py or profile.py that lies there is what torch imports.
+    """
+    sys.path[:] = filter(None, dict.fromkeys((*sys.path, *entries)))
 
 
 class RankLog:
@@ -111,46 +120,55 @@ class RankLog:
         self._terminal = os.dup(2) if by_hand else None
         if by_hand:
             self.path.unlink(missing_ok=True)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = unpatched.open_descriptor(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def write(self, event: str, **data: Any) -> None:
         """Append one event."""
-        line = json.dumps({"event": event, "rank": self.rank, "time": monotonic(), **data}) + "\n"
+        line = unpatched.encode({"event": event, "rank": self.rank, "time": clock.now(), **data}) + "\n"
         raw = line.encode("utf-8", "surrogatepass")
         while raw:
-            raw = raw[os.write(self._file, raw) :]
+            raw = raw[unpatched.write_to(self._file, raw) :]
 
     def error(self, kind: str, message: str, text: str, **data: Any) -> None:
         """The last thing a failing rank says: the exception's type, its message, and the whole text to show."""
         self.write("error", kind=kind, message=message, text=text, **data)
         if self._terminal is not None:
-            os.write(self._terminal, f"\nrank {self.rank}: {message}\n{text}\n".encode("utf-8", "replace"))
+            shown = f"\nrank {self.rank}: {message}\n{text}\n".encode("utf-8", "replace")
+            unpatched.write_to(self._terminal, shown)
 
     def close(self) -> None:
         """Nothing more is to be said."""
         for descriptor in (self._file, self._terminal):
             if descriptor is not None:
-                os.close(descriptor)
+                unpatched.close_descriptor(descriptor)
 
 
 def read_events(directory: str | Path, rank: int, *, but: str = "") -> list[dict[str, Any]]:
-    """What that rank wrote so far; a line that a dying rank left unfinished is dropped.
+    """What that rank wrote so far. A line that is no event is dropped: a dying rank left it unfinished, or a test wrote there.
 
     Events called ``but`` are passed over unread: who looks five times a second need not decode what a probe saw.
     """
     try:
-        raw = (Path(directory) / f"rank-{rank}.jsonl").read_text(encoding="utf-8", errors="replace")
+        with unpatched.open_file(f"{directory}/rank-{rank}.jsonl", encoding="utf-8", errors="replace") as file:
+            raw = file.read()
     except FileNotFoundError:
         return []
     # As ``RankLog.write`` begins it.
-    passed = json.dumps({"event": but})[:-1] if but else "\n"
-    events = []
+    passed = unpatched.encode({"event": but})[:-1] if but else "\n"
+    events: list[dict[str, Any]] = []
     for line in raw.splitlines():
         if line.startswith(passed):
             continue
         with contextlib.suppress(ValueError):
-            events.append(json.loads(line))
-    return events
+            event = unpatched.decode(line)
+            if isinstance(event, dict) and isinstance(event.get("event"), str):
+                events.append(event)
+    return [event for event in events if _of_the_rank(event, events[0])]
+
+
+def _of_the_rank(event: Mapping[str, Any], start: Mapping[str, Any]) -> bool:
+    """Not so the last word of a forked child, which writes to the same file: the rank itself may be gone without one."""
+    return event["event"] != "done" or event.get("pid") in {None, start.get("pid")}
 
 
 def read_end(path: Path, most: int, since: int = 0) -> str:
@@ -163,6 +181,12 @@ def read_end(path: Path, most: int, since: int = 0) -> str:
 
 
 TERMINAL = frozenset({"done", "error"})
+
+
+def pids_of(said: Sequence[Sequence[Mapping[str, Any]]]) -> dict[int, int]:
+    """Of the ranks that started, their processes: the first thing that a rank says."""
+    started = {rank: events[0] for rank, events in enumerate(said) if events}
+    return {rank: int(event["pid"]) for rank, event in started.items() if event["event"] == "start"}
 
 
 def has_ended(events: Sequence[Mapping[str, Any]]) -> bool:

@@ -13,11 +13,11 @@ import multiprocessing.util
 import os
 import socket
 import tempfile
-import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat import clock
 from pytest_distcompat.launch import rank
 from pytest_distcompat.launch.process import adopt_orphans, children, die_with_parent, reap_adopted
 from pytest_distcompat.launch.request import Request
@@ -42,7 +42,7 @@ def main(descriptor: int, warmth: str) -> None:
     from pytest_distcompat.launch import agent
 
     for line in lines:
-        began = time.monotonic()
+        began = clock.now()
         # Here, not after the life: its left-overs are killed by our parent once it has the answer.
         reap_adopted(keep=own)
         try:
@@ -50,7 +50,7 @@ def main(descriptor: int, warmth: str) -> None:
             outcome: dict[str, Any] = agent.run(request, rank.main, start_method)
         except Exception:
             outcome = {"exit_codes": None, "launch_error": traceback.format_exc()}
-        _answer(channel, {"event": "ended", "seconds": time.monotonic() - began, **outcome})
+        _answer(channel, {"event": "ended", "seconds": clock.now() - began, **outcome})
 
 
 def _answer(channel: socket.socket, message: dict[str, Any]) -> None:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import json
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.launch import randomness, rank
+from pytest_distcompat.launch import randomness, rank, unpatched
 from pytest_distcompat.launch.request import RankLog, Request
 from pytest_distcompat.launch.surroundings import Sizes, Surroundings
 
-#: How long a process group may take to prove that it is as sound as before, in seconds.
-HEALTHY = 5.0
+#: How long a process group may take to prove that it is as sound as before, in seconds, and which part of its request's
+#: time limit at most: it must not look as if the request hung.
+HEALTHY, HEALTHY_PART = 5.0, 0.25
+#: How long its destruction may take, which waits for collectives that nobody ever joins; and how long at the end of the
+#: process, which ends it too.
+DESTROYED, DESTROYED_AT_END = 5.0, 1.0
 
 _CLEARED = "distcompat/cleared/"
+_DONE = "distcompat/done/"
 
 
 class Store:
@@ -28,12 +34,24 @@ class Store:
     def __init__(self) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
 
-        self._rank = int(os.environ["RANK"])
+        # A request may change the environment.
+        self._rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         self._listed = hasattr(self._store, "list_keys")
         self._agents = set(self._store.list_keys()) if self._listed else set()
         self._keys = self._store.num_keys()
         self._times = 0
+        self._requests = 0
+
+    def told_done(self) -> Callable[[], None]:
+        """Tell the other ranks that this one has done its request; what it gives waits until all of them have."""
+        self._requests += 1
+        count, all_done = f"{_DONE}count", f"{_DONE}{self._requests}"
+        if self._store.add(count, 1) == self._requests * self._ranks:
+            self._store.set(all_done, "")
+            return lambda: None
+        # The request's own time limit is that of whoever asked.
+        return lambda: self._store.wait([all_done], timedelta(days=1))
 
     def clear(self) -> None:
         """Remove what process groups left there: another one would take it for its own. Called by all ranks together.
@@ -45,14 +63,14 @@ class Store:
         if self._rank == 0:
             for key in set(self._store.list_keys()) - self._agents if self._listed else ():
                 # A slower rank still waits for one of these.
-                if not key.startswith(_CLEARED):
+                if not key.startswith((_CLEARED, _DONE)):
                     self._store.delete_key(key)
             self._store.set(done, "")
         self._store.wait([done])
 
     def used(self) -> bool:
         """Whether there are keys that ``clear`` cannot remove."""
-        return not self._listed and self._store.num_keys() > self._keys + self._times
+        return not self._listed and self._store.num_keys() > self._keys + self._times + self._requests + 1
 
 
 class Kept:
@@ -63,6 +81,7 @@ class Kept:
         self.store = Store()
         self.group: Any = None
         self._counted = 0
+        self._sound = True
         self.at_end: list[Callable[[], None]] = []
 
     def process_group(self, backend: str) -> Any:
@@ -76,42 +95,78 @@ class Kept:
 
     def without_group(self) -> None:
         """Leave no process group to a request that may make its own. Called by all ranks together."""
-        from torch import distributed
-
         if self.group is not None:
-            self.group = None
-            distributed.destroy_process_group()
+            if not self._destroy_group(DESTROYED):
+                raise RuntimeError(
+                    f"the process group that tests share could not be destroyed within {DESTROYED:g} s: "
+                    "an earlier test left a collective unfinished"
+                )
             self.store.clear()
 
-    def begin_proof(self) -> Callable[[], bool]:
-        """Have the process group do something; what it gives waits for that, and says whether it was done rightly.
+    def leave_group(self) -> None:
+        """Before this process ends. A group that is not sound is left to its end: to destroy it could last for ever."""
+        if self.group is not None and not (self._sound and self._destroy_group(DESTROYED_AT_END)):
+            # A rank that was forked ends so anyway; one that was spawned would have the interpreter destroy the group.
+            atexit.register(os._exit, 0)
+            atexit.register(rank.flush)
 
-        The group must be ours, and still do what it should: a collective left half done would show. To wait for the
-        other ranks takes as long as all the rest of looking at what a request left, which can be done meanwhile.
-        """
-        import torch
+    def _destroy_group(self, seconds: float) -> bool:
+        """Whether that took no longer."""
         from torch import distributed
 
-        if self.group is None or not distributed.is_initialized():
-            there = self.group is not None or distributed.is_initialized()
-            return lambda: not there
-        if distributed.group.WORLD is not self.group:
-            return lambda: False
-        self._counted += 1
-        expected = float(self._counted * distributed.get_world_size())
-        device = "cpu" if distributed.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
-        count = torch.full((), float(self._counted), device=device)
-        try:
-            work = distributed.all_reduce(count, async_op=True)
-        except RuntimeError:
-            return lambda: False
+        self.group = None
+        problems: list[BaseException] = []
 
-        def sound() -> bool:
+        def destroy() -> None:
             try:
-                work.wait(timedelta(seconds=HEALTHY))
-            except RuntimeError:
+                distributed.destroy_process_group()
+            except BaseException as error:  # whatever it is, it is raised below
+                problems.append(error)
+
+        # A thread can be left behind where it hangs; the end of the process does not wait for it.
+        thread = threading.Thread(target=destroy, name="distcompat: destroys the process group", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        for problem in problems:
+            raise problem
+        return not thread.is_alive()
+
+    def prove(self, begun: Callable[[float], bool], seconds: float) -> bool:
+        """Whether the group is sound, by what ``begin_proof`` gave."""
+        self._sound = begun(seconds)
+        return self._sound
+
+    def begin_proof(self) -> Callable[[float], bool]:
+        """Have the process group do something; what it gives waits so long for that, and says whether it was done rightly.
+
+        The group must be ours, and still do what it should: a collective left half done would show. All ranks must have
+        done the request.
+        """
+        # A test may have left another default, or a mode, or a function of its own in the place of torch's, which do anything,
+        # or no torch.
+        try:
+            import torch
+            from torch import distributed
+
+            if self.group is None or not distributed.is_initialized():
+                there = self.group is not None or distributed.is_initialized()
+                return lambda _: not there
+            if distributed.group.WORLD is not self.group:
+                return lambda _: False
+            self._counted += 1
+            expected = float(self._counted * distributed.get_world_size())
+            device = "cpu" if distributed.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+            count = torch.full((), float(self._counted), dtype=torch.float32, device=device)
+            work = distributed.all_reduce(count, async_op=True)
+        except Exception:
+            return lambda _: False
+
+        def sound(seconds: float) -> bool:
+            try:
+                work.wait(timedelta(seconds=seconds))
+                return bool(count.item() == expected)
+            except Exception:
                 return False
-            return bool(count.item() == expected)
 
         return sound
 
@@ -127,24 +182,31 @@ def serve(payload: Mapping[str, Any], log: RankLog) -> None:
     """
     global kept  # noqa: PLW0603 - whoever runs in this process asks for it
     kept = Kept(log.path.parent)
+    asked: list[Request] = []
+    try:
+        _serve(kept, payload["socket"], log.rank, asked)
+    except BaseException as error:
+        # Whoever asked reads the log of what he asked for; that of this life, to which it is on its way, tells the next one.
+        if asked:
+            with contextlib.closing(RankLog(asked[-1].directory, log.rank)) as last:
+                rank.tell(last, error)
+        raise
+
+
+def _serve(kept: Kept, place: str, number: int, asked: list[Request]) -> None:
+    """As ``serve``; ``asked`` gets the requests."""
     looks = Looks()
-    request: Request | None = None
     with socket.socket(socket.AF_UNIX) as channel:
-        channel.connect(payload["socket"])
+        channel.connect(place)
         for line in channel.makefile("r", encoding="utf-8"):
-            request = Request.from_line(line)
-            changed = _one(kept, request, looks)
-            channel.sendall(f"{json.dumps({'rank': log.rank, 'changed': changed})}\n".encode())
+            asked[:] = [Request.from_line(line)]
+            changed = _one(kept, asked[-1], looks)
+            channel.sendall(f"{unpatched.encode({'rank': number, 'changed': changed})}\n".encode())
             # For the next one; now, for nobody waits for it.
             randomness.renew()
     for call in reversed(kept.at_end):
-        try:
-            call()
-        except BaseException as error:  # a fixture's teardown may raise anything
-            assert request is not None
-            rank.fail(request, RankLog(request.directory, log.rank), error)
-    if kept.group is not None:
-        kept.without_group()
+        call()
+    kept.leave_group()
 
 
 class Looks:
@@ -179,13 +241,24 @@ def _one(kept: Kept, request: Request, looks: Looks) -> list[str]:
         rank.perform(request)
         # What comes next in this life's logs is the next request's.
         rank.flush()
-        sound = kept.begin_proof()
-        changed = looks.changes()
-    if not sound():
+        # Before all have, the proof would meet a collective of the request that nobody else joined, and let it pass.
+        wait_for_all = kept.store.told_done()
+        changed = _changes(looks)
+        wait_for_all()
+        begun = kept.begin_proof()
+    if not kept.prove(begun, min(HEALTHY, request.timeout * HEALTHY_PART)):
         changed.append("the process group")
     if kept.store.used():
         changed.append("the store of process groups")
     return changed
+
+
+def _changes(looks: Looks) -> list[str]:
+    """What the request left changed; that nobody can tell is a change too, for its own verdict stands."""
+    try:
+        return looks.changes()
+    except Exception as error:
+        return [f"what cannot be looked at ({rank.message_of(error)})"]
 
 
 @contextlib.contextmanager

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import psutil
 
+from pytest_distcompat import clock
 from pytest_distcompat.launch.files import Files
 from pytest_distcompat.launch.process import alive, ask_for_stack, descendants, kill
 from pytest_distcompat.launch.recorder import END, RECORDER_SIGNAL
-from pytest_distcompat.launch.request import Request, has_ended, read_events
+from pytest_distcompat.launch.request import Request, has_ended, pids_of, read_events
 
 #: A rank whose process is gone, with code 0 and without a last word, is noticed by nobody else (``os._exit(0)``).
 VANISHED_AFTER = 1.0
 #: How long the others may live on after a rank failed.
 FAILED_AFTER = 5.0
+#: How long ranks that have done all they were told may still be there after the time limit.
+LEAVING_AFTER = 2.0
 #: How long a rank gets to write its stack.
 STACK_TIME = 1.0
 #: The same for what torch recorded: a rank whose lock of Python's is held by a thread in C never will.
@@ -34,7 +36,7 @@ class Watch:
     def __init__(self, request: Request, files: Files | None = None) -> None:
         self.request = request
         self.files = files or Files.of(request.directory)
-        self.began = time.monotonic()
+        self.began = clock.now()
         self.acted = False
         self.timed_out = False
         self.ended_by_us: list[int] = []
@@ -44,7 +46,7 @@ class Watch:
 
     def look(self) -> None:
         """Kill the ranks if the time is up, if one vanished, or if they outlive a failure."""
-        now = time.monotonic()
+        now = clock.now()
         if self.acted or now < self._next_look:
             return
         self._next_look = now + 0.2
@@ -53,10 +55,10 @@ class Watch:
         if now - self.began > self.request.timeout:
             # Ranks that did all they were told get a moment to leave, and the agent one to notice.
             leaving = all(any(event["event"] == "done" for event in events) for events in said)
-            if not leaving or now - self.began > self.request.timeout + FAILED_AFTER:
+            if not leaving or now - self.began > self.request.timeout + LEAVING_AFTER:
                 self._end(said, timed_out=True)
             return
-        vanished = any(not has_ended(said[rank]) and not alive(pid) for rank, pid in _pids(said).items())
+        vanished = any(not has_ended(said[rank]) and not alive(pid) for rank, pid in pids_of(said).items())
         failed = any(event["event"] == "error" for events in said for event in events)
         self._suspect_since = (self._suspect_since or now) if vanished else None
         self._failed_since = (self._failed_since or now) if failed else None
@@ -68,7 +70,7 @@ class Watch:
     def _end(self, said: Sequence[Sequence[Mapping[str, Any]]], *, timed_out: bool) -> None:
         self.acted = True
         self.timed_out = timed_out
-        pids = {rank: pid for rank, pid in _pids(said).items() if alive(pid)}
+        pids = {rank: pid for rank, pid in pids_of(said).items() if alive(pid)}
         # A rank that raised before is about to leave by itself; what one raises from here on is of our asking.
         raised = {rank for rank in pids if any(event["event"] == "error" for event in said[rank])}
         self.ended_by_us = [rank for rank in pids if not (timed_out and rank in raised)]
@@ -82,8 +84,10 @@ class Watch:
             ask_for_stack(pid)
         files = [self.files.stack(rank) for rank in self.ended_by_us]
         # Written by a signal handler: give it a moment, and no more, for a rank in an uninterruptible call never will.
-        _wait_until(lambda: all(path.exists() and path.stat().st_size > 0 for path in files), STACK_TIME)
-        time.sleep(0.05)
+        clock.wait_until(
+            lambda: all(path.exists() and path.stat().st_size > 0 for path in files), STACK_TIME, every=0.02
+        )
+        clock.sleep(0.05)
 
     def _take_records(self, pids: Mapping[int, int]) -> None:
         """What torch recorded of collectives, after the stacks: a rank may not survive the asking."""
@@ -93,19 +97,9 @@ class Watch:
         for rank in asked:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pids[rank], RECORDER_SIGNAL)
-        _wait_until(lambda: all(path.read_bytes().endswith(END) for path in asked.values()), RECORD_TIME)
-
-
-def _pids(said: Sequence[Sequence[Mapping[str, Any]]]) -> dict[int, int]:
-    """Of the ranks that started, their processes: the first thing that a rank says."""
-    started = {rank: events[0] for rank, events in enumerate(said) if events}
-    return {rank: int(event["pid"]) for rank, event in started.items() if event["event"] == "start"}
-
-
-def _wait_until(holds: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
+        clock.wait_until(
+            lambda: all(path.read_bytes().endswith(END) for path in asked.values()), RECORD_TIME, every=0.02
+        )
 
 
 def _with_children(pids: Iterable[int]) -> list[psutil.Process]:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import gc
+import locale
 import logging
 import multiprocessing
 import multiprocessing.util
 import os
+import resource
 import signal
 import sys
 import threading
+import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from pytest_distcompat.launch.process import children
+from pytest_distcompat.launch.settings import SETTINGS, SINGLETONS
 
 #: How much more memory a rank may use than at its beginning, in bytes, before it leaves.
 GROWTH = 256 * 2**20
@@ -27,6 +32,12 @@ NATIVE_THREADS = 32
 OPEN_FILES = 128
 
 _SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+#: ``signal``'s own makes an enum of each answer if it can, which would be a third of all looks together.
+_handler = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+_LIMITED = tuple(number for name, number in vars(resource).items() if name.startswith("RLIMIT_"))
+#: Whose functions tests replace most often.
+_PATCHED = (builtins, os, time)
 
 
 @dataclass(frozen=True)
@@ -43,19 +54,38 @@ class Surroundings:
             "the working directory": _directory(),
             "the file mode mask": _mask(),
             "sys.path": list(sys.path),
-            "signal handlers": [signal.getsignal(number) for number in _SIGNALS],
+            "signal handlers": list(map(_handler, _SIGNALS)),
+            "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+            # What is left of one is less each time.
+            "timers": [any(signal.getitimer(timer)) for timer in _TIMERS],
+            "resource limits": list(map(resource.getrlimit, _LIMITED)),
+            "the CPUs it may use": (os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)),
+            "the standard streams": (sys.stdin, sys.stdout, sys.stderr, _descriptors()),
             "threads": set(threading.enumerate()),
+            "garbage collection": (gc.isenabled(), gc.get_threshold(), gc.get_debug(), list(gc.callbacks)),
+            "the interpreter's settings": _interpreter(),
+            "warning filters": list(warnings.filters),
+            "the locale": locale.setlocale(locale.LC_ALL),
+            "the time zone": (time.tzname, time.timezone),
+            "builtins, os or time": [tuple(vars(module).values()) for module in _PATCHED],
             "what is to be done at exit": _at_exit(),
             "multiprocessing's start method": multiprocessing.get_start_method(allow_none=True),
             "logging": (logging.root.level, list(logging.root.handlers), logging.root.manager.disable),
         }
-        same |= {name: read() for name, (module, read) in _OF_LIBRARIES.items() if module in sys.modules}
+        # torch puts its own there with each process group, and leaves it.
+        if not str(getattr(sys.excepthook, "__module__", "")).startswith("torch."):
+            same["sys.excepthook"] = sys.excepthook
+        of_libraries = (*SETTINGS.items(), *SINGLETONS.items())
+        same |= {name: _read(read) for name, (module, read) in of_libraries if module in sys.modules}
         return cls(same)
 
     def changes(self, before: Surroundings) -> list[str]:
-        """The names of what is not as it was."""
-        # A library that was not imported before had nothing set up.
-        return [name for name, value in self.same.items() if value != before.same.get(name, False)]
+        """The names of what is not as it was. What is of a library that was imported meanwhile, ``before`` has from now on."""
+        # What its settings were at first, nobody knows. But of what is made by use there was nothing.
+        then = {**self.same, **dict.fromkeys(SINGLETONS, False), **before.same}
+        for name, value in self.same.items():
+            before.same.setdefault(name, value)
+        return [name for name, value in self.same.items() if value != then[name]]
 
 
 class Sizes:
@@ -79,9 +109,17 @@ class Sizes:
         return [name for name, size in self._now().items() if size - self._first[name] > _LIMITS[name]]
 
 
+def _read(read: Callable[[], object]) -> object:
+    """What that says. A test may have left a mode, or a function of its own, with which torch raises whatever it is asked."""
+    try:
+        return read()
+    except Exception as error:
+        return type(error)
+
+
 def _directory() -> str:
     try:
-        return str(Path.cwd())
+        return os.getcwd()  # noqa: PTH109 - a Path would take longer than all that this is compared with
     except FileNotFoundError:
         return ""
 
@@ -90,6 +128,33 @@ def _mask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def _descriptors() -> list[tuple[int, int] | None]:
+    """What the first three file descriptors lead to."""
+    found: list[tuple[int, int] | None] = []
+    for number in range(3):
+        try:
+            file = os.fstat(number)
+            found.append((file.st_dev, file.st_ino))
+        except OSError:
+            found.append(None)
+    return found
+
+
+def _interpreter() -> tuple[object, ...]:
+    """What ``sys`` and ``threading`` have for all of Python."""
+    return (
+        sys.gettrace(),
+        sys.getprofile(),
+        threading.gettrace(),
+        threading.getprofile(),
+        sys.getrecursionlimit(),
+        sys.getswitchinterval(),
+        sys.unraisablehook,
+        sys.displayhook,
+        threading.excepthook,
+    )
 
 
 def _at_exit() -> tuple[int, int]:
@@ -103,63 +168,3 @@ def _at_exit() -> tuple[int, int]:
 
 
 _LIMITS = {"memory": GROWTH, "native threads": NATIVE_THREADS, "open files": OPEN_FILES, "child processes": 0}
-
-
-def _torch() -> tuple[object, ...]:
-    """The global flags of torch."""
-    torch: Any = sys.modules["torch"]
-    return (
-        torch.get_default_dtype(),
-        str(torch.get_default_device()),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
-        torch.is_anomaly_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.get_num_threads(),
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
-        torch.backends.cudnn.allow_tf32,
-    )
-
-
-def _memory_of_gpu() -> int:
-    """Bytes in tensors on this rank's GPU; one that is referred to in a cycle is none that was left."""
-    torch: Any = sys.modules["torch"]
-    if not torch.cuda.is_initialized():
-        return 0
-    gc.collect()
-    return int(torch.cuda.memory_allocated())
-
-
-def _accelerate() -> bool:
-    """Whether accelerate's shared states are made: they keep the device, the strategy and the precision.
-
-    The public question, ``accelerate.state.is_initialized``, tells of one of the three only;
-    ``tests/spawn/test_private_names.py`` says when the dicts go away.
-    """
-    state: Any = sys.modules["accelerate.state"]
-    return any(kind._shared_state for kind in (state.PartialState, state.AcceleratorState, state.GradientState))  # noqa: SLF001
-
-
-def _deepspeed() -> bool:
-    """Whether DeepSpeed's communication is set up."""
-    return bool(sys.modules["deepspeed.comm"].is_initialized())
-
-
-def _transformers() -> bool:
-    """Whether transformers takes all models for ZeRO-3's, which it does from a TrainingArguments to its end."""
-    return bool(sys.modules["transformers.integrations.deepspeed"].is_deepspeed_zero3_enabled())
-
-
-#: What is told of it to the module that must be imported for it, and what reads it.
-_OF_LIBRARIES: dict[str, tuple[str, Callable[[], object]]] = {
-    "torch's global flags": ("torch", _torch),
-    "torch's memory on the GPU": ("torch", _memory_of_gpu),
-    "accelerate's singletons": ("accelerate.state", _accelerate),
-    "DeepSpeed's communication": ("deepspeed.comm", _deepspeed),
-    "transformers' ZeRO-3 mode": ("transformers.integrations.deepspeed", _transformers),
-}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
+from pytest_distcompat import clock
 from pytest_distcompat.launch import environment
 from pytest_distcompat.launch.ending import Ending, conclude
 from pytest_distcompat.launch.kept import Keeping, KeptRanks
@@ -19,8 +18,6 @@ from pytest_distcompat.launch.supervise import Watch
 AGENT_TIME = 5.0
 #: How long until it is told.
 AGENT_NOTICES = 0.2
-#: How long ranks that were kept may take to leave.
-LEAVING = 30.0
 
 
 class WarmLauncher:
@@ -79,8 +76,8 @@ class WarmLauncher:
         """Have ranks that wait leave, if there are any; what went wrong, if something did."""
         if self._kept is None or self._process is None:
             return ""
-        # What goes wrong then is told where the last request's fixtures are.
-        request = dataclasses.replace(self._kept.asked, timeout=LEAVING)
+        # What goes wrong then is told where the last request's fixtures are, which have as long as it had.
+        request = self._kept.asked
         ending = self._leave(self._process, self._kept, request, Watch(request, self._kept.files))
         return ending.text() if ending.failed else ""
 
@@ -105,7 +102,9 @@ class WarmLauncher:
             return self._conclude(process, request, watch, answer)
         if keep.last or kept.to_leave:
             return self._leave(process, kept, request, watch)
-        return self._ended(process, request, watch, {}, notice=died)
+        ending = self._ended(process, request, watch, {}, notice=died)
+        # A child that a rank forked may have failed where the rank went on.
+        return self._leave(process, kept, request, watch) if ending.failed else ending
 
     def _died_waiting(self, process: LauncherProcess) -> str:
         """How ranks that waited for a request came to their end, if they did; whoever asks next is not to blame."""
@@ -134,7 +133,7 @@ class WarmLauncher:
         acted: float | None = None
         told = False
         sockets = kept.sockets if kept is not None else []
-        while (answer := process.receive(time.monotonic() + 0.1, sockets)) is None:
+        while (answer := process.receive(clock.now() + 0.1, sockets)) is None:
             if kept is not None:
                 sockets = kept.look()
                 if kept.replied:
@@ -143,10 +142,10 @@ class WarmLauncher:
             if process.dead:
                 return {"launch_error": process.death("while ranks ran")}
             if watch.acted:
-                acted = acted or time.monotonic()
-                if time.monotonic() > acted + AGENT_TIME:
+                acted = acted or clock.now()
+                if clock.now() > acted + AGENT_TIME:
                     return None
-                if not told and time.monotonic() > acted + AGENT_NOTICES:
+                if not told and clock.now() > acted + AGENT_NOTICES:
                     told = True
                     process.stop_waiting()
         return answer
@@ -179,7 +178,7 @@ class WarmLauncher:
             first=answer.get("first"),
             ended_at=answer.get("ended_at", ()),
             launch_error=answer.get("launch_error", ""),
-            seconds=time.monotonic() - watch.began,
+            seconds=clock.now() - watch.began,
             timeout=request.timeout,
             command=request.command(),
             files=watch.files,

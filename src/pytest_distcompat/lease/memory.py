@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pytest_distcompat import clock
 from pytest_distcompat.devices import used_memory
 
 #: How far above what it was before memory may stay, in bytes. The driver itself moves by a few MiB; the least that a
@@ -46,10 +46,10 @@ def await_free(
     memory: Memory, before: Mapping[str, int], *, tolerance: int = TOLERANCE, patience: float = PATIENCE
 ) -> dict[str, int]:
     """Wait up to ``patience`` seconds for each device to use no more than ``before`` again; bytes by which some still do."""
-    deadline = time.monotonic() + patience
+    deadline = clock.now() + patience
     while True:
         used = memory.used(list(before)) if before else {}
         above = {name: used[name] - before[name] for name in used if used[name] - before[name] > tolerance}
-        if not above or time.monotonic() >= deadline:
+        if not above or clock.now() >= deadline:
             return above
-        time.sleep(_POLL)
+        clock.sleep(_POLL)

@@ -23,6 +23,7 @@ from urllib.parse import quote
 import psutil
 from filelock import Timeout
 
+from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.lease.inventory import Inventory
@@ -163,7 +164,7 @@ class Pool:
         if signed is not None and psutil.pid_exists(signed.pid):
             return signed
         # Who has not yet all that it asked for signs later; until then a dead one's name may stand there.
-        return Holder(name, "a lease that is about to begin", 0, time.time())
+        return Holder(name, "a lease that is about to begin", 0, clock.wall())
 
     def _take(
         self, count: int, who: str, deadline: float, held: contextlib.ExitStack, mine: tuple[str, ...]
@@ -179,13 +180,13 @@ class Pool:
                     for name in self.inventory.ids:
                         if len(taken) < count and name not in taken and self._lock(name, held):
                             taken.add(name)
-                    if len(taken) == count or time.monotonic() >= deadline:
+                    if len(taken) == count or clock.now() >= deadline:
                         break
                     if mine or self._queue.overtaken(ticket):
                         held.close()
                         taken.clear()
                         self._queue.give_way(ticket, deadline)
-                    time.sleep(POLL)
+                    clock.sleep(POLL)
         except Timeout:
             # Somebody who came before still waits.
             pass

@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
 
 #: How often a waiter looks, in seconds.
@@ -114,11 +115,10 @@ class Queue:
         self, ids: tuple[str, ...], count: int, who: str, deadline: float, holds: tuple[str, ...]
     ) -> Iterator[Ticket]:
         with contextlib.ExitStack() as lock:
-            joining = file_lock(self._directory / "joining.lock")
-            with joining.acquire(timeout=_left(deadline), poll_interval=_POLL_JOINING):
+            with _acquired(file_lock(self._directory / "joining.lock"), deadline, _POLL_JOINING):
                 # All processes of a machine share this clock, so numbers grow; and none comes twice, not even when its
                 # owner is long gone and somebody still looks for it.
-                mine = Ticket(time.monotonic_ns(), ids, count, who, os.getpid(), holds)
+                mine = Ticket(clock.now_ns(), ids, count, who, os.getpid(), holds)
                 lock.enter_context(file_lock(self._path(mine, "lock")).acquire(blocking=False))
                 # Only now: a ticket that can be seen and is not locked is a dead man's.
                 self._path(mine, "json").write_text(json.dumps(asdict(mine)), encoding="utf-8")
@@ -128,7 +128,7 @@ class Queue:
 
     def _await_end(self, other: Ticket, deadline: float) -> None:
         """Wait until its owner has been served, has given up or is dead; then its lock can be had."""
-        with file_lock(self._path(other, "lock")).acquire(timeout=_left(deadline), poll_interval=POLL):
+        with _acquired(file_lock(self._path(other, "lock")), deadline, POLL):
             self._forget(other)
 
     def _ended(self, other: Ticket) -> bool:
@@ -160,5 +160,15 @@ def file_lock(path: Path) -> FileLock:
     return FileLock(path, thread_local=False)
 
 
-def _left(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())
+def _acquired(lock: FileLock, deadline: float, interval: float) -> AbstractContextManager[object]:
+    """Have that lock for the block. Raises filelock.Timeout at the deadline.
+
+    filelock's own wait asks a clock that a test may have frozen: it would never end, not even after no time at all.
+    """
+    while True:
+        try:
+            return lock.acquire(blocking=False)
+        except Timeout:
+            if clock.now() >= deadline:
+                raise
+        clock.sleep(interval)

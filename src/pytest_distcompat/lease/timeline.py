@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pytest_distcompat import clock
 from pytest_distcompat.lease.memory import Leak
 
 FILE = "leases.jsonl"
@@ -45,7 +45,7 @@ class Span:
 
 def now() -> Instant:
     """This instant."""
-    return Instant(time.monotonic(), time.time())
+    return Instant(clock.now(), clock.wall())
 
 
 def append(directory: Path, span: Span) -> None:

@@ -214,9 +214,12 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fixtures of a marked test are the ranks' business: here there is nothing to set up."""
+    """A marked test is run on its ranks instead of here."""
     if item.get_closest_marker(_MARK) is not None and isinstance(item, pytest.Function) and not _on_rank(item.config):
-        item.fixturenames = []
+        from pytest_distcompat.plugin import marked
+
+        session_of(item.config)
+        marked.take_over(item)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -227,21 +230,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         from pytest_distcompat.plugin import marked
 
         marked.retire_after(item, nextitem)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A marked test is run on its ranks instead of here."""
-    if pyfuncitem.get_closest_marker(_MARK) is None or _on_rank(pyfuncitem.config):
-        return None
-    from pytest_distcompat.plugin import marked
-
-    __tracebackhide__ = True
-    mark = marked.mark_of(pyfuncitem)
-    assert mark is not None
-    session_of(pyfuncitem.config)
-    marked.run_on_ranks(pyfuncitem, mark)
-    return True
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from pytest_distcompat import clock
 
 #: Apart from the keys of process groups.
 PREFIX = "distcompat/"
@@ -39,10 +40,10 @@ class Board:
 
     def wait(self, key: str, deadline: float, hopeless: Callable[[], bool]) -> str | None:
         """Look for it until then (monotonic), or until it is hopeless."""
-        while (text := self.get(key)) is None and time.monotonic() < deadline and not self.lost:
+        while (text := self.get(key)) is None and clock.now() < deadline and not self.lost:
             if hopeless():
                 return self.get(key)
-            time.sleep(POLL)
+            clock.sleep(POLL)
         return text
 
     def forget(self, keys: Iterable[str]) -> None:

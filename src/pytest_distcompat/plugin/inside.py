@@ -10,13 +10,13 @@ import math
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from pytest_distcompat import clock
 from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.plugin import launched
 from pytest_distcompat.plugin.agreement import impose
@@ -145,7 +145,7 @@ class Inside:
             mark = mark_of(item)
             limit = min((mark.timeout if mark else None) or self._session.timeout, item.stash.get(TIME_LIMIT, math.inf))
             self._item, self._cut = item, False
-            self._limit, self._deadline = limit, time.monotonic() + limit
+            self._limit, self._deadline = limit, clock.now() + limit
         self._when, self._phases = when, Phases()
         if self._lockstep is not None:
             self._lockstep.begin(f"{when} of {item.nodeid}", self._deadline, self._limit)

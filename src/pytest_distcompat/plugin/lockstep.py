@@ -9,11 +9,11 @@ import os
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat import clock
 from pytest_distcompat.launch import connections
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.launch.rank import GRACE
@@ -76,7 +76,7 @@ class Lockstep:
         self._board.put(f"meet/{self.rank}", json.dumps(own))
         self._watcher.start()
         found = {}
-        deadline = time.monotonic() + timeout
+        deadline = clock.now() + timeout
         for rank in range(self.size):
             text = self._await(f"meet/{rank}", deadline, patience=LEAVING)
             if text is None:
@@ -92,7 +92,7 @@ class Lockstep:
         """The end of the session: this rank's exit status made no better than any other's."""
         self._closing.set()
         self._board.put(f"left/{self.rank}", str(status))
-        deadline = time.monotonic() + PATIENCE
+        deadline = clock.now() + PATIENCE
         found = [self._await(f"left/{rank}", deadline, of=rank) for rank in range(self.size)]
         return status or next((int(text or 1) for text in found if text != "0"), 0)
 
@@ -102,7 +102,7 @@ class Lockstep:
         if self.rank == 0:
             self._board.put("told", "")
         else:
-            self._await("told", time.monotonic() + TELLING, of=0)
+            self._await("told", clock.now() + TELLING, of=0)
 
     @property
     def within(self) -> bool:
@@ -124,7 +124,7 @@ class Lockstep:
         """
         step = self._step
         assert step is not None
-        said = Said(self.rank, step.place, time.monotonic(), phase, group=group)
+        said = Said(self.rank, step.place, clock.now(), phase, group=group)
         if not self._say(step, said):
             # The time limit came first: the watcher ends this process.
             threading.Event().wait()
@@ -169,11 +169,11 @@ class Lockstep:
                 if text := self._board.get(f"{step.number}/{rank}"):
                     said[rank] = Said(**json.loads(text))
             missing = set(range(self.size)) - set(said)
-            late = time.monotonic() > step.deadline + PATIENCE or self.termination.since > LEAVING / 2
+            late = clock.now() > step.deadline + PATIENCE or self.termination.since > LEAVING / 2
             gone = [rank for rank in missing if self._is_gone(rank) or self._board.get(f"left/{rank}") is not None]
             if late or self._board.lost or (gone and len(gone) == len(missing)):
                 break
-            time.sleep(POLL)
+            clock.sleep(POLL)
         lost = {rank: one.place for rank, one in said.items() if one.place != step.place}
         with tempfile.TemporaryDirectory(prefix="distcompat-") as directory:
             outcome = agree(Path(directory), said, self.pids, step.limit)
@@ -216,8 +216,8 @@ class Lockstep:
             if why is not None and why != STUCK:
                 self._release(step, why)
             # A rank whose own limit was a little earlier says that it is stuck: so is who waits for it, and must be seen waiting.
-            if time.monotonic() > step.deadline or why == STUCK or leaving:
-                said = Said(self.rank, step.place, time.monotonic(), stuck=not leaving, stack=_stacks())
+            if clock.now() > step.deadline or why == STUCK or leaving:
+                said = Said(self.rank, step.place, clock.now(), stuck=not leaving, stack=_stacks())
                 if self._say(step, said):
                     self._give_up(step)
 
@@ -225,7 +225,7 @@ class Lockstep:
         """The main thread will not come back: have told what is known, and end this process."""
         if self.rank == 0:
             self._overrun(Outcome.from_json(self._conclude(step)["outcome"]))
-        self._await(f"{step.number}/out", time.monotonic() + 2 * PATIENCE, of=0)
+        self._await(f"{step.number}/out", clock.now() + 2 * PATIENCE, of=0)
         self._board.put(f"left/{self.rank}", "1")
         self.close()
         self._overrun(None)
@@ -234,7 +234,7 @@ class Lockstep:
         """Let this rank wait no longer for one that has left the phase badly, once others had time to do so themselves."""
         if step.cut:
             return
-        time.sleep(SKIP_GRACE if why in {"skipped", "xfailed"} else GRACE)
+        clock.sleep(SKIP_GRACE if why in {"skipped", "xfailed"} else GRACE)
         with self._lock:
             if not step.said:
                 step.cut = True

@@ -27,6 +27,8 @@ TIME_LIMIT: pytest.StashKey[float] = pytest.StashKey()
 #: The item that pytest runs next.
 NEXT: pytest.StashKey[pytest.Item | None] = pytest.StashKey()
 ARGUMENTS = ("world_size", "strategies", "precisions", "options", "timeout", "reuse")
+#: What is said of a test that passed and of which no rank has heard.
+UNRUN = "no rank ran this test: somebody else's pytest_runtest_call, or pytest_runtest_protocol, took its call over"
 #: Which tests share ranks.
 REUSE = ("never", "module", "session")
 
@@ -149,6 +151,24 @@ def world_size_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> 
     return cell.world_size if cell else mark.world_size or session.world_size
 
 
+def take_over(item: pytest.Function) -> None:
+    """Have the ranks run the item. Here no fixture is set up, and nobody else calls it, be it a hook or the item's own class."""
+    item.fixturenames = []
+    if OUTCOME in item.stash:
+        del item.stash[OUTCOME]
+
+    def runtest() -> None:
+        __tracebackhide__ = True
+        mark = mark_of(item)
+        assert mark is not None
+        run_on_ranks(item, mark)
+
+    if getattr(item.obj, "is_hypothesis_test", False):
+        # Hypothesis asks for the fixtures of what is called, before it is.
+        item.obj = runtest
+    vars(item)["runtest"] = runtest
+
+
 def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
     """Run the real item on all ranks, and end here as the worst of them did."""
     from pytest_distcompat.launch import Request
@@ -259,6 +279,8 @@ def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest
         return
     outcome = item.stash.get(OUTCOME, None)
     if outcome is None:
+        if report.passed:
+            report.outcome, report.longrepr = "failed", UNRUN
         return
     if outcome.kind == "passed" and outcome.text and report.passed and not hasattr(report, "wasxfail"):
         report.outcome, report.longrepr = "failed", outcome.text

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_distcompat.excerpt import encodable
+
 
 class SkipElsewhere:
     """The kind of a rank that ended because it skipped and the others did not."""
@@ -34,8 +36,10 @@ class Phase:
     subtest: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return dataclasses.asdict(self)
+        """Plain data. Lone surrogates, which a text may hold, are escaped: one in a report ends a whole run of xdist."""
+        # Without ``dataclasses.asdict``, which copies each text by functions that a test may patch.
+        plain: dict[str, Any] = _encodable(vars(self))
+        return plain
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Phase:
@@ -56,6 +60,14 @@ class Phase:
             "xfailed": (XFailed.KIND, f"xfailed: {self.message}"),
             "skipped": (SkipElsewhere.KIND, f"skipped ({self.message}) while other ranks went on"),
         }.get(self.outcome)
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return {key: _encodable(one) for key, one in value.items()}
+    return type(value)(map(_encodable, value)) if isinstance(value, (list, tuple)) else value
 
 
 def fields_of(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,13 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from pytest_distcompat import clock
 
 #: How often the line is renewed, in seconds, and how many lives it names.
 RENEWED = 0.5
@@ -37,8 +38,8 @@ class Progress:
         self._thread: threading.Thread | None = None
         self._file: int | None = None
         self._shown = False
-        self._since = time.time()
-        self._next = time.monotonic() + HEARTBEAT
+        self._since = clock.wall()
+        self._next = clock.now() + HEARTBEAT
 
     def start(self) -> None:
         """Begin, if there is anybody to show it to; to be called where pytest's capture is suspended."""
@@ -102,8 +103,8 @@ class Progress:
 
     def _beat(self, found: list[Any]) -> None:
         long = [life for life in found if life.seconds >= HEARTBEAT]
-        if long and time.monotonic() >= self._next:
-            self._next = time.monotonic() + HEARTBEAT
+        if long and clock.now() >= self._next:
+            self._next = clock.now() + HEARTBEAT
             begun = "\n" if self._config.get_terminal_writer().width_of_current_line else ""
             self._write(f"{begun}distcompat: {'; '.join(map(str, long[:NAMED]))}\n")
 
@@ -115,7 +116,7 @@ class Progress:
         with self._lock:
             self._clear()
             result = yield
-            self._next = time.monotonic() + HEARTBEAT
+            self._next = clock.now() + HEARTBEAT
             return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

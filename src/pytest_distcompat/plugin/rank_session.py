@@ -11,11 +11,11 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from time import monotonic, sleep  # by name: a test may patch the module
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat import clock
 from pytest_distcompat.plugin import launched
 from pytest_distcompat.plugin.outcome import Phases
 from pytest_distcompat.plugin.phase import Phase
@@ -219,6 +219,8 @@ class _Reporter:
     phases: Phases
     world_size: int
     directory: Path
+    _rank: Any
+    _request: Any
 
     @classmethod
     def of(cls, config: pytest.Config) -> _Reporter:
@@ -232,7 +234,11 @@ class _Reporter:
 
     def answer(self, log: RankLog, world_size: int, directory: Path) -> None:
         """From now on report to that log, of a request on so many ranks in that directory."""
+        # Imported now: a test may take away by what modules are found.
+        from pytest_distcompat.launch import rank, request
+
         self.log, self.phases, self.world_size, self.directory = log, Phases(), world_size, directory
+        self._rank, self._request = rank, request
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -242,22 +248,18 @@ class _Reporter:
             self._leave(*phase.ending, phase)
 
     def _leave(self, kind: str, message: str, phase: Phase) -> None:
-        from pytest_distcompat.launch.rank import leave_failed
-
         self.log.error(kind, message, phase.text)
-        leave_failed(self.directory, self.world_size)
+        self._rank.leave_failed(self.directory, self.world_size)
 
     def _all_skipped(self) -> bool:
         """Whether all ranks skip, waiting a while for the slower ones."""
-        from pytest_distcompat.launch.request import has_ended, read_events
-
-        deadline = monotonic() + SKIP_GRACE
-        while monotonic() < deadline:
-            events = [read_events(self.directory, rank) for rank in range(self.world_size)]
+        deadline = clock.now() + SKIP_GRACE
+        while clock.now() < deadline:
+            events = [self._request.read_events(self.directory, rank) for rank in range(self.world_size)]
             skipped = [any(e["event"] == "phase" and e["outcome"] == "skipped" for e in one) for one in events]
             if all(skipped):
                 return True
-            if any(has_ended(one) and not skip for one, skip in zip(events, skipped, strict=True)):
+            if any(self._request.has_ended(one) and not skip for one, skip in zip(events, skipped, strict=True)):
                 return False
-            sleep(0.01)
+            clock.sleep(0.01)
         return False

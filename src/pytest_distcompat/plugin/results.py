@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.narrowed import narrowed
@@ -51,7 +52,7 @@ class Results:
         #: The node ids of the suites' items, in the order in which they were collected.
         self.asked: dict[str, None] = {}
         self.report: Report | None = None
-        self._began = time.time()
+        self._began = clock.wall()
         self._ending = ""
         self._running = False
         #: How many of the failures that pytest counts are red verdicts of ours.
@@ -262,7 +263,7 @@ class Results:
             "gpu": session.gpu_name,
             "world_size": session.world_size,
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._began)),
-            "seconds": round(time.monotonic() - session.began, 1),
+            "seconds": round(clock.now() - session.began, 1),
             "settings": settings,
             "timeline": timeline,
         }

@@ -7,13 +7,13 @@ import json
 import os
 import shlex
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat import clock
 from pytest_distcompat.devices import CPU_WORLD_SIZE
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin import pyproject
@@ -45,7 +45,7 @@ class DistcompatSession:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         #: When it began, by CLOCK_MONOTONIC.
-        self.began = time.monotonic()
+        self.began = clock.now()
         #: What the fork server imports. Whoever trains needs the last: each optimizer imports it when it is made, and
         #: DistributedDataParallel too, which is more than a second of every rank that has to do it itself.
         self.modules: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo")
@@ -231,7 +231,8 @@ class DistcompatSession:
 
     def new_directory(self, name: str) -> Path:
         """A fresh directory for one life of a marked test."""
-        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._items))
+        # A file's name may have 255 bytes, and a function's any number.
+        return Path(tempfile.mkdtemp(prefix=f"{name.encode()[:60].decode(errors='ignore')}-", dir=self._items))
 
     @functools.cached_property
     def described(self) -> Path:

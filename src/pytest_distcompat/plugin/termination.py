@@ -6,8 +6,9 @@ import contextlib
 import os
 import select
 import signal
-import time
 from types import FrameType
+
+from pytest_distcompat import clock
 
 
 class Termination:
@@ -28,13 +29,13 @@ class Termination:
     @property
     def since(self) -> float:
         """How many seconds ago it came; 0 if it has not."""
-        return 0.0 if self._came is None else max(time.monotonic() - self._came, 1e-9)
+        return 0.0 if self._came is None else max(clock.now() - self._came, 1e-9)
 
     def wait(self, seconds: float) -> None:
         """Wait so long at most for it to come."""
         readable, _, _ = select.select([self._reading], [], [], seconds)
         if readable and signal.SIGTERM in os.read(self._reading, 64) and self._came is None:
-            self._came = time.monotonic()
+            self._came = clock.now()
 
     def ignore(self) -> None:
         """From here to the end of the process. Python takes its own handlers away before it has ended."""

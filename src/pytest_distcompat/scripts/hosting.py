@@ -11,7 +11,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,10 @@ from typing import Any
 
 import psutil
 
+from pytest_distcompat import clock
 from pytest_distcompat.launch.cold import ENDED, FAILURE
 from pytest_distcompat.launch.ending import Ending, conclude, exit_name
-from pytest_distcompat.launch.process import alive, await_end, bury, descendants, kill, kill_named
+from pytest_distcompat.launch.process import alive, await_end, await_exit, bury, descendants, kill, kill_named
 from pytest_distcompat.launch.request import Request, read_end, read_events
 from pytest_distcompat.launch.supervise import Watch
 
@@ -104,9 +104,7 @@ class _Keeper:
         kill(self.below())
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
+        if not await_exit(self._process, PATIENCE):
             bury(self._process)
 
 
@@ -125,7 +123,7 @@ class _Deaths:
                 if said and said[0]["event"] == "start":
                     self.pids[rank] = int(said[0]["pid"])
             if rank in self.pids and rank not in self.at and not alive(self.pids[rank]):
-                self.at[rank] = time.monotonic()
+                self.at[rank] = clock.now()
 
 
 def _watch(hosted: Hosted, keeper: _Keeper) -> Ending:
@@ -133,12 +131,12 @@ def _watch(hosted: Hosted, keeper: _Keeper) -> Ending:
     deaths = _Deaths(hosted)
     acted: float | None = None
     while (ended := keeper.ended()) is None:
-        time.sleep(0.02)
+        clock.sleep(0.02)
         watch.look()
         deaths.look()
         if watch.acted:
-            acted = acted or time.monotonic()
-            if time.monotonic() > acted + PATIENCE:
+            acted = acted or clock.now()
+            if clock.now() > acted + PATIENCE:
                 break
     outlived = _outlived(keeper, deaths, watch)
     left_over = _clear_up(keeper, watch)
@@ -151,7 +149,7 @@ def _watch(hosted: Hosted, keeper: _Keeper) -> Ending:
         "ended_by_us": [*watch.ended_by_us, *outlived],
         "first": int(first.group(1)) if first else None,
         "ended_at": [deaths.at.get(rank) for rank in range(hosted.world_size)],
-        "seconds": time.monotonic() - watch.began,
+        "seconds": clock.now() - watch.began,
         "timeout": hosted.timeout,
         "left_over": tuple(left_over),
         "command": hosted.reproduce,

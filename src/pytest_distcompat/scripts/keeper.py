@@ -11,10 +11,10 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat import clock
 from pytest_distcompat.launch.process import adopt_orphans, descendants, kill, reap_adopted
 
 
@@ -40,14 +40,14 @@ def main(path: str) -> None:
             status["problem"] = str(error)
     while child is not None and child.poll() is None:
         reap_adopted(keep=[child.pid])
-        time.sleep(0.02)
+        clock.sleep(0.02)
     status["code"] = child.returncode if child is not None else None
     waiting = Path(f"{wanted['status']}.new")
-    waiting.write_text(json.dumps({**status, "time": time.monotonic()}), encoding="utf-8")
+    waiting.write_text(json.dumps({**status, "time": clock.now()}), encoding="utf-8")
     waiting.rename(wanted["status"])
     while True:
         reap_adopted(keep=())
-        time.sleep(0.05)
+        clock.sleep(0.05)
 
 
 def _until_let_go() -> None:

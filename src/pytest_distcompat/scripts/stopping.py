@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
+from pytest_distcompat import clock
 from pytest_distcompat.scripts.presence import Presence
 
 #: Seconds that a rank waits for the others to be done with a checkpoint.
@@ -16,7 +15,7 @@ def leave_together(presence: Presence) -> None:
 
     presence.log.write("stopped")
     ranks = range(distributed.get_world_size() if distributed.is_initialized() else 1)
-    deadline = time.monotonic() + STOP_TIME
-    while not all(presence.heard("stopped", rank) for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    deadline = clock.now() + STOP_TIME
+    while not all(presence.heard("stopped", rank) for rank in ranks) and clock.now() < deadline:
+        clock.sleep(0.05)
     presence.leave()

@@ -1,0 +1,59 @@
+"""The forms in which a pytest runs faulty tests: on which ranks, on how many, with or without workers of xdist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+KEPT = "--distcompat-reuse=session"
+
+
+@dataclass(frozen=True)
+class Form:
+    """For ``run_faults``: what stands after the name of the faults."""
+
+    name: str
+    args: tuple[str, ...] = ()
+    #: Of all tests; 0, where each has its own.
+    world_size: int = 0
+    nightly: bool = False
+
+    @property
+    def kept(self) -> bool:
+        """Whether tests share ranks; then each fault comes to some that have done a test."""
+        return KEPT in self.args
+
+    @property
+    def size(self) -> Mapping[str, str]:
+        return {"FAULTS_WORLD_SIZE": str(self.world_size)} if self.world_size else {}
+
+    @property
+    def more(self) -> Mapping[str, str]:
+        """With tests that pass around each fault, where ranks are kept."""
+        return {**self.size, "conftest": "faults_neighbours.py"} if self.kept else self.size
+
+
+#: In some form of the daily run each fault is on 2 ranks, in some form of the nightly one on 4.
+FORMS: Mapping[str, Form] = MappingProxyType(
+    {
+        form.name: form
+        for form in (
+            Form("alone"),
+            Form("alone at 2", (), 2),
+            Form("alone at 4", (), 4, nightly=True),
+            Form("workers", ("-n", "2"), nightly=True),
+            Form("kept", (KEPT,), 2),
+            Form("kept at 4", (KEPT,), 4, nightly=True),
+        )
+    }
+)
+
+
+def forms(*names: str) -> list[Any]:
+    """Parameters of a fixture, those of the nightly run marked as such."""
+    found = [FORMS[name] for name in names]
+    return [pytest.param(form, id=form.name, marks=[pytest.mark.nightly] if form.nightly else []) for form in found]

@@ -1,0 +1,68 @@
+"""What the report of a faulty test is to say, at whatever world size, and how soon."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.faults.runs import Run
+
+#: Instead of ranks: all of them, in any order.
+ALL = ()
+#: How much later than a test without a fault one with a fault may be told, in seconds. To notice a rank that is gone takes 1 s, to end
+#: the others 1 s; the rest is for a machine with other work. Still far below the time limits, which are 30 s and more.
+SOON = 5.0
+#: How much later than its time limit a hang may be told, in seconds. Stacks and records take up to 2 s of it.
+LATE = 5.0
+
+
+@dataclass(frozen=True)
+class Told:
+    """Which ranks are the causes (those below 0 are counted from the last one), the first line, more lines, who is folded."""
+
+    causes: tuple[int, ...]
+    first: str
+    more: tuple[str, ...] = ()
+    #: Where a run does not say it.
+    size: int = 2
+    #: Whether all other ranks are folded under the causes, or none is shown.
+    others: bool = True
+    #: Or whether they are shown as causes too, after these.
+    beside: bool = False
+
+    def expect(self, run: Run, name: str, *, in_order: bool = True) -> None:
+        size = run.world_size or self.size
+        causes = [rank % size for rank in self.causes] or list(range(size))
+        rest = [rank for rank in range(size) if rank not in causes]
+        run.shows(name, self.first.format(*causes, rest=_are(rest)), *self.more)
+        found = run.causes(name)
+        if in_order and self.causes:
+            assert found[: len(causes)] == causes
+        assert sorted(found) == sorted(causes + rest if self.beside else causes)
+        assert run.consequences(name) == (set(rest) if self.others and not self.beside else set())
+
+
+def _are(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+
+
+def expect_soon(run: Run, names: Mapping[str, float], limit: float) -> None:
+    """These tests were told soon after they failed, and not only at their time limit; each has so many seconds of its own.
+
+    Times are of this machine at this moment, so they are compared with those that a test without a fault took, once all was warm.
+    """
+    bare = run.seconds("test_well_after_all")
+    for name, own in names.items():
+        seconds, warming = run.seconds(name), run.warming(name)
+        assert seconds < warming + run.waits(bare + own + SOON), (name, seconds, warming, bare)
+        # The time limit begins when all is warm.
+        assert seconds < warming + limit, (name, seconds, warming)
+
+
+def expect_in_time(run: Run, names: Mapping[str, float]) -> None:
+    """These tests, which hang, ended at their time limits: not before, and not much later."""
+    for name, limit in names.items():
+        seconds, warming = run.seconds(name), run.warming(name)
+        assert limit <= seconds <= warming + run.waits(limit + LATE), (name, seconds, warming)
