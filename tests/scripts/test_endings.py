@@ -165,7 +165,9 @@ def test_the_users_own_sitecustomize_still_comes(host: Host, tmp_path: Path) -> 
     script = tmp_path / "show.py"
     script.write_text(
         "import os, sys, sitecustomize\n"
-        "print(os.environ['THEIRS'], sitecustomize.__file__, [p for p in sys.path if 'distcompat/scripts' in p])\n",
+        "shown = os.environ['THEIRS'], sitecustomize.__file__, [p for p in sys.path if 'distcompat/scripts' in p]\n"
+        # One write a line: ranks share the launcher's output, and print writes each of its words by itself.
+        "os.write(1, (' '.join(map(str, shown)) + '\\n').encode())\n",
         encoding="utf-8",
     )
     line = [str(PROGRAMS / "start_ranks.py"), "2", str(script)]
