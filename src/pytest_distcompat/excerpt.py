@@ -1,4 +1,4 @@
-"""Texts made fit to be shown, or to travel between processes: long ones cut short, lone surrogates escaped."""
+"""Texts made fit to be shown, or to travel between processes: cut short, lone surrogates escaped, bare names explained."""
 
 from __future__ import annotations
 
@@ -14,3 +14,10 @@ def excerpt(text: str, most: int) -> str:
 def encodable(text: str) -> str:
     """The text with lone surrogates escaped: an exception may hold some, and one in a report ends a whole run of xdist."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def explained(message: str) -> str:
+    """What an exception says, and if it is only that a debugger quit, why it will have: ``breakpoint()`` raises that at once."""
+    if message != "bdb.BdbQuit":
+        return message
+    return f"{message}: the debugger was left, or found no terminal; ranks that torchrun starts in one have it"

@@ -18,6 +18,7 @@ from typing import NoReturn
 import psutil
 
 from pytest_distcompat import clock
+from pytest_distcompat.excerpt import explained
 from pytest_distcompat.launch import randomness, recorder, unpatched
 from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent
 from pytest_distcompat.launch.request import RankLog, Request, extend_import_path, has_ended, read_events
@@ -121,7 +122,7 @@ def tell(log: RankLog, error: BaseException) -> None:
 
 def message_of(error: BaseException) -> str:
     """What it says in one line, or in as many as a SyntaxError has."""
-    return "".join(unpatched.format_exception_only(error)).strip()
+    return explained("".join(unpatched.format_exception_only(error)).strip())
 
 
 def flush() -> None:

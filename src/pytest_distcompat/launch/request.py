@@ -117,6 +117,7 @@ class RankLog:
         self.path = Path(directory) / f"rank-{rank}.jsonl"
         self.rank = rank
         # Kept now: a test's capture may have replaced it when the error comes.
+        self.by_hand = by_hand
         self._terminal = os.dup(2) if by_hand else None
         if by_hand:
             self.path.unlink(missing_ok=True)

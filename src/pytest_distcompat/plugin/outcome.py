@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.excerpt import excerpt
+from pytest_distcompat.excerpt import excerpt, explained
 from pytest_distcompat.plugin.phase import Phase, SkipElsewhere, XFailed, fields_of
 from pytest_distcompat.plugin.subtests import broken_off, name_of, weighed, with_subtests
 
@@ -101,7 +101,7 @@ def _place(report: pytest.TestReport, message: str) -> tuple[str, int, str] | No
 def _last_line(report: pytest.TestReport, text: str) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
-        return str(crash.message).splitlines()[0][:HEADLINE] if crash.message else ""
+        return explained(str(crash.message).splitlines()[0][:HEADLINE]) if crash.message else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # What has no crash location (an unknown fixture) still marks its error as pytest does.
     marked = [line.removeprefix("E").strip() for line in lines if line.startswith("E  ")]

@@ -86,8 +86,10 @@ def describe(config: pytest.Config) -> dict[str, Any]:
     }
 
 
-def collect(payload: Mapping[str, Any]) -> pytest.Session:
+def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Session:
     """Collect the whole session, ready to run single items after a fork.
+
+    ``by_hand``: somebody looks at a terminal, perhaps through a debugger, from which no output may be kept.
 
     Options come as values, not as a command line (``Config.fromdictargs``, made for subprocesses). A rank of an xdist
     worker looks like that worker to other plugins; any other looks like a plain pytest without terminal. To pretend to
@@ -96,6 +98,8 @@ def collect(payload: Mapping[str, Any]) -> pytest.Session:
     os.chdir(payload["cwd"])
     options = {name: pickle.loads(base64.b64decode(value)) for name, value in payload["options"].items()}
     options |= {name: value for name, value in _PARENTS.items() if name in options}
+    if by_hand:
+        options["capture"] = "no"
     # The arguments, which are given apart; argparse warns of positional ones that come as values.
     options.pop("file_or_dir", None)
     # The fork server imports libraries before pytest can rewrite the plugins among them (anyio): that is as it should be.
@@ -140,7 +144,9 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     from pytest_distcompat.launch import preload, serving
 
     if preload.collected is None:
-        preload.collected = collect(json.loads(Path(payload["session"]).read_text(encoding="utf-8")))
+        preload.collected = collect(
+            json.loads(Path(payload["session"]).read_text(encoding="utf-8")), by_hand=log.by_hand
+        )
     items = _items(preload.collected)
     item = _find(items, payload["nodeid"])
     following = items.get(payload["next"])
