@@ -10,9 +10,10 @@ BIN := $(VENV)/bin
 demo: install
 	HF_HUB_OFFLINE=1 $(BIN)/pytest --pyargs pytest_distcompat.suite --distcompat-gpus 0 --distcompat-profile smoke -q
 
-# All checks of the code itself, then the tests, on two workers: a module is one worker's, for its tests share what they ran.
+# All checks of the code itself, then the tests, on three workers, for half of the time tests wait: a module is one worker's,
+# for its tests share what they ran.
 test: install check
-	HF_HUB_OFFLINE=1 $(BIN)/pytest tests -n 2 --dist loadscope -m "not nightly"
+	HF_HUB_OFFLINE=1 $(BIN)/pytest tests -n 3 --dist loadscope -m "not nightly"
 
 # Those too that show with another strategy, or another upstream bug, what a test of every day shows with one.
 nightly: install check

@@ -217,8 +217,11 @@ def test_a_run_without_a_report_is_no_pass(wheel: Wheel, tmp_path: Path, capsys:
 
 @pytest.mark.parametrize(
     ("text", "code"),
-    [("import no_such_module", 2), ("def test_of_no_suite(): assert 0", 1), ("", 5)],
-    ids=["import", "test", "none"],
+    [
+        pytest.param("import no_such_module", 2, id="import"),
+        pytest.param("def test_of_no_suite(): assert 0", 1, id="test", marks=pytest.mark.nightly),
+        pytest.param("", 5, id="none", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_run_whose_report_is_not_all_is_no_pass(
     wheel: Wheel, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, code: int

@@ -20,12 +20,12 @@ NIGHTLY = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("groups", "more"),
     [
-        ("50", []),
+        ("30", []),
         pytest.param("200", [], marks=NIGHTLY),
-        ("50", ["--reuse"]),
+        ("30", ["--reuse"]),
         pytest.param("200", ["--reuse"], marks=NIGHTLY),
     ],
-    ids=["50", "200", "50 on the same ranks", "200 on the same ranks"],
+    ids=["30", "200", "30 on the same ranks", "200 on the same ranks"],
 )
 def test_nothing_grows(groups: str, more: list[str], environment: dict[str, str]) -> None:
     # Alone in its /dev/shm, where that is allowed: other people's files come and go.

@@ -203,6 +203,7 @@ def test_after(): raise AssertionError("nobody gets here")
             ],
             {0: 1, 1: 1},
             id="rank_1_hangs",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             10,

@@ -168,6 +168,7 @@ def test_the_log_of_the_ini_file_is_pytests_own(tmp_path: Path, run_pytest: RunP
     assert (tmp_path / "tests.log").read_text(encoding="utf-8").split("\n") == ["before", "after", ""]
 
 
+@pytest.mark.nightly
 def test_xdist(here: Path, run_pytest: RunPytest) -> None:
     run = run_pytest(here, "-n", "2")
     assert run.outcomes == ENDS, run.out

@@ -105,6 +105,7 @@ def test_the_driver_is_found_where_pytest_found_it(tmp_path: Path, run_pytest: R
     assert run.outcomes == {"TestMine::test[ddp-fp32-w2:active]": "passed"}
 
 
+@pytest.mark.nightly
 def test_the_built_in_suite_runs_from_anywhere(tmp_path: Path, run_pytest: RunPytest, concerned: Concerned) -> None:
     run = run_pytest(tmp_path, "--pyargs", "pytest_distcompat.suite", "-k", "TestTorch and ddp-fp32-w2:")
     assert run.code == pytest.ExitCode.OK, run.out

@@ -59,7 +59,7 @@ def test_a_suite_that_goes_dark_makes_the_run_fail(session: Session, last: Path)
     assert "settings: strategies all -> ddp" in done.stdout
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 def test_so_does_a_run_in_which_no_suite_is_left(
     session: Session, last: Path, tmp_path: Path, workers: tuple[str, ...]
 ) -> None:
@@ -146,7 +146,7 @@ def test_what_was_a_finding_and_is_a_crash_is_news(session: Session, last: Path)
     assert "newly broken: fsdp2-fp32-w2:claim (test_mine:Mine): FAIL -> CRASH: rank 1 was killed" in done.stdout
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 def test_a_teardown_that_fails_besides_is_news_once(
     session: Session, last: Path, tmp_path: Path, workers: tuple[str, ...]
 ) -> None:

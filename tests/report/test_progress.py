@@ -72,7 +72,11 @@ def on_a_terminal(directory: Path, *args: str) -> str:
     return b"".join(parts).decode()
 
 
-@pytest.mark.parametrize("args", [("-q",), (), ("-v",), ("-n", "2"), ("-n", "2", "-v")], ids=" ".join)
+@pytest.mark.parametrize(
+    "args",
+    [("-q",), (), ("-v",), pytest.param(("-n", "2"), marks=pytest.mark.nightly), ("-n", "2", "-v")],
+    ids=" ".join,
+)
 def test_on_a_terminal_the_running_life_is_told_and_leaves_no_trace(tmp_path: Path, args: tuple[str, ...]) -> None:
     written = on_a_terminal(tmp_path, *args)
     told = re.findall(r"ddp-fp32-w2 train: (\w+) (\d+)/(\d+), (\d+) s", written)
@@ -101,7 +105,7 @@ def test_without_a_terminal_a_short_run_says_nothing_of_it(session: Session) -> 
     assert " train: step" not in done.stdout
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "1"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 def test_without_a_terminal_a_long_life_is_told_now_and_then(
     session: Session, tmp_path: Path, workers: tuple[str, ...]
 ) -> None:

@@ -37,6 +37,7 @@ def test_torch_multiprocessing(
         launch(sys.executable, *line, "raise", port, launcher="cli", host=host)
 
 
+@pytest.mark.nightly
 def test_the_command_of_deepspeed(host: Host, port: str) -> None:
     pytest.importorskip("deepspeed")
     line = ["--num_gpus", "2", "--master_port", port, str(PROGRAMS / "deepspeed_loop.py")]

@@ -37,14 +37,16 @@ def accelerate_loop(run: Launch, strategy: str, **settings: Any) -> ScriptRun:
     return run(ACCELERATE, "--save-at", "3", "--output", "{output}", output="{output}/final", **told)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp1", marks=pytest.mark.nightly), "fsdp2"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("fsdp1", "fsdp2"))]
+)
 def test_a_plain_loop(run: Launch, strategy: str) -> None:
     found = plain_loop(run, strategy)
     found.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
     assert not found.labels
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.nightly)])
 def test_a_loop_with_two_optimizers(run: Launch, strategy: str) -> None:
     """One for matrices, one for the rest, beside two that were made and forgotten."""
     found = run(TWO, "--strategy", strategy, "--save-at", "3", "--output", "{output}", strategy=strategy)

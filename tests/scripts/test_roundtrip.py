@@ -54,6 +54,7 @@ def test_a_plain_loop_goes_on(ddp: RoundTrip) -> None:
     assert loads(ddp) == [0, 0, 2]
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_more_ranks_go_on_with_what_fewer_saved(more_ranks: RoundTrip) -> None:
     assert not more_ranks.findings
@@ -88,6 +89,7 @@ def test_a_run_that_only_seems_to_go_on(module_host: Host, more_ranks: RoundTrip
         found.check()
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_two_optimizers_go_on_and_one_that_forgets_is_seen(module_host: Host) -> None:
     found = trip(module_host, "two_optimizers.py", "--strategy", "fsdp2", strategy="fsdp2", same=STATES)

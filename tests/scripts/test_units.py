@@ -161,6 +161,7 @@ def test_layers_in_8_bits_that_are_not_trained(run: Launch) -> None:
         found.check("optimizer")
 
 
+@nightly
 def test_hybrid_shards(run: Launch) -> None:
     """Two copies of two shards, by the file that accelerate is given; a checkpoint, and the weights at the end."""
     saving = ("--save-at", "2", "--output", "{output}")

@@ -21,7 +21,7 @@ ADOPTERS = {
     "trl_trainer": "test_sft_trainer.py",
 }
 #: The others nightly.
-DAILY = {"my_trainer", "lightning_trainer"}
+DAILY = {"my_trainer"}
 
 
 def run(pytester: pytest.Pytester, name: str, *args: str) -> pytest.RunResult:
