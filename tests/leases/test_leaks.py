@@ -48,7 +48,7 @@ def test_the_marked_test_that_leaked_fails_and_no_other(pytester: pytest.Pyteste
         [
             "*_ test_leaky _*",
             "300 MiB stayed in use on GPU-0 after the ranks were gone",
-            "reproduce: pytest test_it.py::test_leaky",
+            "reproduce: pytest test_it.py::test_leaky*",
             "FAILED test_it.py::test_leaky - 300 MiB stayed in use on GPU-0 *",
         ]
     )
@@ -80,7 +80,7 @@ def test_a_life_of_a_suite_that_leaked_is_a_failure_that_nothing_declared_excuse
             [
                 f"ddp-fp32-w2: {check}: leaked",
                 "512 MiB stayed in use on GPU-0 after the ranks were gone",
-                f"reproduce: pytest 'test_it.py::TestX::test[[]ddp-fp32-w2:{check}[]]'",
+                f"reproduce: pytest 'test_it.py::TestX::test[[]ddp-fp32-w2:{check}[]]'*",
             ]
         )
     # The same ranks leave nothing: what they did not do either is declared.
@@ -120,7 +120,7 @@ def test_the_test_that_starts_its_ranks_itself_fails_too(pytester: pytest.Pytest
             [
                 "*_ ERROR at teardown of test_leaky _*",
                 "300 MiB stayed in use on GPU-0 after the ranks were gone",
-                "reproduce: pytest test_it.py::test_leaky",
+                "reproduce: pytest test_it.py::test_leaky*",
                 "ERROR test_it.py::test_leaky - 300 MiB stayed in use on GPU-0 *",
             ]
         )

@@ -52,7 +52,7 @@ TEXTS: dict[str, list[str]] = {
         ">       assert RANK == 0",
         "consequences:",
         "  rank 0 failed: *",
-        "reproduce: torchrun --nproc-per-node 2 -m pytest test_launch.py::test_one_fails",
+        "reproduce: torchrun --nproc-per-node 2 -m pytest test_launch.py::test_one_fails*",
     ],
     "test_both_fail": ["rank ? failed: ValueError: of rank ?", "--- rank ?: *", "--- rank ?: *"],
     "test_one_skips": ["rank 1 skipped (only me) while other ranks went on", "*test_launch.py:*: Skipped: only me"],

@@ -210,6 +210,27 @@ def test_the_reproduce_command_shows_the_same_failure(
     show(out, "collected 1 item", "*ValueError: it's $HOME/a::b on rank 1*", "*= 1 failed in *")
 
 
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+def test_the_reproduce_command_has_the_settings_that_were_named(
+    workers: tuple[str, ...], run_pytest: RunPytest, run_command: Callable[[str, Path], tuple[int, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "of ci").mkdir()
+    (tmp_path / "of ci" / "pytest.ini").write_text(
+        "[pytest]\ndistcompat_world_size = 3\npython_functions = check_*\n", encoding="utf-8"
+    )
+    (tmp_path / "test_it.py").write_text(
+        "import os, pytest\n@pytest.mark.distcompat(strategies=['ddp'])\n"
+        "def check_it(rank, pytestconfig): assert not pytestconfig.getini('xfail_strict')\n",
+        encoding="utf-8",
+    )
+    settings = ("-c", "of ci/pytest.ini", "--rootdir=.", "-o", "xfail_strict=true", "-W", "ignore:a b")
+    run = run_pytest(tmp_path, "test_it.py", *settings, *workers)
+    assert run.outcomes == {"check_it[ddp-fp32-w3]": "failed"}, run.out
+    code, out = run_command(run.command("check_it[ddp-fp32-w3]", "reproduce"), tmp_path)
+    assert code == pytest.ExitCode.TESTS_FAILED, out
+    show(out, "collected 1 item", "rank ? failed: *", "*-W 'ignore:a b'*", "*= 1 failed in *")
+
+
 def test_the_life_alone_shows_the_same_failure(
     run: Run, run_command: Callable[[str, Path], tuple[int, str]], tmp_path: Path
 ) -> None:

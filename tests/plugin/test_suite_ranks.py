@@ -76,7 +76,7 @@ def test_an_adopters_trainer_passes_and_its_defect_does_not(run: Run, concerned:
             "ddp-fp32-w2: resume: failed",
             "rank 0: the optimizer's state is empty after the load; * tensors were saved",
             "the claim: *",
-            "reproduce: pytest 'test_compat.py::TestForgetful::test[[]ddp-fp32-w2:resume[]]'",
+            "reproduce: pytest 'test_compat.py::TestForgetful::test[[]ddp-fp32-w2:resume[]]'*",
             "this life alone: torchrun *--nproc-per-node 2 *",
         ]
     )
@@ -125,7 +125,10 @@ def test_its_reproduce_command_shows_the_same_failure(
     assert run.outcomes == {name: "failed"}, run.out
     assert "time limit of 0.01 s: rank" in run.text(name)
     command = run.command(name, "reproduce")
-    assert command == f"pytest --pyargs 'pytest_distcompat.suite::{name}' --distcompat-timeout=0.01"
+    assert (
+        command
+        == f"pytest --pyargs 'pytest_distcompat.suite::{name}' --distcompat-timeout=0.01 -p tests.pytest_recorder"
+    )
     code, out = run_command(command, tmp_path)
     assert code == pytest.ExitCode.TESTS_FAILED
     pytest.LineMatcher(out.splitlines()).fnmatch_lines(

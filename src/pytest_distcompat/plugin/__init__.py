@@ -179,6 +179,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """What was given on the command line is part of the command that runs a test again."""
+    from pytest_distcompat.plugin import reproduce
+
+    reproduce.tell_worker(node)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Under ``--dist load`` and ``worksteal``: tests in the order that keeps the devices busy, if there are tests of ours."""
     from pytest_distcompat.plugin import packing

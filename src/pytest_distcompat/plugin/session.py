@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shlex
 import tempfile
 import warnings
 from pathlib import Path
@@ -16,9 +15,8 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.devices import CPU_WORLD_SIZE
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.plugin import pyproject
-from pytest_distcompat.plugin.nodeids import plain
-from pytest_distcompat.plugin.options import OPTIONS, PRELOAD, Setting, setting
+from pytest_distcompat.plugin import pyproject, reproduce
+from pytest_distcompat.plugin.options import PRELOAD, Setting, setting
 
 if TYPE_CHECKING:
     from pytest_distcompat.known import KnownIssue
@@ -256,37 +254,13 @@ class DistcompatSession:
 
     def reproduce(self, item: pytest.Function) -> str:
         """The command that runs that one item again, as it was run, from the same directory."""
-        here = self.config.invocation_params.dir
-        _, _, inside = plain(self.config, item.nodeid).partition("::")
-        flags = [
-            f"{option.flag}={self.config.getoption(name)}"
-            for name, option in OPTIONS.items()
-            if _matters(self.config, name)
-        ]
-        # A node id is relative to the root directory, which need not be where pytest was started. And a module given by
-        # its import name may lie anywhere.
-        paths = any((here / argument.partition("::")[0]).exists() for argument in self.config.args)
-        if self.config.getoption("pyargs") and not paths:
-            return shlex.join(["pytest", "--pyargs", f"{item.module.__name__}::{inside}", *flags])
-        return shlex.join(["pytest", f"{os.path.relpath(item.path, here)}::{inside}", *flags])
+        return reproduce.command(self.config, item)
 
     def close(self) -> None:
         """End the launcher."""
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None
-
-
-def _matters(config: pytest.Config, name: str) -> bool:
-    """Whether an option given on the command line changes what one item does."""
-    selecting = {
-        "distcompat_report",
-        "distcompat_baseline",
-        "distcompat_strategies",
-        "distcompat_precisions",
-        "distcompat_drivers",
-    }
-    return name not in selecting and config.getoption(name) is not None
 
 
 def session_basetemp(config: pytest.Config) -> Path:
