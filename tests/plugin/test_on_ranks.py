@@ -239,6 +239,27 @@ def test_the_life_alone_shows_the_same_failure(
     show(out, "*ValueError: the cause*")
 
 
+def test_the_life_alone_begins_as_the_test_did(
+    run_pytest: RunPytest, run_command: Callable[[str, Path], tuple[int, str]], tmp_path: Path
+) -> None:
+    """What the ranks have left in the directory that they share would be what a test finds that makes files there."""
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n@pytest.mark.distcompat(world_size=2)\n"
+        "def test_it(process_group, shared_dir, rank):\n"
+        "    process_group.barrier().wait()\n"
+        "    (shared_dir / f'of-{rank}').mkdir()\n"
+        "    process_group.barrier().wait()\n"
+        "    assert len(list(shared_dir.iterdir())) == 3, 'the cause'\n",
+        encoding="utf-8",
+    )
+    run = run_pytest(tmp_path, "test_it.py")
+    assert run.outcomes == {"test_it": "failed"}, run.out
+    for _ in range(2):
+        code, out = run_command(run.command("test_it", "this life alone"), tmp_path)
+        assert code == 1
+        show(out, "rank ?: failed: AssertionError: the cause*")
+
+
 def test_known_issues_are_those_of_all_ranks_together(run_pytest: RunPytest, tmp_path: Path) -> None:
     """A rank that weighed itself would miss what it is declared to fail by, or hide from the parent that it was excused."""
     (tmp_path / "pyproject.toml").write_text(

@@ -155,7 +155,8 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     directory = Path(payload["directory"])
     config = item.config
     config.stash[WORLD] = World.from_environment(payload["device"])
-    config.stash[SHARED] = directory / "shared"
+    # By hand the life was lived before, perhaps more than once: that directory may hold what it left.
+    config.stash[SHARED] = directory / (f"shared-{os.environ['TORCHELASTIC_RUN_ID']}" if log.by_hand else "shared")
     _Reporter.of(config).answer(log, payload["world_size"], directory)
     fault_handler(config)
     # pytest makes its own below it once a process, which may be at any request of ranks that live on. What is captured goes to
