@@ -100,6 +100,9 @@ TOML = '[project]\nname = "x"\n\n[tool.pytest.ini_options]\n# ours\naddopts = ["
     [
         ("pyproject.toml", TOML, "tool.pytest.ini_options"),
         ("pyproject.toml", '[project]\nname = "x"\n', "tool.pytest.ini_options"),
+        ("pyproject.toml", TOML.replace(".ini_options", ""), "tool.pytest"),
+        ("pytest.toml", "", "pytest"),
+        (".pytest.toml", '[pytest]\naddopts = ["-ra"]\n', "pytest"),
         ("pytest.ini", "", "pytest"),
         ("tox.ini", "[tox]\nskipsdist = true\n[pytest]\naddopts = -ra\n", "pytest"),
         ("setup.cfg", "[metadata]\nname = x\n[tool:pytest]\naddopts = -ra\n", "tool:pytest"),
@@ -191,6 +194,8 @@ def test_a_driver_that_is_there_is_taken(tmp_path: Path, package: bool, module: 
 
 
 MINE = "from pytest_distcompat import Driver\n\nclass Mine(Driver):\n    name = 'mine'\n"
+#: pytest 8 does not read them.
+NINE = pytest.mark.skipif(pytest.version_tuple < (9,), reason="tables with types came with pytest 9")
 
 
 @pytest.mark.parametrize(
@@ -199,6 +204,8 @@ MINE = "from pytest_distcompat import Driver\n\nclass Mine(Driver):\n    name = 
         ("my_driver.py", ("pytest.ini", "[pytest]\n"), "pythonpath = ."),
         ("src/mine/driver.py", ("pytest.ini", "[pytest]\n"), "pythonpath = src"),
         ("my_driver.py", ("pyproject.toml", "[tool.pytest.ini_options]\n"), 'pythonpath = "."'),
+        pytest.param("my_driver.py", ("pyproject.toml", "[tool.pytest]\n"), 'pythonpath = ["."]', marks=NINE),
+        pytest.param("src/mine/driver.py", ("pytest.toml", ""), 'pythonpath = ["src"]', marks=NINE),
         ("my_driver.py", ("conftest.py", ""), ""),
         ("src/mine/driver.py", ("pytest.ini", "[pytest]\npythonpath = src\n"), "pythonpath = src"),
     ],

@@ -137,7 +137,11 @@ def _set(found: Repository, key: str, value: str, *, write: bool) -> None:
     if re.search(rf"^\s*{key}\s*=", text, re.MULTILINE):
         print(f"kept {key} in {found.settings}")  # noqa: T201 - a command speaks
         return
-    head, line = f"[{found.table}]", f'{key} = "{value}"' if path.suffix == ".toml" else f"{key} = {value}"
+    told = f'"{value}"' if path.suffix == ".toml" else value
+    if key == "pythonpath" and path.suffix == ".toml" and found.table != "tool.pytest.ini_options":
+        # There it is a list and nothing else.
+        told = f"[{told}]"
+    head, line = f"[{found.table}]", f"{key} = {told}"
     lines = text.splitlines()
     place = next((number for number, one in enumerate(lines) if one.strip() == head), -1)
     if place < 0:

@@ -19,8 +19,12 @@ else:
 #: Where pytest looks for its settings, in its own order, with the table that they stand in
 #: (https://docs.pytest.org/en/stable/reference/customize.html).
 SETTINGS = (
+    # The tables of pytest 9, whose values have types. It refuses a pyproject.toml that has its old table too.
+    ("pytest.toml", "pytest"),
+    (".pytest.toml", "pytest"),
     ("pytest.ini", "pytest"),
     (".pytest.ini", "pytest"),
+    ("pyproject.toml", "tool.pytest"),
     ("pyproject.toml", "tool.pytest.ini_options"),
     ("tox.ini", "pytest"),
     ("setup.cfg", "tool:pytest"),
@@ -101,10 +105,10 @@ def _listed(told: dict[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _settings(root: Path) -> Iterator[tuple[str, str]]:
-    """The files that hold settings of pytest's already; pytest.ini does so even if it is empty."""
+    """The files that hold settings of pytest's already; those of its own name do so even if they are empty."""
     for name, table in SETTINGS:
         path = root / name
-        if path.exists() and (name in {"pytest.ini", ".pytest.ini"} or _has_table(path, table)):
+        if path.exists() and ("pytest" in name or _has_table(path, table)):
             yield name, table
 
 
