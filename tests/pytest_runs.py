@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Put before the arguments of such a pytest. pytest-randomly would shuffle what a test expects in order.
-RECORDED = ("-p", "tests.pytest_recorder", "-p", "no:randomly")
+#: Put before the arguments of such a pytest. pytest-randomly would shuffle what a test expects in order, and the plugin of hypothesis
+#: imports all of that, half a second here and again in the fork server.
+RECORDED = ("-p", "tests.pytest_recorder", "-p", "no:randomly", "-p", "no:hypothesispytest")
 
 
 def reports(directory: Path) -> tuple[Mapping[str, Any], ...]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import STEP_VERBS, Driver, Plan
 from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.places import Places
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import Life
 from pytest_distcompat.trace import Moment
@@ -33,6 +32,7 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
 
     ``payload``: ``driver`` (a name or module:attribute), ``cell`` (an id), ``device`` (cpu or cuda), ``life`` (the fields
     of a Life), ``ranks`` (of the cell that the life is for) and the directories ``save_to``, ``load_from`` and ``export``.
+    A life with damage has a copy of ``load_from`` in ``save_to``, and loads that.
     """
     from pytest_distcompat.probe import Observer
 
@@ -44,7 +44,9 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     if world.shared:
         _meet_by_gloo(world)
     driver = find_driver(payload["driver"])(Cell.parse(payload["cell"]), world)
-    places = Places(Path(payload["save_to"]), Path(payload["load_from"]), Path(payload["export"]), payload["ranks"])
+    places = Places.told(payload)
+    if log.by_hand:
+        places.clear(life, world.rank, log.path.parent)
     rank = _Rank(driver, life, places, Observer(), log)
     rank.live()
     _leave(driver)
@@ -57,16 +59,6 @@ def _meet_by_gloo(world: World) -> None:
 
     torch.cuda.set_device(world.device)
     distributed.init_process_group(world.backend)
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where a life reads and writes, and for how many ranks a reference stands."""
-
-    save_to: Path
-    load_from: Path
-    export: Path
-    ranks: int
 
 
 #: What must not be destroyed before the process ends, see ``_leave``.
@@ -116,7 +108,8 @@ class _Rank:
         verbs = tuple(verb for verb in rest[:length] if verb in TRAINING)
         self.end = self.index + length
         plain, self.plain = self.plain, None
-        plan = Plan(verbs, self.number, self.places.save_to, self.places.load_from)
+        found = self.places.save_to if self.life.damage else self.places.load_from
+        plan = Plan(verbs, self.number, self.places.save_to, found)
         with self.observer.watching():
             self.observer.look_closely(on=self._closely)
             self.driver.train(plain, plan, self._seen)  # type: ignore[arg-type]  # a plan without build needs no model
@@ -147,7 +140,7 @@ class _Rank:
         if verb in STEP_VERBS:
             driver = self.driver
             facts |= {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
-            facts |= {"tokens": driver.tokens, **self.observer.facts()}
+            facts |= {"tokens": int(_number(driver.tokens, "tokens") or 0), **self.observer.facts()}
             self.number += 1
         self._end(facts, seconds)
         while self.index < len(self.life.verbs) and self.life.verbs[self.index] == "files":
@@ -233,7 +226,7 @@ class _Rank:
 
         if self.driver.world.rank:
             return {}
-        return {"files": (spoil(self.places.load_from, self.life.damage),)}
+        return {"files": (spoil(self.places.save_to, self.life.damage),)}
 
     def _look(self, *, whole: bool) -> dict[str, Any]:
         from pytest_distcompat.probe.look import look

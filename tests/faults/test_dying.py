@@ -29,7 +29,7 @@ FAULTS = {
     "test_terminated": Told((0,), "rank 0 was killed by SIGTERM", ("consequences:",)),
     "test_segfault_in_c": Told(
         (1,), "rank 1 was killed by SIGSEGV",
-        ("last output:", "Fatal Python error: Segmentation fault", "  File *test_die.py*, line * in test_segfault_in_c"),
+        ("last output:", "Fatal Python error: Segmentation fault", "  File *test_die.py*, line * in fault_below"),
     ),
     "test_abort_in_c": Told(
         (1,), "rank 1 was killed by SIGABRT",

@@ -19,7 +19,7 @@ import pytest
 def wait_for_ever():
     time.sleep(600)
 
-if "pytest_distcompat.launch.warming" in sys.modules:
+if "pytest_distcompat.launch.preload" in sys.modules:
     wait_for_ever()
 
 @pytest.mark.distcompat(world_size=2)

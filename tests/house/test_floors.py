@@ -36,7 +36,7 @@ FLOORS = {
         ],
         0,
     ),
-    **dict.fromkeys(["precisions", "models", "launch", "report", "driver", "lease"], 1),
+    **dict.fromkeys(["precisions", "models", "launch", "report", "driver", "lease", "places"], 1),
     **dict.fromkeys(["strategies", "runner", "leased", "probe", "cost", "known"], 2),
     **dict.fromkeys(["checks", "drivers"], 3),
     **dict.fromkeys(["judge", "suite", "worker", "profiles", "evidence"], 4),
@@ -51,7 +51,6 @@ WORDS = ["failures", "cell", "digests", "decode", "trace", "scenario", "shelf", 
 #: Started by name in another process; an import would run it in the wrong one.
 BY_NAME = {
     "worker",
-    "launch.warming",
     "launch.server",
     "scripts.keeper",
     "cli.torch_facts",

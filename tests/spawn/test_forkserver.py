@@ -33,6 +33,11 @@ def leave(payload):
 
 def die(payload):
     os._exit(3)
+
+def multiply(payload):
+    import numpy
+    square = numpy.ones((512, 512))
+    square @ square
 """
 
 Launch = Callable[[Warmth], WarmLauncher]
@@ -96,6 +101,25 @@ def test_heavy_modules_leave_it_fit(run: Run, launch: Launch) -> None:
     assert psutil.Process(ending.events[0][1]["parent"]).num_threads() == 1
 
 
+def test_it_is_a_fork_of_the_launcher_process(run: Run, launch: Launch) -> None:
+    """As another interpreter it would import torch a second time."""
+    launcher = launch(Warmth())
+    ending = run("look", launcher=launcher)
+    assert forked(launcher, ending), ending.text()
+    assert launcher._process is not None
+    theirs = psutil.Process(launcher._process.pid)
+    assert psutil.Process(ending.events[0][1]["parent"]).cmdline() == theirs.cmdline()
+
+
+def test_a_large_product_leaves_it_fit(run: Run, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that numpy was asked for went at the fork, and come again: nobody in that module started one."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    launcher = launch(Warmth(call="preloaded:multiply"))
+    ending = run("look", launcher=launcher)
+    assert not ending.notice
+    assert forked(launcher, ending), ending.text()
+
+
 def test_a_thread_in_the_fork_server_means_spawn_and_is_told_once(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(call="preloaded:start_thread"))
     first = run("look", 1, launcher=launcher)
@@ -115,7 +139,9 @@ def test_a_fork_server_that_nothing_is_forked_from_may_die(run: Run, launch: Lau
     assert run("look", 1, launcher=launcher).kind == "ok"
     process = launcher._process
     assert process is not None
-    (server,) = (one for one in psutil.Process(process.pid).children() if "forkserver" in " ".join(one.cmdline()))
+    (server,) = (
+        one for one in psutil.Process(process.pid).children() if "resource_tracker" not in " ".join(one.cmdline())
+    )
     kill([server])
     ending = run("look", 1, launcher=launcher)
     assert ending.kind == "ok", ending.text()

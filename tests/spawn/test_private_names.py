@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
+import inspect
 import multiprocessing.util
 import os
 from collections.abc import Mapping
@@ -44,6 +45,15 @@ def test_the_processes_of_the_agent(run: Run) -> None:
         "LocalElasticAgent._pcontext or MultiprocessContext._pc.processes is not what it was: see "
         f"launch/agent.py:_exit_codes\n{ending.text()}"
     )
+
+
+def test_the_fork_server_of_multiprocessing() -> None:
+    from multiprocessing import forkserver
+
+    known = {"_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid"}
+    first = list(inspect.signature(forkserver.main).parameters)[:3]
+    assert first == ["listener_fd", "alive_r", "preload"], "forkserver.main is not what it was: see launch/forking.py"
+    assert known <= vars(forkserver._forkserver).keys(), "ForkServer has other attributes: see launch/forking.py"
 
 
 def test_the_watch_of_the_agent() -> None:

@@ -7,12 +7,15 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+import torch
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver, Plan
+from pytest_distcompat.places import Places
 from pytest_distcompat.scenario import RESUME_LIFE, TRAIN_LIFE, Life
-from pytest_distcompat.worker import Places, _Rank
+from pytest_distcompat.worker import _Rank
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
@@ -120,6 +123,20 @@ def test_a_driver_of_five_verbs_is_called_verb_by_verb(listens: Listens) -> None
     assert [moment["verb"] for moment in listens.moments] == list(SHORT.verbs)
     assert [moment["index"] for moment in listens.moments] == list(range(len(SHORT.verbs)))
     assert [moment["loss"] for moment in listens.moments if moment["verb"] == "step"] == [1 / 3, 1 / 4]
+
+
+@pytest.mark.parametrize("tokens", [3, 3.0, torch.tensor(3), np.int64(3)])
+def test_tokens_are_told_as_the_trainer_has_them(listens: Listens, tokens: Any) -> None:
+    """A tensor, which no line of JSON holds, ended the rank."""
+    live(Five, SHORT, listens, tokens=tokens)
+    assert [moment["tokens"] for moment in listens.moments if moment["verb"] == "step"] == [3, 3]
+
+
+@pytest.mark.parametrize("verb", ["plain_model", "build", "step", "save", "load"])
+def test_a_verb_that_nobody_wrote_is_named(listens: Listens, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Five, verb, getattr(Driver, verb))
+    with pytest.raises(NotImplementedError, match=rf"^Five has no {verb}\(\); a driver needs plain_model, build, step"):
+        live(Five, RESUME_LIFE if verb == "load" else SHORT, listens)
 
 
 def test_a_resumed_life_loads_where_it_is_told(listens: Listens) -> None:

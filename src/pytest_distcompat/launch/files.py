@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_distcompat.launch.recorder import record_file
 from pytest_distcompat.launch.request import read_end
-from pytest_distcompat.launch.stacks import stack_file
+from pytest_distcompat.launch.stacks import stack_file, without_launcher_in_crash
 
 #: The last lines of each file of a rank's output that a report shows.
 TAIL = 40
-#: How many bytes of it are looked at for them.
-READ = 20_000
+#: How many bytes of it are looked at for them: a crash writes up to a hundred frames, and the names of all extension modules.
+READ = 60_000
+#: As faulthandler begins what it writes as a process crashes.
+CRASH = "Fatal Python error: "
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,14 @@ class Files:
         """The last lines of each file that the rank wrote to: a crash's stack in one must not hide the last words in another."""
         lines: list[str] = []
         for path in (*captured_files(self.life, rank), *_logs(self.life, rank)):
-            lines += read_end(path, READ, self.since.get(path, 0)).splitlines()[-TAIL:]
+            lines += _told(read_end(path, READ, self.since.get(path, 0)).splitlines())
         return "\n".join(lines)
+
+
+def _told(lines: Sequence[str]) -> list[str]:
+    """The last of them; of a crash the first: its innermost frames, where it happened."""
+    begins = next((number for number, line in enumerate(lines) if line.startswith(CRASH)), len(lines))
+    return [*lines[:begins][-TAIL:], *without_launcher_in_crash(lines[begins:])[:TAIL]]
 
 
 def sizes(life: Path, world_size: int) -> dict[Path, int]:

@@ -42,7 +42,7 @@ class LauncherProcess:
         self._timeout = warmth.timeout
         place = self._directory.path
         told = place / "warmth.json"
-        wanted = {**dataclasses.asdict(warmth), "device": device, "status": str(place / "status.json")}
+        wanted = {**dataclasses.asdict(warmth), "device": device}
         told.write_text(json.dumps(wanted), encoding="utf-8")
         self._channel, theirs = socket.socketpair()
         self._buffer = b""
@@ -63,7 +63,7 @@ class LauncherProcess:
                 # Ctrl-C is for pytest, which then ends us.
                 start_new_session=True,
             )
-        #: What ``preload`` wrote; None until it is ready.
+        #: What ``preload`` said; None until it is ready.
         self.status: dict[str, Any] | None = None
         self._own: set[int] = set()
 

@@ -1,7 +1,7 @@
 """Gets the fork server ready: imports the heavy modules, calls one function, checks that it may still be forked from.
 
-A JSON file names the modules, the function (the pytest session is collected so) and the file to which the outcome
-goes. The fork server must stay fit to fork: no CUDA context, no threads.
+A ``Warmth`` names the modules and the function (the pytest session is collected so). The fork server must stay fit to fork: no
+CUDA context, no threads.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import contextlib
 import faulthandler
 import gc
 import importlib
-import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_distcompat import clock
@@ -24,8 +22,10 @@ from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.launch.process import native_threads
 from pytest_distcompat.launch.request import extend_import_path
 
-#: What each rank imports before it does anything: a tenth of a second each, if it is not here already.
+#: What each rank imports before it does anything: a tenth of a second each, if it is not here already. The launcher process
+#: needs it too, and the fork server is forked from that.
 _OF_EVERY_RANK = (
+    "torch",
     "torch.distributed.elastic.multiprocessing.api",
     "multiprocessing.popen_forkserver",
     "multiprocessing.queues",
@@ -36,27 +36,23 @@ _OF_EVERY_RANK = (
 collected: Any = None
 
 
-def main(path: str) -> None:
-    """Import, call, and write how it went."""
+def import_torch(late: float) -> None:
+    """In the launcher process, before the fork server is forked; the others by ``late`` too."""
+    _import(_OF_EVERY_RANK, late, 2)
+
+
+def main(wanted: Mapping[str, Any], late: float) -> dict[str, Any]:
+    """Import and call; how it went: ``missing`` modules, why it is ``unfit`` to be forked from, the call's ``error``.
+
+    ``wanted`` has the fields of a Warmth, and the ``device``. At ``late`` our parent is about to give up; what hangs is shown.
+    """
     global collected  # noqa: PLW0603 - a fork server hands things over by being forked
-    wanted = json.loads(Path(path).read_text(encoding="utf-8"))
-    began = clock.now()
     status: dict[str, Any] = {"missing": [], "unfit": "", "error": ""}
     extend_import_path(wanted["path"])
     # pytest's capture takes stderr away while it collects.
     log = os.dup(2)
-    # Before our parent gives up and shows what we wrote.
-    late = began + 0.9 * wanted["timeout"]
-    for name in (*wanted["modules"], *_OF_EVERY_RANK):
-        try:
-            with _stack_written(late, log):
-                importlib.import_module(name)
-        except ImportError:
-            # Not installed, or not for this torch: whoever needs it will say so better.
-            status["missing"].append(name)
-        except Exception:
-            status["missing"].append(name)
-            traceback.print_exc()
+    status["missing"] = _import(wanted["modules"], late, log)
+    _restart_threads_of_numpy()
     threads = native_threads()
     before = randomness.states()
     try:
@@ -75,10 +71,33 @@ def main(path: str) -> None:
     gc.freeze()
     os.close(log)
     status["unfit"] = _unfit(threads)
-    status["seconds"] = clock.now() - began
-    waiting = Path(f"{wanted['status']}.new")
-    waiting.write_text(json.dumps(status), encoding="utf-8")
-    waiting.rename(wanted["status"])
+    return status
+
+
+def _import(names: Sequence[str], late: float, log: int) -> list[str]:
+    """Import them; which could not be."""
+    missing = []
+    for name in names:
+        try:
+            with _stack_written(late, log):
+                importlib.import_module(name)
+        except ImportError:
+            # Not installed, or not for this torch: whoever needs it will say so better.
+            missing.append(name)
+        except Exception:
+            missing.append(name)
+            traceback.print_exc()
+    return missing
+
+
+def _restart_threads_of_numpy() -> None:
+    """OpenBLAS ends its threads at a fork, and starts them again for the first large product, as a module may have one: that
+    would be counted as a thread of that module's. https://github.com/OpenMathLib/OpenBLAS/wiki/Faq
+    """
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        square = numpy.ones((256, 256))
+        square @ square
 
 
 @contextlib.contextmanager

@@ -5,10 +5,7 @@ It reads one request a line from a socket and answers one JSON line: first that 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import socket
@@ -18,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import clock
-from pytest_distcompat.launch import rank
+from pytest_distcompat.launch import preload, rank
+from pytest_distcompat.launch.forking import start_fork_server
 from pytest_distcompat.launch.process import adopt_orphans, children, die_with_parent, reap_adopted
 from pytest_distcompat.launch.request import Request
 
 
 def main(descriptor: int, warmth: str) -> None:
-    """Serve until the other end of the socket closes; ``warmth`` is the file that ``preload`` reads."""
+    """Serve until the other end of the socket closes; ``warmth`` is a file, see ``preload``."""
     die_with_parent()
     adopt_orphans()
     # Where multiprocessing puts the fork server's socket: into our parent's directory, which goes with our parent, and whose path
@@ -32,11 +30,11 @@ def main(descriptor: int, warmth: str) -> None:
     tempfile.tempdir = str(Path(warmth).parent)
     multiprocessing.util.get_temp_dir()
     tempfile.tempdir = None
+    status = _start_fork_server(warmth, descriptor)
+    own = children(os.getpid())
     channel = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
     lines = channel.makefile("r", encoding="utf-8")
-    status = _start_fork_server(warmth)
-    own = children(os.getpid())
     start_method = "spawn" if status["unfit"] else "forkserver"
     _answer(channel, {"event": "warm", **status})
     from pytest_distcompat.launch import agent
@@ -57,27 +55,21 @@ def _answer(channel: socket.socket, message: dict[str, Any]) -> None:
     channel.sendall((json.dumps(message) + "\n").encode())
 
 
-def _start_fork_server(warmth: str) -> dict[str, Any]:
-    """Start it, import torch meanwhile, and wait until it has preloaded all."""
-    multiprocessing.set_forkserver_preload(["pytest_distcompat.launch.warming"])
-    os.environ["DISTCOMPAT_WARMTH"] = warmth
-    multiprocessing.forkserver.ensure_running()
-    del os.environ["DISTCOMPAT_WARMTH"]
-    from pytest_distcompat.launch import agent  # noqa: F401 - the import is the work
-
-    # Blocks until the fork server serves, which is after its preload.
-    first = multiprocessing.get_context("forkserver").Process(target=_nothing)
-    # A fork server that died is told of below.
-    with contextlib.suppress(EOFError, OSError):
-        first.start()
-        first.join()
+def _start_fork_server(warmth: str, descriptor: int) -> dict[str, Any]:
+    """Import torch, fork it, and wait until it has preloaded all; ``descriptor`` is not for it."""
     wanted = json.loads(Path(warmth).read_text(encoding="utf-8"))
-    try:
-        status: dict[str, Any] = json.loads(Path(wanted["status"]).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        status = {"missing": [], "unfit": "it died while it imported", "error": "", "seconds": 0.0}
-    return status
+    # Before our parent gives up and shows what we wrote.
+    late = clock.now() + 0.9 * wanted["timeout"]
+    preload.import_torch(late)
 
+    def prepare() -> str:
+        die_with_parent()
+        os.close(descriptor)
+        return json.dumps(preload.main(wanted, late))
 
-def _nothing() -> None:
-    """The first child: being started is all it is for."""
+    told = start_fork_server(prepare)
+    # Meanwhile: the import is the work.
+    from pytest_distcompat.launch import agent  # noqa: F401
+
+    said = told()
+    return json.loads(said) if said else {"missing": [], "unfit": "it died while it imported", "error": ""}

@@ -98,3 +98,9 @@ def without_launcher(stack: str) -> str:
     """The stack without pytest's frames and those below the rank's main."""
     # pytest's way to the test is the same in every stack.
     return "\n".join(line for line in _above_main(stack) if "/_pytest/" not in line and "/pluggy/" not in line)
+
+
+def without_launcher_in_crash(lines: Sequence[str]) -> list[str]:
+    """The same for what faulthandler wrote as the process crashed; its last line names all extension modules, and goes too."""
+    told = without_launcher("\n".join(lines)).splitlines()
+    return [line for line in told if not line.startswith("Extension modules: ")]

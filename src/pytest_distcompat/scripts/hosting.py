@@ -21,6 +21,7 @@ import psutil
 from pytest_distcompat import clock
 from pytest_distcompat.launch.cold import ENDED, FAILURE
 from pytest_distcompat.launch.ending import Ending, conclude, exit_name
+from pytest_distcompat.launch.files import CRASH
 from pytest_distcompat.launch.process import alive, await_end, await_exit, bury, descendants, kill, kill_named
 from pytest_distcompat.launch.request import Request, read_end, read_events
 from pytest_distcompat.launch.supervise import Watch
@@ -186,7 +187,7 @@ def _exit_code(hosted: Hosted, rank: int, text: str, pid: int | None) -> int | N
             return int(event["code"])
     fault = read_end(hosted.directory / f"rank-{rank}.fault", READ)
     for name, code in _FATAL.items():
-        if f"Fatal Python error: {name}" in fault:
+        if f"{CRASH}{name}" in fault:
             return code
     return -15 if read_end(hosted.directory / f"rank-{rank}.ended", READ) else None
 
