@@ -67,6 +67,11 @@ class Runner:
             notes[life.name] = command
         return dataclasses.replace(Trace.of(driver, lives), notes=notes, limits=self._limits)
 
+    def forget(self, driver: str, cell: Cell, scenario: Scenario) -> None:
+        """Have the scenario's lives run again, whatever was left of them in the store."""
+        for life in scenario.lives:
+            (self._directory(driver, cell, life) / DONE).unlink(missing_ok=True)
+
     def _life(self, driver: str, cell: Cell, life: Life, after: Life | None) -> tuple[LifeTrace, str]:
         directory = self._directory(driver, cell, life)
         if directory not in self._decoded:
@@ -94,7 +99,6 @@ class Runner:
         if life.damage:
             # Others are still to load what is spoiled here.
             shutil.copytree(found, own, dirs_exist_ok=True)
-            found = own
         there = life.cell(cell)
         request = Request(
             target=f"{WORKER}:run",

@@ -89,6 +89,19 @@ def test_another_process_reads_what_the_ranks_wrote(runner: Runner, ranks: Ranks
     assert read == ran
 
 
+def test_what_an_earlier_command_left_is_forgotten(runner: Runner, ranks: Ranks) -> None:
+    cell, other = cells("fsdp2-fp32-w2", "ddp-fp32-w2")
+    for one in (cell, other):
+        runner.trace("d", one, RESUME)
+    later = Runner(runner.store, ranks, device="cpu", timeout=1)
+    for scenario in (RESUME, PARITY):
+        later.forget("d", cell, scenario)
+    for one in (cell, other):
+        later.trace("d", one, RESUME)
+    ran = [("train", "fsdp2-fp32-w2"), ("resume", "fsdp2-fp32-w2")]
+    assert ranks.ran == [*ran, ("train", "ddp-fp32-w2"), ("resume", "ddp-fp32-w2"), *ran]
+
+
 def test_scenarios_share_their_lives(runner: Runner, ranks: Ranks) -> None:
     for scenario in (TRAIN, RESUME, PARITY, RESUME):
         trace = runner.trace("d", Cell.parse("fsdp2-fp32-w2"), scenario)
@@ -145,9 +158,10 @@ def test_what_is_damaged_is_a_copy(runner: Runner, ranks: Ranks) -> None:
     train, *damaged = ranks.requests
     original = Path(train.payload["save_to"])
     for request in damaged:
-        found = Path(request.payload["load_from"])
-        assert found == Path(request.payload["save_to"]) != original
-        assert (found / "shard").read_text(encoding="utf-8") == "whole"
+        assert Path(request.payload["load_from"]) == original
+        copy = Path(request.payload["save_to"])
+        assert copy != original
+        assert (copy / "shard").read_text(encoding="utf-8") == "whole"
     # Who goes on from it afterwards finds the original.
     runner.trace("d", cell, RESUME)
     assert Path(ranks.requests[-1].payload["load_from"]) == original

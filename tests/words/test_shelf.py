@@ -130,3 +130,28 @@ def test_what_is_no_driver(monkeypatch: pytest.MonkeyPatch, name: str, message: 
         find_driver(name)
     assert str(caught.value).startswith(f"driver {name!r}")
     assert str(caught.value).endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "said"),
+    [
+        ("options", "compile", "options is 'compile'; expected a tuple of names"),
+        ("libraries", "torch", "libraries is 'torch'; expected a tuple of names"),
+        ("blocks", ("Linear", 3), "blocks is ('Linear', 3); expected a tuple of names"),
+        ("reshards", True, "reshards is True; expected a tuple of names"),
+        ("portable", ("ddp", "fsdp2"), "portable is ('ddp', 'fsdp2'); expected a mapping of strategy to strategy"),
+        ("options", ("compil",), "options: no option named 'compil'. Known: model, "),
+        ("reshards", ("fspd2",), "reshards: no strategy named 'fspd2'. Known: ddp, "),
+        ("portable", {"ddp": "fspd2"}, "portable: no strategy named 'fspd2'. Known: ddp, "),
+        ("unable", lambda self, cell, device="cpu": "", "unable is no classmethod; expected unable(cls, cell, device)"),
+    ],
+)
+def test_what_a_driver_says_of_itself_wrongly(
+    monkeypatch: pytest.MonkeyPatch, attribute: str, value: object, said: str
+) -> None:
+    """A text would be taken for its letters, a misspelt name for a claim of nothing: items would be missing unseen."""
+    monkeypatch.setitem(sys.modules, "my_trainer", sys.modules[__name__])
+    monkeypatch.setattr(MyDriver, attribute, value)
+    with pytest.raises(UsageProblem) as caught:
+        find_driver("my_trainer:MyDriver")
+    assert str(caught.value).startswith(f"driver 'my_trainer:MyDriver': {said}")

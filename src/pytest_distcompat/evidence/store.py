@@ -135,5 +135,4 @@ def _is_for(stored: StoredLife, cell: Cell, by_id: Mapping[str, StoredLife]) -> 
         return True
     # One that goes on from another's checkpoint belongs to the cell of that one, wherever it runs itself.
     earlier = next((by_id[parent.name] for parent in stored.found.parents if parent.name in by_id), None)
-    # What is to be spoiled is a copy in its own directory.
-    return there == cell if earlier is stored else earlier is not None and _is_for(earlier, cell, by_id)
+    return earlier is not None and _is_for(earlier, cell, by_id)
