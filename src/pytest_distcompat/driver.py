@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 #: The verbs that are an optimizer step.
 STEP_VERBS = frozenset({"step", "overflow"})
 
+#: The verbs that every driver has, or in place of the last four a ``train``.
+NEEDED = ("plain_model", "build", "step", "save", "load")
+
 #: Told after each verb: its name and, after a step, the loss on this rank.
 Seen = Callable[..., None]
 
@@ -42,6 +45,10 @@ class Plan:
     def steps(self) -> tuple[str, ...]:
         """The verbs that are a step."""
         return tuple(verb for verb in self.verbs if verb in STEP_VERBS)
+
+
+def _missing(driver: Driver, verb: str) -> str:
+    return f"{type(driver).__name__} has no {verb}(); a driver needs {', '.join(NEEDED)}"
 
 
 class Driver:
@@ -105,15 +112,15 @@ class Driver:
 
     def plain_model(self) -> Module:
         """The model that a user hands to the trainer, unwrapped, on the CPU, in the precision's load dtype."""
-        raise NotImplementedError
+        raise NotImplementedError(_missing(self, "plain_model"))
 
     def build(self, model: Module) -> None:
         """Make the trainer around the model: wrap it, make the optimizer and scheduler, set the three attributes."""
-        raise NotImplementedError
+        raise NotImplementedError(_missing(self, "build"))
 
     def step(self, number: int) -> float:
         """One optimizer step on batch ``number`` of this rank; the loss on this rank."""
-        raise NotImplementedError
+        raise NotImplementedError(_missing(self, "step"))
 
     def overflow(self, number: int) -> float:
         """The same as ``step``, but on the highest rank alone gradients of the first layer, and of no other, are infinite."""
@@ -121,11 +128,11 @@ class Driver:
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint that training can go on from. The directory exists and is the same for all ranks."""
-        raise NotImplementedError
+        raise NotImplementedError(_missing(self, "save"))
 
     def load(self, directory: Path) -> None:
         """Go on from a checkpoint that ``save`` wrote in another process group."""
-        raise NotImplementedError
+        raise NotImplementedError(_missing(self, "load"))
 
     def train(self, model: Module, plan: Plan, seen: Seen) -> None:
         """Do the plan's verbs in order and call ``seen(verb)``, after a step ``seen("step", loss)``, after each.

@@ -90,6 +90,8 @@ def _expectation(kind: str, check: str, reason: str, match: str, facets: dict[st
         values = wanted if isinstance(wanted, tuple) else (wanted,)
         if not all(isinstance(value, (str, int)) for value in values):
             raise UsageProblem(f"{kind}({check!r}): {name} takes one value or a tuple of them, got {wanted!r}")
+        if name == "world_size" and not all(isinstance(value, int) for value in values):
+            raise UsageProblem(f"{kind}({check!r}): {name} takes a number or a tuple of them, got {wanted!r}")
         wrong = [value for value in values if name in OPTIONS and value not in OPTIONS[name].values]
         if wrong:
             known = ", ".join(repr(value) for value in OPTIONS[name].values)

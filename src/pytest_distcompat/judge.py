@@ -21,6 +21,7 @@ class Verdict:
 
     ``status``: ``passed``; ``failed``; ``known`` (fails, as declared); ``fixed?`` (declared to fail, and does not);
     ``refused`` (as declared, at build); ``late`` (refused, but after build); ``crashed``; ``hung``; ``leaked``; ``skipped``.
+    ``reasons`` are those of all the bugs by which it is known, of which ``reason`` tells.
     """
 
     check: str
@@ -28,6 +29,7 @@ class Verdict:
     status: str
     message: str = ""
     reason: str = ""
+    reasons: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -143,6 +145,5 @@ def _known(check: Check, cell: Cell, declared: list[Expectation], found: list[st
     if missing and whole:
         told = f"fails as declared ({known}), and not as declared besides: {gone}\n\n{message(found)}"
         return Verdict(check.name, cell.id, "fixed?", told, missing[0].reason)
-    return Verdict(
-        check.name, cell.id, "known", message(found), "; and ".join(dict.fromkeys(one.reason for one in shown))
-    )
+    reasons = tuple(dict.fromkeys(one.reason for one in shown))
+    return Verdict(check.name, cell.id, "known", message(found), "; and ".join(reasons), reasons)

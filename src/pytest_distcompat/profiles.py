@@ -49,19 +49,25 @@ def cells(
 
     Raises UsageProblem where ``pairwise`` is asked for without the library that it needs.
     """
+    # Not for who only names the profiles.
+    from pytest_distcompat.drivers._declared import unable
+
+    def able(cell: Cell) -> bool:
+        return not unable(driver, cell, device)
+
     own = list(matrix.cells(*names, world_size))
     if profile == "default":
         return own
     strategies, precisions = matrix.strategies or names[0], matrix.precisions or names[1]
     world_sizes = matrix.world_sizes or (world_size,)
     if profile == "smoke":
-        return list(_smoke(strategies, precisions, world_sizes[0], lambda cell: not driver.unable(cell, device)))
+        return list(_smoke(strategies, precisions, world_sizes[0], able))
     # A suite may claim fp8 for one strategy only, as an extra of its matrix: nobody asks for it with another.
     claimed = tuple(dict.fromkeys((cell.strategy, cell.precision) for cell in own))
     if profile == "pairwise":
         # Pairs are not all: a bug may want a strategy, a precision and an option together, which the matrix has where it
         # was met, and some claims are tested in cells without options.
-        return list(dict.fromkeys([*own, *_pairwise(claimed, world_sizes[0], driver, device)]))
+        return list(dict.fromkeys([*own, *_pairwise(claimed, world_sizes[0], driver, able)]))
     found = [
         _cell(*pair, size, choice) for pair, size, choice in itertools.product(claimed, world_sizes, _choices(driver))
     ]
@@ -117,7 +123,7 @@ def _smoke(
 
 
 def _pairwise(
-    claimed: Collection[tuple[str, str]], world_size: int, driver: type[Driver], device: str
+    claimed: Collection[tuple[str, str]], world_size: int, driver: type[Driver], able: Callable[[Cell], bool]
 ) -> Iterator[Cell]:
     """A covering array of strength 2 over four factors, by covertable: https://covertable.walkframe.com.
 
@@ -137,7 +143,7 @@ def _pairwise(
     def possible(strategy: str, precision: str, *choices: Choice) -> bool:
         # Asked many times of each: and a driver looks for the libraries that it needs.
         cell = _cell(strategy, precision, world_size, *choices)
-        return (strategy, precision) in claimed and not driver.unable(cell, device)
+        return (strategy, precision) in claimed and able(cell)
 
     constraint = {
         "operator": "fn",

@@ -223,7 +223,7 @@ def test_the_reproduce_command_has_the_settings_that_were_named(
         "def check_it(rank, pytestconfig): assert not pytestconfig.getini('xfail_strict')\n",
         encoding="utf-8",
     )
-    settings = ("-c", "of ci/pytest.ini", "--rootdir=.", "-o", "xfail_strict=true", "-W", "ignore:a b")
+    settings = ("-c", "of ci/pytest.ini", "--rootdir=.", "-o", "xfail_strict=true", "-vW", "ignore:a b")
     run = run_pytest(tmp_path, "test_it.py", *settings, *workers)
     assert run.outcomes == {"check_it[ddp-fp32-w3]": "failed"}, run.out
     code, out = run_command(run.command("check_it[ddp-fp32-w3]", "reproduce"), tmp_path)

@@ -115,6 +115,26 @@ def test_a_wrong_value_is_a_usage_error_that_lists_the_right_ones(
     result.stderr.fnmatch_lines([f"ERROR: ini {name}: {message}"])
 
 
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.default == ""])
+def test_nothing_on_the_command_line_wins_too(name: str, pytester: pytest.Pytester) -> None:
+    ini(pytester, **{name: RIGHT[name][0]})
+    found = setting(pytester.parseconfigure(f"{OPTIONS[name].flag}="), name)
+    assert (bool(found.value), found.text, found.origin) == (False, "", "option")
+
+
+def test_a_shell_variable_that_is_not_set_is_no_number(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_inprocess("--distcompat-gpus=")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --distcompat-gpus: '' is not right: expected a whole number *, or 'auto'."])
+
+
+def test_a_report_that_could_never_be_written_is_said_before_anything_runs(pytester: pytest.Pytester) -> None:
+    pytester.mkdir("taken.md")
+    result = pytester.runpytest_inprocess("--distcompat-report=taken.md")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --distcompat-report: 'taken.md' is a directory; expected a file."])
+
+
 @pytest.mark.parametrize("place", ["pytest.ini", "pyproject.toml"])
 def test_files_are_relative_to_the_file_that_names_them(
     place: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch

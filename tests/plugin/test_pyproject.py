@@ -101,6 +101,22 @@ def test_the_header_and_the_tests_go_by_it(pytester: Pytester, ranks: FakeRanks)
         (KNOWN + "test = 'a'\nstrict = 1", "*strict=1: expected true or false"),
         (KNOWN + "test = '('", "*test='(' is no regular expression*"),
         (KNOWN + "cells = { strategi = 'ddp' }", "*no facet named 'strategi'. Known: *strategy*"),
+        (KNOWN + "check = 'resum'", "*1 (org/repo#1): no check named 'resum'. Known: *resume*"),
+        (
+            KNOWN + "cells = { strategy = ['ddp', 'fspd2'] }",
+            "*1 (org/repo#1): no strategy named 'fspd2'. Known: *fsdp2*",
+        ),
+        (KNOWN + "cells = { precision = 'bf16' }", "*1 (org/repo#1): no precision named 'bf16'. Known: *bf16_mixed*"),
+        (KNOWN + "cells = { world_size = '2' }", "*world_size takes a number or a tuple of them, got '2'"),
+        (KNOWN + "cells = []", "*1 (org/repo#1): cells=[[][]]: expected a table of facets, or a list of such"),
+        (
+            KNOWN + "cells = { strategy = [] }",
+            "*1 (org/repo#1): cells: strategy = [[][]] is no cell; leave it out for all",
+        ),
+        (KNOWN + "cells = 3", "*1 (org/repo#1): cells=3: expected a table of facets, or a list of such"),
+        (KNOWN + "device = 'gpu'", "*1 (org/repo#1): device 'gpu'; expected cpu or cuda"),
+        (KNOWN + "kind = ['fails']", "*1 (org/repo#1): kind=[[]'fails'[]]; expected a text"),
+        (KNOWN + "also = ['a', 'b']", "*1 (org/repo#1): also=[[]'a', 'b'[]]; expected a text"),
         (KNOWN + "id = 'a'" + KNOWN + "id = 'a'", "*more than one issue has the id 'a'"),
     ],
 )
@@ -144,6 +160,16 @@ def test_a_failure_that_reads_so_is_known(pytester: Pytester, ranks: FakeRanks) 
     result = pytester.runpytest_inprocess("-rx")
     result.assert_outcomes(passed=1, xfailed=3)
     assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["XFAIL *::test_plain - org/repo#1"])
+    result.stdout.no_fnmatch_line("*remove me*")
+
+
+def test_several_that_one_failure_reads_like_are_all_of_use(pytester: Pytester, ranks: FakeRanks) -> None:
+    """The second was to be removed, for the first had excused all."""
+    say(pytester, KNOWN + KNOWN.replace("#1", "#2").replace("KeyError: '", "")).makepyfile(MARKED)
+    ranks.tell = failing("KeyError: '_orig_mod.weight'")
+    result = pytester.runpytest_inprocess("-rx")
+    result.assert_outcomes(passed=1, xfailed=3)
     result.stdout.fnmatch_lines(["XFAIL *::test_plain - org/repo#1"])
     result.stdout.no_fnmatch_line("*remove me*")
 
@@ -297,6 +323,20 @@ def test_workers_of_xdist_weigh_and_their_controller_counts(pytester: Pytester, 
     result.stdout.no_fnmatch_line("*known[]][]] 1 *")
 
 
+def test_what_it_waits_for_is_what_does_not_hold(pytester: Pytester, ranks: FakeRanks) -> None:
+    """Of several requirements those that hold are no reason, nor are they if it is the device; markers are read too."""
+    assert not ranks.requests
+    more = (
+        "packages = ['pytest', 'torch >= 99', 'pytest; python_version < \"3\"']"
+        + KNOWN
+        + "when = 'pytest'\ndevice = 'cuda'"
+    )
+    say(pytester, KNOWN + more).makepyfile("def test(): pass")
+    result = pytester.runpytest_inprocess("--distcompat-gpus", "0")
+    told = [line.partition("(org/repo#1): ")[2] for line in result.outlines if line.startswith("not in force here: ")]
+    assert told == ['torch >= 99, pytest; python_version < "3"', "cuda"]
+
+
 # Of suites.
 
 SUITE = """
@@ -323,7 +363,8 @@ def claim(cell: Cell, trace: Trace) -> Iterator[str]:
 @pytest.fixture
 def suite(pytester: Pytester, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> Pytester:
     """Of two cells; the claim does not hold in one of them."""
-    monkeypatch.setitem(vars(CHECKS), "things", {"claim": Check("claim", TRAIN, (), claim)})
+    never = Check("names", TRAIN, (), claim, applies=lambda cell, driver: f"nothing of {cell} by {driver.name}")
+    monkeypatch.setitem(vars(CHECKS), "things", {"claim": Check("claim", TRAIN, (), claim), "names": never})
     pytester.makepyfile(test_mine=SUITE)
     pytester.syspathinsert()
     return pytester
@@ -360,3 +401,12 @@ def test_what_is_skipped_is_neither_known_nor_fixed(pytester: Pytester, ranks: F
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=1, skipped=3)
     result.stdout.no_fnmatch_line("*remove me: *that ran, excused*")
+
+
+def test_several_that_show_in_one_place_are_all_of_use(suite: Pytester) -> None:
+    """Both were to be removed, for the verdict has the reasons of both, and neither alone."""
+    say(suite, KNOWN + KNOWN.replace("#1", "#2").replace("KeyError: '", ""))
+    result = suite.runpytest_inprocess("--distcompat-report=out.json")
+    result.assert_outcomes(passed=1, xfailed=1)
+    run = json.loads((suite.path / "out.json").read_text(encoding="utf-8"))["run"]
+    assert run["remove"] == []

@@ -150,6 +150,59 @@ def test_a_mistake_is_a_collection_error_that_lists_what_is_right(
     assert not ranks.requests
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return True", "returned True; expected the reason as one sentence, an empty one if the driver is able"),
+        ("raise KeyError('x')", "raised KeyError: 'x'"),
+    ],
+)
+def test_a_reason_that_is_no_sentence_is_a_collection_error(body: str, said: str, pytester: pytest.Pytester) -> None:
+    """pytest ended by an internal error."""
+    pytester.makepyfile(
+        f"""
+        from pytest_distcompat import CompatSuite, Driver, Matrix
+
+        class Mine(Driver):
+            @classmethod
+            def unable(cls, cell, device="cpu"):
+                {body}
+
+        class TestX(CompatSuite):
+            driver = __name__ + ":Mine"
+            matrix = Matrix(strategies=("ddp",), precisions=("fp32",))
+        """
+    )
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([f"*:Mine': unable(ddp-fp32-w2, 'cpu') {said}"])
+
+
+@pytest.mark.parametrize("profile", ["pairwise", "full"])
+def test_so_it_is_of_a_cell_that_only_the_profile_has(profile: str, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        from pytest_distcompat import CompatSuite, Driver, Matrix
+
+        class Mine(Driver):
+            options = ("compile",)
+
+            @classmethod
+            def unable(cls, cell, device="cpu"):
+                return True if cell.option("compile") else ""
+
+        class TestX(CompatSuite):
+            driver = __name__ + ":Mine"
+            matrix = Matrix(strategies=("ddp",), precisions=("fp32",))
+        """
+    )
+    result = pytester.runpytest_inprocess(f"--distcompat-profile={profile}")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        ["*:Mine': unable(ddp-fp32-w2-compile*, 'cpu') returned True; expected the reason as one*"]
+    )
+
+
 def test_an_expectation_for_another_world_size_waits_for_another_run(
     pytester: pytest.Pytester, ranks: FakeRanks
 ) -> None:

@@ -82,6 +82,41 @@ def test_an_adopters_trainer_passes_and_its_defect_does_not(run: Run, concerned:
     )
 
 
+CAREFUL = """
+import my_trainer
+
+class Careful(my_trainer.Mine):
+    def save(self, directory):
+        if any(directory.iterdir()):
+            raise FileExistsError(f"{directory}: there is a checkpoint")
+        super().save(directory)
+
+    def step(self, number):
+        if number == 4:
+            raise ValueError("after the checkpoint")
+        return super().step(number)
+"""
+
+
+def test_a_life_by_hand_finds_no_checkpoint_of_the_run(
+    tmp_path: Path, run_pytest: RunPytest, run_command: Callable[[str, Path], tuple[int, str]]
+) -> None:
+    shutil.copy(Path(__file__).with_name("adopter.py"), tmp_path / "my_trainer.py")
+    (tmp_path / "careful.py").write_text(CAREFUL, encoding="utf-8")
+    (tmp_path / "test_compat.py").write_text(
+        SUITES.replace("my_trainer:Forgetful", "careful:Careful"), encoding="utf-8"
+    )
+    name = "TestForgetful::test[ddp-fp32-w2:resume]"
+    run = run_pytest(tmp_path, "-k", "Forgetful and ddp-fp32-w2:resume")
+    assert run.outcomes == {name: "failed"}, run.out
+    assert "ValueError: after the checkpoint" in run.text(name)
+    for _ in range(2):
+        code, out = run_command(run.command(name, "this life alone"), tmp_path)
+        assert code
+        assert "ValueError: after the checkpoint" in out
+        assert "FileExistsError" not in out
+
+
 def test_checks_share_lives(run: Run, lives: Lives) -> None:
     needed = 2 * lives(Driver, "ddp-fp32-w2") + lives(Driver, "fsdp2-fp32-w2")
     assert f"{len(run.outcomes)} verdicts from {needed} process-group lives" in run.out

@@ -118,6 +118,10 @@ def test_it_concerns_only_drivers_that_stand_on_the_library(write: Write) -> Non
         ),
         (ENTRY + ENTRY, "more than one issue has the id 'one'"),
         ("issue = [", "known issues .*mine.toml"),
+        ("issue = [1]", r"expected tables, \[\[\.\.\.\]\], got \[1\]"),
+        (ENTRY.replace("[[issue]]", "[issue]"), r"expected tables, \[\[\.\.\.\]\], got "),
+        (ENTRY.replace("[[issue]]", "[[issues]]"), "no key named 'issues'. Known: issue, version"),
+        (ENTRY.replace('"is empty"', '["is empty"]'), r"match=\['is empty'\]; expected a text"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said(write: Write, text: str, message: str) -> None:
@@ -130,6 +134,10 @@ def test_a_file_of_another_format_or_none_is_said(tmp_path: Path) -> None:
     newer.write_text("version = 2\n", encoding="utf-8")
     with pytest.raises(UsageProblem, match="version is 2; this release reads version 1"):
         read_file(newer)
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageProblem, match=r"binary\.toml: .*can't decode"):
+        read_file(binary)
     with pytest.raises(UsageProblem, match=r"gone\.toml"):
         read_file(tmp_path / "gone.toml")
 

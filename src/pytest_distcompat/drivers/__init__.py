@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers._declared import check_declared
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.shelf import Shelf
 
@@ -28,6 +29,7 @@ def find_driver(name: str) -> type[Driver]:
         raise UsageProblem(f"driver {name!r}: {error}{told}") from error
     if not (isinstance(found, type) and issubclass(found, Driver)):
         raise UsageProblem(f"driver {name!r} is {found!r}; expected a subclass of pytest_distcompat.Driver")
+    check_declared(found, name)
     return found
 
 

@@ -130,14 +130,14 @@ class TorchDriver(TinyDriver):
     def _clip(self) -> float:
         from torch.nn.utils import clip_grad_norm_
 
-        if self.cell.strategy == "fsdp1":
+        if self.strategy.wrapper == "FSDP1":
             return float(self.wrapped.clip_grad_norm_(MAX_NORM))
         norm: Any = clip_grad_norm_(self.model.parameters(), MAX_NORM)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Only the last micro-batch reduces gradients."""
-        if self.cell.strategy == "fsdp2":
+        if self.strategy.wrapper == "FSDP2":
             self.wrapped.set_requires_gradient_sync(last)
             return contextlib.nullcontext()
         skipping: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if last else self.wrapped.no_sync()
@@ -147,7 +147,7 @@ class TorchDriver(TinyDriver):
         """DDP has no mixed precision of its own: autocast is how torch does it there."""
         import torch
 
-        if self.cell.strategy != "ddp" or not self.precision.mixed:
+        if self.strategy.wrapper != "DDP" or not self.precision.mixed:
             return contextlib.nullcontext()
         return torch.autocast(torch.device(self.world.device).type, dtype=getattr(torch, self.precision.compute))
 

@@ -80,7 +80,13 @@ class KnownIssue:
 
     def there(self, device: str) -> bool:
         """Whether the installed versions have it, on that device."""
-        return self.device in {"", device} and all(fits(one, version_of(one.name)) for one in self.requirements)
+        return not self.waits_for(device)
+
+    def waits_for(self, device: str) -> tuple[str, ...]:
+        """What keeps it from being there: requirements that do not hold here, and its device."""
+        pairs = zip(self.packages, self.requirements, strict=True)
+        missing = [text for text, one in pairs if not (_marked(one) and fits(one, version_of(one.name)))]
+        return (*missing, *([self.device] if self.device not in {"", device} else []))
 
     @functools.cached_property
     def expectations(self) -> tuple[Expectation, ...]:
@@ -118,23 +124,26 @@ def read_file(path: Path) -> tuple[KnownIssue, ...]:
     """All issues of a file. Raises UsageProblem, saying which entry is wrong and how."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageProblem(f"known issues {path}: {error}") from error
     if data.get("version") != FORMAT:
         raise UsageProblem(
             f"known issues {path}: version is {data.get('version')!r}; this release reads version {FORMAT}"
         )
+    wrong = sorted(set(data) - {"version", "issue"})
+    if wrong:
+        raise UsageProblem(f"known issues {path}: no key named {wrong[0]!r}. Known: issue, version")
     return _issues(data.get("issue", []), f"known issues {path}: issue", _NEEDED)
 
 
 def read_entries(entries: Any, where: str) -> tuple[KnownIssue, ...]:
     """Issues that an adopter declares at home, ``where``: only ``reason`` and ``match`` are needed. Raises UsageProblem."""
-    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        raise UsageProblem(f"{where}: expected tables, [[...]], got {entries!r}")
     return _issues(entries, where, _NEEDED_AT_HOME)
 
 
-def _issues(entries: list[Mapping[str, Any]], where: str, needed: Iterable[str]) -> tuple[KnownIssue, ...]:
+def _issues(entries: Any, where: str, needed: Iterable[str]) -> tuple[KnownIssue, ...]:
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise UsageProblem(f"{where}: expected tables, [[...]], got {entries!r}")
     found = tuple(_issue(entry, f"{where} {n}", needed) for n, entry in enumerate(entries, 1))
     ids = [issue.id for issue in found if issue.id]
     twice = {name for name in ids if ids.count(name) > 1}
@@ -152,19 +161,24 @@ def _issue(entry: Mapping[str, Any], where: str, needed: Iterable[str]) -> Known
     wrong = sorted(set(entry) - _KEYS)
     if wrong:
         raise UsageProblem(f"{where}: no key named {wrong[0]!r}. Known: {', '.join(sorted(_KEYS))}")
+    for name in _TEXTS:
+        # A list of expressions, read as a text, would be a set of letters, which all that fails contains.
+        if not isinstance(entry.get(name, ""), str):
+            raise UsageProblem(f"{where}: {name}={entry[name]!r}; expected a text")
+    if entry.get("device", "") not in {"", "cpu", "cuda"}:
+        raise UsageProblem(f"{where}: device {entry['device']!r}; expected cpu or cuda")
     if entry.get("kind", "fails") not in KINDS:
         raise UsageProblem(f"{where}: kind {entry['kind']!r}; expected one of {', '.join(KINDS)}")
     if "when" in entry and "packages" in entry:
         raise UsageProblem(f"{where}: when and packages are one thing; give one of them")
-    cells = entry.get("cells", [{}])
     try:
         packages = _names(entry.get("when", entry.get("packages", ())), "when, packages")
         issue = KnownIssue(
-            **{"id": "", "link": "", **{name: str(entry[name]) for name in _TEXTS if name in entry}},
+            **{"id": "", "link": "", **{name: entry[name] for name in _TEXTS if name in entry}},
             check=_names(entry.get("check", _EVERY), "check"),
             packages=packages,
             drivers=_names(entry.get("drivers", ()), "drivers"),
-            cells=tuple(_facets(one) for one in ([cells] if isinstance(cells, Mapping) else cells)),
+            cells=tuple(_facets(one) for one in _sets(entry.get("cells", {}))),
             strict=_strict(entry),
             where=where,
             requirements=tuple(Requirement(text) for text in packages),
@@ -198,8 +212,24 @@ def _names(entry: Any, name: str) -> tuple[str, ...]:
     return names
 
 
+def _sets(cells: Any) -> list[Mapping[str, Any]]:
+    """The sets of cells: one table, or a list of them. None at all would be an entry that is about nothing."""
+    found = [cells] if isinstance(cells, Mapping) else cells
+    if not isinstance(found, list) or not found or not all(isinstance(one, Mapping) for one in found):
+        raise UsageProblem(f"cells={cells!r}: expected a table of facets, or a list of such")
+    return found
+
+
+def _marked(requirement: Requirement) -> bool:
+    """Whether what stands behind its semicolon holds here: python_version, sys_platform."""
+    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+
+
 def _facets(entry: Mapping[str, Any]) -> dict[str, FacetValue]:
     """TOML has lists where an expectation has tuples."""
+    empty = [name for name, value in entry.items() if value == []]
+    if empty:
+        raise UsageProblem(f"cells: {empty[0]} = [] is no cell; leave it out for all")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
 
 

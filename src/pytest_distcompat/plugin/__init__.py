@@ -124,10 +124,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if mark is not None:
         _generate_marked(metafunc, mark)
     elif "distcompat_case" in metafunc.fixturenames and metafunc.cls is not None:
+        from pytest_distcompat.failures import UsageProblem
         from pytest_distcompat.plugin import cases
 
         session = session_of(metafunc.config)
-        chosen = cases.cases(metafunc.cls, session) if cases.is_suite(metafunc.cls) else []
+        try:
+            chosen = cases.cases(metafunc.cls, session) if cases.is_suite(metafunc.cls) else []
+        except UsageProblem as problem:
+            raise pytest.Collector.CollectError(str(problem)) from None
         if chosen:
             session.modules += tuple(cases.modules_of(metafunc.cls, chosen))
         metafunc.parametrize("distcompat_case", chosen, ids=[case.id for case in chosen], indirect=True)

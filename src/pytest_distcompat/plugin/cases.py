@@ -16,6 +16,7 @@ from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver, preload_of
+from pytest_distcompat.drivers._declared import unable
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, LifeFailure, UsageProblem
 from pytest_distcompat.judge import Verdict, judge, skipped
@@ -26,8 +27,8 @@ from pytest_distcompat.plugin.nodeids import plain
 from pytest_distcompat.plugin.representation import represent
 from pytest_distcompat.plugin.results import ATTRIBUTE
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
+from pytest_distcompat.plugin.words import check_words
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.shelf import Shelf
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.suite import CompatSuite
 
@@ -77,9 +78,7 @@ def validate(suite: type[CompatSuite], world_size: int) -> None:
     for expectation in suite.expect:
         if not isinstance(expectation, Expectation):
             raise UsageProblem(f"{suite.__name__}.expect holds {expectation!r}; expected fails(...) or refuses(...)")
-        if expectation.check != "*":
-            CHECKS.get(expectation.check)
-        _facets(expectation)
+        check_words(expectation)
     cells = list(_all_cells(suite, world_size))
     for cell in cells:
         STRATEGIES.get(cell.strategy)
@@ -96,14 +95,6 @@ def _at_any_size(expectation: Expectation) -> Expectation:
     """Where the run says the world size, what is expected at another size waits for another run."""
     facets = tuple((name, wanted) for name, wanted in expectation.facets if name != "world_size")
     return dataclasses.replace(expectation, facets=facets)
-
-
-def _facets(expectation: Expectation) -> None:
-    known: dict[str, Shelf[Any]] = {"strategy": STRATEGIES, "precision": PRECISIONS}
-    for name, wanted in expectation.facets:
-        if name in known:
-            for value in wanted if isinstance(wanted, tuple) else (wanted,):
-                known[name].get(str(value))
 
 
 def _all_cells(suite: type[CompatSuite], world_size: int) -> Iterator[Cell]:
@@ -135,7 +126,7 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         if not (strategies and cell.strategy not in strategies)
         and not (precisions and cell.precision not in precisions)
     }
-    able = {cell: not driver.unable(cell, session.device) for cell in empty}
+    able = {cell: not unable(driver, cell, session.device) for cell in empty}
     asked = {cell: [name for name in CHECKS.names() if name not in empty[cell]] for cell in empty if able[cell]}
     costly = [name for name, check in CHECKS.things.items() if check.costly]
     for (cell, check), reason in profiles.left_out(profile, asked, costly).items():
@@ -202,7 +193,7 @@ class BoundCase:
         driver = find_driver(case.suite.driver)
         scenario = case.check.lives(case.cell, driver)
         largest = max(life.cell(case.cell).world_size for life in scenario.lives)
-        reason = driver.unable(case.cell, session.device) or session.too_large(largest)
+        reason = unable(driver, case.cell, session.device) or session.too_large(largest)
         if reason:
             return skipped(case.check.name, case.cell, reason), ""
         trace = session.runner.trace(case.suite.driver, case.cell, scenario)

@@ -98,11 +98,12 @@ class Declared:
         """Note which of the user's entries are about an item of a suite, and by which one it is known."""
         item.stash[WEIGHED] = weighed = Weighed()
         own = self._session.own if verdict.status != "skipped" else ()
+        reasons = {*(verdict.reasons or [verdict.reason])} if verdict.status in {"known", "refused"} else set()
         for issue in (one for one in known if one in own):
             expected = [one for one in issue.expectations if one.covers(cell, verdict.check)]
             if expected:
                 weighed.covering.append(issue.where)
-                if verdict.status in {"known", "refused"} and verdict.reason in {one.reason for one in expected}:
+                if reasons & {one.reason for one in expected}:
                     weighed.used.append(issue.where)
 
     def weigh_report(
@@ -121,12 +122,11 @@ class Declared:
         weighed.covering.extend(covering)
         if report.failed and not hard:
             text = _own_words(report, outcome)
-            for where, expected in covering.items():
-                if expected.matches(text):
-                    weighed.used.append(where)
-                    report.outcome = "skipped"
-                    report.wasxfail = expected.reason  # as pytest's xfail does
-                    return
+            shown = {where: expected.reason for where, expected in covering.items() if expected.matches(text)}
+            if shown:
+                weighed.used.extend(shown)
+                report.outcome = "skipped"
+                report.wasxfail = next(iter(shown.values()))  # as pytest's xfail does
         elif report.passed:
             strict = [where for where, expected in covering.items() if expected.strict]
             if strict:
@@ -168,7 +168,9 @@ class Declared:
             return
         waiting = [issue for issue in self._session.own if issue not in self._in_force]
         lines = [f"remove me: {line}" for line in self.stale()]
-        lines += [f"not in force here: {issue.where}: {', '.join(issue.packages) or issue.device}" for issue in waiting]
+        lines += [
+            f"not in force here: {issue.where}: {', '.join(issue.waits_for(self._session.device))}" for issue in waiting
+        ]
         if lines:
             terminalreporter.section("declared known issues")
             for line in lines:

@@ -284,7 +284,8 @@ def setting(config: pytest.Config, name: str) -> Setting:
     given = "\n".join(given) if option.repeated and given is not None else given
     sources = [(given, "option", option.flag), (ini, "ini", f"ini {name}")]
     sources += [(pyproject.text(config, option), "pyproject", pyproject.place(name)), (option.default, "default", name)]
-    text, origin, where = next(source for source in sources if source[0] not in {None, ""} or source[1] == "default")
+    # Empty on the command line is an answer too: no baseline this time, or a variable of the shell's that is not set.
+    text, origin, where = next(one for one in sources if one[0] or (one[0] == "" and one[1] in {"option", "default"}))
     files = (pyproject.base(config, origin),) if option.metavar.startswith("FILE") else ()
     try:
         return Setting(option.read(str(text), *files), ", ".join(str(text).split("\n")), origin)

@@ -10,13 +10,15 @@ from pytest_distcompat.report import FORMATS, Report
 
 
 def to_write(text: str, base: Path) -> tuple[Path, ...]:
-    """A path a line, below ``base``. Raises UsageProblem for a suffix that is no format, or where there is no directory."""
+    """A path a line, below ``base``. Raises UsageProblem for a suffix that is no format, and where no file can be."""
     paths = tuple(base / line.strip() for line in dict.fromkeys(text.splitlines()) if line.strip())
     for path in paths:
         if path.suffix not in FORMATS:
             raise UsageProblem(f"{str(path)!r}: the suffix says the format. Known: {', '.join(FORMATS)}.")
         if not path.absolute().parent.is_dir():
             raise UsageProblem(f"{str(path)!r}: there is no directory {path.absolute().parent}.")
+        if path.is_dir():
+            raise UsageProblem(f"{str(path)!r} is a directory; expected a file.")
     return paths
 
 

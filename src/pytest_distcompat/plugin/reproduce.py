@@ -27,6 +27,8 @@ _VALUED = (
     ("-W", "--pythonwarnings"),
 )
 _BARE = ("--noconftest",)
+#: Letters that may stand before one of those in one word: ``-qp plugin``.
+_LETTERS = ("-l", "-q", "-s", "-v", "-x")
 #: Ours that select or report.
 _OF_THE_RUN = {
     "distcompat_report",
@@ -65,7 +67,7 @@ def _of_pytest(config: pytest.Config) -> Iterator[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for names in _VALUED:
         parser.add_argument(*names, dest=names[0], action="append", default=[])
-    for name in _BARE:
+    for name in (*_BARE, *_LETTERS):
         parser.add_argument(name, dest=name, action="store_true")
     given = getattr(config, "workerinput", {}).get(ARGUMENTS, config.invocation_params.args)
     found = vars(parser.parse_known_args([str(argument) for argument in given])[0])

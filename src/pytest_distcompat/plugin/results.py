@@ -156,9 +156,9 @@ class Results:
             told["versions"] = ", ".join(f"{name} {version}" for name, version in self._versions.items())
         return [(f"distcompat_{name}", value) for name, value in told.items() if value is not None]
 
-    def pytest_keyboard_interrupt(self) -> None:
-        """Ctrl-C, or pytest.exit()."""
-        self._ending = "interrupted"
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Ctrl-C, or pytest.exit(). Under xdist ``-x`` comes here too, and ``--stepwise``: each with a class of its own."""
+        self._ending = "interrupted" if excinfo.type in {KeyboardInterrupt, pytest.exit.Exception} else "stopped"
 
     # First: pytest removes its temporary directories at the end, and the store with them.
     @pytest.hookimpl(tryfirst=True)

@@ -191,7 +191,10 @@ class DistcompatSession:
     def own(self) -> tuple[KnownIssue, ...]:
         """The known issues that the user declares: those of his files, and those of pyproject.toml."""
         of_files: tuple[KnownIssue, ...] = self.setting("known").value
-        return (*of_files, *pyproject.known(self.config))
+        found = (*of_files, *pyproject.known(self.config))
+        for issue in found:
+            _check_words(issue)
+        return found
 
     @functools.cache  # noqa: B019 - a session lives as long as its process
     def _known_of(self, libraries: tuple[str, ...]) -> tuple[KnownIssue, ...]:
@@ -261,6 +264,17 @@ class DistcompatSession:
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None
+
+
+def _check_words(issue: KnownIssue) -> None:
+    """Raise pytest.UsageError for a check, a strategy or a precision that there is not."""
+    from pytest_distcompat.plugin.words import check_words
+
+    try:
+        for expectation in issue.expectations:
+            check_words(expectation)
+    except UsageProblem as problem:
+        raise pytest.UsageError(f"{issue.where}: {problem}") from None
 
 
 def session_basetemp(config: pytest.Config) -> Path:
