@@ -31,6 +31,7 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report import WORDS
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import LifeTrace, Trace
+from pytest_distcompat.world import World
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT / "tests" / "report" / "real.json"
@@ -131,12 +132,16 @@ def test_python_runs(page: Path, tmp_path: Path) -> None:
                 one(Asked(), tmp_path)
 
 
-def test_what_the_page_adds_to_the_shelves_fits_them() -> None:
+def test_what_the_page_adds_to_the_shelves_fits_them(monkeypatch: pytest.MonkeyPatch) -> None:
     space: dict[str, Any] = {}
     for block in blocks(ROOT / "docs" / "extend.md", "python"):
         exec(compile(block, "extend.md", "exec"), space)
     row = space["COMPRESSED"].dtypes(space["BF16_UPCAST"])
     assert (row.storage, row.compute, row.master) == ("float32", "bfloat16", "float32")
+    # No driver is to be touched for a strategy: torch's computes by autocast wherever the wrapper is DDP.
+    monkeypatch.setitem(vars(STRATEGIES), "things", {**STRATEGIES.things, "ddp_compressed": space["COMPRESSED"]})
+    torchs = DRIVERS.get("torch")(Cell("ddp_compressed", "bf16_mixed"), World(0, 2, 0, "cpu"))
+    assert type(getattr(torchs, "_autocast")()).__name__ == "autocast"  # noqa: B009 - it is this driver's own
     assert isinstance(space["finite"], Check)
     assert space["finite"].findings(Cell("ddp", "fp32"), Trace("toy", {"train": LifeTrace("train", 2, ())})) == []
     driver = space["LightningDriver"]

@@ -180,6 +180,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], {}, 0),
         (["--gpus", "2"], {}, 0),
         (["--gpus", "4"], {}, 1),
+        (["--gpus", "-1"], {}, 2),
         ([], {"shm": 0}, 0),
         (["--strict"], {"shm": 0}, 1),
         (["--strict"], {"environ": {"HF_HUB_OFFLINE": "1"}}, 0),

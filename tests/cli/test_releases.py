@@ -245,6 +245,7 @@ def test_a_run_whose_report_is_not_all_is_no_pass(
     assert f"pytest ended with {code}: {tmp_path / 'madeup==1.0.log'}" in capsys.readouterr().out.splitlines()[0]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_lets_pytest_end_what_it_began(wheel: Wheel, tmp_path: Path) -> None:
     wheel("madeup", "1.0")
     module, log = tmp_path / "test_long.py", tmp_path / "madeup==1.0.log"

@@ -24,7 +24,8 @@ class Mine(TorchDriver):
 
 @pytest.mark.spawn
 def test_a_cell_as_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["--check", "names", "--check", "dtypes", "--device", "cpu", "--keep", str(tmp_path / "kept")]
+    asked = ["--check", "names", "--check", "dtypes", "--check", "float8", "--check", "throughput"]
+    arguments = [*asked, "--device", "cpu", "--keep", str(tmp_path / "kept")]
     assert main(["trace", "torch", "fsdp2-bf16_mixed-w2-model_plain", *arguments]) == 0
     out = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in out.splitlines()]
@@ -40,6 +41,9 @@ def test_a_cell_as_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     # As in the suite: plain torch is known not to upcast.
     place = lines.index("check dtypes: known")
     assert "never upcasts" in lines[place + 1]
+    # As in the suite: there is no such item.
+    assert lines[lines.index("check float8: blank") + 1] == "bf16_mixed asks for no 8 bits"
+    assert "check throughput: blank" in lines
     assert list((tmp_path / "kept").glob("*/life.json"))
 
 
@@ -66,6 +70,9 @@ def test_a_cell_that_breaks_off_shows_how_far_it_got(
         (["torch", "zero3-fp32-w2"], "zero3-fp32-w2: plain torch has no zero3"),
         (["torch", "ddp-fp32-w2", "--check", "nothing"], "no check named 'nothing'. Known: "),
         (["torch", "ddp-fp32-w64", "--device", "cuda"], "--device cuda: 64 ranks need 64 GPUs"),
+        (["torch", "ddp-fp32-w2", "--timeout", "0"], "--timeout 0 is not right: expected a number of seconds above 0"),
+        (["torch", "ddp-fp32-w2", "--timeout", "-1"], "--timeout -1 is not right"),
+        (["torch", "ddp-fp32-w2", "--keep", __file__], f"--keep {__file__}: File exists"),
     ],
 )
 def test_what_cannot_be_traced_says_why(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_distcompat.probe import Observer, read_optimizer
+from pytest_distcompat.probe import Observer, read_optimizer, read_plain, sample
 from pytest_distcompat.probe.live import read_model
+from pytest_distcompat.probe.look import look
 from pytest_distcompat.probe.optimizer import read_scheduler
 from pytest_distcompat.probe.tensors import digest
 
@@ -20,6 +21,35 @@ def test_what_is_no_optimizer_is_told() -> None:
     for wrong in (model, [torch.optim.SGD([model.weight]), model]):
         with pytest.raises(TypeError, match=told):
             read_optimizer(model, wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, {"model": 1}])
+def test_what_is_no_model_is_told(wrong: Any) -> None:
+    """It was an AttributeError of the probe's: 'NoneType' object has no attribute 'named_parameters'."""
+    with pytest.raises(
+        TypeError, match=r"^the driver's self\.model is .*; expected a torch\.nn\.Module, build\(\) is to "
+    ):
+        look(wrong, None, device="cpu", whole=False)
+    with pytest.raises(TypeError, match=r"^the plain model is .*, which plain_model\(\) and reload\(\) return$"):
+        read_plain(wrong)
+
+
+def test_what_is_no_scheduler_is_told() -> None:
+    told = r"^self\.scheduler of the driver is a str: 'cosine'; expected the scheduler, None, or of several a list$"
+    with pytest.raises(TypeError, match=told):
+        read_scheduler("cosine")
+
+
+@pytest.mark.parametrize("wrong", [None, 1.5])
+def test_what_evaluate_returns_is_a_tensor(wrong: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"^evaluate\(\) returned (None|1\.5); expected a tensor: what the model computes"
+    ):
+        sample(wrong)
+
+
+def test_a_number_of_ranks_as_text_is_one() -> None:
+    assert read_model(torch.nn.Linear(2, 2), None, "2").trainer_world_size == 2  # type: ignore[arg-type]
 
 
 def test_several_optimizers_are_what_they_are_together() -> None:

@@ -142,7 +142,19 @@ def session(tmp_path: Path) -> Session:
 def command(directory: Path, *args: str) -> list[str]:
     """The command that runs the suite there."""
     base = f"--basetemp={directory / 'base'}"
-    return [sys.executable, "-m", "pytest", "-p", "no:randomly", "-p", "no:cacheprovider", base, *args]
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:randomly",
+        "-p",
+        "no:hypothesispytest",
+        "-p",
+        "no:cacheprovider",
+        base,
+        *args,
+    ]
 
 
 def write_session(directory: Path, lives: str) -> None:

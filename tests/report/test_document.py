@@ -109,6 +109,15 @@ def test_a_report_of_an_earlier_release_is_read() -> None:
         ("{}", "is no report of pytest-distcompat"),
         ('{"format": 7}', "format 7 is not known here; expected 1"),
         ('{"format": 1, "run": {}, "results": [{"suite": "S"}]}', "is no report"),
+        ('{"format": 1, "run": [1], "results": []}', "is no report"),
+        ('{"format": 1, "run": {}, "results": [], "lives": 3}', "is no report"),
+        ('{"format": 1, "run": {}, "results": [], "lives": [{"name": "train"}]}', "is no report: 'id'"),
+        ('{"format": 1, "run": {}, "results": [], "unreached": 3}', "is no report"),
+        # Neither red nor missing, it would be no news.
+        (
+            '{"format": 1, "run": {}, "results": [{"suite": "S", "driver": "", "cell": "", "check": "", "status": "bad"}]}',
+            "status 'bad' is not known here. Known: passed, ",
+        ),
     ],
 )
 def test_what_is_no_report_is_said_to_be_none(text: str, said: str, tmp_path: Path) -> None:

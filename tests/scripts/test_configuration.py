@@ -67,6 +67,13 @@ def test_wrong_words(tmp_path: Path, wrong: tuple[str, str], said: str, capsys: 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = tmp_path / "configs"
+    taken.touch()
+    assert main(["configure", str(taken), "--strategy", "ddp"]) == 2
+    assert f"{taken}: File exists" in capsys.readouterr().err
+
+
 def test_what_stands_in_them(tmp_path: Path) -> None:
     fsdp = write_configuration(Cell.of("fsdp2", "bf16_mixed", 2, state_dict="full"), tmp_path)
     text = fsdp.read_text(encoding="utf-8")

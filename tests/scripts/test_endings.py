@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from pytest_distcompat.failures import LifeFailure, UsageProblem
+from pytest_distcompat.launch import Ending
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.scripts import ScriptRun, launch
 from pytest_distcompat.scripts.launching import Host
@@ -136,7 +137,7 @@ def test_all_dies_with_whoever_launched(tmp_path: Path) -> None:
     """Pytest itself may be killed: a pipe to it is all that the keeper has to go by."""
     line = ["2", str(PROGRAMS / "ends.py"), "hang", "--session", f"--{tmp_path.name}"]
     script = (
-        "from pytest_distcompat.scripts import launch; import sys\n"
+        "from pytest_distcompat.scripts import launch, launching; import sys\n"
         f"launch(sys.executable, {str(PROGRAMS / 'start_ranks.py')!r}, *{line!r}, launcher='cli', timeout=100)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
@@ -185,12 +186,39 @@ def test_the_users_own_sitecustomize_still_comes(host: Host, tmp_path: Path) -> 
         ({"strategy": "zero9"}, "zero9"),
         ({"precision": "fp64"}, "fp64"),
         ({"strategy": "ddp", "options": {"offload": True}}, "DDP has nothing to offload"),
+        ({"strategy": "ddp", "options": {"colour": 1}}, "no option named 'colour'. Known: model"),
+        ({"options": "compile"}, "options='compile': expected a mapping of names to values"),
+        ({"timeout": 0}, "timeout=0: expected a number of seconds above 0"),
+        ({"timeout": "5"}, "timeout='5': expected a number of seconds above 0"),
+        ({"world_size": 0}, "world_size=0: expected a number of ranks, 1 or more"),
+        ({"world_size": 2.0}, "world_size=2.0: expected a number of ranks"),
+        ({"watch_steps": -1}, "watch_steps=-1: expected a number of steps, 0 for no probe"),
+        ({"cwd": "no/such"}, "cwd='no/such': there is no such directory"),
+        ({"environment": {"A": 1}}, "environment={'A': 1}: expected texts"),
+        ({"environment": "A=1"}, "environment='A=1': expected a mapping of names to texts"),
+        ({"configuration": "fsdp2.yaml"}, "configuration='fsdp2.yaml' reaches nobody: launcher 'torchrun' takes none"),
         ({"timeout": -1}, "a number of seconds above 0"),
     ],
 )
 def test_wrong_words(host: Host, settings: dict[str, object], said: str) -> None:
-    with pytest.raises((UsageProblem, KeyError, ValueError), match=said):
+    with pytest.raises(UsageProblem, match=said):
         launch(PROGRAMS / "ends.py", "well", host=host, **settings)  # type: ignore[arg-type]
+
+
+def test_arguments_that_reach_the_script_as_nobody_meant_them(host: Host) -> None:
+    with pytest.raises(UsageProblem, match=r"\['--steps', '5'\] is given as one argument"):
+        launch(PROGRAMS / "ends.py", ["--steps", "5"], host=host)  # type: ignore[arg-type]
+    with pytest.raises(UsageProblem, match=r"{configuration} stands for no file: give configuration=, or strategy="):
+        launch(PROGRAMS / "ends.py", "--config={configuration}", host=host)
+
+
+def test_what_no_file_can_say_is_no_matter_where_none_is_needed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script by torchrun that shards in fp8 under DeepSpeed was refused, for accelerate's file has no word for that."""
+    monkeypatch.setattr("pytest_distcompat.scripts.hosting.Hosted.run", lambda self: Ending((), {}, command=self.name))
+    found = launch(PROGRAMS / "ends.py", "well", strategy="zero2", precision="fp8", host=host, allow_failure=True)
+    assert found.ending.command == "torchrun"
+    with pytest.raises(UsageProblem, match="accelerate takes fp8 under DeepSpeed"):
+        launch(PROGRAMS / "ends.py", "well", launcher="accelerate", strategy="zero2", precision="fp8", host=host)
 
 
 def test_a_script_that_is_not_there(host: Host) -> None:

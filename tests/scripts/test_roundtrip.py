@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.failures import Incompatible, UsageProblem
-from pytest_distcompat.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip
+from pytest_distcompat.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip, roundtrip
 from pytest_distcompat.scripts.launching import Host
 
 from .conftest import PROGRAMS, trip
@@ -148,9 +148,29 @@ def test_a_run_that_saves_what_is_no_checkpoint_to_the_probe(host: Host, tmp_pat
         ({"same": ["momenta"]}, r"same=\['momenta'\]: known are losses, grad_norms"),
         ({"save_at": 6}, "save_at=6 of total=5 steps"),
         ({"save_at": 0}, "save_at=0 of total=5 steps"),
+        ({"same": []}, r"same=\[\]: known are losses, grad_norms"),
+        ({"same": "losses"}, "same='losses': expected a list of texts, not one"),
+        ({"args": "--steps {steps}"}, "args='--steps {steps}': expected a list of texts, not one"),
+        ({"resume": "--resume {checkpoint}"}, "resume='--resume .*': expected a list of texts, not one"),
+        ({"watch_steps": 3}, "resume_roundtrip takes no watch_steps"),
+        ({"allow_failure": True}, "resume_roundtrip takes no allow_failure"),
     ],
 )
 def test_wrong_words(host: Host, settings: dict[str, Any], said: str) -> None:
-    told: dict[str, Any] = {"save_at": 3, "total": 5, **settings}
+    told: dict[str, Any] = {"args": [], "resume": [], "save_at": 3, "total": 5, **settings}
     with pytest.raises(UsageProblem, match=said):
-        resume_roundtrip(LOOP, [], resume=[], host=host, **told)
+        resume_roundtrip(LOOP, host=host, **told)
+
+
+def test_arguments_may_be_paths_and_numbers(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of ``launch``: a Path has a ``replace`` of its own, which took the words for names of files."""
+    seen: list[tuple[Any, ...]] = []
+
+    def started(script: Path, *args: Any, **settings: Any) -> None:
+        seen.append((script, args, settings["stop_after"]))
+        raise KeyError
+
+    monkeypatch.setattr(roundtrip, "launch", started)
+    with pytest.raises(KeyError):
+        resume_roundtrip(LOOP, [tmp_path / "{steps}", 7], resume=[], save_at=3, total=5, host=host)  # type: ignore[list-item]
+    assert seen == [(LOOP, (str(tmp_path / "5"), "7"), 3)]

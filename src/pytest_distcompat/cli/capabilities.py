@@ -10,6 +10,7 @@ from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.cli.tables import table
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers._declared import unable
 from pytest_distcompat.known import KnownIssue, applying, concerned
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
@@ -71,7 +72,7 @@ def capability(
     """Every strategy in every precision with every value of every option that the driver speaks."""
     names = (STRATEGIES.names(), PRECISIONS.names())
     cells = profiles.cells("full", Matrix(), driver=driver, names=names, world_size=world_size, device=device)
-    reasons = {cell: driver.unable(cell, device) for cell in cells}
+    reasons = {cell: unable(driver, cell, device) for cell in cells}
     wholly = [one for one in applying(issues, concerned(driver), device) if one.check == "*"]
     known = (cell for cell in cells if not reasons[cell] and any(one.covers(cell, "active") for one in wholly))
     return Capability(name, reasons, frozenset(known))

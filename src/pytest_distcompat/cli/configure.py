@@ -38,8 +38,11 @@ def _configure(told: argparse.Namespace) -> int:
         cells = [Cell.parse(name) for name in ids]
     except ValueError as error:
         raise UsageProblem(str(error)) from None
-    for cell in cells:
-        problem = unwritten(cell)
-        # What cannot be written is told with its reason.
-        print(f"{cell.id}: {problem}" if problem else write_configuration(cell, told.directory))  # noqa: T201 - a command speaks
+    try:
+        for cell in cells:
+            problem = unwritten(cell)
+            # What cannot be written is told with its reason.
+            print(f"{cell.id}: {problem}" if problem else write_configuration(cell, told.directory))  # noqa: T201 - a command speaks
+    except OSError as error:
+        raise UsageProblem(f"{error.filename or told.directory}: {error.strerror}") from None
     return 0

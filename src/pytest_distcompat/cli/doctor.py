@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.cli.drivers import named
 from pytest_distcompat.devices import CPU_WORLD_SIZE
+from pytest_distcompat.failures import UsageProblem
 
 if TYPE_CHECKING:
     from pytest_distcompat.cli.capabilities import Capability
@@ -45,6 +46,8 @@ def _doctor(told: argparse.Namespace) -> int:
     from pytest_distcompat.drivers import DRIVERS
     from pytest_distcompat.known import read_file, shipped
 
+    if told.gpus < 0:
+        raise UsageProblem(f"--gpus {told.gpus} is not right: expected a whole number of at least 0")
     names = told.driver or list(DRIVERS.names())
     drivers = [named(name) for name in names]
     issues = [issue for path in told.known for issue in read_file(path)] + list(shipped())

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from pytest_distcompat.judge import Verdict
     from pytest_distcompat.trace import LifeTrace, Trace
 
+#: Why a check that holds to a limit has nothing to say here.
+_LIMIT = "a run of the suite is given its limit"
+
 
 def add(commands: Any) -> None:
     """Add the subcommand to the parser's."""
@@ -48,15 +51,21 @@ def _trace(told: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageProblem(str(error)) from None
     checks = [CHECKS.get(name) for name in told.check]
+    if told.timeout is not None and not 0 < told.timeout < float("inf"):
+        raise UsageProblem(f"--timeout {told.timeout:g} is not right: expected a number of seconds above 0")
     if told.keep is None:
         with tempfile.TemporaryDirectory(prefix="distcompat-trace-") as directory:
             return _traced(told, driver, cell, checks, Path(directory))
-    told.keep.mkdir(parents=True, exist_ok=True)
+    try:
+        told.keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageProblem(f"--keep {told.keep}: {error.strerror}") from None
     return _traced(told, driver, cell, checks, told.keep.resolve())
 
 
 def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: list[Any], store: Path) -> int:
     from pytest_distcompat.drivers import preload_of
+    from pytest_distcompat.drivers._declared import unable
     from pytest_distcompat.judge import judge
     from pytest_distcompat.known import applying, concerned, shipped
     from pytest_distcompat.launch import WarmLauncher, Warmth
@@ -68,10 +77,12 @@ def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
     from pytest_distcompat.strategies import STRATEGIES
 
     STRATEGIES.get(cell.strategy)
-    scenarios = [TRAIN, *(check.lives(cell, driver) for check in checks)]
+    # Where the suite has no item, there is nothing to ask.
+    blank = {check.name: check.applies(cell, driver) or (_LIMIT if check.limit else "") for check in checks}
+    scenarios = [TRAIN, *(check.lives(cell, driver) for check in checks if not blank[check.name])]
     most = max(life.cell(cell).world_size for scenario in scenarios for life in scenario.lives)
     device = _device(told.device, most)
-    reason = driver.unable(cell, device)
+    reason = unable(driver, cell, device)
     if reason:
         raise UsageProblem(f"{cell.id}: {reason}")
     warmth = Warmth(preload_of(driver, [cell]), path=import_path())
@@ -79,12 +90,20 @@ def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
     pool = Pool(None, gpus() if device == "cuda" else cpu_slots())
     launcher = LeasedLauncher(WarmLauncher(warmth, device=device), lambda: pool, _notice)
     runner = Runner(store, launcher, device=device, timeout=told.timeout or Request.timeout, notice=_notice)
+    # What an earlier command kept there is of the trainer as it was then.
+    for scenario in scenarios:
+        runner.forget(told.driver, cell, scenario)
     try:
         trace = runner.trace(told.driver, cell, TRAIN)
         print("\n".join(lines(cell, trace)))  # noqa: T201 - a command speaks
         known = applying(shipped(), concerned(driver), device)
-        asked = ((check, runner.trace(told.driver, cell, check.lives(cell, driver))) for check in checks)
-        good = [_tell(judge(check, cell, found, known)) for check, found in asked]
+        good = []
+        for check in checks:
+            if blank[check.name]:
+                print(f"\ncheck {check.name}: blank\n  {blank[check.name]}")  # noqa: T201 - a command speaks
+            else:
+                found = runner.trace(told.driver, cell, check.lives(cell, driver))
+                good.append(_tell(judge(check, cell, found, known)))
     finally:
         launcher.close()
     return int(trace.life().end is not None or not all(good))
@@ -130,7 +149,7 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
             "local dtype",
             "kind",
             "placement",
-            "elements a rank",
+            "of each rank",
             "held",
             "files",
         )

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+def as_module(model: object, what: str, how: str) -> None:
+    """Raise TypeError for what is no model: all that reads it would fail by a name that says nothing to its author."""
+    if not isinstance(model, torch.nn.Module):
+        told = f"{model!r:.100}" if model is None else f"a {type(model).__name__}: {model!r:.100}"
+        raise TypeError(f"{what} is {told}; expected a torch.nn.Module, {how}")
+
+
 def read_plain(
     model: Module, blocks: tuple[str, ...] = (), ignored: tuple[str, ...] = (), obeyed: tuple[str, ...] = ()
 ) -> PlainFact:
@@ -26,6 +33,7 @@ def read_plain(
     ``blocks`` are class names, where none are given those that the model declares: the names of the modules that have one
     of them go into the trace.
     """
+    as_module(model, "the plain model", "which plain_model() and reload() return")
     classes = blocks or declared_blocks(model)
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -94,7 +102,8 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
         parameters=parameters,
         buffers=buffers,
         world_size=distributed.get_world_size() if ready else 1,
-        trainer_world_size=trainer_world_size,
+        # A trainer may have it as text, from the environment.
+        trainer_world_size=None if trainer_world_size is None else int(trainer_world_size),
         backend=str(distributed.get_backend()) if ready else "",
         zero_stage=stage,
         units=tuple(_units(model)),

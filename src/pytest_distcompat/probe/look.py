@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.probe.live import read_model
+from pytest_distcompat.probe.live import as_module, read_model
 from pytest_distcompat.probe.numbers import peak_memory, read_rng, read_scaler
 from pytest_distcompat.probe.optimizer import read_optimizer, read_scheduler
 
@@ -26,6 +26,7 @@ def look(
 
     ``device`` is the rank's own: ``cpu``, ``cuda:1``.
     """
+    as_module(model, "the driver's self.model", "build() is to set it to the model as the trainer has it")
     facts: dict[str, Any] = {"scheduler": read_scheduler(scheduler), "memory": peak_memory(device)}
     if optimizer is not None:
         facts["optimizer"] = read_optimizer(model, optimizer, whole=whole)

@@ -52,7 +52,9 @@ def peak_memory(device: str) -> int:
 
 
 def sample(output: torch.Tensor) -> tuple[float, ...]:
-    """Numbers from all over the output, always the same places."""
+    """Numbers from all over the output, always the same places. Raises TypeError for what is no tensor."""
+    if not hasattr(output, "detach"):
+        raise TypeError(f"evaluate() returned {output!r:.100}; expected a tensor: what the model computes, not a loss")
     flat = output.detach().float().cpu().reshape(-1)
     step = max(1, flat.numel() // SAMPLED)
     return tuple(round(value, 6) for value in flat[::step][:SAMPLED].tolist())

@@ -26,7 +26,7 @@ def several(optimizer: Any) -> list[Any]:
     """
     if optimizer is None:
         return []
-    return list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    return list(optimizer) if isinstance(optimizer, Iterable) and not isinstance(optimizer, str) else [optimizer]
 
 
 def entries(optimizer: Any) -> list[torch.Tensor]:
@@ -222,6 +222,9 @@ def read_scheduler(scheduler: Any) -> str:
 
 
 def _read_scheduler(scheduler: Any) -> str:
+    if not hasattr(scheduler, "state_dict") and not hasattr(scheduler, "__dict__"):
+        told = f"self.scheduler of the driver is a {type(scheduler).__name__}: {scheduler!r:.100}"
+        raise TypeError(f"{told}; expected the scheduler, None, or of several a list")
     kept = scheduler.state_dict() if hasattr(scheduler, "state_dict") else vars(scheduler)
     state = {key: value for key, value in kept.items() if isinstance(value, (int, float, list, str))}
     # One shared scheduler counts its calls inside a run; that count is no state of training.

@@ -71,9 +71,15 @@ class Report:
             results = [Result(**_known(Result, one)) for one in data["results"]]
             rows = [Row(**_known(Row, one)) for one in data.get("cells", ())]
             run = dict(data["run"])
-        except (KeyError, TypeError, AttributeError) as error:
+            lives = [{**life, "id": life["id"]} for life in data.get("lives", ())]
+            unreached = [str(nodeid) for nodeid in data.get("unreached", ())]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageProblem(f"is no report: {error}") from None
-        return cls(run, results, rows, list(data.get("lives", ())), list(data.get("unreached", ())))
+        # It would be neither red nor missing: a comparison would call it no news.
+        unknown = [result.status for result in results if result.status not in WORDS]
+        if unknown:
+            raise UsageProblem(f"status {unknown[0]!r} is not known here. Known: {', '.join(WORDS)}")
+        return cls(run, results, rows, lives, unreached)
 
     @classmethod
     def read(cls, path: Path) -> Report:

@@ -94,14 +94,24 @@ def launch(
     ``allow_failure``. Raises UsageProblem for a wrong word, LeaseTimeout if no devices were to be had.
     """
     where = host or Host.here()
-    limit = timeout or where.timeout
-    if limit < 0:
-        raise UsageProblem(f"timeout={timeout!r}: expected a number of seconds above 0")
+    limit = where.timeout if timeout is None else timeout
+    ranks = where.world_size if world_size is None else world_size
+    at = Path(cwd or Path.cwd())
+    _check(args, timeout=limit, world_size=ranks, watch_steps=watch_steps, cwd=at, environment=environment or {})
     classes = (blocks,) if isinstance(blocks, str) else tuple(blocks)
-    cell = _cell(strategy, precision, world_size or where.world_size, options or {})
+    cell = _cell(strategy, precision, ranks, options or {})
     arguments = tuple(map(str, args))
+    # Another launcher takes no file, and what no file can say (fp8 under DeepSpeed) its script may do all the same.
+    wanted = launcher == "accelerate" or any("{configuration}" in argument for argument in arguments)
+    if configuration and not wanted:
+        raise UsageProblem(
+            f"configuration={str(configuration)!r} reaches nobody: launcher {launcher!r} takes none, and no argument has "
+            "{configuration} in it"
+        )
+    if "{configuration}" in "".join(arguments) and not (strategy or configuration):
+        raise UsageProblem("{configuration} stands for no file: give configuration=, or strategy= to have one made")
     directory = where.new_directory(arguments[0] if script == "-m" and arguments else Path(script).stem)
-    file = find_configuration(configuration, cell, directory) if strategy or configuration else None
+    file = find_configuration(configuration, cell, directory) if wanted and (strategy or configuration) else None
     command = commands.build(
         str(script),
         [argument.replace("{configuration}", str(file)) for argument in arguments],
@@ -124,7 +134,7 @@ def launch(
             world_size=cell.world_size,
             directory=directory,
             timeout=limit,
-            cwd=Path(cwd or Path.cwd()),
+            cwd=at,
             reproduce=_reproduce(command.line, with_probe(ours, directory), where.device),
         ).run()
     ending = replace(ending, leaks=tuple(map(told, lease.own_leak)))
@@ -136,12 +146,45 @@ def launch(
     return run
 
 
+def _check(
+    args: Sequence[object],
+    *,
+    timeout: object,
+    world_size: object,
+    watch_steps: object,
+    cwd: Path,
+    environment: Mapping[str, str],
+) -> None:
+    """Raise UsageProblem for an argument of ``launch`` that is of another kind than it takes, before anything is leased."""
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise UsageProblem(f"timeout={timeout!r}: expected a number of seconds above 0")
+    if not isinstance(world_size, int) or world_size < 1:
+        raise UsageProblem(f"world_size={world_size!r}: expected a number of ranks, 1 or more")
+    if not isinstance(watch_steps, int) or watch_steps < 0:
+        raise UsageProblem(f"watch_steps={watch_steps!r}: expected a number of steps, 0 for no probe")
+    several = next((one for one in args if isinstance(one, (list, tuple, dict, set))), None)
+    if several is not None:
+        raise UsageProblem(f"{several!r:.200} is given as one argument: launch(script, *args) takes them one by one")
+    if not cwd.is_dir():
+        raise UsageProblem(f"cwd={str(cwd)!r}: there is no such directory")
+    if not isinstance(environment, Mapping):
+        raise UsageProblem(f"environment={environment!r:.200}: expected a mapping of names to texts")
+    wrong = {name: value for name, value in environment.items() if not isinstance(value, str)}
+    if wrong:
+        raise UsageProblem(f"environment={wrong!r:.200}: expected texts")
+
+
 def _cell(strategy: str, precision: str, world_size: int, options: Mapping[str, OptionValue]) -> Cell:
     """What is to be running; where no strategy is named, for its world size only. Raises UsageProblem for a wrong word."""
     PRECISIONS.get(precision)
     if strategy:
         STRATEGIES.get(strategy)
-    cell = Cell(strategy or "ddp", precision, world_size, tuple(options.items()))
+    if not isinstance(options, Mapping):
+        raise UsageProblem(f"options={options!r:.200}: expected a mapping of names to values")
+    try:
+        cell = Cell(strategy or "ddp", precision, world_size, tuple(options.items()))
+    except ValueError as error:
+        raise UsageProblem(str(error)) from None
     problem = STRATEGIES.get(cell.strategy).refuses(cell)
     if problem:
         raise UsageProblem(f"{cell.id}: {problem}")

@@ -132,9 +132,9 @@ class RoundTrip:
 
 def resume_roundtrip(
     script: str | Path,
-    args: Sequence[str],
+    args: Sequence[str | Path],
     *,
-    resume: Sequence[str],
+    resume: Sequence[str | Path],
     save_at: int,
     total: int,
     same: Sequence[str] = SAME,
@@ -152,13 +152,7 @@ def resume_roundtrip(
 
     Raises Incompatible with what differs, LifeFailure if a run fails, UsageProblem for a wrong word.
     """
-    unknown = [name for name in same if name not in SAME]
-    if unknown or not 0 < save_at <= total:
-        raise UsageProblem(
-            f"same={list(same)!r}: known are {', '.join(SAME)}"
-            if unknown
-            else f"save_at={save_at} of total={total} steps"
-        )
+    _check(args=args, resume=resume, same=same, save_at=save_at, total=total, settings=settings)
     where = host or Host.here()
     words = {"steps": str(total), "save_at": str(save_at)}
 
@@ -183,6 +177,28 @@ def resume_roundtrip(
     return trip
 
 
+def _check(
+    *,
+    args: Sequence[str | Path],
+    resume: Sequence[str | Path],
+    same: Sequence[str],
+    save_at: int,
+    total: int,
+    settings: Mapping[str, Any],
+) -> None:
+    """Raise UsageProblem for what cannot be meant. A text would be taken for its letters; to compare nothing always passes."""
+    for name, words in (("args", args), ("resume", resume), ("same", same)):
+        if isinstance(words, str):
+            raise UsageProblem(f"{name}={words!r}: expected a list of texts, not one")
+    if not same or any(name not in SAME for name in same):
+        raise UsageProblem(f"same={list(same)!r}: known are {', '.join(SAME)}")
+    if not 0 < save_at <= total:
+        raise UsageProblem(f"save_at={save_at} of total={total} steps")
+    ours = [name for name in ("watch_steps", "stop_after", "allow_failure") if name in settings]
+    if ours:
+        raise UsageProblem(f"resume_roundtrip takes no {ours[0]}: it says that of each run itself")
+
+
 def _unseen(run: ScriptRun, save_at: int) -> str:
     """That there was no checkpoint after that step, and what there was."""
     lines = [f"no checkpoint was seen after step {save_at}; expected one by {CHECKPOINTS}"]
@@ -196,7 +212,8 @@ def _unseen(run: ScriptRun, save_at: int) -> str:
     return "\n".join(lines)
 
 
-def _filled(argument: str, words: Mapping[str, str]) -> str:
+def _filled(given: str | Path, words: Mapping[str, str]) -> str:
+    argument = str(given)
     for word, value in words.items():
         argument = argument.replace(f"{{{word}}}", value)
     return argument
