@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.faults_group import LAST_BUT_ONE, four, meet, test_well, two
+from tests.faults.faults_group import LAST_BUT_ONE, await_error, four, meet, test_well, two
 
 
 @two
@@ -226,9 +226,7 @@ def test_one_dies_after_another_raised(rank: int, shared_dir: Path) -> None:
     if rank > 1:
         time.sleep(60)
     # Rank 0 waits a moment for the others' own failures before it leaves and takes them with it.
-    said = shared_dir.parent / "rank-0.jsonl"
-    while not said.exists() or '"error"' not in said.read_text(encoding="utf-8"):
-        time.sleep(0.001)
+    await_error(0, shared_dir)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,13 @@ def meet(size: int = 2) -> None:
     from torch import distributed
 
     distributed.all_reduce(torch.ones(size))
+
+
+def await_error(rank: int, shared_dir: Path) -> None:
+    """Until that rank has told how it failed: a busy machine takes longer for that than any sleep allows for."""
+    said = shared_dir.parent / f"rank-{rank}.jsonl"
+    while not said.exists() or '"error"' not in said.read_text(encoding="utf-8"):
+        time.sleep(0.001)
 
 
 @two

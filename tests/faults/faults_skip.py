@@ -6,10 +6,11 @@ import os
 import signal
 import time
 import unittest
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.faults_group import LAST_BUT_ONE, SIZE, four, meet, test_well, two
+from tests.faults.faults_group import LAST_BUT_ONE, SIZE, await_error, four, meet, test_well, two
 
 
 @two
@@ -127,13 +128,12 @@ def test_xfail_and_fail(rank: int) -> None:
 
 
 @two
-def test_xfail_and_die(rank: int) -> None:
-    time.sleep(0.1)
+def test_xfail_and_die(rank: int, shared_dir: Path) -> None:
     if rank == 0:
         pytest.xfail("not yet")
     if rank != 1:
         return
-    time.sleep(0.1)
+    await_error(0, shared_dir)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
