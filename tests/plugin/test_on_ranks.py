@@ -295,6 +295,19 @@ def test_a_plugin_that_the_fork_server_imported_early_is_no_error(run_pytest: Ru
     assert result.code == pytest.ExitCode.OK, result.out
 
 
+def test_a_preload_that_cannot_be_imported_is_told_once(run_pytest: RunPytest, tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\ndistcompat_preload =\n    numpy\n    acclerate\n", encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\npytestmark = pytest.mark.distcompat(world_size=1)\n"
+        "def test_one():\n    pass\ndef test_another():\n    pass\n",
+        encoding="utf-8",
+    )
+    result = run_pytest(tmp_path)
+    assert (result.code, set(result.outcomes.values())) == (0, {"passed"}), result.out
+    told = "the fork server could not import what it was told to: acclerate (No module named 'acclerate')"
+    assert result.out.count(told) == 1, result.out
+
+
 def test_ranks_that_train_import_nothing_for_it(run_pytest: RunPytest, tmp_path: Path) -> None:
     """The first optimizer of a process, and DistributedDataParallel, import torch._dynamo: a second of every rank of every test."""
     (tmp_path / "test_it.py").write_text(

@@ -137,6 +137,13 @@ def test_an_override_is_a_collection_error(body: str, pytester: pytest.Pytester)
         ),
         ("driver = 'pathlib:Path'", "driver 'pathlib:Path' is *; expected a subclass of pytest_distcompat.Driver"),
         ("driver = Matrix", "TestY.driver is *; expected a str"),
+        ("expects = (fails('names', reason='x'),)", "TestY.expects is read by nobody; did you mean expect?"),
+        ("matrx = Matrix(strategies=('fsdp2',))", "TestY.matrx is read by nobody; did you mean matrix?"),
+        ("drivers = ('accelerate',)", "TestY.drivers is read by nobody; did you mean driver?"),
+        (
+            "strategies = ('fsdp2',)",
+            "TestY.strategies is read by nobody; expected matrix = Matrix(strategies=('fsdp2',))",
+        ),
     ],
 )
 def test_a_mistake_is_a_collection_error_that_lists_what_is_right(
@@ -148,6 +155,20 @@ def test_a_mistake_is_a_collection_error_that_lists_what_is_right(
     assert result.ret == pytest.ExitCode.INTERRUPTED
     result.stdout.fnmatch_lines([f"*{message}"])
     assert not ranks.requests
+
+
+def test_a_misspelt_driver_is_no_base_class(pytester: pytest.Pytester) -> None:
+    """A suite without a driver is one between, of which nothing is collected."""
+    pytester.makepyfile("from pytest_distcompat import CompatSuite\nclass Mine(CompatSuite):\n    drivr = 'torch'")
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*Mine.drivr is read by nobody; did you mean driver?"])
+
+
+def test_a_suite_has_attributes_of_its_own(pytester: pytest.Pytester, concerned: Concerned) -> None:
+    own = "expected = {'loss': 2.0}\n    drivers = 3\n    options = {'a': 1}\n    matrix_of = ('names',)\n    def expects(self): pass"
+    pytester.makepyfile(f"{SUITE}\n    {own}")
+    assert len(collect(pytester)) == sum(len(concerned(TORCH, cell)) for cell in CELLS)
 
 
 @pytest.mark.parametrize(

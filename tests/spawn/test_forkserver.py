@@ -156,7 +156,7 @@ def test_a_preload_that_fails_does_not_keep_ranks_from_starting(run: Run, launch
     assert forked(launcher, ending)
     assert launcher._process is not None
     assert launcher._process.status is not None
-    assert launcher._process.status["missing"] == ["no_such_module"]
+    assert launcher._process.status["missing"] == {"no_such_module": "No module named 'no_such_module'"}
     words = {"fail": "LookupError: no luck", "leave": "SystemExit: 3"}
     assert words[call.partition(":")[2]] in launcher._process.status["error"]
 

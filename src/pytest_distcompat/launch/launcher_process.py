@@ -95,6 +95,11 @@ class LauncherProcess:
         """Why its fork server must not be forked from; empty if it may."""
         return str(self.status["unfit"]) if self.status is not None else ""
 
+    @property
+    def missing(self) -> dict[str, str]:
+        """Which modules it could not import, and why."""
+        return dict(self.status["missing"]) if self.status is not None else {}
+
     def get_warm(self) -> str:
         """Wait until it is ready; what went wrong, if something did."""
         if self.status is not None:

@@ -42,12 +42,12 @@ def import_torch(late: float) -> None:
 
 
 def main(wanted: Mapping[str, Any], late: float) -> dict[str, Any]:
-    """Import and call; how it went: ``missing`` modules, why it is ``unfit`` to be forked from, the call's ``error``.
+    """Import and call; how it went: why modules are ``missing``, why it is ``unfit`` to be forked from, the call's ``error``.
 
     ``wanted`` has the fields of a Warmth, and the ``device``. At ``late`` our parent is about to give up; what hangs is shown.
     """
     global collected  # noqa: PLW0603 - a fork server hands things over by being forked
-    status: dict[str, Any] = {"missing": [], "unfit": "", "error": ""}
+    status: dict[str, Any] = {"missing": {}, "unfit": "", "error": ""}
     extend_import_path(wanted["path"])
     # pytest's capture takes stderr away while it collects.
     log = os.dup(2)
@@ -74,18 +74,18 @@ def main(wanted: Mapping[str, Any], late: float) -> dict[str, Any]:
     return status
 
 
-def _import(names: Sequence[str], late: float, log: int) -> list[str]:
-    """Import them; which could not be."""
-    missing = []
+def _import(names: Sequence[str], late: float, log: int) -> dict[str, str]:
+    """Import them; which could not be, and why."""
+    missing = {}
     for name in names:
         try:
             with _stack_written(late, log):
                 importlib.import_module(name)
-        except ImportError:
+        except ImportError as error:
             # Not installed, or not for this torch: whoever needs it will say so better.
-            missing.append(name)
-        except Exception:
-            missing.append(name)
+            missing[name] = str(error)
+        except Exception as error:
+            missing[name] = f"{type(error).__name__}: {error}"
             traceback.print_exc()
     return missing
 

@@ -77,11 +77,14 @@ class Request:
 class Warmth:
     """What the fork server has ready: imported ``modules``, and what ``call`` ("module:function") left behind.
 
+    Those of the modules that the user ``named`` are told of if they cannot be imported; others depend on what is installed.
+
     ``path`` is what its ``sys.path`` has besides its own: pytest finds modules in directories that it adds itself.
     ``timeout`` is how long all that may take, in seconds.
     """
 
     modules: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
     call: str = ""
     payload: Mapping[str, Any] = field(default_factory=dict)
     path: tuple[str, ...] = ()

@@ -72,4 +72,4 @@ def _start_fork_server(warmth: str, descriptor: int) -> dict[str, Any]:
     from pytest_distcompat.launch import agent  # noqa: F401
 
     said = told()
-    return json.loads(said) if said else {"missing": [], "unfit": "it died while it imported", "error": ""}
+    return json.loads(said) if said else {"missing": {}, "unfit": "it died while it imported", "error": ""}

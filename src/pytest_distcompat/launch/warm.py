@@ -187,13 +187,16 @@ class WarmLauncher:
 
     def _notice(self, process: LauncherProcess) -> str:
         """What the user should know once about the fork server."""
-        if self._told or not process.unfit:
+        missing = [f"{name} ({process.missing[name]})" for name in self._warmth.named if name in process.missing]
+        if self._told or not (process.unfit or missing):
             return ""
         self._told = True
-        return (
-            f"the fork server cannot be forked from: {process.unfit}. Ranks are started by spawn instead, "
-            "seconds slower each. Look for code at import time in a conftest.py or a test module."
-        )
+        if process.unfit:
+            return (
+                f"the fork server cannot be forked from: {process.unfit}. Ranks are started by spawn instead, "
+                "seconds slower each. Look for code at import time in a conftest.py or a test module."
+            )
+        return f"the fork server could not import what it was told to: {', '.join(missing)}"
 
     def close(self) -> None:
         """Kill the launcher process and all below it."""

@@ -107,10 +107,12 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
         return None
     from pytest_distcompat.failures import UsageProblem
     from pytest_distcompat.plugin import cases
+    from pytest_distcompat.plugin.words import check_attributes
 
-    if not cases.is_suite(obj):
-        return None
     try:
+        if not cases.is_suite(obj):
+            check_attributes(obj)
+            return None
         cases.validate(obj, session_of(collector.config).world_size)
     except UsageProblem as problem:
         raise pytest.Collector.CollectError(str(problem)) from None

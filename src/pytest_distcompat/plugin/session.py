@@ -156,7 +156,7 @@ class DistcompatSession:
                 payload = rank_session.describe(self.config)
             modules = tuple(dict.fromkeys((*self.modules, *preload)))
             limit = float(self.setting("warm_timeout").value)
-            warmth = Warmth(modules, call, payload, path=import_path(), timeout=limit)
+            warmth = Warmth(modules, tuple(preload), call, payload, path=import_path(), timeout=limit)
             kind: Any = LAUNCHERS[self.setting("launcher").value]
             self._launcher = LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
         assert self._launcher is not None

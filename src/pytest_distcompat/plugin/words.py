@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
+from dataclasses import fields
 from typing import Any
 
+from pytest_distcompat.cell import Matrix
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.expect import Expectation
+from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.shelf import Shelf
 from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.suite import CompatSuite
+
+#: What a suite's class says, and of what kind that is.
+_ATTRIBUTES = {"driver": str, "matrix": Matrix, "expect": Expectation}
+_OF_MATRIX = tuple(field.name for field in fields(Matrix))
 
 
 def check_words(expectation: Expectation) -> None:
@@ -20,3 +29,15 @@ def check_words(expectation: Expectation) -> None:
         if name in known:
             for value in wanted if isinstance(wanted, tuple) else (wanted,):
                 known[name].get(str(value))
+
+
+def check_attributes(suite: type[CompatSuite]) -> None:
+    """Raise UsageProblem for an attribute that is meant for us, by its name and its value, and that nobody reads."""
+    ours = [one for one in suite.__mro__ if one is not CompatSuite and issubclass(one, CompatSuite)]
+    for name, value in ((name, value) for one in ours for name, value in vars(one).items()):
+        if name in _OF_MATRIX and isinstance(value, (tuple, list)):
+            raise UsageProblem(f"{suite.__name__}.{name} is read by nobody; expected matrix = Matrix({name}={value!r:.100})")
+        close = difflib.get_close_matches(name, _ATTRIBUTES, n=1, cutoff=0.75)
+        kinds = {kind for one in (value if isinstance(value, (tuple, list)) else [value]) for kind in type(one).__mro__}
+        if close and name not in _ATTRIBUTES and _ATTRIBUTES[close[0]] in kinds:
+            raise UsageProblem(f"{suite.__name__}.{name} is read by nobody; did you mean {close[0]}?")
