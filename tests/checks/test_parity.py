@@ -170,7 +170,9 @@ def test_no_optimizer(sound: Sound) -> None:
 @pytest.mark.parametrize(("life", "verb"), [("train", "step"), ("reference", "reference")])
 def test_no_loss(sound: Sound, life: str, verb: str) -> None:
     story = sound("ddp-fp32-w2").moment(verb, {"loss": None}, life=life, nth=3, rank=0)
-    assert story.findings("parity") == ["step 4: no loss to compare"]
+    assert story.findings("parity") == [
+        "step 4: no loss to compare; expected step() to return it on every rank, and reference()"
+    ]
 
 
 def test_silence_is_no_proof(sound: Sound) -> None:

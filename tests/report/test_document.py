@@ -113,6 +113,9 @@ def test_a_report_of_an_earlier_release_is_read() -> None:
         ('{"format": 1, "run": {}, "results": [], "lives": 3}', "is no report"),
         ('{"format": 1, "run": {}, "results": [], "lives": [{"name": "train"}]}', "is no report: 'id'"),
         ('{"format": 1, "run": {}, "results": [], "unreached": 3}', "is no report"),
+        ('{"format": 1, "run": {"settings": {"profile": "smoke"}}, "results": []}', "is no report"),
+        ('{"format": 1, "run": {"timeline": [{"device": "cpu"}]}, "results": []}', "is no report: 'who'"),
+        ('{"format": 1, "run": {"ending": "fine"}, "results": []}', "is no report: ending 'fine'; expected one of "),
         # Neither red nor missing, it would be no news.
         (
             '{"format": 1, "run": {}, "results": [{"suite": "S", "driver": "", "cell": "", "check": "", "status": "bad"}]}',

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SCHEMA = json.loads(Path(report_room.__file__).with_name("schema.json").read_text(encoding="utf-8"))
 LIVES = '{"fsdp2-fp32-w2": "wrong", "ddp-bf16_mixed-w2": "killed", "fsdp1-bf16_mixed-w2": "wrong"}'
+#: What is declared to fail does; nothing else.
+WELL = '{"fsdp1-bf16_mixed-w2": "wrong"}'
 STATUS = {
     "ddp-fp32-w2": "passed",
     "ddp-bf16_mixed-w2": "crashed",
@@ -142,6 +144,16 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_others(session: Session
     done = session("--distcompat-report=full.md", "--distcompat-report=out.json")
     assert "report: full.md could not be written: " in done.stdout
     assert len(load(tmp_path / "out.json")["results"]) == 9
+
+
+def test_a_report_that_somebody_waits_for_and_that_is_not_there_is_no_success(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "full.json").symlink_to("/dev/full")
+    done = session("--distcompat-report=full.json", lives=WELL)
+    assert "full.json could not be written: " in done.stdout
+    assert (done.returncode, " failed" in done.stdout) == (pytest.ExitCode.TESTS_FAILED, False), done.stdout
+    asked_by_nobody = session(lives=WELL, GITHUB_STEP_SUMMARY="/dev/full")
+    assert "/dev/full could not be written: " in asked_by_nobody.stdout
+    assert asked_by_nobody.returncode == pytest.ExitCode.OK, asked_by_nobody.stdout
 
 
 @pytest.mark.usefixtures("interruptible")

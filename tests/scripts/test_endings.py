@@ -192,6 +192,7 @@ def test_the_users_own_sitecustomize_still_comes(host: Host, tmp_path: Path) -> 
         ({"timeout": "5"}, "timeout='5': expected a number of seconds above 0"),
         ({"world_size": 0}, "world_size=0: expected a number of ranks, 1 or more"),
         ({"world_size": 2.0}, "world_size=2.0: expected a number of ranks"),
+        ({"blocks": 3}, "blocks=3: expected class names"),
         ({"watch_steps": -1}, "watch_steps=-1: expected a number of steps, 0 for no probe"),
         ({"cwd": "no/such"}, "cwd='no/such': there is no such directory"),
         ({"environment": {"A": 1}}, "environment={'A': 1}: expected texts"),
@@ -208,6 +209,8 @@ def test_wrong_words(host: Host, settings: dict[str, object], said: str) -> None
 def test_arguments_that_reach_the_script_as_nobody_meant_them(host: Host) -> None:
     with pytest.raises(UsageProblem, match=r"\['--steps', '5'\] is given as one argument"):
         launch(PROGRAMS / "ends.py", ["--steps", "5"], host=host)  # type: ignore[arg-type]
+    with pytest.raises(UsageProblem, match=r"script=\['train.py'\]: expected a path"):
+        launch(["train.py"], host=host)  # type: ignore[arg-type]
     with pytest.raises(UsageProblem, match=r"{configuration} stands for no file: give configuration=, or strategy="):
         launch(PROGRAMS / "ends.py", "--config={configuration}", host=host)
 

@@ -35,6 +35,17 @@ def test_verdicts_are_those_of_tests(pytester: pytest.Pytester) -> None:
     )
 
 
+def test_a_wrong_number_of_ranks_is_told(pytester: pytest.Pytester) -> None:
+    """It was compared with numbers before anybody had looked at it: a bare TypeError."""
+    pytester.makepyfile(f"""
+        def test_it(distcompat):
+            script = {str(PROGRAMS / "ends.py")!r}
+            distcompat.resume_roundtrip(script, [], resume=[], save_at=1, total=2, world_size="2")
+    """)
+    done = pytester.runpytest_inprocess("--distcompat-gpus", "0")
+    done.stdout.fnmatch_lines(["*UsageProblem: world_size='2': expected a number of ranks, 1 or more*"])
+
+
 def test_what_an_idle_session_imports(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         "import sys\ndef test(): assert not [m for m in sys.modules if m.startswith('pytest_distcompat.scripts')]"

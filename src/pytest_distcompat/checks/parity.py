@@ -84,7 +84,7 @@ def _allowed(table: float, trace: Trace, number: Callable[[Moment], float | None
 def _loss(here: tuple[Moment, ...], there: Moment, tolerance: float) -> Iterator[str]:
     losses = [moment.loss for moment in here if moment.loss is not None]
     if len(losses) != len(here) or there.loss is None:
-        yield "no loss to compare"
+        yield "no loss to compare; expected step() to return it on every rank, and reference()"
         return
     loss = sum(losses) / len(losses)
     if not math.isclose(loss, there.loss, rel_tol=tolerance):

@@ -118,7 +118,7 @@ def _losses(cell: Cell, train: LifeTrace, port: LifeTrace, when: str) -> Iterato
         for moment in port.at("step", nth):
             expected = whole.get(moment.rank)
             if moment.loss is None or expected is None:
-                yield f"rank {moment.rank}: no loss to compare"
+                yield f"rank {moment.rank}: no loss to compare; expected step() to return it"
             elif not math.isclose(moment.loss, expected, rel_tol=tolerance):
                 told = f"{expected:.6g} in the run that never stopped ({tolerance:.0e} allowed)"
                 yield f"rank {moment.rank}: loss {nth + 1} {when} is {moment.loss:.6g}; {told}"

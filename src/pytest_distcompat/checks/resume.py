@@ -164,7 +164,7 @@ def _tolerance(cell: Cell) -> float:
 def _losses(nth: int, whole: tuple[Moment, ...], resumed: tuple[Moment, ...], tolerance: float) -> Iterator[str]:
     for expected, found in pairs(whole, resumed):
         if expected.loss is None or found.loss is None:
-            yield f"rank {found.rank}: no loss to compare"
+            yield f"rank {found.rank}: no loss to compare; expected step() to return it"
         elif not math.isclose(expected.loss, found.loss, rel_tol=tolerance):
             yield (
                 f"rank {found.rank}: loss {nth + 1} after the load is {found.loss:.6g}; "

@@ -38,6 +38,9 @@ ATTRIBUTE = "distcompat"
 #: (https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#adding-a-job-summary).
 SUMMARY = "GITHUB_STEP_SUMMARY"
 
+#: Exit codes of a run in which nothing failed.
+_GOOD = frozenset({pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED})
+
 #: The node id of a suite's item: the place of the suite, the cell, the check.
 _ITEM = re.compile(r"(?P<place>.+)::test\[(?P<cell>[\w-]+):(?P<check>\w+)\]")
 
@@ -179,6 +182,9 @@ class Results:
                 write(path, self.report)
             except OSError as error:
                 self._written.append(f"report: {path} could not be written: {error}")
+                # Somebody waits for that file; a step's summary nobody asked for.
+                if write is write_report and session.exitstatus in _GOOD:
+                    session.exitstatus = pytest.ExitCode.TESTS_FAILED
             else:
                 self._written += [f"report: {path}"] if write is write_report else []
 
@@ -218,7 +224,7 @@ class Results:
         ours = 0 < session.testsfailed == self._own_failures
         run = self.report.run
         run["baseline"] = found.to_json(self.session.setting("baseline").text)
-        if news and session.exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}:
+        if news and session.exitstatus in _GOOD:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         elif session.exitstatus == pytest.ExitCode.TESTS_FAILED and ours and not news:
             session.exitstatus = pytest.ExitCode.OK

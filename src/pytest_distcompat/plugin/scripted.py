@@ -22,11 +22,13 @@ class Distcompat:
         self._session = session
         self._item = item
 
-    def _host(self, asked: int | None) -> Any:
+    def _host(self, *asked: Any) -> Any:
+        """For ranks as many as the largest of what is asked for; what is no number of ranks ``launch`` will say."""
         from pytest_distcompat.scripts.launching import Host
 
         session = self._session
-        problem = session.too_large(asked or session.world_size)
+        sizes = [size for size in asked if isinstance(size, int)]
+        problem = session.too_large(max(sizes, default=session.world_size))
         if problem:
             pytest.skip(problem)
         return Host(session.device, session.world_size, session.pool, session.timeout, session.store / "scripts")
@@ -46,8 +48,8 @@ class Distcompat:
         """``pytest_distcompat.scripts.resume_roundtrip``."""
         from pytest_distcompat.scripts import resume_roundtrip
 
-        most = max(settings.get("world_size") or 0, settings.get("reshard_to") or 0)
-        trip = resume_roundtrip(script, args, **{"host": self._host(most or None), **settings})
+        host = self._host(settings.get("world_size"), settings.get("reshard_to"))
+        trip = resume_roundtrip(script, args, **{"host": host, **settings})
         self._label(trip.resumed)
         return trip
 

@@ -35,7 +35,8 @@ class Summary:
         for line in causes_text(report.results):
             self._line(line)
         lives = report.run.get("lives", 0)
-        self._terminal.write_line(f"{len(report.results)} verdicts from {lives} process-group lives")
+        verdicts = f"{len(report.results)} verdict{'s' * (len(report.results) != 1)}"
+        self._terminal.write_line(f"{verdicts} from {lives} process-group {'life' if lives == 1 else 'lives'}")
         self._terminal.write_line(counts_text(report))
         for line in lives_text(report.lives, report.run.get("timeline", ())):
             self._line(line)

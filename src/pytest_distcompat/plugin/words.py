@@ -36,7 +36,9 @@ def check_attributes(suite: type[CompatSuite]) -> None:
     ours = [one for one in suite.__mro__ if one is not CompatSuite and issubclass(one, CompatSuite)]
     for name, value in ((name, value) for one in ours for name, value in vars(one).items()):
         if name in _OF_MATRIX and isinstance(value, (tuple, list)):
-            raise UsageProblem(f"{suite.__name__}.{name} is read by nobody; expected matrix = Matrix({name}={value!r:.100})")
+            raise UsageProblem(
+                f"{suite.__name__}.{name} is read by nobody; expected matrix = Matrix({name}={value!r:.100})"
+            )
         close = difflib.get_close_matches(name, _ATTRIBUTES, n=1, cutoff=0.75)
         kinds = {kind for one in (value if isinstance(value, (tuple, list)) else [value]) for kind in type(one).__mro__}
         if close and name not in _ATTRIBUTES and _ATTRIBUTES[close[0]] in kinds:

@@ -22,6 +22,9 @@ from pytest_distcompat.report.result import WORDS, Result, Row
 #: Raised when a key changes its meaning or goes away; new keys may come at any time.
 FORMAT = 1
 
+#: How a session ended, from bad to good.
+ENDINGS = ("internal error", "interrupted", "stopped", "finished")
+
 #: How much of a verdict's message is kept, in characters: the whole story of a life that broke off stands once, with the life.
 MESSAGE = 2500
 
@@ -70,7 +73,7 @@ class Report:
         try:
             results = [Result(**_known(Result, one)) for one in data["results"]]
             rows = [Row(**_known(Row, one)) for one in data.get("cells", ())]
-            run = dict(data["run"])
+            run = _run(data["run"])
             lives = [{**life, "id": life["id"]} for life in data.get("lives", ())]
             unreached = [str(nodeid) for nodeid in data.get("unreached", ())]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -125,6 +128,20 @@ def _result(result: Result) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         "facets": facets(result.cell),
     }
+
+
+def _run(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What others rely on is there, and is what they take it for."""
+    settings = {
+        name: {**one, "value": one["value"], "from": one["from"]} for name, one in data.get("settings", {}).items()
+    }
+    versions = {name: str(version) for name, version in data.get("versions", {}).items()}
+    timeline = [{**entry, "device": entry["device"], "who": entry["who"]} for entry in data.get("timeline", ())]
+    ending = data.get("ending", ENDINGS[-1])
+    if ending not in ENDINGS:
+        raise ValueError(f"ending {ending!r}; expected one of {', '.join(ENDINGS)}")
+    told = {"settings": settings, "versions": versions, "timeline": timeline}
+    return {**data, **{name: value for name, value in told.items() if name in data}}
 
 
 def _known(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:

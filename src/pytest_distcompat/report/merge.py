@@ -6,11 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from pytest_distcompat.report.document import Report
+from pytest_distcompat.report.document import ENDINGS, Report
 from pytest_distcompat.report.result import Result, Row
-
-#: How a session ended, from bad to good: of several, the worst counts.
-_ENDINGS = ("internal error", "interrupted", "stopped", "finished")
 
 
 def merge(reports: Sequence[Report]) -> Report:
@@ -75,7 +72,8 @@ def _run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "began": min((run["began"] for run in runs if run.get("began")), default=""),
         "seconds": sum(run.get("seconds", 0.0) for run in runs),
         "lives": sum(run.get("lives", 0) for run in runs),
-        "ending": min((run.get("ending", "finished") for run in runs), key=_ENDINGS.index, default="finished"),
+        # The worst counts.
+        "ending": min((run.get("ending", "finished") for run in runs), key=ENDINGS.index, default="finished"),
         "settings": joined,
         "timeline": timeline,
         "merged": [{name: value for name, value in run.items() if name != "timeline"} for run in runs],

@@ -97,7 +97,16 @@ def launch(
     limit = where.timeout if timeout is None else timeout
     ranks = where.world_size if world_size is None else world_size
     at = Path(cwd or Path.cwd())
-    _check(args, timeout=limit, world_size=ranks, watch_steps=watch_steps, cwd=at, environment=environment or {})
+    _check(
+        script,
+        args,
+        timeout=limit,
+        world_size=ranks,
+        watch_steps=watch_steps,
+        cwd=at,
+        environment=environment or {},
+        blocks=blocks,
+    )
     classes = (blocks,) if isinstance(blocks, str) else tuple(blocks)
     cell = _cell(strategy, precision, ranks, options or {})
     arguments = tuple(map(str, args))
@@ -147,6 +156,7 @@ def launch(
 
 
 def _check(
+    script: object,
     args: Sequence[object],
     *,
     timeout: object,
@@ -154,8 +164,13 @@ def _check(
     watch_steps: object,
     cwd: Path,
     environment: Mapping[str, str],
+    blocks: object,
 ) -> None:
     """Raise UsageProblem for an argument of ``launch`` that is of another kind than it takes, before anything is leased."""
+    if not isinstance(script, (str, Path)):
+        raise UsageProblem(f"script={script!r:.200}: expected a path, or '-m' before the name of a module")
+    if not isinstance(blocks, (str, tuple, list)) or not all(isinstance(one, str) for one in blocks):
+        raise UsageProblem(f"blocks={blocks!r:.200}: expected class names")
     if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise UsageProblem(f"timeout={timeout!r}: expected a number of seconds above 0")
     if not isinstance(world_size, int) or world_size < 1:

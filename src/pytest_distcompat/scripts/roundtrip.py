@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,7 @@ def resume_roundtrip(
 
     Raises Incompatible with what differs, LifeFailure if a run fails, UsageProblem for a wrong word.
     """
-    _check(args=args, resume=resume, same=same, save_at=save_at, total=total, settings=settings)
+    _check(args=args, resume=resume, same=same, save_at=save_at, total=total, reshard_to=reshard_to, settings=settings)
     where = host or Host.here()
     words = {"steps": str(total), "save_at": str(save_at)}
 
@@ -184,16 +184,19 @@ def _check(
     same: Sequence[str],
     save_at: int,
     total: int,
+    reshard_to: object,
     settings: Mapping[str, Any],
 ) -> None:
     """Raise UsageProblem for what cannot be meant. A text would be taken for its letters; to compare nothing always passes."""
     for name, words in (("args", args), ("resume", resume), ("same", same)):
-        if isinstance(words, str):
-            raise UsageProblem(f"{name}={words!r}: expected a list of texts, not one")
+        if isinstance(words, str) or not isinstance(words, Iterable):
+            raise UsageProblem(f"{name}={words!r}: expected a list of texts")
     if not same or any(name not in SAME for name in same):
         raise UsageProblem(f"same={list(same)!r}: known are {', '.join(SAME)}")
-    if not 0 < save_at <= total:
-        raise UsageProblem(f"save_at={save_at} of total={total} steps")
+    if not isinstance(save_at, int) or not isinstance(total, int) or not 0 < save_at <= total:
+        raise UsageProblem(f"save_at={save_at!r} of total={total!r} steps")
+    if reshard_to is not None and (not isinstance(reshard_to, int) or reshard_to < 1):
+        raise UsageProblem(f"reshard_to={reshard_to!r}: expected a number of ranks, 1 or more")
     ours = [name for name in ("watch_steps", "stop_after", "allow_failure") if name in settings]
     if ours:
         raise UsageProblem(f"resume_roundtrip takes no {ours[0]}: it says that of each run itself")
