@@ -308,6 +308,25 @@ def test_a_preload_that_cannot_be_imported_is_told_once(run_pytest: RunPytest, t
     assert result.out.count(told) == 1, result.out
 
 
+@pytest.mark.parametrize("reuse", ["never", "session"])
+def test_ranks_import_nothing_of_ours(run_pytest: RunPytest, tmp_path: Path, reuse: str) -> None:
+    """Each rank did, with rewritten asserts, which a busy machine takes half a second for."""
+    (tmp_path / "conftest.py").write_text(
+        "import sys\nseen = sys.modules.setdefault('seen_in_the_server', set())\n"
+        "def pytest_collection_finish(session):\n    seen.update(sys.modules)\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "test_it.py").write_text(
+        "import sys\nimport pytest\n\n"
+        "@pytest.mark.distcompat(world_size=2)\ndef test_it(process_group, shared_dir):\n"
+        "    late = set(sys.modules) - sys.modules['seen_in_the_server']\n"
+        "    assert not [name for name in late if name.startswith('pytest_distcompat')]\n",
+        encoding="utf-8",
+    )
+    result = run_pytest(tmp_path, f"--distcompat-reuse={reuse}")
+    assert result.code == pytest.ExitCode.OK, result.out
+
+
 def test_ranks_that_train_import_nothing_for_it(run_pytest: RunPytest, tmp_path: Path) -> None:
     """The first optimizer of a process, and DistributedDataParallel, import torch._dynamo: a second of every rank of every test."""
     (tmp_path / "test_it.py").write_text(

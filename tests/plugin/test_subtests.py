@@ -43,7 +43,8 @@ def test_xfails_in_one_and_fails(subtests):
     assert 1 + 1 == 3, "the real failure"
 
 @mark
-def test_two_fail(subtests):
+def test_two_fail(subtests, process_group):
+    # Side by side: a failed rank does not wait long for another's own failure.
     for kernel in KERNELS:
         with subtests.test(kernel):
             assert kernel == "flash"

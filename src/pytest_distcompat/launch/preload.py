@@ -30,6 +30,7 @@ _OF_EVERY_RANK = (
     "multiprocessing.popen_forkserver",
     "multiprocessing.queues",
     "pytest_distcompat.launch.rank",
+    "pytest_distcompat.launch.serving",
 )
 
 #: What ``call`` returned, for the ranks, which inherit it by fork.
