@@ -140,6 +140,20 @@ def test_the_driver_is_found_where_pytest_found_it(tmp_path: Path, run_pytest: R
     assert run.outcomes == {"TestMine::test[ddp-fp32-w2:active]": "passed"}
 
 
+def test_the_drivers_module_is_imported_once(tmp_path: Path, run_pytest: RunPytest) -> None:
+    """And not by each rank of each life: it may import all of a trainer."""
+    adopter = Path(__file__).with_name("adopter.py").read_text(encoding="utf-8")
+    (tmp_path / "my_trainer.py").write_text(
+        f"{adopter}\nimport os\nIMPORTED = os.getpid()\n\n"
+        "class Forgetful(Mine):\n    def build(self, model):\n        assert os.getpid() != IMPORTED, 'by this rank'\n"
+        "        super().build(model)\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "test_compat.py").write_text(SUITES, encoding="utf-8")
+    run = run_pytest(tmp_path, "-k", "Forgetful and active")
+    assert run.outcomes == {"TestForgetful::test[ddp-fp32-w2:active]": "passed"}, run.out
+
+
 @pytest.mark.nightly
 def test_the_built_in_suite_runs_from_anywhere(tmp_path: Path, run_pytest: RunPytest, concerned: Concerned) -> None:
     run = run_pytest(tmp_path, "--pyargs", "pytest_distcompat.suite", "-k", "TestTorch and ddp-fp32-w2:")
