@@ -47,4 +47,5 @@ def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
     more = COMPILE if any(cell.option("compile") for cell in asked) else ()
     own = (module for shelf in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in shelf.modules)
     ours = (WORKER, "pytest_distcompat.probe", "pytest_distcompat.probe.look", *own)
-    return tuple(dict.fromkeys((*driver.preload, *of_models, *more, *ours, driver.__module__)))
+    # Not the driver's own module, unless it says so: at import it may ask which rank it is on.
+    return tuple(dict.fromkeys((*driver.preload, *of_models, *more, *ours)))
