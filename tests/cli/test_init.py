@@ -53,7 +53,7 @@ def test_an_empty_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == ["wrote tests/test_distcompat.py", "set distcompat_profile = smoke in pytest.ini"]
     assert "no workflow was written: the repository is not on GitHub (no .github, no such remote)" in said
-    assert said[-1] == "now: pytest tests/test_distcompat.py"
+    assert said[-1] == f"now: cd {tmp_path} && pytest tests/test_distcompat.py"
     assert 'driver = "torch"' in suite(tmp_path)
     assert (tmp_path / "pytest.ini").read_text(encoding="utf-8") == "[pytest]\ndistcompat_profile = smoke\n"
     done = collected(tmp_path)
@@ -89,7 +89,8 @@ def test_the_second_time_it_changes_nothing(tmp_path: Path, capsys: pytest.Captu
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert init(tmp_path, "--dry-run") == 0
     assert list(tmp_path.iterdir()) == []
-    assert "wrote tests/test_distcompat.py" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["would write tests/test_distcompat.py", "would set distcompat_profile = smoke in pytest.ini"]
 
 
 TOML = '[project]\nname = "x"\n\n[tool.pytest.ini_options]\n# ours\naddopts = ["-ra"]\ntestpaths = ["checks"]\n\n[tool.ruff]\nline-length = 99\n'
@@ -128,7 +129,8 @@ def test_the_setting_goes_where_pytest_has_its_own(tmp_path: Path, name: str, te
 
 def test_a_config_that_pytest_does_not_read_is_none(tmp_path: Path) -> None:
     (tmp_path / "setup.cfg").write_text("[metadata]\nname = x\n", encoding="utf-8")
-    assert (look_at(tmp_path).settings, look_at(tmp_path).table) == (Path("pytest.ini"), "pytest")
+    settings = look_at(tmp_path).settings
+    assert (settings.file, settings.table) == (tmp_path / "pytest.ini", "pytest")
 
 
 def test_tests_are_where_pytest_is_told(tmp_path: Path) -> None:
@@ -219,9 +221,7 @@ def test_pytest_finds_the_driver(
         write({"src/mine/__init__.py": ""})
     init(tmp_path)
     found = [
-        text
-        for text in (tmp_path / look_at(tmp_path).settings).read_text(encoding="utf-8").splitlines()
-        if "python" in text
+        text for text in look_at(tmp_path).settings.file.read_text(encoding="utf-8").splitlines() if "python" in text
     ]
     assert found == ([line] if line else [])
     script = str(Path(sys.executable).with_name("pytest"))
@@ -284,3 +284,153 @@ def test_from_nothing_to_the_first_matrix(tmp_path: Path) -> None:
     rows = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith("  ") and "-w2 " in line]
     assert ["ddp-fp32-w2", "ok"] in rows
     assert ["fsdp2-bf16_mixed-w2", "ok"] in rows
+
+
+@pytest.mark.parametrize("head", ["[tool.pytest.ini_options] # ours", "[ tool.pytest . ini_options ]"])
+def test_a_head_as_toml_allows_it_is_the_table(tmp_path: Path, head: str) -> None:
+    """A second table of that name beside it was a file that pytest, and all other tools, refuse."""
+    (tmp_path / "pyproject.toml").write_text(f"{head}\naddopts = ['-ra']\n", encoding="utf-8")
+    init(tmp_path)
+    text = (tmp_path / "pyproject.toml").read_text(encoding="utf-8")
+    assert text.splitlines() == [head, 'distcompat_profile = "smoke"', "addopts = ['-ra']"]
+    done = collected(tmp_path)
+    assert "test[ddp-fp32-w2:names]" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["[tool.pytest]\nini_options.addopts = '-ra'\n", "[tool]\npytest = {ini_options = {addopts = '-ra'}}\n"]
+)
+def test_a_table_that_is_said_in_another_way_is_left_to_its_owner(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
+    init(tmp_path)
+    told = 'add distcompat_profile = "smoke" to [tool.pytest.ini_options] in pyproject.toml'
+    assert told in capsys.readouterr().out.splitlines()
+    assert (tmp_path / "pyproject.toml").read_text(encoding="utf-8") == text
+
+
+def test_line_ends_stay(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_bytes(b"[pytest]\r\naddopts = -ra\r\n")
+    init(tmp_path)
+    assert (tmp_path / "pytest.ini").read_bytes() == b"[pytest]\r\ndistcompat_profile = smoke\r\naddopts = -ra\r\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("pyproject.toml", b"[tool.pytest\n", "pyproject.toml: Expected ']'"),
+        ("pyproject.toml", b"[tool.x]\nname = 'J\xfcrgen'\n", "pyproject.toml: 'utf-8' codec can't decode"),
+        ("tox.ini", b"no section\n", "tox.ini:1: unexpected line"),
+        ("pytest.ini", b"[pytest]\ntestpaths = my 'tests\n", "pytest.ini: testpaths = my 'tests: No closing quotation"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_a_usage_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: bytes, told: str
+) -> None:
+    """pytest refuses them too; nothing is written beside them."""
+    (tmp_path / name).write_bytes(text)
+    assert init(tmp_path) == 2
+    assert f"distcompat: {tmp_path}/{told}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_key_of_another_table_is_not_pytests(tmp_path: Path, write: Write) -> None:
+    write({"my_driver.py": MINE, "pyproject.toml": '[tool.other]\npythonpath = "lib"\n\n[tool.pytest.ini_options]\n'})
+    init(tmp_path)
+    assert look_at(tmp_path).settings.values == {"distcompat_profile": "smoke", "pythonpath": "."}
+
+
+@pytest.mark.parametrize("file", ["pytest.ini", "pyproject.toml", "pytest.toml"])
+def test_directories_with_spaces(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str], file: str) -> None:
+    """pytest splits such settings as a shell does."""
+    own = "from transformers import Trainer as Base\n\nclass Mine(Base):\n    pass\n"
+    listed = {"pytest.ini": "'my tests'", "pyproject.toml": "\"'my tests'\"", "pytest.toml": '["my tests"]'}[file]
+    table = "tool.pytest.ini_options" if file == "pyproject.toml" else "pytest"
+    write({file: f"[{table}]\ntestpaths = {listed}\n", "my code/mine.py": own, "my tests/conftest.py": ""})
+    init(tmp_path)
+    assert look_at(tmp_path).settings.listed("pythonpath") == ("my code",)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("pytest 'my tests/test_distcompat.py'")
+    for path in tmp_path.rglob("test_distcompat.py"):
+        path.write_text("def test_it():\n    from distcompat_driver import Driver\n    import mine\n", encoding="utf-8")
+    script = str(Path(sys.executable).with_name("pytest"))
+    command = [script, "-p", "no:cacheprovider", "my tests/test_distcompat.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_profile_that_pyproject_has_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The ini file wins over ``[tool.distcompat]``."""
+    text = '[tool.distcompat]\nprofile = "full"\n\n[tool.pytest.ini_options]\n'
+    (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
+    init(tmp_path)
+    assert (tmp_path / "pyproject.toml").read_text(encoding="utf-8") == text
+    assert "kept profile in [tool.distcompat] of pyproject.toml" in capsys.readouterr().out.splitlines()
+
+
+def test_settings_above_are_not_hidden(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    """pytest reads those of a directory above; a new file would take their place."""
+    write({"pytest.ini": "[pytest]\naddopts = -ra\n", "one/src/my_driver.py": MINE})
+    init(tmp_path / "one")
+    assert not (tmp_path / "one" / "pytest.ini").exists()
+    said = capsys.readouterr().out.splitlines()
+    assert "add distcompat_profile = smoke to [pytest] in ../pytest.ini: pytest reads its settings there" in said
+    assert "add pythonpath = one/src to [pytest] in ../pytest.ini: pytest reads its settings there" in said
+
+
+def test_what_is_no_python_is_passed_over(tmp_path: Path, write: Write) -> None:
+    """Emacs locks a file by a link to nothing beside it."""
+    (tmp_path / ".#train.py").symlink_to("me@here.1234")
+    (tmp_path / "data.py").mkdir()
+    (tmp_path / "zero.py").write_bytes(b"import deepspeed\0\n")
+    write({"train.py": "import accelerate\n"})
+    assert init(tmp_path) == 0
+    assert look_at(tmp_path).imports == {"accelerate"}
+
+
+def test_a_file_that_no_import_can_name(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    write({"train-me.py": "import transformers\n\nclass Mine(transformers.Trainer):\n    pass\n"})
+    init(tmp_path)
+    assert "train-me.py: no import can name that file, so Mine has no driver" in capsys.readouterr().out.splitlines()
+    assert 'driver = "trainer"' in suite(tmp_path)
+    assert not (tmp_path / "tests" / "distcompat_driver.py").exists()
+
+
+def test_which_trainer_is_one_of_transformers(tmp_path: Path, write: Write) -> None:
+    """Lightning has a Trainer too; a class of the tests may be a stand-in."""
+    write({"a.py": "import transformers\nfrom lightning import Trainer\n\nclass A(Trainer):\n    pass\n"})
+    assert look_at(tmp_path).trainer is None
+    write({"tests/b.py": "import transformers as t\n\nclass B(t.Trainer):\n    pass\n"})
+    assert look_at(tmp_path).trainer == Class("b", "B", Path("tests"))
+    write({"z.py": "from transformers.trainer import Trainer as Z\n\nclass C(Z):\n    pass\n"})
+    assert look_at(tmp_path).trainer == Class("z", "C")
+
+
+@pytest.mark.parametrize(
+    ("driver", "told"),
+    [
+        ("trainr", "no driver named 'trainr'. Known: torch, accelerate, deepspeed, trainer."),
+        ("mine:", "--driver 'mine:' is not right: expected module:attribute"),
+        (":Driver", "--driver ':Driver' is not right: expected module:attribute"),
+        ("my/driver.py:Driver", "--driver 'my/driver.py:Driver' is not right: expected module:attribute"),
+    ],
+)
+def test_a_driver_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], driver: str, told: str) -> None:
+    assert init(tmp_path, "--driver", driver) == 2
+    assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_driver_that_is_named_has_its_strategies_and_its_library(tmp_path: Path, write: Write) -> None:
+    """All cells of DeepSpeed's driver under ddp and fsdp2 were skipped, and the run passed."""
+    write({".github/x": "", "train.py": "import torch\n"})
+    init(tmp_path, "--driver", "deepspeed")
+    assert 'strategies=("zero1", "zero3")' in suite(tmp_path)
+    text = (tmp_path / ".github" / "workflows" / "distcompat.yml").read_text(encoding="utf-8")
+    assert "pip install 'pytest-distcompat[deepspeed]'" in text
+
+
+def test_a_file_where_a_directory_is_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tests").touch()
+    assert init(tmp_path) == 2
+    assert f"distcompat: {tmp_path}/tests/test_distcompat.py: " in capsys.readouterr().err

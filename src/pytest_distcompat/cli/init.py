@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import shlex
 import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.cli.repository import DRIVERS, Class, Repository, look_at
+from pytest_distcompat.cli.settings import relative
 from pytest_distcompat.failures import UsageProblem
 
 #: Who installed the package has no docs/.
@@ -83,27 +84,54 @@ def add(commands: Any) -> None:
 def _init(told: argparse.Namespace) -> int:
     if not told.directory.is_dir():
         raise UsageProblem(f"{told.directory}: there is no such directory")
+    _check(told.driver)
     found = look_at(told.directory.resolve())
     files = dict(_files(found, told.driver))
     for path, text in files.items():
         there = (found.root / path).exists()
-        print(f"{'kept' if there else 'wrote'} {path}")  # noqa: T201 - a command speaks
+        print(f"{'kept' if there else 'would write' if told.dry_run else 'wrote'} {path}")  # noqa: T201 - a command speaks
         if not there and not told.dry_run:
-            (found.root / path).parent.mkdir(parents=True, exist_ok=True)
-            (found.root / path).write_text(text, encoding="utf-8")
-    _set(found, KEY, VALUE, write=not told.dry_run)
+            _write(found.root / path, text)
+    if "profile" in found.settings.ours:
+        # What the other file says would win over it.
+        print("kept profile in [tool.distcompat] of pyproject.toml")  # noqa: T201 - a command speaks
+    else:
+        _set(found, KEY, found.settings.line(KEY, VALUE), write=not told.dry_run)
     top = _not_importable(found, told.driver)
     if top and not found.pythonpath:
-        _set(found, "pythonpath", top, write=not told.dry_run)
-    suite = found.tests / "test_distcompat.py"
+        place = relative(found.root / top, found.settings.file.parent)
+        _set(found, "pythonpath", found.settings.line("pythonpath", str(place), several=True), write=not told.dry_run)
     for line in _notes(found, top):
         print(line)  # noqa: T201 - a command speaks
-    print(f"now: pytest {suite}")  # noqa: T201 - a command speaks
+    suite = found.tests / "test_distcompat.py"
+    before = "" if told.directory.resolve() == Path.cwd() else f"cd {shlex.quote(str(told.directory))} && "
+    print(f"now: {before}pytest {shlex.quote(str(suite))}")  # noqa: T201 - a command speaks
     return 0
+
+
+def _check(driver: str) -> None:
+    """Raise UsageProblem for the name of a driver that is none; whether a module can be imported is seen where tests run."""
+    module, colon, attribute = driver.partition(":")
+    if colon and not (attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        raise UsageProblem(f"--driver {driver!r} is not right: expected module:attribute")
+    if driver and not colon:
+        from pytest_distcompat.drivers import DRIVERS as BUILT_IN
+
+        BUILT_IN.get(driver)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageProblem(f"{path}: {error.strerror}") from None
 
 
 def _files(found: Repository, asked: str) -> Iterator[tuple[Path, str]]:
     library = next((name for name in DRIVERS if name in found.imports), "torch")
+    # A built-in driver that is asked for drives its own library, whatever the code imports.
+    library = next((name for name, driver in DRIVERS.items() if driver == asked), library)
     driver = asked or DRIVERS[library]
     own = found.tests / "distcompat_driver.py"
     if not asked and found.driver is not None:
@@ -130,27 +158,19 @@ def _beside(found: Repository) -> str:
     return ".".join((*(found.tests.parts if package else ()), "distcompat_driver"))
 
 
-def _set(found: Repository, key: str, value: str, *, write: bool) -> None:
-    """Put a key into pytest's settings, right below the head of their table; leave all else as it is."""
-    path = found.root / found.settings
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    if re.search(rf"^\s*{key}\s*=", text, re.MULTILINE):
-        print(f"kept {key} in {found.settings}")  # noqa: T201 - a command speaks
-        return
-    told = f'"{value}"' if path.suffix == ".toml" else value
-    if key == "pythonpath" and path.suffix == ".toml" and found.table != "tool.pytest.ini_options":
-        # There it is a list and nothing else.
-        told = f"[{told}]"
-    head, line = f"[{found.table}]", f"{key} = {told}"
-    lines = text.splitlines()
-    place = next((number for number, one in enumerate(lines) if one.strip() == head), -1)
-    if place < 0:
-        lines += [*([""] if lines else []), head]
-        place = len(lines) - 1
-    lines.insert(place + 1, line)
-    if write:
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"set {line} in {found.settings}")  # noqa: T201 - a command speaks
+def _set(found: Repository, key: str, line: str, *, write: bool) -> None:
+    """Put a key into pytest's settings, if it is not there."""
+    settings = found.settings
+    place = relative(settings.file, found.root)
+    if key in settings.values:
+        told = f"kept {key} in {place}"
+    elif settings.file.parent != found.root:
+        told = f"add {line} to [{settings.table}] in {place}: pytest reads its settings there"
+    elif not write:
+        told = f"would set {line} in {place}"
+    else:
+        told = f"set {line} in {place}" if settings.put(line) else f"add {line} to [{settings.table}] in {place}"
+    print(told)  # noqa: T201 - a command speaks
 
 
 def _not_importable(found: Repository, asked: str) -> str:
@@ -163,7 +183,7 @@ def _not_importable(found: Repository, asked: str) -> str:
         module, _, attribute = asked.partition(":")
         path = found.root / module.partition(".")[0]
         own = [(module, Path())] if attribute and (path.is_dir() or path.with_suffix(".py").is_file()) else []
-    put_there = {found.tests, *map(Path, found.pythonpath)}
+    put_there = {found.tests, *found.pythonpath}
     if not found.importlib_mode and any(
         (found.root / one).exists() for one in ("conftest.py", found.tests / "__init__.py")
     ):
@@ -181,8 +201,11 @@ def _installed(name: str) -> bool:
 
 
 def _notes(found: Repository, top: str) -> Iterator[str]:
+    yield from found.nameless
     if top and found.pythonpath:
-        yield f"add {top} to pythonpath in {found.settings}: the driver or its trainer is imported from there"
+        file = found.settings.file
+        place, name = relative(found.root / top, file.parent), relative(file, found.root)
+        yield f"add {place} to pythonpath in {name}: the driver or its trainer is imported from there"
     if found.driver is None and found.trainer is None:
         yield f"it drives the library with a tiny model; for your own trainer write a driver ({ADOPT}) and name it there"
     if not found.on_github:
