@@ -101,6 +101,19 @@ def test_it_is_installed_once(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.
     assert side_by_side.install("madeup==1.0", tmp_path) == first
 
 
+def test_another_environment_needs_other_packages_with_it(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releases are kept for all environments; the first one had what the second has not."""
+    wheel("madeup", "1.0", "madeup_words<2")
+    wheel("madeup_words", "1.0")
+    with monkeypatch.context() as first:
+        first.syspath_prepend(str(side_by_side.install("madeup_words==1.0", tmp_path / "there")))
+        target = side_by_side.install("madeup==1.0", tmp_path / "kept")
+        assert sorted(path.name for path in target.glob("*.py")) == ["madeup.py"]
+    assert version_of("madeup_words", side_by_side.install("madeup==1.0", tmp_path / "kept")) == "1.0"
+
+
 def test_what_a_url_names_is_fetched_every_time(wheel: Wheel, tmp_path: Path) -> None:
     """The main branch of yesterday is not that of today."""
     wheel("madeup", "1.0", "madeup_words")
@@ -143,6 +156,37 @@ def test_a_release_that_is_nowhere(wheel: Wheel, tmp_path: Path, capsys: pytest.
     error = capsys.readouterr().err
     assert "pip cannot install madeup==7.0: " in error
     assert "No matching distribution found" in error
+
+
+def test_all_releases_are_there_before_any_run(
+    wheel: Wheel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run takes minutes, and what it found was lost."""
+    wheel("madeup", "1.0")
+    asked = ["--into", str(tmp_path), "--release", "madeup==1.0", "--release", "madeup==7.0"]
+    assert main(["releases", *asked, "--", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "pip cannot install madeup==7.0: " in said.err
+    assert "pytest writes to" not in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "told"),
+    [
+        ("-o", "", "Is a directory"),
+        ("-o", "nowhere/page.md", "No such file or directory"),
+        ("--into", "file", "File exists"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, name: str, told: str
+) -> None:
+    (tmp_path / "file").touch()
+    into = [] if option == "--into" else ["--into", str(tmp_path)]
+    code = main(["releases", *into, option, str(tmp_path / name), "--release", "madeup==1.0", "--", str(tmp_path)])
+    assert code == 2
+    assert capsys.readouterr().err == f"distcompat: {tmp_path / name}: {told}\n"
 
 
 DRIVER = """

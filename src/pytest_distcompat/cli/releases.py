@@ -6,7 +6,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,17 +77,30 @@ def _releases(told: argparse.Namespace) -> int:
     for release in told.release:
         requirements(release)
     directory = (told.into or _cache()).resolve()
-    directory.mkdir(parents=True, exist_ok=True)
+    _writable(directory, told.output)
     arguments = told.arguments[1:] if told.arguments[:1] == ["--"] else told.arguments
+    # All of them first: one that is not there is told before any run, which takes minutes.
+    places = {release: environment(install(release, directory)) for release in dict.fromkeys(told.release)}
     runs = []
-    for release in (*dict.fromkeys(told.release), INSTALLED):
-        runs.append(_run(release, directory, arguments))
+    for release, where in {**places, INSTALLED: dict(os.environ)}.items():
+        runs.append(_run(release, where, directory, arguments))
         print(f"{release}: {runs[-1].summary}", flush=True)  # noqa: T201 - a command speaks
     page = "\n".join(table(runs)) + "\n"
     print(f"\n{page}", end="")  # noqa: T201 - a command speaks
     if told.output:
         told.output.write_text(page, encoding="utf-8")
     return int(not all(run.good for run in runs))
+
+
+def _writable(directory: Path, page: Path | None) -> None:
+    """Raise UsageProblem if nothing can be kept in the directory, or the page not be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if page is not None:
+            # As it is, if it is there.
+            page.open("ab").close()
+    except OSError as error:
+        raise UsageProblem(f"{error.filename}: {error.strerror}") from None
 
 
 def table(runs: Sequence[Run]) -> Iterator[str]:
@@ -108,10 +121,9 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
     yield from (f"\n{run.release}: {run.problem}" for run in runs if run.problem)
 
 
-def _run(release: str, directory: Path, arguments: Sequence[str]) -> Run:
+def _run(release: str, where: Mapping[str, str], directory: Path, arguments: Sequence[str]) -> Run:
     written, log = (directory / f"{file_name(release)}.{kind}" for kind in ("json", "log"))
     written.unlink(missing_ok=True)
-    where = dict(os.environ) if release == INSTALLED else environment(install(release, directory))
     command = [sys.executable, "-m", "pytest", *arguments, f"--distcompat-report={written}"]
     # A run takes minutes, and says nothing here.
     print(f"{release}: pytest writes to {log}", file=sys.stderr, flush=True)  # noqa: T201 - a command speaks
@@ -132,4 +144,6 @@ def _run(release: str, directory: Path, arguments: Sequence[str]) -> Run:
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distcompat-releases"
+    # What is compiled for one Python is not for another.
+    python = f"{sys.implementation.name}-{sys.version_info.major}.{sys.version_info.minor}"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distcompat-releases" / python

@@ -51,11 +51,12 @@ def file_name(release: str) -> str:
 def install(release: str, directory: Path) -> Path:
     """The directory of these releases, and of what they need and what is installed does not fulfil; made if it is not there.
 
-    What a URL names is fetched every time. Raises UsageProblem with pip's last words, or for requirements without end.
+    What a URL names is fetched every time, and anew what an environment made that had other packages. Raises UsageProblem with
+    pip's last words, or for requirements without end.
     """
     wanted = requirements(release)
     target = directory / file_name(release)
-    if any(requirement.url for requirement in wanted):
+    if any(requirement.url for requirement in wanted) or (target.is_dir() and any(unmet(target))):
         shutil.rmtree(target, ignore_errors=True)
     if not target.is_dir():
         directory.mkdir(parents=True, exist_ok=True)
