@@ -79,6 +79,14 @@ def test_scripts_are_bash_and_speak_of_what_exists(
         assert set(re.findall(r"(?:^|[;&(]|then|\)) ?distcompat (\w+)", script, re.MULTILINE)) <= known
 
 
+def test_a_failing_night_is_heard_of() -> None:
+    """Whichever job fails, or is over its time: that is "cancelled" to those that need it."""
+    night = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8"))["jobs"]
+    assert set(night["report"]["needs"]) == set(night) - {"report"}
+    issue = next(step for step in night["report"]["steps"] if step.get("name") == "One issue for all failing nights")
+    assert {"failure", "cancelled"} == set(re.findall(r"result, '(\w+)'", issue["if"]))
+
+
 def test_our_action_is_given_the_inputs_that_it_has(written: Path) -> None:
     inputs = yaml.safe_load(ACTION.read_text(encoding="utf-8"))["inputs"]
     used = [
