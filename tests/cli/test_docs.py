@@ -209,6 +209,21 @@ def test_as_many_upstream_bugs_as_the_readme_says_are_brought_back() -> None:
     assert f"| {len(rows)} real upstream bugs of" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "cases").glob("*.md")), ids=name_of)
+def test_a_case_asks_each_cell_that_it_names(page: Path) -> None:
+    """Of ``-k "a or b"`` one that selects nothing is not missed."""
+    for line in commands(page, "pytest"):
+        expression = line[line.index("-k") + 1]
+        named = re.findall(r"(?:ddp|fsdp\d|zero\d)-[\w-]+:?", expression)
+        if named and "--pyargs" in line:
+            command = [sys.executable, "-m", "pytest", *line, "--collect-only", "-q", "-p", "no:cacheprovider"]
+            done = subprocess.run(
+                [*command, "--distcompat-gpus=0"], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            for cell in named:
+                assert f"[{cell}" in done.stdout, f"{expression}: nothing is {cell}\n{done.stdout[-500:]}"
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):

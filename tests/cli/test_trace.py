@@ -66,6 +66,7 @@ def test_a_cell_that_breaks_off_shows_how_far_it_got(
     [
         (["torch", "fsdp2"], "'fsdp2' is no cell id"),
         (["torch", "fsdp3-fp32-w2"], "no strategy named 'fsdp3'. Known: ddp"),
+        (["torch", "ddp-bf16-w2"], "distcompat: no precision named 'bf16'. Known: fp32"),
         (["nothing", "ddp-fp32-w2"], "no driver named 'nothing'. Known: torch"),
         (["torch", "zero3-fp32-w2"], "zero3-fp32-w2: plain torch has no zero3"),
         (["torch", "ddp-fp32-w2", "--check", "nothing"], "no check named 'nothing'. Known: "),

@@ -72,11 +72,13 @@ def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
     from pytest_distcompat.launch.request import Request, import_path
     from pytest_distcompat.lease import Pool, cpu_slots, gpus
     from pytest_distcompat.leased import LeasedLauncher
+    from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.runner import Runner
     from pytest_distcompat.scenario import TRAIN
     from pytest_distcompat.strategies import STRATEGIES
 
     STRATEGIES.get(cell.strategy)
+    PRECISIONS.get(cell.precision)
     # Where the suite has no item, there is nothing to ask.
     blank = {check.name: check.applies(cell, driver) or (_LIMIT if check.limit else "") for check in checks}
     scenarios = [TRAIN, *(check.lives(cell, driver) for check in checks if not blank[check.name])]
