@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from machine import measured_on  # type: ignore[import-not-found] # a script imports from its own directory
+from machine import expect, measured_on, needs  # type: ignore[import-not-found] # a script imports from its own directory
 from multi_process import multi_process  # type: ignore[import-not-found] # a script imports from its own directory
 
 BODIES = """
@@ -265,6 +265,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=5.0, help="seconds after which a test hangs")
     parser.add_argument("faults", nargs="*", default=list(CAUSES), help=f"of {', '.join(CAUSES)}; all")
     given = parser.parse_args()
+    expect(parser, given.faults, CAUSES)
+    needs(parser, "expecttest")
     print(f"{measured_on('torch', 'accelerate', 'pytest')}; a test hangs after {given.limit:g} s\n")
     print("| rank 1 |", " | ".join(WAYS), "|")
     print("| --- |", " | ".join("---" for _ in WAYS), "|")

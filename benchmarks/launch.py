@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
+from machine import PACKAGES, measured_on, needs  # type: ignore[import-not-found] # a script imports from its own directory
 from multi_process import multi_process  # type: ignore[import-not-found] # a script imports from its own directory
 
 STACK = "import accelerate\nimport transformers\nfrom transformers import Trainer\nimport deepspeed\n"
@@ -214,6 +214,7 @@ def main() -> None:
     )
     parser.add_argument("--modules", type=int, default=0, help="time sessions of so many modules, ranks kept")
     arguments = parser.parse_args()
+    needs(parser, "expecttest")
     sessions = [Way(name, arguments.modules, measure) for name, measure in SESSIONS.items()]
     ways = sessions if arguments.modules else WAYS
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}

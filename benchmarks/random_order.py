@@ -21,7 +21,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import psutil
-from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
+from machine import PACKAGES, measured_on, needs  # type: ignore[import-not-found] # a script imports from its own directory
 
 ROOT = Path(__file__).parents[1]
 #: What of ours is in a temporary directory and must not stay; the files of leases do on purpose.
@@ -80,6 +80,7 @@ def main() -> None:
     )
     parser.add_argument("options", nargs="*", help="more for pytest, after --")
     given = parser.parse_args()
+    needs(parser, "random_order")
     print(f"{measured_on(*PACKAGES, 'pytest')}\n")
     print("| seed | passed | skipped | failed | minutes | which |\n| --- | --- | --- | --- | --- | --- |")
     worst: list[str] = []

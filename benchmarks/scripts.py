@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
+from machine import PACKAGES, expect, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
 from pytest_distcompat.scripts import ScriptRun, launch
 
@@ -137,6 +137,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0)
     parser.add_argument("--only", nargs="*", default=NAMES)
     arguments = parser.parse_args()
+    expect(parser, arguments.only, NAMES)
     print(f"{measured_on(*PACKAGES)}; time limit {arguments.limit:g} s\n")
     print("| script | today | s | today, told of the CPU | s | ours | s |\n| --- | --- | --- | --- | --- | --- | --- |")
     more: list[str] = []

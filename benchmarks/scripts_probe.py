@@ -15,7 +15,7 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
+from machine import PACKAGES, expect, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
 from pytest_distcompat.scripts import ScriptRun, launch
 
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--only", nargs="*", default=STRATEGIES)
     arguments = parser.parse_args()
+    expect(parser, arguments.only, STRATEGIES)
     kinds = {"watched": slice(1, WATCHED), "later": slice(WATCHED + 1, STEPS)}
     found: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     alike: dict[str, bool] = dict.fromkeys(arguments.only, True)

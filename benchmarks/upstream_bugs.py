@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
+from machine import PACKAGES, expect, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.append(str(TESTS))
@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=8, help="so many cells a mutant at most")
     parser.add_argument("mutants", nargs="*", default=list(SIGHTINGS))
     asked = parser.parse_args()
+    expect(parser, asked.mutants, SIGHTINGS)
     print(f"{measured_on(*PACKAGES)}\n")
     print("| bug | driver | seen in |\n| --- | --- | --- |")
     missed = 0
