@@ -63,7 +63,7 @@ def code(words: Iterable[object]) -> str:
 def prose(text: str) -> str:
     """A docstring as Markdown, a line a paragraph."""
     paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
-    return "\n\n".join(re.sub(r"(https?://[^\s)]+[^\s).,])", r"<\1>", one.replace("``", "`")) for one in paragraphs)
+    return "\n\n".join(re.sub(r"(https?://[^\s)]+[^\s).,:;])", r"<\1>", one.replace("``", "`")) for one in paragraphs)
 
 
 def checks() -> str:

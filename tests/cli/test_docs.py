@@ -224,6 +224,11 @@ def test_a_case_asks_each_cell_that_it_names(page: Path) -> None:
                 assert f"[{cell}" in done.stdout, f"{expression}: nothing is {cell}\n{done.stdout[-500:]}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_link_ends_before_the_sentence_goes_on(page: Path) -> None:
+    assert re.findall(r"<https?://[^>]*[.,:;]>", page.read_text(encoding="utf-8")) == []
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
