@@ -181,9 +181,11 @@ class _Rank:
     def _export(self) -> dict[str, Any]:
         if not self.driver.can("export"):
             return {}
+        # What was trained: an export that rounds the live model, and then writes it, is to be seen.
+        facts = self._look(whole=True)
         self.places.export.mkdir(parents=True, exist_ok=True)
         self.driver.export(self.places.export)
-        return self._look(whole=True)
+        return facts
 
     def _evaluate(self) -> dict[str, Any]:
         from pytest_distcompat.probe import sample
