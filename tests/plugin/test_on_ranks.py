@@ -327,6 +327,24 @@ def test_ranks_import_nothing_of_ours(run_pytest: RunPytest, tmp_path: Path, reu
     assert result.code == pytest.ExitCode.OK, result.out
 
 
+@pytest.mark.parametrize("place", ["trainer", "conftest", "test_it"])
+def test_modules_that_ask_at_import_which_rank_it_is(run_pytest: RunPytest, tmp_path: Path, place: str) -> None:
+    """Imported by the fork server, they were told that they are alone; what two ranks did then passed as the work of one."""
+    asks = "import os\nRANK, SIZE = int(os.environ.get('RANK', 0)), int(os.getenv('WORLD_SIZE', 1))\n"
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n", encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(
+        f"{asks if place == 'test_it' else f'from {place} import RANK, SIZE'}\nimport pytest\n\n"
+        "@pytest.mark.distcompat(world_size=2)\ndef test_it(rank):\n    assert (RANK, SIZE) == (rank, 2)\n",
+        encoding="utf-8",
+    )
+    if place != "test_it":
+        (tmp_path / f"{place}.py").write_text(asks, encoding="utf-8")
+    result = run_pytest(tmp_path)
+    assert result.outcomes == {"test_it": "passed"}, result.out
+    told = f"the fork server cannot be forked from: {tmp_path / place}.py:2 asks for RANK when it is imported"
+    assert result.out.count(told) == 1, result.out
+
+
 def test_ranks_that_train_import_nothing_for_it(run_pytest: RunPytest, tmp_path: Path) -> None:
     """The first optimizer of a process, and DistributedDataParallel, import torch._dynamo: a second of every rank of every test."""
     (tmp_path / "test_it.py").write_text(

@@ -1,7 +1,7 @@
 """Gets the fork server ready: imports the heavy modules, calls one function, checks that it may still be forked from.
 
 A ``Warmth`` names the modules and the function (the pytest session is collected so). The fork server must stay fit to fork: no
-CUDA context, no threads.
+CUDA context, no threads, and nobody in it who knows which rank it is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from pytest_distcompat import clock
 from pytest_distcompat.launch import randomness
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
+from pytest_distcompat.launch.per_rank import asked_at_import
 from pytest_distcompat.launch.process import native_threads
 from pytest_distcompat.launch.request import extend_import_path
 
@@ -52,14 +53,16 @@ def main(wanted: Mapping[str, Any], late: float) -> dict[str, Any]:
     extend_import_path(wanted["path"])
     # pytest's capture takes stderr away while it collects.
     log = os.dup(2)
-    status["missing"] = _import(wanted["modules"], late, log)
+    with asked_at_import() as asked_by_modules:
+        status["missing"] = _import(wanted["modules"], late, log)
     _restart_threads_of_numpy()
     threads = native_threads()
     before = randomness.states()
+    asked: list[str] = []
     try:
         if wanted["call"]:
             module, _, function = wanted["call"].partition(":")
-            with _stack_written(late, log):
+            with _stack_written(late, log), asked_at_import() as asked:
                 collected = getattr(importlib.import_module(module), function)(wanted["payload"])
     except BaseException:  # a conftest may raise anything; the ranks will meet it again and report it
         status["error"] = traceback.format_exc()
@@ -71,7 +74,7 @@ def main(wanted: Mapping[str, Any], late: float) -> dict[str, Any]:
     gc.collect()
     gc.freeze()
     os.close(log)
-    status["unfit"] = _unfit(threads)
+    status["unfit"] = _unfit(threads, [*asked_by_modules, *asked])
     return status
 
 
@@ -114,7 +117,7 @@ def _stack_written(late: float, log: int) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _unfit(threads_of_libraries: int) -> str:
+def _unfit(threads_of_libraries: int, asked: Sequence[str]) -> str:
     """Why this process must not be forked from, as one sentence; empty if it may."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -122,4 +125,4 @@ def _unfit(threads_of_libraries: int) -> str:
     extra = native_threads() - threads_of_libraries
     if extra > 0:
         return f"it started {extra} thread{'s' if extra > 1 else ''}, which do not survive a fork and may hold locks"
-    return ""
+    return asked[0] if asked else ""
