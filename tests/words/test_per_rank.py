@@ -47,7 +47,7 @@ def told(here: Path, text: str) -> list[str]:
 def test_each_way_to_ask_is_seen(here: Path, line: str, name: str) -> None:
     place = f"{here / 'trainer.py'}:2"
     assert told(here, f"import os\nANSWER = {line}\n") == [
-        f"{place} asks for {name} when it is imported, and each rank has another answer"
+        f"{place} asks for {name} when it is imported, which only ranks know"
     ]
 
 

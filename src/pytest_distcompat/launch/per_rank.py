@@ -63,7 +63,7 @@ def _importing(key: str, frame: FrameType | None, outside: set[FrameType]) -> It
         if code.co_name == "<module>":
             path = Path(code.co_filename)
             if path.is_file() and not str(path.resolve()).startswith(_INSTALLED):
-                yield f"{path}:{one.f_lineno} asks for {key} when it is imported, and each rank has another answer"
+                yield f"{path}:{one.f_lineno} asks for {key} when it is imported, which only ranks know"
             return
 
 
