@@ -32,39 +32,38 @@ _INSTALLED = tuple(
 
 @contextlib.contextmanager
 def asked_at_import() -> Iterator[list[str]]:
-    """What other modules ask of NAMES while they are imported in the block: after it the list has a sentence for each."""
-    found: dict[str, None] = {}
-    told: list[str] = []
+    """What other modules ask of NAMES while they are imported in the block, a sentence for each."""
+    found: list[str] = []
     environ: Any = os.environ
     ordinary = type(environ)
     outside = set(_outwards(inspect.currentframe()))
 
     def look_up(self: Any, key: str) -> str:
-        if key in NAMES:
-            found.update(dict.fromkeys(_importing(key, inspect.currentframe(), outside)))
+        place = _importing(inspect.currentframe(), outside) if key in NAMES else ""
+        if place:
+            found.append(f"{place} asks for {key} when it is imported, which only ranks know")
         value: str = ordinary.__getitem__(self, key)
         return value
 
     environ.__class__ = type(ordinary.__name__, (ordinary,), {"__getitem__": look_up})
     try:
-        yield told
+        yield found
     finally:
         environ.__class__ = ordinary
-        told += found
 
 
-def _importing(key: str, frame: FrameType | None, outside: set[FrameType]) -> Iterator[str]:
-    """The module that is being imported, if one is, and if it is not an installed one."""
+def _importing(frame: FrameType | None, outside: set[FrameType]) -> str:
+    """Where in a module that is being imported, if one is, and if it is not an installed one; else nothing."""
     for one in _outwards(frame):
         code = one.f_code
         # Who only sees to it that there is a value holds none.
         if one in outside or (code.co_name == "setdefault" and one.f_globals.get("__name__") == "os"):
-            return
+            break
         if code.co_name == "<module>":
             path = Path(code.co_filename)
-            if path.is_file() and not str(path.resolve()).startswith(_INSTALLED):
-                yield f"{path}:{one.f_lineno} asks for {key} when it is imported, which only ranks know"
-            return
+            own = path.is_file() and not str(path.resolve()).startswith(_INSTALLED)
+            return f"{path}:{one.f_lineno}" if own else ""
+    return ""
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

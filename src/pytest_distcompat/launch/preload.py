@@ -53,19 +53,18 @@ def main(wanted: Mapping[str, Any], late: float) -> dict[str, Any]:
     extend_import_path(wanted["path"])
     # pytest's capture takes stderr away while it collects.
     log = os.dup(2)
-    with asked_at_import() as asked_by_modules:
+    with asked_at_import() as asked:
         status["missing"] = _import(wanted["modules"], late, log)
-    _restart_threads_of_numpy()
-    threads = native_threads()
-    before = randomness.states()
-    asked: list[str] = []
-    try:
-        if wanted["call"]:
-            module, _, function = wanted["call"].partition(":")
-            with _stack_written(late, log), asked_at_import() as asked:
-                collected = getattr(importlib.import_module(module), function)(wanted["payload"])
-    except BaseException:  # a conftest may raise anything; the ranks will meet it again and report it
-        status["error"] = traceback.format_exc()
+        _restart_threads_of_numpy()
+        threads = native_threads()
+        before = randomness.states()
+        try:
+            if wanted["call"]:
+                module, _, function = wanted["call"].partition(":")
+                with _stack_written(late, log):
+                    collected = getattr(importlib.import_module(module), function)(wanted["payload"])
+        except BaseException:  # a conftest may raise anything; the ranks will meet it again and report it
+            status["error"] = traceback.format_exc()
     randomness.remember_seeds(before)
     if wanted["device"] == "cpu":
         without_shared_memory()
@@ -74,7 +73,7 @@ def main(wanted: Mapping[str, Any], late: float) -> dict[str, Any]:
     gc.collect()
     gc.freeze()
     os.close(log)
-    status["unfit"] = _unfit(threads, [*asked_by_modules, *asked])
+    status["unfit"] = _unfit(threads, asked)
     return status
 
 

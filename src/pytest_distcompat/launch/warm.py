@@ -187,16 +187,18 @@ class WarmLauncher:
 
     def _notice(self, process: LauncherProcess) -> str:
         """What the user should know once about the fork server."""
-        missing = [f"{name} ({process.missing[name]})" for name in self._warmth.named if name in process.missing]
-        if self._told or not (process.unfit or missing):
+        if self._told:
             return ""
-        self._told = True
+        notice = ""
         if process.unfit:
-            return (
+            notice = (
                 f"the fork server cannot be forked from: {process.unfit}. Ranks are started by spawn instead, "
                 "seconds slower each. Look for code at import time in a conftest.py or a test module."
             )
-        return f"the fork server could not import what it was told to: {', '.join(missing)}"
+        elif missing := [f"{name} ({process.missing[name]})" for name in self._warmth.named if name in process.missing]:
+            notice = f"the fork server could not import what it was told to: {', '.join(missing)}"
+        self._told = bool(notice)
+        return notice
 
     def close(self) -> None:
         """Kill the launcher process and all below it."""

@@ -110,8 +110,8 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
     from pytest_distcompat.plugin.words import check_attributes
 
     try:
+        check_attributes(obj)
         if not cases.is_suite(obj):
-            check_attributes(obj)
             return None
         cases.validate(obj, session_of(collector.config).world_size)
     except UsageProblem as problem:

@@ -27,7 +27,7 @@ from pytest_distcompat.plugin.nodeids import plain
 from pytest_distcompat.plugin.representation import represent
 from pytest_distcompat.plugin.results import ATTRIBUTE
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
-from pytest_distcompat.plugin.words import check_attributes, check_words
+from pytest_distcompat.plugin.words import check_words
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.suite import CompatSuite
@@ -65,7 +65,6 @@ def is_suite(obj: object) -> bool:
 
 def validate(suite: type[CompatSuite], world_size: int) -> None:
     """Raise UsageProblem for an override, an unknown name, or an expectation that covers no cell."""
-    check_attributes(suite)
     for name in vars(CompatSuite):
         if name.startswith("test") and getattr(suite, name, None) is not getattr(CompatSuite, name):
             raise UsageProblem(

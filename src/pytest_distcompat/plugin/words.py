@@ -34,12 +34,12 @@ def check_words(expectation: Expectation) -> None:
 def check_attributes(suite: type[CompatSuite]) -> None:
     """Raise UsageProblem for an attribute that is meant for us, by its name and its value, and that nobody reads."""
     ours = [one for one in suite.__mro__ if one is not CompatSuite and issubclass(one, CompatSuite)]
-    for name, value in ((name, value) for one in ours for name, value in vars(one).items()):
+    for name, value in (said for one in ours for said in vars(one).items() if said[0] not in _ATTRIBUTES):
+        values = value if isinstance(value, (tuple, list)) else (value,)
         if name in _OF_MATRIX and isinstance(value, (tuple, list)):
             raise UsageProblem(
                 f"{suite.__name__}.{name} is read by nobody; expected matrix = Matrix({name}={value!r:.100})"
             )
         close = difflib.get_close_matches(name, _ATTRIBUTES, n=1, cutoff=0.75)
-        kinds = {kind for one in (value if isinstance(value, (tuple, list)) else [value]) for kind in type(one).__mro__}
-        if close and name not in _ATTRIBUTES and _ATTRIBUTES[close[0]] in kinds:
+        if close and any(isinstance(one, _ATTRIBUTES[close[0]]) for one in values):
             raise UsageProblem(f"{suite.__name__}.{name} is read by nobody; did you mean {close[0]}?")

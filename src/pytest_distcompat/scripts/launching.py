@@ -173,8 +173,7 @@ def _check(
         raise UsageProblem(f"blocks={blocks!r:.200}: expected class names")
     if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise UsageProblem(f"timeout={timeout!r}: expected a number of seconds above 0")
-    if not isinstance(world_size, int) or world_size < 1:
-        raise UsageProblem(f"world_size={world_size!r}: expected a number of ranks, 1 or more")
+    check_ranks("world_size", world_size)
     if not isinstance(watch_steps, int) or watch_steps < 0:
         raise UsageProblem(f"watch_steps={watch_steps!r}: expected a number of steps, 0 for no probe")
     several = next((one for one in args if isinstance(one, (list, tuple, dict, set))), None)
@@ -187,6 +186,12 @@ def _check(
     wrong = {name: value for name, value in environment.items() if not isinstance(value, str)}
     if wrong:
         raise UsageProblem(f"environment={wrong!r:.200}: expected texts")
+
+
+def check_ranks(name: str, value: object) -> None:
+    """Raise UsageProblem for what is no number of ranks."""
+    if not isinstance(value, int) or value < 1:
+        raise UsageProblem(f"{name}={value!r}: expected a number of ranks, 1 or more")
 
 
 def _cell(strategy: str, precision: str, world_size: int, options: Mapping[str, OptionValue]) -> Cell:

@@ -11,7 +11,7 @@ from typing import Any
 from pytest_distcompat.checks._base import pairs
 from pytest_distcompat.checks._values import differences, settings, values
 from pytest_distcompat.failures import Incompatible, LifeFailure, UsageProblem
-from pytest_distcompat.scripts.launching import Host, launch
+from pytest_distcompat.scripts.launching import Host, check_ranks, launch
 from pytest_distcompat.scripts.recorder import STRIDE
 from pytest_distcompat.scripts.result import ScriptRun
 from pytest_distcompat.trace import Moment
@@ -195,8 +195,8 @@ def _check(
         raise UsageProblem(f"same={list(same)!r}: known are {', '.join(SAME)}")
     if not isinstance(save_at, int) or not isinstance(total, int) or not 0 < save_at <= total:
         raise UsageProblem(f"save_at={save_at!r} of total={total!r} steps")
-    if reshard_to is not None and (not isinstance(reshard_to, int) or reshard_to < 1):
-        raise UsageProblem(f"reshard_to={reshard_to!r}: expected a number of ranks, 1 or more")
+    if reshard_to is not None:
+        check_ranks("reshard_to", reshard_to)
     ours = [name for name in ("watch_steps", "stop_after", "allow_failure") if name in settings]
     if ours:
         raise UsageProblem(f"resume_roundtrip takes no {ours[0]}: it says that of each run itself")
