@@ -150,10 +150,9 @@ def test_nothing_imports_what_is_started_by_name(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_says_in_one_sentence_what_it_is_for_and_stays_short(path: Path) -> None:
+def test_a_module_says_in_one_sentence_what_it_is_for(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
-    assert len(text.splitlines()) <= 300
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
