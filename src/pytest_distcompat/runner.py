@@ -116,6 +116,8 @@ class Runner:
             directory=str(directory),
             timeout=self._timeout,
             set=_threads(there, self._device),
+            # What goes on from another run comes from other interpreters than that one, rank by rank.
+            turn=0 if after is None else 1 if not after.after else 2,
         )
         ending = self._launcher.run(request)
         if ending.notice:

@@ -44,6 +44,8 @@ def look(payload: Mapping[str, Any], log: RankLog) -> None:
         parent=os.getppid(),
         grandparent=psutil.Process(os.getppid()).ppid(),
         semaphores=_shared_memory(),
+        hash=hash("a name"),
+        address=id(psutil),
     )
 
 

@@ -21,7 +21,15 @@ class Run(Protocol):
     """Runs ``bodies:<body>`` on every rank of a new life; ``payload`` is what the body gets."""
 
     def __call__(
-        self, body: str, world_size: int = 2, *, launcher: Launcher | None = None, timeout: float = 60.0, **payload: Any
+        self,
+        body: str,
+        world_size: int = 2,
+        *,
+        launcher: Launcher | None = None,
+        timeout: float = 60.0,
+        collected: str = "",
+        turn: int | None = None,
+        **payload: Any,
     ) -> Ending: ...
 
 
@@ -56,11 +64,21 @@ def run(tmp_path: Path, warm: WarmLauncher, importable: None) -> Run:
     numbers = itertools.count()
 
     def run(
-        body: str, world_size: int = 2, *, launcher: Launcher | None = None, timeout: float = 60.0, **payload: Any
+        body: str,
+        world_size: int = 2,
+        *,
+        launcher: Launcher | None = None,
+        timeout: float = 60.0,
+        collected: str = "",
+        turn: int | None = None,
+        **payload: Any,
     ) -> Ending:
         launcher = launcher or warm
         directory = tmp_path / f"life-{next(numbers)}"
-        ending = launcher.run(Request(f"bodies:{body}", payload, world_size, str(directory), timeout))
+        request = Request(
+            f"bodies:{body}", payload, world_size, str(directory), timeout, collected=collected, turn=turn
+        )
+        ending = launcher.run(request)
         spoken = [event for events in ending.events.values() for event in events]
         left = wait_until_gone(int(event["pid"]) for event in spoken if event["event"] in {"start", "child"})
         assert not left, f"left running by the life: {left}\n{ending.text()}"

@@ -137,7 +137,7 @@ def test_ranks_see_what_the_parent_took_back(
     assert first["threads"] in TWO
     assert first["cwd"] == str(tmp_path)
     (second,) = seen(run("look", 1, launcher=own))
-    assert second["parent"] == first["parent"]
+    assert second["grandparent"] == first["grandparent"]
     assert "TEST_OLD" not in second["environ"]
     assert second["environ"]["RANK"] == "0"
     assert second["environ"]["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"

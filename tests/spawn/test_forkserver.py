@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -47,6 +47,7 @@ Launch = Callable[[Warmth], WarmLauncher]
 def launch(importable: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     """Launchers of this test, whose fork servers can import ``preloaded``."""
     (tmp_path / "preloaded.py").write_text(PRELOADED, encoding="utf-8")
+    (tmp_path / "with_cuda.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True\n", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}{os.pathsep}{tmp_path}")
     launchers = []
 
@@ -64,11 +65,15 @@ def pids(ending: Ending) -> list[int]:
     return [events[0]["pid"] for events in ending.events.values()]
 
 
-def forked(launcher: WarmLauncher, ending: Ending) -> bool:
-    """Whether the ranks of a ``look`` came from the fork server."""
+def forked(launcher: WarmLauncher, ending: Ending, *, collected: bool = False) -> bool:
+    """Whether the ranks of a ``look`` came from a fork server, of those that ``collected`` tests."""
     assert launcher._process is not None
-    spoken = [event for events in ending.events.values() for event in events if event["event"] == "seen"]
-    return all(event["grandparent"] == launcher._process.pid for event in spoken)
+    servers = [psutil.Process(event["parent"]).parents() for event in look(ending)]
+    return all(parents[1 if collected else 0].pid == launcher._process.pid for parents in servers)
+
+
+def look(ending: Ending) -> list[Mapping[str, Any]]:
+    return [event for events in ending.events.values() for event in events if event["event"] == "seen"]
 
 
 def test_every_life_has_fresh_processes(run: Run) -> None:
@@ -101,31 +106,63 @@ def test_heavy_modules_leave_it_fit(run: Run, launch: Launch) -> None:
     assert psutil.Process(ending.events[0][1]["parent"]).num_threads() == 1
 
 
-def test_it_is_a_fork_of_the_launcher_process(run: Run, launch: Launch) -> None:
-    """As another interpreter it would import torch a second time."""
+def test_one_is_a_fork_of_the_launcher_process(run: Run, launch: Launch) -> None:
+    """As another interpreter it would import torch a third time."""
     launcher = launch(Warmth())
     ending = run("look", launcher=launcher)
     assert forked(launcher, ending), ending.text()
     assert launcher._process is not None
     theirs = psutil.Process(launcher._process.pid)
-    assert psutil.Process(ending.events[0][1]["parent"]).cmdline() == theirs.cmdline()
+    parents = [psutil.Process(event["parent"]).cmdline() for event in look(ending)]
+    assert [line == theirs.cmdline() for line in parents] == [True, False]
+
+
+def test_ranks_have_hash_seeds_and_addresses_of_their_own(run: Run, launch: Launch) -> None:
+    """So have the ranks of the next run, and those of one that goes on from another whatever came between."""
+    launcher = launch(Warmth())
+    runs = [look(run("look", 3, launcher=launcher, turn=turn)) for turn in (None, None, 0, 1)]
+    for name in ("hash", "address"):
+        seen = [[one[name] for one in ranks] for ranks in runs]
+        assert all(one[0] != one[1] != one[2] for one in seen), seen
+        assert all(one != other for one, other in zip(seen[0], seen[1], strict=True)), seen
+        assert all(one != other for one, other in zip(seen[2], seen[3], strict=True)), seen
+
+
+def test_a_hash_seed_that_the_user_set_is_that_of_all(
+    run: Run, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    first, second = look(run("look", launcher=launch(Warmth())))
+    assert first["hash"] == second["hash"]
+    assert first["address"] != second["address"]
 
 
 def test_a_large_product_leaves_it_fit(run: Run, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads that numpy was asked for went at the fork, and come again: nobody in that module started one."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     launcher = launch(Warmth(call="preloaded:multiply"))
-    ending = run("look", launcher=launcher)
+    ending = run("look", launcher=launcher, collected="test_it.py")
     assert not ending.notice
-    assert forked(launcher, ending), ending.text()
+    assert forked(launcher, ending, collected=True), ending.text()
 
 
-def test_a_thread_in_the_fork_server_means_spawn_and_is_told_once(run: Run, launch: Launch) -> None:
+def test_a_thread_that_collected_tests_started_leaves_the_tests_to_the_ranks(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(call="preloaded:start_thread"))
+    first = run("look", 1, launcher=launcher, collected="test_it.py")
+    assert first.kind == "ok", first.text()
+    assert forked(launcher, first)
+    assert "each rank imports the tests itself, as under torchrun" in first.notice
+    assert "it started 1 thread, which do not survive a fork" in first.notice
+    second = run("look", 1, launcher=launcher, collected="test_it.py")
+    assert not second.notice, "it is told once"
+
+
+def test_what_must_not_be_forked_means_spawn_and_is_told_once(run: Run, launch: Launch) -> None:
+    launcher = launch(Warmth(modules=("with_cuda",)))
     first = run("look", 1, launcher=launcher)
     assert first.kind == "ok", first.text()
     assert not forked(launcher, first)
-    assert "it started 1 thread, which do not survive a fork" in first.notice
+    assert "it initialised CUDA, which does not survive a fork" in first.notice
     assert "Ranks are started by spawn instead" in first.notice
     # Spawned ranks are our launcher's own children, and die as they do under the fork server.
     second = run("act", launcher=launcher, acts={"0": "child", "1": "SIGKILL"})
@@ -135,17 +172,37 @@ def test_a_thread_in_the_fork_server_means_spawn_and_is_told_once(run: Run, laun
 
 
 def test_a_fork_server_that_nothing_is_forked_from_may_die(run: Run, launch: Launch) -> None:
-    launcher = launch(Warmth(call="preloaded:start_thread"))
+    launcher = launch(Warmth(modules=("with_cuda",)))
     assert run("look", 1, launcher=launcher).kind == "ok"
     process = launcher._process
     assert process is not None
-    (server,) = (
-        one for one in psutil.Process(process.pid).children() if "resource_tracker" not in " ".join(one.cmdline())
-    )
-    kill([server])
+    kill(one for one in psutil.Process(process.pid).children() if "resource_tracker" not in " ".join(one.cmdline()))
     ending = run("look", 1, launcher=launcher)
     assert ending.kind == "ok", ending.text()
     assert launcher._process is process, "another one would import all of it again, for nothing"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import os\nRANK = os.environ.get('RANK')\n", ":2 reads RANK at import"),
+        (
+            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n",
+            "it started 1 thread",
+        ),
+        ("import os\nos._exit(3)\n", "a process that imported it died"),
+    ],
+)
+def test_a_module_that_ranks_must_import_themselves_is_left_to_them(
+    run: Run, launch: Launch, tmp_path: Path, text: str, reason: str
+) -> None:
+    (tmp_path / "of_each_rank.py").write_text(text, encoding="utf-8")
+    launcher = launch(Warmth(modules=("of_each_rank",), named=("of_each_rank",)))
+    ending = run("look", 1, launcher=launcher)
+    assert ending.kind == "ok", ending.text()
+    assert forked(launcher, ending)
+    assert "could not import what it was told to: of_each_rank (" in ending.notice
+    assert reason in ending.notice
 
 
 @pytest.mark.parametrize("call", ["preloaded:fail", "preloaded:leave"])
@@ -163,10 +220,10 @@ def test_a_preload_that_fails_does_not_keep_ranks_from_starting(run: Run, launch
 
 def test_a_preload_that_dies_is_told(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(call="preloaded:die"))
-    ending = run("look", 1, launcher=launcher)
+    ending = run("look", 1, launcher=launcher, collected="test_it.py")
     assert ending.kind == "ok", ending.text()
     assert "it died while it imported" in ending.notice
-    # The launcher process is good for more lives, though without a fork server.
+    # The launcher process is good for more runs, from the servers that are left.
     assert launcher._process is not None
     assert launcher._process.intact
 

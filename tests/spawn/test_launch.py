@@ -219,8 +219,8 @@ def test_all_die_with_the_process_that_owns_them(
             assert owner.poll() is None
             time.sleep(0.05)
         below = psutil.Process(owner.pid).children(recursive=True)
-        # The launcher process, Python's resource tracker, the fork server, two ranks.
-        assert len(below) == 5
+        # The launcher process, Python's resource tracker, two fork servers, two ranks.
+        assert len(below) == 6
     finally:
         owner.kill()
         owner.wait()

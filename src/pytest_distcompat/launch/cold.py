@@ -12,7 +12,7 @@ from pytest_distcompat import clock
 from pytest_distcompat.launch.ending import Ending, conclude
 from pytest_distcompat.launch.kept import Keeping
 from pytest_distcompat.launch.process import bury, descendants, kill, on_device
-from pytest_distcompat.launch.request import Request, Warmth, read_events
+from pytest_distcompat.launch.request import Request, Warmth, interpreter, read_events
 from pytest_distcompat.launch.supervise import Watch
 
 #: A failed rank as torchrun's final report shows it.
@@ -59,7 +59,9 @@ class TorchrunLauncher:
         # Standalone: a port that the kernel chooses. Before torch 2.13 the default was 29500 for everybody.
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(request.world_size)]
-        command += ["--log-dir", str(logs), "--redirects", "3", "-m", "pytest_distcompat.launch.rank", str(path)]
+        # By itself torchrun starts its ranks without the flags that this interpreter was given.
+        rank = ["--no-python", *interpreter(), "-u", "-m", "pytest_distcompat.launch.rank", str(path)]
+        command += ["--log-dir", str(logs), "--redirects", "3", *rank]
         watch = Watch(request)
         output = Path(request.directory) / "torchrun.log"
         with output.open("wb") as log:

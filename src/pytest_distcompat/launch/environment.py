@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.request import Request
 
-#: What the agent alone gives to ranks, whatever the environment says.
-_OF_THE_AGENT = re.compile(
+#: The variables that the agent alone gives to ranks, whatever the environment says.
+OF_THE_AGENT = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_ADDR|MASTER_PORT"
     r"|TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS|RUN_ID|USE_AGENT_STORE|ERROR_FILE))"
 )
@@ -39,7 +39,7 @@ def of_launcher(now: Mapping[str, str], device: str) -> dict[str, str]:
 def brought_to(wanted: Mapping[str, str], request: Request, base: Mapping[str, str]) -> Request:
     """The request with what makes ``wanted``, and what it sets itself, of a rank's environment that is ``base``."""
     now = {**wanted, **request.set}
-    names = {name for name in {*now, *base} if not _OF_THE_AGENT.fullmatch(name)}
+    names = {name for name in {*now, *base} if not OF_THE_AGENT.fullmatch(name)}
     changed = sorted(name for name in names if now.get(name) != base.get(name))
     return dataclasses.replace(
         request,

@@ -1,69 +1,172 @@
-"""multiprocessing's fork server, forked from this process instead of started as another interpreter."""
+"""The fork servers from which warm ranks are started: multiprocessing's own, several of them, started our way.
+
+Ranks of torchrun are processes that were started one by one: each has its own hash seed and its own layout of memory. So there
+are two interpreters (``SIDES``) from which ranks come in turn, and the next run starts with the other one. What goes by the order
+of a set of strings then differs between the ranks of a group, and between the run that saves and the one that loads.
+
+Each interpreter has a server that has imported libraries. Where tests are collected beforehand, another server, forked from the
+first, has imported the user's modules too.
+"""
 
 from __future__ import annotations
 
+import json
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import socket
+import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+#: How many interpreters ranks are forked from in turn. A third one would tell ranks 0 and 2 apart, at the price of its memory.
+SIDES = 2
+#: What a fork server has imported: libraries, or the user's modules too, with the tests collected from them.
+LIBRARIES, SESSION = "libraries", "session"
 
 
-def start_fork_server(prepare: Callable[[], str]) -> Callable[[], str]:
-    """Start it, and have it call ``prepare`` before it serves. What is returned waits for the line that gives; empty if it died.
+@dataclass(frozen=True)
+class Ends:
+    """A fork server's ends: what it listens on, what tells it that nobody needs it any more, where it says how it is."""
 
-    ``multiprocessing.forkserver.ensure_running`` starts an interpreter, which imports anew what this process has imported:
-    with torch 2 s of a core and 100 MiB, in each worker of xdist. To be called while this process has one thread.
+    listener: int
+    alive: int
+    ready: int
 
-    What is private here: ``multiprocessing.forkserver.main``, and three attributes by which multiprocessing knows its fork
-    server. ``tests/spawn/test_private_names.py`` says when they move. Python 3.14 asks those that connect for a key, but for
-    a server that was started without one, as this is; its socket lies in a directory of the user's alone.
-    """
-    # Ranks are handed its descriptor.
-    multiprocessing.resource_tracker.ensure_running()
-    address = str(Path(multiprocessing.util.get_temp_dir()) / "fork-server")
-    alive_read, alive_write = os.pipe()
-    ready_read, ready_write = os.pipe()
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
-        listener.listen()
+    def close(self) -> None:
+        """Leave them to another process."""
+        for descriptor in asdict(self).values():
+            os.close(descriptor)
+
+
+class ForkServer:
+    """The other ends of a fork server, for those who have ranks forked from it."""
+
+    def __init__(self, name: str) -> None:
+        self.address = str(Path(multiprocessing.util.get_temp_dir()) / name)
+        alive, self.alive = os.pipe()
+        self._ready, ready = os.pipe()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.address)
+            listener.listen()
+            self.ends = Ends(listener.detach(), alive, ready)
+
+    def status(self) -> dict[str, Any] | None:
+        """Wait until it serves, and return how it is; None if it died before."""
+        # A line, not all: somebody whom it forked meanwhile may have the other end open.
+        with os.fdopen(self._ready, encoding="utf-8") as ready:
+            line = ready.readline()
+        return json.loads(line) if line else None
+
+    def forget(self) -> None:
+        """Close these ends, in a process that is to be a fork server itself."""
+        os.close(self.alive)
+        os.close(self._ready)
+
+    def dismiss(self) -> None:
+        """Have it end once the ranks that it forked have."""
+        os.close(self.alive)
+
+
+class ForkServers:
+    """All fork servers of this process: by kind, one for each side."""
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        # Ranks are handed its descriptor.
+        multiprocessing.resource_tracker.ensure_running()
+        self._servers = {kind: [ForkServer(f"{kind}-{side}") for side in range(SIDES)] for kind in kinds}
+        self._next: list[ForkServer] = []
+        self._runs = 0
+        #: The processes that were started here; those of the sessions are their children.
+        self.pids: list[int] = []
+
+    def ends(self, side: int) -> dict[str, Ends]:
+        """The ends of the servers of one side, by kind."""
+        return {kind: servers[side].ends for kind, servers in self._servers.items()}
+
+    def fork(self, side: int, serve: Callable[[Mapping[str, Ends]], NoReturn]) -> None:
+        """Fork the servers of that side from this process, which must have one thread."""
         pid = os.fork()
         if pid == 0:
-            os.close(alive_write)
-            os.close(ready_read)
-            _serve(listener.detach(), alive_read, ready_write, prepare)
-    os.close(alive_read)
-    os.close(ready_write)
-    server: Any = multiprocessing.forkserver._forkserver  # noqa: SLF001 - see the docstring
-    server._forkserver_address = address  # noqa: SLF001
-    server._forkserver_alive_fd = alive_write  # noqa: SLF001
-    server._forkserver_pid = pid  # noqa: SLF001
+            for servers in self._servers.values():
+                for server in servers:
+                    server.forget()
+            serve(self.ends(side))
+        self.pids.append(pid)
+        self._leave(side)
 
-    def told() -> str:
-        # A line, not all: somebody whom it forked meanwhile may have the other end open.
-        with os.fdopen(ready_read, encoding="utf-8") as ready:
-            return ready.readline()
+    def spawn(self, side: int, line: Sequence[str]) -> None:
+        """Start the servers of that side as another interpreter, by a command that is given the ends as JSON."""
+        ends = self.ends(side)
+        told = json.dumps({kind: asdict(one) for kind, one in ends.items()})
+        descriptors = [descriptor for one in ends.values() for descriptor in asdict(one).values()]
+        # Nobody asks Popen how it ended: it is kept for as long as this object.
+        self._process = subprocess.Popen([*line, told], pass_fds=descriptors)
+        self.pids.append(self._process.pid)
+        self._leave(side)
 
-    return told
+    def _leave(self, side: int) -> None:
+        """Leave their ends to the servers: nobody else is to have the other end of what tells that one died."""
+        for ends in self.ends(side).values():
+            ends.close()
+
+    def serving(self) -> list[dict[str, dict[str, Any] | None]]:
+        """Wait until all serve; by side and kind how they are."""
+        return [{kind: servers[side].status() for kind, servers in self._servers.items()} for side in range(SIDES)]
+
+    def choose(self, kind: str, turn: int | None) -> None:
+        """Have the ranks that multiprocessing starts from now on forked from servers of that kind, in turn.
+
+        Args:
+            kind: ``LIBRARIES`` or ``SESSION``.
+            turn: From which side rank 0 comes, by its parity; None for another one each time.
+
+        What is private here: ``connect_to_new_process`` of ``multiprocessing.forkserver``, which ``popen_forkserver`` looks up
+        at each call, and three attributes by which multiprocessing knows its fork server. ``tests/spawn/test_private_names.py``
+        says when they move. Python 3.14 asks those that connect for a key, but for a server that was started without one, as
+        these are; their sockets lie in a directory of the user's alone.
+        """
+        servers = self._servers[kind]
+        first = self._runs if turn is None else turn
+        self._runs += 1
+        self._next = [servers[(first + number) % SIDES] for number in range(SIDES)]
+        module: Any = multiprocessing.forkserver
+        known = module._forkserver  # noqa: SLF001 - see the docstring
+
+        def connect(descriptors: Sequence[int]) -> Any:
+            server = self._next.pop(0)
+            self._next.append(server)
+            known._forkserver_address = server.address  # noqa: SLF001
+            known._forkserver_alive_fd = server.alive  # noqa: SLF001
+            return type(known).connect_to_new_process(known, descriptors)
+
+        # It would start a server of its own if it knew of no child that is one.
+        known._forkserver_pid = self.pids[0]  # noqa: SLF001
+        module.connect_to_new_process = connect
+
+    def dismiss(self) -> None:
+        """Have all servers end once nobody needs them."""
+        for servers in self._servers.values():
+            for server in servers:
+                server.dismiss()
 
 
-def _serve(listener: int, alive: int, ready: int, prepare: Callable[[], str]) -> None:
-    """What the fork server does; never returns."""
+def serve(ends: Ends, status: Mapping[str, Any], at_end: Callable[[], None] = lambda: None) -> NoReturn:
+    """Say how this process is, and fork ranks for whoever asks until nobody is left who could; then call ``at_end``."""
     code = 1
     try:
-        # As that of a new interpreter: what is imported here may look at it.
-        sys.argv[1:] = []
-        with os.fdopen(ready, "w", encoding="utf-8") as file:
-            file.write(f"{prepare()}\n")
-        multiprocessing.forkserver.main(listener, alive, [])
+        with os.fdopen(ends.ready, "w", encoding="utf-8") as file:
+            file.write(f"{json.dumps(status)}\n")
+        multiprocessing.forkserver.main(ends.listener, ends.alive, [])
     except SystemExit:
         # Nobody is left who would ask it for a process.
         code = 0
+        at_end()
     except BaseException:
         traceback.print_exc()
     finally:

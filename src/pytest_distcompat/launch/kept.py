@@ -48,6 +48,8 @@ class KeptRanks:
             timeout=first.timeout,
             set=first.set,
             unset=first.unset,
+            argv=first.argv,
+            collected=first.collected,
         )
         #: What they were asked to do last, and where they write meanwhile.
         self.asked = first

@@ -10,7 +10,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,10 @@ import psutil
 
 from pytest_distcompat import clock
 from pytest_distcompat.launch import environment
+from pytest_distcompat.launch.at_import import Findings
 from pytest_distcompat.launch.ending import exit_name
+from pytest_distcompat.launch.environment import OF_THE_AGENT
+from pytest_distcompat.launch.forking import LIBRARIES, SESSION
 from pytest_distcompat.launch.process import (
     alive,
     await_exit,
@@ -30,8 +32,11 @@ from pytest_distcompat.launch.process import (
     let_tidy_up,
     tidies_up,
 )
-from pytest_distcompat.launch.request import Warmth
+from pytest_distcompat.launch.request import ANY_MODULE, Request, Warmth, interpreter
 from pytest_distcompat.launch.temporary import OwnedDirectory
+
+#: How long it may take to end by itself, in seconds.
+FAREWELL = 4.0
 
 
 class LauncherProcess:
@@ -54,7 +59,7 @@ class LauncherProcess:
         )
         with theirs, (place / "server.log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", script, str(theirs.fileno()), str(told)],
+                [*interpreter(), "-c", script, str(theirs.fileno()), str(told)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -66,6 +71,7 @@ class LauncherProcess:
         #: What ``preload`` said; None until it is ready.
         self.status: dict[str, Any] | None = None
         self._own: set[int] = set()
+        self._findings = Findings()
 
     @property
     def directory(self) -> Path:
@@ -107,13 +113,25 @@ class LauncherProcess:
         self.status = self.receive(clock.now() + self._timeout)
         if self.status is None:
             return self.death("while it got ready")
+        for found in self.status["findings"]:
+            self._findings.join(Findings(**found))
         self._own = {process.pid for process in self._below() if alive(process.pid)}
         return ""
 
-    def send(self, request: Path) -> None:
+    def not_shared(self, request: Request) -> str:
+        """Return why the ranks of a request that runs tests must collect them themselves; empty if they may inherit them."""
+        assert self.status is not None
+        differing = {*request.set, *request.unset}
+        file = None if request.collected == ANY_MODULE else request.collected
+        return str(self.status["alone"]) or self._findings.reason(
+            file, lambda name: name in differing or OF_THE_AGENT.fullmatch(name) is not None
+        )
+
+    def send(self, request: Request) -> None:
         """Hand it that request. If it died just now, nobody hears."""
+        start = "spawn" if self.unfit else SESSION if request.collected and not self.not_shared(request) else LIBRARIES
         with contextlib.suppress(BrokenPipeError):
-            self._channel.sendall(f"{request}\n".encode())
+            self._channel.sendall(f"{json.dumps({'request': str(request.write()), 'start': start})}\n".encode())
 
     def receive(self, deadline: float, others: Sequence[socket.socket] = ()) -> dict[str, Any] | None:
         """Its next answer; None when the deadline passes, when there is something on another socket, or when it is gone."""
@@ -158,9 +176,13 @@ class LauncherProcess:
         """All processes below it; none if it is dead, for its number may be another's by now."""
         return [] if self.dead else descendants(self._process.pid)
 
-    def close(self) -> None:
-        """Kill it and all below it."""
+    def close(self, *, farewell: bool = False) -> None:
+        """Kill it and all below it. With ``farewell`` it gets a moment to do what collected tests want done at the end."""
         try:
+            if farewell and self.status is not None and self.status["leaves"] and self.intact and not self.unfit:
+                with contextlib.suppress(OSError):
+                    self._channel.shutdown(socket.SHUT_WR)
+                await_exit(self._process, FAREWELL)
             below = self._below()
             # They wait for the launcher process too.
             tidy = [process for process in below if tidies_up(process)]

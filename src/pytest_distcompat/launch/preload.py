@@ -1,26 +1,30 @@
-"""Gets the fork server ready: imports the heavy modules, calls one function, checks that it may still be forked from.
+"""Gets fork servers ready: imports the heavy modules, calls one function, checks that they may still be forked from.
 
-A ``Warmth`` names the modules and the function (the pytest session is collected so). The fork server must stay fit to fork: no
-CUDA context, no threads, and nobody in it who knows which rank it is.
+A ``Warmth`` names the modules and the function (the pytest session is collected so). A fork server must stay fit to fork: no
+CUDA context and no threads.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import dataclasses
 import faulthandler
 import gc
 import importlib
+import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.launch import randomness
+from pytest_distcompat.launch.at_import import Watch
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
-from pytest_distcompat.launch.per_rank import asked_at_import
-from pytest_distcompat.launch.process import native_threads
+from pytest_distcompat.launch.environment import OF_THE_AGENT
+from pytest_distcompat.launch.process import native_threads, run_exit_functions
 from pytest_distcompat.launch.request import extend_import_path
 
 #: What each rank imports before it does anything: a tenth of a second each, if it is not here already. The launcher process
@@ -43,38 +47,121 @@ def import_torch(late: float) -> None:
     _import(_OF_EVERY_RANK, late, 2)
 
 
-def main(wanted: Mapping[str, Any], late: float) -> dict[str, Any]:
-    """Import and call; how it went: why modules are ``missing``, why it is ``unfit`` to be forked from, the call's ``error``.
+def import_libraries(wanted: Mapping[str, Any], late: float) -> dict[str, Any]:
+    """Import the modules that a Warmth names, in a fork server that is to stay fit to fork.
 
-    ``wanted`` has the fields of a Warmth, and the ``device``. At ``late`` our parent is about to give up; what hangs is shown.
+    Args:
+        wanted: The fields of a Warmth, and the ``device``.
+        late: When our parent is about to give up; what hangs is shown.
+
+    Returns:
+        Why modules are ``missing``, and why the process is ``unfit`` to be forked from.
     """
-    global collected  # noqa: PLW0603 - a fork server hands things over by being forked
-    status: dict[str, Any] = {"missing": {}, "unfit": "", "error": ""}
     extend_import_path(wanted["path"])
-    # pytest's capture takes stderr away while it collects.
+    named = wanted["named"]
     log = os.dup(2)
-    with asked_at_import() as asked:
-        status["missing"] = _import(wanted["modules"], late, log)
-        _restart_threads_of_numpy()
-        threads = native_threads()
-        before = randomness.states()
-        try:
-            if wanted["call"]:
-                module, _, function = wanted["call"].partition(":")
-                with _stack_written(late, log):
-                    collected = getattr(importlib.import_module(module), function)(wanted["payload"])
-        except BaseException:  # a conftest may raise anything; the ranks will meet it again and report it
-            status["error"] = traceback.format_exc()
-    randomness.remember_seeds(before)
+    missing = _import((*_OF_EVERY_RANK, *(name for name in wanted["modules"] if name not in named)), late, log)
+    _restart_threads_of_numpy()
+    threads = native_threads()
+    if named:
+        per_rank = _made_per_rank(named, late, log)
+        missing |= _import([name for name in named if name not in per_rank], late, log) | per_rank
+    os.close(log)
     if wanted["device"] == "cpu":
         without_shared_memory()
-    # All that is here stays: no collection of a rank's has to look through it again. Some libraries collect at every turn,
-    # and with torch, transformers and deepspeed in memory that is 0.4 s each time.
+    _freeze()
+    return {"missing": missing, "unfit": _unfit(threads)}
+
+
+def _made_per_rank(names: Sequence[str], late: float, log: int) -> dict[str, str]:
+    """Import modules that the user named, in a fork of this process; return which ones ranks must import themselves, and why."""
+    read, write = os.pipe()
+    if os.fork() == 0:
+        reasons = {}
+        for name in names:
+            before = native_threads()
+            with Watch() as watch:
+                _import([name], late, log)
+            found = watch.findings.reason(None, lambda variable: OF_THE_AGENT.fullmatch(variable) is not None)
+            if reason := _unfit(before) or found:
+                reasons[name] = reason
+        with os.fdopen(write, "w", encoding="utf-8") as file:
+            json.dump(reasons, file)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, encoding="utf-8") as file:
+        told = file.read()
+    # Who died told nothing: to import them here would end this process too.
+    return dict(json.loads(told)) if told else dict.fromkeys(names, "a process that imported it died")
+
+
+def import_more(names: Sequence[str], late: float) -> None:
+    """Import what the session turned out to need, in the fork server of ranks that collect for themselves."""
+    log = os.dup(2)
+    _import(names, late, log)
+    os.close(log)
+    _freeze()
+
+
+def collect(wanted: Mapping[str, Any], late: float) -> dict[str, Any]:
+    """Call the function that a Warmth names, in a process that has imported the libraries, and keep what it returns.
+
+    Returns:
+        Why the process is ``unfit`` to be forked from, the ``error`` of the call, the ``findings`` of the watch over it, the
+        ``libraries`` that ranks need which collect for themselves, and whether something is to be done when it ``leaves``.
+    """
+    global collected  # noqa: PLW0603 - a fork server hands things over by being forked
+    module, _, function = wanted["call"].partition(":")
+    status: dict[str, Any] = {"error": ""}
+    # A fork ends them.
+    _restart_threads_of_numpy()
+    threads, before, at_exit = native_threads(), randomness.states(), atexit._ncallbacks()  # noqa: SLF001 - see surroundings
+    # pytest's capture takes stderr away while it collects.
+    log = os.dup(2)
+    watch = Watch(wanted["own"])
+    try:
+        call = getattr(importlib.import_module(module), function)
+        with _stack_written(late, log), watch:
+            collected = call(wanted["payload"])
+    except BaseException:  # a conftest may raise anything; the ranks will meet it again and report it
+        status["error"] = traceback.format_exc()
+    os.close(log)
+    randomness.remember_seeds(before)
+    _freeze()
+    findings, unfit = watch.findings, _unfit(threads)
+    # Where something keeps this process from being forked from, the other one is to keep clear of it.
+    libraries = watch.libraries if (findings.made or findings.reads) and not unfit else []
+    leaves = finishing is not None or atexit._ncallbacks() > at_exit  # noqa: SLF001 - see surroundings
+    return {
+        **status,
+        "unfit": unfit,
+        "findings": dataclasses.asdict(findings),
+        "libraries": libraries,
+        "leaves": leaves,
+    }
+
+
+#: What ``finish`` calls first: the end of what was collected.
+finishing: Callable[[], None] | None = None
+
+
+def finish() -> None:
+    """Do what is to be done at the end of a process that collected, and at that of its interpreter."""
+    try:
+        if finishing is not None:
+            finishing()
+    except BaseException:  # nobody is left to be told but who reads the log
+        traceback.print_exc()
+    run_exit_functions()
+
+
+def _freeze() -> None:
+    """Have all that is here stay: no collection of a rank's has to look through it again.
+
+    Some libraries collect at every turn, and with torch, transformers and deepspeed in memory that is 0.4 s each time.
+    """
     gc.collect()
     gc.freeze()
-    os.close(log)
-    status["unfit"] = _unfit(threads, asked)
-    return status
 
 
 def _import(names: Sequence[str], late: float, log: int) -> dict[str, str]:
@@ -99,6 +186,8 @@ def _restart_threads_of_numpy() -> None:
     """
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
+        # numpy imports it when it is first asked for.
+        importlib.import_module("numpy.random")
         square = numpy.ones((256, 256))
         square @ square
 
@@ -116,7 +205,7 @@ def _stack_written(late: float, log: int) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _unfit(threads_of_libraries: int, asked: Sequence[str]) -> str:
+def _unfit(threads_of_libraries: int) -> str:
     """Why this process must not be forked from, as one sentence; empty if it may."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -124,4 +213,4 @@ def _unfit(threads_of_libraries: int, asked: Sequence[str]) -> str:
     extra = native_threads() - threads_of_libraries
     if extra > 0:
         return f"it started {extra} thread{'s' if extra > 1 else ''}, which do not survive a fork and may hold locks"
-    return asked[0] if asked else ""
+    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -172,6 +173,16 @@ def ask_for_stack(pid: int) -> None:
     """Have a rank write its stacks; it needs neither the GIL nor the main thread's attention for that."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, STACK_SIGNAL)
+
+
+def run_exit_functions() -> None:
+    """Call what waits for the end of the interpreter (``atexit``), in a process that ends without it.
+
+    The standard library does it under a private name only; ``tests/spawn/test_private_names.py`` says when it goes away.
+    What a function raises is printed, and nothing else becomes of it, as at an ordinary end.
+    """
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()  # noqa: SLF001 - see the docstring
 
 
 def native_threads() -> int:

@@ -13,12 +13,12 @@ _seeded: dict[str, Any] = {}
 
 
 def states() -> dict[str, Any]:
-    """The states of the global generators of Python, numpy and torch; numpy's is made now if nobody has."""
+    """Return the states of the global generators of Python, numpy and torch, of those that are imported."""
     found: dict[str, Any] = {"random": random.getstate()}
-    if "numpy" in sys.modules:
-        found["numpy"] = importlib.import_module("numpy.random").get_state()
-    if "torch" in sys.modules:
-        found["torch"] = sys.modules["torch"].get_rng_state()
+    for name, module, read in (("numpy", "numpy.random", "get_state"), ("torch", "torch", "get_rng_state")):
+        # A module that is being imported may lack it yet.
+        if (state := getattr(sys.modules.get(module), read, None)) is not None:
+            found[name] = state()
     return found
 
 
@@ -28,9 +28,19 @@ def remember_seeds(before: dict[str, Any]) -> None:
     One that numbers were merely drawn from was not, though its state is another: pytest-random-order draws one wherever pytest
     is configured, and ranks that all went on from there would draw the same.
     """
-    seeds = {"random": _seeds_of_python, "numpy": _seeds_of_numpy, "torch": _seeds_of_torch}
     after = states()
-    _seeded.update({name: after[name] for name in before if seeds[name](before[name], after[name])})
+    _seeded.update({name: after[name] for name in before if _SEEDS[name](before[name], after[name])})
+
+
+def drawn(name: str, before: Any, after: Any) -> bool:
+    """Return whether numbers were drawn from that generator between these states of it, and it was given no seed."""
+    if name == "torch":
+        same = sys.modules["torch"].equal(before, after)
+    elif name == "numpy":
+        same = before[2] == after[2] and bool((before[1] == after[1]).all())
+    else:
+        same = before == after
+    return not same and not _SEEDS[name](before, after)
 
 
 def renew() -> None:
@@ -88,3 +98,6 @@ def _seeds_of_torch(before: Any, after: Any) -> bool:
     replay = sys.modules["torch"].Generator()
     first, last = (int(replay.set_state(state).initial_seed()) for state in (before, after))
     return first != last
+
+
+_SEEDS = {"random": _seeds_of_python, "numpy": _seeds_of_numpy, "torch": _seeds_of_torch}

@@ -20,7 +20,7 @@ import psutil
 from pytest_distcompat import clock
 from pytest_distcompat.excerpt import explained
 from pytest_distcompat.launch import randomness, recorder, unpatched
-from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent
+from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent, run_exit_functions
 from pytest_distcompat.launch.request import RankLog, Request, extend_import_path, has_ended, read_events
 from pytest_distcompat.launch.stacks import stack_file
 from pytest_distcompat.launch.waited import ask_where
@@ -48,8 +48,15 @@ def main(path: str, *, by_hand: bool = False) -> None:
     flush()
 
 
+def forked(path: str) -> None:
+    """Run one request on a forked rank, which ends by ``os._exit``, and call what waits for its interpreter's end."""
+    main(path)
+    run_exit_functions()
+    flush()
+
+
 def prepare(request: Request) -> None:
-    """Bring this process to where the one that asks is: environment, threads, directory, path."""
+    """Bring this process to where the one that asks is: environment, threads, directory, command line, path."""
     threads = os.environ.get(_THREADS)
     os.environ.update(request.set)
     for name in request.unset:
@@ -58,6 +65,8 @@ def prepare(request: Request) -> None:
         _use_threads()
     if request.cwd:
         os.chdir(request.cwd)
+    if request.argv:
+        sys.argv[:] = request.argv
     extend_import_path(request.import_path)
 
 

@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,9 @@ class Request:
 
     ``target`` is ``module:function``, called with ``payload`` and the rank's log. ``directory`` holds the request, the
     ranks' logs and their output. ``set`` and ``unset`` bring the rank's environment to that of the process that asks,
-    ``cwd`` and ``import_path`` its working directory and what it imports from.
+    ``cwd``, ``argv`` and ``import_path`` its working directory, its command line and what it imports from.
+    ``collected`` is the test module, collected beforehand, that the ranks run tests of: ``ANY_MODULE`` for several, empty for
+    none. ``turn`` says by its parity from which of the warm interpreters rank 0 comes: runs that follow each other count it up.
     """
 
     target: str
@@ -35,11 +38,16 @@ class Request:
     set: Mapping[str, str] = field(default_factory=dict)
     unset: Sequence[str] = ()
     cwd: str = ""
+    argv: Sequence[str] = ()
     import_path: Sequence[str] = ()
+    collected: str = ""
+    turn: int | None = None
 
     def from_here(self) -> Request:
-        """The same, with this process's working directory, if none was said, and its ``sys.path``."""
-        return dataclasses.replace(self, cwd=self.cwd or str(Path.cwd()), import_path=import_path())
+        """The same, with this process's working directory, if none was said, its command line and its ``sys.path``."""
+        return dataclasses.replace(
+            self, cwd=self.cwd or str(Path.cwd()), argv=tuple(map(str, sys.argv)), import_path=import_path()
+        )
 
     @property
     def path(self) -> Path:
@@ -70,7 +78,21 @@ class Request:
     def command(self) -> str:
         """The command line that runs this one life alone, without pytest and without a fork server."""
         rank = f"-m pytest_distcompat.launch.rank {shlex.quote(str(self.path))} --by-hand"
-        return f"torchrun --standalone --nproc-per-node {self.world_size} {rank}"
+        # torchrun starts its ranks without the flags that Python was given.
+        python = f"--no-python {shlex.join(interpreter())} -u " if len(interpreter()) > 1 else ""
+        return f"torchrun --standalone --nproc-per-node {self.world_size} {python}{rank}"
+
+
+#: Of a request whose ranks run tests of several modules.
+ANY_MODULE = "*"
+
+
+def interpreter() -> list[str]:
+    """Return the command of this interpreter with the flags that it was given (``-W error``, ``-X dev``, ``-O``).
+
+    multiprocessing starts its processes by the same private function; ``tests/spawn/test_private_names.py`` says when it goes.
+    """
+    return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 @dataclass(frozen=True)
@@ -80,6 +102,7 @@ class Warmth:
     Those of the modules that the user ``named`` are told of if they cannot be imported; others depend on what is installed.
 
     ``path`` is what its ``sys.path`` has besides its own: pytest finds modules in directories that it adds itself.
+    ``own`` are files that are installed and yet the user's own code.
     ``timeout`` is how long all that may take, in seconds.
     """
 
@@ -88,6 +111,7 @@ class Warmth:
     call: str = ""
     payload: Mapping[str, Any] = field(default_factory=dict)
     path: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
     timeout: float = 600.0
 
 

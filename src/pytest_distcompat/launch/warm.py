@@ -33,7 +33,7 @@ class WarmLauncher:
     def warm_up(self) -> None:
         """Start the launcher process, without waiting until it is ready."""
         if self._process is None or not self._process.intact:
-            self.close()
+            self._end()
             self._process = LauncherProcess(self._warmth, self._device)
 
     def get_warm(self) -> str:
@@ -42,7 +42,7 @@ class WarmLauncher:
         assert self._process is not None
         problem = self._process.get_warm()
         if problem:
-            self.close()
+            self._end()
         return problem
 
     def run(self, request: Request, keep: Keeping | None = None) -> Ending:
@@ -60,11 +60,11 @@ class WarmLauncher:
             self.retire()
             request = self._brought(request, self._process.base)
             watch = Watch(request)
-            self._process.send(request.write())
+            self._process.send(request)
             return self._conclude(self._process, request, watch, self._wait(self._process, watch))
         except BaseException:
             # Ctrl-C, or pytest-timeout's signal: nothing of ours may live on.
-            self.close()
+            self._end()
             raise
 
     @property
@@ -91,7 +91,7 @@ class WarmLauncher:
             there = environment.of_ranks(os.environ, self._device, request.world_size)
             ranks = self._brought(request, process.base)
             kept = self._kept = KeptRanks(ranks, keep, process.directory / "kept", {**there, **request.set})
-            process.send(kept.request.write())
+            process.send(kept.request)
         request = self._brought(request, kept.environment)
         kept.ask(request)
         watch = Watch(request, kept.files)
@@ -162,13 +162,13 @@ class WarmLauncher:
         left_over = process.clear_up()
         ending = self._ended(process, request, watch, answer or {}, left_over=tuple(left_over), **more)
         if answer is None or "launch_error" in answer:
-            self.close()
+            self._end()
         return ending
 
     def _ended(
         self, process: LauncherProcess, request: Request, watch: Watch, answer: Mapping[str, Any], **more: Any
     ) -> Ending:
-        more["notice"] = more.get("notice") or self._notice(process)
+        more["notice"] = more.get("notice") or self._notice(process, request)
         return conclude(
             request.directory,
             request.world_size,
@@ -185,8 +185,8 @@ class WarmLauncher:
             **more,
         )
 
-    def _notice(self, process: LauncherProcess) -> str:
-        """What the user should know once about the fork server."""
+    def _notice(self, process: LauncherProcess, request: Request) -> str:
+        """What the user should know once about the fork servers."""
         if self._told:
             return ""
         notice = ""
@@ -197,14 +197,24 @@ class WarmLauncher:
             )
         elif missing := [f"{name} ({process.missing[name]})" for name in self._warmth.named if name in process.missing]:
             notice = f"the fork server could not import what it was told to: {', '.join(missing)}"
+        elif request.collected and (reason := process.not_shared(request)):
+            notice = (
+                f"each rank imports the tests itself, as under torchrun, which takes longer: {reason}, and ranks that are forked "
+                "after that would share what came of it."
+            )
         self._told = bool(notice)
         return notice
 
     def close(self) -> None:
-        """Kill the launcher process and all below it."""
+        """End the launcher process and all below it, once nothing runs there."""
+        self._end(farewell=True)
+
+    def _end(self, *, farewell: bool = False) -> None:
+        """Kill the launcher process and all below it; with ``farewell`` it may do what is to be done at its end."""
         if self._kept is not None:
             self._kept.leave()
             self._kept = None
+            farewell = False
         if self._process is not None:
-            self._process.close()
+            self._process.close(farewell=farewell)
             self._process = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import unittest
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -172,6 +173,7 @@ def take_over(item: pytest.Function) -> None:
 def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
     """Run the real item on all ranks, and end here as the worst of them did."""
     from pytest_distcompat.launch import Request
+    from pytest_distcompat.launch.request import ANY_MODULE
     from pytest_distcompat.plugin import rank_session
 
     session = item.config.stash[SESSION]
@@ -193,6 +195,8 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
         },
         world_size=world_size,
         directory=str(directory),
+        # Ranks that several modules share are to suit each of them.
+        collected=ANY_MODULE if keep is not None and keep.scope.startswith("session") else os.path.realpath(item.path),
         timeout=min(mark.timeout or session.timeout, item.stash.get(TIME_LIMIT, math.inf)),
     )
     ending = session.launcher.run(request, keep)

@@ -72,17 +72,31 @@ def _read(config: pytest.Config) -> Mapping[str, Any]:
     if _TOOL not in text:
         # The usual case, in every start of pytest where the plugin is installed.
         return {}
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     try:
-        found = tomllib.loads(text).get("tool", {}).get(_TOOL, {})
-    except tomllib.TOMLDecodeError as error:
+        found = _parsed(text).get("tool", {}).get(_TOOL, {})
+    except ValueError as error:
         raise pytest.UsageError(f"{path}: {error}") from None
     if not isinstance(found, Mapping):
         raise pytest.UsageError(f"{FILE}: tool.{_TOOL} is {found!r}; expected a table")
     return found
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Return what that TOML says. Raises ValueError for what is none."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    return tomllib.loads(text)
+
+
+def project_name(config: pytest.Config) -> str:
+    """Return what the project under test is called, by the file in pytest's root directory; empty if it does not say."""
+    try:
+        project = _parsed((config.rootpath / FILE).read_text(encoding="utf-8")).get("project")
+    except (OSError, ValueError):
+        return ""
+    return str(project.get("name", "")) if isinstance(project, dict) else ""
 
 
 def options(config: pytest.Config, names: Collection[str]) -> list[str]:

@@ -6,17 +6,19 @@ import base64
 import contextlib
 import difflib
 import functools
+import inspect
 import json
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_distcompat import clock
-from pytest_distcompat.plugin import launched
+from pytest_distcompat.plugin import launched, pyproject
 from pytest_distcompat.plugin.outcome import Phases
 from pytest_distcompat.plugin.phase import Phase
 from pytest_distcompat.plugin.rank_output import capturing, fault_handler, no_terminal
@@ -24,6 +26,7 @@ from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
     from pytest_distcompat.launch import RankLog
+    from pytest_distcompat.launch.at_import import Watch
     from pytest_distcompat.launch.serving import Kept
 
 COLLECT = f"{__name__}:collect"
@@ -69,21 +72,65 @@ _OF_THE_PARENT = ("rerunfailures", "flaky", "pytest-retry", "dependency")
 
 
 def describe(config: pytest.Config) -> dict[str, Any]:
-    """Plain data from which ``collect`` makes the same session in another process."""
-    options = {}
+    """Return plain data from which ``collect`` makes the same session in another process.
+
+    Raises:
+        pytest.UsageError: An option has a value that cannot be handed to another process.
+    """
+    plain, objects = {}, {}
     for name, value in vars(config.option).items():
-        with contextlib.suppress(Exception):  # what cannot be pickled cannot be meant for another process
-            options[name] = base64.b64encode(pickle.dumps(value)).decode()
+        if _is_plain(value):
+            plain[name] = value
+            continue
+        try:
+            objects[name] = base64.b64encode(pickle.dumps(value)).decode()
+        except Exception as error:
+            # One that nobody gave has the same default on ranks.
+            if value is not _default(config, name):
+                raise pytest.UsageError(
+                    f"the option {name!r} has a value that cannot be handed to ranks: {value!r:.200} "
+                    f"({type(error).__name__}: {error}); expected one that can be pickled"
+                ) from None
     worker = {
         name: value for name, value in getattr(config, "workerinput", {}).items() if isinstance(value, (str, int))
     }
     return {
-        "options": options,
+        "options": base64.b64encode(pickle.dumps(plain)).decode(),
+        "objects": objects,
         "args": [str(argument) for argument in config.args],
+        "argv": list(sys.argv),
         "worker": worker,
         "cwd": str(config.invocation_params.dir),
         "markers": list(config.getini("markers")),
     }
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value is made of Python's own types alone, for which no module of the user's has to be imported."""
+    if isinstance(value, (list, tuple, set)):
+        return type(value) in {list, tuple, set} and all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return type(value) is dict and all(_is_plain(one) for pair in value.items() for one in pair)
+    return type(value) in {str, int, float, bool, bytes, type(None)}
+
+
+def _default(config: pytest.Config, name: str) -> object:
+    """Return the default of an option.
+
+    The parser is private to the configuration; ``tests/plugin/test_private_names.py`` says when it goes away.
+    """
+    return getattr(config._parser.parse_known_args([]), name, None)  # noqa: SLF001 - see the docstring
+
+
+def own_files(config: pytest.Config) -> tuple[str, ...]:
+    """Return the files of the project under test that are installed, as ``pip install .`` does it: its code is the user's own."""
+    import importlib.metadata
+
+    try:
+        files = importlib.metadata.distribution(pyproject.project_name(config)).files or ()
+    except (ValueError, importlib.metadata.PackageNotFoundError):
+        return ()
+    return tuple(str(file.locate()) for file in files if file.suffix == ".py")
 
 
 def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Session:
@@ -96,7 +143,8 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     be a worker would break plugins that had their controller's half send them something (pytest-randomly, pytest-cov).
     """
     os.chdir(payload["cwd"])
-    options = {name: pickle.loads(base64.b64decode(value)) for name, value in payload["options"].items()}
+    sys.argv[:] = payload["argv"]
+    options = pickle.loads(base64.b64decode(payload["options"]))
     options |= {name: value for name, value in _PARENTS.items() if name in options}
     if by_hand:
         options["capture"] = "no"
@@ -104,7 +152,21 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     options.pop("file_or_dir", None)
     # The fork server imports libraries before pytest can rewrite the plugins among them (anyio): that is as it should be.
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    config = pytest.Config.fromdictargs(options, ["-p", "no:terminal", *quiet, *payload["args"]])
+    from _pytest.assertion.rewrite import AssertionRewritingHook
+
+    from pytest_distcompat.launch import at_import
+
+    watch = at_import.active
+    # Hooks may run in this one, and pytest cannot be told of them before it has a configuration.
+    with watch.hook("a conftest.py") if watch is not None else contextlib.nullcontext():
+        if watch is not None:
+            watch.watch_loader(AssertionRewritingHook)
+        config = pytest.Config.fromdictargs(options, ["-p", "no:terminal", *quiet, *payload["args"]])
+    if watch is not None:
+        _watch_hooks(config, watch)
+    for name, value in payload["objects"].items():
+        # Now: its type may be from a conftest.py, which pytest imports in its own way.
+        setattr(config.option, name, pickle.loads(base64.b64decode(value)))
     if payload["worker"]:
         config.workerinput = dict(payload["worker"])  # type: ignore[attr-defined]
     config.stash[ON_RANK] = True
@@ -116,16 +178,42 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
             config.pluginmanager.unregister(name=name)
     for line in payload["markers"]:
         config.addinivalue_line("markers", line)
-    return _collected(config)
+    session = _collected(config)
+    if watch is not None:
+        watch.only_in({str(item.path) for item in session.items})
+    return session
+
+
+def _watch_hooks(config: pytest.Config, watch: Watch) -> None:
+    """Watch the hooks of the user's own plugins, conftest.py files above all."""
+
+    def is_own(function: Any) -> bool:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        return code is not None and watch.is_own(code.co_filename)
+
+    def before(name: str, implementations: Sequence[Any], _: Mapping[str, Any]) -> None:
+        own = any(is_own(one.function) for one in implementations)
+        running.append(watch.hook(name) if own else contextlib.nullcontext())
+        running[-1].__enter__()
+
+    def after(*_: Any) -> None:
+        running.pop().__exit__(None, None, None)
+
+    running: list[contextlib.AbstractContextManager[None]] = []
+    watch.at_end(config.pluginmanager.add_hookcall_monitoring(before, after))
 
 
 def _collected(config: pytest.Config) -> pytest.Session:
     """Configure and collect, as ``pytest.main`` does before it runs tests.
 
-    ``Config._do_configure`` is private, and the global capture is stopped through the capture manager, whose class is:
-    a fork would share its temporary file between ranks. ``tests/plugin/test_private_names.py`` says when they change.
+    ``Config._do_configure`` and ``_ensure_unconfigure`` are private, and the global capture is stopped through the capture
+    manager, whose class is: a fork would share its temporary file between ranks. ``tests/plugin/test_private_names.py`` says
+    when they change.
     """
+    from pytest_distcompat.launch import preload
+
     config._do_configure()  # noqa: SLF001 - see the docstring
+    preload.finishing = config._ensure_unconfigure  # noqa: SLF001 - see the docstring
     session = pytest.Session.from_config(config)
     config.hook.pytest_sessionstart(session=session)
     config.hook.pytest_collection(session=session)
@@ -164,6 +252,16 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     temporary = serving.kept.directory if serving.kept is not None else directory
     with _own_temporary_directory(temporary, log.rank), capturing(config, temporary, log.rank):
         config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if serving.kept is None:
+            _finish()
+
+
+def _finish() -> None:
+    """Do what plugins want done at the end of a session: it is that of this rank. What goes wrong fails the test."""
+    from pytest_distcompat.launch import preload
+
+    if preload.finishing is not None:
+        preload.finishing()
 
 
 def _as_if_alone(kept: Kept, item: pytest.Item) -> None:
@@ -176,7 +274,7 @@ def _as_if_alone(kept: Kept, item: pytest.Item) -> None:
     state.teardown_exact(item)
     if not kept.at_end:
         # The same, for items that these ranks never get to.
-        kept.at_end.append(lambda: state.teardown_exact(None))
+        kept.at_end += [_finish, lambda: state.teardown_exact(None)]
     if "process_group" not in getattr(item, "fixturenames", ()):
         # It may make its own.
         kept.without_group()

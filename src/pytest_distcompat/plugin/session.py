@@ -150,13 +150,14 @@ class DistcompatSession:
             raise UsageProblem(FORKED)
         if self._launcher is None:
             preload: list[str] = self.config.getini(PRELOAD)
-            call, payload = "", {}
+            call, payload, own = "", dict[str, Any](), tuple[str, ...]()
             if self.collects:
                 call = rank_session.COLLECT
                 payload = rank_session.describe(self.config)
+                own = rank_session.own_files(self.config)
             modules = tuple(dict.fromkeys((*self.modules, *preload)))
             limit = float(self.setting("warm_timeout").value)
-            warmth = Warmth(modules, tuple(preload), call, payload, path=import_path(), timeout=limit)
+            warmth = Warmth(modules, tuple(preload), call, payload, path=import_path(), own=own, timeout=limit)
             kind: Any = LAUNCHERS[self.setting("launcher").value]
             self._launcher = LeasedLauncher(kind(warmth, device=self.device), lambda: self.pool, self.notice)
         assert self._launcher is not None

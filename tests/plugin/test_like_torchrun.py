@@ -1,0 +1,184 @@
+"""What fails on torchrun's ranks fails on warm ones: nothing that ranks share hides it. Each test says what is shared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.plugin.conftest import RunPytest, recorded
+from tests.pytest_runs import RECORDED
+
+pytestmark = pytest.mark.spawn
+
+TEST = "\n\n@pytest.mark.distcompat(world_size=2)\ndef test_it(process_group, rank, shared_dir):\n"
+SAME = "    from torch import distributed\n    seen = [None, None]\n    distributed.all_gather_object(seen, {value})\n"
+#: What ranks that share it would see as equal, by the module's own code, and what a rank says of it.
+DIFFERENT = {
+    "random": ("import random\nVALUE = random.random()\n", "VALUE"),
+    "numpy": ("import numpy\nVALUE = numpy.random.default_rng().random()\n", "VALUE"),
+    "clock": ("import time\nVALUE = time.time_ns()\n", "VALUE"),
+    "now": ("from datetime import datetime\nVALUE = datetime.now().isoformat()\n", "VALUE"),
+    "uuid": ("import uuid\nVALUE = uuid.uuid4().hex\n", "VALUE"),
+    "tempfile": ("import tempfile\nVALUE = tempfile.mkdtemp()\n", "VALUE"),
+    "port": (
+        "import socket\nwith socket.create_server(('localhost', 0)) as s:\n    VALUE = s.getsockname()[1]\n",
+        "VALUE",
+    ),
+    "hash": ("", "hash('name')"),
+    "address": ("", "id(pytest)"),
+    "model": ("import torch\nVALUE = torch.nn.Linear(2, 2).weight.tolist()\n", "VALUE"),
+    "rank": ("import os\nVALUE = os.environ.get('RANK')\n", "VALUE"),
+    "copy": ("import os\nVALUE = {**os.environ}\n", "VALUE.get('RANK')"),
+    "bytes": ("import os\nVALUE = os.environb.get(b'LOCAL_RANK')\n", "VALUE"),
+}
+SHARED = {"conftest": ("from conftest import VALUE\n", "VALUE"), "hook": ("", "pytest.of_the_hook")}
+
+
+@pytest.mark.parametrize("where", ["modules", "conftest", "hook"])
+def test_ranks_do_not_share_what_they_would_make_themselves(run_pytest: RunPytest, tmp_path: Path, where: str) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n", encoding="utf-8")
+    hook = "import functools, pytest, uuid\n@functools.cache\ndef made():\n    return uuid.uuid4().hex\n"
+    conftests = {"conftest": "import uuid\nVALUE = uuid.uuid4().hex\n"}
+    conftests["hook"] = f"{hook}def pytest_configure(config):\n    pytest.of_the_hook = made()\n"
+    (tmp_path / "conftest.py").write_text(conftests.get(where, ""), encoding="utf-8")
+    cases = DIFFERENT if where == "modules" else {"shared": SHARED[where]}
+    for name, (source, value) in cases.items():
+        test = TEST.replace("test_it", f"test_{name}") + SAME.format(value=value)
+        text = f"import pytest\n{source}{test}    assert seen[0] != seen[1]\n"
+        (tmp_path / f"test_{name}.py").write_text(text, encoding="utf-8")
+    result = run_pytest(tmp_path)
+    assert result.outcomes == {f"test_{name}": "passed" for name in cases}, result.out
+
+
+def test_a_file_opened_at_import_has_an_offset_for_each_rank_and_test(run_pytest: RunPytest, tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("first\nsecond\n", encoding="utf-8")
+    body = "    assert ROWS.readline() == 'first\\n'\n"
+    source = (
+        f"import pytest\nfrom pathlib import Path\nROWS = Path(__file__).with_name('rows.txt').open()\n{TEST}{body}"
+    )
+    (tmp_path / "test_it.py").write_text(f"{source}{TEST.replace('test_it', 'test_next')}{body}", encoding="utf-8")
+    result = run_pytest(tmp_path)
+    assert result.outcomes == {"test_it": "passed", "test_next": "passed"}, result.out
+
+
+def test_only_the_tests_of_that_module_pay_for_it(run_pytest: RunPytest, tmp_path: Path) -> None:
+    depth = "    import psutil\n    (tmp / f'{__name__}-{rank}').write_text(str(len(psutil.Process().parents())))\n"
+    for name, source in {"pure": "", "impure": "import time\nNOW = time.time()\n"}.items():
+        start = f"import pytest\n{source}from pathlib import Path\ntmp = Path(__file__).parent\n"
+        (tmp_path / f"test_{name}.py").write_text(
+            f"{start}{TEST.replace('test_it', f'test_{name}')}{depth}", encoding="utf-8"
+        )
+    result = run_pytest(tmp_path)
+    assert result.outcomes == {"test_pure": "passed", "test_impure": "passed"}, result.out
+    pure, impure = (
+        [int((tmp_path / f"test_{name}-{rank}").read_text()) for rank in (0, 1)] for name in ("pure", "impure")
+    )
+    # One more process above it: the fork server that has imported the tests.
+    assert pure == [depth + 1 for depth in impure]
+    told = f"each rank imports the tests itself, as under torchrun, which takes longer: {tmp_path / 'test_impure.py'}:3 reads the clock"
+    assert result.out.count(told) == 1, result.out
+
+
+@pytest.mark.parametrize("reuse", ["never", "session"])
+@pytest.mark.parametrize("place", ["atexit", "unconfigure"])
+def test_what_is_to_be_done_at_the_end_is_done(run_pytest: RunPytest, tmp_path: Path, place: str, reuse: str) -> None:
+    """An exit code that is set there counts, and what was made for the session goes with it."""
+    ends = "    import atexit, os\n    if rank == 1:\n        atexit.register(os._exit, 3)\n"
+    hook = "def pytest_unconfigure(config):\n    if os.environ.get('RANK') == '1':\n        os._exit(3)\n"
+    conftest = "import os, tempfile\ndef pytest_configure(config):\n    config.made = tempfile.TemporaryDirectory(dir=os.getcwd())\n"
+    (tmp_path / "conftest.py").write_text(conftest + (hook if place == "unconfigure" else ""), encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(
+        f"import pytest{TEST}{ends if place == 'atexit' else '    pass'}", encoding="utf-8"
+    )
+    result = run_pytest(tmp_path, f"--distcompat-reuse={reuse}")
+    assert result.code == pytest.ExitCode.TESTS_FAILED, result.out
+    assert "rank 1 exited with code 3" in result.out, result.out
+
+
+def test_temporary_directories_of_the_session_are_removed(run_pytest: RunPytest, tmp_path: Path) -> None:
+    made = "import atexit, shutil, tempfile\nfrom pathlib import Path\nHERE = Path(__file__).parent\n"
+    made += "DIRECTORY = tempfile.mkdtemp(prefix='at_import-', dir=HERE)\natexit.register(shutil.rmtree, DIRECTORY)\n"
+    made += "def pytest_configure(config):\n    config.made = tempfile.mkdtemp(prefix='configured-', dir=HERE)\n"
+    made += "def pytest_unconfigure(config):\n    Path(config.made).rmdir()\n"
+    (tmp_path / "conftest.py").write_text(made, encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(f"import pytest{TEST}    pass\n", encoding="utf-8")
+    result = run_pytest(tmp_path)
+    assert result.outcomes == {"test_it": "passed"}, result.out
+    assert not [*tmp_path.glob("at_import-*"), *tmp_path.glob("configured-*")]
+
+
+OPTIONS = """
+import enum
+import pytest
+
+class Mode(enum.Enum):
+    FAST = "fast"
+    SLOW = "slow"
+
+class Closed:
+    def __init__(self, text):
+        self.text = text
+        self.lock = lambda: text
+
+def pytest_addoption(parser):
+    parser.addoption("--mode", type=Mode, default=Mode.FAST)
+    parser.addoption("--closed", type=Closed, default=Closed("none"))
+
+@pytest.fixture
+def mode(request):
+    return request.config.getoption("mode")
+"""
+
+
+@pytest.mark.parametrize("reuse", ["never", "module"])
+def test_an_option_whose_type_is_of_a_conftest_is_the_same_on_ranks(
+    run_pytest: RunPytest, tmp_path: Path, reuse: str
+) -> None:
+    (tmp_path / "conftest.py").write_text(OPTIONS, encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(
+        f"import pytest\nfrom conftest import Mode{TEST.replace('shared_dir', 'mode')}    assert mode is Mode.SLOW\n",
+        encoding="utf-8",
+    )
+    result = run_pytest(tmp_path, "--mode=slow", f"--distcompat-reuse={reuse}")
+    assert result.outcomes == {"test_it": "passed"}, result.out
+
+
+def test_an_option_that_cannot_be_handed_to_ranks_is_an_error_that_names_it(
+    run_pytest: RunPytest, tmp_path: Path
+) -> None:
+    (tmp_path / "conftest.py").write_text(OPTIONS, encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(f"import pytest{TEST}    pass\n", encoding="utf-8")
+    result = run_pytest(tmp_path, "--closed=yes")
+    assert result.code == pytest.ExitCode.USAGE_ERROR, result.out
+    assert "the option 'closed' has a value that cannot be handed to ranks" in result.out
+    assert run_pytest(tmp_path).code == pytest.ExitCode.OK, "its default is made anew on ranks"
+
+
+@pytest.mark.parametrize("launcher", ["warm", "torchrun"])
+def test_the_command_line_and_the_interpreters_flags_reach_ranks(
+    environment: dict[str, str], tmp_path: Path, launcher: str
+) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser):\n    parser.addoption('--slow', action='store_true')\n", encoding="utf-8"
+    )
+    (tmp_path / "test_it.py").write_text(
+        "import sys, warnings\nimport pytest\nRUN_SLOW = '--slow' in sys.argv\nFLAGS = sys.flags.dev_mode, sys.flags.optimize\n"
+        f"{TEST}    assert RUN_SLOW\n    assert '--slow' in sys.argv\n    assert FLAGS == (True, 0)\n"
+        "    assert 'error::ResourceWarning' in sys.warnoptions\n",
+        encoding="utf-8",
+    )
+    flags = ["-X", "dev", "-W", "error::ResourceWarning"]
+    result = recorded(
+        tmp_path,
+        [
+            *flags,
+            "-m",
+            "pytest",
+            *RECORDED,
+            f"--basetemp={tmp_path / 'basetemp'}",
+            "--slow",
+            f"--distcompat-launcher={launcher}",
+        ],
+        environment,
+    )
+    assert result.outcomes == {"test_it": "passed"}, result.out

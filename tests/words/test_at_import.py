@@ -1,0 +1,211 @@
+"""Modules that read or make, while they are imported, what each rank of torchrun would read or make for itself."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib
+import importlib.machinery
+import io
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from pytest_distcompat.launch import at_import
+from pytest_distcompat.launch.at_import import EVERY_TEST, Findings, Watch
+
+#: Not to be found in this file, which is the user's own code too, as one word.
+NAME = "train" + "er"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    at_import._is_installed.cache_clear()
+    seed = random.getstate()
+    yield tmp_path
+    random.setstate(seed)
+
+
+def imported(here: Path, text: str, **others: str) -> Findings:
+    """What is found while a module with that text is imported, beside other modules."""
+    for name, source in {NAME: text, **others}.items():
+        (here / f"{name}.py").write_text(source, encoding="utf-8")
+        sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+    with Watch() as watch, contextlib.suppress(LookupError):
+        importlib.import_module(NAME)
+    watch.only_in({str(here / f"{NAME}.py")})
+    return watch.findings
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("os.environ.get('RANK', 0)", "RANK"),
+        ("os.getenv('LOCAL_RANK')", "LOCAL_RANK"),
+        ("'RANK' in os.environ", "RANK"),
+        ("'MASTER_ADDR' in os.environ", "MASTER_ADDR"),
+        ("os.environ['WORLD_SIZE']", "WORLD_SIZE"),
+        ("os.environb.get(b'RANK')", "RANK"),
+        ("max(int(os.environ.get(name, -1)) for name in ['RANK'])", "RANK"),
+        ("(lambda: os.environ.get('RANK'))()", "RANK"),
+        ("__import__('torch.distributed').distributed.is_torchelastic_launched()", "TORCHELASTIC_RUN_ID"),
+    ],
+)
+def test_each_way_to_read_a_variable_is_seen(here: Path, line: str, name: str) -> None:
+    found = imported(here, f"import os\nANSWER = {line}\n")
+    assert found.made == {}
+    file = str(here / f"{NAME}.py")
+    assert found.reads[name] == {file: f"{file}:2 reads {name} at import"}
+    assert found.reason(file, name.__eq__) == f"{file}:2 reads {name} at import"
+    assert found.reason(file, "HOME".__eq__) == ""
+    assert found.reason(str(here / "other.py"), name.__eq__) == ""
+    assert found.reason(None, name.__eq__)
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("dict(os.environ)", "reads the whole environment"),
+        ("{**os.environ}", "reads the whole environment"),
+        ("os.environ.copy()", "reads the whole environment"),
+        ("list(os.environ.items())", "reads the whole environment"),
+        ("time.time()", "reads the clock"),
+        ("time.time_ns()", "reads the clock"),
+        ("time.strftime('%H')", "reads the clock"),
+        ("datetime.datetime.now()", "reads the clock"),
+        ("datetime.date.today()", "reads the clock"),
+        ("random.random()", "makes something random"),
+        ("random.Random().random()", "makes something random"),
+        ("uuid.uuid4()", "makes something random"),
+        ("secrets.token_hex()", "makes something random"),
+        ("os.urandom(4)", "makes something random"),
+        ("numpy.random.default_rng()", "makes something random"),
+        ("numpy.random.rand()", "draws random numbers of numpy"),
+        ("torch.randn(2)", "draws random numbers of torch"),
+        ("torch.nn.Linear(2, 2)", "draws random numbers of torch"),
+        ("tempfile.mkdtemp(dir=HERE)", "asks for the number of its process"),
+        ("os.getpid()", "asks for the number of its process"),
+        ("os.mkdir(HERE + '/made')", "calls os.mkdir"),
+        ("pathlib.Path(HERE, 'made').mkdir()", "calls os.mkdir"),
+        ("pathlib.Path(HERE, 'made').write_text('')", "opens"),
+        ("os.open(HERE + '/made', os.O_CREAT)", "opens"),
+        ("open(__file__)", "leaves"),
+        ("open('/proc/self/stat').close()", "opens /proc/self/stat"),
+        ("socket.create_server(('localhost', 0)).close()", "uses a socket"),
+        ("subprocess.run(['true'])", "starts a process"),
+        ("os.system('true')", "calls os.system"),
+    ],
+)
+def test_what_ranks_would_make_for_themselves_is_seen(here: Path, line: str, what: str) -> None:
+    modules = "datetime, os, pathlib, random, secrets, socket, subprocess, tempfile, time, uuid, numpy, torch"
+    found = imported(here, f"import {modules}\nHERE = {str(here)!r}\nMADE = {line}\n")
+    (sentence,) = found.made.values()
+    assert list(found.made) == [str(here / f"{NAME}.py")]
+    assert what in sentence
+    assert sentence.endswith(" at import")
+    assert found.reason(str(here / f"{NAME}.py"), "".__eq__) == sentence
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "def rank(): return os.environ['RANK'], time.time(), random.random()",
+        "os.environ.setdefault('RANK', '0')",
+        "os.environ['RANK'] = '0'",
+        "os.environ.get('HOME')",
+        "random.seed(7); DATA = [random.random() for _ in range(3)]",
+        "DATA = random.Random(7).sample(range(9), 3)",
+        "numpy.random.seed(7); DATA = numpy.random.rand(3)",
+        "DATA = numpy.random.default_rng(7).random(3)",
+        "torch.manual_seed(7); DATA = torch.randn(3)",
+        "DATA = torch.randn(3, generator=torch.Generator().manual_seed(7))",
+        "open(__file__).read(); pathlib.Path(__file__).read_bytes()",
+        "logging.getLogger(__name__).warning('hello')",
+        "with open(__file__) as file: TEXT = file.read()",
+        "time.sleep(0)",
+        "datetime.datetime(2026, 1, 1); uuid.UUID(int=7)",
+        "@dataclasses.dataclass\nclass Settings:\n    rate: float = 0.1",
+        "class Kind(enum.Enum):\n    A = enum.auto()",
+        "import helper",
+        "importlib.import_module('helper')",
+    ],
+)
+def test_what_is_the_same_on_all_ranks_is_not(here: Path, line: str) -> None:
+    modules = "dataclasses, datetime, enum, importlib, logging, os, pathlib, random, time, uuid, numpy, torch"
+    found = imported(here, f"import {modules}\n{line}\n", helper="VALUE = 1\n")
+    assert found.made == {}
+    assert not [name for name in found.reads if "RANK" in name]
+
+
+def test_a_module_that_tests_import_concerns_them_all(here: Path) -> None:
+    found = imported(here, "import helper\n", helper="import time\nNOW = time.time()\n")
+    assert found.made == {EVERY_TEST: f"{here / 'helper.py'}:2 reads the clock at import"}
+    assert found.reason(str(here / "other.py"), "".__eq__)
+
+
+def test_so_does_a_test_module_that_another_imports(here: Path) -> None:
+    (here / "other.py").write_text(f"from {NAME} import NOW\n", encoding="utf-8")
+    sys.modules["other"] = other = ModuleType("other")
+    other.__file__ = str(here / "other.py")
+    assert list(imported(here, "import time\nNOW = time.time()\n").made) == [EVERY_TEST]
+
+
+def test_and_a_function_of_another_module_which_may_keep_what_it_read(here: Path) -> None:
+    helper = "import functools, os\n@functools.cache\ndef rank():\n    return os.environ.get('RANK')\n"
+    found = imported(here, "import helper\nhelper.rank()\n", helper=helper)
+    assert found.reads["RANK"] == {EVERY_TEST: f"{here / 'helper.py'}:4 reads RANK at import"}
+
+
+def test_a_library_may_read_the_clock_but_not_which_rank_it_is_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``pip install --target`` puts into a directory of its own is a library too."""
+    site = here / "site"
+    (site / "library-1.0.dist-info").mkdir(parents=True)
+    monkeypatch.syspath_prepend(site)
+    at_import._installed_in.cache_clear()
+    text = "import os, time\nNOW, WIDTH = time.time(), os.environ.get('COLUMNS')\ndef rank():\n    return os.environ.get('RANK')\n"
+    (site / "library.py").write_text(text, encoding="utf-8")
+    assert imported(here, "import library\n") == Findings()
+    own = str(here / f"{NAME}.py")
+    found = imported(here, "import library\n\nRANK = library.rank()\n")
+    assert found.reads["RANK"] == {own: f"{own}:3 reads RANK at import"}
+    (site / "library.py").write_text(f"{text}RANK = rank()\n", encoding="utf-8")
+    sys.modules.pop("library")
+    found = imported(here, "import library\n")
+    assert found.reads == {"RANK": {EVERY_TEST: f"{site / 'library.py'} reads RANK at import"}}
+
+
+def test_what_was_installed_of_the_project_under_test_is_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / f"{NAME}-1.0.dist-info").mkdir()
+    at_import._installed_in.cache_clear()
+    (here / f"{NAME}.py").write_text("import time\nNOW = time.time()\n", encoding="utf-8")
+    for own, expected in (((), 0), ((str(here / f"{NAME}.py"),), 1)):
+        sys.modules.pop(NAME, None)
+        with Watch(own) as watch:
+            importlib.import_module(NAME)
+        assert len(watch.findings.made) == expected
+
+
+def test_all_is_as_it_was(here: Path) -> None:
+    before = type(os.environ), type(os.environb), builtins.open, io.open, os.open, sys.getprofile()
+    assert imported(here, "import os\nRANK = os.environ['RANK']\n").reads  # raises
+    assert (type(os.environ), type(os.environb), builtins.open, io.open, os.open, sys.getprofile()) == before
+    assert "exec_module" not in vars(importlib.machinery.SourceFileLoader)
+    assert at_import.active is None
+
+
+def test_what_is_installed_is_nobodys_own() -> None:
+    watch = Watch()
+    assert not watch.is_own(pytest.__file__)
+    assert not watch.is_own(str(importlib.__file__))
+    assert not watch.is_own(str(at_import.__file__))
+    assert watch.is_own(__file__)
