@@ -20,7 +20,7 @@ from pytest_distcompat.launch import at_import
 from pytest_distcompat.launch.at_import import EVERY_TEST, Findings, Watch
 
 #: Not to be found in this file, which is the user's own code too, as one word.
-NAME = "train" + "er"
+NAME = "module_" + "that_is_watched"
 
 
 @pytest.fixture(autouse=True)
