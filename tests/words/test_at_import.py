@@ -28,11 +28,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     at_import._is_installed.cache_clear()
     seed = random.getstate()
     yield tmp_path
     random.setstate(seed)
+    for name in (NAME, "helper", "other", "library"):
+        sys.modules.pop(name, None)
 
 
 def imported(here: Path, text: str, **others: str) -> Findings:

@@ -38,6 +38,8 @@ _OF_EVERY_RANK = (
     "pytest_distcompat.launch.serving",
 )
 
+#: How long threads that are about to end get for it, in seconds.
+SETTLED = 0.3
 #: What ``call`` returned, for the ranks, which inherit it by fork.
 collected: Any = None
 
@@ -210,6 +212,8 @@ def _unfit(threads_of_libraries: int) -> str:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "it initialised CUDA, which does not survive a fork"
+    # The thread of faulthandler's timer that was cancelled may take a moment to end.
+    clock.wait_until(lambda: native_threads() <= threads_of_libraries, SETTLED, every=0.01)
     extra = native_threads() - threads_of_libraries
     if extra > 0:
         return f"it started {extra} thread{'s' if extra > 1 else ''}, which do not survive a fork and may hold locks"

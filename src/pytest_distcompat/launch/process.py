@@ -183,6 +183,9 @@ def run_exit_functions() -> None:
     """
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()  # noqa: SLF001 - see the docstring
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def native_threads() -> int:

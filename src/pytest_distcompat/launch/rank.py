@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import importlib
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -49,10 +50,10 @@ def main(path: str, *, by_hand: bool = False) -> None:
 
 
 def forked(path: str) -> None:
-    """Run one request on a forked rank, which ends by ``os._exit``, and call what waits for its interpreter's end."""
+    """Run one request on a forked rank, which ends by ``os._exit``: what waits for the end of its interpreter is called before."""
+    # Not here: torch's agent waits for what this function returns, and what is called may end the process.
+    multiprocessing.util.Finalize(None, run_exit_functions, exitpriority=-1)
     main(path)
-    run_exit_functions()
-    flush()
 
 
 def prepare(request: Request) -> None:
