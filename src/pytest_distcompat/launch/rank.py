@@ -50,7 +50,7 @@ def main(path: str, *, by_hand: bool = False) -> None:
 
 
 def forked(path: str) -> None:
-    """Run one request on a forked rank, which ends by ``os._exit``: what waits for the end of its interpreter is called before."""
+    """Run one request on a forked rank. It ends by ``os._exit``, so what waits for its interpreter's end is called before."""
     # Not here: torch's agent waits for what this function returns, and what is called may end the process.
     multiprocessing.util.Finalize(None, run_exit_functions, exitpriority=-1)
     main(path)
