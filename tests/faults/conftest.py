@@ -22,6 +22,7 @@ from tests.faults.runs import Run
 from tests.pytest_runs import RECORDED, reports, temporaries
 
 from pytest_distcompat.lease import Inventory, Pool
+from pytest_distcompat.lease.directory import LeaseDirectory
 from pytest_distcompat.lease.tickets import Queue
 
 HERE = Path(__file__).parent
@@ -128,7 +129,7 @@ def held_leases(temporary: Path) -> list[str]:
         ids = tuple(sorted(unquote(lock.stem) for lock in leases.glob("*.lock")))
         holders = Pool(leases, Inventory("gpu", ids)).holders() if ids else []
         found += [f"lease of {holder.id} by {holder.who}" for holder in holders]
-        found += [f"{ticket.who} in the queue for leases" for ticket in Queue(leases / "queue").waiting()]
+        found += [f"{ticket.who} in the queue for leases" for ticket in Queue(LeaseDirectory(leases)).waiting()]
     return found
 
 

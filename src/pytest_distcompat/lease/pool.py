@@ -1,8 +1,9 @@
 """Leases devices to one process group at a time, among all processes of one user on a machine.
 
-A device is leased while the process that took it keeps the device's file locked, so the operating system ends the lease of
-a process that dies, in whatever way. Beside each lock lies who has it, for messages, and how much memory was in use before:
-a file that is still there when the lock can be had tells of a holder that died.
+A device is leased while the process that took it keeps the device's file locked and its name claimed, so the operating
+system ends the lease of a process that dies, in whatever way. The name holds even if a cleaner removes the file. Beside each
+lock lies who has it, for messages, and how much memory was in use before: a file that is still there when the lock can be had
+tells of a holder that died.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import json
 import os
 import socket
-import stat
 import tempfile
 import threading
 import time
@@ -21,14 +21,14 @@ from pathlib import Path
 from urllib.parse import quote
 
 import psutil
-from filelock import Timeout
 
 from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import DistcompatError, UsageProblem
+from pytest_distcompat.lease.directory import LeaseDirectory, TakenError
 from pytest_distcompat.lease.inventory import Inventory
 from pytest_distcompat.lease.memory import PATIENCE, TOLERANCE, DeviceMemory, Leak, Memory, await_free
-from pytest_distcompat.lease.tickets import POLL, CircleError, Queue, file_lock
+from pytest_distcompat.lease.tickets import POLL, CircleError, Queue
 from pytest_distcompat.lease.timeline import Span, append, now
 
 #: Differs between machines, and after a restart, with which the clock of tickets begins anew (``man 4 random``).
@@ -101,8 +101,8 @@ class Pool:
         worker: str = "",
     ) -> None:
         self.inventory = inventory
-        self._directory = own_directory(directory or default_directory())
-        self._queue = Queue(self._directory / "queue")
+        self._directory = LeaseDirectory(directory or default_directory())
+        self._queue = Queue(self._directory)
         self._memory = memory or DeviceMemory()
         self._tolerance = tolerance
         self._patience = patience
@@ -158,13 +158,19 @@ class Pool:
         return [holder for name in self.inventory.ids if (holder := self._holder(name)) is not None]
 
     def _holder(self, name: str) -> Holder | None:
-        with contextlib.suppress(Timeout), file_lock(self._path(name, "lock")).acquire(blocking=False):
-            return None
+        with contextlib.ExitStack() as probe:
+            if self._lock(name, probe):
+                return None
         signed = self._signed(name)
         if signed is not None and psutil.pid_exists(signed.pid):
             return signed
-        # Who has not yet all that it asked for signs later; until then a dead one's name may stand there.
-        return Holder(name, "a lease that is about to begin", 0, clock.wall())
+        # Who has not yet all that it asked for signs later; until then a dead one's name may stand there. Or a cleaner was here.
+        return Holder(
+            name,
+            "a lease that is about to begin, or whose record was removed",
+            self._directory.claimant(name),
+            clock.wall(),
+        )
 
     def _take(
         self, count: int, who: str, deadline: float, held: contextlib.ExitStack, mine: tuple[str, ...]
@@ -187,7 +193,7 @@ class Pool:
                         taken.clear()
                         self._queue.give_way(ticket, deadline)
                     clock.sleep(POLL)
-        except Timeout:
+        except TakenError:
             # Somebody who came before still waits.
             pass
         except CircleError as circle:
@@ -198,10 +204,13 @@ class Pool:
 
     def _lock(self, name: str, held: contextlib.ExitStack) -> bool:
         """Lock a device until ``held`` is closed; whether it was free."""
-        try:
-            held.enter_context(file_lock(self._path(name, "lock")).acquire(blocking=False))
-        except Timeout:
-            return False
+        with contextlib.ExitStack() as both:
+            try:
+                both.callback(self._directory.lock(self._path(name, "lock").name).close)
+                both.callback(self._directory.claim(name).close)
+            except TakenError:
+                return False
+            held.push(both.pop_all())
         return True
 
     def _left_by_the_dead(self, ids: tuple[str, ...]) -> tuple[Leak, ...]:
@@ -222,8 +231,7 @@ class Pool:
         return "\n".join(lines)
 
     def _sign(self, holder: Holder) -> None:
-        path = self._path(holder.id, "json")
-        path.write_text(json.dumps(asdict(holder)), encoding="utf-8")
+        self._directory.write(self._path(holder.id, "json").name, json.dumps(asdict(holder)))
 
     def _signed(self, name: str) -> Holder | None:
         with contextlib.suppress(FileNotFoundError, ValueError):
@@ -232,7 +240,7 @@ class Pool:
 
     def _path(self, name: str, kind: str) -> Path:
         # An older MIG name has slashes.
-        return self._directory / f"{quote(name, safe='')}.{kind}"
+        return self._directory.path / f"{quote(name, safe='')}.{kind}"
 
 
 def _told(count: int, who: str, mine: tuple[str, ...], circle: CircleError) -> str:
@@ -255,22 +263,3 @@ def default_directory() -> Path:
     except OSError:
         machine = quote(socket.gethostname(), safe="")
     return Path(tempfile.gettempdir()) / f"distcompat-leases-{os.getuid()}-{machine}"
-
-
-def own_directory(path: Path) -> Path:
-    """Make that directory, for this user alone. Raises UsageProblem if it is somebody else's, or open to others.
-
-    In a temporary directory for all, whoever comes first could lay a link there, or hold our locks.
-    """
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700, parents=True)
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode):
-        problem = "is not a directory"
-    elif found.st_uid != os.getuid():
-        problem = f"belongs to user {found.st_uid}, not {os.getuid()}"
-    elif found.st_mode & 0o077:
-        problem = f"is open to others (mode {stat.S_IMODE(found.st_mode):o}, expected 700)"
-    else:
-        return path
-    raise UsageProblem(f"leases cannot be kept in {path}: it {problem}")

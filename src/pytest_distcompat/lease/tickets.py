@@ -15,14 +15,11 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
+from pytest_distcompat.lease.directory import QUEUE, FileLock, LeaseDirectory, TakenError
 
 #: How often a waiter looks, in seconds.
 POLL = 0.02
@@ -76,11 +73,12 @@ def circle(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
 
 
 class Queue:
-    """The tickets of all processes, as files of one directory."""
+    """The tickets of all processes, as files of one directory. Who waits lays its ticket there again if it is removed."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: LeaseDirectory) -> None:
         self._directory = directory
-        directory.mkdir(exist_ok=True)
+        #: The locks of this process's own tickets, by their numbers.
+        self._own: dict[int, FileLock] = {}
 
     @contextlib.contextmanager
     def turn(
@@ -88,7 +86,7 @@ class Queue:
     ) -> Iterator[Ticket]:
         """Wait for one's turn and keep it in the block, unless ``overtaken``.
 
-        Raises filelock.Timeout at ``deadline`` (monotonic seconds), and CircleError at once.
+        Raises TakenError at ``deadline`` (monotonic seconds), and CircleError at once.
         """
         with self._joined(ids, count, who, deadline, holds) as mine:
             # Who closes a circle sees all of it: nobody in it leaves the queue before it is served.
@@ -99,12 +97,14 @@ class Queue:
 
     def overtaken(self, mine: Ticket) -> bool:
         """Whether there is a ticket to be served before that one."""
+        self._stay(mine)
         return bool(ahead(mine, self._tickets()))
 
     def give_way(self, mine: Ticket, deadline: float) -> None:
-        """Wait until there is none. Raises filelock.Timeout."""
+        """Wait until there is none. Raises TakenError."""
         while before := ahead(mine, self._tickets()):
             self._await_end(before[0], deadline)
+            self._stay(mine)
 
     def waiting(self) -> list[Ticket]:
         """The tickets whose owners live, in order."""
@@ -114,61 +114,70 @@ class Queue:
     def _joined(
         self, ids: tuple[str, ...], count: int, who: str, deadline: float, holds: tuple[str, ...]
     ) -> Iterator[Ticket]:
-        with contextlib.ExitStack() as lock:
-            with _acquired(file_lock(self._directory / "joining.lock"), deadline, _POLL_JOINING):
-                # All processes of a machine share this clock, so numbers grow; and none comes twice, not even when its
-                # owner is long gone and somebody still looks for it.
-                mine = Ticket(clock.now_ns(), ids, count, who, os.getpid(), holds)
-                lock.enter_context(file_lock(self._path(mine, "lock")).acquire(blocking=False))
+        joining = self._acquired(f"{QUEUE}/joining.lock", deadline, _POLL_JOINING)
+        with contextlib.closing(joining):
+            # All processes of a machine share this clock, so numbers grow; and none comes twice, not even when its
+            # owner is long gone and somebody still looks for it.
+            mine = Ticket(clock.now_ns(), ids, count, who, os.getpid(), holds)
+            self._own[mine.number] = self._directory.lock(self._name(mine, "lock"))
+            try:
                 # Only now: a ticket that can be seen and is not locked is a dead man's.
-                self._path(mine, "json").write_text(json.dumps(asdict(mine)), encoding="utf-8")
-            # Done before the lock is let go.
-            lock.callback(self._forget, mine)
+                self._directory.write(self._name(mine, "json"), json.dumps(asdict(mine)))
+            except BaseException:
+                self._own.pop(mine.number).close()
+                raise
+        try:
             yield mine
+        finally:
+            # Before the lock is let go.
+            self._forget(mine)
+            self._own.pop(mine.number).close()
+
+    def _stay(self, mine: Ticket) -> None:
+        """Lay one's ticket there again where it was removed: who comes later must not take the same turn."""
+        lock = self._own[mine.number]
+        if not lock.in_place():
+            # Who finds a ticket unlocked is about to remove it as a dead man's: the next time, then.
+            with contextlib.suppress(TakenError):
+                self._own[mine.number] = self._directory.lock(self._name(mine, "lock"))
+                lock.close()
+        if self._own[mine.number].in_place() and not (self._directory.path / self._name(mine, "json")).exists():
+            self._directory.write(self._name(mine, "json"), json.dumps(asdict(mine)))
 
     def _await_end(self, other: Ticket, deadline: float) -> None:
         """Wait until its owner has been served, has given up or is dead; then its lock can be had."""
-        with _acquired(file_lock(self._path(other, "lock")), deadline, POLL):
+        with contextlib.closing(self._acquired(self._name(other, "lock"), deadline, POLL)):
             self._forget(other)
 
     def _ended(self, other: Ticket) -> bool:
         try:
             self._await_end(other, 0.0)
-        except Timeout:
+        except TakenError:
             return False
         return True
 
     def _tickets(self) -> list[Ticket]:
         """All tickets, those of the dead included, in order."""
         found = []
-        for path in self._directory.glob("*.json"):
-            # Its owner may just be leaving. It may have another version of this package, which tells more or less.
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                found.append(decode(Ticket, json.loads(path.read_text(encoding="utf-8"))))
+        for text in self._directory.tickets():
+            # It may be half written, or by another version of this package, which tells more or less.
+            with contextlib.suppress(ValueError):
+                found.append(decode(Ticket, json.loads(text)))
         return sorted(found, key=lambda ticket: ticket.number)
 
     def _forget(self, ticket: Ticket) -> None:
         for kind in ("json", "lock"):
-            self._path(ticket, kind).unlink(missing_ok=True)
+            (self._directory.path / self._name(ticket, kind)).unlink(missing_ok=True)
 
-    def _path(self, ticket: Ticket, kind: str) -> Path:
-        return self._directory / f"{ticket.number}.{kind}"
+    def _name(self, ticket: Ticket, kind: str) -> str:
+        return f"{QUEUE}/{ticket.number}.{kind}"
 
-
-def file_lock(path: Path) -> FileLock:
-    """A lock that whoever opens the file contends for, threads of one process too; gone with the process."""
-    return FileLock(path, thread_local=False)
-
-
-def _acquired(lock: FileLock, deadline: float, interval: float) -> AbstractContextManager[object]:
-    """Have that lock for the block. Raises filelock.Timeout at the deadline.
-
-    filelock's own wait asks a clock that a test may have frozen: it would never end, not even after no time at all.
-    """
-    while True:
-        try:
-            return lock.acquire(blocking=False)
-        except Timeout:
-            if clock.now() >= deadline:
-                raise
-        clock.sleep(interval)
+    def _acquired(self, name: str, deadline: float, interval: float) -> FileLock:
+        """Wait for that lock. Raises TakenError at the deadline."""
+        while True:
+            try:
+                return self._directory.lock(name)
+            except TakenError:
+                if clock.now() >= deadline:
+                    raise
+            clock.sleep(interval)

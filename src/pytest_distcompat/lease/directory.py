@@ -1,0 +1,154 @@
+"""A directory of locks and records that a cleaner may remove at any time, while the locks are held."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from pytest_distcompat.failures import UsageProblem
+
+#: The subdirectory of the tickets (``tickets.Queue``).
+QUEUE = "queue"
+
+
+class TakenError(Exception):
+    """Somebody else has the lock."""
+
+
+class FileLock:
+    """A locked file of the directory, until ``close`` or the end of the process. Threads of one process contend, too."""
+
+    def __init__(self, path: Path, file: int) -> None:
+        self._path = path
+        self._file = file
+
+    def in_place(self) -> bool:
+        """Tell whether the locked file is the one that others open by its name, and not a removed one."""
+        try:
+            return os.path.samestat(os.fstat(self._file), os.lstat(self._path))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Unlock. A forked child only closes its copy: ``LOCK_UN`` would unlock its parent's file."""
+        os.close(self._file)
+
+
+class LeaseDirectory:
+    """This user's own directory, made anew whenever it is missing. Names are relative to it.
+
+    A lock on a removed file excludes nobody: whoever comes next makes the file anew. So each device has a name in the
+    kernel besides, an abstract socket address (``claim``), which nobody can remove. It is known within a network
+    namespace; the file is also known to containers that share the directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Make the directory. Raises UsageProblem if it is somebody else's, or open to others."""
+        self.path = path
+        self.make()
+        self._address = os.path.realpath(path)
+
+    def make(self) -> None:
+        """Make the directory if it is missing, with its mode in one step, so that it does not matter who is first."""
+        while True:
+            # Whoever cleans up may be at it still.
+            with contextlib.suppress(FileNotFoundError):
+                own_directory(self.path)
+                # Not by pathlib's own exist_ok, which looks once more.
+                with contextlib.suppress(FileExistsError):
+                    (self.path / QUEUE).mkdir(mode=0o700)
+                return
+
+    def write(self, name: str, text: str) -> None:
+        """Write a record."""
+        while True:
+            try:
+                (self.path / name).write_text(text, encoding="utf-8")
+            except FileNotFoundError:
+                self.make()
+            else:
+                return
+
+    def tickets(self) -> Iterator[str]:
+        """Yield the records of the queue; those that are removed meanwhile are left out."""
+        with contextlib.suppress(FileNotFoundError):
+            for path in (self.path / QUEUE).iterdir():
+                if path.suffix == ".json":
+                    with contextlib.suppress(FileNotFoundError):
+                        yield path.read_text(encoding="utf-8")
+
+    def lock(self, name: str) -> FileLock:
+        """Lock a file without waiting. Raises TakenError."""
+        path = self.path / name
+        while True:
+            try:
+                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except FileNotFoundError:
+                self.make()
+                continue
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(file)
+                raise TakenError(name) from None
+            found = FileLock(path, file)
+            if found.in_place():
+                return found
+            # It was removed after it was opened.
+            found.close()
+
+    def claim(self, name: str) -> socket.SocketType:
+        """Bind the abstract socket address of a device, which is free again when the socket is closed. Raises TakenError.
+
+        See unix(7). ``SocketType`` is the class behind ``socket.socket``, which plugins replace to forbid connections.
+        """
+        claimed = socket.SocketType(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            claimed.bind(self._claimed(name))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                claimed.close()
+                raise TakenError(name) from None
+            # A kernel without such addresses: the file is the lock.
+        return claimed
+
+    def claimant(self, name: str) -> int:
+        """Return the number of the process that claims a device, 0 if it cannot be known."""
+        address = self._claimed(name).replace("\0", "@")
+        # Only those of this user's processes are seen.
+        with contextlib.suppress(psutil.Error, OSError):
+            return next((one.pid or 0 for one in psutil.net_connections("unix") if str(one.laddr) == address), 0)
+        return 0
+
+    def _claimed(self, name: str) -> str:
+        # An address has 107 bytes at most; a path may have more.
+        digest = hashlib.sha256(os.fsencode(f"{self._address}/{name}")).hexdigest()
+        return f"\0distcompat-{os.getuid()}-{digest[:32]}"
+
+
+def own_directory(path: Path) -> Path:
+    """Make that directory, for this user alone. Raises UsageProblem if it is somebody else's, or open to others.
+
+    In a temporary directory for all, whoever comes first could lay a link there, or hold our locks.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "is not a directory"
+    elif found.st_uid != os.getuid():
+        problem = f"belongs to user {found.st_uid}, not {os.getuid()}"
+    elif found.st_mode & 0o077:
+        problem = f"is open to others (mode {stat.S_IMODE(found.st_mode):o}, expected 700)"
+    else:
+        return path
+    raise UsageProblem(f"leases cannot be kept in {path}: it {problem}")

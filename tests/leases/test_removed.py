@@ -1,0 +1,114 @@
+"""A cleaner of temporary directories removes the directory of leases while sessions run: what is held stays held."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_distcompat.lease import Inventory, LeaseTimeout, Pool
+
+if TYPE_CHECKING:
+    from tests.leases.conftest import Field
+
+IDS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+
+
+def mode(directory: Path) -> int:
+    return stat.S_IMODE(directory.stat().st_mode)
+
+
+def test_what_was_lent_before_is_lent_to_nobody_else(arena: Field) -> None:
+    holder, other = arena.enter("tests/a.py::test_holds", "other")
+    holder.tell("lease 3")
+    assert holder.hear() == ["got", *IDS[:3]]
+    shutil.rmtree(arena.directory)
+    other.tell("lease 1")
+    assert other.hear() == ["got", "GPU-d"]
+    # The message still names the process, whose record is gone.
+    with pytest.raises(LeaseTimeout, match=rf"GPU-a is held by .* \(pid {holder.process.pid}\)"):
+        arena.pool.lease(2, who="late", timeout=0).__enter__()
+    assert mode(arena.directory) == 0o700
+    holder.kill()
+    other.tell("release")
+    assert other.hear() == ["released"]
+    with Pool(arena.directory, arena.pool.inventory).lease(4, who="next", timeout=60) as lease:
+        assert lease.ids == IDS
+
+
+def test_who_waits_is_still_served_before_who_comes_later(arena: Field) -> None:
+    holder, first, second = arena.enter("holder", "first", "second")
+    holder.tell("lease 4")
+    assert holder.hear() == ["got", *IDS]
+    first.tell("lease 4")
+    arena.await_waiting("first")
+    shutil.rmtree(arena.directory)
+    arena.await_waiting("first")
+    second.tell("lease 4")
+    arena.await_waiting("first", "second")
+    holder.tell("release")
+    assert first.hear() == ["got", *IDS]
+    first.tell("release")
+    assert first.hear() == ["released"]
+    assert second.hear() == ["got", *IDS]
+
+
+@pytest.mark.parametrize("ids", [IDS[:1], IDS], ids=["one", "four"])
+def test_processes_that_fight_while_it_is_removed_never_have_the_same_device(
+    arena: Field, tmp_path: Path, ids: tuple[str, ...]
+) -> None:
+    ground = tmp_path / "ground"
+    ground.mkdir()
+    fighters = arena.enter(*(f"fighter {number}" for number in range(4)), ids=ids)
+    for number, fighter in enumerate(fighters):
+        fighter.tell(f"fight 40 {number} {ground}")
+    removed, over = 0, threading.Event()
+
+    def clean() -> None:
+        nonlocal removed
+        # Not without a pause: nobody would get anywhere.
+        while not over.wait(0.02) and removed < 40:
+            # Only while somebody holds something, or is about to.
+            if any(arena.directory.glob("*.lock")):
+                shutil.rmtree(arena.directory, ignore_errors=True)
+                removed += 1
+
+    cleaner = threading.Thread(target=clean)
+    cleaner.start()
+    try:
+        assert [fighter.hear() for fighter in fighters] == [["fought"]] * 4
+    finally:
+        over.set()
+        cleaner.join()
+    assert removed > 10
+    assert not Pool(arena.directory, Inventory("gpu", ids)).holders()
+    assert mode(arena.directory) == 0o700
+
+
+def test_those_who_make_it_at_once_make_one_of_the_right_mode(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from pytest_distcompat.lease import Inventory, Pool\n"
+        "pool = Pool(Path(sys.argv[1]), Inventory('gpu', ('GPU-a',)))\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "with pool.lease(1, who='one'): pass\n"
+    )
+    directory = tmp_path / "leases"
+    command = [sys.executable, "-c", script, str(directory)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "umask": 0o022}
+    both = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    for one in both:
+        assert one.stdout.readline() == "ready\n"
+    shutil.rmtree(directory)
+    for one in both:
+        one.communicate("go\n", timeout=60)
+    assert [one.returncode for one in both] == [0, 0]
+    assert (mode(directory), mode(directory / "queue")) == (0o700, 0o700)
