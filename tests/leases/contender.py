@@ -10,6 +10,7 @@ import os
 import random
 import sys
 from pathlib import Path
+from typing import Literal
 
 from pytest_distcompat.lease import Inventory, Pool
 
@@ -29,7 +30,8 @@ def fight(pool: Pool, rounds: int, chance: random.Random, directory: Path) -> No
 
 def main(directory: str, timeline: str, who: str, *ids: str) -> None:
     """Do what the standard input says until it ends."""
-    pool = Pool(Path(directory), Inventory("gpu", ids), timeline=Path(timeline))
+    kind: Literal["gpu", "cpu"] = "cpu" if ids[0].startswith("cpu") else "gpu"
+    pool = Pool(Path(directory), Inventory(kind, ids), timeline=Path(timeline))
     held = contextlib.ExitStack()
     print("ready", flush=True)
     for line in sys.stdin:

@@ -17,7 +17,17 @@ from freezegun import freeze_time
 
 from pytest_distcompat import devices
 from pytest_distcompat.failures import DistcompatError, UsageProblem
-from pytest_distcompat.lease import Inventory, Lease, LeaseTimeout, Pool, cpu_slots, default_directory, gpus, here
+from pytest_distcompat.lease import (
+    Holder,
+    Inventory,
+    Lease,
+    LeaseTimeout,
+    Pool,
+    cpu_slots,
+    default_directory,
+    gpus,
+    here,
+)
 from pytest_distcompat.lease import pool as pool_module
 from pytest_distcompat.lease.inventory import BY_NAME, BY_NUMBER
 
@@ -337,7 +347,7 @@ def test_memory_of_a_killed_holder_is_waited_for_and_charged_to_it(arena: Field,
         # As if NVML had known the made-up GPUs.
         signed = arena.pool._signed(name)
         assert signed is not None
-        arena.pool._sign(pool_module.Holder(name, signed.who, signed.pid, signed.since, memory.now[name]))
+        arena.pool._sign(Holder(name, signed.who, signed.pid, signed.since, memory.now[name]))
     holder.kill()
     before = dict(memory.now)
     memory.to_come = [

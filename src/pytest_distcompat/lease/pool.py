@@ -15,7 +15,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import quote
@@ -28,8 +28,9 @@ from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.lease.directory import LeaseDirectory, TakenError
 from pytest_distcompat.lease.inventory import Inventory
 from pytest_distcompat.lease.memory import PATIENCE, TOLERANCE, DeviceMemory, Leak, Memory, await_free
-from pytest_distcompat.lease.tickets import POLL, CircleError, Queue
+from pytest_distcompat.lease.tickets import POLL, CircleError, Queue, Ticket, ahead
 from pytest_distcompat.lease.timeline import Span, append, now
+from pytest_distcompat.lease.watch import Blocker, GivenUpError, Holder, Watch
 
 #: Differs between machines, and after a restart, with which the clock of tickets begins anew (``man 4 random``).
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -41,21 +42,11 @@ class LeaseTimeout(DistcompatError, TimeoutError):
     """The devices were not to be had in time; the message says who holds them and who waits before."""
 
 
-@dataclass(frozen=True)
-class Holder:
-    """Who has a device: ``since`` when, in seconds since the epoch, and its memory in use ``before``, in bytes, if known."""
-
-    id: str
-    who: str
-    pid: int
-    since: float
-    before: int | None = None
-
-
 @dataclass
 class Lease:
     """What was leased, and the environment that shows it to ranks and nothing else.
 
+    ``ids`` are fewer than asked for where a request went on without the CPU slots that a suspended process holds.
     ``leak`` tells, from the beginning, what the last holder left if it died, and at the end what this lease left.
     """
 
@@ -85,7 +76,8 @@ class Pool:
     """The devices of an inventory, leased from a directory that all who share them use.
 
     ``memory``, ``tolerance`` in bytes and ``patience`` in seconds say when a device is free again (``lease.memory``);
-    ``timeline`` is the directory for the record of leases (``lease.timeline``), in which this process is ``worker``.
+    ``timeline`` is the directory for the record of leases (``lease.timeline``), in which this process is ``worker``; ``say``
+    tells the user at once what is waited for.
     Raises UsageProblem if the directory is not this user's own.
     """
 
@@ -99,6 +91,7 @@ class Pool:
         patience: float = PATIENCE,
         timeline: Path | None = None,
         worker: str = "",
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self.inventory = inventory
         self._directory = LeaseDirectory(directory or default_directory())
@@ -108,6 +101,10 @@ class Pool:
         self._patience = patience
         self._timeline = timeline
         self._worker = worker
+        self._say = say
+        self._run = str(timeline or "")
+        #: What a request went on without, so that the next one need not wait for it again.
+        self._given_up: set[Blocker] = set()
 
     @contextlib.contextmanager
     def lease(self, ranks: int, *, who: str, timeout: float = TIMEOUT) -> Iterator[Lease]:
@@ -129,7 +126,7 @@ class Pool:
             got = now()
             before = self._memory.used(ids) if self.inventory.kind == "gpu" else {}
             for name in ids:
-                self._sign(Holder(name, who, os.getpid(), got.wall, before.get(name)))
+                self._sign(Holder(name, who, os.getpid(), got.wall, before.get(name), self._run))
             lease = Lease(ids, self.inventory.environment(ids), left)
             owner = os.getpid()
             own = {self._path(name, "lock") for name in ids}
@@ -180,8 +177,15 @@ class Pool:
         Unless one of us has some already: what it has comes back when it was served, so nothing is kept from it, nor by it.
         """
         taken: set[str] = set()
+
+        def in_the_way(ticket: Ticket | None) -> Iterator[Holder | Ticket]:
+            names = (name for name in self.inventory.ids if name not in taken and name not in mine)
+            yield from filter(None, map(self._holder, names))
+            yield from ahead(ticket, self._queue.waiting()) if ticket is not None else ()
+
+        watch = Watch(self.inventory, count, who, mine, in_the_way, self._given_up, run=self._run, say=self._say)
         try:
-            with self._queue.turn(self.inventory.ids, count, who, deadline, mine) as ticket:
+            with self._queue.turn(self.inventory.ids, count, who, deadline, look=watch, holds=mine) as ticket:
                 while True:
                     for name in self.inventory.ids:
                         if len(taken) < count and name not in taken and self._lock(name, held):
@@ -191,13 +195,16 @@ class Pool:
                     if mine or self._queue.overtaken(ticket):
                         held.close()
                         taken.clear()
-                        self._queue.give_way(ticket, deadline)
+                        self._queue.give_way(ticket, deadline, watch)
+                    watch(ticket)
                     clock.sleep(POLL)
         except TakenError:
             # Somebody who came before still waits.
             pass
         except CircleError as circle:
             raise LeaseTimeout(_told(count, who, mine, circle)) from None
+        except GivenUpError:
+            count = len(taken)
         if len(taken) < count:
             raise LeaseTimeout(self._why(count, who, taken))
         return tuple(name for name in self.inventory.ids if name in taken)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from pytest_distcompat import clock
@@ -37,6 +37,10 @@ class Ticket:
     who: str
     pid: int = 0
     holds: tuple[str, ...] = ()
+
+
+#: What a waiter calls again and again, with its ticket if it has one.
+Look = Callable[[Ticket | None], None]
 
 
 class CircleError(Exception):
@@ -82,17 +86,17 @@ class Queue:
 
     @contextlib.contextmanager
     def turn(
-        self, ids: tuple[str, ...], count: int, who: str, deadline: float, holds: tuple[str, ...] = ()
+        self, ids: tuple[str, ...], count: int, who: str, deadline: float, *, look: Look, holds: tuple[str, ...] = ()
     ) -> Iterator[Ticket]:
-        """Wait for one's turn and keep it in the block, unless ``overtaken``.
+        """Wait for one's turn and keep it in the block, unless ``overtaken``; call ``look`` again and again meanwhile.
 
         Raises TakenError at ``deadline`` (monotonic seconds), and CircleError at once.
         """
-        with self._joined(ids, count, who, deadline, holds) as mine:
+        with self._joined(ids, count, who, deadline, look=look, holds=holds) as mine:
             # Who closes a circle sees all of it: nobody in it leaves the queue before it is served.
             if holds and (others := circle(mine, self.waiting())):
                 raise CircleError(others)
-            self.give_way(mine, deadline)
+            self.give_way(mine, deadline, look)
             yield mine
 
     def overtaken(self, mine: Ticket) -> bool:
@@ -100,10 +104,15 @@ class Queue:
         self._stay(mine)
         return bool(ahead(mine, self._tickets()))
 
-    def give_way(self, mine: Ticket, deadline: float) -> None:
+    def give_way(self, mine: Ticket, deadline: float, look: Look) -> None:
         """Wait until there is none. Raises TakenError."""
+
+        def stay_and_look() -> None:
+            self._stay(mine)
+            look(mine)
+
         while before := ahead(mine, self._tickets()):
-            self._await_end(before[0], deadline)
+            self._await_end(before[0], deadline, stay_and_look)
             self._stay(mine)
 
     def waiting(self) -> list[Ticket]:
@@ -112,9 +121,9 @@ class Queue:
 
     @contextlib.contextmanager
     def _joined(
-        self, ids: tuple[str, ...], count: int, who: str, deadline: float, holds: tuple[str, ...]
+        self, ids: tuple[str, ...], count: int, who: str, deadline: float, *, look: Look, holds: tuple[str, ...]
     ) -> Iterator[Ticket]:
-        joining = self._acquired(f"{QUEUE}/joining.lock", deadline, _POLL_JOINING)
+        joining = self._acquired(f"{QUEUE}/joining.lock", deadline, _POLL_JOINING, lambda: look(None))
         with contextlib.closing(joining):
             # All processes of a machine share this clock, so numbers grow; and none comes twice, not even when its
             # owner is long gone and somebody still looks for it.
@@ -144,9 +153,9 @@ class Queue:
         if self._own[mine.number].in_place() and not (self._directory.path / self._name(mine, "json")).exists():
             self._directory.write(self._name(mine, "json"), json.dumps(asdict(mine)))
 
-    def _await_end(self, other: Ticket, deadline: float) -> None:
+    def _await_end(self, other: Ticket, deadline: float, look: Callable[[], None] = lambda: None) -> None:
         """Wait until its owner has been served, has given up or is dead; then its lock can be had."""
-        with contextlib.closing(self._acquired(self._name(other, "lock"), deadline, POLL)):
+        with contextlib.closing(self._acquired(self._name(other, "lock"), deadline, POLL, look)):
             self._forget(other)
 
     def _ended(self, other: Ticket) -> bool:
@@ -172,7 +181,7 @@ class Queue:
     def _name(self, ticket: Ticket, kind: str) -> str:
         return f"{QUEUE}/{ticket.number}.{kind}"
 
-    def _acquired(self, name: str, deadline: float, interval: float) -> FileLock:
+    def _acquired(self, name: str, deadline: float, interval: float, look: Callable[[], None]) -> FileLock:
         """Wait for that lock. Raises TakenError at the deadline."""
         while True:
             try:
@@ -180,4 +189,5 @@ class Queue:
             except TakenError:
                 if clock.now() >= deadline:
                     raise
+            look()
             clock.sleep(interval)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -174,7 +176,7 @@ class DistcompatSession:
         from pytest_distcompat.lease import Pool
 
         worker = getattr(self.config, "workerinput", {}).get("workerid", "")
-        return Pool(None, self.inventory, timeline=self.store, worker=worker)
+        return Pool(None, self.inventory, timeline=self.store, worker=worker, say=self.say)
 
     @functools.cached_property
     def inventory(self) -> Inventory:
@@ -255,6 +257,13 @@ class DistcompatSession:
             with warnings.catch_warnings():
                 warnings.simplefilter("always", DistcompatWarning)
                 warnings.warn(DistcompatWarning(text), stacklevel=2)
+
+    def say(self, text: str) -> None:
+        """Tell the user at once, past pytest's capture. An xdist worker has the terminal of its parent as its stderr."""
+        capture: Any = self.config.pluginmanager.getplugin("capturemanager")
+        with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
+            # pytest may be in the middle of a line of dots.
+            print(f"\ndistcompat: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a warning would come when all is over
 
     def reproduce(self, item: pytest.Function) -> str:
         """The command that runs that one item again, as it was run, from the same directory."""

@@ -1,0 +1,183 @@
+"""Who waits is told for whom, and waits for no suspended process where it need not."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from pytest_distcompat.lease import Inventory, LeaseTimeout, Pool, default_directory, watch
+
+from .conftest import DEADLINE, Contender, await_that
+
+if TYPE_CHECKING:
+    from tests.leases.conftest import Field
+
+GPUS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+SLOTS = ("cpu-0.0", "cpu-0.1")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("TOLD_AFTER", 0.05), ("GIVEN_UP_AFTER", 0.1), ("_LOOK", 0.01)):
+        monkeypatch.setattr(watch, name, seconds)
+
+
+def suspend(contender: Contender) -> None:
+    contender.process.send_signal(signal.SIGSTOP)
+    await_that(psutil.Process(contender.process.pid).status, psutil.STATUS_STOPPED)
+
+
+def test_cpu_slots_of_a_suspended_process_are_not_waited_for(arena: Field) -> None:
+    (holder,) = arena.enter("tests/a.py::test_suspended", ids=SLOTS)
+    holder.tell("lease 2")
+    assert holder.hear() == ["got", *SLOTS]
+    suspend(holder)
+    said: list[str] = []
+    pool = Pool(arena.directory, Inventory("cpu", SLOTS), say=said.append)
+    with pool.lease(2, who="tests/b.py::test_waits", timeout=DEADLINE) as lease:
+        assert (lease.ids, lease.environment) == ((), {})
+    assert re.fullmatch(
+        rf"tests/b.py::test_waits has waited \d+ s for 2 of 2 CPU slots: tests/a.py::test_suspended "
+        rf"\(pid {holder.process.pid}, suspended\) has had cpu-0.0, cpu-0.1 for \d+ s; "
+        "it goes on without, for ranks can share cores",
+        said[-1],
+    )
+    # The next test need not wait for the same once more, nor be told of it.
+    said.clear()
+    began = time.monotonic()
+    with pool.lease(1, who="next", timeout=DEADLINE):
+        pass
+    assert said == []
+    assert time.monotonic() - began < watch.GIVEN_UP_AFTER
+    # When it goes on and gives them back, they are lent again.
+    holder.process.send_signal(signal.SIGCONT)
+    holder.tell("release")
+    assert holder.hear() == ["released"]
+    with pool.lease(2, who="later", timeout=DEADLINE) as lease:
+        assert lease.ids == SLOTS
+
+
+def test_what_is_free_beside_it_is_lent(arena: Field) -> None:
+    (holder,) = arena.enter("suspended", ids=SLOTS)
+    holder.tell("lease 1")
+    assert holder.hear() == ["got", SLOTS[0]]
+    suspend(holder)
+    pool = Pool(arena.directory, Inventory("cpu", SLOTS))
+    with pool.lease(1, who="one", timeout=DEADLINE) as lease:
+        assert lease.ids == SLOTS[1:]
+    with pool.lease(2, who="two", timeout=DEADLINE) as lease:
+        assert lease.ids == SLOTS[1:]
+
+
+def test_a_suspended_waiter_does_not_hold_up_those_behind_it(arena: Field) -> None:
+    holder, waiter = arena.enter("holder", "tests/a.py::test_suspended", ids=SLOTS)
+    holder.tell("lease 2")
+    assert holder.hear() == ["got", *SLOTS]
+    waiter.tell("lease 2")
+    arena.await_waiting("tests/a.py::test_suspended")
+    suspend(waiter)
+    said: list[str] = []
+    pool = Pool(arena.directory, Inventory("cpu", SLOTS), say=said.append)
+    with pool.lease(1, who="behind", timeout=DEADLINE):
+        pass
+    assert f"tests/a.py::test_suspended (pid {waiter.process.pid}, suspended) waits before it; it goes on" in said[-1]
+
+
+def test_another_run_that_keeps_cpu_slots_for_long_is_not_waited_for(
+    arena: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits in a debugger. It is not suspended."""
+    (holder,) = arena.enter("tests/a.py::test_debugged", ids=SLOTS)
+    holder.tell("lease 2")
+    assert holder.hear() == ["got", *SLOTS]
+    slots = Inventory("cpu", SLOTS)
+    with pytest.raises(LeaseTimeout), Pool(arena.directory, slots).lease(1, who="soon", timeout=0.5):
+        pass
+    monkeypatch.setattr(watch, "LONG", 0.0)
+    with Pool(arena.directory, slots).lease(1, who="late", timeout=DEADLINE) as lease:
+        assert lease.ids == ()
+    # Within a run tests last as long as they last, and the run's own limits end them.
+    with (
+        pytest.raises(LeaseTimeout),
+        Pool(arena.directory, slots, timeline=arena.timeline).lease(1, who="worker", timeout=0.5),
+    ):
+        pass
+
+
+def test_gpus_are_waited_for_and_the_user_is_told(arena: Field) -> None:
+    (holder,) = arena.enter("tests/a.py::test_suspended")
+    holder.tell("lease 4")
+    assert holder.hear() == ["got", *GPUS]
+    suspend(holder)
+    told, said = threading.Event(), []
+
+    def say(text: str) -> None:
+        said.append(text)
+        told.set()
+
+    pool = Pool(arena.directory, arena.pool.inventory, say=say)
+    got: list[tuple[str, ...]] = []
+
+    def wait() -> None:
+        with pool.lease(1, who="tests/b.py::test_waits", timeout=DEADLINE) as lease:
+            got.append(lease.ids)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    assert told.wait(DEADLINE)
+    assert re.search(
+        rf"^tests/b.py::test_waits has waited \d+ s for 1 of 4 GPUs: tests/a.py::test_suspended "
+        rf"\(pid {holder.process.pid}, suspended\) has had GPU-a, GPU-b, GPU-c, GPU-d for \d+ s$",
+        said[0],
+    )
+    assert got == []
+    holder.process.send_signal(signal.SIGCONT)
+    holder.tell("release")
+    waiter.join(DEADLINE)
+    assert got == [("GPU-a",)]
+
+
+def test_that_workers_of_one_run_wait_for_each_other_is_no_news(arena: Field) -> None:
+    (holder,) = arena.enter("holder")
+    holder.tell("lease 4")
+    assert holder.hear() == ["got", *GPUS]
+    for timeline, expected in ((arena.timeline, False), (None, True)):
+        said: list[str] = []
+        pool = Pool(arena.directory, arena.pool.inventory, timeline=timeline, say=said.append)
+        with pytest.raises(LeaseTimeout), pool.lease(1, who="late", timeout=0.5):
+            pass
+        assert bool(said) is expected
+
+
+@pytest.mark.parametrize("more", [[], ["-n1"]], ids=["alone", "xdist"])
+@pytest.mark.usefixtures("run_on_gpus")
+def test_pytest_shows_it_while_a_test_waits(pytester: pytest.Pytester, tmp_path: Path, more: list[str]) -> None:
+    ids = tuple(f"GPU-{number}" for number in range(8))
+    other = Contender(pytester.path / "tmp" / default_directory().name, tmp_path, "tests/other.py::test_long", ids)
+    other.tell("lease 8")
+    assert other.hear() == ["ready"]
+    assert other.hear()[0] == "got"
+    pytester.makepyfile(test_it="import pytest\n@pytest.mark.distcompat(world_size=2)\ndef test(): pass")
+    plugins = ["-p", "stand_in", "-p", "no:randomly", "--basetemp=base"]
+    run = pytester.popen([sys.executable, "-m", "pytest", *plugins, *more], stdin=subprocess.DEVNULL, text=True)
+    assert run.stderr is not None
+    lines = iter(run.stderr.readline, "")
+    line = next(line for line in lines if line.startswith("distcompat: "))
+    other.kill()
+    for pipe in (other.process.stdin, other.process.stdout):
+        assert pipe is not None
+        pipe.close()
+    assert re.match(
+        r"distcompat: test_it.py::test has waited \d s for 2 of 8 GPUs: tests/other.py::test_long \(pid \d+\) has had GPU-0,",
+        line,
+    )
+    assert "1 passed" in run.communicate(timeout=DEADLINE)[0]
