@@ -60,6 +60,8 @@ class Scenario:
 
 #: Steps of a training: enough for two trainings that differ in their optimizer to part.
 STEPS = 20
+#: How many of them come before the save.
+SAVED = 3
 
 _PLAIN = ("plain", "build")
 
@@ -67,7 +69,17 @@ _PLAIN = ("plain", "build")
 #: first loss after a load tells of the parameters only and the second of the optimizer state. Then on to the end.
 TRAIN_LIFE = Life(
     "train",
-    (*_PLAIN, *("step",) * 3, "save", *("step",) * 2, "files", *("step",) * (STEPS - 5), "export", "evaluate", "files"),
+    (
+        *_PLAIN,
+        *("step",) * SAVED,
+        "save",
+        *("step",) * 2,
+        "files",
+        *("step",) * (STEPS - 5),
+        "export",
+        "evaluate",
+        "files",
+    ),
 )
 
 #: A fresh process group loads what TRAIN_LIFE saved and takes the same two steps.

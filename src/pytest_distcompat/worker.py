@@ -142,6 +142,9 @@ class _Rank:
             facts |= {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
             facts |= {"tokens": int(_number(driver.tokens, "tokens") or 0), **self.observer.facts()}
             self.number += 1
+        elif verb == "load":
+            # A load that trains again reaches the same state: its steps alone tell.
+            facts |= {"steps": tuple(self.observer.steps)}
         self._end(facts, seconds)
         while self.index < len(self.life.verbs) and self.life.verbs[self.index] == "files":
             # By now all ranks have left ``save``, for they took collective steps since.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
@@ -200,3 +201,18 @@ class ClipsToHalf(Clips):
     """The config and the training loop disagree."""
 
     to = 0.5
+
+
+@twin(
+    "parity",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"^step 1: rank 0: the loss of this step is inf; expected a finite number\nstep 1: rank 1: the loss of this step",
+)
+class LossAndReferenceOverflow(Torch):
+    """The trainer and its reference agree that every loss is infinite."""
+
+    def step(self, number: int) -> float:
+        return super().step(number) * math.inf
+
+    def reference(self, model: Module, number: int, ranks: int) -> float:
+        return super().reference(model, number, ranks) * math.inf

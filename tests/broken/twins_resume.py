@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
@@ -297,3 +298,43 @@ class SaveChanges(Torch):
     def save(self, directory: Path) -> None:
         halve(self.model.parameters())
         super().save(directory)
+
+
+@twin(
+    "resume",
+    "ddp-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_plain",
+    match=r"^rank 0: the optimizer took 3 steps with gradients during the load; expected the state to be read from the ch",
+)
+class TrainsAgain(Torch):
+    """Ignores the file and trains again from the start, which leads to the same state, bit by bit."""
+
+    def load(self, directory: Path) -> None:
+        for number in range(3):
+            self.step(number)
+
+
+@twin(
+    "resume",
+    "zero1-fp32-w2-model_plain",
+    match=r"^rank 0: the optimizer took 3 steps with gradients during the load",
+)
+class TrainsAgainZero(AccelerateDriver):
+    """The same with flat masters."""
+
+    def load(self, directory: Path) -> None:
+        for number in range(3):
+            self.step(number)
+
+
+@twin(
+    "resume",
+    "ddp-fp32-w2-model_plain",
+    match=r"^rank 0: the loss of step 1 is inf; expected a finite number\nrank 1: the loss of step 1 is inf; [^\n]+$",
+    also={"parity": r"^step 1: rank 0: the loss of this step is inf; expected a finite number"},
+)
+class LossOverflows(Torch):
+    """Says that each loss is infinite: two infinities are equal."""
+
+    def step(self, number: int) -> float:
+        return super().step(number) * math.inf

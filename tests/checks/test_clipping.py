@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -105,3 +106,16 @@ def test_no_step_is_no_gradient(sound: Sound) -> None:
 def test_silence_is_no_proof(sound: Sound, life: str, verb: str) -> None:
     story = sound("ddp-fp32-w2").without(verb, life=life, nth=19)
     assert story.findings("clipping") == ["step 20: no reference to compare with"]
+
+
+def test_infinite_gradients_are_no_agreement(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").stepped({"square": math.inf}, life="reference", verb="reference", nth=1)
+    assert story.stepped({"square": math.inf}, verb="step", nth=1, rank=0).findings("clipping")[0] == (
+        "step 2: rank 0: the gradients that the optimizer gets have norm inf; inf in the reference (2e-04 allowed)"
+    )
+
+
+def test_a_reference_of_zero(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").stepped({"square": 0.0}, life="reference", verb="reference", nth=1)
+    assert "have norm 1; 0 in the reference" in story.findings("clipping")[0]
+    assert story.stepped({"square": 1e-10}, verb="step", nth=1).findings("clipping") == []

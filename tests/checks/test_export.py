@@ -139,6 +139,8 @@ def test_outputs(lives_of: LivesOf) -> None:
     assert story.moment("evaluate", {"outputs": ()}, rank=1).findings("export") == [
         "rank 1: 0 outputs of the trained model; 3 of the reloaded one"
     ]
+    infinite = story.moment("evaluate", {"outputs": (0.25, -2.0, float("inf"))}, life="reload")
+    assert infinite.findings("export") == ["1 of 3 outputs of the reloaded model are infinite; expected finite numbers"]
     silent = story.moment("evaluate", {"outputs": ()}, life="reload")
     assert silent.findings("export") == ["the reloaded model computed nothing"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -181,6 +183,42 @@ def test_silence_is_no_proof(sound: Sound) -> None:
     )
     found = sound("fsdp2-fp32-w2").without("reference", life="reference").findings("parity")
     assert found == ["step 1: no reference to compare with"]
+
+
+@pytest.mark.parametrize("field", ["loss", "grad_norm"])
+def test_a_reference_of_zero(sound: Sound, field: str) -> None:
+    story = sound("ddp-fp32-w2").moment("reference", {field: 0.0}, life="reference", nth=4)
+    (found, *_) = story.findings("parity")
+    assert re.search(r"^step 5: .*; 0 in the reference \(.* off, 2\.0e-0[45] allowed\)$", found)
+    # Of rounding, relative to the largest so far, there may be as much as elsewhere.
+    assert story.moment("step", {field: 1e-5}, nth=4).findings("parity") == []
+    assert story.moment("step", {field: 0.0}, nth=4).findings("parity") == []
+
+
+@pytest.mark.parametrize("field", ["loss", "grad_norm"])
+def test_all_is_zero_in_the_reference(sound: Sound, field: str) -> None:
+    story = sound("ddp-fp32-w2").moment("reference", {field: 0.0}, life="reference")
+    assert "(inf off" in story.moment("step", {field: 1e-9}).findings("parity")[0]
+    assert story.moment("step", {field: 0.0}).findings("parity") == []
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_infinite_losses_are_no_agreement(sound: Sound, number: float) -> None:
+    story = sound("ddp-fp32-w2").moment("reference", {"loss": number}, life="reference")
+    assert story.moment("step", {"loss": number}).findings("parity") == [
+        f"step 1: rank {rank}: the loss of this step is {number}; expected a finite number" for rank in (0, 1)
+    ]
+    one = sound("fsdp2-fp32-w2").moment("step", {"loss": number}, nth=6, rank=1)
+    assert one.findings("parity") == [f"step 7: rank 1: the loss of this step is {number}; expected a finite number"]
+    assert f"step 1: the loss is 1.5; {number} in the reference (" in story.findings("parity")[0]
+
+
+def test_infinite_norms_are_no_agreement(sound: Sound) -> None:
+    story = sound("ddp-fp32-w2").moment("reference", {"grad_norm": math.inf}, life="reference", nth=2)
+    story = story.moment("step", {"grad_norm": math.inf}, nth=2, rank=0).moment("step", {"grad_norm": None}, rank=1)
+    assert story.findings("parity") == [
+        "step 3: rank 0: the gradient norm is inf; inf in the reference (nan off, 2.0e-04 allowed)"
+    ]
 
 
 def test_without_a_reference_there_is_nothing_to_measure_by(sound: Sound) -> None:

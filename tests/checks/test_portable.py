@@ -13,6 +13,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
+from pytest_distcompat.trace import StepFact
 
 if TYPE_CHECKING:
     from tests.checks.traces import Story
@@ -101,7 +102,25 @@ def test_of_a_flat_source_losses_tell_in_lower_precision_too(lives_of: LivesOf) 
 
 def test_a_loss_that_is_no_number(lives_of: LivesOf) -> None:
     story = lives_of("fsdp1-bf16_mixed-w2", "portable").moment("step", {"loss": math.nan}, life="port", nth=0, rank=1)
-    assert story.findings("portable") == ["rank 1: the loss of the first step is nan"]
+    told = "rank 1: the loss of step 1 after the load under fsdp2 is nan; expected a finite number"
+    assert story.findings("portable") == [told]
+
+
+def test_infinite_losses_are_no_agreement(lives_of: LivesOf) -> None:
+    story = lives_of("fsdp1-fp32-w2", "portable")
+    story = story.moment("step", {"loss": math.inf}).moment("step", {"loss": math.inf}, life="port", nth=1)
+    told = "the loss of step 2 after the load under fsdp2 is inf; expected a finite number"
+    assert [f"rank {rank}: {told}" for rank in (0, 1)] == [
+        finding for finding in story.findings("portable") if "inf;" in finding
+    ]
+
+
+def test_training_again_is_no_load(lives_of: LivesOf) -> None:
+    step = StepFact("AdamW", ("float32",), ("float32",), ("float32",), square=1.0)
+    story = lives_of("fsdp1-fp32-w2", "portable").moment("step", {"steps": (step,)})
+    assert story.moment("load", {"steps": (step, step)}, life="port").findings("portable") == []
+    (found,) = story.moment("load", {"steps": (step, step, step)}, life="port", rank=1).findings("portable")
+    assert found.startswith("rank 1: the optimizer took 3 steps with gradients during the load")
 
 
 def test_parts_that_make_up_no_whole(lives_of: LivesOf) -> None:

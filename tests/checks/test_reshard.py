@@ -157,8 +157,11 @@ def test_one_step_counts_as_more_than_one(lives_of: LivesOf, cell: str, name: st
             {"scheduler": "last_epoch=0"},
             "scheduler is at 'last_epoch=0' after the load at 1 rank; saved at 'last_epoch=3'",
         ),
-        ({"loss": float("nan")}, "the loss of the first step after the load at 1 rank is nan"),
-        ({"loss": None}, "the loss of the first step after the load at 1 rank is None"),
+        (
+            {"loss": float("nan")},
+            "the loss of the first step after the load at 1 rank is nan; expected a finite number",
+        ),
+        ({"loss": None}, "the loss of the first step after the load at 1 rank is None; expected a finite number"),
     ],
 )
 def test_scheduler_and_loss(lives_of: LivesOf, changes: dict[str, Any], told: str) -> None:

@@ -253,3 +253,28 @@ def test_state_of_no_element_is_no_state(sound: Sound) -> None:
     assert story.state("", {"numel": 0}, only="outlet.weight", life="train", rank=1).findings("resume") == []
     empty = story.state("", {"numel": 0}, only="outlet.weight", life="train", verb="step", rank=1)
     assert empty.alter(gone, verb="save", rank=1).findings("resume") == []
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_training_again_is_no_load(sound: Sound, cell: str) -> None:
+    story = sound(cell)
+    steps = story.trace.life().at("step", 0)[0].steps * 3
+    told = "the optimizer took 3 steps with gradients during the load"
+    assert story.moment("load", {"steps": steps}, life="resume", rank=1).findings("resume") == [
+        f"rank 1: {told}; expected the state to be read from the checkpoint, not trained again"
+    ]
+
+
+@pytest.mark.parametrize(("square", "many"), [(0.0, 9), (1.0, 2), (float("nan"), 1)])
+def test_a_load_may_step_to_make_room_for_the_state(sound: Sound, square: float, many: int) -> None:
+    # torch does so, with gradients of zero; torch 2.2 with ones that were never filled.
+    story = sound("fsdp2-fp32-w2")
+    steps = (replace(story.trace.life().at("step", 0)[0].steps[0], square=square),) * many
+    assert story.moment("load", {"steps": steps}, life="resume").findings("resume") == []
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_infinite_losses_are_no_agreement(sound: Sound, number: float) -> None:
+    story = sound("ddp-fp32-w2").moment("step", {"loss": number}, rank=1)
+    story = story.moment("step", {"loss": number}, life="resume", rank=1)
+    assert story.findings("resume") == [f"rank 1: the loss of step 1 is {number}; expected a finite number"]

@@ -57,6 +57,12 @@ def test_a_scale_of_one(sound: Sound) -> None:
     ]
 
 
+@pytest.mark.parametrize("scale", [float("inf"), float("nan")])
+def test_a_scale_that_is_no_number(sound: Sound, scale: float) -> None:
+    story = alter(overflowing(sound("ddp-fp16_mixed-w2")), "step", {"scaler": {"scale": scale}}, nth=0)
+    assert story.findings("scaling")[0] == f"rank 0: the loss is scaled by {scale}; expected a finite number"
+
+
 def bearing(story: Story, before: dict[str, float], after: dict[str, float]) -> list[str]:
     """What is said where the scale stays 1024, with that besides."""
     story = alter(story, "step", {"scaler": {"scale": 1024.0, **before}}, nth=0)

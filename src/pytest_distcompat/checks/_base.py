@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -121,3 +123,27 @@ def every_rank(moments: tuple[Moment, ...], world_size: int, what: str) -> Itera
     missing = sorted(set(range(world_size)) - {moment.rank for moment in moments})
     if missing:
         yield f"rank {', '.join(map(str, missing))}: no report after {what}"
+
+
+def finite_losses(moments: Iterable[Moment], what: str) -> Iterator[str]:
+    """Yield a finding for each rank whose loss is missing or infinite: two infinities are equal, which proves nothing."""
+    for moment in moments:
+        if moment.loss is None or not math.isfinite(moment.loss):
+            yield f"rank {moment.rank}: the loss of {what} is {moment.loss}; expected a finite number"
+
+
+def trained_again(loaded: Iterable[Moment], trained: Iterable[Moment]) -> Iterator[str]:
+    """Yield a finding for each rank that took as many steps in its load as there were before the save: it may have read nothing.
+
+    torch itself takes one step in a load, to make the optimizer's state: with zero gradients, or on releases before 2.3
+    with gradients that were never filled.
+    """
+    before: Counter[int] = Counter()
+    for moment in trained:
+        before[moment.rank] += len(moment.steps)
+    for moment in loaded:
+        # Not "is larger than 0": no comparison holds of NaN.
+        steps = sum(step.square != 0 for step in moment.steps)
+        if steps and steps >= before[moment.rank]:
+            told = f"the optimizer took {steps} steps with gradients during the load"
+            yield f"rank {moment.rank}: {told}; expected the state to be read from the checkpoint, not trained again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
@@ -122,6 +123,10 @@ def _outputs(cell: Cell, trained: tuple[Moment, ...], reloaded: tuple[Moment, ..
         yield "the reloaded model computed nothing"
         return
     expected = reloaded[0].outputs
+    infinite = sum(not math.isfinite(value) for value in expected)
+    if infinite:
+        yield f"{infinite} of {len(expected)} outputs of the reloaded model are infinite; expected finite numbers"
+        return
     largest = max(abs(value) for value in expected)
     allowed = largest * PRECISIONS.get(cell.precision).norm_tolerance
     for moment in trained:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, named_ranks
+from pytest_distcompat.checks._base import check, every_rank, finite_losses, named_ranks
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.models import MODELS
 from pytest_distcompat.precisions import PRECISIONS
@@ -35,9 +35,10 @@ def _lives(cell: Cell, driver: type[Driver]) -> Scenario:
 
 @check(scenario=_lives, until=_WHOLE, order=5, applies=has_reference)
 def parity(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Over 20 steps the loss (the mean over the ranks), the gradient norm that the trainer reports and the learning rate
-    equal those of one process that trains in float32 on the same batches, within the precision's tolerance; for a model of
-    the driver's own, within twice that, or twice what its reference is off when its products are in the precision's dtype.
+    """Over 20 steps each loss is a finite number, and the loss (the mean over the ranks), the gradient norm that the trainer
+    reports and the learning rate equal those of one process that trains in float32 on the same batches, within the precision's
+    tolerance; for a model of the driver's own, within twice that, or twice what its reference is off when its products are in
+    the precision's dtype.
 
     If it fails: a loss that is off from the first step on is another loss (a mean of means of unequal micro-batches, a
     token counted that is not learned from); one that goes off later comes from the optimizer: masters in bfloat16,
@@ -50,13 +51,17 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     losses = _allowed(tolerance, trace, lambda moment: moment.loss)
     norms = _allowed(precision.norm_tolerance, trace, lambda moment: moment.grad_norm)
     trained, reference = trace.life("train"), trace.life("reference")
+    largest_loss = largest_norm = 0.0
     for step in range(STEPS):
         here, there = trained.at("step", step), reference.at("reference", step)
         yield from every_rank(here, cell.world_size, f"step {step + 1}")
         if not here or not there:
             yield f"step {step + 1}: no reference to compare with"
             return
-        found = [*_loss(here, there[0], losses[step]), *_norm(here, there[0], norms[step])]
+        largest_loss = max(largest_loss, abs(there[0].loss or 0.0))
+        largest_norm = max(largest_norm, there[0].grad_norm or 0.0)
+        found = [*_loss(here, there[0], losses[step], largest_loss)]
+        found += _norm(here, there[0], norms[step], largest_norm)
         found += _rates(here, there[0])
         yield from (f"step {step + 1}: {text}" for text in found)
         if found:
@@ -81,28 +86,37 @@ def _allowed(table: float, trace: Trace, number: Callable[[Moment], float | None
     return [ROUNDING * max(table, *off[: 2 * step + 3]) for step in range(STEPS)]
 
 
-def _loss(here: tuple[Moment, ...], there: Moment, tolerance: float) -> Iterator[str]:
+def _loss(here: tuple[Moment, ...], there: Moment, tolerance: float, largest: float) -> Iterator[str]:
     losses = [moment.loss for moment in here if moment.loss is not None]
     if len(losses) != len(here) or there.loss is None:
         yield "no loss to compare; expected step() to return it on every rank, and reference()"
         return
+    if infinite := [*finite_losses(here, "this step")]:
+        yield from infinite
+        return
     loss = sum(losses) / len(losses)
-    if not math.isclose(loss, there.loss, rel_tol=tolerance):
-        off = abs(loss - there.loss) / abs(there.loss)
-        yield f"the loss is {loss:.6g}; {there.loss:.6g} in the reference ({off:.1e} off, {tolerance:.1e} allowed)"
+    if not _close(loss, there.loss, tolerance, largest):
+        yield f"the loss is {loss:.6g}; {_expected(loss, there.loss, tolerance, largest)}"
 
 
-def _norm(here: tuple[Moment, ...], there: Moment, tolerance: float) -> Iterator[str]:
+def _norm(here: tuple[Moment, ...], there: Moment, tolerance: float, largest: float) -> Iterator[str]:
     for moment in here:
         norm = moment.grad_norm
-        if (
-            norm is not None
-            and there.grad_norm is not None
-            and not math.isclose(norm, there.grad_norm, rel_tol=tolerance)
-        ):
-            off = abs(norm - there.grad_norm) / there.grad_norm
-            told = f"{there.grad_norm:.6g} in the reference ({off:.1e} off, {tolerance:.1e} allowed)"
+        if norm is not None and there.grad_norm is not None and not _close(norm, there.grad_norm, tolerance, largest):
+            told = _expected(norm, there.grad_norm, tolerance, largest)
             yield f"rank {moment.rank}: the gradient norm is {norm:.6g}; {told}"
+
+
+def _close(here: float, there: float, tolerance: float, largest: float) -> bool:
+    """Return whether both are finite and agree: relative to themselves, or to the largest so far where the reference has 0."""
+    finite = math.isfinite(here) and math.isfinite(there)
+    return finite and math.isclose(here, there, rel_tol=tolerance, abs_tol=0.0 if there else tolerance * largest)
+
+
+def _expected(here: float, there: float, tolerance: float, largest: float) -> str:
+    size = abs(there) or largest
+    off = abs(here - there) / size if size else math.inf
+    return f"{there:.6g} in the reference ({off:.1e} off, {tolerance:.1e} allowed)"
 
 
 def _rates(here: tuple[Moment, ...], there: Moment) -> Iterator[str]:
@@ -132,6 +146,7 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     strategy, table = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision).norm_tolerance
     tolerances = _allowed(table, trace, lambda moment: math.sqrt(_square(moment)))
     shared, copies = strategy.shards or strategy.flat_masters, trace.life("train").copies
+    largest = 0.0
     for step in range(STEPS):
         here, there = trace.life("train").at("step", step), trace.life("reference").at("reference", step)
         if not here or not there:
@@ -147,7 +162,8 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
                 )
                 for ranks in copies
             }
-        wrong = {who: norm for who, norm in norms.items() if not math.isclose(norm, expected, rel_tol=tolerances[step])}
+        largest = max(largest, expected)
+        wrong = {who: norm for who, norm in norms.items() if not _close(norm, expected, tolerances[step], largest)}
         for who, norm in wrong.items():
             told = f"{expected:.6g} in the reference ({tolerances[step]:.0e} allowed)"
             yield f"step {step + 1}: {who}: the gradients that the optimizer gets have norm {norm:.6g}; {told}"

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from pytest_distcompat import scenario
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import check, every_rank, finite_losses, trained_again
 from pytest_distcompat.checks._values import compare, differences, flat_parameters, settings, values
 from pytest_distcompat.checks.export import exported_weights
-from pytest_distcompat.checks.reshard import SAVED, counted, saved_as_elsewhere
+from pytest_distcompat.checks.reshard import counted, saved_as_elsewhere
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import Scenario
+from pytest_distcompat.scenario import SAVED, Scenario
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import LifeTrace, Trace
 
@@ -68,6 +68,7 @@ def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     saved, loaded = train.at("save"), port.at("load")
     yield from every_rank(saved, train.world_size, "save")
     yield from every_rank(loaded, port.world_size, "the load")
+    yield from trained_again(loaded, (moment for nth in range(SAVED) for moment in train.at("step", nth)))
     if flat_parameters(saved):
         yield from _counts(train, port, when)
     else:
@@ -93,13 +94,7 @@ def _weights(train: LifeTrace, port: LifeTrace) -> Iterator[str]:
     found = values(port, built)
     yield from (f"{text} after the export and build" for text in found.wrong)
     yield from compare("parameter", expected, found.of("parameter"), "after the export and build")
-    yield from _finite(port)
-
-
-def _finite(port: LifeTrace) -> Iterator[str]:
-    for moment in port.at("step"):
-        if moment.loss is None or not math.isfinite(moment.loss):
-            yield f"rank {moment.rank}: the loss of the first step is {moment.loss}"
+    yield from finite_losses(port.at("step"), "the first step")
 
 
 def _losses(cell: Cell, train: LifeTrace, port: LifeTrace, when: str) -> Iterator[str]:
@@ -110,7 +105,8 @@ def _losses(cell: Cell, train: LifeTrace, port: LifeTrace, when: str) -> Iterato
     """
     precision = PRECISIONS.get(cell.precision)
     if precision.compute != "float32" and not flat_parameters(train.at("save")):
-        yield from _finite(port)
+        for nth in range(2):
+            yield from finite_losses(port.at("step", nth), f"step {nth + 1} {when}")
         return
     tolerance = 2 * precision.loss_tolerance
     for nth in range(2):
@@ -119,6 +115,8 @@ def _losses(cell: Cell, train: LifeTrace, port: LifeTrace, when: str) -> Iterato
             expected = whole.get(moment.rank)
             if moment.loss is None or expected is None:
                 yield f"rank {moment.rank}: no loss to compare; expected step() to return it"
+            elif not math.isfinite(moment.loss):
+                yield from finite_losses([moment], f"step {nth + 1} {when}")
             elif not math.isclose(moment.loss, expected, rel_tol=tolerance):
                 told = f"{expected:.6g} in the run that never stopped ({tolerance:.0e} allowed)"
                 yield f"rank {moment.rank}: loss {nth + 1} {when} is {moment.loss:.6g}; {told}"

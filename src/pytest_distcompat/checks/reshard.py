@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from pytest_distcompat import scenario
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import check, every_rank, finite_losses
 from pytest_distcompat.checks._values import compare, differences, settings, values
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import Scenario
+from pytest_distcompat.scenario import SAVED, Scenario
 from pytest_distcompat.trace import LifeTrace, Trace
 
-#: The steps of ``train`` that come before the save.
-SAVED = 3
 #: Options that change what a checkpoint holds, or how.
 SAVING = frozenset(
     {
@@ -94,9 +91,7 @@ def moved(source: LifeTrace, life: LifeTrace) -> Iterator[str]:
     yield from differences(values(source, saved), values(life, loaded), when)
     yield from settings(saved, loaded, when)
     yield from counted(source, life, when)
-    for moment in life.at("step"):
-        if moment.loss is None or not math.isfinite(moment.loss):
-            yield f"rank {moment.rank}: the loss of the first step {when} is {moment.loss}"
+    yield from finite_losses(life.at("step"), f"the first step {when}")
 
 
 def counted(source: LifeTrace, life: LifeTrace, when: str) -> Iterator[str]:

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, pairs
+from pytest_distcompat.checks._base import check, every_rank, finite_losses, pairs, trained_again
 from pytest_distcompat.checks._values import held_states, unlike
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import RESUME
+from pytest_distcompat.scenario import RESUME, SAVED
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import LifeTrace, ModelFact, Moment, OptimizerFact, Trace
 
@@ -27,22 +27,29 @@ ROUNDING = 1e-9
 
 @check(scenario=RESUME, until=(("train", "step", 4), ("resume", "step", 1)), order=4)
 def resume(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Saving changes nothing. Loaded in a fresh process group, parameters, every tensor of the optimizer's state, its
-    step count, its learning rate and other numbers, the scheduler and the gradient scaler are equal bit by bit to what
-    was saved, in the same dtypes, and the next two losses, learning rates and other numbers equal those of the run that never
-    stopped. Of a checkpoint that holds the model alone, parameters and buffers come back. A buffer that each rank fills from
-    its own data (the statistics of BatchNorm) may come back as any rank saved it: DDP gives all that of rank 0 before a step
+    """Losses are finite, and saving changes nothing. Loaded in a fresh process group, without training again, parameters, every
+    tensor of the optimizer's state, its step count, its learning rate and other numbers, the scheduler and the gradient scaler
+    are equal bit by bit to what was saved, in the same dtypes, and the next two losses, learning rates and other numbers equal
+    those of the run that never stopped. Of a checkpoint that holds the model alone, parameters and buffers come back. A buffer
+    that each rank fills from its own data (the statistics of BatchNorm) may come back as any rank saved it: DDP gives all that
+    of rank 0 before a step
     (``broadcast_buffers``, https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
 
     If it fails: state that is missing after the load was not saved, or went into an optimizer that a step would have
     filled first (https://github.com/huggingface/accelerate/pull/3904). The first loss tells of parameters only; it
-    takes the second to tell of the optimizer.
+    takes the second to tell of the optimizer. A load that trains again from the start reaches the same state, and would lose
+    all that a longer run had learned.
     """
     whole, resumed = trace.life("train"), trace.life("resume")
-    trained, saved, loaded = whole.at("step", 2), whole.at("save"), resumed.at("load")
+    trained, saved, loaded = whole.at("step", SAVED - 1), whole.at("save"), resumed.at("load")
     yield from every_rank(trained, cell.world_size, "three steps")
     yield from every_rank(saved, cell.world_size, "save")
     yield from every_rank(loaded, cell.world_size, "load")
+    steps = [whole.at("step", nth) for nth in range(SAVED + 2)]
+    infinite = ([*finite_losses(_with_loss(moments), f"step {nth}")] for nth, moments in enumerate(steps, 1))
+    # What comes after follows from it.
+    yield from next(filter(None, infinite), [])
+    yield from trained_again(loaded, (moment for moments in steps[:SAVED] for moment in moments))
     for before, after in pairs(trained, saved):
         yield from _same(before, after, "save")
     saved, loaded = _without_loose(cell, whole, saved), _without_loose(cell, whole, loaded)
@@ -61,13 +68,18 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
         text for before, after in pairs(saved, loaded) for text in _groups(before.optimizer, after.optimizer, "", "")
     ]
     for nth in (0, 1):
-        expected, found = whole.at("step", 3 + nth), resumed.at("step", nth)
+        expected, found = whole.at("step", SAVED + nth), resumed.at("step", nth)
         yield from every_rank(expected, cell.world_size, f"step {nth + 1} after the save")
         yield from every_rank(found, cell.world_size, f"step {nth + 1} after the load")
         yield from _losses(nth, expected, found, _tolerance(cell))
         if not wrong:
             wrong = list(_numbers(nth, expected, found))
             yield from wrong
+
+
+def _with_loss(moments: tuple[Moment, ...]) -> Iterator[Moment]:
+    """Yield those that say what the loss was; of the others ``_losses`` speaks."""
+    return (moment for moment in moments if moment.loss is not None)
 
 
 #: Name to (digest, dtype).
@@ -165,7 +177,7 @@ def _losses(nth: int, whole: tuple[Moment, ...], resumed: tuple[Moment, ...], to
     for expected, found in pairs(whole, resumed):
         if expected.loss is None or found.loss is None:
             yield f"rank {found.rank}: no loss to compare; expected step() to return it"
-        elif not math.isclose(expected.loss, found.loss, rel_tol=tolerance):
+        elif math.isfinite(expected.loss) and not math.isclose(expected.loss, found.loss, rel_tol=tolerance):
             yield (
                 f"rank {found.rank}: loss {nth + 1} after the load is {found.loss:.6g}; "
                 f"{expected.loss:.6g} in the run that never stopped"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
@@ -48,6 +49,8 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
             yield f"rank {moment.rank}: nothing scales the loss; small gradients vanish in float16"
         elif scale <= 1:
             yield f"rank {moment.rank}: the loss is scaled by {scale:g}; expected more than 1"
+        elif not math.isfinite(scale):
+            yield f"rank {moment.rank}: the loss is scaled by {scale:g}; expected a finite number"
     for what, moments in (("the first step", before), ("the overflow", spoilt), ("the step after it", after)):
         scales = {moment.scaler["scale"] for moment in moments if "scale" in moment.scaler}
         if len(scales) > 1:
