@@ -6,11 +6,12 @@ import os
 import signal
 import time
 import unittest
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.faults_group import LAST_BUT_ONE, SIZE, await_error, four, meet, test_well, two
+from tests.faults.faults_group import LAST, LAST_BUT_ONE, SIZE, await_error, four, meet, test_well, two
 
 
 @two
@@ -154,6 +155,104 @@ def test_xfail_added_on_one(rank: int, request: pytest.FixtureRequest) -> None:
         request.applymarker(pytest.mark.xfail(reason="added"))
     if rank < 2:
         raise ValueError(f"on rank {rank}")
+
+
+#: Longer than a rank that fails waits for the others.
+LATE = 0.7
+
+
+@two
+def test_xfail_and_words(rank: int) -> None:
+    if rank == 0:
+        pytest.xfail("not yet")
+    if rank == 1:
+        said = "Broken pipe"
+        assert said == "x"
+
+
+@two
+def test_xfail_and_refused(rank: int) -> None:
+    if rank == 0:
+        pytest.xfail("not yet")
+    if rank == 1:
+        raise RuntimeError("Connection refused")
+
+
+@two
+def test_xfail_and_fail_late(rank: int) -> None:
+    if rank == 0:
+        pytest.xfail("not yet")
+    if rank == 1:
+        time.sleep(LATE)
+        raise ValueError("late")
+
+
+@two
+def test_xfail_and_exit_late(rank: int) -> None:
+    if rank == 0:
+        pytest.xfail("not yet")
+    if rank == 1:
+        time.sleep(LATE)
+        os._exit(3)
+
+
+@pytest.mark.distcompat(world_size=SIZE or 2, timeout=3)
+def test_xfail_and_loop(rank: int) -> None:
+    if rank == 0:
+        pytest.xfail("not yet")
+    while rank == 1:
+        pass
+
+
+@four
+def test_xfail_while_a_third_works(rank: int, process_group: Any) -> None:
+    """All others wait for both: who left, and who fails before long."""
+    if rank == 0:
+        pytest.xfail("not yet")
+    if rank == LAST:
+        time.sleep(3 * LATE)
+        raise ValueError("late")
+    meet()
+
+
+@two
+def test_xfail_and_wait_for_work(rank: int, process_group: Any) -> None:
+    """What waits is called by this very line, and leaves nothing of torch in the stack."""
+    if rank == 0:
+        pytest.xfail("not yet")
+    process_group.barrier().wait()
+
+
+@two
+def test_xfail_and_skip_late(rank: int) -> None:
+    if rank == 0:
+        pytest.xfail("not yet")
+    time.sleep(LATE)
+    pytest.skip("not here")
+
+
+@two
+def test_xfail_on_all(rank: int, process_group: Any) -> None:
+    meet()
+    pytest.xfail("not yet")
+
+
+@pytest.fixture
+def raises_down() -> Iterator[None]:
+    yield
+    raise RuntimeError("on the way down")
+
+
+@two
+def test_xfail_and_teardown(raises_down: None, process_group: Any) -> None:
+    pytest.xfail("not yet")
+
+
+@two
+def test_all_skip_much_later(rank: int) -> None:
+    if rank == 1:
+        time.sleep(6)
+    pytest.skip("all of us")
 
 
 test_well_after_all = test_well

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.spawn
 
 #: Seconds that the time limit leaves to each, but for the one that hangs.
 LIMIT = 30
-#: How long ranks that skip wait for the others to skip too.
-GRACE = 5.0
+#: How long after all others those skip, pass or fail that are late: longer than a rank that fails waits for the others.
+LATE = 0.7
 NOT_HERE = ("*: Skipped: not here",)
 #: Tests that fail. Who skipped or was excused before another one failed is shown beside it.
 FAILED = {
@@ -29,11 +29,11 @@ FAILED = {
     "test_fail_and_skip": Told(
         (1,), "rank 1 failed: ValueError: the worst", ("*rank 0: skipped (not here)*",), beside=True
     ),
-    "test_skip_and_die": Told((1,), "rank 1 was killed by SIGKILL", ("consequences:",)),
+    "test_skip_and_die": Told((1,), "rank 1 was killed by SIGKILL", ("*rank 0: skipped (not here)*",), beside=True),
     "test_skip_and_hang": Told(
         (1,),
-        "time limit of 3 s: {rest} in _all_skipped at *; rank 1 is in test_skip_and_hang at test_skip.py:*: time.sleep(600)",
-        ("*in test_skip_and_hang",),
+        "time limit of 3 s: rank 1 is in test_skip_and_hang at test_skip.py:*: time.sleep(600)",
+        ("*in test_skip_and_hang", "*rank 0: skipped (not here)*"),
         beside=True,
     ),
     "test_importorskip": Told(
@@ -48,6 +48,15 @@ FAILED = {
     "test_xfail_and_die": Told((1, 0), "rank 1 was killed by SIGKILL"),
     "test_xfail_mark_of_one_rank": Told((1, 0), "rank 1 failed: KeyError: 'not excused here'"),
     "test_xfail_added_on_one": Told((1, 0), "rank 1 failed: ValueError: on rank 1"),
+    "test_xfail_and_words": Told((1, 0), "rank 1 failed: AssertionError: assert 'Broken pipe' == 'x'*"),
+    "test_xfail_and_refused": Told((1, 0), "rank 1 failed: RuntimeError: Connection refused"),
+    "test_xfail_and_fail_late": Told((1, 0), "rank 1 failed: ValueError: late"),
+    "test_xfail_and_exit_late": Told((1, 0), "rank 1 exited with code 3 without a report"),
+    "test_xfail_and_loop": Told(
+        (1, 0), "time limit of 3 s: rank 1 is in test_xfail_and_loop at test_skip.py:*", others=False
+    ),
+    "test_xfail_while_a_third_works": Told((-1, 0), "rank {0} failed: ValueError: late", size=4),
+    "test_xfail_and_teardown": Told((), "rank * failed in teardown: RuntimeError: on the way down"),
 }
 #: The others.
 ENDS = {
@@ -58,7 +67,13 @@ ENDS = {
     "test_xfail_and_pass": "xfailed",
     "test_xfail_and_wait": "xfailed",
     "test_skip_and_expected_failure": "xfailed",
+    "test_xfail_and_skip_late": "xfailed",
+    "test_xfail_on_all": "xfailed",
+    "test_xfail_and_wait_for_work": "xfailed",
+    "test_all_skip_much_later": "skipped",
 }
+#: Those of them that all ranks ran to their ends, so that they do the next test too.
+WELL = ("test_xfail_and_pass", "test_xfail_on_all")
 BY_PROCESS = """
 import os
 import pytest
@@ -107,14 +122,15 @@ def test_the_worst_is_shown_first(name: str, run: Run) -> None:
 
 
 def test_all_are_told_soon(run: Run) -> None:
-    waiting = {"test_skip_and_wait": GRACE, "test_in_setup": GRACE}
-    expect_soon(run, {name: waiting.get(name, 0.0) for name in run.outcomes if "hang" not in name}, LIMIT)
-    expect_in_time(run, {"test_skip_and_hang": 3.0})
+    hanging = {"test_skip_and_hang": 3.0, "test_xfail_and_loop": 3.0}
+    own = {"test_all_skip_much_later": 6.0}
+    expect_soon(run, {name: own.get(name, LATE) for name in run.outcomes if name not in hanging}, LIMIT)
+    expect_in_time(run, hanging)
 
 
 def test_faults_come_to_ranks_that_have_done_a_test(run: Run, form: Form) -> None:
     if form.kept:
-        run.shows_used_ranks()
+        run.shows_used_ranks(*WELL)
 
 
 def test_parameters_that_depend_on_the_process(run_faults: RunFaults) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,40 @@ def test_one_skips() -> None:
 @mark
 def test_both_skip() -> None:
     pytest.skip(f"rank {RANK}")
+
+
+@mark
+def test_xfail_and_words() -> None:
+    if RANK:
+        pytest.xfail("not yet")
+    raise RuntimeError("Connection refused")
+
+
+@mark
+def test_xfail_and_fail_late(process_group: Any) -> None:
+    """It would have its connections cut, if it were taken to wait for the other."""
+    if RANK:
+        pytest.xfail("not yet")
+    time.sleep(2)
+    raise ValueError("late")
+
+
+@mark
+def test_xfail_and_wait(process_group: Any) -> None:
+    if RANK:
+        pytest.xfail("not yet")
+    process_group.barrier().wait()
+
+
+@pytest.fixture
+def raises_down() -> Iterator[None]:
+    yield
+    raise RuntimeError("on the way down")
+
+
+@mark
+def test_xfail_and_teardown(raises_down: None) -> None:
+    pytest.xfail("not yet")
 
 
 @pytest.fixture

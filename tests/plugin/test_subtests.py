@@ -315,7 +315,7 @@ def test_a_rank_that_was_stopped_for_anothers_xfail_failed_by_its_subtest(status
     assert text.splitlines()[0] == "rank 0 failed: subtest [first]: ValueError: no"
     assert "E   ValueError: no" in text
     assert merged(ranks, end, SKIPPED, other=xfailed)[0] == "xfailed"
-    lost = dataclasses.replace(FAILED, message="RuntimeError: Connection closed by peer")
+    lost = dataclasses.replace(FAILED, message="RuntimeError: Connection closed by peer", lost=True)
     assert merged(ranks, end, lost, other=xfailed)[0] == "xfailed"
 
 

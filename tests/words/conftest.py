@@ -38,8 +38,9 @@ class Ranks:
             self.wrote(rank, "moment", verb="step", index=2, moment={})
             self.wrote(rank, "done")
 
-    def raised(self, rank: int, message: str, text: str = "Traceback ...") -> None:
-        self.wrote(rank, "error", kind=message.partition(":")[0], message=message, text=f"{text}\n{message}")
+    def raised(self, rank: int, message: str, *, lost: bool = False) -> None:
+        text = f"Traceback ...\n{message}"
+        self.wrote(rank, "error", kind=message.partition(":")[0], message=message, text=text, lost=lost)
 
     def printed(self, rank: int, text: str) -> None:
         path = self.directory / f"logs/none/attempt_0/{rank}/stderr.log"

@@ -56,7 +56,7 @@ def test_the_rank_that_failed_first_is_shown_first(ranks: Ranks, first: int) -> 
 
 def test_a_rank_that_lost_its_peer_is_folded_even_if_it_spoke_first(ranks: Ranks) -> None:
     ranks.started(0, 1)
-    ranks.raised(0, PEER_GONE)
+    ranks.raised(0, PEER_GONE, lost=True)
     ranks.raised(1, "ValueError: the cause")
     ending = ranks.end(1, 1)
     assert ranks.statuses(ending) == ["lost peer", "raised"]
@@ -64,20 +64,60 @@ def test_a_rank_that_lost_its_peer_is_folded_even_if_it_spoke_first(ranks: Ranks
     assert ending.text().endswith(f"consequences:\n  rank 0 raised {PEER_GONE}")
 
 
-def test_a_connection_of_the_tests_own_is_a_cause(ranks: Ranks) -> None:
-    """Python's sockets and pipes are not how torch's ranks reach each other."""
+@pytest.mark.parametrize(
+    "message", ["ConnectionRefusedError: [Errno 111] Connection refused", "AssertionError: Broken pipe", PEER_GONE]
+)
+def test_words_make_no_lost_peer(message: str, ranks: Ranks) -> None:
+    """The rank that raised decides."""
     ranks.started(0, 1)
-    ranks.raised(1, "ConnectionRefusedError: [Errno 111] Connection refused")
+    ranks.raised(1, message)
     ranks.raised(0, "AssertionError: rank 1 gave no data")
     ending = ranks.end(1, 1)
     assert ranks.statuses(ending) == ["raised", "raised"]
-    assert ending.headline() == "rank 1 raised ConnectionRefusedError: [Errno 111] Connection refused"
+    assert ending.headline() == f"rank 1 raised {message}"
+
+
+def test_who_is_excused_and_waits_was_ended_with_the_others(ranks: Ranks) -> None:
+    ranks.started(0, 1)
+    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ending = ranks.end(-9, -9, ended_by_us=[0, 1])
+    assert ranks.statuses(ending) == ["raised", "stopped"]
+    assert (ending.kind, ending.ranks[0].kind) == ("raised", "xfail")
+    assert "rank 1 waited for ranks that had left the test" in ending.text()
+
+
+@pytest.mark.parametrize(("code", "status"), [(-15, "raised"), (None, "raised"), (-9, "killed"), (0, "exited")])
+def test_who_is_excused_and_dies_of_itself_crashed(code: int | None, status: str, ranks: Ranks) -> None:
+    ranks.started(0, 1)
+    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ranks.raised(1, "ValueError: another one")
+    assert ranks.statuses(ranks.end(code, 1)) == [status, "raised"]
+
+
+def test_who_was_excused_and_went_on_is_so_no_longer(ranks: Ranks) -> None:
+    ranks.started(0, 1)
+    for rank in range(2):
+        ranks.wrote(rank, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
+        ranks.wrote(rank, "resumed")
+    ranks.done(1)
+    assert ranks.statuses(ranks.end(-15, 0, first=0)) == ["killed", "done"]
+
+
+@pytest.mark.parametrize(("waits", "kind"), [(True, "raised"), (False, "hung")])
+def test_a_hang_that_waits_for_who_is_excused(waits: bool, kind: str, ranks: Ranks) -> None:
+    ranks.started(0, 1)
+    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
+    inner = '  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3 in barrier\n' if waits else ""
+    stack = f'Thread 0x1 (most recent call first):\n{inner}  File "/its/train.py", line 3 in step\n'
+    (ranks.directory / "rank-1.stack").write_text(stack, encoding="utf-8")
+    ending = ranks.end(-9, -9, timed_out=True, ended_by_us=[0, 1], timeout=5)
+    assert (ending.kind, ranks.statuses(ending)) == (kind, ["raised", "stopped" if waits else "stuck"])
 
 
 def test_a_lost_peer_that_nothing_explains_is_a_cause(ranks: Ranks) -> None:
     ranks.started(0, 1)
-    ranks.raised(1, PEER_GONE)
-    ranks.raised(0, PEER_GONE)
+    ranks.raised(1, PEER_GONE, lost=True)
+    ranks.raised(0, PEER_GONE, lost=True)
     assert ranks.end(1, 1).headline() == f"rank 1 raised {PEER_GONE}"
 
 
@@ -96,7 +136,7 @@ def test_a_lost_peer_that_nothing_explains_is_a_cause(ranks: Ranks) -> None:
 def test_a_rank_without_a_report_crashed(ranks: Ranks, code: int | None, message: str) -> None:
     ranks.started(0, 1, verb="save")
     ranks.printed(1, "terminate called\n")
-    ranks.raised(0, PEER_GONE)
+    ranks.raised(0, PEER_GONE, lost=True)
     ending = ranks.end(1, code)
     assert (ending.kind, ending.headline()) == ("crashed", message)
     assert "last output:\nterminate called" in ending.text()
@@ -331,7 +371,7 @@ def test_never_weaker_than_the_worst_rank(ranks: Ranks, how: str, order: tuple[i
 
 def test_a_hang_is_not_hidden_by_a_rank_that_gave_up_waiting(ranks: Ranks) -> None:
     ranks.started(0, 1)
-    ranks.raised(0, "RuntimeError: Application timeout caused pair closure")
+    ranks.raised(0, "RuntimeError: Application timeout caused pair closure", lost=True)
     ending = ranks.end(1, -9, timed_out=True, ended_by_us=[1], timeout=5)
     assert ending.kind == "hung"
 

@@ -42,6 +42,7 @@ class Collective:
     tensors: str = ""
     finished: bool = True
     p2p: bool = False
+    backend: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.group}, #{self.number})"
@@ -64,6 +65,11 @@ class Standing:
     waits: str = ""
     unfinished: Collective | None = None
     recorded: tuple[Collective, ...] = ()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it waits for other ranks: for NCCL a GPU does, and the stack tells of whatever asks for its result."""
+        return bool(self.waits) or (self.unfinished is not None and self.unfinished.backend == "nccl")
 
     def words(self, *, many: bool = False) -> str:
         """What stands behind "rank 0" or, with ``many``, behind "ranks 0, 1"."""
@@ -145,14 +151,16 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
         for kind, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     ]
     more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+    backend, _, operation = str(entry["profiling_name"]).partition(":")
     return Collective(
-        str(entry["profiling_name"]).partition(":")[2],
+        operation,
         description if known else f"group {name}",
         name,
         int(entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]),
         ", ".join(tensors[:3]) + more,
         bool(entry["retired"]) or entry["state"] == "completed",
         bool(entry["is_p2p"]),
+        backend,
     )
 
 

@@ -15,19 +15,23 @@ from typing import Any
 from pytest_distcompat.excerpt import encodable
 from pytest_distcompat.launch.collectives import Standing, parting, standing, told
 from pytest_distcompat.launch.files import Files
-from pytest_distcompat.launch.peers import lost_peer
-from pytest_distcompat.launch.request import read_events
+from pytest_distcompat.launch.peers import aborted_by_lost_peer
+from pytest_distcompat.launch.request import is_excused, read_events
 from pytest_distcompat.launch.stacks import without_launcher
+
+#: What is said of a rank that waited for one which had left its test.
+_WAITED = "waited for ranks that had left the test, and was killed"
 
 
 @dataclass(frozen=True)
 class RankEnd:
     """How one rank ended.
 
-    ``status``: ``done``; ``raised`` (it reported an exception); ``killed`` and ``exited`` (it could not report);
+    ``status``: ``done``; ``raised`` (it reported an exception); ``excused`` (the same of one that its test allows);
+    ``killed`` and ``exited`` (it could not report);
     ``stuck`` (the time limit found it running); ``lost peer`` and ``stopped`` (consequences of another rank's end);
     ``missing`` (it never started). A rank that is stuck has a ``stack`` and, made of that, a ``standing``;
-    one that others gave up waiting for has the ``stack``.
+    one that others gave up waiting for has the ``stack``. ``lost``: what it raised only says that another rank is gone.
     """
 
     rank: int
@@ -39,6 +43,7 @@ class RankEnd:
     stack: str = ""
     standing: Standing | None = None
     output: str = ""
+    lost: bool = False
     last: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -82,7 +87,7 @@ class Ending:
             return "crashed"
         if self.timed_out:
             return "hung"
-        if statuses and not statuses & {"raised", "lost peer"}:
+        if statuses and not statuses & {"raised", "excused", "lost peer"}:
             # "stopped" alone: nobody is left to have been the cause, which no exception explains.
             return "crashed"
         return "leaked" if self.leaks else "raised" if statuses else "ok"
@@ -94,11 +99,12 @@ class Ending:
         return ordered[0] if ordered else None
 
     def in_order(self) -> list[RankEnd]:
-        """The ranks that did not end well: causes by time, then those that hang, then mere consequences.
+        """The ranks that did not end well: causes by time, then those that hang, then what is allowed, then mere consequences.
 
         Of those that hang the ones that wait for others come last.
         """
-        weight = {"raised": 0, "killed": 0, "exited": 0, "missing": 1, "stuck": 2, "lost peer": 3, "stopped": 4}
+        order = ({"raised", "killed", "exited"}, {"missing"}, {"stuck"}, {"excused"}, {"lost peer"}, {"stopped"})
+        weight = {status: number for number, statuses in enumerate(order) for status in statuses}
         bad = [end for end in self.ranks if end.status != "done"]
         waits = {end.rank: end.standing is not None and bool(end.standing.waits) for end in bad}
         return sorted(bad, key=lambda end: (weight[end.status], waits[end.rank], end.time, end.rank))
@@ -189,8 +195,9 @@ def conclude(
     events = {rank: read_events(directory, rank) for rank in range(world_size)}
     codes = list(exit_codes or [None] * world_size)
     ended = "stuck" if timed_out else "stopped"
+    waited = any(map(is_excused, events.values()))
     ends = [
-        _rank_end(files, rank, events[rank], codes[rank], ended=ended if rank in ended_by_us else "")
+        _rank_end(files, rank, events[rank], codes[rank], ended=ended if rank in ended_by_us else "", waited=waited)
         for rank in range(world_size)
     ]
     died = {rank: time for rank, time in enumerate(ended_at) if time is not None}
@@ -200,18 +207,28 @@ def conclude(
         replace(end, time=died.get(end.rank, max(end.time, last))) if end.status in {"killed", "exited"} else end
         for end in ends
     ]
+    stuck = [end for end in ends if end.status == "stuck"]
+    if stuck and waited and all(end.standing and end.standing.waiting for end in stuck):
+        # For a rank whose test allows that it left.
+        timed_out = False
+        ends = [replace(end, status="stopped", message=_WAITED) if end in stuck else end for end in ends]
     return Ending(tuple(_fold(ends, first)), events, timed_out=timed_out, **more)
 
 
-def _rank_end(files: Files, rank: int, events: Sequence[Mapping[str, Any]], code: int | None, *, ended: str) -> RankEnd:
+def _rank_end(
+    files: Files, rank: int, events: Sequence[Mapping[str, Any]], code: int | None, *, ended: str, waited: bool
+) -> RankEnd:
     names = {event["event"]: event for event in events}
     last = events[-1] if events else {}
     known: dict[str, Any] = {"rank": rank, "time": float(last.get("time", 0.0)), "last": last}
     known["output"] = files.output(rank)
-    if "error" in names and ended != "stuck":
-        error = names["error"]
+    # One that waited for the others was ended with them: by us, or by the agent.
+    excused = is_excused(events) and (ended or code in {None, -signal.SIGTERM})
+    if excused or ("error" in names and ended != "stuck"):
+        error = last if excused else names["error"]
         said = {"message": encodable(f"raised {error['message']}"), "text": encodable(error["text"])}
-        return RankEnd(**{**known, **said, "time": error["time"]}, status="raised", kind=error["kind"])
+        known |= {**said, "time": error["time"], "kind": error["kind"], "lost": error.get("lost", False)}
+        return RankEnd(**known, status="raised")
     if not ended and "done" in names and code in {0, None}:
         return RankEnd(**known, status="done")
     # At the time limit, or when another rank gave up waiting for this one.
@@ -219,7 +236,8 @@ def _rank_end(files: Files, rank: int, events: Sequence[Mapping[str, Any]], code
     known["stack"] = stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else ""
     after = " after it had finished its work" if "done" in names else _where(events)
     if ended == "stopped":
-        return RankEnd(**known, status="stopped", message=f"outlived another rank's failure and was killed{after}")
+        message = _WAITED if waited else f"outlived another rank's failure and was killed{after}"
+        return RankEnd(**known, status="stopped", message=message)
     if ended == "stuck":
         known["standing"] = standing(files.record(rank), known["stack"])
         return RankEnd(**known, status="stuck", message=f"was still running at the time limit{after}")
@@ -255,13 +273,13 @@ def _fold(ends: Sequence[RankEnd], first: int | None) -> list[RankEnd]:
     """Mark as consequence what another rank's end explains; what nothing explains stays a cause."""
 
     def consequence(end: RankEnd) -> str:
-        if end.status == "raised" and lost_peer(end.message, end.text):
+        if end.status == "raised" and end.lost:
             return "lost peer"
         # The agent ends the other ranks by SIGTERM once one has failed; that one may have got its SIGTERM elsewhere.
         if end.status in {"killed", "missing"} and "SIGTERM" in end.message and end.rank != first:
             return "stopped"
         # gloo throws from a thread that nobody catches in: abort() in a rank whose peer went away.
-        if end.status == "killed" and "SIGABRT" in end.message and lost_peer(end.output):
+        if end.status == "killed" and "SIGABRT" in end.message and aborted_by_lost_peer(end.output):
             return "lost peer"
         return ""
 

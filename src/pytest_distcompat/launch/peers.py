@@ -1,8 +1,14 @@
-"""Tells an exception that only says that another rank is gone from one that is a cause."""
+"""Tell an exception that only says that another rank is gone from one that is a cause.
+
+A rank decides it, where the exception itself is at hand: a test may raise what it likes, in whatever words.
+"""
 
 from __future__ import annotations
 
+import dis
 import re
+from collections.abc import Iterator
+from types import TracebackType
 
 _LOST_PEER = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Socket closed|"
@@ -10,22 +16,48 @@ _LOST_PEER = re.compile(
     r"NCCL communicator was aborted|connectFullMesh failed|wait timeout after|Application timeout caused pair closure",
     re.IGNORECASE,
 )
-#: What Python's own sockets and pipes raise: not how torch's ranks reach each other.
-_OWN = re.compile(r"(?:raised )?(?:failed(?: in \w+)?: )?(?:Connection\w+Error|BrokenPipeError)\b")
+#: Where torch's Python is that reaches other ranks, and the place in its C++ code that gloo's exceptions begin with.
+_MODULE, _GLOO = "torch.distributed", re.compile(r"\bgloo/")
 
 
-def lost_peer(message: str, traceback: str = "") -> bool:
-    """Whether all that went wrong, as an exception or a rank's last output says, is that another rank is gone."""
-    if _OWN.match(message):
-        return False
-    return _LOST_PEER.search(f"{message}\n{_without_source(traceback)}") is not None
+def lost_peer(error: BaseException | None) -> bool:
+    """Return whether that exception, or one that led to it, is how torch.distributed tells that another rank is gone."""
+    return any(
+        _of_torch(one) and _LOST_PEER.search(f"{type(one).__name__}: {one}") is not None for one in _chain(error)
+    )
 
 
-def _without_source(text: str) -> str:
-    """What the exceptions of a traceback say: of pytest's lines those marked ``E``, of Python's those that are not indented.
+def aborted_by_lost_peer(output: str) -> bool:
+    """Return whether a rank that aborted wrote that a C++ thread of its did so for a lost peer.
 
-    The test's own source beside them may hold any words.
+    gloo throws in a thread of its own, where nobody can catch it.
     """
-    lines = text.splitlines()
-    marked = [line for line in lines if line.startswith("E ")]
-    return "\n".join(marked or [line for line in lines if not line.startswith(" ")])
+    _, _, said = output.partition("terminate called")
+    return _LOST_PEER.search(said) is not None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the exception and those that it was raised from, or while they were handled."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _of_torch(error: BaseException) -> bool:
+    """Return whether torch.distributed raised it: in its Python code, or in C++ code that some line called."""
+    own_type = isinstance(error, RuntimeError) and type(error).__module__ == _MODULE
+    trace = error.__traceback__
+    if trace is None or not (own_type or type(error) is RuntimeError):
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    if f"{trace.tb_frame.f_globals.get('__name__')}.".startswith(f"{_MODULE}."):
+        return True
+    return not _by_statement(trace) and (own_type or _GLOO.search(str(error)) is not None)
+
+
+def _by_statement(trace: TracebackType) -> bool:
+    """Return whether a ``raise`` (or an ``assert``) of that frame raised the exception, and not what the frame called."""
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"

@@ -21,6 +21,7 @@ import psutil
 from pytest_distcompat import clock
 from pytest_distcompat.excerpt import explained
 from pytest_distcompat.launch import randomness, recorder, unpatched
+from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent, run_exit_functions
 from pytest_distcompat.launch.request import RankLog, Request, extend_import_path, has_ended, read_events
 from pytest_distcompat.launch.stacks import stack_file
@@ -38,7 +39,8 @@ def main(path: str, *, by_hand: bool = False) -> None:
     die_with_parent()
     number = int(os.environ["RANK"])
     # A file of its own, kept open: at the time it is needed this process may be unable to open one.
-    stacks = stack_file(request.directory, number).open("w", encoding="utf-8")
+    # Whoever asks for stacks again empties it before.
+    stacks = stack_file(request.directory, number).open("a", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     recorder.answer(request.directory, number)
     # multiprocessing hands its own start method down; a rank of torchrun has Python's default.
@@ -127,7 +129,8 @@ def leave_failed(directory: str | Path, world_size: int) -> NoReturn:
 
 def tell(log: RankLog, error: BaseException) -> None:
     """Report that error."""
-    log.error(type(error).__name__, message_of(error), "".join(unpatched.format_exception(error)))
+    text = "".join(unpatched.format_exception(error))
+    log.error(type(error).__name__, message_of(error), text, lost=lost_peer(error))
 
 
 def message_of(error: BaseException) -> str:

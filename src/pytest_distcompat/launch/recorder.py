@@ -36,14 +36,17 @@ def answer(directory: str | Path, rank: int) -> None:
     A handler of Python's would wait for the main thread, which hangs in C; a thread of our own would be one that the tests
     see, warn of at each fork (Python 3.12), and that gets nothing while another holds the GIL. So the C library calls us
     in the midst of what the main thread does, with or without the GIL. That may go wrong in rare cases, which does not
-    matter: whoever asks kills this process at once thereafter, and has its Python stacks already.
+    matter: whoever asks kills this process at once thereafter, and has its Python stacks already; or it sleeps in C, without
+    the GIL.
     """
     with contextlib.suppress(OSError, MemoryError, AttributeError):
         file = -1
         handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: _write(file))
         # Open from now on, for when it is needed this process may be unable to open one; and only now, for whoever sees
         # the file takes it that there is a handler.
-        file = os.open(record_file(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        file = os.open(
+            record_file(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644
+        )
         ctypes.CDLL(None).signal(int(RECORDER_SIGNAL), handler)
         _kept[:] = [handler]
 

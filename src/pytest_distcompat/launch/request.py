@@ -209,12 +209,20 @@ def read_end(path: Path, most: int, since: int = 0) -> str:
 
 
 TERMINAL = frozenset({"done", "error"})
+#: What a rank writes that has left its test as the test allows (a skip, an expected failure) and waits for what the others come
+#: to; and what it writes when it goes on with them. As its last word the first is an error of that ``kind``.
+EXCUSED, RESUMED = "excused", "resumed"
 
 
 def pids_of(said: Sequence[Sequence[Mapping[str, Any]]]) -> dict[int, int]:
     """Of the ranks that started, their processes: the first thing that a rank says."""
     started = {rank: events[0] for rank, events in enumerate(said) if events}
     return {rank: int(event["pid"]) for rank, event in started.items() if event["event"] == "start"}
+
+
+def is_excused(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the rank waits for what the others come to, or did to its end."""
+    return bool(events) and events[-1]["event"] == EXCUSED
 
 
 def has_ended(events: Sequence[Mapping[str, Any]]) -> bool:

@@ -10,10 +10,12 @@ from typing import Any
 import psutil
 
 from pytest_distcompat import clock
+from pytest_distcompat.launch.collectives import standing
 from pytest_distcompat.launch.files import Files
 from pytest_distcompat.launch.process import alive, ask_for_stack, descendants, kill
 from pytest_distcompat.launch.recorder import END, RECORDER_SIGNAL
-from pytest_distcompat.launch.request import Request, has_ended, pids_of, read_events
+from pytest_distcompat.launch.request import Request, has_ended, is_excused, pids_of, read_events
+from pytest_distcompat.launch.standstill import Standstill, in_torch, waits_for_a_thread
 
 #: A rank whose process is gone, with code 0 and without a last word, is noticed by nobody else (``os._exit(0)``).
 VANISHED_AFTER = 1.0
@@ -42,10 +44,11 @@ class Watch:
         self.ended_by_us: list[int] = []
         self._suspect_since: float | None = None
         self._failed_since: float | None = None
+        self._standstill = Standstill()
         self._next_look = self.began + 0.2
 
     def look(self) -> None:
-        """Kill the ranks if the time is up, if one vanished, or if they outlive a failure."""
+        """Kill the ranks if the time is up, if one vanished, if they outlive a failure, or wait for one that will not come."""
         now = clock.now()
         if self.acted or now < self._next_look:
             return
@@ -66,6 +69,14 @@ class Watch:
             if since is not None and now - since > patience:
                 self._end(said, timed_out=False)
                 return
+        if any(map(is_excused, said)):
+            running = {
+                rank: pid
+                for rank, pid in pids_of(said).items()
+                if not (has_ended(said[rank]) or is_excused(said[rank]))
+            }
+            if self._standstill.look(running.values(), lambda: self._wait_in_torch(running)):
+                self._end(said, timed_out=False)
 
     def _end(self, said: Sequence[Sequence[Mapping[str, Any]]], *, timed_out: bool) -> None:
         self.acted = True
@@ -75,26 +86,42 @@ class Watch:
         raised = {rank for rank in pids if any(event["event"] == "error" for event in said[rank])}
         self.ended_by_us = [rank for rank in pids if not (timed_out and rank in raised)]
         if timed_out:
-            self._take_stacks(pids.values())
+            self._take_stacks({rank: pids[rank] for rank in self.ended_by_us})
             self._take_records(pids)
         kill(_with_children(pids.values()))
 
-    def _take_stacks(self, pids: Iterable[int]) -> None:
-        for pid in pids:
+    def _take_stacks(self, pids: Mapping[int, int]) -> list[str]:
+        """Have these ranks write their stacks; what they wrote."""
+        files = [self.files.stack(rank) for rank in pids]
+        for path, pid in zip(files, pids.values(), strict=True):
+            if path.exists():
+                os.truncate(path, 0)
             ask_for_stack(pid)
-        files = [self.files.stack(rank) for rank in self.ended_by_us]
         # Written by a signal handler: give it a moment, and no more, for a rank in an uninterruptible call never will.
         clock.wait_until(
             lambda: all(path.exists() and path.stat().st_size > 0 for path in files), STACK_TIME, every=0.02
         )
         clock.sleep(0.05)
+        return [path.read_text(encoding="utf-8", errors="replace") if path.exists() else "" for path in files]
+
+    def _wait_in_torch(self, pids: Mapping[int, int]) -> bool:
+        """Return whether these ranks, which sleep, all wait for other ranks."""
+        stacks = dict(zip(pids, self._take_stacks(pids), strict=True))
+        # A line of the user's may call what waits in C++, which leaves nothing in the stack.
+        rest = {rank: pids[rank] for rank, stack in stacks.items() if not in_torch(stack)}
+        if not all(map(waits_for_a_thread, rest.values())):
+            return False
+        self._take_records(rest)
+        found = (standing(self.files.record(rank), stacks[rank]) for rank in rest)
+        return all(one is not None and one.unfinished is not None for one in found)
 
     def _take_records(self, pids: Mapping[int, int]) -> None:
         """What torch recorded of collectives, after the stacks: a rank may not survive the asking."""
         files = {rank: self.files.record(rank) for rank in pids}
         # Without the file a rank has no handler, and the signal would end it.
         asked = {rank: path for rank, path in files.items() if path.exists()}
-        for rank in asked:
+        for rank, path in asked.items():
+            os.truncate(path, 0)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pids[rank], RECORDER_SIGNAL)
         clock.wait_until(

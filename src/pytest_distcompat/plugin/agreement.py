@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.launch.ending import conclude
+from pytest_distcompat.launch.request import EXCUSED
 from pytest_distcompat.launch.stacks import stack_file
 from pytest_distcompat.plugin.outcome import RANK, STRICT_XPASS, Outcome, merge
 from pytest_distcompat.plugin.phase import Phase
@@ -80,10 +81,18 @@ def _events(said: Said, *, all_skip: bool) -> list[dict[str, Any]]:
     """As a rank of ours writes them (``rank_session``)."""
     assert said.phase is not None
     told = {"rank": said.rank, "time": said.time}
-    ending = Phase.from_json(said.phase).ending
+    phase = Phase.from_json(said.phase)
+    ending = phase.ending
     last: dict[str, Any] = {"event": "done", **told}
     if ending is not None and not all_skip:
-        last = {"event": "error", **told, "kind": ending[0], "message": ending[1], "text": said.phase["text"]}
+        last = {
+            "event": "error" if phase.outcome == "failed" else EXCUSED,
+            **told,
+            "kind": ending[0],
+            "message": ending[1],
+            "text": phase.text,
+            "lost": phase.lost,
+        }
     return [{"event": "phase", **told, **said.phase}, last]
 
 

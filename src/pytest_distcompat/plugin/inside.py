@@ -17,14 +17,13 @@ from typing import Any, Literal
 import pytest
 
 from pytest_distcompat import clock
-from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.plugin import launched
 from pytest_distcompat.plugin.agreement import impose
 from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.declared import declared_of, weigh
 from pytest_distcompat.plugin.lockstep import Gone, Lockstep
 from pytest_distcompat.plugin.marked import TIME_LIMIT, cell_of, mark_of
-from pytest_distcompat.plugin.outcome import Outcome, Phases
+from pytest_distcompat.plugin.outcome import LOST, Outcome, Phases, mark_lost_peer
 from pytest_distcompat.plugin.rank_session import OF_RANK_ZERO, ON_RANK, SHARED, WORLD
 from pytest_distcompat.plugin.session import DistcompatSession, session_basetemp
 from pytest_distcompat.plugin.subtests import name_of
@@ -147,7 +146,8 @@ class Inside:
             self._item, self._cut = item, False
             self._limit, self._deadline = limit, clock.now() + limit
         self._when, self._phases = when, Phases()
-        if self._lockstep is not None:
+        # After a hang nobody is there to be in step with, nor any time left.
+        if self._lockstep is not None and not self._over:
             self._lockstep.begin(f"{when} of {item.nodeid}", self._deadline, self._limit)
 
     def _unfit(self, item: pytest.Item) -> str:
@@ -176,11 +176,12 @@ class Inside:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """The report of all ranks, in place of this rank's own."""
         report = yield
+        mark_lost_peer(report, call)
         lockstep = self._lockstep
         if self._calling or (lockstep is not None and lockstep.within and call.when != self._when):
             # Of a subtest, which other ranks need not have: in the middle of the call, or (theirs is "call") of a fixture.
             return report
-        if (self._over or self._cut) and call.when != "call" and report.failed and lost_peer("", report.longreprtext):
+        if (self._over or self._cut) and call.when != "call" and report.failed and getattr(report, LOST, False):
             # A fixture that asks for the peers once more: what the call came to says it all.
             report.outcome, report.longrepr = "passed", None
         if lockstep is None or self._over:

@@ -15,12 +15,14 @@ from typing import Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.launch import connections
+from pytest_distcompat.launch.collectives import standing
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.launch.rank import GRACE
+from pytest_distcompat.launch.recorder import dumps
+from pytest_distcompat.launch.standstill import Standstill, in_torch, waits_for_a_thread
 from pytest_distcompat.plugin.agreement import STUCK, Said, agree
 from pytest_distcompat.plugin.board import POLL, Board
 from pytest_distcompat.plugin.outcome import Outcome
-from pytest_distcompat.plugin.rank_session import SKIP_GRACE
 from pytest_distcompat.plugin.termination import Termination
 
 #: How long ranks may take to say something after they should have, in seconds: they may be busy, or dying.
@@ -29,6 +31,10 @@ PATIENCE = 10.0
 LEAVING = 3.0
 #: How long rank 0 may take to write its reports, in seconds.
 TELLING = 60.0
+
+
+#: How a rank leaves a phase badly if its test allows that.
+EXCUSED = ("skipped", "xfailed")
 
 
 class Gone(Exception):
@@ -45,6 +51,8 @@ class Step:
     limit: float
     said: bool = False
     cut: bool = False
+    standstill: Standstill = dataclasses.field(default_factory=Standstill)
+    stands: bool = False
 
 
 class Lockstep:
@@ -63,6 +71,8 @@ class Lockstep:
         self._lock = threading.Lock()
         self._step: Step | None = None
         self._number = 0
+        #: What is put on the board in each phase.
+        self._names = ("bad", "out", "told", *range(size), *(f"stands/{rank}" for rank in range(size)))
         self.pids: dict[int, int] = {}
         self._hosts: dict[int, str] = {}
         self._closing = threading.Event()
@@ -187,7 +197,7 @@ class Lockstep:
             self._board.clear()
         answer = {"outcome": outcome.to_json(), "over": over, "cut": any(one.cut for one in said.values())}
         self._board.put(f"{step.number}/out", json.dumps(answer))
-        self._board.forget(f"{step.number - 1}/{name}" for name in ("bad", "out", "told", *range(self.size)))
+        self._board.forget(f"{step.number - 1}/{name}" for name in self._names)
         return answer
 
     def _await(self, key: str, deadline: float, *, of: int | None = None, patience: float = PATIENCE) -> str | None:
@@ -213,8 +223,10 @@ class Lockstep:
                 continue
             leaving = self.termination.since > LEAVING
             why = self._board.get(f"{step.number}/bad")
-            if why is not None and why != STUCK:
-                self._release(step, why)
+            if why in EXCUSED and self._all_stand(step):
+                self._release(step)
+            elif why is not None and why not in {STUCK, *EXCUSED}:
+                self._release(step, GRACE)
             # A rank whose own limit was a little earlier says that it is stuck: so is who waits for it, and must be seen waiting.
             if clock.now() > step.deadline or why == STUCK or leaving:
                 said = Said(self.rank, step.place, clock.now(), stuck=not leaving, stack=_stacks())
@@ -230,16 +242,44 @@ class Lockstep:
         self.close()
         self._overrun(None)
 
-    def _release(self, step: Step, why: str) -> None:
+    def _all_stand(self, step: Step) -> bool:
+        """Return whether all ranks that have not left the phase wait in torch: then for those that have, as the test allows.
+
+        Each sees it of itself. As long as one of them is at work, it may still come to another end.
+        """
+        stands = step.standstill.look([os.getpid()], _waits_in_torch)
+        if stands != step.stands:
+            step.stands = stands
+            self._board.put(f"{step.number}/stands/{self.rank}", "yes" if stands else "")
+        others = set(range(self.size)) - {self.rank}
+        return stands and all(
+            self._board.get(f"{step.number}/{rank}") or self._board.get(f"{step.number}/stands/{rank}")
+            for rank in others
+        )
+
+    def _release(self, step: Step, grace: float = 0.0) -> None:
         """Let this rank wait no longer for one that has left the phase badly, once others had time to do so themselves."""
         if step.cut:
             return
-        clock.sleep(SKIP_GRACE if why in {"skipped", "xfailed"} else GRACE)
+        clock.sleep(grace)
         with self._lock:
             if not step.said:
                 step.cut = True
                 peers = {pid for rank, pid in self.pids.items() if self._hosts[rank] == self._host} - {os.getpid()}
                 connections.cut(peers, self._port, self._ours)
+
+
+def _waits_in_torch() -> bool:
+    """Return whether the main thread of this process, which sleeps, waits for other ranks."""
+    stack = _stacks()
+    if in_torch(stack) or not waits_for_a_thread(os.getpid()):
+        return in_torch(stack)
+    # A line of the user's may call what waits in C++, which leaves nothing in the stack.
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"\n".join(dump().strip() for dump in dumps()))
+        file.flush()
+        found = standing(Path(file.name), stack)
+    return found is not None and found.unfinished is not None
 
 
 def _stacks() -> str:

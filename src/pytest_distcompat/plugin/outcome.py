@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,8 +31,19 @@ UNCAPTURED = "Uncaptured output"
 #: The property of a failed test that says which rank was the cause.
 RANK = "distcompat_rank"
 
+#: The attribute of a rank's report that failed only because another rank is gone.
+LOST = "distcompat_lost_peer"
+
 #: How pytest begins the text of a test that passed although a strict xfail mark says otherwise.
 STRICT_XPASS = "[XPASS(strict)]"
+
+
+def mark_lost_peer(report: pytest.TestReport, call: pytest.CallInfo[None]) -> None:
+    """Keep with a rank's report whether its exception, of which only the text goes on from here, tells of a lost peer."""
+    from pytest_distcompat.launch.peers import lost_peer
+
+    if call.excinfo is not None and lost_peer(call.excinfo.value):
+        setattr(report, LOST, True)
 
 
 class Phases:
@@ -71,7 +81,7 @@ def phase_of(report: pytest.TestReport, ran: Sequence[Phase] = ()) -> Phase:
         path, line, reason = report.longrepr
         location, message = (str(path), int(line), str(reason)), str(reason).removeprefix("Skipped: ")
         text = f"{path}:{line}: {reason}"
-    subtest = name_of(report)
+    subtest, lost = name_of(report), outcome == "failed" and getattr(report, LOST, False)
     failed = not subtest and any(one.outcome == "failed" for one in ran)
     sections = tuple(
         (title, excerpt(content, SECTION))
@@ -79,9 +89,11 @@ def phase_of(report: pytest.TestReport, ran: Sequence[Phase] = ()) -> Phase:
         if report.when == "teardown" or outcome != "passed" or failed
     )
     if subtest:
-        return Phase(str(report.when), outcome, message, excerpt(text, LARGEST), location, sections, subtest=subtest)
+        text = excerpt(text, LARGEST)
+        return Phase(str(report.when), outcome, message, text, location, sections, subtest=subtest, lost=lost)
     properties = tuple((name, _travelling(value)) for name, value in report.user_properties if _is_plain(value))
-    phase = with_subtests(Phase(str(report.when), outcome, message, text, location, sections, properties), ran)
+    phase = Phase(str(report.when), outcome, message, text, location, sections, properties, lost=lost)
+    phase = with_subtests(phase, ran)
     return dataclasses.replace(phase, text=excerpt(phase.text, LARGEST))
 
 
@@ -161,7 +173,12 @@ def merge(ending: Ending) -> Outcome:
         ending = _excused_last(ending)
         if ending.cause is not None and not ending.launch_error:
             shown["properties"] += ((RANK, ending.cause.rank),)
-        text = ending.text().replace("raised failed", "failed").replace("raised skipped", "skipped")
+        text = (
+            ending.text()
+            .replace("raised failed", "failed")
+            .replace("raised skipped", "skipped")
+            .replace("raised xfailed", "xfailed")
+        )
         if ending.cause is not None:
             failed = (phase.location for phase in seen[ending.cause.rank] if phase.outcome == "failed")
             shown["location"] = next(failed, None)
@@ -175,6 +192,9 @@ def merge(ending: Ending) -> Outcome:
             f"rank {rank} {f'skipped ({skips[rank].message})' if rank in skips else 'passed'}" for rank in phases
         )
         return Outcome("failed", f"ranks disagree: {said}", **shown)
+    xfails = [phase for found in phases.values() for phase in found if phase.outcome == "xfailed"]
+    if xfails:
+        return Outcome("xfailed", xfails[0].message, **shown)
     silent = [str(rank) for rank, found in phases.items() if not any(phase.when == "teardown" for phase in found)]
     if silent:
         return Outcome(
@@ -185,9 +205,9 @@ def merge(ending: Ending) -> Outcome:
 
 
 def _excused_last(ending: Ending) -> Ending:
-    """The ranks that ended by a skip or an xfail of their own behind those that really failed, whoever was first."""
+    """The ranks that ended by a skip or an xfail of their own behind those that really failed or hung, whoever was first."""
     excused = {XFailed.KIND, SkipElsewhere.KIND}
-    ranks = (dataclasses.replace(end, time=math.inf) if end.kind in excused else end for end in ending.ranks)
+    ranks = (dataclasses.replace(end, status="excused") if end.kind in excused else end for end in ending.ranks)
     return dataclasses.replace(ending, ranks=tuple(ranks))
 
 

@@ -24,7 +24,10 @@ class XFailed:
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of an item on one rank: ``setup``, ``call`` or ``teardown``; or the ``subtest`` of that name within one."""
+    """One phase of an item on one rank: ``setup``, ``call`` or ``teardown``; or the ``subtest`` of that name within one.
+
+    ``lost``: it failed, and only because another rank is gone.
+    """
 
     when: str
     outcome: str
@@ -34,6 +37,7 @@ class Phase:
     sections: tuple[tuple[str, str], ...] = ()
     properties: tuple[tuple[str, Any], ...] = ()
     subtest: str = ""
+    lost: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain data. Lone surrogates, which a text may hold, are escaped: one in a report ends a whole run of xdist."""

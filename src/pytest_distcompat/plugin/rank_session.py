@@ -8,10 +8,11 @@ import difflib
 import functools
 import inspect
 import json
+import math
 import os
 import pickle
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import pytest
 
 from pytest_distcompat import clock
 from pytest_distcompat.plugin import launched, pyproject
-from pytest_distcompat.plugin.outcome import Phases
+from pytest_distcompat.plugin.outcome import Phases, mark_lost_peer
 from pytest_distcompat.plugin.phase import Phase
 from pytest_distcompat.plugin.rank_output import capturing, fault_handler, no_terminal
 from pytest_distcompat.world import World
@@ -40,8 +41,8 @@ SHARED: pytest.StashKey[Path] = pytest.StashKey()
 #: Below which directory pytest makes its temporary directories.
 _ROOT = "PYTEST_DEBUG_TEMPROOT"
 
-#: How long a rank that skipped waits for the others to skip too.
-SKIP_GRACE = 5.0
+#: How long a rank that skipped, or failed as expected, waits for the others where nobody watches over them, in seconds.
+BY_HAND = 5.0
 
 #: Options that print through the terminal plugin, or write files: not for ranks that do not report.
 OF_RANK_ZERO: dict[str, Any] = {
@@ -345,26 +346,60 @@ class _Reporter:
         self.log, self.phases, self.world_size, self.directory = log, Phases(), world_size, directory
         self._rank, self._request = rank, request
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Note what only the exception itself can tell."""
+        report = yield
+        mark_lost_peer(report, call)
+        return report
+
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         phase = self.phases.of(report)
         self.log.write("subtest" if phase.subtest else "phase", **phase.to_json())
-        if phase.ending is not None and not (phase.outcome == "skipped" and self._all_skipped()):
+        if phase.ending is not None and (phase.outcome == "failed" or not self._goes_on(*phase.ending, phase)):
             self._leave(*phase.ending, phase)
 
-    def _leave(self, kind: str, message: str, phase: Phase) -> None:
-        self.log.error(kind, message, phase.text)
-        self._rank.leave_failed(self.directory, self.world_size)
+    def _goes_on(self, kind: str, message: str, phase: Phase) -> bool:
+        """Wait for what the other ranks come to; return whether this one goes on to its teardown, as all of them do.
 
-    def _all_skipped(self) -> bool:
-        """Whether all ranks skip, waiting a while for the slower ones."""
-        deadline = clock.now() + SKIP_GRACE
+        It has skipped, or failed as expected. The others may do so too, or pass, or really fail, however much later: for
+        that they have the test's time limit. Whoever started the ranks ends them when the others only wait for this one.
+        """
+        self.log.write(self._request.EXCUSED, kind=kind, message=message, text=phase.text)
+        # By hand nobody else looks.
+        deadline = clock.now() + BY_HAND if self.log.by_hand else math.inf
+        own = phase.outcome
+        others = [rank for rank in range(self.world_size) if rank != self.log.rank]
         while clock.now() < deadline:
-            events = [self._request.read_events(self.directory, rank) for rank in range(self.world_size)]
-            skipped = [any(e["event"] == "phase" and e["outcome"] == "skipped" for e in one) for one in events]
-            if all(skipped):
-                return True
-            if any(self._request.has_ended(one) and not skip for one, skip in zip(events, skipped, strict=True)):
+            found = {self._state(self._request.read_events(self.directory, rank), phase.when) for rank in others}
+            if "failed" in found or (own == "skipped" and "passed" in found):
                 return False
-            clock.sleep(0.01)
+            if "" not in found:
+                goes_on = found <= ({"skipped"} if own == "skipped" else {"xfailed", "passed"})
+                if goes_on:
+                    self.log.write(self._request.RESUMED)
+                return goes_on
+            clock.sleep(0.02)
         return False
+
+    @staticmethod
+    def _state(events: list[dict[str, Any]], when: str) -> str:
+        """Return what another rank has come to: an outcome; empty while it may still come to another one.
+
+        It has passed once nothing but the teardown, or not even that, is to come.
+        """
+        phases = {event["when"]: event["outcome"] for event in events if event["event"] == "phase"}
+        excused = [outcome for outcome in phases.values() if outcome in {"skipped", "xfailed"}]
+        if excused:
+            return str(excused[0])
+        said = {event["event"] for event in events}
+        if "error" in said:
+            return "failed"
+        return "passed" if "done" in said or ("teardown" if when == "teardown" else "call") in phases else ""
+
+    def _leave(self, kind: str, message: str, phase: Phase) -> None:
+        self.log.error(kind, message, phase.text, lost=phase.lost)
+        self._rank.leave_failed(self.directory, self.world_size)

@@ -40,13 +40,14 @@ def with_subtests(phase: Phase, ran: Sequence[Phase]) -> Phase:
     failures = [one for one in ran if one.outcome == "failed"]
     if failures:
         failures += [phase] if phase.outcome == "failed" else []
-        # What only lost its peer is no cause, and beside a cause would have that taken for a lost peer too.
-        told = [one for one in failures if not _lost_peer(one.message, one.text)] or failures
+        # What only lost its peer is no cause.
+        told = [one for one in failures if not one.lost] or failures
         sections += [(f"{_title(one)} lost its peer", one.text) for one in failures if one not in told]
         first = f"{told[0].subtest and f'subtest {told[0].subtest}: '}{told[0].message}"
         more = f" (first of {len(told)} failures)" if len(told) > 1 else ""
         text = "\n\n".join(f"--- {_title(one)} ---\n{one.text.rstrip()}" for one in told)
-        phase = dataclasses.replace(phase, outcome="failed", message=first + more, text=text, location=None)
+        lost = all(one.lost for one in told)
+        phase = dataclasses.replace(phase, outcome="failed", message=first + more, text=text, location=None, lost=lost)
     return dataclasses.replace(phase, sections=tuple(sections))
 
 
@@ -72,15 +73,7 @@ def weighed(ending: Ending, phases: Mapping[int, Phase]) -> Ending:
 
 
 def _weighed(end: RankEnd, phase: Phase) -> RankEnd:
-    lost = _lost_peer(phase.message, phase.text)
-    if end.status == "done" or (end.status in {"stopped", "lost peer"} and not lost):
+    if end.status == "done" or (end.status in {"stopped", "lost peer"} and not phase.lost):
         message = f"raised failed: {phase.message}"
         return dataclasses.replace(end, status="raised", kind="failed", message=message, text=phase.text)
     return dataclasses.replace(end, text="\n\n".join(filter(None, (phase.text, end.text))))
-
-
-def _lost_peer(message: str, text: str) -> bool:
-    # Here: a pytest that starts no ranks imports this module too, and is to import none of theirs.
-    from pytest_distcompat.launch.peers import lost_peer
-
-    return lost_peer(message, text)

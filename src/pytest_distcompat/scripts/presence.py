@@ -86,10 +86,13 @@ class Presence:
 
     def fail(self, error: BaseException) -> None:
         """The last word of a rank that raised."""
+        from pytest_distcompat.launch.peers import lost_peer
+
         if self.here() and not self._said:
             self._said = True
             message = "".join(traceback.format_exception_only(error)).strip()
-            self.log.error(type(error).__name__, message, "".join(traceback.format_exception(error)))
+            text = "".join(traceback.format_exception(error))
+            self.log.error(type(error).__name__, message, text, lost=lost_peer(error))
 
     def heard(self, event: str, rank: int) -> bool:
         """Whether that rank has told of such an event."""

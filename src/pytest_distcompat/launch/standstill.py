@@ -1,0 +1,79 @@
+"""See that ranks wait in torch for a rank that will not come: their main threads sleep there, and never wake up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import psutil
+
+from pytest_distcompat import clock
+from pytest_distcompat.launch.stacks import threads
+
+#: How long a main thread must have slept without waking up once, in seconds, before and after it was seen to be in torch.
+QUIET = 0.6
+#: After how many seconds ranks that slept elsewhere are asked again where they are: twice as long each time, up to the second.
+ASK_AGAIN, ASK_AGAIN_AT_MOST = 1.0, 8.0
+
+
+class Standstill:
+    """Tells whether processes have come to a stand in torch. ``look`` now and then."""
+
+    def __init__(self) -> None:
+        self._switches: list[object] = []
+        self._since = self._ask_at = 0.0
+        self._pause = ASK_AGAIN
+        self._in_torch = False
+
+    def look(self, pids: Collection[int], wait_in_torch: Callable[[], bool]) -> bool:
+        """Return whether all of them wait in torch. That is asked once they sleep, and may wake them."""
+        if self._have_run(pids):
+            self._in_torch = False
+            return False
+        now = clock.now()
+        if not pids or now - self._since < QUIET:
+            return False
+        if not self._in_torch and now >= self._ask_at:
+            self._in_torch = wait_in_torch()
+            if not self._in_torch:
+                self._ask_at, self._pause = now + self._pause, min(2 * self._pause, ASK_AGAIN_AT_MOST)
+            # From here on they are to sleep as long again.
+            self._have_run(pids)
+            self._since = clock.now()
+            return False
+        return self._in_torch
+
+    def _have_run(self, pids: Collection[int]) -> bool:
+        """Return whether a main thread has run since the last call.
+
+        The kernel counts how often it was switched to and from (``/proc/PID/status``): one that blocks in a call never is.
+        """
+        switches = list(map(_switches, pids))
+        if switches == self._switches:
+            return False
+        self._switches, self._since = switches, clock.now()
+        return True
+
+
+def _switches(pid: int) -> object:
+    try:
+        return psutil.Process(pid).num_ctx_switches()
+    except psutil.Error:
+        return None
+
+
+def in_torch(stack: str) -> bool:
+    """Return whether the innermost of the main thread's functions in Python is torch's."""
+    found = threads(stack)
+    return bool(found) and found[0][0].of_torch
+
+
+def waits_for_a_thread(pid: int) -> bool:
+    """Return whether the main thread sleeps until another thread of its process wakes it: as in the ``wait`` of gloo's work.
+
+    https://man7.org/linux/man-pages/man5/proc_pid_wchan.5.html
+    """
+    with contextlib.suppress(OSError):
+        return "futex" in Path(f"/proc/{pid}/task/{pid}/wchan").read_text(encoding="ascii")
+    return False
