@@ -182,3 +182,25 @@ def test_the_command_line_and_the_interpreters_flags_reach_ranks(
         environment,
     )
     assert result.outcomes == {"test_it": "passed"}, result.out
+
+
+def test_what_differs_under_torchrun_fails_where_that_is_verified(run_pytest: RunPytest, tmp_path: Path) -> None:
+    """What no watch can see: here that the fork server's name for a process is not the interpreter's."""
+    (tmp_path / "test_it.py").write_text(
+        f"import pytest{TEST}    import multiprocessing\n    forked = multiprocessing.parent_process() is not None\n"
+        f"    assert forked\n{TEST.replace('test_it', 'test_sound')}    assert rank in (0, 1)\n",
+        encoding="utf-8",
+    )
+    result = run_pytest(tmp_path, "--distcompat-verify=100")
+    assert result.outcomes == {"test_it": "failed", "test_sound": "passed"}, result.out
+    assert "warm ranks and torchrun's disagree: passed on warm ranks, failed under torchrun" in result.out
+    assert "assert forked" in result.out
+    assert run_pytest(tmp_path).code == pytest.ExitCode.OK
+
+
+def test_there_must_be_something_to_compare(run_pytest: RunPytest, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(f"import pytest{TEST}    pass\n", encoding="utf-8")
+    result = run_pytest(tmp_path, "--distcompat-verify=100", "--distcompat-launcher=torchrun")
+    assert "compares warm ranks with torchrun's" in result.out
+    assert result.code == pytest.ExitCode.USAGE_ERROR
+    assert "expected a number from 0 to 100" in run_pytest(tmp_path, "--distcompat-verify=lots").out

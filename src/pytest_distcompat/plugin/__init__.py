@@ -62,7 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # What one rank says for itself is not yet what happened.
         config.stash[_WEIGHS] = bool(session.own) and not _on_rank(config)
         if given:
-            session.world_size  # noqa: B018 - resolving it is the check
+            # To resolve them is to check them.
+            _ = session.world_size, session.verified
 
 
 def _on_rank(config: pytest.Config) -> bool:

@@ -14,12 +14,12 @@ import pytest
 
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
 from pytest_distcompat.plugin.nodeids import plain
-from pytest_distcompat.plugin.outcome import UNCAPTURED, Outcome, RankFailure, merge, unexcused
+from pytest_distcompat.plugin.outcome import UNCAPTURED, Outcome, RankFailure, disagreement, merge, unexcused
 from pytest_distcompat.plugin.representation import represent
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
 if TYPE_CHECKING:
-    from pytest_distcompat.launch import Keeping
+    from pytest_distcompat.launch import Keeping, Request
 
 MARK = "distcompat"
 OUTCOME: pytest.StashKey[Outcome] = pytest.StashKey()
@@ -201,6 +201,8 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
     )
     ending = session.launcher.run(request, keep)
     outcome = merge(ending)
+    if session.verifies(plain(item.config, item.nodeid)):
+        outcome = _verified(outcome, request, session, item)
     if item.config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(item.config, "workerinput"):
         outcome = _printed(outcome)
     item.stash[OUTCOME] = outcome
@@ -216,6 +218,20 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
         pytest.skip(outcome.text)
     if outcome.kind == "xfailed":
         pytest.xfail(outcome.text)
+
+
+def _verified(outcome: Outcome, request: Request, session: DistcompatSession, item: pytest.Function) -> Outcome:
+    """Run the item again under cold torchrun; return the same outcome, or a failure where that comes to another one."""
+    if session.keeping:
+        # They hold the devices.
+        session.launcher.retire()
+    directory = str(session.new_directory(f"cold-{item.originalname}"))
+    payload = {**request.payload, "directory": directory}
+    cold = merge(session.cold_launcher.run(dataclasses.replace(request, directory=directory, payload=payload)))
+    if (cold.kind, bool(cold.text)) == (outcome.kind, bool(outcome.text)):
+        return outcome
+    text = disagreement(outcome.kind, cold.kind, cold.text or outcome.text)
+    return dataclasses.replace(outcome, kind="failed", text=text, hard=True, location=None)
 
 
 def _keeping(item: pytest.Item, mark: Mark, session: DistcompatSession) -> tuple[Keeping | None, pytest.Item | None]:

@@ -93,6 +93,16 @@ def _names(shelf: str) -> Callable[[str], tuple[str, ...]]:
     return read
 
 
+def _percent(text: str) -> float:
+    try:
+        percent = float(text)
+    except ValueError:
+        percent = -1.0
+    if not 0 <= percent <= 100:
+        raise UsageProblem(f"{text!r} is not right: expected a number from 0 to 100.")
+    return percent
+
+
 def _profile(text: str) -> str:
     from pytest_distcompat.profiles import PROFILES
 
@@ -258,6 +268,14 @@ OPTIONS: dict[str, Option] = {
             "warm",
             "Start ranks by torchrun's agent on a warm fork server, or by the cold torchrun command (default: warm).",
             _launcher,
+        ),
+        Option(
+            "distcompat_verify",
+            "PERCENT",
+            "0",
+            "Run this share of all tests and checks a second time under cold torchrun, another one each day, and fail where the "
+            "verdicts differ (default: 0).",
+            _percent,
         ),
     )
 }

@@ -228,6 +228,11 @@ def _sections(phases: Mapping[int, list[Phase]], ending: Ending) -> tuple[tuple[
     return tuple(dict.fromkeys(found))
 
 
+def disagreement(warm: str, cold: str, text: str) -> str:
+    """Return what is said of a test or check that came to another verdict the second time."""
+    return f"warm ranks and torchrun's disagree: {warm} on warm ranks, {cold} under torchrun\n\n{text}".rstrip()
+
+
 def unexcused(report: pytest.TestReport) -> None:
     """Make it a failure, whatever an xfail mark says: a crash, a hang or a leak is no expected one."""
     report.outcome = "failed"

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import warnings
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +166,30 @@ class DistcompatSession:
         assert self._launcher is not None
         return self._launcher
 
+    @functools.cached_property
+    def cold_launcher(self) -> Launcher:
+        """The torchrun command, for what is run a second time."""
+        from pytest_distcompat.launch import TorchrunLauncher, Warmth
+        from pytest_distcompat.leased import LeasedLauncher
+
+        return LeasedLauncher(TorchrunLauncher(Warmth(), device=self.device), lambda: self.pool, self.notice)
+
+    @functools.cached_property
+    def verified(self) -> float:
+        """The share of items that are run a second time, in percent. Raises pytest.UsageError if there is nothing to compare."""
+        percent = float(self.setting("verify").value)
+        if percent and self.setting("launcher").value != "warm":
+            raise pytest.UsageError(
+                "--distcompat-verify compares warm ranks with torchrun's; expected no --distcompat-launcher torchrun beside it"
+            )
+        return percent
+
+    def verifies(self, nodeid: str) -> bool:
+        """Return whether that item is run a second time, under cold torchrun: other ones each day."""
+        today = int(clock.wall() // 86400)
+        # The same in all workers of xdist, whatever their hash seeds.
+        return zlib.crc32(f"{today} {nodeid}".encode()) % 10000 < 100 * self.verified
+
     @property
     def keeping(self) -> str:
         """For which tests ranks wait; empty if for none."""
@@ -216,11 +241,19 @@ class DistcompatSession:
     @functools.cached_property
     def runner(self) -> Runner:
         """What runs the lives of suites."""
+        return self._runner(self.lives, self.launcher)
+
+    @functools.cached_property
+    def cold_runner(self) -> Runner:
+        """What runs them a second time, under cold torchrun."""
+        return self._runner(self.store / "verified", self.cold_launcher)
+
+    def _runner(self, store: Path, launcher: Launcher) -> Runner:
         from pytest_distcompat.runner import Runner
 
         return Runner(
-            self.lives,
-            self.launcher,
+            store,
+            launcher,
             device=self.device,
             timeout=self.timeout,
             notice=self.notice,
@@ -274,6 +307,8 @@ class DistcompatSession:
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None
+        if "cold_launcher" in vars(self):
+            self.cold_launcher.close()
 
 
 def _check_words(issue: KnownIssue) -> None:
