@@ -24,7 +24,8 @@ Ask = Callable[..., Ending]
 
 @pytest.fixture(scope="module")
 def keeper() -> Iterator[WarmLauncher]:
-    launcher = WarmLauncher(Warmth(modules=("torch", "torch.distributed", "torch._inductor.config", "numpy")))
+    modules = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._inductor.config", "numpy.polynomial")
+    launcher = WarmLauncher(Warmth(modules=modules))
     yield launcher
     launcher.close()
 

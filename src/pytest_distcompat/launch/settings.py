@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+#: A setting by name: the module that must be imported for it, and what reads it.
+_Settings = dict[str, tuple[str, Callable[[], object]]]
+
+
+class Known(dict[Any, Any]):  # noqa: PLW1641 - a dict has no hash either
+    """What is registered under names. What is new does not count: a library that was imported meanwhile brings its own."""
+
+    def __eq__(self, before: object) -> bool:
+        """Return whether all that was there is there, and is the same."""
+        return isinstance(before, Known) and before.items() <= self.items()
+
+    def __ne__(self, before: object) -> bool:
+        """Return whether something that was there is gone, or is another."""
+        return not self == before
+
 
 #: What torch's settings are read from, below ``torch``; an older release may lack some. Functions are called.
 _FLAGS = (
@@ -41,8 +58,33 @@ _FLAGS = (
     "backends.cuda.math_sdp_enabled",
     "backends.cuda.cudnn_sdp_enabled",
     "backends.mha.get_fastpath_enabled",
+    "backends.opt_einsum.enabled",
+    "backends.opt_einsum.strategy",
+    "backends.cudnn.benchmark_limit",
+    "backends.cudnn.fp32_precision",
+    "backends.mkldnn.fp32_precision",
+    "backends.fp32_precision",
+    "__future__.get_overwrite_module_params_on_conversion",
+    "__future__.get_swap_module_params_on_conversion",
+    "sparse.check_sparse_tensor_invariants.is_enabled",
+    "jit.onednn_fusion_enabled",
+    "hub._hub_dir",
+    "nn.attention.current_flash_attention_impl",
+    # Under private names; ``tests/spawn/kept_changes.py`` changes each thing that is read by one.
+    "_C._is_fwd_grad_enabled",
+    "_C._autograd._profiler_enabled",
+    "_C._autograd._saved_tensors_hooks_get_disabled_error_message",
 )
 _read_flags = tuple(map(operator.attrgetter, _FLAGS))
+#: How torch loads and saves, below ``torch.serialization``; and how it recomputes, below ``torch.utils.checkpoint``.
+_OF_FILES = ("get_default_load_endianness", "get_crc32_options", "get_default_mmap_options")
+_OF_RECOMPUTING = (
+    "_enable_checkpoint_early_stop",
+    "_checkpoint_debug_enabled",
+    "DefaultDeviceType._default_device_type",
+)
+#: Whose classes are registered as safe to load when they are imported.
+_SAFE = frozenset({"torch", "deepspeed"})
 #: Half of it is 0 where numbers so small are taken for 0.
 _SMALL = sys.float_info.min
 #: What of torch is replaced most often: by tests, and by DeepSpeed for as long as models are made in parts.
@@ -70,7 +112,8 @@ def _torch() -> list[object]:
         *[torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
         *[torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")],
     ]
-    for read in _read_flags:
+    readers: tuple[Callable[[Any], Any], ...] = (*_read_flags, *_pairs())
+    for read in readers:
         try:
             value = read(torch)
             found.append(value() if callable(value) else value)
@@ -78,6 +121,83 @@ def _torch() -> list[object]:
             # Old and new ways to say which precision products have: who used one is refused by the other.
             found.append(None)
     return found
+
+
+@functools.cache
+def _pairs() -> tuple[Callable[[Any], Any], ...]:
+    """Return what reads each flag that torch's C++ part has a private setter and a getter without arguments for.
+
+    The flags of all backends are among them, those of later releases too.
+    """
+    core: Any = sys.modules["torch._C"]
+    found: list[Callable[[Any], Any]] = []
+    for name in dir(core):
+        if name.startswith("_get_") and hasattr(core, f"_set_{name.removeprefix('_get_')}"):
+            with contextlib.suppress(TypeError, RuntimeError):
+                getattr(core, name)()
+                found.append(operator.attrgetter(f"_C.{name}"))
+    return tuple(found)
+
+
+def _below(module: str, names: tuple[str, ...]) -> list[object]:
+    """Return what these names of a module stand for, or say if called; None for what an older release lacks."""
+    found: list[object] = []
+    for name in names:
+        try:
+            value = operator.attrgetter(name)(sys.modules[module])
+            found.append(value() if callable(value) and not isinstance(value, type) else value)
+        except AttributeError:
+            found.append(None)
+    return found
+
+
+def _files() -> list[object]:
+    """Return how torch loads and saves, and what of others' it takes for safe to load."""
+    torch: Any = sys.modules["torch.serialization"]
+    safe = [one[0] if isinstance(one, tuple) else one for one in torch.get_safe_globals()]
+    others = [one for one in safe if str(getattr(one, "__module__", "")).partition(".")[0] not in _SAFE]
+    return [*_below("torch.serialization", _OF_FILES), others]
+
+
+def _printing() -> Mapping[str, object]:
+    """Return how tensors are printed; torch says it under a private name only."""
+    return dict(vars(sys.modules["torch._tensor_str"].PRINT_OPTS))
+
+
+def _saved_tensors() -> object:
+    """Return the hooks through which tensors go that are saved for the backward pass."""
+    torch: Any = sys.modules["torch"]
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
+
+
+def _decimal() -> list[object]:
+    """Return how decimal numbers are computed; which signals were raised so far is no setting."""
+    decimal: Any = sys.modules["decimal"]
+    return [_of_context(one) for one in (decimal.getcontext(), decimal.DefaultContext)]
+
+
+_of_context = operator.attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "traps")
+
+
+def _asyncio() -> list[object]:
+    """Return the policy of event loops, and the loop that was set; a policy is made when one is first asked for."""
+    events: Any = sys.modules["asyncio.events"]
+    policy = events._event_loop_policy  # noqa: SLF001
+    loop = getattr(getattr(policy, "_local", None), "_loop", None)
+    default = getattr(sys.modules["asyncio"], "_DefaultEventLoopPolicy", None)
+    default = default or getattr(sys.modules["asyncio"], "DefaultEventLoopPolicy", None)
+    return [None if type(policy) is default else policy, loop]
+
+
+def _collating() -> Known:
+    """Return how a DataLoader makes a batch of each type."""
+    return Known(sys.modules["torch.utils.data._utils.collate"].default_collate_fn_map)
+
+
+def _gpu() -> int:
+    """Return what torch does about calls that wait for the GPU; nothing as long as there is none."""
+    torch: Any = sys.modules["torch"]
+    return int(torch.cuda.get_sync_debug_mode()) if torch.cuda.is_initialized() else 0
 
 
 @functools.cache
@@ -122,7 +242,12 @@ def _collectives() -> object:
 def _numpy() -> list[object]:
     """What numpy does about floating-point errors, and how it prints."""
     numpy: Any = sys.modules["numpy"]
-    return [numpy.geterr(), numpy.geterrcall(), numpy.get_printoptions()]
+    return [numpy.geterr(), numpy.geterrcall(), numpy.get_printoptions(), numpy.getbufsize()]
+
+
+def _unicode() -> object:
+    """Return how numpy prints polynomials."""
+    return sys.modules["numpy.polynomial._polybase"].ABCPolyBase._use_unicode  # noqa: SLF001
 
 
 def _level(logger: str) -> int:
@@ -158,16 +283,42 @@ def _says(module: str, function: str) -> tuple[str, Callable[[], object]]:
 
 
 #: What is told of it to the module that must be imported for it, and what reads it. What there always is:
-SETTINGS: dict[str, tuple[str, Callable[[], object]]] = {
+SETTINGS: _Settings = {
     "torch's global flags": ("torch", _torch),
     "torch's global hooks": ("torch", _hooks),
     "torch's modes": ("torch.utils._python_dispatch", _modes),
     "functions of torch": ("torch", _functions),
     "functions of torch.distributed": ("torch.distributed", _collectives),
+    "how torch loads and saves": ("torch.serialization", _files),
+    "how torch prints": ("torch._tensor_str", _printing),
+    "hooks for saved tensors": ("torch", _saved_tensors),
+    "the debug level of torch.distributed": _says("torch.distributed", "get_debug_level"),
+    "what torch does about waiting for the GPU": ("torch", _gpu),
+    "how torch recomputes": (
+        "torch.utils.checkpoint",
+        functools.partial(_below, "torch.utils.checkpoint", _OF_RECOMPUTING),
+    ),
+    "how distributions check their arguments": (
+        "torch.distributions",
+        functools.partial(_below, "torch.distributions", ("Distribution._validate_args",)),
+    ),
+    "how batches are collated": ("torch.utils.data._utils.collate", _collating),
     # Digests of modules that hold settings; torch makes a new one only after a change.
     "torch.compile's settings": _says("torch._dynamo.config", "get_hash"),
+    "torch.compile's stance": (
+        "torch._dynamo.eval_frame",
+        functools.partial(_below, "torch._dynamo.eval_frame", ("_stance",)),
+    ),
     "inductor's settings": _says("torch._inductor.config", "get_hash"),
+    "functorch's settings": _says("torch._functorch.config", "get_hash"),
+    "fx's settings": _says("torch.fx.experimental._config", "get_hash"),
+    "torch.distributed's settings": _says("torch.distributed.config", "get_hash"),
+    "torch.compiler's settings": _says("torch.compiler.config", "get_hash"),
     "numpy's settings": ("numpy", _numpy),
+    "how numpy prints polynomials": ("numpy.polynomial._polybase", _unicode),
+    "how decimal numbers are computed": ("decimal", _decimal),
+    "asyncio's event loops": ("asyncio", _asyncio),
+    "how long a field of csv may be": _says("csv", "field_size_limit"),
     **{
         f"the log level of {name}": (module, functools.partial(_level, name))
         for module, name in (
@@ -177,7 +328,7 @@ SETTINGS: dict[str, tuple[str, Callable[[], object]]] = {
     },
 }
 #: And what there is after the first use only.
-SINGLETONS: dict[str, tuple[str, Callable[[], object]]] = {
+SINGLETONS: _Settings = {
     "torch's memory on the GPU": ("torch", _memory_of_gpu),
     "accelerate's singletons": ("accelerate.state", _accelerate),
     "DeepSpeed's communication": _says("deepspeed.comm", "is_initialized"),

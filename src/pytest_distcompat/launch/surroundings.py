@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import codecs
+import contextlib
+import contextvars
+import copy
+import copyreg
+import ctypes
+import faulthandler
+import functools
 import gc
+import json
 import locale
 import logging
+import math
 import multiprocessing
+import multiprocessing.spawn
 import multiprocessing.util
 import os
+import pickle
+import random
 import resource
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +40,7 @@ from typing import Any
 import psutil
 
 from pytest_distcompat.launch.process import children
-from pytest_distcompat.launch.settings import SETTINGS, SINGLETONS
+from pytest_distcompat.launch.settings import SETTINGS, SINGLETONS, Known
 
 #: How much more memory a rank may use than at its beginning, in bytes, before it leaves.
 GROWTH = 256 * 2**20
@@ -38,6 +55,15 @@ _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _LIMITED = tuple(number for name, number in vars(resource).items() if name.startswith("RLIMIT_"))
 #: Whose functions tests replace most often.
 _PATCHED = (builtins, os, time)
+_ALSO_PATCHED = (copy, json, math, pickle, random, shutil, socket, subprocess)
+#: How text is read and written that does not fit its encoding: the handlers that Python has itself.
+_ERROR_HANDLERS = ("strict", "ignore", "replace", "xmlcharrefreplace", "backslashreplace", "namereplace")
+#: prctl(2): pdeathsig, dumpable, keepcaps, timerslack, child subreaper, no_new_privs, thp_disable.
+_GET_PDEATHSIG, _GET_NAME, _GET_CHILD_SUBREAPER = 2, 16, 37
+_GETTERS_OF_PRCTL = (3, 7, 30, 39, 42)
+_libc = ctypes.CDLL(None)
+#: Of floating-point numbers; glibc has it in a library of its own.
+_rounding = ctypes.CDLL("libm.so.6").fegetround
 
 
 @dataclass(frozen=True)
@@ -56,27 +82,48 @@ class Surroundings:
             "sys.path": list(sys.path),
             "signal handlers": list(map(_handler, _SIGNALS)),
             "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+            "the file that signals wake up": _wakeup(),
             # What is left of one is less each time.
             "timers": [any(signal.getitimer(timer)) for timer in _TIMERS],
             "resource limits": list(map(resource.getrlimit, _LIMITED)),
-            "the CPUs it may use": (os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)),
+            "user, group and session": (os.getresuid(), os.getresgid(), os.getgroups(), os.getpgid(0), os.getsid(0)),
+            "what the kernel was told by prctl": _prctl(),
+            "how numbers are rounded": _rounding(),
+            "the CPUs it may use": (os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), *_scheduling()),
             "the standard streams": (sys.stdin, sys.stdout, sys.stderr, _descriptors()),
             "threads": set(threading.enumerate()),
-            "garbage collection": (gc.isenabled(), gc.get_threshold(), gc.get_debug(), list(gc.callbacks)),
+            "garbage collection": (
+                *(gc.isenabled(), gc.get_threshold(), gc.get_debug(), list(gc.callbacks)),
+                # Of what was frozen less is left each time.
+                bool(gc.get_freeze_count()),
+            ),
+            "import hooks": (list(sys.meta_path), list(sys.path_hooks)),
             "the interpreter's settings": _interpreter(),
             "warning filters": list(warnings.filters),
+            "functions of warnings": (warnings.showwarning, warnings.formatwarning),
+            "the default time limit of sockets": socket.getdefaulttimeout(),
+            "how text is encoded that does not fit": list(map(codecs.lookup_error, _ERROR_HANDLERS)),
+            "how objects are pickled": Known(copyreg.dispatch_table),
             "the locale": locale.setlocale(locale.LC_ALL),
             "the time zone": (time.tzname, time.timezone),
             "builtins, os or time": [tuple(vars(module).values()) for module in _PATCHED],
+            "functions of the standard library": [tuple(vars(module).values()) for module in _ALSO_PATCHED],
             "what is to be done at exit": _at_exit(),
             "multiprocessing's start method": multiprocessing.get_start_method(allow_none=True),
-            "logging": (logging.root.level, list(logging.root.handlers), logging.root.manager.disable),
+            "multiprocessing's interpreter": multiprocessing.spawn.get_executable(),
+            "logging": (
+                *(logging.root.level, list(logging.root.handlers), logging.root.manager.disable, logging.lastResort),
+                *(logging.raiseExceptions, logging.getLoggerClass(), logging.getLogRecordFactory()),
+            ),
+            "loggers": _Loggers(),
         }
         # torch puts its own there with each process group, and leaves it.
         if not str(getattr(sys.excepthook, "__module__", "")).startswith("torch."):
             same["sys.excepthook"] = sys.excepthook
         of_libraries = (*SETTINGS.items(), *SINGLETONS.items())
         same |= {name: _read(read) for name, (module, read) in of_libraries if module in sys.modules}
+        # Last, for to ask for the context of decimal numbers makes one.
+        same["context variables"] = contextvars.copy_context()
         return cls(same)
 
     def changes(self, before: Surroundings) -> list[str]:
@@ -124,10 +171,30 @@ def _directory() -> str:
         return ""
 
 
+def _wakeup() -> int:
+    """Return the file descriptor to which signals are written. Python tells it to who sets it, in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return -1
+    number = signal.set_wakeup_fd(-1)
+    if number != -1:
+        with contextlib.suppress(ValueError, OSError):
+            signal.set_wakeup_fd(number)
+    return number
+
+
 def _mask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def _scheduling() -> tuple[object, ...]:
+    """Return how the kernel gives this process its turn: its policy, and its turn at the disk."""
+    return os.sched_getscheduler(0), os.sched_getparam(0).sched_priority, _process(os.getpid()).ionice()
+
+
+#: The process of that number; a fork is another one.
+_process = functools.cache(psutil.Process)
 
 
 def _descriptors() -> list[tuple[int, int] | None]:
@@ -154,7 +221,71 @@ def _interpreter() -> tuple[object, ...]:
         sys.unraisablehook,
         sys.displayhook,
         threading.excepthook,
+        sys.breakpointhook,
+        sys.getdlopenflags(),
+        # Python 3.10 has it from its seventh release on.
+        getattr(sys, "get_int_max_str_digits", int)(),
+        sys.get_asyncgen_hooks(),
+        sys.get_coroutine_origin_tracking_depth(),
+        sys.dont_write_bytecode,
+        getattr(sys, "tracebacklimit", None),
+        _stack_size(),
+        faulthandler.is_enabled(),
+        tracemalloc.is_tracing(),
+        _monitoring(),
     )
+
+
+def _stack_size() -> int:
+    """Return the stack size of new threads. Python tells it to who sets it."""
+    size = threading.stack_size()
+    if size:
+        threading.stack_size(size)
+    return size
+
+
+def _monitoring() -> list[str | None]:
+    """Return which tools have a place in ``sys.monitoring``, which came with Python 3.12."""
+    monitoring: Any = getattr(sys, "monitoring", None)
+    return list(map(monitoring.get_tool, range(6))) if monitoring else []
+
+
+def _prctl() -> list[object]:
+    """Return what the kernel was told of this process: its name, what it gets when its parent dies, and the like."""
+    found: list[object] = [_libc.prctl(option, 0, 0, 0, 0) for option in _GETTERS_OF_PRCTL]
+    for option in (_GET_PDEATHSIG, _GET_CHILD_SUBREAPER):
+        _libc.prctl(option, ctypes.byref(_number))
+        found.append(_number.value)
+    _libc.prctl(_GET_NAME, _name)
+    return [*found, _name.value]
+
+
+_number, _name = ctypes.c_int(), ctypes.create_string_buffer(16)
+
+
+class _Loggers:
+    """What was set for each logger but the root. A logger that is new does not count: its library was imported meanwhile."""
+
+    def __init__(self) -> None:
+        loggers = logging.root.manager.loggerDict.copy()
+        self.known = loggers.keys()
+        # Of most nothing was set: only the others are kept, for there may be hundreds.
+        self.set = {
+            name: (one.level, one.propagate, one.disabled, *one.filters, *one.handlers)
+            for name, one in loggers.items()
+            if not isinstance(one, logging.PlaceHolder)
+            and (one.level or one.handlers or one.filters or one.disabled or not one.propagate)
+        }
+
+    def __eq__(self, before: object) -> bool:
+        return isinstance(before, _Loggers) and all(
+            self.set.get(name) == before.set.get(name)
+            for name in self.set.keys() | before.set.keys()
+            if name in before.known
+        )
+
+    def __hash__(self) -> int:
+        return id(self)
 
 
 def _at_exit() -> tuple[int, int]:
