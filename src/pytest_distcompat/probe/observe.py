@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,15 @@ from pytest_distcompat.trace import CollectiveFact, ComputeFact, StepFact
 if TYPE_CHECKING:
     from torch.nn import Module
     from torch.utils.hooks import RemovableHandle
+
+
+#: (name of the place, function) -> the function as it is to be called there.
+Guarded = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+
+
+def _as_it_is(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    del where
+    return function
 
 
 class Hook:
@@ -64,7 +74,15 @@ class Observer:
     shows between steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guarded: Guarded = _as_it_is) -> None:
+        """Register the step hooks.
+
+        Args:
+            guarded: Wraps each function that torch calls. In somebody else's script it keeps what the probe raises
+                from the script; in a run of ours that is a failure like any other.
+
+        """
+        self._guarded = guarded
         self.steps: list[StepFact] = []
         self.compute: dict[tuple[str, str, str], ComputeFact] = {}
         self.collectives: Counter[tuple[str, str]] = Counter()
@@ -75,8 +93,9 @@ class Observer:
         self._mode: _Collectives | None = None
         self._below = 0
         self._step: _Step | None = None
-        register_optimizer_step_pre_hook(self._pre_step)
-        register_optimizer_step_post_hook(self._post_step)
+        register_optimizer_step_pre_hook(guarded("before an optimizer's step, its gradients", self._pre_step))
+        register_optimizer_step_post_hook(guarded("after an optimizer's step, its state", self._post_step))
+        self.saw_operator = guarded("an operator", self._saw_operator)
 
     def attach(self, model: Module) -> None:
         """Watch all leaf modules that multiply by a matrix; before anything wraps the model.
@@ -89,7 +108,7 @@ class Observer:
     def attach_to_products(self, model: Module) -> list[RemovableHandle]:
         """The same without the model's inputs; what takes the hooks off again."""
         return [
-            module.register_forward_hook(Hook(self._forward_hook(name)))
+            module.register_forward_hook(Hook(self._guarded("a forward hook of a layer", self._forward_hook(name))))
             for name, module in model.named_modules()
             if multiplies(module)
         ]
@@ -199,7 +218,8 @@ class Observer:
             return None
         step = self._step = _Step(id(optimizer))
         self._handed(optimizer, step)
-        return with_closure(args, kwargs, lambda: self._handed(optimizer, step))
+        handed = self._guarded("the closure of an optimizer's step", self._handed)
+        return with_closure(args, kwargs, functools.partial(handed, optimizer, step))
 
     def _handed(self, optimizer: Any, step: _Step) -> None:
         # Frozen parameters may have been handed over too: nobody updates them.
@@ -227,8 +247,13 @@ class Observer:
             master, gradient, state = (tuple(sorted(found)) for found in (step.master, step.gradient, step.state))
             self.steps.append(StepFact(type(optimizer).__name__, master, gradient, state, step.square))
 
-    def saw(self, op: str, tensors: list[torch.Tensor]) -> None:
-        """Write down one collective."""
+    def _saw_operator(self, func: Any, args: Any, result: Any) -> None:
+        """Write down a collective, and a tensor in 8 bits that was made, not passed on: a view is another operator's result."""
+        if func.namespace in {"c10d", "_c10d_functional"}:
+            self._saw(func._schema.name.split("::")[1].strip("_"), _tensors(args))  # noqa: SLF001 - no public way to an operator's name
+        self.float8 += _in_8_bits(result) and not any(map(_in_8_bits, args))
+
+    def _saw(self, op: str, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
             key = (op, dtype_name(tensor.dtype))
             self.collectives[key] += 1
@@ -256,11 +281,8 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._observer = observer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in {"c10d", "_c10d_functional"}:
-            self._observer.saw(func._schema.name.split("::")[1].strip("_"), _tensors(args))  # noqa: SLF001 - no public way to an operator's name
         result = func(*args, **(kwargs or {}))
-        # Made, not passed on: a view of such a tensor is another operator's result.
-        self._observer.float8 += _in_8_bits(result) and not any(map(_in_8_bits, args))
+        self._observer.saw_operator(func, args, result)
         return result
 
 

@@ -1,24 +1,31 @@
-"""How a call is wrapped so that the probe is told of it: the original gets the very arguments and gives the very result.
+"""How a call of the script is wrapped so that the probe sees it: the original gets the very arguments and gives the very result.
+
+A point is a generator: what stands before its ``yield`` runs before the original call, the ``yield`` gives the result, and
+what stands behind it runs afterwards. Only ``put`` runs points, and only through ``guard``.
 
 Only the outermost call counts: what ``Accelerator.prepare`` does by ``fully_shard`` is accelerate's own business.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat.scripts import guard
 from pytest_distcompat.scripts.environment import RUN
 from pytest_distcompat.scripts.presence import claim, present
 from pytest_distcompat.scripts.recorder import Recorder
 from pytest_distcompat.scripts.sight import Sight
 
 Arguments = tuple[Any, ...]
-#: (recorder, the original) -> what is called in its place.
-Around = Callable[[Recorder, Callable[..., Any]], Callable[..., Any]]
+Keywords = Mapping[str, Any]
+Steps = Generator[None, Any, None]
+#: (recorder, positional arguments, keyword arguments) -> what is done before and after the call.
+Point = Callable[[Recorder, Arguments, Keywords], Steps]
 
 
 def sight() -> Sight:
@@ -39,18 +46,47 @@ def recorder() -> Recorder | None:
     return _recorder_of(os.getpid())
 
 
-def put(owner: Any, name: str, around: Around) -> None:
-    """Put ``around(recorder, original)`` in the place of ``owner.name``, if there is one; without a recorder nothing changes."""
+def put(owner: Any, name: str, point: Point) -> None:
+    """Wrap ``owner.name``, if there is such a thing, in the point; without a recorder nothing changes."""
     original = getattr(owner, name, None)
     if original is None:
         return
+    where = f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        found = recorder()
-        return original(*args, **kwargs) if found is None else around(found, original)(*args, **kwargs)
+        steps = guard.attempt(where, _begin, point, args, kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except BaseException:
+            guard.attempt(where, _leave, steps, always=True)
+            raise
+        guard.attempt(f"{where}, after the call", _finish, steps, result, always=True)
+        return result
 
     setattr(owner, name, wrapper)
+
+
+def _begin(point: Point, args: Arguments, kwargs: Keywords) -> Steps | None:
+    found = recorder()
+    if found is None:
+        return None
+    steps = point(found, args, kwargs)
+    next(steps)
+    return steps
+
+
+def _finish(steps: Steps | None, result: Any) -> None:
+    """Do what comes after the call; once the probe has failed, only what must be undone."""
+    if steps is not None and not guard.failed():
+        with contextlib.suppress(StopIteration):
+            steps.send(result)
+    _leave(steps)
+
+
+def _leave(steps: Steps | None) -> None:
+    if steps is not None:
+        steps.close()
 
 
 def models(values: Iterable[Any]) -> Iterator[Any]:
@@ -60,112 +96,84 @@ def models(values: Iterable[Any]) -> Iterator[Any]:
     yield from (value for value in values if isinstance(value, torch.nn.Module))
 
 
-def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, compiles: bool = False) -> Around:
+def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, compiles: bool = False) -> Point:
     """A call that makes a model the trainer's: the models among its arguments are plain for the last time.
 
     ``made`` picks what holds the model from then on, of the result and the arguments.
     """
 
-    def around(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with found.inside() as outermost:
-                nested = [one for value in args if isinstance(value, (list, tuple)) for one in value]
-                given = list(models((*args, *nested, *kwargs.values())))
-                for model in given if outermost else ():
-                    found.guard(found.about_to_wrap, model)
-                if compiles and given:
-                    found.compiled()
-                result = original(*args, **kwargs)
-            for value in made(result, args) if outermost else ():
-                found.guard(found.made, value)
-            return result
-
-        return call
-
-    return around
-
-
-def constructs(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A wrapper's ``__init__(self, module)``."""
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def point(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
         with found.inside() as outermost:
-            for model in models((*args, *kwargs.values())) if outermost else ():
-                found.guard(found.about_to_wrap, model)
-            original(self, *args, **kwargs)
-        if outermost:
-            found.guard(found.made, self)
+            nested = [one for value in args if isinstance(value, (list, tuple)) for one in value]
+            given = list(models((*args, *nested, *kwargs.values())))
+            for model in given if outermost else ():
+                found.aside(found.about_to_wrap, model)
+            if compiles and given:
+                found.compiled()
+            result = yield
+        for value in made(result, args) if outermost else ():
+            found.aside(found.made, value)
 
-    return init
+    return point
 
 
-def trains(loss: Callable[[Arguments, Mapping[str, Any]], Any]) -> Around:
+def constructs(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
+    """A wrapper's ``__init__(self, module)``."""
+    with found.inside() as outermost:
+        for model in models((*args[1:], *kwargs.values())) if outermost else ():
+            found.aside(found.about_to_wrap, model)
+        yield
+    if outermost:
+        found.aside(found.made, args[0])
+
+
+def trains(loss: Callable[[Arguments, Keywords], Any]) -> Point:
     """A call that computes gradients of the loss that ``loss`` picks of its arguments."""
 
-    def around(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with found.inside(training=True) as outermost:
-                if outermost:
-                    found.guard(found.backward, loss(args, kwargs))
-                return original(*args, **kwargs)
+    def point(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
+        with found.inside(training=True) as outermost:
+            if outermost:
+                found.aside(found.backward, loss(args, kwargs))
+            yield
 
-        return call
-
-    return around
+    return point
 
 
-def saves(where: Callable[[Any, Arguments, Mapping[str, Any]], Any], *, everyone: bool = True) -> Around:
+def saves(where: Callable[[Any, Arguments, Keywords], Any], *, everyone: bool = True) -> Point:
     """A call that writes a checkpoint to the path that ``where`` picks of its result and arguments, None for no path.
 
     ``everyone``: on all ranks, and training can go on from it; the others are but files.
     """
 
-    def around(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with found.inside() as outermost:
-                if outermost:
-                    found.guard(found.about_to_save, everyone)
-                result = original(*args, **kwargs)
-            path = where(result, args, kwargs) if outermost else None
-            if path is not None:
-                found.guard(found.saved, path, everyone)
-            return result
-
-        return call
-
-    return around
-
-
-def loads(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A call that reads a checkpoint."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with found.inside() as outermost:
-            result = original(*args, **kwargs)
-        if outermost:
-            found.guard(found.loaded)
-        return result
-
-    return call
-
-
-def settles(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A call that comes when training is over: the trained model is looked at before it goes away."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def point(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
         with found.inside() as outermost:
             if outermost:
-                found.guard(found.settled)
-            return original(*args, **kwargs)
+                found.aside(found.about_to_save, everyone)
+            result = yield
+        path = where(result, args, kwargs) if outermost else None
+        if path is not None:
+            found.aside(found.saved, path, everyone)
 
-    return call
+    return point
 
 
-def hides(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+def loads(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a point
+    """A call that reads a checkpoint."""
+    with found.inside() as outermost:
+        yield
+    if outermost:
+        found.aside(found.loaded)
+
+
+def settles(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a point
+    """A call that comes when training is over: the trained model is looked at before it goes away."""
+    with found.inside() as outermost:
+        if outermost:
+            found.aside(found.settled)
+        yield
+
+
+def hides(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a point
     """A call in which steps are none of the training's."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with found.inside():
-            return original(*args, **kwargs)
-
-    return call
+    with found.inside():
+        yield

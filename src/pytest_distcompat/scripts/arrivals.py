@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from pytest_distcompat.scripts import guard
+
 Arrived = Callable[[ModuleType], None]
 
 
@@ -29,12 +31,13 @@ class _Arrivals(importlib.abc.MetaPathFinder):
                 find(fullname, path, target) if find is not None and finder is not self else None
             )
             if spec is not None:
-                if spec.loader is not None:
-                    self._tell(spec.loader, fullname)
+                guard.attempt(f"the import of {fullname}", self._tell, spec.loader, fullname)
                 return spec
         return None
 
     def _tell(self, loader: Any, name: str) -> None:
+        if loader is None:
+            return
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -42,7 +45,7 @@ class _Arrivals(importlib.abc.MetaPathFinder):
             del loader.exec_module
             execute(module)
             for function in self.waiting.pop(name, ()):
-                function(module)
+                guard.attempt(f"the import of {name}", function, module)
 
         loader.exec_module = exec_module
 
@@ -54,7 +57,7 @@ def when(name: str, function: Arrived) -> None:
     """Call ``function(module)`` once the module of that name is imported; now, if it is."""
     module = sys.modules.get(name)
     if module is not None and not _arriving(module):
-        function(module)
+        guard.attempt(f"the import of {name}", function, module)
         return
     if _arrivals not in sys.meta_path:
         sys.meta_path.insert(0, _arrivals)

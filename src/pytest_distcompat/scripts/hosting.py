@@ -195,7 +195,7 @@ def _exit_code(hosted: Hosted, rank: int, text: str, pid: int | None) -> int | N
 def _problem(
     hosted: Hosted, ending: Ending, ended: Mapping[str, Any] | None, outlived: Sequence[int], text: str
 ) -> str:
-    """What went wrong that is no rank's: the launcher's own failure, probes that could not start, ranks too many or none.
+    """What went wrong that is no rank's: the launcher's failure, a failed probe in another process, ranks too many or none.
 
     The last line is the headline; the launcher's last output stands before it.
     """
@@ -205,7 +205,7 @@ def _problem(
     extra = _ranks(hosted.directory) - set(range(hosted.world_size))
     if failed:
         text = failed[0].read_text(encoding="utf-8")
-        headline = "the probe could not start in a process of the run"
+        headline = "the probe failed in a process of the run"
     elif ended and ended["problem"]:
         headline = f"{hosted.name} could not be run: {ended['problem']}"
     elif code is not None and code < 0:

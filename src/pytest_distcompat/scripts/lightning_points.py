@@ -5,11 +5,11 @@ https://lightning.ai/docs/pytorch/stable/common/trainer.html
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from pytest_distcompat.scripts import around
+from pytest_distcompat.scripts.around import Arguments, Keywords
 
 #: Lightning comes under two names, each with classes of its own.
 PACKAGES = ("pytorch_lightning", "lightning.pytorch")
@@ -27,6 +27,6 @@ def strategies(module: ModuleType) -> None:
             around.put(kind, "load_checkpoint", around.loads)
 
 
-def _path(_result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _path(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
     """``save_checkpoint(self, filepath, weights_only=None, ...)``."""
     return args[1] if len(args) > 1 else kwargs.get("filepath")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from pytest_distcompat.scripts import around, lightning_points, trainer_points
-from pytest_distcompat.scripts.around import put
+from pytest_distcompat.scripts import around, guard, lightning_points, trainer_points
+from pytest_distcompat.scripts.around import Arguments, Keywords, Steps, put
 from pytest_distcompat.scripts.arrivals import when
 from pytest_distcompat.scripts.presence import claim, present
 from pytest_distcompat.scripts.recorder import Recorder
@@ -43,11 +43,14 @@ def _groups(torch: ModuleType) -> None:
         return
     original = torch.distributed.init_process_group
 
+    def joined() -> None:
+        if claim(torch.distributed.get_rank()) is not None:
+            around.recorder()
+
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if claim(torch.distributed.get_rank()) is not None:
-            around.recorder()
+        guard.attempt("torch.distributed.init_process_group", joined)
         return result
 
     torch.distributed.init_process_group = init_process_group
@@ -58,14 +61,14 @@ def _torch(torch: ModuleType) -> None:
 
     def before(optimizer: Any, *_: Any) -> None:
         if (found := around.recorder()) is not None:
-            found.guard(found.about_to_step, optimizer)
+            found.aside(found.about_to_step, optimizer)
 
     def after(*_: Any) -> None:
         if (found := around.recorder()) is not None:
-            found.guard(found.stepped)
+            found.aside(found.stepped)
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    register_optimizer_step_pre_hook(guard.guarded("before an optimizer's step", before))
+    register_optimizer_step_post_hook(guard.guarded("after an optimizer's step", after))
     # What ``loss.backward()`` calls.
     put(torch.autograd, "backward", around.trains(_first))
     put(torch, "compile", around.wraps(lambda result, _args: around.models([result]), compiles=True))
@@ -85,7 +88,7 @@ def _torch(torch: ModuleType) -> None:
         around.recorder()
 
 
-def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _first(args: Arguments, kwargs: Keywords) -> Any:
     return next(iter((*args, *kwargs.values())), None)
 
 
@@ -93,17 +96,14 @@ def _file(values: tuple[Any, ...]) -> Any:
     return values[0] if isinstance(values[0], (str, os.PathLike)) else None
 
 
-def _noted(where: Callable[[Subjects], list[weakref.ref[Any]]]) -> around.Around:
+def _noted(where: Callable[[Subjects], list[weakref.ref[Any]]]) -> around.Point:
     """An ``__init__`` whose objects are noted in the order they are made."""
 
-    def constructs(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            where(found.subjects).append(weakref.ref(self))
+    def point(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a point
+        yield
+        where(found.subjects).append(weakref.ref(args[0]))
 
-        return init
-
-    return constructs
+    return point
 
 
 def _fsdp(fsdp: ModuleType) -> None:
@@ -117,7 +117,7 @@ def _fsdp(fsdp: ModuleType) -> None:
 
 
 def _checkpoints(checkpoint: ModuleType) -> None:
-    def where(_result: Any, _args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def where(_result: Any, _args: Arguments, kwargs: Keywords) -> Any:
         """``save(state_dict, *, checkpoint_id=None, storage_writer=None)``."""
         return kwargs.get("checkpoint_id") or getattr(kwargs.get("storage_writer"), "path", None)
 
@@ -136,14 +136,12 @@ def _state_dicts(module: ModuleType) -> None:
 
 
 def _accelerate(module: ModuleType) -> None:
-    def prepares(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-        def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-            found.subjects.accelerator = weakref.ref(self)
-            return made(found, original)(self, *args, **kwargs)
-
-        return prepare
-
     made = around.wraps(lambda result, _args: result if isinstance(result, (tuple, list)) else (result,))
+
+    def prepares(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
+        found.subjects.accelerator = weakref.ref(args[0])
+        yield from made(found, args, kwargs)
+
     accelerator = module.Accelerator
     for name in ("prepare", "prepare_model"):
         put(accelerator, name, prepares)
@@ -156,20 +154,17 @@ def _accelerate(module: ModuleType) -> None:
 
 
 def _deepspeed(deepspeed: ModuleType) -> None:
-    def steps(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            found.guard(found.about_to_step, None, self)
-            before, found.in_engine = self.global_steps, True
-            try:
-                with found.inside(training=True):
-                    result = original(self, *args, **kwargs)
-            finally:
-                found.in_engine = False
-            if self.global_steps > before:
-                found.guard(found.stepped)
-            return result
-
-        return step
+    def steps(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a point
+        engine = args[0]
+        found.aside(found.about_to_step, None, engine)
+        before, found.in_engine = engine.global_steps, True
+        try:
+            with found.inside(training=True):
+                yield
+        finally:
+            found.in_engine = False
+        if engine.global_steps > before:
+            found.aside(found.stepped)
 
     engine = deepspeed.DeepSpeedEngine
     put(deepspeed, "initialize", around.wraps(lambda result, _args: result[:1]))

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.scripts import guard
 from pytest_distcompat.scripts.environment import RANK_PID, RUN
 
 if TYPE_CHECKING:
@@ -67,8 +68,7 @@ class Presence:
         hook = sys.excepthook
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None, /) -> None:
-            if _ends_process(trace):
-                self.fail(error)
+            guard.attempt("sys.excepthook", self._fail_in_main, error, trace, always=True)
             hook(kind, error, trace)
 
         def exit_(status: Any = None, /) -> None:
@@ -77,12 +77,17 @@ class Presence:
 
         sys.excepthook, sys.exit = excepthook, exit_  # type: ignore[assignment]  # declared to take its argument by name too
         self._hook = excepthook
-        atexit.register(self.end)
+        end = guard.guarded("the end of the process", self.end, always=True)
+        atexit.register(end)
         # What multiprocessing forks leaves without a call to atexit's functions.
         if "multiprocessing.util" in sys.modules:
             from multiprocessing import util
 
-            util.Finalize(None, self.end, exitpriority=-100)
+            util.Finalize(None, end, exitpriority=-100)
+
+    def _fail_in_main(self, error: BaseException, trace: TracebackType | None) -> None:
+        if _ends_process(trace):
+            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """The last word of a rank that raised."""
@@ -153,8 +158,7 @@ def before_end(function: Any) -> None:
 def finish() -> None:
     """Do what was to be done before the end."""
     while _before_end:
-        with contextlib.suppress(Exception):
-            _before_end.pop()()
+        guard.attempt("the end of the process", _before_end.pop())
 
 
 _present: Presence | None = None

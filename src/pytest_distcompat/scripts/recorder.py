@@ -6,20 +6,20 @@ step, when nothing has moved yet), ``step`` (told when the next thing begins, fo
 ``save`` and ``load``. The place of a moment follows from how many steps were taken, not from how many moments there were,
 so that ranks agree on it though one of them may save alone.
 
-It takes part in no collective, changes nothing, and is never an error of the script's: if it fails itself it says so and
-is silent from then on.
+It takes part in no collective, changes nothing, and is never an error of the script's: whatever calls it goes through
+``guard``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_distcompat.scripts import guard
 from pytest_distcompat.scripts.presence import Presence, before_end
 from pytest_distcompat.scripts.sight import Sight
 from pytest_distcompat.scripts.stopping import leave_together
@@ -42,7 +42,7 @@ class Recorder:
         from pytest_distcompat.probe import Observer
 
         self.presence, self.sight = presence, sight
-        self.observer = Observer()
+        self.observer = Observer(guard.guarded)
         self.device = sight.device if sight.device == "cpu" else f"{sight.device}:{os.environ.get('LOCAL_RANK', '0')}"
         self.steps = 0
         self.depth = self._quiet = 0
@@ -62,36 +62,29 @@ class Recorder:
         self._saves = 0
         self._settled_at = -1
         self._stops = False
-        self._failed = False
         self._listen()
         before_end(self._leave)
 
     def _leave(self) -> None:
         from torch import distributed
 
-        self.guard(self.close)
+        self.aside(self.close)
         for verb, facts in {} if self._built else self._at_rest.items():
             self._tell(verb, {"plain": PLAIN, "load": LOAD}[verb], **facts)
         # Without its group a rank of ZeRO-3 cannot tell which part of a parameter is its own; it was looked at before that.
         if not self._grouped or distributed.is_initialized():
-            self.guard(self.settled)
+            self.aside(self.settled)
 
     @property
     def whole(self) -> bool:
         """Whether the step that goes on is looked at in full."""
         return self.steps < self.sight.steps
 
-    def guard(self, function: Callable[..., None], *args: Any) -> None:
-        """Call what is ours, in the midst of what is not: what goes wrong with it is told, and no business of the script's."""
-        if self._failed or not self.presence.here():
-            return
-        try:
+    def aside(self, function: Callable[..., None], *args: Any) -> None:
+        """Call what is ours in the midst of what is not: what it computes is no business of the script's."""
+        if self.presence.here():
             with self.observer.aside():
                 function(*args)
-        except Exception:
-            self._failed = True
-            self._listen()
-            self.presence.log.write("probe failed", text=traceback.format_exc())
 
     @contextlib.contextmanager
     def inside(self, *, training: bool = False) -> Iterator[bool]:
@@ -105,8 +98,7 @@ class Recorder:
         self._quiet += not training
         self._listen()
         try:
-            watched = training and outermost and not self._failed
-            with self.observer.operators() if watched else contextlib.nullcontext():
+            with self.observer.operators() if training and outermost else contextlib.nullcontext():
                 yield outermost
         finally:
             self.depth -= 1
@@ -114,7 +106,7 @@ class Recorder:
             self._listen()
 
     def _listen(self) -> None:
-        self.observer.listen(on=self.whole and not self._quiet and not self._failed)
+        self.observer.listen(on=self.whole and not self._quiet)
 
     # Models.
 
@@ -131,8 +123,13 @@ class Recorder:
         if isinstance(value, torch.nn.Module):
             self.subjects.models.append(weakref.ref(value))
             # Before FSDP's own hook: what a rank is fed, not what its shard of the model gets.
-            hook = value.register_forward_pre_hook(Hook(self._forward), prepend=True, with_kwargs=True)
-            self._hooks.append(hook)
+            watched = guard.guarded("a forward pre-hook of a model", self._forward)
+
+            def hook(*given: Any) -> None:
+                if not torch.compiler.is_compiling():
+                    watched(*given)
+
+            self._hooks.append(value.register_forward_pre_hook(Hook(hook), prepend=True, with_kwargs=True))
         elif hasattr(value, "param_groups"):
             self.subjects.optimizers.append(weakref.ref(value))
 
@@ -141,17 +138,21 @@ class Recorder:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A model that somebody wrapped computes. The first that does in training is the outermost one."""
+    def _forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """A model that somebody wrapped computes. The first that does in training is the outermost one.
+
+        torch goes through a copy of the hooks, but looks up at the call whether one takes keyword arguments: one that was
+        taken off meanwhile, by an earlier hook, gets none.
+        """
         import torch
 
-        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and module.training):
+        if kwargs is None or not (torch.is_grad_enabled() and module.training):
             return
         if self._root is None and any(parameter.requires_grad for parameter in module.parameters()):
             self._root = weakref.ref(module)
-            self.guard(self._attach, module)
+            self.aside(self._attach, module)
         if self._root is not None and self._root() is module:
-            self.guard(self._begin, module, args, kwargs)
+            self.aside(self._begin, module, args, kwargs)
 
     def _attach(self, module: Module) -> None:
         """Look at single products from now on, unless that would be inside of a graph."""

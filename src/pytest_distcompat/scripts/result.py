@@ -128,7 +128,8 @@ class ScriptRun:
         if self.failed:
             # No check is better than the run that it is about.
             status = {"raised": "failed"}.get(self.ending.kind, self.ending.kind)
-            return Verdict(name, cell.id, status, f"the run failed: {self.ending.headline()}")
+            told = filter(None, (f"the run failed: {self.ending.headline()}", self._probe_failure()))
+            return Verdict(name, cell.id, status, "\n".join(told))
         problem = self.unprobed()
         if problem:
             return Verdict(name, cell.id, "failed", problem)
@@ -148,13 +149,12 @@ class ScriptRun:
 
     def unprobed(self, *, trains: bool = True) -> str:
         """Why there is nothing to judge, if so; empty otherwise. One that ``trains`` is to take a step."""
-        events = [event for events in self.ending.events.values() for event in events]
-        broken = next((event for event in events if event["event"] == "probe failed"), None)
-        if broken is not None:
-            return f"rank {broken['rank']}: the probe itself failed, and saw no more from then on\n{broken['text']}"
+        if failure := self._probe_failure():
+            return failure
         if not Sight.read(self.directory).steps:
             return "nothing to probe: watch_steps=0 leaves the probe out"
         if trains and not self.life.at("build"):
+            events = (event for events in self.ending.events.values() for event in events)
             unseen = next((event for event in events if event["event"] == "unseen model"), None)
             told = (
                 f"{unseen['optimizer']} stepped, on a model that nothing wrapped"
@@ -162,6 +162,18 @@ class ScriptRun:
                 else "no optimizer of torch's stepped"
             )
             return f"nothing to probe: {told}. A model is seen when it passes through one of: {KNOWN}"
+        return ""
+
+    def _probe_failure(self) -> str:
+        """Where the probe itself failed first, and its traceback; empty if it did not."""
+        told = "the probe itself failed, at {}, and saw no more from then on\n{}"
+        for events in self.ending.events.values():
+            for event in events:
+                if event["event"] == "probe failed":
+                    return f"rank {event['rank']}: {told.format(event['where'], event['text'])}"
+        for file in sorted(self.directory.glob("probe-*.failed")):
+            where, _, text = file.read_text(encoding="utf-8").removeprefix("at ").partition(":\n")
+            return f"a process that is no rank: {told.format(where, text)}"
         return ""
 
     def _too_short(self) -> str:

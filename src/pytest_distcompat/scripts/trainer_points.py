@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.scripts import around
+from pytest_distcompat.scripts import around, guard
+from pytest_distcompat.scripts.around import Arguments, Keywords, Steps
 from pytest_distcompat.scripts.recorder import Recorder
 
 #: The method that writes ``checkpoint-N``. Private, but the hook ``on_save`` comes when all is written: what other
@@ -36,29 +36,30 @@ def wrap(trainer: Any) -> None:
     )
 
 
-def _constructor(found: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        found.presence.log.write("output", path=str(Path(self.args.output_dir).resolve()))
-        self.add_callback(_callback(found))
-
-    return init
+def _constructor(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a point
+    yield
+    trainer = args[0]
+    found.presence.log.write("output", path=str(Path(trainer.args.output_dir).resolve()))
+    trainer.add_callback(_callback(found))
 
 
 def _callback(found: Recorder) -> Any:
     from transformers import TrainerCallback
 
-    class _Begins(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    class _Watches(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
         """Training that does not begin at step 0 goes on from a checkpoint; now all of it is back, random states too."""
 
         told = False
 
         def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if not self.told and state.global_step:
-                found.guard(found.loaded)
-            self.told = True
+            guard.attempt("TrainerCallback.on_step_begin", self._begins, state)
 
         def on_train_end(self, *_: Any, **__: Any) -> None:
-            found.guard(found.settled)
+            guard.attempt("TrainerCallback.on_train_end", found.aside, found.settled)
 
-    return _Begins()
+        def _begins(self, state: Any) -> None:
+            if not self.told and state.global_step:
+                found.aside(found.loaded)
+            self.told = True
+
+    return _Watches()

@@ -54,7 +54,7 @@ def _let_in() -> None:
     except Exception:
         where = Path(os.environ.get(_RUN, ""), f"probe-{os.getpid()}.failed")
         with contextlib.suppress(OSError):
-            where.write_text(traceback.format_exc(), encoding="utf-8")
+            where.write_text("at the start of the process:\n" + traceback.format_exc(), encoding="utf-8")
 
 
 _let_in()

@@ -1,0 +1,221 @@
+"""The probe raises, at each of its places in turn: the script never notices, and no check passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.judge import Verdict
+from pytest_distcompat.launch.ending import conclude
+from pytest_distcompat.scripts import ScriptRun
+from pytest_distcompat.scripts.environment import with_probe
+from pytest_distcompat.scripts.sight import Sight
+
+from .conftest import PROGRAMS, Launch
+
+pytestmark = pytest.mark.spawn
+
+
+def calls(*names: str) -> set[str]:
+    """A wrapped call is one place before it and one after it."""
+    return {*names, *(f"{name}, after the call" for name in names)}
+
+
+#: In every training.
+ALWAYS = {
+    "torch.distributed.init_process_group",
+    "before an optimizer's step",
+    "before an optimizer's step, its gradients",
+    "after an optimizer's step",
+    "after an optimizer's step, its state",
+    "a forward pre-hook of a model",
+    "a forward hook of a layer",
+    "an operator",
+    "the end of the process",
+    *calls("torch.autograd.backward", "Optimizer.__init__"),
+}
+DDP = calls("DistributedDataParallel.__init__")
+#: What a training comes by, besides ``ALWAYS``.
+PARTS = {
+    "loop": {"the closure of an optimizer's step", *calls("torch.save", "LRScheduler.__init__"), *DDP},
+    "checkpoints": calls(
+        "torch.distributed.checkpoint.save",
+        "torch.distributed.checkpoint.load",
+        "torch.distributed.checkpoint.state_dict.get_state_dict",
+    ),
+    "wrappers": calls(
+        "FullyShardedDataParallel.__init__", "torch.distributed.fsdp.fully_shard", "torch.compile", "Module.compile"
+    ),
+    "accelerate": calls(
+        *(f"Accelerator.{name}" for name in ("prepare", "prepare_model", "backward", "save_state", "load_state")),
+        *(f"Accelerator.{name}" for name in ("save_model", "get_state_dict", "end_training")),
+        *("torch.save", "torch.distributed.destroy_process_group"),
+    ),
+    "trainer": {
+        "TrainerCallback.on_step_begin",
+        "TrainerCallback.on_train_end",
+        *calls("Trainer.__init__", "Trainer.save_model", "Trainer._save_checkpoint", "PreTrainedModel.save_pretrained"),
+    },
+    "deepspeed": calls(
+        *("DeepSpeedEngine.backward", "DeepSpeedEngine.step", "deepspeed.initialize"),
+        *("DeepSpeedEngine.save_checkpoint", "DeepSpeedEngine.load_checkpoint"),
+    ),
+    "lightning": calls("Trainer.save_checkpoint", "DistributedDataParallel.__init__"),
+}
+LIBRARIES = {
+    "accelerate": "accelerate",
+    "trainer": "transformers",
+    "deepspeed": "deepspeed",
+    "lightning": "pytorch_lightning",
+}
+#: All that torch, Python and the script itself call of ours: each does nothing but call ``guard`` and the original.
+DOORS = {
+    "guard.attempt",
+    "guard.door",
+    "around.wrapper",
+    "closure.evaluated",
+    "arrivals.exec_module",
+    "arrivals.find_spec",
+    "observe.__call__",
+    "observe.__torch_dispatch__",
+    "points.init_process_group",
+    "presence.excepthook",
+    "presence.exit_",
+    "recorder.hook",
+    "sitecustomize.find_spec",
+    "trainer_points.on_step_begin",
+    "trainer_points.on_train_end",
+}
+
+
+def broken(directory: Path, part: str, *places: str) -> dict[str, dict[str, Any]]:
+    """By place, of these or of all, what came of a training in which the probe raised there; in "" it did not."""
+    Sight().write(directory)
+    environment = with_probe({**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, directory)
+    command = [sys.executable, str(PROGRAMS / "faulty_probe.py"), str(directory), part, *places]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert not done.returncode, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads((directory / "found.json").read_text(encoding="utf-8"))
+    return found
+
+
+def says(place: str) -> str:
+    """How every verdict then begins a line."""
+    return f"the probe itself failed, at {place}, and saw no more from then on"
+
+
+def verdict(directory: str | Path, code: int) -> Verdict:
+    """That on a run of one rank, which ended with that code."""
+    ending = conclude(Path(directory), 1, [code])
+    (found,) = ScriptRun(ending, Cell("ddp", "fp32", 1), Path(directory), "cpu").verdicts("active")
+    return found
+
+
+def check_broken(part: str, runs: dict[str, dict[str, Any]]) -> None:
+    """The script never noticed, and no check passes."""
+    sound = runs.pop("")
+    assert sound["code"] == 0
+    assert "probe itself failed" not in verdict(sound["directory"], 0).message
+    assert {*sound["seen"]} >= {*ALWAYS, *PARTS[part]}
+    assert {*sound["outside"]} <= DOORS, "called without the guard around it"
+    for place, run in runs.items():
+        assert (run["losses"], run["code"]) == (sound["losses"], 0), (
+            f"the script noticed that the probe failed at {place}"
+        )
+        found = verdict(run["directory"], 0)
+        assert not found.ok
+        assert says(place) in found.message
+
+
+def test_the_probe_fails_in_a_loop(tmp_path: Path) -> None:
+    """In one place of each kind; by night in all of them."""
+    places = ("torch.autograd.backward", "torch.autograd.backward, after the call", "an operator")
+    hooks = ("the closure of an optimizer's step", "before an optimizer's step", "the end of the process")
+    runs = broken(tmp_path, "loop", *places, *hooks)
+    assert set(runs) == {"", *places, *hooks}
+    check_broken("loop", runs)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", PARTS)
+def test_the_probe_fails_anywhere(part: str, tmp_path: Path) -> None:
+    pytest.importorskip(LIBRARIES.get(part, "torch"))
+    runs = broken(tmp_path, part)
+    assert set(runs) > PARTS[part]
+    check_broken(part, runs)
+
+
+def test_the_probe_fails_in_a_script_that_fails(tmp_path: Path) -> None:
+    """Whatever becomes of the probe, the script ends with its own code, and its run has failed."""
+    runs = broken(tmp_path, "fails")
+    places = ("", "sys.excepthook", "the end of the process", "torch.distributed.init_process_group")
+    assert {name: run["code"] for name, run in runs.items()} == dict.fromkeys(places, 1)
+    told = "the run failed: rank 0 raised ValueError: what the script raises itself"
+    assert verdict(runs[""]["directory"], 1).message == told
+    assert not any(verdict(run["directory"], 1).ok for run in runs.values())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch",
+        "accelerate.accelerator",
+        "accelerate.state",
+        "deepspeed",
+        "transformers.modeling_utils",
+        "transformers.trainer",
+        "transformers.training_args",
+        "pytorch_lightning.trainer",
+        "pytorch_lightning.strategies",
+    ],
+)
+def test_a_release_in_which_nothing_is_where_the_probe_looks(name: str, tmp_path: Path) -> None:
+    """A library's module is imported, and has none of the names that are to be wrapped."""
+    file = tmp_path.joinpath("libraries", *name.split(".")).with_suffix(".py")
+    file.parent.mkdir(parents=True)
+    file.write_text("here = True\n", encoding="utf-8")
+    for above in list(file.parents)[: name.count(".")]:
+        (above / "__init__.py").touch()
+    Sight().write(tmp_path)
+    environment = {**os.environ, "RANK": "0", "DISTCOMPAT_ON_CPU": "1", "PYTHONPATH": str(tmp_path / "libraries")}
+    code = f"import {name} as module; print(module.here)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env=with_probe(environment, tmp_path), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    if name.endswith("strategies"):
+        return  # what has no load_checkpoint of its own is no strategy
+    found = verdict(tmp_path, 0)
+    assert not found.ok
+    assert says(f"the import of {name}") in found.message
+
+
+def test_a_probe_that_fails_in_a_process_that_is_no_rank(run: Launch, tmp_path: Path) -> None:
+    """The launcher imports torch too."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "from pytest_distcompat.scripts import guard, points\n"
+        "def broken(torch): raise RuntimeError('no such thing any more')\n"
+        "if 'RANK' not in os.environ: points.when('torch', broken)\n",
+        encoding="utf-8",
+    )
+    found = run("ends.py", "well", environment={"PYTHONPATH": str(tmp_path)})
+    assert found.failed
+    assert "the probe failed in a process of the run" in found.text()
+    assert "no such thing any more" in found.text()
+
+
+def test_a_model_that_is_prepared_twice(run: Launch) -> None:
+    """More steps than are looked at in full: then hooks are taken off while torch goes through them."""
+    pytest.importorskip("accelerate")
+    found = run("prepared_twice.py", "--steps", "7", strategy="ddp")
+    found.check("active", "optimizer", "dtypes")
+    assert [loss is not None for loss in found.losses[0]] == [True] * 7
