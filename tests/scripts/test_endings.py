@@ -46,6 +46,7 @@ def test_ranks_that_end_well_are_a_run_that_did(ends: Launch) -> None:
         ("raise", "raised", "rank 1 raised ValueError: rank 1 does not want to"),
         ("hook", "raised", "rank 1 raised ValueError: rank 1 does not want to"),
         ("exit in except", "raised", "rank 1 raised ValueError: rank 1 does not want to"),
+        ("begin again and raise", "raised", "rank 1 raised ValueError: rank 1 does not want to"),
         ("exit", "crashed", "rank 1 exited with code 3 without a report"),
         ("exit in finally", "crashed", "rank 1 exited with code 3 without a report"),
         ("crash", "crashed", "rank 1 was killed by SIGSEGV"),
@@ -69,7 +70,7 @@ def test_an_exception_is_shown_with_its_traceback(ends: Launch) -> None:
     assert "in inner" in ends("exit in except").text()
 
 
-@pytest.mark.parametrize("how", ["caught", "child"])
+@pytest.mark.parametrize("how", ["caught", "child", "begin again"])
 def test_what_ends_nothing_is_no_failure(ends: Launch, how: str) -> None:
     run = ends(how)
     assert not run.failed, run.text()

@@ -173,19 +173,19 @@ def claim(rank: int) -> Presence | None:
     """Be that rank; None if this process is the child of one, or another process is it already.
 
     One process may follow another as the same rank (a shell script that prepares, then trains): the last one counts,
-    if all before it ended well.
+    if all before it ended well. So does a program that follows another in the same process (``os.execv``).
     """
     global _present  # noqa: PLW0603 - a process is one rank
     if present() is not None:
         return _present
-    if os.environ.get(RANK_PID):
+    if os.environ.get(RANK_PID, "") not in {"", str(os.getpid())}:
         return None
     directory = Path(os.environ[RUN])
     mark = directory / f"rank-{rank}.claim"
     try:
         descriptor = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
-        if not _ended_well(directory, rank):
+        if mark.read_text(encoding="ascii") != str(os.getpid()) and not _ended_well(directory, rank):
             return None
         (directory / f"rank-{rank}.jsonl").rename(directory / f"before-{os.getpid()}-rank-{rank}.jsonl")
         descriptor = os.open(mark, os.O_WRONLY | os.O_TRUNC)

@@ -19,6 +19,10 @@ def caught() -> None:
 
 
 how = sys.argv[1]
+if how == "begin again" and sys.argv[-1] != "again":
+    os.execv(sys.executable, [sys.executable, *sys.argv, "again"])
+if how == "begin again and raise":
+    os.execv(sys.executable, [sys.executable, sys.argv[0], "raise"])
 # In one piece: torchrun has Python write at once what it gets, and print's end of a line comes apart from the line.
 sys.stdout.write(f"rank {os.environ['RANK']} is about to: {how}\n")
 sys.stdout.flush()
