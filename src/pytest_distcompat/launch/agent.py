@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing.connection
+import socket
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from pytest_distcompat import clock
+from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.process import sweep_shared_memory
 from pytest_distcompat.launch.request import Request
 
@@ -30,14 +32,11 @@ MONITOR_INTERVAL = 0.001
 #: How long it waits for some, in seconds: torch has limits of its own that it tests after each look.
 LONGEST_LOOK = 1.0
 
-#: By name, as torchrun does: torch asks for the name of each address that connects, and 127.0.0.1, which it takes for
-#: ``::ffff:127.0.0.1``, is in no /etc/hosts: a slow name server would cost each life seconds.
-HOST = "localhost"
-
 
 class OneNode(RendezvousHandler):
     """A rendezvous of one agent with itself, on a store bound to port 0: the kernel chooses, nobody can race for it.
 
+    The store answers whoever connects, so it listens on the loopback interface only. torch's own choice is all interfaces.
     torchrun's static back end needs a port chosen beforehand, and its c10d one backs off at random (0.1 to 0.4 s).
     Ranks meet on this very store, as they do under torchrun (``TORCHELASTIC_USE_AGENT_STORE``).
     https://pytorch.org/docs/stable/elastic/rendezvous.html
@@ -45,7 +44,7 @@ class OneNode(RendezvousHandler):
 
     def __init__(self) -> None:
         self._run_id = str(uuid.uuid4())
-        self.store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self.store = _store_on(loopback.listen())
 
     @property
     def use_agent_store(self) -> bool:
@@ -58,7 +57,7 @@ class OneNode(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """At once: the only node is here."""
-        where = RendezvousStoreInfo(HOST, self.store.port)
+        where = RendezvousStoreInfo(loopback.HOST, self.store.port)
         return RendezvousInfo(PrefixStore(self._run_id, self.store), 0, 1, where)
 
     def is_closed(self) -> bool:
@@ -79,6 +78,18 @@ class OneNode(RendezvousHandler):
     def shutdown(self) -> bool:
         """The store goes with the object."""
         return True
+
+
+def _store_on(listening: socket.socket) -> Any:
+    """Return a store on that socket, which is the store's from then on."""
+    port = listening.getsockname()[1]
+    file = listening.detach()
+    more: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": file}
+    try:
+        return TCPStore(loopback.HOST, port, **more)
+    except NotImplementedError:
+        # Some releases of torch take such a socket only without libuv, which is their default.
+        return TCPStore(loopback.HOST, port, use_libuv=False, **more)
 
 
 class Watching(LocalElasticAgent):

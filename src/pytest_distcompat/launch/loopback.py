@@ -1,0 +1,56 @@
+"""The loopback interface, on which the ranks of one machine meet."""
+
+from __future__ import annotations
+
+import socket
+
+#: By name, as torchrun has it. torch asks for the name of each address that connects, and 127.0.0.1, which it takes for
+#: ``::ffff:127.0.0.1``, is in no /etc/hosts: a slow name server would cost each run seconds.
+HOST = "localhost"
+
+#: What ``socket.socket`` is derived from; plugins replace that one to forbid connections.
+_Socket = socket.SocketType
+_resolve = socket.getaddrinfo
+
+
+def problem() -> str:
+    """Say why ranks could not meet at localhost, empty if they could. Sends nothing."""
+    try:
+        found = _addresses()
+    except OSError as error:
+        return (
+            f"{HOST} does not resolve ({error.strerror}): ranks cannot meet there; add '127.0.0.1 {HOST}' to /etc/hosts"
+        )
+    for family, address in found:
+        probe = _Socket(family, socket.SOCK_DGRAM)
+        try:
+            # Of a datagram's socket it only asks for the route.
+            probe.connect((address, 9))
+        except OSError:
+            continue
+        else:
+            return ""
+        finally:
+            probe.close()
+    return f"no loopback interface: ranks cannot meet at {HOST}; `ip link set lo up`"
+
+
+def listen() -> socket.socket:
+    """Listen where nobody but this machine can connect, on a port that the kernel chooses. Raises OSError."""
+    for family, address in _addresses():
+        made = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            made.bind((address, 0))
+            made.listen()
+        except OSError:
+            # Such as IPv6 that is turned off, and named in /etc/hosts all the same.
+            made.close()
+            continue
+        return made
+    raise OSError(problem() or f"no port of {HOST} is free")
+
+
+def _addresses() -> list[tuple[int, str]]:
+    """Return family and address of localhost, IPv6 first, as torch has it when it connects."""
+    found = {(family, str(address[0])) for family, _, _, _, address in _resolve(HOST, 0, type=socket.SOCK_STREAM)}
+    return sorted(found, key=lambda one: one[0] != socket.AF_INET6)
