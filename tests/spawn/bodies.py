@@ -49,6 +49,18 @@ def look(payload: Mapping[str, Any], log: RankLog) -> None:
     )
 
 
+def listening(payload: Mapping[str, Any], log: RankLog) -> None:
+    """Where the processes of the run accept connections while a group meets."""
+    from torch import distributed
+
+    _join()
+    launcher = psutil.Process(psutil.Process(os.getppid()).ppid())
+    tree = {process.pid for process in (launcher, *launcher.children(recursive=True))}
+    found = [one for one in psutil.net_connections("inet") if one.pid in tree and one.status == psutil.CONN_LISTEN]
+    log.write("listening", addresses=[one.laddr.ip for one in found if one.laddr])
+    distributed.destroy_process_group()
+
+
 def touch(payload: Mapping[str, Any], log: RankLog) -> None:
     """Change what a process may change, and tell how it was before."""
     import json

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.devices import gpu_uuids, visible_ids
+from pytest_distcompat.launch import loopback
 
 #: Where ranks of a machine share memory: NCCL's, and DeepSpeed's on the CPU.
 SHM = Path("/dev/shm")  # noqa: S108 - not ours, looked at only
@@ -56,6 +57,8 @@ class Machine:
     hostname: str = ""
     resolves: bool = True
     loopback: bool = True
+    #: Why ranks cannot meet at localhost; empty if they can.
+    unreachable: str = ""
     compiler: bool = True
 
     @property
@@ -78,6 +81,7 @@ def this_machine() -> Machine:
         hostname=name,
         resolves=_resolves(name),
         loopback=names_loopback(HOSTS.read_text(encoding="utf-8", errors="replace") if HOSTS.exists() else ""),
+        unreachable=loopback.problem(),
         compiler=any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "c++", "clang++")))),
     )
 
@@ -188,6 +192,8 @@ def _of_system(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "warning", f"{told}: gloo may wait for it, or fail; add it to /etc/hosts or set GLOO_SOCKET_IFNAME"
         )
+    if machine.unreachable:
+        yield Finding("problem", machine.unreachable)
     if not machine.loopback:
         told = (
             f"{HOSTS} does not name ::1: torch's store asks a name server who 127.0.0.1 is, for each rank of each group"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from pytest_distcompat import clock
+from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.ending import Ending, conclude
 from pytest_distcompat.launch.kept import Keeping
 from pytest_distcompat.launch.process import bury, descendants, kill, on_device
@@ -45,6 +46,9 @@ class TorchrunLauncher:
 
     def run(self, request: Request, keep: Keeping | None = None) -> Ending:  # noqa: ARG002 - the launchers' protocol
         """Start the ranks, wait until they ended or were ended; never raises for what the ranks do."""
+        problem = loopback.problem()
+        if problem:
+            return conclude(request.directory, request.world_size, None, launch_error=problem)
         try:
             return self._run(request)
         except BaseException:

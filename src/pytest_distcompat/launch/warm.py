@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytest_distcompat import clock
-from pytest_distcompat.launch import environment
+from pytest_distcompat.launch import environment, loopback
 from pytest_distcompat.launch.ending import Ending, conclude
 from pytest_distcompat.launch.kept import Keeping, KeptRanks
 from pytest_distcompat.launch.launcher_process import LauncherProcess
@@ -38,6 +38,9 @@ class WarmLauncher:
 
     def get_warm(self) -> str:
         """Wait until ready; what went wrong, if something did."""
+        problem = loopback.problem()
+        if problem:
+            return problem
         self.warm_up()
         assert self._process is not None
         problem = self._process.get_warm()
