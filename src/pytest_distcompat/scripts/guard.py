@@ -16,6 +16,14 @@ from typing import Any
 from pytest_distcompat.scripts.environment import RUN
 
 _failed = False
+#: (place, traceback) -> whether it went to the log of a rank.
+_report: Callable[[str, str], bool] | None = None
+
+
+def report_to(report: Callable[[str, str], bool]) -> None:
+    """Have the first failure written to the log of the rank that this process is from now on."""
+    global _report  # noqa: PLW0603 - a process has one probe
+    _report = report
 
 
 def failed() -> bool:
@@ -57,12 +65,8 @@ def guarded(where: str, function: Callable[..., Any], *, always: bool = False) -
 
 def _write_down(where: str, text: str) -> None:
     """Write it to the log of the rank, or to a file of its own in a process that is no rank (yet) or has lost its log."""
-    from pytest_distcompat.scripts.presence import present
-
     with contextlib.suppress(Exception):
-        rank = present()
-        if rank is not None:
-            rank.log.write("probe failed", where=where, text=text)
+        if _report is not None and _report(where, text):
             return
     with contextlib.suppress(Exception):
         file = Path(os.environ[RUN], f"probe-{os.getpid()}.failed")

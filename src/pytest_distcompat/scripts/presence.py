@@ -49,6 +49,7 @@ class Presence:
 
     def begin(self) -> None:
         """Say so, and see to it that the end is told, whichever it is."""
+        guard.report_to(self._probe_failed)
         from pytest_distcompat.launch.process import STACK_SIGNAL
 
         # Files of their own, kept open: at the time they are needed this process may be unable to open one.
@@ -60,6 +61,12 @@ class Presence:
             faulthandler.register(signal.SIGTERM, file=self._open("ended"), all_threads=False, chain=True)
         self._watch_exit()
         self.log.write("start", pid=self.pid, python=sys.executable, argv=list(sys.orig_argv), cwd=str(Path.cwd()))
+
+    def _probe_failed(self, where: str, text: str) -> bool:
+        if not self.here():
+            return False
+        self.log.write("probe failed", where=where, text=text)
+        return True
 
     def _open(self, kind: str) -> Any:
         return (self.directory / f"rank-{self.rank}.{kind}").open("w", encoding="utf-8")
