@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 
-from pytest_distcompat.launch.request import RankLog, has_ended, read_events
+import pytest
+
+from pytest_distcompat.launch.request import RankLog, has_ended, interpreter, read_events
+
+
+@pytest.mark.parametrize(
+    ("line", "flags"),
+    [
+        ("-m pytest -W error", ""),
+        ("/bin/pytest -O", ""),
+        ("-W error -X dev -m pytest", "-W error -X dev"),
+        ("-Werror -Xdev -OO -m pytest", "-W error -X dev -O -O"),
+        ("-BsWerror::ResourceWarning -c pass -O", "-B -s -W error::ResourceWarning"),
+        ("-Bm pytest -O", "-B"),
+        ("-iO script.py", "-O"),
+        ("-", ""),
+        ("", ""),
+    ],
+)
+def test_the_flags_that_the_interpreter_was_given(monkeypatch: pytest.MonkeyPatch, line: str, flags: str) -> None:
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, *line.split()])
+    assert interpreter() == [sys.executable, *flags.split()]
 
 
 def test_who_watches_passes_over_what_the_probe_saw(tmp_path: Path) -> None:

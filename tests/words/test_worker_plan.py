@@ -31,6 +31,7 @@ class Listens:
         self.moments: list[dict[str, Any]] = []
         self.watched = 0
         self.closely = False
+        self.steps: list[Any] = []
 
     def write(self, event: str, **data: Any) -> None:
         if event == "moment":

@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,11 +88,23 @@ ANY_MODULE = "*"
 
 
 def interpreter() -> list[str]:
-    """Return the command of this interpreter with the flags that it was given (``-W error``, ``-X dev``, ``-O``).
+    """Return the command of this interpreter with the flags that its command line gave it (``-W error``, ``-X dev``, ``-O``).
 
-    multiprocessing starts its processes by the same private function; ``tests/spawn/test_private_names.py`` says when it goes.
+    What the environment says to it (``PYTHONWARNINGS``) is inherited anyway.
+    https://docs.python.org/3/library/sys.html#sys.orig_argv
     """
-    return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]  # noqa: SLF001
+    command = [sys.executable]
+    arguments = iter(sys.orig_argv[1:])
+    # A cluster of letters without value, then perhaps one that has one: the rest, or the next argument.
+    while (found := re.fullmatch(r"-([^-\sWXmc]*)(?:([WXmc])(.*))?", next(arguments, ""), re.DOTALL)) is not None:
+        letters, valued, value = found.groups("")
+        # To stay at a prompt is not for ranks.
+        command += [f"-{letter}" for letter in letters if letter != "i"]
+        if valued in {"m", "c"}:
+            break
+        if valued:
+            command += [f"-{valued}", value or next(arguments, "")]
+    return command
 
 
 @dataclass(frozen=True)
