@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.plugin.rank_output import no_terminal
+from pytest_distcompat.plugin.rank_session import _default
 from pytest_distcompat.plugin.representation import represent
 
 
@@ -21,12 +22,19 @@ def test_the_base_temporary_directory_outside_a_fixture(pytester: pytest.Pyteste
 
 
 def test_a_session_without_pytest_main() -> None:
-    for name in ("fromdictargs", "_do_configure"):
+    for name in ("fromdictargs", "_do_configure", "_ensure_unconfigure"):
         assert callable(getattr(pytest.Config, name, None)), (
             f"plugin/rank_session.py: collect() and _collected() call pytest.Config.{name}(), which is gone"
         )
     assert callable(getattr(pytest.Session, "from_config", None)), (
         "plugin/rank_session.py: _collected() calls pytest.Session.from_config(), which is gone"
+    )
+
+
+def test_the_default_of_an_option(pytester: pytest.Pytester) -> None:
+    config = pytester.parseconfigure("--maxfail=3")
+    assert _default(config, "maxfail") == 0, (
+        "plugin/rank_session.py: _default() asks Config._parser, which is not what it was"
     )
 
 

@@ -48,12 +48,20 @@ def test_the_processes_of_the_agent(run: Run) -> None:
 
 
 def test_the_fork_server_of_multiprocessing() -> None:
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, popen_forkserver
 
     known = {"_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid"}
     first = list(inspect.signature(forkserver.main).parameters)[:3]
     assert first == ["listener_fd", "alive_r", "preload"], "forkserver.main is not what it was: see launch/forking.py"
     assert known <= vars(forkserver._forkserver).keys(), "ForkServer has other attributes: see launch/forking.py"
+    looked_up = "connect_to_new_process" in inspect.getsource(popen_forkserver.Popen._launch)
+    assert looked_up, "popen_forkserver does not look connect_to_new_process up at each call: see launch/forking.py"
+
+
+def test_what_waits_for_the_end_of_the_interpreter() -> None:
+    assert callable(getattr(atexit, "_run_exitfuncs", None)), (
+        "atexit._run_exitfuncs is gone: see launch/process.py:run_exit_functions"
+    )
 
 
 def test_the_watch_of_the_agent() -> None:
