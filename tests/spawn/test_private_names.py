@@ -54,7 +54,7 @@ def test_the_fork_server_of_multiprocessing() -> None:
     first = list(inspect.signature(forkserver.main).parameters)[:3]
     assert first == ["listener_fd", "alive_r", "preload"], "forkserver.main is not what it was: see launch/forking.py"
     assert known <= vars(forkserver._forkserver).keys(), "ForkServer has other attributes: see launch/forking.py"
-    looked_up = "connect_to_new_process" in inspect.getsource(popen_forkserver.Popen._launch)
+    looked_up = "connect_to_new_process" in inspect.getsource(popen_forkserver)
     assert looked_up, "popen_forkserver does not look connect_to_new_process up at each call: see launch/forking.py"
 
 
