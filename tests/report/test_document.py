@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pytest_distcompat import report as report_room
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.report import FORMATS, RED, WORDS, Report, Result, Row, counts, facets, write_report
+from pytest_distcompat.report import (
+    FORMATS,
+    RED,
+    WORDS,
+    Report,
+    Result,
+    Row,
+    compare,
+    counts,
+    facets,
+    merge,
+    write_report,
+)
 
 from .conftest import REAL
 
@@ -116,6 +133,17 @@ def test_a_report_of_an_earlier_release_is_read() -> None:
         ('{"format": 1, "run": {"settings": {"profile": "smoke"}}, "results": []}', "is no report"),
         ('{"format": 1, "run": {"timeline": [{"device": "cpu"}]}, "results": []}', "is no report: 'who'"),
         ('{"format": 1, "run": {"ending": "fine"}, "results": []}', "is no report: ending 'fine'; expected one of "),
+        ('{"format": 1, "results": []}', "is no report: 'run' is missing"),
+        ('{"format": 1, "run": {}, "results": [3]}', "is no report: results[0] is 3; expected an object"),
+        ('{"format": 1, "run": {}, "results": [], "unreached": [[]]}', "unreached[0] is a list; expected a text"),
+        ('{"format": 1, "run": {"seconds": true}, "results": []}', "run.seconds is True; expected a number"),
+        (
+            '{"format": 1, "run": {"world_size": []}, "results": []}',
+            "run.world_size is a list; expected a whole number",
+        ),
+        ('{"format": 1, "run": {"baseline": {"file": "a"}}, "results": []}', "'text' is missing in run.baseline"),
+        (f'{{"format": 1, "run": {"[" * 500}{"]" * 500}, "results": []}}', "more than 50 objects and lists are inside"),
+        ("[" * 100000, "too many objects and lists"),
         # Neither red nor missing, it would be no news.
         (
             '{"format": 1, "run": {}, "results": [{"suite": "S", "driver": "", "cell": "", "check": "", "status": "bad"}]}',
@@ -129,6 +157,69 @@ def test_what_is_no_report_is_said_to_be_none(text: str, said: str, tmp_path: Pa
     with pytest.raises(UsageProblem, match=r"no\.json: ") as caught:
         Report.read(path)
     assert said in str(caught.value)
+
+
+#: What there is in JSON, each kind once.
+VALUES: tuple[Any, ...] = (None, True, -1, 2.5, float("inf"), "", "\ud800\x1b[31m|`<b>", [], [None], {}, {"a": {}})
+
+
+def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values inside."""
+    for name, one in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+        yield (*path, name)
+        yield from places(one, (*path, name))
+
+
+@functools.cache
+def small() -> str:
+    """The real report with a few of everything, so that each mutation hits something else."""
+    data = json.loads(REAL.read_text(encoding="utf-8"))
+    data["run"]["timeline"] = data["run"]["timeline"][:2]
+    data["run"]["baseline"] = {
+        "file": "last.json",
+        "text": ["0 newly broken"],
+        "broken": [],
+        "fixed": [],
+        "missing": [],
+    }
+    by_status = {one["status"]: one for one in data["results"]}
+    data["results"] = list(by_status.values())
+    costly = [one for one in data["cells"] if one["cost"]]
+    data["cells"], data["lives"] = [*data["cells"][:1], *costly[:1]], data["lives"][:2]
+    return json.dumps(data)
+
+
+PLACES = sorted(places(json.loads(small())), key=str)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from((*VALUES, "remove"))), min_size=1, max_size=3))
+def test_a_report_that_somebody_changed_is_read_or_the_field_is_named(changes: list[tuple[Any, Any]]) -> None:
+    data = json.loads(small())
+    for (*path, last), value in changes:
+        parent = data
+        with contextlib.suppress(LookupError, TypeError):
+            for name in path:
+                parent = parent[name]
+            if value == "remove":
+                del parent[last]
+            else:
+                parent[last] = value
+    whole = Report.from_json(json.loads(small()))
+    try:
+        changed = Report.from_json(json.loads(json.dumps(data)))
+    except UsageProblem as problem:
+        said = str(problem)
+    else:
+        said = ""
+    if said:
+        assert len(said.splitlines()) == 1
+        return
+    for one, other in ((whole, changed), (changed, whole), (changed, changed)):
+        list(compare(one, other).lines())
+        merge([one, other]).to_text()
+    for make in FORMATS.values():
+        make(changed).encode("utf-8", "replace")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.decode import MalformedError, check, decode
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report.result import WORDS, Result, Row
@@ -27,6 +28,76 @@ ENDINGS = ("internal error", "interrupted", "stopped", "finished")
 
 #: How much of a verdict's message is kept, in characters: the whole story of a life that broke off stands once, with the life.
 MESSAGE = 2500
+
+
+#: How deep a document may be nested. Ours have six levels.
+DEPTH = 50
+#: What a cell's cost has, if it has one (``cost.Cost``).
+COST = ("step_seconds", "tokens_per_second", "state_bytes", "memory")
+
+_Setting = TypedDict("_Setting", {"value": str, "from": str})
+
+
+class _NamedSpan(TypedDict):
+    device: str
+    who: str
+
+
+class _Span(_NamedSpan, total=False):
+    begin: float
+    end: float
+    worker: str
+    leak: int
+
+
+class _Baseline(TypedDict):
+    file: str
+    text: list[str]
+
+
+class _Run(TypedDict, total=False):
+    versions: dict[str, str]
+    device: str
+    gpu: str
+    world_size: int | str
+    began: str
+    seconds: float
+    lives: int
+    ending: str
+    settings: dict[str, _Setting]
+    timeline: list[_Span]
+    baseline: _Baseline
+    merged: list[dict[str, Any]]
+
+
+class _NamedLife(TypedDict):
+    id: str
+
+
+class _Life(_NamedLife, total=False):
+    driver: str
+    cell: str
+    name: str
+    world_size: int
+    seconds: float
+    ending: str
+    verb: str
+    message: str
+    ranks: list[dict[str, Any]]
+    command: str
+
+
+class _Needed(TypedDict):
+    run: _Run
+    results: list[Result]
+
+
+class _Document(_Needed, total=False):
+    """What reading relies on. Whoever only shows a value takes what there is."""
+
+    cells: list[Row]
+    lives: list[_Life]
+    unreached: list[str]
 
 
 @dataclass
@@ -70,19 +141,26 @@ class Report:
             raise UsageProblem("is no report of pytest-distcompat")
         if data["format"] != FORMAT:
             raise UsageProblem(f"format {data['format']!r} is not known here; expected {FORMAT}")
+        if _too_deep(data):
+            raise UsageProblem(f"is no report: more than {DEPTH} objects and lists are inside one another")
         try:
-            results = [Result(**_known(Result, one)) for one in data["results"]]
-            rows = [Row(**_known(Row, one)) for one in data.get("cells", ())]
-            run = _run(data["run"])
-            lives = [{**life, "id": life["id"]} for life in data.get("lives", ())]
-            unreached = [str(nodeid) for nodeid in data.get("unreached", ())]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageProblem(f"is no report: {error}") from None
+            check(_Document, data, "")
+        except MalformedError as problem:
+            raise UsageProblem(f"is no report: {problem}") from None
+        results = [decode(Result, one) for one in data["results"]]
+        rows = [Row(**_known(Row, one)) for one in data.get("cells", ())]
         # It would be neither red nor missing: a comparison would call it no news.
         unknown = [result.status for result in results if result.status not in WORDS]
         if unknown:
             raise UsageProblem(f"status {unknown[0]!r} is not known here. Known: {', '.join(WORDS)}")
-        return cls(run, results, rows, lives, unreached)
+        ending = data["run"].get("ending", ENDINGS[-1])
+        if ending not in ENDINGS:
+            raise UsageProblem(f"is no report: ending {ending!r}; expected one of {', '.join(ENDINGS)}")
+        for place, row in enumerate(rows):
+            lacking = [name for name in COST if row.cost and name not in row.cost]
+            if lacking:
+                raise UsageProblem(f"is no report: {lacking[0]!r} is missing in cells[{place}].cost")
+        return cls(data["run"], results, rows, list(data.get("lives", ())), list(data.get("unreached", ())))
 
     @classmethod
     def read(cls, path: Path) -> Report:
@@ -93,6 +171,8 @@ class Report:
             raise UsageProblem(f"{path}: {error.strerror}") from None
         except ValueError as error:
             raise UsageProblem(f"{path}: {error}") from None
+        except RecursionError:
+            raise UsageProblem(f"{path}: is no report: too many objects and lists are inside one another") from None
         except UsageProblem as problem:
             raise UsageProblem(f"{path}: {problem}") from None
 
@@ -130,18 +210,18 @@ def _result(result: Result) -> dict[str, Any]:
     }
 
 
-def _run(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What others rely on is there, and is what they take it for."""
-    settings = {
-        name: {**one, "value": one["value"], "from": one["from"]} for name, one in data.get("settings", {}).items()
-    }
-    versions = {name: str(version) for name, version in data.get("versions", {}).items()}
-    timeline = [{**entry, "device": entry["device"], "who": entry["who"]} for entry in data.get("timeline", ())]
-    ending = data.get("ending", ENDINGS[-1])
-    if ending not in ENDINGS:
-        raise ValueError(f"ending {ending!r}; expected one of {', '.join(ENDINGS)}")
-    told = {"settings": settings, "versions": versions, "timeline": timeline}
-    return {**data, **{name: value for name, value in told.items() if name in data}}
+def _too_deep(data: Any) -> bool:
+    """Tell whether the JSON is nested deeper than any report, and than functions that call themselves may go."""
+    level = [data]
+    for _ in range(DEPTH):
+        level = [one for part in level for one in (part.values() if isinstance(part, Mapping) else part) if _nests(one)]
+        if not level:
+            return False
+    return True
+
+
+def _nests(value: Any) -> bool:
+    return isinstance(value, (Mapping, list))
 
 
 def _known(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,6 +117,14 @@ def _cost(rows: Iterable[Row]) -> Iterator[str]:
     yield "| driver | cell | step, ms | tokens/s a rank | bytes of master and state a parameter | peak memory, MiB |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for row in costs:
-        cost = row.cost
-        numbers = f"{1000 * cost['step_seconds']:.1f} | {cost['tokens_per_second']:.0f} | {cost['state_bytes']:.1f}"
-        yield f"| {row.driver} | {row.cell} | {numbers} | {cost['memory'] / 2**20:.0f} |"
+        numbers = (_number(row.cost[name], scale, digits) for name, scale, digits in _COST)
+        yield f"| {escape(row.driver)} | {escape(row.cell)} | {' | '.join(numbers)} |"
+
+
+#: What of a cell's cost is shown, in which unit, with how many digits.
+_COST = (("step_seconds", 1000.0, 1), ("tokens_per_second", 1.0, 0), ("state_bytes", 1.0, 1), ("memory", 1 / 2**20, 0))
+
+
+def _number(value: float | None, scale: float, digits: int) -> str:
+    """Return the number; nothing for one that JSON does not have, such as infinity."""
+    return "" if value is None else f"{value * scale:.{digits}f}"

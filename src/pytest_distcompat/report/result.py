@@ -93,7 +93,8 @@ class Row:
     cell: str
     place: str = ""
     blanks: dict[str, str] = field(default_factory=dict)
-    cost: dict[str, float] = field(default_factory=dict)
+    #: None stands for a number that JSON does not have.
+    cost: dict[str, float | None] = field(default_factory=dict)
     lives: list[str] = field(default_factory=list)
     names: list[dict[str, Any]] = field(default_factory=list)
     dtypes: list[dict[str, Any]] = field(default_factory=list)
