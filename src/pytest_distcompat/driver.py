@@ -177,6 +177,13 @@ class Driver:
         """
         raise NotImplementedError
 
+    def saved_name(self, key: str) -> str:
+        """Return the plain model's name of what the trainer saves under ``key``, where it maps names when it saves.
+
+        Called for each key of a model or an optimizer in each saved file.
+        """
+        return key
+
     def trainer_world_size(self) -> int | None:
         """How many ranks the trainer believes there are; None where it has no opinion."""
         return None

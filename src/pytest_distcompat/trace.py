@@ -7,7 +7,7 @@ hash of a tensor's local values, in whatever dtype: equal digests mean equal val
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,6 +169,16 @@ class FileFact:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
 
+    def renamed(self, name: Callable[[str], str]) -> FileFact:
+        """Return the same with ``name(key)`` for each key."""
+        return dataclasses.replace(
+            self,
+            keys=tuple(map(name, self.keys)),
+            shapes={name(key): shape for key, shape in self.shapes.items()},
+            dtypes={name(key): dtype for key, dtype in self.dtypes.items()},
+            digests={name(key): digest for key, digest in self.digests.items()},
+        )
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -270,12 +280,16 @@ class LifeTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """All lives of a scenario, as the checks read them; ``limits`` are what the user demands of measured numbers."""
+    """All lives of a scenario, as the checks read them; ``limits`` are what the user demands of measured numbers.
+
+    ``saves`` is False for the run of a script that saved nothing, which says nothing about files.
+    """
 
     driver: str
     lives: Mapping[str, LifeTrace]
     notes: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
+    saves: bool = True
 
     def life(self, name: str = "train") -> LifeTrace:
         """The life of that name. Raises KeyError where the scenario has none."""

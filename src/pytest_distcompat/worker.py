@@ -176,10 +176,10 @@ class _Rank:
         if self.driver.world.rank:
             return {}
         exported = read_files(self.places.export, "export/")
-        facts: dict[str, Any] = {"files": read_files(self.places.save_to) + exported}
+        found = {"files": read_files(self.places.save_to) + exported}
         if self.driver.cell.option("save_only_model"):
-            facts["saved"] = read_saved(self.places.save_to)
-        return facts
+            found["saved"] = read_saved(self.places.save_to)
+        return {what: tuple(fact.renamed(self.driver.saved_name) for fact in facts) for what, facts in found.items()}
 
     def _export(self) -> dict[str, Any]:
         if not self.driver.can("export"):

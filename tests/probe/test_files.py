@@ -100,3 +100,10 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
 def test_the_check_says_all_that_is_read() -> None:
     """It may not import the probe, which imports torch."""
     assert not [word for word in (*PICKLED, *(f"'{name}'" for name in MODEL)) if word not in READ]
+
+
+def test_a_file_whose_keys_are_mapped_back(tmp_path: Path) -> None:
+    torch.save({"net.weight": torch.ones(2, 3)}, tmp_path / "model.pt")
+    (fact,) = read_files(tmp_path)
+    plain = fact.renamed(lambda key: key.removeprefix("net."))
+    assert (plain.keys, plain.shapes) == (("weight",), {"weight": (2, 3)})

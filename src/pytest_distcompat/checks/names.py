@@ -41,10 +41,12 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from oracle.live(moment)
     yield from every_rank(trained, cell.world_size, "three steps")
     yield from oracle.optimizer(trained)
-    written, later = life.first("files"), life.at("files", 1)
-    yield from oracle.files(written.files if written else ())
-    for moment in later:
-        yield from oracle.keys(moment.files)
+    places = sorted({moment.index for moment in life.moments if moment.verb == "files"})
+    written = [tuple(file for moment in life.at_index(place) for file in moment.files) for place in places]
+    if written or trace.saves:
+        yield from oracle.files(written[0] if written else ())
+    for files in written[1:]:
+        yield from oracle.keys(files)
 
 
 #: What ``probe.read_files`` reads, for those who save otherwise.
@@ -131,7 +133,7 @@ class _Oracle:
                 return
             owners |= {state.owner for state in moment.optimizer.states if not state.owner.startswith("partition ")}
             owners |= {name for name, numel in moment.optimizer.partitioned.items() if numel}
-        if flat_parameters(trained) or not _has_state(trained):
+        if flat_parameters(trained) or not _has_state(trained) or _kept_together(trained):
             return
         found = {self.canonical(name) for name in owners}
         for name in sorted(self.trainable - found):
@@ -175,6 +177,19 @@ class _Oracle:
 def _has_state(moments: tuple[Moment, ...]) -> bool:
     """Whether any rank's optimizer keeps anything: SGD without momentum does not."""
     return any(one.optimizer.states or one.optimizer.partitioned for one in moments if one.optimizer)
+
+
+def _kept_together(moments: tuple[Moment, ...]) -> bool:
+    """Whether an optimizer keeps the state of all parameters under one of them, as ``torch.optim.LBFGS`` does under the first.
+
+    Then a tensor of it has more elements than its owner.
+    """
+    for moment in moments:
+        if moment.model is not None and moment.optimizer is not None:
+            sizes = {fact.name: fact.local_numel for fact in moment.model.parameters}
+            if any(state.numel > max(1, sizes.get(state.owner, state.numel)) for state in moment.optimizer.states):
+                return True
+    return False
 
 
 def _missing(what: str, wanted: set[str], covered: set[str]) -> Iterator[str]:

@@ -139,10 +139,11 @@ def trains(loss: Callable[[Arguments, Keywords], Any]) -> Point:
     return point
 
 
-def saves(where: Callable[[Any, Arguments, Keywords], Any], *, everyone: bool = True) -> Point:
+def saves(where: Callable[[Any, Arguments, Keywords], Any], *, everyone: bool = True, model: bool = True) -> Point:
     """A call that writes a checkpoint to the path that ``where`` picks of its result and arguments, None for no path.
 
-    ``everyone``: on all ranks, and training can go on from it; the others are but files.
+    ``everyone``: on all ranks, and training can go on from it; the others are but files. ``model``: the model is to be in it;
+    what else a script may write by the call is its own business.
     """
 
     def point(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
@@ -152,7 +153,7 @@ def saves(where: Callable[[Any, Arguments, Keywords], Any], *, everyone: bool = 
             result = yield
         path = where(result, args, kwargs) if outermost else None
         if path is not None:
-            found.aside(found.saved, path, everyone)
+            found.aside(found.saved, path, everyone, model)
 
     return point
 

@@ -19,6 +19,8 @@ def findings(
     place: Path | None,
     checkpoints: Sequence[str],
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    *,
+    saved_name: Callable[[str], str],
 ) -> list[str]:
     """What is wrong with what a run of that life left in ``place``, beside the ``checkpoints`` that it wrote on its way;
     ``read`` has ``scripts.reading`` answer a question.
@@ -34,10 +36,10 @@ def findings(
     found = read({"what": "final", "path": str(place.resolve()), "checkpoints": checkpoints})
     if found["problem"]:
         return [f"{place}: {found['problem']}"]
-    return [f"{place}: {text}" for text in _compare(life, cell, found)]
+    return [f"{place}: {text}" for text in _compare(life, cell, found, saved_name)]
 
 
-def _compare(life: LifeTrace, cell: Cell, read: Mapping[str, Any]) -> Iterator[str]:
+def _compare(life: LifeTrace, cell: Cell, read: Mapping[str, Any], saved_name: Callable[[str], str]) -> Iterator[str]:
     for title in ("missing", "unexpected", "mismatched"):
         if read[title]:
             first, *others = read[title]
@@ -47,6 +49,7 @@ def _compare(life: LifeTrace, cell: Cell, read: Mapping[str, Any]) -> Iterator[s
         yield "the plain model was not seen"
         return
     files = Moment.from_json({"rank": 0, "life": "", "verb": "", "index": 0, "files": read["files"]}).files
+    files = tuple(file.renamed(saved_name) for file in files)
     yield from names_in(cell, first_moment.plain, list(files))
     last = max((m.index // STRIDE for m in life.moments if m.verb == "step"), default=0)
     trained = list(_trained(life, last))
@@ -57,6 +60,10 @@ def _compare(life: LifeTrace, cell: Cell, read: Mapping[str, Any]) -> Iterator[s
     written = [Moment(0, "train", "files", last * STRIDE + END + n, files=files) for n in (1, 2)]
     train = LifeTrace("train", life.world_size, (first_moment, *trained, *written), cell=cell.id)
     loaded = Moment.from_json({"rank": 0, "life": "reload", "verb": "reload", "index": 0, "plain": read["plain"]})
+    assert loaded.plain is not None
+    if read["stored"]:  # as it stands in the files; what a library has loaded has its own names again
+        named = (dataclasses.replace(fact, name=saved_name(fact.name)) for fact in loaded.plain.parameters)
+        loaded = dataclasses.replace(loaded, plain=dataclasses.replace(loaded.plain, parameters=tuple(named)))
     assert loaded.plain is not None
     yield from same_values(train, LifeTrace("reload", 1, (loaded,), cell=cell.id), loaded.plain)
 

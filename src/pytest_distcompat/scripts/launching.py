@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,6 +70,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
     blocks: Sequence[str] = (),
+    saved_name: Callable[[str], str] | None = None,
     watch_steps: int = Sight.steps,
     stop_after: int = 0,
     bridge: bool = True,
@@ -85,7 +86,8 @@ def launch(
     ``timeout`` is in seconds, from the start of the launcher. ``environment`` is added to this process's.
 
     ``blocks`` are class names of the modules that are to be sharded, recomputed and compiled one by one; models of transformers
-    declare their own. ``watch_steps`` is how many optimizer steps the probe looks at in full, 0 for no probe; ``stop_after``
+    declare their own. ``saved_name`` gives the plain name of a key in a saved file, for libraries that map names when they save.
+    ``watch_steps`` is how many optimizer steps the probe looks at in full, 0 for no probe; ``stop_after``
     has all ranks leave after the checkpoint of that step, as if they had been preempted. ``bridge=False`` leaves accelerate
     and transformers alone on the CPU: there they refuse FSDP, or drop it without a word. ``host`` says where it runs: on all
     GPUs of the machine, or on two CPU ranks.
@@ -106,6 +108,7 @@ def launch(
         cwd=at,
         environment=environment or {},
         blocks=blocks,
+        saved_name=saved_name,
     )
     classes = (blocks,) if isinstance(blocks, str) else tuple(blocks)
     cell = _cell(strategy, precision, ranks, options or {})
@@ -147,7 +150,14 @@ def launch(
             reproduce=_reproduce(command.line, with_probe(ours, directory), where.device),
         ).run()
     ending = replace(ending, leaks=tuple(map(told, lease.own_leak)))
-    run = ScriptRun(ending, cell if strategy else None, directory, where.device, Path(output) if output else None)
+    run = ScriptRun(
+        ending,
+        cell if strategy else None,
+        directory,
+        where.device,
+        Path(output) if output else None,
+        saved_name or ScriptRun.saved_name,
+    )
     if where.directory is None and not run.failed:
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
     if not allow_failure:
@@ -165,12 +175,15 @@ def _check(
     cwd: Path,
     environment: Mapping[str, str],
     blocks: object,
+    saved_name: object,
 ) -> None:
     """Raise UsageProblem for an argument of ``launch`` that is of another kind than it takes, before anything is leased."""
     if not isinstance(script, (str, Path)):
         raise UsageProblem(f"script={script!r:.200}: expected a path, or '-m' before the name of a module")
     if not isinstance(blocks, (str, tuple, list)) or not all(isinstance(one, str) for one in blocks):
         raise UsageProblem(f"blocks={blocks!r:.200}: expected class names")
+    if saved_name is not None and not callable(saved_name):
+        raise UsageProblem(f"saved_name={saved_name!r:.200}: expected a function of a key in a saved file")
     if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise UsageProblem(f"timeout={timeout!r}: expected a number of seconds above 0")
     check_ranks("world_size", world_size)

@@ -29,7 +29,8 @@ def install() -> None:
         ("torch.distributed.checkpoint.state_dict", _state_dicts),
         ("accelerate.accelerator", _accelerate),
         ("deepspeed", _deepspeed),
-        ("transformers.modeling_utils", lambda module: put(module.PreTrainedModel, "save_pretrained", around.settles)),
+        ("safetensors.torch", _safetensors),
+        ("transformers.modeling_utils", lambda module: put(module.PreTrainedModel, "save_pretrained", _exports)),
         ("transformers.trainer", lambda module: trainer_points.wrap(module.Trainer)),
         *((f"{package}.trainer", lightning_points.trainer) for package in lightning_points.PACKAGES),
         *((f"{package}.strategies", lightning_points.strategies) for package in lightning_points.PACKAGES),
@@ -76,7 +77,7 @@ def _torch(torch: ModuleType) -> None:
     put(
         torch,
         "save",
-        around.saves(lambda _result, args, kwargs: _file(args[1:2] or (kwargs.get("f"),)), everyone=False),
+        around.saves(lambda _result, args, kwargs: _file(args[1:2] or (kwargs.get("f"),)), everyone=False, model=False),
     )
     put(torch.nn.parallel.DistributedDataParallel, "__init__", around.constructs)
     put(torch.optim.Optimizer, "__init__", _noted(lambda subjects: subjects.made))
@@ -94,6 +95,28 @@ def _first(args: Arguments, kwargs: Keywords) -> Any:
 
 def _file(values: tuple[Any, ...]) -> Any:
     return values[0] if isinstance(values[0], (str, os.PathLike)) else None
+
+
+def _safetensors(module: ModuleType) -> None:
+    """``save_file(tensors, filename)`` and ``save_model(model, filename)``, by which scripts write safetensors themselves."""
+
+    def where(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
+        return _second(args, kwargs, "filename")
+
+    put(module, "save_file", around.saves(where, everyone=False, model=False))
+    put(module, "save_model", around.saves(where, everyone=False))
+
+
+def _second(args: Arguments, kwargs: Keywords, name: str) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get(name)
+
+
+def _exports(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
+    """``model.save_pretrained(save_directory)``: what is trained is looked at, and its files are read."""
+    if not found.depth:
+        found.aside(found.settled)
+    path = _second(args, kwargs, "save_directory") if kwargs.get("is_main_process", True) else None
+    yield from around.saves(lambda *_: path, everyone=False)(found, args, kwargs)
 
 
 def _noted(where: Callable[[Subjects], list[weakref.ref[Any]]]) -> around.Point:

@@ -75,11 +75,12 @@ def _final(wanted: Mapping[str, Any]) -> dict[str, Any]:
     directory = path if path.is_dir() else path.parent
     files = _left(read_files(directory, PREFIX), path, checkpoints)
     found: dict[str, Any] = {"problem": "", "missing": [], "unexpected": [], "mismatched": [], "plain": None}
+    found["stored"] = not (directory / "config.json").exists()
     found["files"] = [dataclasses.asdict(fact) for fact in files]
     if not any(fact.holds == "model" for fact in files):
         there = sorted(str(one.relative_to(directory)) for one in directory.rglob("*") if one.is_file())
         return {**found, "problem": f"holds no weights (files: {', '.join(there) or 'none'})"}
-    if not (directory / "config.json").exists():
+    if found["stored"]:
         return {**found, "plain": dataclasses.asdict(_stored(path, checkpoints))}
     try:
         model, told = _model_class(directory).from_pretrained(directory, output_loading_info=True)

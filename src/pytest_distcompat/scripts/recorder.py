@@ -237,10 +237,10 @@ class Recorder:
         if everyone:
             self.presence.log.write("verb", verb="save", index=self._place)
 
-    def saved(self, path: Any, everyone: bool) -> None:
-        """A checkpoint was written; ``everyone``: by all ranks together."""
+    def saved(self, path: Any, everyone: bool, model: bool) -> None:
+        """A checkpoint was written; ``everyone``: by all ranks together; ``model``: the model is to be in it."""
         place = self._place
-        self.presence.log.write("saved", path=str(Path(path).resolve()), index=place, everyone=everyone)
+        self.presence.log.write("saved", path=str(Path(path).resolve()), index=place, everyone=everyone, model=model)
         if everyone and self._model is not None:
             self._saves += 1
             self._tell("save", place, **self._look(whole=True))

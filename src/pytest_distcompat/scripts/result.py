@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ CLAIMS = ("active", "names", "optimizer", "dtypes", "memory", "units", "float8")
 FINAL = "final_model_loadable"
 #: The step that they look at. In the first ones a warm-up may not have moved anything, a gradient scaler may have skipped them.
 JUDGED = 3
+#: Where in a life stands what was read of its files after it: behind every step.
+_FILES = 10**9
 #: Where a model can be seen.
 KNOWN = "Accelerator.prepare, deepspeed.initialize, DistributedDataParallel, FullyShardedDataParallel, fully_shard, torch.compile"
 
@@ -34,7 +36,7 @@ class ScriptRun:
     """One run of a script on all its ranks.
 
     ``cell`` is what was to be running, None where nobody said; ``directory`` holds logs and what the ranks wrote; ``output`` is
-    where the script was to leave its model, if that was said.
+    where the script was to leave its model, if that was said; ``saved_name`` gives the plain name of a key in its files.
     """
 
     ending: Ending
@@ -42,6 +44,7 @@ class ScriptRun:
     directory: Path
     device: str
     output: Path | None = None
+    saved_name: Callable[[str], str] = lambda key: key
 
     @property
     def failed(self) -> bool:
@@ -135,7 +138,7 @@ class ScriptRun:
             return Verdict(name, cell.id, "failed", problem)
         if name == FINAL:
             checkpoints = [event["path"] for event in self.saved() if event["everyone"]]
-            found = final.findings(self.life, cell, self.left_in(), checkpoints, self._read)
+            found = final.findings(self.life, cell, self.left_in(), checkpoints, self._read, saved_name=self.saved_name)
             return Verdict(name, cell.id, "failed" if found else "passed", "\n".join(found))
         check = CHECKS.get(name)
         reason = check.applies(cell, Driver)
@@ -145,7 +148,8 @@ class ScriptRun:
         if short:
             return Verdict(name, cell.id, "failed", short)
         life = self.life if name != "names" else self.with_files
-        return judge(check, cell, Trace.of("script", [life]))
+        trace = Trace.of("script", [life])
+        return judge(check, cell, replace(trace, saves=self._is_to_save))
 
     def unprobed(self, *, trains: bool = True) -> str:
         """Why there is nothing to judge, if so; empty otherwise. One that ``trains`` is to take a step."""
@@ -208,18 +212,30 @@ class ScriptRun:
 
     @functools.cached_property
     def with_files(self) -> LifeTrace:
-        """The same life with what stands in the files that it saved, and in its output."""
-        places = [
-            (str(event["path"]), int(event["index"]) + 1) for event in self.saved() if Path(event["path"]).exists()
-        ]
-        read = self._read({"what": "files", "paths": [path for path, _ in places]}) if places else {}
-        moments = [
-            Moment(0, "train", "files", index, files=tuple(_file(fact) for fact in read["files"][path]))
-            for path, index in places
-        ]
-        return LifeTrace(
-            self.life.name, self.life.world_size, (*self.life.moments, *moments), self.life.end, self.life.cell
-        )
+        """The same life with what stands in the files that it saved: each checkpoint, which is to be whole; then the other files.
+
+        Where there is no checkpoint the files are judged together: a script may write each part of the model by itself.
+        """
+        paths = [event["path"] for event in self.saved() if Path(event["path"]).exists()]
+        if not paths and self.output is not None and self.output.exists():
+            paths = [str(self.output)]
+        read = self._read({"what": "files", "paths": paths})["files"] if paths else {}
+        found = {path: tuple(_file(fact).renamed(self.saved_name) for fact in read[path]) for path in paths}
+        checkpoints = {event["path"] for event in self.saved() if event["everyone"]}
+        others = [found[path] for path in paths if path not in checkpoints]
+        written = [found[path] for path in paths if path in checkpoints]
+        together = tuple(fact for facts in others for fact in facts)
+        if written:
+            written += others
+        elif self._is_to_save or any(fact.holds == "model" for fact in together):
+            written = [together]
+        moments = [Moment(0, "train", "files", _FILES + nth, files=files) for nth, files in enumerate(written)]
+        return replace(self.life, moments=(*self.life.moments, *moments))
+
+    @property
+    def _is_to_save(self) -> bool:
+        """Whether the run called what saves a model, or was to leave one."""
+        return self.output is not None or any(event["model"] for event in self.saved())
 
 
 def _file(data: Mapping[str, Any]) -> FileFact:

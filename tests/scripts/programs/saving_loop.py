@@ -1,0 +1,81 @@
+"""A DDP loop that saves in some way, or not at all."""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.utils.checkpoint import checkpoint
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--saves", default="nothing")
+parser.add_argument("--output", type=Path)
+parser.add_argument("--lbfgs", action="store_true")
+parser.add_argument("--recompute", action="store_true")
+arguments = parser.parse_args()
+
+
+class Layer(torch.nn.Linear):
+    gradient_checkpointing = arguments.recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        compute = super().forward
+        return checkpoint(compute, x, use_reentrant=False) if arguments.recompute else compute(x)  # type: ignore[no-any-return]
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer(4, 4), Layer(4, 1)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(Net())
+optimizer = (
+    torch.optim.LBFGS(model.parameters(), max_iter=2)
+    if arguments.lbfgs
+    else torch.optim.AdamW(model.parameters(), lr=1e-2)
+)
+batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def closure() -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(batch).square().mean()
+    loss.backward()
+    return loss
+
+
+for _ in range(4):
+    if arguments.lbfgs:
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+state = {name: value.contiguous() for name, value in model.module.state_dict().items()}
+if arguments.output and dist.get_rank() == 0:
+    if arguments.saves == "metrics":
+        torch.save({"loss": 1.0}, arguments.output / "metrics.pt")
+    if arguments.saves == "safetensors":
+        torch.save(optimizer.state_dict(), arguments.output / "optimizer.pt")
+        save_file(state, arguments.output / "model.safetensors")
+    if arguments.saves == "parts":
+        for part in range(2):
+            own = {name: value for name, value in state.items() if name.startswith(f"layers.{part}.")}
+            torch.save(own, arguments.output / f"layer-{part}.pt")
+    if arguments.saves == "one part":
+        torch.save({name: state[name] for name in list(state)[:2]}, arguments.output / "layer.pt")
+    if arguments.saves == "renamed":
+        save_file({f"net.{name}": value for name, value in state.items()}, arguments.output / "model.safetensors")
+    if arguments.saves == "renamed at once":
+        torch.save(state, arguments.output / "model.tmp")
+        os.replace(arguments.output / "model.tmp", arguments.output / "model.pt")
+dist.destroy_process_group()

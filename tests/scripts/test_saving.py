@@ -1,0 +1,59 @@
+"""Sound scripts that save otherwise than by a checkpoint, or not at all, and those whose files are wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.failures import Incompatible, UsageProblem
+from pytest_distcompat.scripts import ScriptRun
+
+from .conftest import Launch
+
+pytestmark = pytest.mark.spawn
+
+
+def saving(run: Launch, how: str, *more: str, **settings: Any) -> ScriptRun:
+    told = ("--output", "{output}", "--saves", how, *more)
+    return run("saving_loop.py", *told, strategy="ddp", blocks=("Layer",), **settings)
+
+
+@pytest.mark.parametrize("how", ["nothing", "metrics", "safetensors", "parts", "renamed at once"])
+def test_a_sound_script(run: Launch, how: str) -> None:
+    """One that saves no model has only its live names judged; one that does may do it in any number of files."""
+    saving(run, how).check("active", "names", "optimizer")
+
+
+def test_one_that_was_to_leave_its_model(run: Launch) -> None:
+    """The files that are there are what was left."""
+    saving(run, "renamed at once", output="{output}").check("names", "final_model_loadable")
+    with pytest.raises(Incompatible, match="4 of 4 parameters stand in no saved file"):
+        saving(run, "nothing", output="{output}").check("names")
+
+
+def test_a_model_of_which_a_part_is_saved(run: Launch) -> None:
+    with pytest.raises(Incompatible, match=r"2 of 4 parameters stand in no saved file, first 'layers\.1\.bias'"):
+        saving(run, "one part").check("names")
+
+
+def test_names_that_the_script_maps_when_it_saves(run: Launch) -> None:
+    with pytest.raises(Incompatible, match=r"key 'net\.layers\.0\.bias' is no name of the plain model"):
+        saving(run, "renamed").check("names")
+    mapped = saving(run, "renamed", output="{output}", saved_name=lambda key: key.removeprefix("net."))
+    mapped.check("names", "final_model_loadable")
+    with pytest.raises(UsageProblem, match="saved_name='net': expected a function of a key in a saved file"):
+        saving(run, "renamed", saved_name="net")
+
+
+def test_an_optimizer_that_keeps_all_under_one_parameter(run: Launch) -> None:
+    """LBFGS."""
+    saving(run, "safetensors", "--lbfgs").check("active", "names", "optimizer", "dtypes")
+
+
+def test_recomputing_that_the_script_asks_for(run: Launch) -> None:
+    """Nobody told the launcher whether it does; that it does is no fault of the strategy's."""
+    found = saving(run, "nothing", "--recompute", options={"compile": False})
+    assert [verdict.status for verdict in found.verdicts("units")] == ["skipped"]
+    found = run("cut_loop.py", "--strategy", "fsdp1", "--wrap", "by hand", "--recompute", strategy="fsdp1", blocks="Block")
+    found.check("units")
