@@ -182,15 +182,16 @@ class Case:
             return "skipped"
         if self.mark == "xfail not run":
             return "xfailed"
+        before = [self._phase(kinds[rank]) for kinds in (self.setup, self.call) for rank in (0, 1)]
+        if self.mark in EXPECTING and "strict" in self.mark and set(before) == {"passed"}:
+            return "failed"  # whatever becomes of the teardown
         ends = [end for rank in (0, 1) for end in self._alone(rank)]
         for end in ("failed", "xfailed"):
             if end in ends:
                 return end
         if "skipped" in ends:
             return "skipped" if set(ends) == {"skipped"} else "failed"
-        if self.mark not in EXPECTING:
-            return "passed"
-        return "failed" if "strict" in self.mark else "xpassed"
+        return "xpassed" if self.mark in EXPECTING else "passed"
 
     def late(self) -> bool:
         """Whether a rank fails in a later phase than another xfailed in, or an exception is expected of a teardown."""
