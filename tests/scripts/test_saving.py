@@ -55,5 +55,7 @@ def test_recomputing_that_the_script_asks_for(run: Launch) -> None:
     """Nobody told the launcher whether it does; that it does is no fault of the strategy's."""
     found = saving(run, "nothing", "--recompute", options={"compile": False})
     assert [verdict.status for verdict in found.verdicts("units")] == ["skipped"]
-    found = run("cut_loop.py", "--strategy", "fsdp1", "--wrap", "by hand", "--recompute", strategy="fsdp1", blocks="Block")
+    found = run(
+        "cut_loop.py", "--strategy", "fsdp1", "--wrap", "by hand", "--recompute", strategy="fsdp1", blocks="Block"
+    )
     found.check("units")

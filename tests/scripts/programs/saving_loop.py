@@ -1,8 +1,8 @@
 """A DDP loop that saves in some way, or not at all."""
 
 import argparse
-import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,10 @@ class Layer(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         compute = super().forward
-        return checkpoint(compute, x, use_reentrant=False) if arguments.recompute else compute(x)  # type: ignore[no-any-return]
+        if not arguments.recompute:
+            return compute(x)
+        recomputed: torch.Tensor = checkpoint(compute, x, use_reentrant=False)
+        return recomputed
 
 
 class Net(torch.nn.Module):
@@ -39,7 +42,7 @@ class Net(torch.nn.Module):
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.parallel.DistributedDataParallel(Net())
-optimizer = (
+optimizer: Any = (
     torch.optim.LBFGS(model.parameters(), max_iter=2)
     if arguments.lbfgs
     else torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -49,7 +52,7 @@ batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(dist.get_rank(
 
 def closure() -> torch.Tensor:
     optimizer.zero_grad()
-    loss = model(batch).square().mean()
+    loss: torch.Tensor = model(batch).square().mean()
     loss.backward()
     return loss
 
@@ -77,5 +80,5 @@ if arguments.output and dist.get_rank() == 0:
         save_file({f"net.{name}": value for name, value in state.items()}, arguments.output / "model.safetensors")
     if arguments.saves == "renamed at once":
         torch.save(state, arguments.output / "model.tmp")
-        os.replace(arguments.output / "model.tmp", arguments.output / "model.pt")
+        (arguments.output / "model.tmp").replace(arguments.output / "model.pt")
 dist.destroy_process_group()
