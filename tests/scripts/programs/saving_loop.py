@@ -53,7 +53,7 @@ batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(dist.get_rank(
 def closure() -> torch.Tensor:
     optimizer.zero_grad()
     loss: torch.Tensor = model(batch).square().mean()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
     return loss
 
 
