@@ -32,6 +32,12 @@ def test_ordinary() -> None:
     assert os.environ["WORLD_SIZE"] == "2"
 
 
+@mark
+def test_property(record_property: Any) -> None:
+    record_property("same", 2)
+    record_property("of rank", RANK)
+
+
 @mark(world_size=2)
 def test_group(process_group: Any, rank: int, world_size: int, device: Any) -> None:
     assert (reduce(), rank, world_size, str(device)) == (3.0, RANK, 2, "cpu")

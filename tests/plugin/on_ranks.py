@@ -198,6 +198,24 @@ def test_skipif() -> None:
 
 
 @mark
+@pytest.mark.skipif("int(os.environ['WORLD_SIZE']) < 2", reason="needs two")
+def test_skipif_alone(world_size: int) -> None:
+    assert world_size == 2
+
+
+@mark
+@pytest.mark.skipif("int(os.environ['WORLD_SIZE']) == 2", reason="not for two")
+def test_skipif_for_others() -> None:
+    raise AssertionError
+
+
+@mark
+@pytest.mark.xfail("int(os.environ['RANK']) == 1", reason="on rank 1")
+def test_xfail_by_rank(rank: int) -> None:
+    assert rank == 0
+
+
+@mark
 def test_importorskip() -> None:
     pytest.importorskip("no_such_module_anywhere")
 

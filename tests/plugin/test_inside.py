@@ -22,6 +22,7 @@ def show(text: str, *lines: str) -> None:
 
 ENDS = {
     "test_ordinary": "passed",
+    "test_property": "passed",
     "test_group": "passed",
     "test_shared_dir": "passed",
     "test_cells[ddp-fp32-w2]": "passed",
@@ -121,6 +122,9 @@ def test_rank_0_alone_reports(verdicts: Run) -> None:
     assert verdicts.out.count("test session starts") == 1
     assert len({(r["nodeid"], r["when"]) for r in verdicts.reports}) == len(verdicts.reports)
     cases = list(ET.parse(verdicts.directory / "junit.xml").getroot().iter("testcase"))
+    told = next(case for case in cases if case.get("name") == "test_property").iter("property")
+    expected = [("same", "2"), ("of rank", "0"), ("of rank (rank 1)", "1")]
+    assert [(one.get("name"), one.get("value")) for one in told if "distcompat" not in str(one.get("name"))] == expected
     assert len(cases) == len({case.get("name") for case in cases}) == len(verdicts.outcomes)
     assert verdicts.sections("test_one_fails")["Captured stdout call (rank 1)"] == "printed by 1\n"
     show(verdicts.out, "distcompat: inside a launch of 2 ranks, on cpu")

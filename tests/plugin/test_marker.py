@@ -210,6 +210,42 @@ def test_what_the_parent_decides_starts_no_rank(pytester: pytest.Pytester, ranks
     assert len(ranks.requests) == 1
 
 
+def test_conditions_that_ask_for_a_ranks_variables_are_the_ranks_own(
+    pytester: pytest.Pytester, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here there are none: ``get`` would give its default, which skips a test for ever."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    pytester.makepyfile(
+        """
+        import os
+        import pytest
+        pytestmark = pytest.mark.distcompat(world_size=2)
+
+        def alone(): return int(os.getenv("WORLD_SIZE", "1")) < 2
+
+        @pytest.mark.skipif("int(os.environ.get('WORLD_SIZE', 1)) < 2", reason="needs two")
+        def test_default(): pass
+
+        @pytest.mark.skipif("int(os.environ['RANK']) > 1", reason="needs a rank")
+        def test_key(): pass
+
+        @pytest.mark.skipif("alone()", reason="needs two")
+        def test_function(): pass
+
+        @pytest.mark.xfail("int(os.environ['RANK']) > 1", reason="on some")
+        def test_xfail(): pass
+
+        @pytest.mark.skipif("'RANK' not in os.environ", reason="needs a rank")
+        class TestOfClass:
+            def test_it(self): pass
+        """
+    )
+    result = pytester.runpytest_inprocess("-rsx")
+    result.assert_outcomes(passed=5)
+    assert len(ranks.requests) == 5
+
+
 @pytest.mark.parametrize("fixture", ["rank", "world_size", "world", "device", "shared_dir", "process_group"])
 def test_a_fixture_of_ranks_in_an_ordinary_test_says_what_is_missing(fixture: str, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(f"def test({fixture}): pass")

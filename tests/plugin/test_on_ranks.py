@@ -33,8 +33,8 @@ def auto(request):
 """
 #: How those end that do not pass.
 ENDS = {
-    "skipped": ["test_skip", "test_skipif", "test_importorskip"],
-    "xfailed": ["test_xfail_raises", "test_xfail_on_one_rank", "test_xfail_called"],
+    "skipped": ["test_skip", "test_skipif", "test_skipif_for_others", "test_importorskip"],
+    "xfailed": ["test_xfail_raises", "test_xfail_on_one_rank", "test_xfail_by_rank", "test_xfail_called"],
     "xpassed": ["test_xpass"],
     "failed": [
         "test_xfail_raises_another",
@@ -137,7 +137,7 @@ def test_every_test_ends_as_it_should(run: Run) -> None:
     assert run.code == pytest.ExitCode.TESTS_FAILED, run.out
     expected = {name: end for end, names in ENDS.items() for name in names}
     assert {name: end for name, end in run.outcomes.items() if end != "passed"} == expected, run.out
-    assert len(run.outcomes) - len(expected) == 28
+    assert len(run.outcomes) - len(expected) == 29
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -167,7 +167,10 @@ def test_properties_and_messages_reach_junit_xml(run: Run) -> None:
     cases = {case.get("name"): case for case in ET.parse(run.directory / "junit.xml").getroot().iter("testcase")}
     assert len(cases) == len(run.outcomes)
     properties = [(p.get("name"), p.get("value")) for p in cases["test_property"].iter("property")]
-    assert [(name, value) for name, value in properties if "distcompat" not in str(name)] == [("of rank", "0")]
+    assert [(name, value) for name, value in properties if "distcompat" not in str(name)] == [
+        ("of rank", "0"),
+        ("of rank (rank 1)", "1"),
+    ]
     failure = cases["test_killed"].find("failure")
     assert failure is not None
     assert failure.get("message", "").startswith("rank 1 was killed by SIGKILL")

@@ -125,11 +125,13 @@ def test_output_of_all_ranks_is_told_apart(ranks: FakeRanks) -> None:
     }
 
 
-def test_properties_are_those_of_rank_0_each_once(ranks: FakeRanks) -> None:
+def test_properties_are_those_of_all_ranks_each_once(ranks: FakeRanks) -> None:
     def phases(who: int) -> tuple[Phase, ...]:
-        return tuple(Phase(when, "passed", properties=(("who", who),)) for when in ("setup", "call", "teardown"))
+        told = (("same", 1), ("who", who), *((("alone", 2),) if who else ()))
+        return tuple(Phase(when, "passed", properties=told) for when in ("setup", "call", "teardown"))
 
-    assert merge(ranks.told((rank(0), phases(0)), (rank(1), phases(1)))).properties == (("who", 0),)
+    found = merge(ranks.told((rank(0), phases(0)), (rank(1), phases(1)))).properties
+    assert found == (("same", 1), ("who", 0), ("who (rank 1)", 1), ("alone (rank 1)", 2))
 
 
 @pytest.mark.parametrize(

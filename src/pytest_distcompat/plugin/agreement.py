@@ -14,7 +14,7 @@ import pytest
 from pytest_distcompat.launch.ending import conclude
 from pytest_distcompat.launch.request import EXCUSED
 from pytest_distcompat.launch.stacks import stack_file
-from pytest_distcompat.plugin.outcome import RANK, STRICT_XPASS, Outcome, merge
+from pytest_distcompat.plugin.outcome import STRICT_XPASS, Outcome, merge, of_all_ranks
 from pytest_distcompat.plugin.phase import Phase
 from pytest_distcompat.plugin.representation import represent
 
@@ -61,7 +61,8 @@ def agree(directory: Path, said: Mapping[int, Said], pids: Mapping[int, int], li
     phases = [one.phase for one in said.values() if one.phase is not None]
     if len(phases) == len(pids) and not any(one.bad for one in said.values()):
         unexpected = next((phase["text"] for phase in phases if phase["text"].startswith(STRICT_XPASS)), "")
-        return Outcome("failed" if unexpected else SAME, unexpected)
+        told = of_all_ranks({rank: Phase.from_json(one.phase).properties for rank, one in said.items() if one.phase})
+        return Outcome("failed" if unexpected else SAME, unexpected, properties=told)
     all_skip = len(phases) == len(pids) and all(phase["outcome"] == "skipped" for phase in phases)
     for rank, pid in pids.items():
         events = [{"event": "start", "rank": rank, "time": 0.0, "pid": pid}]
@@ -98,6 +99,8 @@ def _events(said: Said, *, all_skip: bool) -> list[dict[str, Any]]:
 
 def impose(report: pytest.TestReport, outcome: Outcome, command: str) -> None:
     """Make a rank's own report that of all ranks."""
+    own = {name for name, _ in report.user_properties}
+    report.user_properties += [pair for pair in outcome.properties if pair[0] not in own]
     if outcome.kind == SAME:
         return
     if hasattr(report, "wasxfail"):
@@ -111,4 +114,3 @@ def impose(report: pytest.TestReport, outcome: Outcome, command: str) -> None:
     elif outcome.kind == "xfailed":
         report.wasxfail = f"reason: {outcome.text}"
     report.sections = list(outcome.sections)
-    report.user_properties += [pair for pair in outcome.properties if pair[0] == RANK]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
+from pytest_distcompat.plugin.conditions import leave_to_ranks
 from pytest_distcompat.plugin.nodeids import plain
 from pytest_distcompat.plugin.outcome import UNCAPTURED, Outcome, RankFailure, disagreement, merge, unexcused
 from pytest_distcompat.plugin.representation import represent
@@ -155,6 +156,7 @@ def world_size_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> 
 def take_over(item: pytest.Function) -> None:
     """Have the ranks run the item. Here no fixture is set up, and nobody else calls it, be it a hook or the item's own class."""
     item.fixturenames = []
+    leave_to_ranks(item)
     if OUTCOME in item.stash:
         del item.stash[OUTCOME]
 

@@ -163,8 +163,7 @@ def merge(ending: Ending) -> Outcome:
     ending = weighed(ending, unended)
     seen = {rank: [*found, *([unended[rank]] if rank in unended else [])] for rank, found in phases.items()}
     shown: dict[str, Any] = {"sections": _sections(seen, ending)}
-    # Each phase's report has all properties so far.
-    shown["properties"] = tuple(p for phase in phases.get(0, [])[-1:] for p in phase.properties)
+    shown["properties"] = of_all_ranks({rank: found[-1].properties for rank, found in phases.items() if found})
     if ending.failed:
         kinds = {end.kind for end in ending.ranks if end.status not in {"done", "lost peer", "stopped"}}
         expected = [end for end in (ending.cause, *ending.ranks) if end is not None and end.kind == XFailed.KIND]
@@ -202,6 +201,21 @@ def merge(ending: Ending) -> Outcome:
         )
     unexpected = (phase.text for found in phases.values() for phase in found if phase.text.startswith(STRICT_XPASS))
     return Outcome("passed", next(unexpected, ""), **shown)
+
+
+def of_all_ranks(properties: Mapping[int, Sequence[tuple[str, Any]]]) -> tuple[tuple[str, Any], ...]:
+    """Return rank 0's properties, and with its number in their names those of any other rank that are not the same there.
+
+    Of each rank they are those of its last report, which has all so far.
+    """
+    first = tuple(properties.get(0, ()))
+    others = (
+        (f"{name} (rank {rank})", value)
+        for rank, found in properties.items()
+        for name, value in found
+        if rank and (name, value) not in first
+    )
+    return (*first, *others)
 
 
 def _excused_last(ending: Ending) -> Ending:
