@@ -152,6 +152,31 @@ def test_what_fails_when_ranks_leave_is_the_error_of_the_last_test(run_pytest: R
     assert "DistcompatWarning" not in run.out
 
 
+XFAILS = """
+import pytest
+pytestmark = pytest.mark.distcompat(world_size=2, reuse="module")
+
+@pytest.fixture(scope="module")
+def trainer():
+    yield
+    raise RuntimeError("the trainer does not close")
+
+def test_first(trainer):
+    pass
+
+def test_xfails(trainer):
+    pytest.xfail("not yet")
+"""
+
+
+@pytest.mark.spawn
+def test_an_xfail_on_all_ranks_leaves_fixtures_to_be_torn_down(run_pytest: RunPytest, tmp_path: Path) -> None:
+    (tmp_path / "test_xfails.py").write_text(XFAILS, encoding="utf-8")
+    run = run_pytest(tmp_path)
+    assert run.outcomes == {"test_first": "passed", "test_xfails": "failed"}, run.out
+    assert "failed in teardown: RuntimeError: the trainer does not close" in run.text("test_xfails")
+
+
 def test_a_wrong_word_names_the_right_ones(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.distcompat(world_size=2, reuse='class')\ndef test_it(): pass\n")
     result = pytester.runpytest()
