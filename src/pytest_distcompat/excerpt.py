@@ -1,6 +1,8 @@
-"""Texts made fit to be shown, or to travel between processes: cut short, lone surrogates escaped, bare names explained."""
+"""Texts made fit to be shown, or to travel between processes: cut short, escaped, bare names explained."""
 
 from __future__ import annotations
+
+import re
 
 
 def excerpt(text: str, most: int) -> str:
@@ -14,6 +16,15 @@ def excerpt(text: str, most: int) -> str:
 def encodable(text: str) -> str:
     """The text with lone surrogates escaped: an exception may hold some, and one in a report ends a whole run of xdist."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+#: What a terminal obeys, or what turns the text around that follows (https://trojansource.codes), and what no encoding has.
+_OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Return the text as one line that does nothing to a terminal: control characters as Python writes them."""
+    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def explained(message: str) -> str:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import re
+import unicodedata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
-from pytest_distcompat.plugin.summary import MARKUP
+from pytest_distcompat.plugin.summary import MARKUP, Summary
 from pytest_distcompat.report import (
     RED,
     WORDS,
     Report,
     Result,
+    Row,
     append_summary,
     causes,
     causes_text,
@@ -217,6 +222,59 @@ def test_markdown_of_what_looks_like_markup(tmp_path: Path) -> None:
     assert f"1. **FAIL**, 1 verdicts: {escaped}" in text
     assert f"- ddp-fp32-w2:names: FAIL: {escaped}" in text
     assert "<img" not in text.replace("\\<img", "")
+
+
+#: What a test could put into its names and messages to have a terminal, or a page, do something.
+HOSTILE = "\x1b[2J\x1b]0;title\x07 \x9b31m \u202e |pipe| `tick` <b>&lt;</b> ~~x~~\r\n# title\n| --- | \ud800"
+
+
+def hostile_report() -> Report:
+    """Whatever a test can name or say is hostile."""
+    texts: dict[str, Any] = dict.fromkeys(
+        ("suite", "driver", "cell", "check", "message", "reason", "reproduce"), HOSTILE
+    )
+    found = [Result(status=status, nodeid=f"{HOSTILE}::test[x]", **texts) for status in ("failed", "known")]
+    cost: dict[str, float | None] = {"step_seconds": 0.1, "tokens_per_second": 1.0, "state_bytes": 2.0, "memory": 3.0}
+    row = Row(HOSTILE, HOSTILE, HOSTILE, blanks={HOSTILE: HOSTILE}, cost=cost)
+    run = {"versions": {HOSTILE: HOSTILE}, "device": HOSTILE, "baseline": {"file": HOSTILE, "text": [HOSTILE]}}
+    return Report(run, found, [row])
+
+
+@pytest.mark.parametrize("suffix", [".md", ".txt"])
+def test_no_name_and_no_message_does_anything_to_a_terminal(suffix: str, tmp_path: Path) -> None:
+    write_report(tmp_path / f"r{suffix}", hostile_report())
+    text = (tmp_path / f"r{suffix}").read_text(encoding="utf-8")
+    assert [
+        character for character in text if unicodedata.category(character) in {"Cc", "Cf"} and character != "\n"
+    ] == []
+    assert "x1b[2J" in text.replace("\\", "")
+
+
+def test_no_name_and_no_message_is_markup_in_markdown(tmp_path: Path) -> None:
+    write_report(tmp_path / "r.md", hostile_report())
+    lines = (tmp_path / "r.md").read_text(encoding="utf-8").splitlines()
+    code = [line for line in lines if line.startswith("   $ ")]
+    prose = [line for line in lines if line not in code]
+    # Of a matrix, and of the cost: the head, the line below it, and a row.
+    tables = [len(re.findall(r"(?<!\\)\|", line)) for line in prose if line.startswith("|")]
+    assert tables == [3, 3, 3, 7, 7, 7]
+    rest = [line for line in prose if not line.startswith("|")]
+    assert [line for line in rest if re.search(r"(?<!\\)[|<>`&~\[]", line.replace("```", ""))] == []
+    titles = [line for line in lines if line.startswith("#")]
+    assert [title for title in titles if "title" in title and not title.startswith("## ")] == []
+
+
+def test_nor_does_one_in_the_summary_of_a_run() -> None:
+    written = io.StringIO()
+    terminal = Mock(isatty=False)
+    terminal.write.side_effect = lambda text, **markup: written.write(text)
+    terminal.write_line.side_effect = lambda text, **markup: written.write(f"{text}\n")
+    Summary(terminal).show(hostile_report(), [f"report: {HOSTILE}"])
+    text = written.getvalue()
+    assert [
+        character for character in text if unicodedata.category(character) in {"Cc", "Cf", "Cs"} and character != "\n"
+    ] == []
+    assert text.count("\\x1b[2J") > 5
 
 
 def test_a_steps_summary_that_is_full_says_so(real: Report, tmp_path: Path) -> None:

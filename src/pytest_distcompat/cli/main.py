@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from pytest_distcompat.cli import configure, doctor, init, releases, reports, trace
+from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 
 #: The exit codes: nothing is wrong, or something is (news, problems); and what pytest and argparse say of wrong arguments.
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(told.call(told))
     except UsageProblem as problem:
-        print(f"distcompat: {problem}", file=sys.stderr)  # noqa: T201 - a command speaks
+        print("\n".join(map(visible, f"distcompat: {problem}".split("\n"))), file=sys.stderr)  # noqa: T201 - a command speaks
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED

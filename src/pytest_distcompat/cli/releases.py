@@ -116,7 +116,7 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
     for wording, cause in found.items():
         figures = (str(len(column[wording].results)) if wording in column else "" for column in columns)
         first, checks = next(iter(cause.cells.items()))
-        told = f"{escape(cut(cause.headline, CUT))} [{first}: {checks[0]}]"
+        told = f"{escape(cut(cause.headline, CUT))} [{escape(first)}: {escape(checks[0])}]"
         yield f"| {told} | {' | '.join(figures)} |"
     yield from (f"\n{run.release}: {run.problem}" for run in runs if run.problem)
 

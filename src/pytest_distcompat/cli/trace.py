@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.cli.drivers import named
 from pytest_distcompat.cli.tables import table
+from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
         runner.forget(told.driver, cell, scenario)
     try:
         trace = runner.trace(told.driver, cell, TRAIN)
-        print("\n".join(lines(cell, trace)))  # noqa: T201 - a command speaks
+        print("\n".join(map(visible, lines(cell, trace))))  # noqa: T201 - a command speaks
         known = applying(shipped(), concerned(driver), device)
         good = []
         for check in checks:
@@ -129,7 +130,7 @@ def _notice(text: str) -> None:
 def _tell(verdict: Verdict) -> bool:
     """Print what a check says; whether it would leave a run green."""
     said = [f"\ncheck {verdict.check}: {verdict.status}", *([verdict.reason] if verdict.reason else [])]
-    print("\n  ".join([*said, *verdict.message.splitlines()]))  # noqa: T201 - a command speaks
+    print("\n  ".join([*said, *map(visible, verdict.message.splitlines())]))  # noqa: T201 - a command speaks
     return verdict.ok or verdict.status == "known"
 
 

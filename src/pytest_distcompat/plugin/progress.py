@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat import clock
+from pytest_distcompat.excerpt import visible
 
 #: How often the line is renewed, in seconds, and how many lives it names.
 RENEWED = 0.5
@@ -90,7 +91,9 @@ class Progress:
             # At the very edge of a line nobody knows where the cursor is.
             self._clear()
             return
-        text = "; ".join(map(str, found[:NAMED])) + (f"; and {len(found) - NAMED} more" if len(found) > NAMED else "")
+        text = "; ".join(visible(str(one)) for one in found[:NAMED]) + (
+            f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        )
         self._write(f"{_CLEAR_BELOW}  {text}"[: len(_CLEAR_BELOW) + width - 1] + f"{_UP}\x1b[{column + 1}G")
         self._shown = True
 
@@ -106,7 +109,7 @@ class Progress:
         if long and clock.now() >= self._next:
             self._next = clock.now() + HEARTBEAT
             begun = "\n" if self._config.get_terminal_writer().width_of_current_line else ""
-            self._write(f"{begun}distcompat: {'; '.join(map(str, long[:NAMED]))}\n")
+            self._write(f"{begun}distcompat: {'; '.join(visible(str(one)) for one in long[:NAMED])}\n")
 
     def _write(self, text: str) -> None:
         if self._file is not None:

@@ -17,6 +17,7 @@ import pytest
 
 from pytest_distcompat import clock
 from pytest_distcompat.devices import CPU_WORLD_SIZE
+from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin import pyproject, reproduce
 from pytest_distcompat.plugin.options import PRELOAD, Setting, setting
@@ -296,7 +297,7 @@ class DistcompatSession:
         capture: Any = self.config.pluginmanager.getplugin("capturemanager")
         with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
             # pytest may be in the middle of a line of dots.
-            print(f"\ndistcompat: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a warning would come when all is over
+            print(f"\ndistcompat: {visible(text)}", file=sys.stderr, flush=True)  # noqa: T201 - a warning would come when all is over
 
     def reproduce(self, item: pytest.Function) -> str:
         """The command that runs that one item again, as it was run, from the same directory."""

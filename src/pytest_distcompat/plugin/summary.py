@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report import Line, Report, causes_text, counts_text, lives_text, matrix_text
 
 #: Style of a span to what pytest's TerminalWriter makes of it.
@@ -45,11 +46,11 @@ class Summary:
             self._terminal.write_line(said, red=True, bold=True)
         baseline = report.run.get("baseline", {})
         for number, text in enumerate(baseline.get("text", ())):
-            self._terminal.write_line(text if number else f"since {baseline['file']}: {text}")
+            self._terminal.write_line(visible(text if number else f"since {baseline['file']}: {text}"))
         for text in written:
-            self._terminal.write_line(text)
+            self._terminal.write_line(visible(text))
 
     def _line(self, line: Line) -> None:
         for text, style in line:
-            self._terminal.write(text, **MARKUP.get(style, {}))
+            self._terminal.write(visible(text), **MARKUP.get(style, {}))
         self._terminal.write("\n")

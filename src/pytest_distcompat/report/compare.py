@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report.causes import wording
 from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import WORDS, Result
@@ -56,7 +57,10 @@ class Comparison:
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
-        """For people: the news first."""
+        """For people: the news first. Names and messages are those of a file, so they are made fit for a terminal."""
+        return map(visible, self._lines())
+
+    def _lines(self) -> Iterator[str]:
         told = (("newly broken", self.broken), ("newly missing", self.missing), ("newly fixed", self.fixed))
         yield ", ".join(
             f"{len(found)} {title}" for title, found in (*told, ("still broken", self.still), ("new", self.new))

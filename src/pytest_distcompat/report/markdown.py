@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Result, Row, Table, blank_reasons, by_suite
@@ -17,7 +18,7 @@ CAUSES = 50
 CHAT_CAUSES = 8
 
 #: What Markdown would read as markup; an underscore inside a word is none.
-_SPECIAL = re.compile(r"([\\`*\[\]<>|]|(?<!\w)_|_(?!\w))")
+_SPECIAL = re.compile(r"([\\`*\[\]<>|~&]|(?<!\w)_|_(?!\w)|^[#+=-])")
 
 
 def markdown(report: Report) -> str:
@@ -37,7 +38,7 @@ def chat(report: Report) -> str:
     if len(found) > CHAT_CAUSES:
         lines.append(f"- {unshown(len(found) - CHAT_CAUSES)}")
     lines += [cut(line, 300) for line in report.run.get("baseline", {}).get("text", ())[:10]]
-    return cut("\n".join(line for line in lines if line), CHAT - 1) + "\n"
+    return cut("\n".join(visible(line) for line in lines if line), CHAT - 1) + "\n"
 
 
 def headline(report: Report) -> str:
@@ -49,7 +50,7 @@ def headline(report: Report) -> str:
 
 def escape(text: str) -> str:
     """Text as it is: no markup of its own, whatever a message holds."""
-    return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
+    return _SPECIAL.sub(r"\\\1", visible(" ".join(text.split())))
 
 
 def _versions(report: Report) -> str:
@@ -62,7 +63,7 @@ def _page(report: Report) -> Iterator[str]:
         yield from (f"**Interrupted**: {len(report.unreached)} items were not reached.", "")
     run = report.run
     lives = f"{run.get('lives', 0)} process-group lives"
-    yield f"{len(report.results)} results, {lives}, device {run.get('device', '?')}; {_versions(report)}"
+    yield escape(f"{len(report.results)} results, {lives}, device {run.get('device', '?')}; {_versions(report)}")
     yield from ("", counts_text(report))
     if run.get("baseline"):
         yield from ("", "## Since the baseline", "", *(f"- {escape(line)}" for line in run["baseline"]["text"]))
@@ -79,24 +80,24 @@ def _causes(found: list[Cause]) -> Iterator[str]:
     for number, cause in enumerate(found[:CAUSES], 1):
         yield f"{number}. **{cause.words}**, {len(cause.results)} verdicts: {escape(cut(cause.headline, HEADLINE))}"
         for cell, checks in cause.cells.items():
-            yield f"   - {cell}: {', '.join(checks)}"
+            yield f"   - {escape(cell)}: {escape(', '.join(checks))}"
         if cause.reproduce:
-            yield from ("", "   ```console", f"   $ {' '.join(cause.reproduce.split())}", "   ```", "")
+            yield from ("", "   ```console", f"   $ {visible(' '.join(cause.reproduce.split()))}", "   ```", "")
     if len(found) > CAUSES:
         yield f"\n{unshown(len(found) - CAUSES)}"
 
 
 def _suite(found: list[Result]) -> Iterator[str]:
     table = Table.of(found)
-    yield from ("", f"## {found[0].suite} (driver {found[0].driver})", "")
-    yield f"| {' | '.join(('', *table.checks))} |"
+    yield from ("", f"## {escape(f'{found[0].suite} (driver {found[0].driver})')}", "")
+    yield f"| {' | '.join(('', *map(escape, table.checks)))} |"
     yield "|" + " --- |" * (len(table.checks) + 1)
     for cell in table.cells:
-        yield f"| {' | '.join((cell, *(table.word(cell, check) for check in table.checks)))} |"
+        yield f"| {' | '.join((escape(cell), *(table.word(cell, check) for check in table.checks)))} |"
     reasons = [result for result in found if result.status != "passed"]
     if reasons:
         yield ""
-    yield from dict.fromkeys(f"- {r.cell}:{r.check}: {r.word}: {escape(r.why)}" for r in reasons)
+    yield from dict.fromkeys(f"- {escape(f'{r.cell}:{r.check}')}: {r.word}: {escape(r.why)}" for r in reasons)
 
 
 def _blanks(rows: Iterable[Row]) -> Iterator[str]:
@@ -106,7 +107,7 @@ def _blanks(rows: Iterable[Row]) -> Iterator[str]:
         yield from ("", "## Blanks", "")
     for driver in dict.fromkeys(row.driver for row in known):
         for (check, reason), names in blank_reasons(row for row in known if row.driver == driver).items():
-            yield f"- {driver}: {check}: {escape(reason)} ({len(names)} cells: {', '.join(names)})"
+            yield f"- {escape(f'{driver}: {check}')}: {escape(reason)} ({len(names)} cells: {escape(', '.join(names))})"
 
 
 def _cost(rows: Iterable[Row]) -> Iterator[str]:
