@@ -25,6 +25,19 @@ import os, threading
 def start_thread(payload):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 
+def start_thread_as_jemalloc_does(payload):
+    # As pyarrow does when it is imported: unless its own variable forbids it, or if another library has the same allocator.
+    import ctypes
+    asked = os.environ.get("JE_ARROW_MALLOC_CONF", "") if payload["asks"] else ""
+    if "background_thread:false" not in asked.split(","):
+        def wait():
+            ctypes.CDLL(None).prctl(15, b"jemalloc_bg_thd")  # PR_SET_NAME
+            named.set()
+            threading.Event().wait()
+        named = threading.Event()
+        threading.Thread(target=wait, daemon=True).start()
+        named.wait()
+
 def fail(payload):
     raise LookupError("no " + payload["what"])
 
@@ -169,6 +182,23 @@ def test_what_must_not_be_forked_means_spawn_and_is_told_once(run: Run, launch: 
     assert not second.notice
     assert second.headline() == "rank 1 was killed by SIGKILL"
     assert len(second.left_over) == 1
+
+
+def test_a_thread_of_pyarrow_is_kept_from_the_fork_server(
+    run: Run, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else the user asks of its allocator."""
+    monkeypatch.setenv("JE_ARROW_MALLOC_CONF", "narenas:1")
+    launcher = launch(Warmth(call="preloaded:start_thread_as_jemalloc_does", payload={"asks": True}))
+    ending = run("look", launcher=launcher)
+    assert not ending.notice
+    assert forked(launcher, ending), ending.text()
+
+
+def test_the_thread_of_a_library_is_named(run: Run, launch: Launch) -> None:
+    launcher = launch(Warmth(call="preloaded:start_thread_as_jemalloc_does", payload={"asks": False}))
+    told = "it started 1 thread of jemalloc (pyarrow has one of its own), which do not survive a fork"
+    assert told in run("look", 1, launcher=launcher).notice
 
 
 def test_a_fork_server_that_nothing_is_forked_from_may_die(run: Run, launch: Launch) -> None:

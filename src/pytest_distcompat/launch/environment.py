@@ -31,6 +31,10 @@ def of_launcher(now: Mapping[str, str], device: str) -> dict[str, str]:
     environment = of_ranks(now, device, 1)
     # Keeps OpenMP and OpenBLAS in the fork server from threads, whatever ranks get.
     environment.setdefault("OMP_NUM_THREADS", "1")
+    # So that pyarrow, which datasets imports, starts no thread of its jemalloc's: https://jemalloc.net/jemalloc.3.html
+    # (opt.background_thread); pyarrow's own has this prefix.
+    asked = environment.get("JE_ARROW_MALLOC_CONF", "")
+    environment["JE_ARROW_MALLOC_CONF"] = ",".join(filter(None, ("background_thread:false", asked)))
     # So that torch.cuda.is_available() asks NVML and leaves the fork server without a CUDA context.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return environment

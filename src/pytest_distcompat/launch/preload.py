@@ -16,7 +16,9 @@ import json
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import clock
@@ -207,7 +209,11 @@ def _stack_written(late: float, log: int) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _unfit(threads_of_libraries: int) -> str:
+#: Names of threads that C libraries start, and whose they are.
+_THREADS = {"jemalloc_bg_thd": "jemalloc (pyarrow has one of its own)"}
+
+
+def _unfit(threads_of_libraries: Counter[str]) -> str:
     """Why this process must not be forked from, as one sentence; empty if it may."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -215,6 +221,10 @@ def _unfit(threads_of_libraries: int) -> str:
     # The thread of faulthandler's timer that was cancelled may take a moment to end.
     clock.wait_until(lambda: native_threads() <= threads_of_libraries, SETTLED, every=0.01)
     extra = native_threads() - threads_of_libraries
-    if extra > 0:
-        return f"it started {extra} thread{'s' if extra > 1 else ''}, which do not survive a fork and may hold locks"
+    if extra:
+        own = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
+        named = [_THREADS.get(name, name) for name in extra if name != own]
+        whose = f" of {' and '.join(named)}" if named else ""
+        count = sum(extra.values())
+        return f"it started {count} thread{'s' if count > 1 else ''}{whose}, which do not survive a fork and may hold locks"
     return ""

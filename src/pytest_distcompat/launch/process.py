@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -188,9 +189,13 @@ def run_exit_functions() -> None:
             stream.flush()
 
 
-def native_threads() -> int:
-    """How many threads this process has, those of C libraries included."""
-    return psutil.Process().num_threads()
+def native_threads() -> Counter[str]:
+    """Return the names of this process's threads, those of C libraries included; one that nobody named has the process's name."""
+    names: Counter[str] = Counter()
+    for thread in psutil.Process().threads():
+        with contextlib.suppress(OSError):
+            names[Path(f"/proc/self/task/{thread.id}/comm").read_text(encoding="utf-8").strip()] += 1
+    return names
 
 
 def sweep_shared_memory(ranks: Iterable[int], master_port: int) -> list[str]:
