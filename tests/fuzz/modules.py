@@ -81,11 +81,12 @@ KNOWN = {
     "at import: directory": "as random numbers",
     "at import: file": "forked ranks share the place in a file that was opened when a module was imported",
     "at import: pid": "it is that of the process that ranks are forked from",
+    "skip before xfail": "inside a launch a rank that goes on beside one that skipped disagrees with it, though it xfails; else that is xfailed",
     "late": "a rank that fails in a later phase than the one in which another xfailed has been ended by then",
 }
 #: What makes ranks be started by spawn, seconds each.
 SLOW = frozenset({"at import: rank"})
-FEATURES = frozenset({*(f"at import: {name}" for name in EFFECTS), "deaths", "late"})
+FEATURES = frozenset({*(f"at import: {name}" for name in EFFECTS), "deaths", "late", "skip before xfail"})
 DAILY = FEATURES - KNOWN.keys() - SLOW
 
 HEAD = '''"""Written by the fuzzer."""
@@ -193,9 +194,23 @@ class Case:
             return "skipped" if set(ends) == {"skipped"} else "failed"
         return "xpassed" if self.mark in EXPECTING else "passed"
 
-    def late(self) -> bool:
+    def needs(self) -> set[str]:
+        """Return the features without which it is not drawn."""
+        needed = {"late": self._late(), "skip before xfail": self._skips_before_xfail(), "deaths": self.dies}
+        return {feature for feature, there in needed.items() if there}
+
+    def _ends(self) -> list[list[str]]:
+        """How each rank's phases would end, had it come to them."""
+        return [[self._phase(kinds[rank]) for kinds in (self.setup, self.call, self.teardown)] for rank in (0, 1)]
+
+    def _skips_before_xfail(self) -> bool:
+        """Whether a rank skips in an earlier phase than the one in which another xfails."""
+        ends = self._ends()
+        return any("skipped" in one[: other.index("xfailed")] for one in ends for other in ends if "xfailed" in other)
+
+    def _late(self) -> bool:
         """Whether a rank fails in a later phase than another xfailed in, or an exception is expected of a teardown."""
-        ends = [[self._phase(kinds[rank]) for kinds in (self.setup, self.call, self.teardown)] for rank in (0, 1)]
+        ends = self._ends()
         expected = min((own.index("xfailed") for own in ends if "xfailed" in own), default=3)
         fails = max((own.index("failed") for own in ends if "failed" in own), default=-1)
         return fails > expected or (self.mark in EXPECTING and self.teardown != PASS)
@@ -256,13 +271,13 @@ def modules(seed: int, many: int, features: Collection[str] = DAILY) -> list[Mod
 
 def _case(draw: random.Random, name: str, features: Collection[str]) -> Case:
     while True:
-        case = _any_case(draw, name, deaths="deaths" in features)
-        if "late" in features or not case.late():
+        case = _any_case(draw, name)
+        if case.needs() <= set(features):
             return case
 
 
-def _any_case(draw: random.Random, name: str, *, deaths: bool) -> Case:
-    ends = [*FAULTS, "skip", "xfail", *(DEATHS if deaths and draw.random() < 0.2 else ())]
+def _any_case(draw: random.Random, name: str) -> Case:
+    ends = [*FAULTS, "skip", "xfail", *(DEATHS if draw.random() < 0.2 else ())]
     setup = _kinds(draw, ends) if draw.random() < 0.25 else PASS
     scope = draw.choice(["function", "function", "module", "session"])
     # A fixture that lives longer ends in another test where ranks do too.
