@@ -113,8 +113,7 @@ class Watch:
         global active  # noqa: PLW0603 - a process has one
         active = self
         self._compare(report=False)
-        for environ in (os.environ, os.environb):
-            self._watch_environment(environ)
+        self._undo.enter_context(environment_read(self._variable_read))
         for module in (builtins, io, os):
             self._watch_open(module)
         self.watch_loader(importlib.machinery.SourceFileLoader)
@@ -252,26 +251,6 @@ class Watch:
             self._seeded.discard(id(generator))
         return "" if id(generator) in self._seeded or name in {"getstate", "setstate"} else _RANDOM
 
-    def _watch_environment(self, environ: Any) -> None:
-        ordinary, read = type(environ), self._variable_read
-
-        class Watched(ordinary):  # type: ignore[misc, valid-type]  # os.environ's own class
-            def __getitem__(self, key: Any) -> Any:
-                read(os.fsdecode(key), _caller())
-                return super().__getitem__(key)
-
-            def __contains__(self, key: Any) -> bool:
-                read(os.fsdecode(key), _caller())
-                return bool(super().__contains__(key))
-
-            def __iter__(self) -> Iterator[Any]:
-                read("", _caller())
-                return iter(super().__iter__())
-
-        Watched.__name__ = Watched.__qualname__ = ordinary.__name__
-        environ.__class__ = Watched
-        self._undo.callback(setattr, environ, "__class__", ordinary)
-
     def _variable_read(self, name: str, frame: FrameType | None) -> None:
         while frame is not None and frame.f_globals.get("__name__") in {"os", "collections.abc", __name__}:
             if frame.f_code.co_name == "setdefault":
@@ -305,6 +284,39 @@ class Watch:
                 if os.path.realpath(other) != file and word.search(Path(other).read_text(encoding="utf-8")):
                     return True
         return False
+
+
+@contextlib.contextmanager
+def environment_read(read: Callable[[str, FrameType | None], None]) -> Iterator[None]:
+    """Call ``read`` for each variable of the environment that is read in the block.
+
+    It gets the name, empty where the whole environment is read, and the frame that reads.
+    """
+    with contextlib.ExitStack() as undo:
+        for environ in (os.environ, os.environb):
+            _watch_environment(environ, read)
+            undo.callback(setattr, environ, "__class__", type(environ).__base__)
+        yield
+
+
+def _watch_environment(environ: Any, read: Callable[[str, FrameType | None], None]) -> None:
+    ordinary = type(environ)
+
+    class Watched(ordinary):  # type: ignore[misc, valid-type]  # os.environ's own class
+        def __getitem__(self, key: Any) -> Any:
+            read(os.fsdecode(key), _caller())
+            return super().__getitem__(key)
+
+        def __contains__(self, key: Any) -> bool:
+            read(os.fsdecode(key), _caller())
+            return bool(super().__contains__(key))
+
+        def __iter__(self) -> Iterator[Any]:
+            read("", _caller())
+            return iter(super().__iter__())
+
+    Watched.__name__ = Watched.__qualname__ = ordinary.__name__
+    environ.__class__ = Watched
 
 
 def _caller() -> FrameType | None:

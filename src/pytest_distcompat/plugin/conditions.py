@@ -45,32 +45,14 @@ def _asks(item: pytest.Function) -> Any:
         names |= more
     names |= item.function.__globals__
 
+    from pytest_distcompat.launch.at_import import environment_read
+    from pytest_distcompat.launch.environment import OF_THE_AGENT
+
     def asks(condition: str) -> bool:
+        read: list[str] = []
         # What is wrong with it, pytest or a rank tells.
-        with _asked_for() as found, contextlib.suppress(Exception):
+        with environment_read(lambda name, _: read.append(name)), contextlib.suppress(Exception):
             eval(condition, dict(names))  # noqa: S307 - as pytest does
-        return bool(found)
+        return any(OF_THE_AGENT.fullmatch(name) for name in read)
 
     return asks
-
-
-@contextlib.contextmanager
-def _asked_for() -> Iterator[list[str]]:
-    """What is asked of a rank's variables in the block."""
-    from pytest_distcompat.launch.per_rank import NAMES
-
-    found: list[str] = []
-    environ: Any = os.environ
-    ordinary = type(environ)
-
-    def look_up(self: Any, key: str) -> str:
-        if key in NAMES:
-            found.append(key)
-        value: str = ordinary.__getitem__(self, key)
-        return value
-
-    environ.__class__ = type(ordinary.__name__, (ordinary,), {"__getitem__": look_up})
-    try:
-        yield found
-    finally:
-        environ.__class__ = ordinary
