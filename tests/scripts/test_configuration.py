@@ -147,3 +147,13 @@ def test_the_process_that_writes_a_file_imports_no_trainer(tmp_path: Path) -> No
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_blocks_that_are_named(tmp_path: Path, strategy: str) -> None:
+    """A model may declare blocks that cannot be wrapped one by one: BERT's embeddings are tied to its head."""
+    told = '  fsdp_transformer_layer_cls_to_wrap: "BertLayer,BertPooler"\n'
+    cell = Cell(strategy, "fp32", 2)
+    named = write_configuration(cell, tmp_path, ("BertLayer", "BertPooler"))
+    assert told in named.read_text(encoding="utf-8")
+    assert "cls_to_wrap" not in write_configuration(cell, tmp_path).read_text(encoding="utf-8")

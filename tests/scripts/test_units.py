@@ -128,6 +128,11 @@ def test_a_configuration_that_names_other_classes(
         found.check("units")
 
 
+def test_blocks_that_accelerates_file_names(run: Launch) -> None:
+    """BERT declares its embeddings too; with those FSDP2 ends in a TypeError of DeviceMesh's."""
+    accelerated(run, "fsdp2", "--bert", blocks=("BertLayer",)).check("active", "units", "names", "optimizer")
+
+
 @nightly
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_an_adapter(run: Launch, strategy: str) -> None:

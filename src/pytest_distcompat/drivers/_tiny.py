@@ -43,10 +43,15 @@ class TinyDriver(Driver):
         self.strategy: Strategy = STRATEGIES.get(cell.strategy)
         self.precision: Precision = PRECISIONS.get(cell.precision)
         self.tiny: TinyModel = MODELS.get(str(cell.option("model")))
-        self.blocks = self.tiny.blocks
+        # A driver of another model names its own.
+        self.blocks = type(self).blocks or self.tiny.blocks
         self.accumulate = int(cell.option("accumulate"))
         if cell.option("ignored"):
             self.ignored = (self.tiny.ignored,)
+
+    def block_modules(self, model: Module) -> list[Module]:
+        """Return the modules of the model that are wrapped, recomputed and compiled one by one."""
+        return [module for module in model.modules() if type(module).__name__ in self.blocks]
 
     @classmethod
     def unable(cls, cell: Cell, device: str = "cpu") -> str:

@@ -14,6 +14,7 @@ from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.strategies._base import MAX_NORM
+from pytest_distcompat.strategies._fsdp import name_blocks
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -73,6 +74,7 @@ class AccelerateDriver(TinyDriver):
 
         assert self.strategy.accelerate is not None
         settings = dict(self.strategy.accelerate(self.precision, self.cell))
+        name_blocks(settings, self.blocks)
         settings["mixed_precision"] = self._mixed_precision()
         settings["gradient_accumulation_steps"] = self.accumulate
         settings |= self._compilation(model)
@@ -104,7 +106,7 @@ class AccelerateDriver(TinyDriver):
 
         how = self.cell.option("compile")
         if how == "partial":
-            _options.compile_blocks(how, self.tiny.block_modules(model))
+            _options.compile_blocks(how, self.block_modules(model))
         if how in {False, "partial"}:
             return {}
         settings: dict[str, Any] = {"backend": "inductor" if how is True else "aot_eager"}
@@ -116,7 +118,7 @@ class AccelerateDriver(TinyDriver):
         """For FSDP accelerate recomputes; for the others it is the model's business."""
         if not self.cell.option("activation_checkpointing") or "fsdp" in self.cell.strategy:
             return
-        _options.recompute_by_model(model, self.tiny.block_modules(model))
+        _options.recompute_by_model(model, self.block_modules(model))
 
     def _recipe(self) -> list[Any]:
         """How layers become 8 bits wide. Without all-gather in 8 bits, which DeepSpeed cannot do."""

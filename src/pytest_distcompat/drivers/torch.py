@@ -81,14 +81,14 @@ class TorchDriver(TinyDriver):
             model = _options.in_8_bits(model, device.type)
         recompute, inside = self.cell.option("activation_checkpointing"), self.cell.strategy == "fsdp1"
         if recompute and not inside:
-            _options.recompute(model, self.tiny.block_modules(model))
+            _options.recompute(model, self.block_modules(model))
         if _options.in_place(how):
-            _options.compile_blocks(how, self.tiny.block_modules(model))
+            _options.compile_blocks(how, self.block_modules(model))
         self.wrapped = self.model = self.strategy.torch(model, self.precision, self.cell, device)
         if recompute and inside:
             # Inside FSDP1's units, as its tutorial has it: around them, they are gathered twice, and ``get_state_dict`` keeps
             # ``_fsdp_wrapped_module`` in the optimizer's names.
-            _options.recompute(model, self.tiny.block_modules(model))
+            _options.recompute(model, self.block_modules(model))
         if how and not _options.in_place(how):
             self.model = _options.compiled(self.wrapped, how)
         self.optimizer = self.make_optimizer(self.model)

@@ -17,6 +17,7 @@ from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
 from pytest_distcompat.drivers._trainer_callback import PlanDoneError, tell
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.strategies._base import MAX_NORM
+from pytest_distcompat.strategies._fsdp import name_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -143,6 +144,7 @@ class TrainerDriver(TinyDriver):
 
         assert self.strategy.transformers is not None
         told = self.strategy.transformers(self.precision, self.cell)
+        name_blocks(told, self.blocks)
         words, said = _releases.fsdp_words(told, Version(transformers.__version__))
         return {**told, **words}, said
 
@@ -189,7 +191,7 @@ class TrainerDriver(TinyDriver):
 
         os.environ.update(self.environment())
         if self.cell.option("compile") == "partial":
-            _options.compile_blocks("partial", self.tiny.block_modules(model))
+            _options.compile_blocks("partial", self.block_modules(model))
         self.trainer = self.make_trainer(
             model=model,
             args=TrainingArguments(**self.arguments(plan)),

@@ -6,7 +6,7 @@ https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,14 @@ _MIXED = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 _RENAMED = {"cpu_offload": "offload_params", "transformer_layer_cls_to_wrap": ""}
 
 
-def find_configuration(given: str | Path | None, cell: Cell, directory: Path) -> Path:
+def find_configuration(given: str | Path | None, cell: Cell, directory: Path, blocks: Sequence[str] = ()) -> Path:
     """The file for ``accelerate launch``: the one that is given, the cell's of a directory that is given, or a new one.
 
     In a directory it is called as the cell's strategy, with or without its precision: ``fsdp2-bf16_mixed.yaml``, ``fsdp2.yaml``.
     Raises UsageProblem if there is none.
     """
     if given is None:
-        return write_configuration(cell, directory)
+        return write_configuration(cell, directory, blocks)
     path = Path(given).resolve()
     if path.is_file():
         return path
@@ -46,15 +46,16 @@ def find_configuration(given: str | Path | None, cell: Cell, directory: Path) ->
     return found
 
 
-def write_configuration(cell: Cell, directory: Path) -> Path:
+def write_configuration(cell: Cell, directory: Path, blocks: Sequence[str] = ()) -> Path:
     """Write the cell's YAML, and the DeepSpeed JSON that it names, if it names one; the YAML's path.
 
+    ``blocks`` are class names of the modules that FSDP wraps one by one; if none, those that the model declares.
     It says the same for GPUs and for the CPU: that accelerate runs it there is the business of the bridge.
     Raises UsageProblem for what accelerate cannot be told by a file.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{cell.strategy}-{cell.precision}.yaml"
-    path.write_text("\n".join(_yaml(_settings(cell, path))) + "\n", encoding="utf-8")
+    path.write_text("\n".join(_yaml(_settings(cell, path, blocks))) + "\n", encoding="utf-8")
     return path
 
 
@@ -70,7 +71,7 @@ def unwritten(cell: Cell) -> str:
     return strategy.refuses(cell)
 
 
-def _settings(cell: Cell, path: Path) -> dict[str, Any]:
+def _settings(cell: Cell, path: Path, blocks: Sequence[str]) -> dict[str, Any]:
     strategy, precision = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision)
     problem = unwritten(cell)
     if problem:
@@ -100,7 +101,7 @@ def _settings(cell: Cell, path: Path) -> dict[str, Any]:
         settings["deepspeed_config"] = {"deepspeed_config_file": str(file), "zero3_init_flag": False}
     elif "fsdp" in cell.strategy:
         settings["distributed_type"] = "FSDP"
-        settings["fsdp_config"] = _fsdp(cell)
+        settings["fsdp_config"] = _fsdp(cell, blocks)
         if sizes := parallelism(cell):
             settings["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
     return settings
@@ -112,8 +113,8 @@ def _deepspeed(cell: Cell) -> dict[str, Any]:
     return dict(strategy.deepspeed(precision, cell)) | dict.fromkeys(_LEFT_TO_THE_SCRIPT, "auto")
 
 
-def _fsdp(cell: Cell) -> dict[str, Any]:
-    """As TrainingArguments are told, but for the blocks: a model of transformers names its own."""
+def _fsdp(cell: Cell, blocks: Sequence[str]) -> dict[str, Any]:
+    """As TrainingArguments are told, but for the blocks: a model of transformers names its own, if nobody else does."""
     strategy = STRATEGIES.get(cell.strategy)
     assert strategy.transformers is not None
     # Of copies this process would have to import accelerate to speak, and they stand beside it.
@@ -121,6 +122,8 @@ def _fsdp(cell: Cell) -> dict[str, Any]:
     told: Mapping[str, Any] = strategy.transformers(PRECISIONS.get(cell.precision), alone)["fsdp_config"]
     renamed = ((_RENAMED.get(name, name), value) for name, value in told.items())
     found = {f"fsdp_{name}": value for name, value in renamed if name}
+    if blocks and cell.option("wrap") != "size":
+        found["fsdp_transformer_layer_cls_to_wrap"] = ",".join(blocks)
     if cell.strategy == "fsdp1":
         found["fsdp_reshard_after_forward"] = str(found["fsdp_reshard_after_forward"]).upper()
     return found

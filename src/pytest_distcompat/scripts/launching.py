@@ -123,7 +123,9 @@ def launch(
     if "{configuration}" in "".join(arguments) and not (strategy or configuration):
         raise UsageProblem("{configuration} stands for no file: give configuration=, or strategy= to have one made")
     directory = where.new_directory(arguments[0] if script == "-m" and arguments else Path(script).stem)
-    file = find_configuration(configuration, cell, directory) if wanted and (strategy or configuration) else None
+    file = (
+        find_configuration(configuration, cell, directory, classes) if wanted and (strategy or configuration) else None
+    )
     command = commands.build(
         str(script),
         [argument.replace("{configuration}", str(file)) for argument in arguments],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.strategies._base import Dtypes
@@ -128,6 +129,15 @@ def arguments(version: int, cell: Cell) -> dict[str, Any]:
         settings["use_orig_params"] = bool(cell.option("use_orig_params"))
         settings["reshard_after_forward"] = "full_shard" if reshard else "shard_grad_op"
     return {"fsdp": True, "fsdp_config": settings, **_copies(cell)}
+
+
+def name_blocks(settings: Mapping[str, Any], blocks: Sequence[str]) -> None:
+    """Have FSDP, in keyword arguments that ``plugin`` or ``arguments`` made, wrap the modules of these classes one by one."""
+    plugin, config = settings.get("fsdp_plugin"), settings.get("fsdp_config") or {}
+    if plugin is not None and plugin.transformer_cls_names_to_wrap:
+        plugin.transformer_cls_names_to_wrap = list(blocks)
+    if "transformer_layer_cls_to_wrap" in config:
+        config["transformer_layer_cls_to_wrap"] = list(blocks)
 
 
 def ignored_modules(model: Module, cell: Cell) -> list[Module]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from tiny import Rows, model  # type: ignore[import-not-found]  # it lies beside the script
+from tiny import Rows, bert, model  # type: ignore[import-not-found]  # it lies beside the script
 from torch.utils.data import DataLoader
 
 parser = argparse.ArgumentParser()
@@ -14,10 +14,11 @@ parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--save-at", type=int, default=0)
 parser.add_argument("--resume", type=Path)
 parser.add_argument("--adapter", action="store_true")
+parser.add_argument("--bert", action="store_true")
 arguments = parser.parse_args()
 
 accelerator = Accelerator()
-net = model()
+net = bert() if arguments.bert else model()
 if arguments.adapter:
     from peft import LoraConfig, get_peft_model
     from peft.utils.other import fsdp_auto_wrap_policy

@@ -2,7 +2,7 @@
 
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForTokenClassification, LlamaConfig, LlamaForCausalLM
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -19,6 +19,22 @@ def model() -> LlamaForCausalLM:
             num_key_value_heads=2,
             max_position_embeddings=LENGTH,
             use_cache=False,
+        )
+    )
+
+
+def bert() -> BertForTokenClassification:
+    """It declares its embeddings to be a block too, which accelerate's FSDP2 cannot wrap."""
+    torch.manual_seed(0)
+    return BertForTokenClassification(
+        BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=LENGTH,
+            num_labels=VOCABULARY,
         )
     )
 

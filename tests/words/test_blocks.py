@@ -1,0 +1,38 @@
+"""A built-in driver that trains another model: its own ``blocks`` are what FSDP wraps one by one."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.world import World
+
+WORLD = World(rank=0, local_rank=0, size=2, device="cpu")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_trainer_is_told_of_them(strategy: str) -> None:
+    pytest.importorskip("transformers")
+    from pytest_distcompat.drivers.trainer import TrainerDriver
+
+    class Other(TrainerDriver):
+        blocks = ("BertLayer", "BertPooler")
+
+    told = Other(Cell(strategy, "fp32", 2), WORLD)._dialect()[0]
+    assert told["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["BertLayer", "BertPooler"]
+
+
+@pytest.mark.parametrize("driver", ["accelerate:AccelerateDriver", "torch:TorchDriver"])
+def test_they_are_the_modules_that_are_recomputed_and_compiled(driver: str) -> None:
+    torch = pytest.importorskip("torch")
+    module, _, name = driver.partition(":")
+    base = getattr(importlib.import_module(f"pytest_distcompat.drivers.{module}"), name)
+
+    class Block(torch.nn.Linear):  # type: ignore[misc,name-defined]  # of a module that is looked up
+        pass
+
+    other = type("Other", (base,), {"blocks": ("Block",)})
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Block(2, 2))
+    assert other(Cell("ddp", "fp32", 2), WORLD).block_modules(model) == [model[1]]
