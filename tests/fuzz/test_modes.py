@@ -124,7 +124,7 @@ def told(written: Sequence[Module], mode: str, wrong: Mapping[str, str], fuzz: F
 
 @pytest.mark.parametrize("mode", ["warm", "kept", "inside"])
 def test_a_few(mode: str, fuzz: Fuzz) -> None:
-    written = modules(0, 6)
+    written = modules(0, 4)
     wrong = differing(written, mode, fuzz)
     assert not wrong, told(written, mode, wrong, fuzz)
 
