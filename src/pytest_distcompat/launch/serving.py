@@ -83,6 +83,14 @@ class Kept:
         self._counted = 0
         self._sound = True
         self.at_end: list[Callable[[], None]] = []
+        self.looks = Looks()
+        #: ``sys.path`` as it is between two requests.
+        self.path = list(sys.path)
+
+    def settle(self) -> None:
+        """Take this process as it is now for what requests are to leave it: what came until now was no test's doing."""
+        self.looks.start_again()
+        self.path = list(sys.path)
 
     def process_group(self, backend: str) -> Any:
         """The default process group, made by the first request that asks for it."""
@@ -195,12 +203,11 @@ def serve(payload: Mapping[str, Any], log: RankLog) -> None:
 
 def _serve(kept: Kept, place: str, number: int, asked: list[Request]) -> None:
     """As ``serve``; ``asked`` gets the requests."""
-    looks = Looks()
     with socket.socket(socket.AF_UNIX) as channel:
         channel.connect(place)
         for line in channel.makefile("r", encoding="utf-8"):
             asked[:] = [Request.from_line(line)]
-            changed = _one(kept, asked[-1], looks)
+            changed = _one(kept, asked[-1])
             channel.sendall(f"{unpatched.encode({'rank': number, 'changed': changed})}\n".encode())
             # For the next one; now, for nobody waits for it.
             randomness.renew()
@@ -226,24 +233,28 @@ class Looks:
         if wanted != self._wanted:
             self._wanted, self._before = wanted, Surroundings.now()
 
+    def start_again(self) -> None:
+        """Look again, for something else than a test has changed this process."""
+        self._before = Surroundings.now()
+
     def changes(self) -> list[str]:
         """The names of what is not as it was, and of what has grown too much."""
         return Surroundings.now().changes(self._before) + self._sizes.grown()
 
 
-def _one(kept: Kept, request: Request, looks: Looks) -> list[str]:
+def _one(kept: Kept, request: Request) -> list[str]:
     """Do one request; what it left changed."""
     if kept.group is None:
         kept.store.clear()
-    with _back_afterwards(request):
+    with _back_afterwards(kept, request):
         rank.prepare(request)
-        looks.begin(request)
+        kept.looks.begin(request)
         rank.perform(request)
         # What comes next in this life's logs is the next request's.
         rank.flush()
         # Before all have, the proof would meet a collective of the request that nobody else joined, and let it pass.
         wait_for_all = kept.store.told_done()
-        changed = _changes(looks)
+        changed = _changes(kept.looks)
         wait_for_all()
         begun = kept.begin_proof()
     if not kept.prove(begun, min(HEALTHY, request.timeout * HEALTHY_PART)):
@@ -262,14 +273,14 @@ def _changes(looks: Looks) -> list[str]:
 
 
 @contextlib.contextmanager
-def _back_afterwards(request: Request) -> Iterator[None]:
+def _back_afterwards(kept: Kept, request: Request) -> Iterator[None]:
     """What ``prepare`` changes is as it was, for the next request, which says what it wants beside that."""
     touched = {name: os.environ.get(name) for name in (*request.set, *request.unset)}
-    path = list(sys.path)
+    kept.path = list(sys.path)
     yield
     for name, value in touched.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    sys.path[:] = path
+    sys.path[:] = kept.path

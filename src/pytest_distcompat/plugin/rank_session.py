@@ -236,6 +236,8 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
         preload.collected = collect(
             json.loads(Path(payload["session"]).read_text(encoding="utf-8")), by_hand=log.by_hand
         )
+        if serving.kept is not None:
+            serving.kept.settle()
     items = _items(preload.collected)
     item = _find(items, payload["nodeid"])
     following = items.get(payload["next"])
