@@ -13,7 +13,7 @@ from typing import Any
 
 from pytest_distcompat.cli.side_by_side import environment, file_name, install, requirements
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.report import Cause, Report, causes, counts, counts_text
+from pytest_distcompat.report import Cause, Report, causes, counts, counts_text, replace_file
 from pytest_distcompat.report.markdown import escape
 from pytest_distcompat.report.text import cut
 
@@ -88,7 +88,10 @@ def _releases(told: argparse.Namespace) -> int:
     page = "\n".join(table(runs)) + "\n"
     print(f"\n{page}", end="")  # noqa: T201 - a command speaks
     if told.output:
-        told.output.write_text(page, encoding="utf-8")
+        try:
+            replace_file(told.output, page)
+        except OSError as error:
+            raise UsageProblem(f"{told.output}: {error.strerror}") from None
     return int(not all(run.good for run in runs))
 
 

@@ -65,6 +65,6 @@ def _merge(told: argparse.Namespace) -> int:
         try:
             write_report(path, report)
         except OSError as error:
-            raise UsageProblem(f"{path}: {error}") from None
+            raise UsageProblem(f"{path}: {error.strerror}") from None
     print(counts_text(report))  # noqa: T201 - a command speaks
     return 0

@@ -181,7 +181,7 @@ class Results:
             try:
                 write(path, self.report)
             except OSError as error:
-                self._written.append(f"report: {path} could not be written: {error}")
+                self._written.append(f"report: {path} could not be written: {error.strerror}")
                 # Somebody waits for that file; a step's summary nobody asked for.
                 if write is write_report and session.exitstatus in _GOOD:
                     session.exitstatus = pytest.ExitCode.TESTS_FAILED

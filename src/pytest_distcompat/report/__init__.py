@@ -7,7 +7,7 @@ from pytest_distcompat.report.merge import merge
 from pytest_distcompat.report.result import RED, WORDS, Result, Row
 from pytest_distcompat.report.text import Line, causes_text, counts_text, lives_text, matrix_text, plain
 from pytest_distcompat.report.versions import versions
-from pytest_distcompat.report.write import FORMATS, append_summary, write_report
+from pytest_distcompat.report.write import FORMATS, append_summary, replace_file, write_report
 
 __all__ = [
     "FORMAT",
@@ -33,6 +33,7 @@ __all__ = [
     "merge",
     "plain",
     "rank_of_cause",
+    "replace_file",
     "versions",
     "write_report",
 ]

@@ -1,0 +1,114 @@
+"""A report is written as a whole or not at all: what was there before survives a disk that is full."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_distcompat.cli import main
+from pytest_distcompat.report import FORMATS, Report, write_report
+
+from .conftest import REAL
+
+
+@pytest.fixture
+def little_space() -> Iterator[None]:
+    """Files of this process may have 4 KiB. Writing more fails as on a full disk, with another number."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def tiny_disk(directory: Path) -> bool:
+    """Mount a file system of 64 KiB there; whether that is allowed."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(directory)]
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    return False
+
+
+@pytest.mark.parametrize("suffix", [".json", ".md", ".html"])
+@pytest.mark.usefixtures("little_space")
+def test_an_old_report_survives_what_cannot_be_written(suffix: str, real: Report, tmp_path: Path) -> None:
+    path = tmp_path / f"report{suffix}"
+    path.write_text("the old one", encoding="utf-8")
+    with pytest.raises(OSError, match="File too large") as caught:
+        write_report(path, real)
+    assert path.read_text(encoding="utf-8") == "the old one"
+    assert caught.value.filename == str(path)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.usefixtures("little_space")
+def test_where_there_was_none_there_is_none(real: Report, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="File too large"):
+        write_report(tmp_path / "report.html", real)
+    assert not list(tmp_path.iterdir())
+
+
+def test_on_a_full_disk_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if not tiny_disk(disk):
+        pytest.skip("this user may mount nothing")
+    try:
+        path = disk / "report.html"
+        path.write_text("the old one", encoding="utf-8")
+        assert main(["report", str(REAL), "-o", str(path)]) == 2
+        assert [(each.name, each.read_text(encoding="utf-8")) for each in disk.iterdir()] == [
+            ("report.html", "the old one")
+        ]
+        assert capsys.readouterr().err == f"distcompat: {path}: {os.strerror(errno.ENOSPC)}\n"
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_device_that_is_full_is_named_by_the_path_that_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "full.html"
+    path.symlink_to("/dev/full")
+    assert main(["merge", str(REAL), str(REAL), "-o", str(path)]) == 2
+    assert capsys.readouterr().err == f"distcompat: {path}: {os.strerror(errno.ENOSPC)}\n"
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_link_stays_one_and_the_mode_is_kept(suffix: str, real: Report, tmp_path: Path) -> None:
+    there = tmp_path / f"there{suffix}"
+    there.write_text("the old one", encoding="utf-8")
+    there.chmod(0o640)
+    link = tmp_path / f"link{suffix}"
+    link.symlink_to(there)
+    write_report(link, real)
+    assert link.is_symlink()
+    assert there.stat().st_mode & 0o777 == 0o640
+    assert there.read_text(encoding="utf-8") != "the old one"
+
+
+def test_a_new_report_has_the_mode_that_the_user_asks_for(real: Report, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_report(tmp_path / "r.json", real)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "r.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_what_is_no_ordinary_file_is_written_to(real: Report, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.txt"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True) as reader:
+        write_report(pipe, real)
+        assert reader.stdout is not None
+        assert reader.stdout.read().startswith("Distributed compatibility: ")
