@@ -188,7 +188,7 @@ def test_settings_of_a_library_count_from_the_request_after_the_one_that_importe
     assert [ending.left.partition(" it left ")[2] for ending in endings] == [
         "",
         "",
-        "the log level of accelerate changed",
+        "the log level of accelerate (20 instead of 10) changed",
     ]
     pids = [said(ending, "seen", "pid") for ending in endings]
     assert pids[0] == pids[1] == pids[2]

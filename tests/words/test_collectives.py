@@ -194,3 +194,10 @@ def test_tensors_that_may_differ(tmp_path: Path, rank: Rank, name: str) -> None:
     rank.recorded(entry(1, name))
     other.recorded(entry(1, name, input_sizes=[], input_dtypes=[]))
     assert parting({0: rank.at(user()), 1: other.at(user())}) == ("", "")
+
+
+@pytest.mark.parametrize("standard", ["/opt/other/lib/python3.13", "/opt/other/lib64/python3.14t"])
+def test_the_standard_library_of_another_python_is_not_the_users_code(rank: Rank, standard: str) -> None:
+    """A script may be started by a Python of its own."""
+    at = rank.at(f'  File "{standard}/threading.py", line 9 in wait', user("train"))
+    assert at.frame.where == "train.py:2"

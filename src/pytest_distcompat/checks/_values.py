@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import named_ranks
@@ -28,13 +28,14 @@ Kind = str
 class Values:
     """Kind to plain name to the digests of the whole tensor: one, or several where ranks that hold all of it disagree.
 
-    ``wrong`` says of what the parts do not make up the whole; ``beside`` are the kinds that have no element for each of the
-    parameter's, see ``kept_beside``.
+    ``wrong`` says of what the parts do not make up the whole; ``dtypes`` what each is stored in; ``beside`` are the kinds that
+    have no element for each of the parameter's, see ``kept_beside``.
     """
 
     found: Mapping[Kind, Mapping[str, tuple[str, ...]]]
     wrong: tuple[str, ...] = ()
     beside: frozenset[Kind] = frozenset()
+    dtypes: Mapping[Kind, Mapping[str, frozenset[str]]] = field(default_factory=dict)
 
     def of(self, kind: Kind) -> Mapping[str, tuple[str, ...]]:
         """The names and digests of one kind."""
@@ -53,6 +54,7 @@ class _Part:
     rank: int
     digest: str
     numel: int
+    dtype: str
 
 
 class _Names:
@@ -82,8 +84,8 @@ def values(life: LifeTrace, moments: tuple[Moment, ...]) -> Values:
     names = _Names(life, first.plain)
     parts: dict[tuple[Kind, str], list[_Part]] = defaultdict(list)
     for moment in moments:
-        for kind, name, digest, numel in _held(moment, names):
-            parts[kind, name].append(_Part(moment.rank, digest, numel))
+        for kind, name, digest, numel, dtype in _held(moment, names):
+            parts[kind, name].append(_Part(moment.rank, digest, numel, dtype))
     found: dict[Kind, dict[str, tuple[str, ...]]] = defaultdict(dict)
     wrong, copies, beside = [], life.copies, kept_beside(moments)
     for (kind, name), held in sorted(parts.items()):
@@ -98,7 +100,10 @@ def values(life: LifeTrace, moments: tuple[Moment, ...]) -> Values:
             if problem:
                 wrong.append(f"{kind} {name!r}: {problem}")
         found[kind][name] = tuple(sorted(wholes))
-    return Values(found, tuple(wrong), beside)
+    dtypes: dict[Kind, dict[str, frozenset[str]]] = defaultdict(dict)
+    for (kind, name), held in parts.items():
+        dtypes[kind][name] = frozenset(part.dtype for part in held)
+    return Values(found, tuple(wrong), beside, dtypes)
 
 
 def kept_beside(moments: tuple[Moment, ...]) -> frozenset[Kind]:
@@ -120,20 +125,20 @@ def kept_beside(moments: tuple[Moment, ...]) -> frozenset[Kind]:
     return (frozenset(states) - by_element) | FACTORS
 
 
-def _held(moment: Moment, names: _Names) -> Iterator[tuple[Kind, str, str, int]]:
+def _held(moment: Moment, names: _Names) -> Iterator[tuple[Kind, str, str, int, str]]:
     """Everything on one rank, by plain names. A flat partition has none but its count of steps."""
     if moment.model is not None:
         for fact in moment.model.parameters:
-            yield "parameter", names(fact.name), fact.digest, fact.local_numel
+            yield "parameter", names(fact.name), fact.digest, fact.local_numel, fact.dtype
         for fact in moment.model.buffers:
             if names(fact.name) in names.persistent:
-                yield "buffer", names(fact.name), fact.digest, fact.local_numel
+                yield "buffer", names(fact.name), fact.digest, fact.local_numel, fact.dtype
     if moment.optimizer is not None:
         for state in (*held_states(moment.optimizer), *moment.optimizer.masters):
             if not state.owner.startswith("partition "):
-                yield state.key, names(state.owner), state.digest, state.numel
+                yield state.key, names(state.owner), state.digest, state.numel, state.dtype
             elif state.key == "step":
-                yield "step", "partitions", state.digest, state.numel
+                yield "step", "partitions", state.digest, state.numel, state.dtype
 
 
 def held_states(optimizer: OptimizerFact) -> Iterator[StateFact]:
@@ -177,6 +182,26 @@ def differences(saved: Values, loaded: Values, when: str, *, states: bool = True
             apart = {name for name, digests in was.items() if len(digests) > 1}
             was, now = ({name: one[name] for name in one.keys() - apart} for one in (was, now))
         yield from compare(kind, was, now, when)
+
+
+def other_dtypes(saved: Values, loaded: Values, when: str, *, states: bool = True) -> Iterator[str]:
+    """What is stored in another dtype than before, the names that changed alike as one finding; ``states`` as above."""
+    for kind, was in saved.dtypes.items():
+        if not states and kind not in {"parameter", "buffer"}:
+            continue
+        now = loaded.dtypes.get(kind, {})
+        changed: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name in sorted(was.keys() & now.keys()):
+            old, new = " and ".join(sorted(was[name])), " and ".join(sorted(now[name]))
+            if not same_dtype(old, new):
+                changed[old, new].append(name)
+        for (old, new), (first, *others) in changed.items():
+            yield f"{kind} {first!r}{f' and {len(others)} others' if others else ''}: {new} instead of {old} {when}"
+
+
+def same_dtype(was: str, now: str) -> bool:
+    """Whether the dtypes are the same; a number may come back as a tensor, and has none."""
+    return was == now or "int" in {was, now} or "float" in {was, now}
 
 
 def compare(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, finite_losses, pairs, trained_again
-from pytest_distcompat.checks._values import held_states, unlike
+from pytest_distcompat.checks._values import held_states, same_dtype, unlike
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESUME, SAVED
 from pytest_distcompat.strategies import STRATEGIES
@@ -156,16 +156,11 @@ def _differences(what: str, was: _Tensors, now: _Tensors, verb: str) -> Iterator
         (f"missing after the {verb}", set(was) - set(now)),
         (f"new after the {verb}", set(now) - set(was)),
         (f"other values after the {verb}", {key for key in both if was[key][0] != now[key][0]}),
-        (f"another dtype after the {verb}", {key for key in both if not _alike(was[key][1], now[key][1])}),
+        (f"another dtype after the {verb}", {key for key in both if not same_dtype(was[key][1], now[key][1])}),
     ):
         if wrong:
             first, *others = sorted(wrong)
             yield f"{what} {first!r}{f' and {len(others)} others' if others else ''}: {title}"
-
-
-def _alike(was: str, now: str) -> bool:
-    """A number may come back as a tensor: dtypes of tensors only are told apart."""
-    return was == now or "int" in {was, now} or "float" in {was, now}
 
 
 def _tolerance(cell: Cell) -> float:

@@ -14,6 +14,8 @@ _MAIN = "pytest_distcompat/launch/rank.py"
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 _STANDARD = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<")
+#: The ranks of a script may have another Python than we: https://docs.python.org/3/library/sysconfig.html#installation-paths.
+_ANY_STANDARD = re.compile(r"/.*/lib(64)?/python3\.\d+t?/")
 _OURS = Path(__file__).parents[1]
 
 #: How much of a source line is shown.
@@ -50,8 +52,9 @@ class Frame:
 
     @property
     def of_python(self) -> bool:
-        """Whether it is of the standard library, or of no file."""
-        return self.file.startswith(_STANDARD) and not _PACKAGES.match(self.file)
+        """Whether it is of the standard library, that of this Python or of another one, or of no file."""
+        standard = self.file.startswith(_STANDARD) or _ANY_STANDARD.match(self.file) is not None
+        return standard and not _PACKAGES.match(self.file)
 
     @property
     def of_the_user(self) -> bool:

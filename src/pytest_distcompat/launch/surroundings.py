@@ -39,6 +39,7 @@ from typing import Any
 
 import psutil
 
+from pytest_distcompat.launch.differences import described, signal_names
 from pytest_distcompat.launch.process import children
 from pytest_distcompat.launch.settings import SETTINGS, SINGLETONS, Known
 
@@ -53,6 +54,11 @@ _SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 _handler = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _LIMITED = tuple(number for name, number in vars(resource).items() if name.startswith("RLIMIT_"))
+#: What the items of a list are called.
+_LABELS = {
+    "signal handlers": signal_names(_SIGNALS),
+    "resource limits": [name for name in vars(resource) if name.startswith("RLIMIT_")],
+}
 #: Whose functions tests replace most often.
 _PATCHED = (builtins, os, time)
 _ALSO_PATCHED = (copy, json, math, pickle, random, shutil, socket, subprocess)
@@ -127,12 +133,16 @@ class Surroundings:
         return cls(same)
 
     def changes(self, before: Surroundings) -> list[str]:
-        """The names of what is not as it was. What is of a library that was imported meanwhile, ``before`` has from now on."""
+        """What is not as it was, and which of it. Of a library that came meanwhile ``before`` is told."""
         # What its settings were at first, nobody knows. But of what is made by use there was nothing.
         then = {**self.same, **dict.fromkeys(SINGLETONS, False), **before.same}
         for name, value in self.same.items():
             before.same.setdefault(name, value)
-        return [name for name, value in self.same.items() if value != then[name]]
+        return [
+            described(name, then[name], value, _LABELS.get(name, ()))
+            for name, value in self.same.items()
+            if value != then[name]
+        ]
 
 
 class Sizes:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.checks._base import pairs
-from pytest_distcompat.checks._values import differences, settings, values
+from pytest_distcompat.checks._values import differences, other_dtypes, settings, values
 from pytest_distcompat.failures import Incompatible, LifeFailure, UsageProblem
 from pytest_distcompat.scripts.launching import Host, check_ranks, launch
 from pytest_distcompat.scripts.recorder import STRIDE
 from pytest_distcompat.scripts.result import ScriptRun
-from pytest_distcompat.trace import Moment
+from pytest_distcompat.trace import Moment, StateFact
 
 #: What may be asked to be the same, step by step and rank by rank.
 SAME = ("losses", "grad_norms", "parameters", "optimizer", "scheduler", "rng", "data")
@@ -102,6 +102,7 @@ class RoundTrip:
             states, when = "optimizer" in self.same, f"after the load at {self.resumed.life.world_size} ranks"
             was, now = values(self.stopped.life, saved), values(self.resumed.life, loaded)
             yield from differences(was, now, when, states=states)
+            yield from other_dtypes(was, now, when, states=states)
             if not self.left and not self.resharded and "scheduler" in self.same:
                 yield from settings(saved, loaded, when)
 
@@ -244,13 +245,19 @@ def _of(what: str, moment: Moment) -> Any:
     if what == "grad_norms":
         return tuple(math.sqrt(step.square) for step in moment.steps)
     if what == "parameters":
-        return {fact.name: fact.digest for fact in (*model.parameters, *model.buffers)} if model else {}
+        return {fact.name: (fact.digest, fact.dtype) for fact in (*model.parameters, *model.buffers)} if model else {}
     if what == "optimizer":
         states = (*optimizer.states, *optimizer.masters) if optimizer else ()
-        return {f"{state.key} of {state.owner}": state.digest for state in states}, optimizer and optimizer.groups
+        held = {f"{state.key} of {state.owner}": (state.digest, _dtype(state)) for state in states}
+        return held, optimizer and optimizer.groups
     if what == "scheduler":
         return moment.scheduler
     return moment.rng if what == "rng" else moment.inputs
+
+
+def _dtype(state: StateFact) -> str:
+    """That of a tensor; a number that counts may come back as one."""
+    return "" if state.numel == 1 else state.dtype
 
 
 def _told(what: str, one: Moment, other: Moment) -> str:
@@ -265,7 +272,9 @@ def _told(what: str, one: Moment, other: Moment) -> str:
     if what in {"parameters", "optimizer"}:
         was, now = (was, now) if what == "parameters" else (was[0], now[0])
         wrong = sorted(name for name in {*was, *now} if was.get(name) != now.get(name))
-        return f"{len(wrong)} of {len(was)} values differ, first {wrong[0]!r},"
+        (_, old), (_, new) = was.get(wrong[0], ("", "nothing")), now.get(wrong[0], ("", "nothing"))
+        stored = f" ({new} instead of {old})" if old != new else ""
+        return f"{len(wrong)} of {len(was)} values differ, first {wrong[0]!r}{stored},"
     return "another random state" if what == "rng" else "fed other data"
 
 

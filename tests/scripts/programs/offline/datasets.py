@@ -13,6 +13,10 @@ class Split(list[dict[str, Any]]):
     """The rows of one split."""
 
 
+class IterableDataset:
+    """Asked for by accelerate where the real library is installed beside this one."""
+
+
 class Splits(dict[str, Split]):
     """The splits of one data set."""
 

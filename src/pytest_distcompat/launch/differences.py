@@ -1,0 +1,65 @@
+"""Which variable, handler or thread a test left changed, in a few words."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pytest_distcompat.excerpt import encodable
+
+#: How many things are named, and how much of a value is shown.
+_SHOWN, _LENGTH = 3, 40
+
+
+def described(name: str, was: Any, now: Any, labels: Sequence[str] = ()) -> str:
+    """Return ``name`` and, where it can be said, what of it has changed: ``the environment (FOO set to 'x')``.
+
+    Args:
+        name: What is compared.
+        was: What it was before.
+        now: What it is.
+        labels: What the items are called where both are lists of as many items.
+
+    """
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        found = list(_of_mappings(was, now))
+    elif labels and len(was) == len(now) == len(labels):
+        found = [label for label, old, new in zip(labels, was, now, strict=True) if old != new]
+    elif isinstance(was, (set, frozenset, list)) and isinstance(now, (set, frozenset, list)):
+        found = [*_of_items("", now, was), *_of_items("no more ", was, now)]
+    elif all(isinstance(one, (str, int)) for one in (was, now)) and not isinstance(now, bool):
+        found = [f"{_cut(now)} instead of {_cut(was)}"]
+    else:
+        found = []
+    if not found:
+        return name
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return encodable(f"{name} ({', '.join(found[:_SHOWN])}{more})")
+
+
+def signal_names(numbers: Sequence[int]) -> list[str]:
+    """Return the signals' names; the number of one that has none."""
+    names = {int(one): one.name for one in signal.Signals}
+    return [names.get(int(number), str(int(number))) for number in numbers]
+
+
+def _of_mappings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for key in sorted({*was, *now}):
+        if key not in now:
+            yield f"{key} removed"
+        elif key not in was or was[key] != now[key]:
+            yield f"{key} set to {_cut(now[key])}"
+
+
+def _of_items(front: str, here: Any, there: Any) -> Iterator[str]:
+    """Those that are here and not there. What has no name of its own is not shown: its address says nothing."""
+    for one in here:
+        if one not in there and isinstance(one, (str, int, threading.Thread)):
+            yield front + (one.name if isinstance(one, threading.Thread) else _cut(one))
+
+
+def _cut(value: object) -> str:
+    text = repr(int(value) if isinstance(value, int) else value)
+    return text if len(text) <= _LENGTH else f"{text[:_LENGTH]}..."
