@@ -96,6 +96,8 @@ def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict
 
 _OTHER = (
     "import sys; sys.path[:] = filter(None, sys.path); "
+    # First of all: who started it may die while it imports.
+    "from pytest_distcompat.launch.process import die_with_parent; die_with_parent(); "
     "from pytest_distcompat.launch.server import serve_alone; serve_alone(*sys.argv[1:])"
 )
 
