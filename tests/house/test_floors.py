@@ -221,6 +221,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-report",
         "--distcompat-baseline",
         "--distcompat-launcher",
+        "--distcompat-verify",
     ]
 
 
