@@ -33,8 +33,8 @@ def test_well(process_group):
 @mark
 def test_worker_dies(rank, process_group):
     if rank == 1:
-        # Fork server, launcher process, the worker.
-        os.kill(psutil.Process().parents()[2].pid, signal.SIGKILL)
+        # The fork servers of the session and of libraries, the launcher process, the worker.
+        os.kill(psutil.Process().parents()[3].pid, signal.SIGKILL)
     time.sleep(600)
 
 def test_worker_exits():
