@@ -165,7 +165,7 @@ def test_a_thread_that_collected_tests_started_leaves_the_tests_to_the_ranks(run
     assert first.kind == "ok", first.text()
     assert forked(launcher, first)
     assert "each rank imports the tests itself, as under torchrun" in first.notice
-    assert "it started 1 thread, which do not survive a fork" in first.notice
+    assert "it started 1 thread, which does not survive a fork" in first.notice
     second = run("look", 1, launcher=launcher, collected="test_it.py")
     assert not second.notice, "it is told once"
 
@@ -190,15 +190,15 @@ def test_a_thread_of_pyarrow_is_kept_from_the_fork_server(
     """Whatever else the user asks of its allocator."""
     monkeypatch.setenv("JE_ARROW_MALLOC_CONF", "narenas:1")
     launcher = launch(Warmth(call="preloaded:start_thread_as_jemalloc_does", payload={"asks": True}))
-    ending = run("look", launcher=launcher)
+    ending = run("look", launcher=launcher, collected="test_it.py")
     assert not ending.notice
-    assert forked(launcher, ending), ending.text()
+    assert forked(launcher, ending, collected=True), ending.text()
 
 
 def test_the_thread_of_a_library_is_named(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(call="preloaded:start_thread_as_jemalloc_does", payload={"asks": False}))
-    told = "it started 1 thread of jemalloc (pyarrow has one of its own), which do not survive a fork"
-    assert told in run("look", 1, launcher=launcher).notice
+    told = "it started 1 thread of jemalloc (pyarrow has one of its own), which does not survive a fork"
+    assert told in run("look", 1, launcher=launcher, collected="test_it.py").notice
 
 
 def test_a_fork_server_that_nothing_is_forked_from_may_die(run: Run, launch: Launch) -> None:

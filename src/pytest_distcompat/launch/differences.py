@@ -45,12 +45,14 @@ def signal_names(numbers: Sequence[int]) -> list[str]:
     return [names.get(int(number), str(int(number))) for number in numbers]
 
 
-def _of_mappings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for key in sorted({*was, *now}):
+def _of_mappings(was: Mapping[Any, Any], now: Mapping[Any, Any]) -> Iterator[str]:
+    # Keys may be of kinds that have no order.
+    for key in sorted({*was, *now}, key=str):
+        name = key.__name__ if isinstance(key, type) else key
         if key not in now:
-            yield f"{key} removed"
+            yield f"{name} removed"
         elif key not in was or was[key] != now[key]:
-            yield f"{key} set to {_cut(now[key])}"
+            yield f"{name} set to {_cut(now[key])}"
 
 
 def _of_items(front: str, here: Any, there: Any) -> Iterator[str]:

@@ -28,6 +28,8 @@ from typing import Any, NoReturn
 SIDES = 2
 #: What a fork server has imported: libraries, or the user's modules too, with the tests collected from them.
 LIBRARIES, SESSION = "libraries", "session"
+#: Where they write what they print, by side; the launcher process does so where the first does.
+LOGS = ("server.log", "other.log")
 
 
 @dataclass(frozen=True)
@@ -100,13 +102,17 @@ class ForkServers:
         self.pids.append(pid)
         self._leave(side)
 
-    def spawn(self, side: int, line: Sequence[str]) -> None:
-        """Start the servers of that side as another interpreter, by a command that is given the ends as JSON."""
+    def spawn(self, side: int, line: Sequence[str], log: Path) -> None:
+        """Start the servers of that side as another interpreter, by a command that is given the ends as JSON.
+
+        What they write goes to ``log``: two that hang at once would write their stacks into each other's.
+        """
         ends = self.ends(side)
         told = json.dumps({kind: asdict(one) for kind, one in ends.items()})
         descriptors = [descriptor for one in ends.values() for descriptor in asdict(one).values()]
         # Nobody asks Popen how it ended: it is kept for as long as this object.
-        self._process = subprocess.Popen([*line, told], pass_fds=descriptors)
+        with log.open("wb") as file:
+            self._process = subprocess.Popen([*line, told], pass_fds=descriptors, stdout=file, stderr=file)
         self.pids.append(self._process.pid)
         self._leave(side)
 

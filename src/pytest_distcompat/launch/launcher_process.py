@@ -21,7 +21,7 @@ from pytest_distcompat.launch import environment
 from pytest_distcompat.launch.at_import import Findings
 from pytest_distcompat.launch.ending import exit_name
 from pytest_distcompat.launch.environment import OF_THE_AGENT
-from pytest_distcompat.launch.forking import LIBRARIES, SESSION
+from pytest_distcompat.launch.forking import LIBRARIES, LOGS, SESSION
 from pytest_distcompat.launch.process import (
     alive,
     await_exit,
@@ -57,7 +57,7 @@ class LauncherProcess:
             "import sys; sys.path[:] = filter(None, sys.path); "
             "from pytest_distcompat.launch.server import main; main(int(sys.argv[1]), sys.argv[2])"
         )
-        with theirs, (place / "server.log").open("wb") as log:
+        with theirs, (place / LOGS[0]).open("wb") as log:
             self._process = subprocess.Popen(
                 [*interpreter(), "-c", script, str(theirs.fileno()), str(told)],
                 pass_fds=[theirs.fileno()],
@@ -157,7 +157,10 @@ class LauncherProcess:
 
     def death(self, when: str) -> str:
         """What it wrote last, and how it died."""
-        log = (self.directory / "server.log").read_text(encoding="utf-8", errors="replace")[-4000:]
+        files = [self.directory / name for name in LOGS]
+        logs = [file.read_text(encoding="utf-8", errors="replace")[-8000:] for file in files if file.exists()]
+        # All import the same, and mostly come to the same end.
+        log = "\n".join({text.splitlines()[-1]: text for text in reversed(logs) if text}.values())
         if not self.dead:
             hangs = "a module or a conftest.py hangs at import, or needs more time (--distcompat-warm-timeout)"
             return f"{log}\nthe launcher process did not get ready within {self._timeout:g} s: {hangs}"

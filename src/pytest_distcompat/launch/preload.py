@@ -226,5 +226,6 @@ def _unfit(threads_of_libraries: Counter[str]) -> str:
         named = [_THREADS.get(name, name) for name in extra if name != own]
         whose = f" of {' and '.join(named)}" if named else ""
         count = sum(extra.values())
-        return f"it started {count} thread{'s' if count > 1 else ''}{whose}, which do not survive a fork and may hold locks"
+        started = f"1 thread{whose}, which does" if count == 1 else f"{count} threads{whose}, which do"
+        return f"it started {started} not survive a fork and may hold locks"
     return ""

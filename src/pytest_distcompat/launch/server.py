@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from pytest_distcompat import clock
 from pytest_distcompat.launch import preload, rank
-from pytest_distcompat.launch.forking import LIBRARIES, SESSION, Ends, ForkServers, serve
+from pytest_distcompat.launch.forking import LIBRARIES, LOGS, SESSION, Ends, ForkServers, serve
 from pytest_distcompat.launch.process import adopt_orphans, alive, children, die_with_parent, reap_adopted
 from pytest_distcompat.launch.request import Request, interpreter
 
@@ -76,7 +76,7 @@ def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict
     late = clock.now() + 0.9 * wanted["timeout"]
     servers = ForkServers((LIBRARIES, SESSION) if wanted["call"] else (LIBRARIES,))
     # It imports all by itself, while we import torch for us and for the first.
-    servers.spawn(1, [*interpreter(), "-c", _OTHER, warmth, str(late)])
+    servers.spawn(1, [*interpreter(), "-c", _OTHER, warmth, str(late)], Path(warmth).with_name(LOGS[1]))
     # What the user made an error is one in ranks.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
