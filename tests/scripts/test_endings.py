@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pytest_distcompat.failures import LifeFailure, UsageProblem
+from pytest_distcompat.failures import Incompatible, LifeFailure, UsageProblem
 from pytest_distcompat.launch import Ending
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.scripts import ScriptRun, launch
@@ -20,6 +20,8 @@ from pytest_distcompat.scripts.launching import Host
 from .conftest import PROGRAMS, Launch, pids
 
 pytestmark = pytest.mark.spawn
+
+TWO_RANKS = (str(PROGRAMS / "start_ranks.py"), "2", str(PROGRAMS / "ends.py"))
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +238,24 @@ class TestOutsideOfPytest(unittest.TestCase):
     def test_launch(self) -> None:
         line = [str(PROGRAMS / "start_ranks.py"), "2", str(PROGRAMS / "ends.py"), "well"]
         self.assertFalse(launch(sys.executable, *line, launcher="cli", world_size=2, host=None).failed)  # noqa: PT009
+
+
+@pytest.mark.parametrize(
+    ("how", "fails"), [("raise", "rank 1 raised ValueError: rank 1 does not"), ("exit", "rank 1 exited with code 3")]
+)
+def test_a_failure_that_is_declared(host: Host, how: str, fails: str) -> None:
+    assert launch(sys.executable, *TWO_RANKS, how, launcher="cli", host=host, fails=fails).failed
+    with pytest.raises(LifeFailure, match=r"the run failed otherwise than with 'rank 0'\n\nrank 1"):
+        launch(sys.executable, *TWO_RANKS, how, launcher="cli", host=host, fails="rank 0")
+
+
+def test_a_declared_failure_that_does_not_come(host: Host) -> None:
+    with pytest.raises(Incompatible, match="all ranks ended well; expected the run to fail with 'rank 1 raised'"):
+        launch(sys.executable, *TWO_RANKS, "well", launcher="cli", host=host, fails="rank 1 raised")
+    with pytest.raises(LifeFailure, match="otherwise than with 'time limit'"):
+        launch(sys.executable, *TWO_RANKS, "hang", launcher="cli", host=host, timeout=5, fails="time limit")
+    with pytest.raises(UsageProblem, match=r"fails='\(': expected a regular expression"):
+        launch(sys.executable, *TWO_RANKS, "well", launcher="cli", host=host, fails="(")
 
 
 def _running(word: str) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -75,6 +76,7 @@ def launch(
     stop_after: int = 0,
     bridge: bool = True,
     allow_failure: bool = False,
+    fails: str = "",
     host: Host | None = None,
 ) -> ScriptRun:
     """Run an unmodified script (a path, or ``"-m", "module"``) or command line on ranks, and say how all of them ended.
@@ -92,8 +94,12 @@ def launch(
     and transformers alone on the CPU: there they refuse FSDP, or drop it without a word. ``host`` says where it runs: on all
     GPUs of the machine, or on two CPU ranks.
 
+    ``fails`` declares that the run is to fail: a regular expression for the first cause, as the first line of its story says it
+    (``"rank 1 raised ValueError"``, ``"exited with code 3"``). No hang is ever what was declared.
+
     Raises LifeFailure, with the story of all ranks and the first cause first, if the launcher or any rank failed, unless
-    ``allow_failure``. Raises UsageProblem for a wrong word, LeaseTimeout if no devices were to be had.
+    ``allow_failure``, or failed otherwise than ``fails`` says. Raises Incompatible if a run that was to fail does not. Raises
+    UsageProblem for a wrong word, LeaseTimeout if no devices were to be had.
     """
     where = host or Host.here()
     limit = where.timeout if timeout is None else timeout
@@ -109,6 +115,7 @@ def launch(
         environment=environment or {},
         blocks=blocks,
         saved_name=saved_name,
+        fails=fails,
     )
     classes = (blocks,) if isinstance(blocks, str) else tuple(blocks)
     cell = _cell(strategy, precision, ranks, options or {})
@@ -162,7 +169,9 @@ def launch(
     )
     if where.directory is None and not run.failed:
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    if not allow_failure:
+    if fails:
+        run.raise_unless_failed(fails)
+    elif not allow_failure:
         run.raise_if_failed()
     return run
 
@@ -178,12 +187,17 @@ def _check(
     environment: Mapping[str, str],
     blocks: object,
     saved_name: object,
+    fails: object,
 ) -> None:
     """Raise UsageProblem for an argument of ``launch`` that is of another kind than it takes, before anything is leased."""
     if not isinstance(script, (str, Path)):
         raise UsageProblem(f"script={script!r:.200}: expected a path, or '-m' before the name of a module")
     if not isinstance(blocks, (str, tuple, list)) or not all(isinstance(one, str) for one in blocks):
         raise UsageProblem(f"blocks={blocks!r:.200}: expected class names")
+    try:
+        re.compile(fails)  # type: ignore[call-overload]  # what is no text raises too
+    except (re.error, TypeError) as error:
+        raise UsageProblem(f"fails={fails!r:.200}: expected a regular expression ({error})") from None
     if saved_name is not None and not callable(saved_name):
         raise UsageProblem(f"saved_name={saved_name!r:.200}: expected a function of a key in a saved file")
     if not isinstance(timeout, (int, float)) or not timeout > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,6 +62,14 @@ class ScriptRun:
         __tracebackhide__ = True  # pytest then shows the line of the test
         if self.failed:
             raise LifeFailure(self.text(), hard=self.hard)
+
+    def raise_unless_failed(self, declared: str) -> None:
+        """Raise Incompatible if the run did not fail, LifeFailure if it hung or failed with another first cause than declared."""
+        __tracebackhide__ = True
+        if not self.failed:
+            raise Incompatible(f"all ranks ended well; expected the run to fail with {declared!r}\n{self.text()}")
+        if self.ending.timed_out or not re.search(declared, self.ending.headline()):
+            raise LifeFailure(f"the run failed otherwise than with {declared!r}\n\n{self.text()}", hard=self.hard)
 
     def text(self) -> str:
         """How it ended: the first cause first, what was bridged, and the command that runs it alone."""

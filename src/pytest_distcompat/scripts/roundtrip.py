@@ -198,7 +198,7 @@ def _check(
         raise UsageProblem(f"save_at={save_at!r} of total={total!r} steps")
     if reshard_to is not None:
         check_ranks("reshard_to", reshard_to)
-    ours = [name for name in ("watch_steps", "stop_after", "allow_failure") if name in settings]
+    ours = [name for name in ("watch_steps", "stop_after", "allow_failure", "fails") if name in settings]
     if ours:
         raise UsageProblem(f"resume_roundtrip takes no {ours[0]}: it says that of each run itself")
 
