@@ -4,21 +4,27 @@
 
 - ``@pytest.mark.world_size(2)`` (composer, llm-foundry) and a class attribute ``world_size = 2``: the test runs on that many
   ranks;
-- ``DistributedTest`` (DeepSpeed's ``tests/unit/common.py``), to inherit from;
+- ``DistributedTest`` and ``DistributedFixture`` (DeepSpeed's ``tests/unit/common.py``), to inherit from;
 - ``@pytest.mark.require_distributed(2)`` (LLaMA-Factory) and ``@gpu_test(gpu_count=2)`` (torchtune): the test starts its ranks
   itself; that many devices are lent to it, or it is skipped.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import os
+import socket
 import sys
 import unittest
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pytest_distcompat import clock
+from pytest_distcompat.failures import LifeFailure
 from pytest_distcompat.lease import Lease
 from pytest_distcompat.leased import inherited, told
 from pytest_distcompat.plugin.current import session_of
@@ -52,7 +58,8 @@ class DistributedTest:
     init_distributed: bool = True
 
     @pytest.fixture(autouse=True)
-    def _initialised(self, request: pytest.FixtureRequest) -> None:
+    def _initialised(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if self.init_distributed:
             request.getfixturevalue("process_group")
             if "deepspeed" in sys.modules:
@@ -67,6 +74,128 @@ class DistributedTest:
     def class_tmpdir(self, tmpdir: Any) -> Any:
         """Not that of other tests: each has ranks and directories of its own."""
         return tmpdir
+
+
+class _FixtureClass(type):
+    """Makes a fixture of each class that says on how many ranks it runs; one that does not is there to inherit from."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+        made = super().__new__(cls, name, bases, namespace)
+        size = getattr(made, _SIZE)
+        if size is None:
+            return made
+        if type(size) is not int or size < 1:
+            raise TypeError(f"{name}.{_SIZE} is {size!r}: expected a whole number above 0")
+        _CLASSES[made.__module__, name] = made
+        return _fixture_of(made)
+
+
+#: The classes of fixtures, by module and name: in the module the fixture has the name.
+_CLASSES: dict[tuple[str, str], Any] = {}
+
+
+class DistributedFixture(metaclass=_FixtureClass):
+    """A fixture whose method ``run`` is done by ``world_size`` ranks of its own before the test, which may have others.
+
+    Its arguments are fixtures, and go to the ranks by pickle. Rank 0 of the test starts these ranks, on the devices that it has,
+    and the test's other ranks wait. https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
+    """
+
+    world_size: int | None = None
+    #: Whether there is to be a process group when ``run`` begins.
+    init_distributed: bool = True
+
+
+def _fixture_of(of: Any) -> Any:
+    """Make the fixture of a class, with the arguments of its ``run``."""
+
+    def fixture(request: pytest.FixtureRequest, **values: Any) -> None:
+        import torch
+
+        multiprocessing: Any = torch.multiprocessing
+        shared = request.getfixturevalue("shared_dir") if "RANK" in os.environ else None
+        done = shared.with_name(f"{shared.name}-{of.__name__}") if shared is not None else None
+        if os.environ.get("RANK", "0") == "0":
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = str(free.getsockname()[1])
+            told = of.__module__, of.__name__, port, values
+            try:
+                multiprocessing.spawn(_run_fixture, args=told, nprocs=of.world_size)
+            except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+                story = str(error).strip()
+                said = f"rank {error.error_index} of the fixture {of.__name__}: {story.splitlines()[-1]}"
+                raise LifeFailure(f"{said}\n\n{story}") from None
+            if done is not None:
+                done.touch()
+        elif done is not None:
+            # As long as the test may run: who fails meanwhile ends this rank too.
+            clock.wait_until(done.exists, float("inf"), every=0.05)
+
+    parameters = [one for one in inspect.signature(of.run).parameters.values() if one.name != "self"]
+    asked = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters if one.name != "request"]
+    fixture.__signature__ = inspect.Signature([asked, *named])  # type: ignore[attr-defined]  # pytest asks for it
+    return pytest.fixture(name=of.__name__)(fixture)
+
+
+def _run_fixture(rank: int, module: str, name: str, port: str, values: Mapping[str, Any]) -> None:
+    """Be a rank of a fixture."""
+    importlib.import_module(module)
+    of = _CLASSES[module, name]
+    size = str(of.world_size)
+    for variable in [one for one in os.environ if one.startswith("TORCHELASTIC_")]:
+        del os.environ[variable]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "LOCAL_SIZE": size}
+    import torch
+
+    if of.init_distributed:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(rank)
+        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        if "deepspeed" in sys.modules:
+            sys.modules["deepspeed"].init_distributed()
+    of().run(**values)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
+    """Have a ``conftest.py`` that keeps the tests of ``WORLD_SIZE`` ranks, as composer's does, keep those of all sizes.
+
+    It expects to be run by torchrun once for each number of ranks; here no test of several would be left, and nobody told.
+    """
+    found = list(items)
+    yield
+    kept = {id(item) for item in items}
+    gone: dict[int, list[pytest.Item]] = {}
+    for item in found:
+        mark = item.get_closest_marker(MARK)
+        size = mark.kwargs.get(_SIZE, 0) if mark is not None else 0
+        if id(item) not in kept and size > 1:
+            gone.setdefault(size, []).append(item)
+    if not gone or "WORLD_SIZE" in os.environ:
+        return
+    others = config.pluginmanager.subset_hook_caller("pytest_collection_modifyitems", [sys.modules[__name__]])
+    for size, wanted in gone.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WORLD_SIZE", str(size))
+            others(session=session, config=config, items=wanted)
+    back = {id(item) for wanted in gone.values() for item in wanted}
+    if [item for item in found if id(item) in kept] == items:
+        items[:] = [item for item in found if id(item) in kept | back]
+    else:
+        items += [item for item in found if id(item) in back]
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and "deselected" in reporter.stats:
+        # Each was reported once or twice.
+        once = {id(item): item for item in reporter.stats["deselected"] if id(item) not in back}
+        reporter.stats["deselected"] = list(once.values())
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.plugin.conftest import FakeRanks, Run, RunPytest
 
 CONFTEST = 'pytest_plugins = ["pytest_distcompat.aliases"]\n'
@@ -18,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from pytest_distcompat.aliases import DistributedTest, gpu_test
+from pytest_distcompat.aliases import DistributedFixture, DistributedTest, gpu_test
 
 @pytest.fixture
 def configure_dist():
@@ -40,6 +42,24 @@ def test_composer_alone():
 @pytest.fixture(params=["hello"])
 def greeting(request):
     return request.param
+
+class _Checkpoint(DistributedFixture):
+    def run(self, class_tmpdir, greeting, color):
+        assert os.environ["LOCAL_SIZE"] == os.environ["WORLD_SIZE"] == str(dist.get_world_size()) == str(self.world_size)
+        open(os.path.join(class_tmpdir, f"{greeting}-{color}-{dist.get_rank()}"), "w").close()
+        if color == "red" and dist.get_rank() == 1:
+            raise ValueError("not in red")
+
+class checkpoint(_Checkpoint):
+    world_size = 3
+
+@pytest.mark.parametrize("color", ["blue", "red"])
+class TestFixture(DistributedTest):
+    world_size = 2
+
+    def test(self, checkpoint, class_tmpdir, color):
+        assert (dist.get_world_size(), os.environ["LOCAL_SIZE"]) == (2, "2")
+        assert len(os.listdir(class_tmpdir)) == 3
 
 @pytest.mark.parametrize("number,color", [(1138, "purple")])
 class TestDeepSpeed(DistributedTest):
@@ -87,11 +107,61 @@ def test_they_run_as_they_did(moved: Run) -> None:
     assert moved.outcomes == {
         "test_composer[3.0]": "passed",
         "test_composer_alone": "passed",
+        "TestFixture::test[hello-blue]": "passed",
+        "TestFixture::test[hello-red]": "failed",
         "TestDeepSpeed::test[hello-icosahedron-1138-purple]": "passed",
         "test_llama_factory": "passed",
         "test_torchtune": "skipped",
     }, moved.out
     assert "the test needs 2 GPUs, there are none to use" in moved.text("test_torchtune")
+    told = "LifeFailure: rank 1 of the fixture checkpoint: ValueError: not in red"
+    assert told in moved.text("TestFixture::test[hello-red]").splitlines()[0]
+
+
+#: As composer has it: the whole of pytest is run by torchrun there, once for each number of ranks.
+COMPOSER = """
+import os
+import pytest
+
+def pytest_collection_modifyitems(config, items):
+    wanted = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = [getattr(item.get_closest_marker("world_size"), "args", [1])[0] for item in items]
+    config.hook.pytest_deselected(items=[item for item, size in zip(items, sizes) if size != wanted])
+    items[:] = [item for item, size in zip(items, sizes) if size == wanted]
+
+@pytest.fixture(autouse=True, scope="session")
+def configure_dist():
+    import torch.distributed as dist
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        dist.init_process_group("gloo")
+        dist.barrier()
+"""
+
+SIZES = """
+import os
+import pytest
+
+def test_one():
+    assert "RANK" not in os.environ
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.world_size(size)) for size in (1, 2, 3)])
+def test_both(size):
+    assert int(os.environ.get("WORLD_SIZE", "1")) == size
+
+@pytest.mark.world_size(2)
+def test_other(): pass
+"""
+
+
+@pytest.mark.spawn
+def test_a_conftest_that_keeps_the_tests_of_one_size(run_pytest: RunPytest, tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(f"{CONFTEST}{COMPOSER}", encoding="utf-8")
+    (tmp_path / "test_sizes.py").write_text(SIZES, encoding="utf-8")
+    run = run_pytest(tmp_path, "-k", "not other")
+    assert run.outcomes == dict.fromkeys(["test_one", "test_both[1]", "test_both[2]", "test_both[3]"], "passed"), (
+        run.out
+    )
+    assert "4 passed, 1 deselected" in run.out
 
 
 def test_every_form_asks_for_its_ranks(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
