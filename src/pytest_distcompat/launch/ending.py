@@ -6,6 +6,7 @@ it, are folded under it.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.excerpt import encodable
+from pytest_distcompat.launch import builds
 from pytest_distcompat.launch.collectives import Standing, parting, standing, told
 from pytest_distcompat.launch.files import Files
 from pytest_distcompat.launch.peers import aborted_by_lost_peer
 from pytest_distcompat.launch.request import is_excused, read_events
-from pytest_distcompat.launch.stacks import without_launcher
+from pytest_distcompat.launch.stacks import threads, without_launcher
 
 #: What is said of a rank that waited for one which had left its test.
 _WAITED = "waited for ranks that had left the test, and was killed"
@@ -52,7 +54,7 @@ class Ending:
     """How all ranks of a life ended, and what each wrote.
 
     ``left`` says why ranks that were kept left early; ``leaks`` what stayed in use of the devices after the ranks were gone:
-    a failure, however they ended.
+    a failure, however they ended. ``builds`` says whom ranks waited for that were to build an extension.
     """
 
     ranks: tuple[RankEnd, ...]
@@ -66,6 +68,7 @@ class Ending:
     left_over: tuple[str, ...] = ()
     leaks: tuple[str, ...] = ()
     command: str = ""
+    builds: str = ""
 
     @property
     def failed(self) -> bool:
@@ -122,7 +125,9 @@ class Ending:
             return late if self.timed_out else "all ranks ended well"
         if self.timed_out and cause.status == "stuck":
             what, _ = parting(self._standings)
-            return ": ".join(filter(None, (f"time limit of {self.timeout:g} s", what, told(self._standings))))
+            return ": ".join(
+                filter(None, (f"time limit of {self.timeout:g} s", what, told(self._standings), self.builds))
+            )
         return f"rank {cause.rank} {cause.message}"
 
     @property
@@ -184,12 +189,14 @@ def conclude(
     first: int | None = None,
     ended_at: Sequence[float | None] = (),
     files: Files | None = None,
+    environment: Mapping[str, str] = os.environ,
     **more: Any,
 ) -> Ending:
     """Put together what is known of each rank, from its log in ``directory`` and from its ``files``, if they lie elsewhere.
 
     ``exit_codes`` are negative for signals, None where unknown; ``ended_by_us`` the ranks killed at the time limit, or
-    because they outlived another rank's failure; ``first`` the rank that the agent saw fail first.
+    because they outlived another rank's failure; ``first`` the rank that the agent saw fail first. ``environment`` is what ranks
+    had. Locks of builds that they left are removed.
     """
     files = files or Files.of(directory)
     events = {rank: read_events(directory, rank) for rank in range(world_size)}
@@ -212,7 +219,12 @@ def conclude(
         # For a rank whose test allows that it left.
         timed_out = False
         ends = [replace(end, status="stopped", message=_WAITED) if end in stuck else end for end in ends]
-    return Ending(tuple(_fold(ends, first)), events, timed_out=timed_out, **more)
+    ending = Ending(tuple(_fold(ends, first)), events, timed_out=timed_out, **more)
+    if not ending.failed:
+        return ending
+    builds.remove_abandoned(ending.seconds, environment)
+    waited_for = any(builds.waits(frames) for end in stuck for frames in threads(end.stack))
+    return replace(ending, builds=builds.told(environment)) if waited_for else ending
 
 
 def _rank_end(

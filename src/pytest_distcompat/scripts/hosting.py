@@ -152,6 +152,7 @@ def _watch(hosted: Hosted, keeper: _Keeper) -> Ending:
         "ended_at": [deaths.at.get(rank) for rank in range(hosted.world_size)],
         "seconds": clock.now() - watch.began,
         "timeout": hosted.timeout,
+        "environment": hosted.environment,
         "left_over": tuple(left_over),
         "command": hosted.reproduce,
     }
