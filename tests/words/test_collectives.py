@@ -201,3 +201,16 @@ def test_the_standard_library_of_another_python_is_not_the_users_code(rank: Rank
     """A script may be started by a Python of its own."""
     at = rank.at(f'  File "{standard}/threading.py", line 9 in wait', user("train"))
     assert at.frame.where == "train.py:2"
+
+
+def test_a_script_of_an_installed_package_is_the_users(rank: Rank) -> None:
+    """As ``launch("-m", "trl.scripts.sft")`` runs it: the library that waits is not where to look first."""
+    frames = (
+        f'  File "{PACKAGES}/accelerate/utils/operations.py", line 7 in gather',
+        f'  File "{PACKAGES}/theirs/trainer.py", line 5 in step',
+        f'  File "{PACKAGES}/transformers/trainer.py", line 9 in train',
+        f'  File "{PACKAGES}/theirs/scripts/sft.py", line 3 in <module>',
+        '  File "<frozen runpy>", line 88 in _run_code',
+    )
+    assert rank.at(*frames).frame.where == "theirs/trainer.py:5"
+    assert rank.at(frames[0], frames[2]).frame.where == "accelerate/utils/operations.py:7"

@@ -46,6 +46,11 @@ class Frame:
         return f"{path}:{self.line}"
 
     @property
+    def package(self) -> str:
+        """The installed package that it is of, or the directory that has it."""
+        return _PACKAGES.sub("", self.file).split("/")[0] if _PACKAGES.match(self.file) else str(Path(self.file).parent)
+
+    @property
     def of_torch(self) -> bool:
         """Whether it is torch's code."""
         return "-packages/torch/" in self.file
@@ -92,9 +97,16 @@ def threads(stack: str) -> list[list[Frame]]:
 
 
 def nearest(frames: Sequence[Frame]) -> Frame:
-    """The innermost frame of the user's own code; without any that of a library, but torch; else the innermost at all."""
-    of_libraries = (frame for frame in frames if not (frame.of_python or frame.of_torch))
-    return next((frame for frame in frames if frame.of_the_user), next(of_libraries, frames[0]))
+    """The innermost frame of the user's own code: without any that of the package whose script runs, else that of a library, but
+    torch; else the innermost at all.
+    """
+    of_libraries = [frame for frame in frames if not (frame.of_python or frame.of_torch)]
+    outermost = of_libraries[-1] if of_libraries else None
+    if outermost and outermost.function == "<module>":
+        started = next((frame for frame in of_libraries if frame.package == outermost.package), None)
+    else:
+        started = None
+    return next((frame for frame in frames if frame.of_the_user), started or next(iter(of_libraries), frames[0]))
 
 
 def without_launcher(stack: str) -> str:
