@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -260,3 +261,15 @@ def test_the_fixtures_and_the_mark_are_frozen() -> None:
     of_ranks = ["cell", "world", "rank", "world_size", "device", "shared_dir", "process_group", "distcompat_case"]
     assert names == [*of_ranks, "distcompat"]
     assert marked.ARGUMENTS == ("world_size", "strategies", "precisions", "options", "timeout", "reuse")
+
+
+def test_actions_are_pinned_by_commit() -> None:
+    """A tag can be moved to other code, which would run with what the workflow may do."""
+    uses = [
+        (file.name, line.strip())
+        for file in sorted((Path(__file__).parents[2] / ".github").rglob("*.y*ml"))
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if "uses:" in line and "uses: ./" not in line
+    ]
+    assert uses
+    assert not [one for one in uses if not re.search(r"uses: [\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+$", one[1])]
