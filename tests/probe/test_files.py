@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from pytest_distcompat.checks.names import READ
 from pytest_distcompat.probe import read_files, read_saved
@@ -107,3 +109,22 @@ def test_a_file_whose_keys_are_mapped_back(tmp_path: Path) -> None:
     (fact,) = read_files(tmp_path)
     plain = fact.renamed(lambda key: key.removeprefix("net."))
     assert (plain.keys, plain.shapes) == (("weight",), {"weight": (2, 3)})
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "distributed"])
+def test_a_path_that_is_not_utf_8(form: str, state: dict[str, Any], tmp_path: Path) -> None:
+    """As below a ``TMPDIR`` of such a name, which the libraries that read these files refuse."""
+    here = tmp_path / "\udcff\udcfe"
+    if form == "safetensors":
+        save_file(state, tmp_path / "model.safetensors")
+    elif form == "torch":
+        torch.save(state, tmp_path / "model.pt")
+    else:
+        save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    expected = read_files(tmp_path), read_saved(tmp_path)
+    here.mkdir()
+    for path in tmp_path.iterdir():
+        if path != here:
+            path.rename(here / path.name)
+    assert (read_files(here), read_saved(here)) == expected
+    assert all(expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,16 +20,32 @@ def read_files(directory: Path, prefix: str = "") -> tuple[FileFact, ...]:
     ``prefix`` is put before the paths in what is returned.
     """
     facts: list[FileFact] = []
-    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        name = prefix + str(path.relative_to(directory))
-        if path.suffix == ".safetensors":
-            shapes, dtypes = _safetensors(path)
-            facts.append(FileFact(name, "safetensors", "model", tuple(shapes), shapes, dtypes))
-        elif path.name == ".metadata":
-            facts.extend(_dcp(path.parent, prefix + str(path.parent.relative_to(directory))))
-        elif path.suffix in PICKLED:
-            facts.extend(_pickled(path, name))
+    with readable(directory) as there:
+        for path in sorted(path for path in there.rglob("*") if path.is_file()):
+            name = prefix + str(path.relative_to(there))
+            if path.suffix == ".safetensors":
+                shapes, dtypes = _safetensors(path)
+                facts.append(FileFact(name, "safetensors", "model", tuple(shapes), shapes, dtypes))
+            elif path.name == ".metadata":
+                facts.extend(_dcp(path.parent, prefix + str(path.parent.relative_to(there))))
+            elif path.suffix in PICKLED:
+                facts.extend(_pickled(path, name))
     return tuple(facts)
+
+
+@contextlib.contextmanager
+def readable(directory: Path) -> Iterator[Path]:
+    """Give a path of the directory that torch and safetensors can open: they take UTF-8 only."""
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError:
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            yield Path(f"/proc/self/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+    else:
+        yield directory
 
 
 #: Files that ``torch.save`` wrote.

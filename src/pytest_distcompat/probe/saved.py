@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.probe.files import MODEL, OPTIMIZER, PICKLED, SCHEDULER, _load, dcp_parts
+from pytest_distcompat.probe.files import MODEL, OPTIMIZER, PICKLED, SCHEDULER, _load, dcp_parts, readable
 from pytest_distcompat.probe.tensors import digest
 from pytest_distcompat.trace import FileFact
 
@@ -17,12 +17,13 @@ def read_saved(directory: Path) -> tuple[FileFact, ...]:
     It reads all tensors of the model, so not for every cell.
     """
     facts = []
-    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        for holds, content in _parts(path):
-            digests = {str(key): digest(value) for key, value in content.items()} if holds == "model" else {}
-            if content:
-                keys = tuple(map(str, content))
-                facts.append(FileFact(str(path.relative_to(directory)), "", holds, keys, digests=digests))
+    with readable(directory) as there:
+        for path in sorted(path for path in there.rglob("*") if path.is_file()):
+            for holds, content in _parts(path):
+                digests = {str(key): digest(value) for key, value in content.items()} if holds == "model" else {}
+                if content:
+                    keys = tuple(map(str, content))
+                    facts.append(FileFact(str(path.relative_to(there)), "", holds, keys, digests=digests))
     return tuple(facts)
 
 
