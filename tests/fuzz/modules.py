@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 #: What a phase does on a rank, as source.
@@ -72,22 +72,6 @@ EFFECTS = {
     "directory": ("import tempfile\nVALUE = tempfile.mkdtemp()", "own(VALUE)"),
     "pid": ("VALUE = os.getpid()", "assert VALUE == os.getpid()"),
 }
-#: Verdicts that are known to differ from mode to mode; who mends one takes it out.
-KNOWN = {
-    "at import: random": "numbers drawn when a module is imported are drawn once, in the process that ranks are forked from",
-    "at import: hash": "ranks are forked from one process and share its hash seed",
-    "at import: uuid": "as random numbers",
-    "at import: time": "as random numbers",
-    "at import: directory": "as random numbers",
-    "at import: file": "forked ranks share the place in a file that was opened when a module was imported",
-    "at import: pid": "it is that of the process that ranks are forked from",
-    "skip before xfail": "inside a launch a rank that goes on beside one that skipped disagrees with it, though it xfails; else that is xfailed",
-    "late": "a rank that fails in a later phase than the one in which another xfailed has been ended by then",
-}
-#: What makes ranks be started by spawn, seconds each.
-SLOW = frozenset({"at import: rank"})
-FEATURES = frozenset({*(f"at import: {name}" for name in EFFECTS), "deaths", "late", "skip before xfail"})
-DAILY = FEATURES - KNOWN.keys() - SLOW
 
 HEAD = '''"""Written by the fuzzer."""
 import os
@@ -194,27 +178,6 @@ class Case:
             return "skipped" if set(ends) == {"skipped"} else "failed"
         return "xpassed" if self.mark in EXPECTING else "passed"
 
-    def needs(self) -> set[str]:
-        """Return the features without which it is not drawn."""
-        needed = {"late": self._late(), "skip before xfail": self._skips_before_xfail(), "deaths": self.dies}
-        return {feature for feature, there in needed.items() if there}
-
-    def _ends(self) -> list[list[str]]:
-        """How each rank's phases would end, had it come to them."""
-        return [[self._phase(kinds[rank]) for kinds in (self.setup, self.call, self.teardown)] for rank in (0, 1)]
-
-    def _skips_before_xfail(self) -> bool:
-        """Whether a rank skips in an earlier phase than the one in which another xfails."""
-        ends = self._ends()
-        return any("skipped" in one[: other.index("xfailed")] for one in ends for other in ends if "xfailed" in other)
-
-    def _late(self) -> bool:
-        """Whether a rank fails in a later phase than another xfailed in, or an exception is expected of a teardown."""
-        ends = self._ends()
-        expected = min((own.index("xfailed") for own in ends if "xfailed" in own), default=3)
-        fails = max((own.index("failed") for own in ends if "failed" in own), default=-1)
-        return fails > expected or (self.mark in EXPECTING and self.teardown != PASS)
-
     def _phase(self, kind: str) -> str:
         if kind in DEATHS or (kind in FAULTS and not self._expected(kind)):
             return "failed"
@@ -255,28 +218,21 @@ class Module:
         return {f"{self.name}.py::{name}": case.verdict() for case in self.cases for name in case.ids}
 
 
-def modules(seed: int, many: int, features: Collection[str] = DAILY) -> list[Module]:
+def modules(seed: int, many: int) -> list[Module]:
     """Return so many modules, the same ones for the same seed."""
     draw = random.Random(seed)
-    effects = ["", *(name for name in EFFECTS if f"at import: {name}" in features)]
+    effects = ["", *EFFECTS]
     found = []
     for number in range(many):
         effect = draw.choice(effects)
-        cases = [_case(draw, f"m{number}_{position}", features) for position in range(draw.randint(1, 3))]
+        cases = [_case(draw, f"m{number}_{position}") for position in range(draw.randint(1, 3))]
         if effect:
             cases.append(Case(f"m{number}_effect", effect=effect))
         found.append(Module(f"test_m{number}", tuple(cases), effect))
     return found
 
 
-def _case(draw: random.Random, name: str, features: Collection[str]) -> Case:
-    while True:
-        case = _any_case(draw, name)
-        if case.needs() <= set(features):
-            return case
-
-
-def _any_case(draw: random.Random, name: str) -> Case:
+def _case(draw: random.Random, name: str) -> Case:
     ends = [*FAULTS, "skip", "xfail", *(DEATHS if draw.random() < 0.2 else ())]
     setup = _kinds(draw, ends) if draw.random() < 0.25 else PASS
     scope = draw.choice(["function", "function", "module", "session"])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from tests.fuzz.modules import DAILY, Case, Module, modules, simpler
+from tests.fuzz.modules import Case, Module, modules, simpler
 from tests.pytest_runs import RECORDED, Run, reports
 
 pytestmark = pytest.mark.spawn
@@ -133,9 +133,8 @@ def test_a_few(mode: str, fuzz: Fuzz) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(1, 11))
 def test_many(seed: int, mode: str, fuzz: Fuzz) -> None:
-    """Ten times fifty modules. ``FUZZ_SEED`` gives others, ``FUZZ_FEATURES`` ("late,at import: uuid") what is known to differ."""
-    features = DAILY | set(filter(None, os.environ.get("FUZZ_FEATURES", "").split(",")))
-    written = modules(seed + 1000 * int(os.environ.get("FUZZ_SEED", "0")), 50, features)
+    """Ten times fifty modules; ``FUZZ_SEED`` gives others."""
+    written = modules(seed + 1000 * int(os.environ.get("FUZZ_SEED", "0")), 50)
     if mode == "cold":
         written = written[:COLD]
     wrong = differing(written, mode, fuzz)

@@ -1,0 +1,26 @@
+"""All faults once more under torchrun: no verdict on them may be another on warm ranks."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.faults.conftest import RunFaults
+
+pytestmark = [pytest.mark.spawn, pytest.mark.nightly]
+
+#: By file of faults, the time limit of each test.
+FILES = {"die": 30, "hang": 60, "midway": 60, "output": 60, "raise": 60, "skip": 60, "state": 60}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.timeout(2400)
+def test_torchrun_says_the_same(run_faults: RunFaults, name: str) -> None:
+    args = ("--distcompat-verify=100", f"--distcompat-timeout={FILES[name]}")
+    run = run_faults(f"faults_{name}.py", *args, seconds=1800.0, FAULTS_WORLD_SIZE="2")
+    assert run.outcomes
+    differing = re.findall(r"^warm ranks and torchrun's disagree.*", run.out, re.MULTILINE)
+    assert not differing, run.out
