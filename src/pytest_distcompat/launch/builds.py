@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -25,42 +25,40 @@ def waits(frames: Iterable[Frame]) -> bool:
     return any(frame.file.endswith(_WAITS[0]) and frame.function == _WAITS[1] for frame in frames)
 
 
-def remove_abandoned(seconds: float, environment: Mapping[str, str]) -> list[Path]:
-    """Remove the locks that builds of the last ``seconds`` left which were killed; return these."""
+def remove_abandoned(seconds: float, environment: Mapping[str, str]) -> None:
+    """Remove the locks that builds of the last ``seconds`` left which were killed."""
     began = clock.wall() - seconds
-    left = [lock for lock, holder in _held(environment) if holder is None and lock.stat().st_ctime >= began]
-    for lock in left:
-        lock.unlink(missing_ok=True)
-    return left
+    for lock, made, holder in _locks(environment):
+        if holder is None and made >= began:
+            lock.unlink(missing_ok=True)
 
 
 def told(environment: Mapping[str, str]) -> str:
     """Return what is known of the locks for which a build may wait, in a line."""
     said = [
-        f"{lock} is held by process {holder.pid} ({' '.join(holder.cmdline())[:80]})"
-        if holder is not None
-        else f"no process holds {lock}, which a build that was killed left: remove it"
-        for lock, holder in _held(environment)
+        f"no process holds {lock}, which a build that was killed left: remove it"
+        if holder is None
+        else f"{lock} is held by process {holder.pid} ({holder.name()})"
+        for lock, _, holder in _locks(environment)
     ]
     return "; ".join(said)
 
 
-def _held(environment: Mapping[str, str]) -> list[tuple[Path, psutil.Process | None]]:
-    """All locks of this user, and who holds each."""
-    locks = [lock for lock in _locks(environment) if lock.stat().st_uid == os.getuid()]
-    if not locks:
-        return []
-    holders: dict[Path, psutil.Process] = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            holders |= {Path(file.path): process for file in process.open_files()}
-    return [(lock, holders.get(lock)) for lock in locks]
-
-
-def _locks(environment: Mapping[str, str]) -> Iterator[Path]:
+def _locks(environment: Mapping[str, str]) -> list[tuple[Path, float, psutil.Process | None]]:
+    """All locks of this user, when each was made, and who holds it."""
     named = environment.get("TORCH_EXTENSIONS_DIR")
     cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/"), ".cache")
     # The default has a directory for each Python and CUDA.
     root, below = (Path(named), "*/lock") if named else (Path(cache, "torch_extensions"), "*/*/lock")
-    with contextlib.suppress(OSError):
-        yield from sorted(root.resolve().glob(below))
+    found: dict[Path, float] = {}
+    for lock in sorted(root.resolve().glob(below)):
+        # It may be gone by now.
+        with contextlib.suppress(OSError):
+            made = lock.stat()
+            if made.st_uid == os.getuid():
+                found[lock] = made.st_ctime
+    holders: dict[Path, psutil.Process] = {}
+    for process in psutil.process_iter() if found else ():
+        with contextlib.suppress(psutil.Error, OSError):
+            holders |= {Path(file.path): process for file in process.open_files()}
+    return [(lock, made, holders.get(lock)) for lock, made in found.items()]
