@@ -178,6 +178,18 @@ class Case:
             return "skipped" if set(ends) == {"skipped"} else "failed"
         return "xpassed" if self.mark in EXPECTING else "passed"
 
+    @property
+    def differs_inside(self) -> bool:
+        """Whether it has another verdict in a session that torchrun started, which is known.
+
+        A rank that goes on beside one that skipped disagrees with it there, though it xfails: failed, else xfailed. An exception
+        that was expected of one rank's teardown alone leaves the call's verdict: xpassed, else xfailed.
+        """
+        phases = (self.setup, self.call, self.teardown)
+        ends = [[self._phase(kinds[rank]) for kinds in phases] for rank in (0, 1)]
+        skips = any("skipped" in one[: other.index("xfailed")] for one in ends for other in ends if "xfailed" in other)
+        return skips or (self.mark in EXPECTING and self.teardown != PASS)
+
     def _phase(self, kind: str) -> str:
         if kind in DEATHS or (kind in FAULTS and not self._expected(kind)):
             return "failed"
