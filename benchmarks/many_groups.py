@@ -36,7 +36,7 @@ def test_group(process_group, number):
     assert total.tolist() == [2.0] * 8
 """
 
-#: Looks after single tests, when their ranks are gone. In files of its own: temporary ones and the lives' are counted.
+#: Looks after single tests, when their ranks are gone. In files of its own: temporary ones and the runs' are counted.
 SAMPLER = """
 import json
 import os

@@ -45,8 +45,8 @@ def walk(where: Path, title: str) -> None:
     first, _ = timed(where, INIT)
     second, output = timed(where, PYTEST)
     cells = len(set(re.findall(r"^  (\w+-\w+-w\d\S*)  ", output, re.MULTILINE)))
-    verdicts, lives = re.search(r"(\d+) verdicts from (\d+)", output).groups()  # type: ignore[union-attr]
-    print(f"| {title} | 2 | 0 | {first:.1f} | {second:.1f} | {cells} | {verdicts} from {lives} lives |", flush=True)
+    verdicts, runs = re.search(r"(\d+) verdicts from (\d+)", output).groups()  # type: ignore[union-attr]
+    print(f"| {title} | 2 | 0 | {first:.1f} | {second:.1f} | {cells} | {verdicts} from {runs} lives |", flush=True)
 
 
 def lines(path: Path) -> int:

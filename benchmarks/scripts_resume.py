@@ -14,7 +14,7 @@ from typing import Any
 
 from machine import PACKAGES, measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
-from pytest_distcompat.failures import Incompatible, LifeFailure
+from pytest_distcompat.failures import Incompatible, RunFailedError
 from pytest_distcompat.scripts import resume_roundtrip
 
 PROGRAM = Path(__file__).parents[1] / "tests" / "scripts" / "programs" / "trainer_script.py"
@@ -45,7 +45,7 @@ def said(settings: dict[str, Any]) -> str:
             environment={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
             **settings,
         )
-    except (Incompatible, LifeFailure) as error:
+    except (Incompatible, RunFailedError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         return "<br>".join((f"**{type(error).__name__}**", *lines[:SHOWN])).replace("|", "/")
     return "passed: the same bit by bit"

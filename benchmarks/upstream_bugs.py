@@ -64,7 +64,7 @@ def look(sound: Stack, name: str, sighting: Sighting, among: list[Cell]) -> tupl
     sound.verdict(sighting.driver, sighting.cell, sighting.check)
     with tempfile.TemporaryDirectory() as place:
         path = (mutated_copy(BY_ID[name], Path(place) / "copy"), STAND_IN)
-        with stack(Path(place) / "lives", path, ((sighting.driver, sighting.cell),)) as mutated:
+        with stack(Path(place) / "runs", path, ((sighting.driver, sighting.cell),)) as mutated:
             return next(seen(sound, mutated, sighting, among), None)
 
 

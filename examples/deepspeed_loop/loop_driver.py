@@ -17,7 +17,7 @@ class LoopDriver(Driver):
     name: ClassVar[str] = "loop"
     #: Known issues of these are expected, whoever finds them.
     libraries: ClassVar[tuple[str, ...]] = ("deepspeed", "torch")
-    #: The last is what every ZeRO engine imports when it is made, seconds a life.
+    #: The last is what every ZeRO engine imports when it is made, seconds a run.
     preload: ClassVar[tuple[str, ...]] = ("deepspeed", "loop", "deepspeed.runtime.zero.muon.muon_optimizer")
 
     def plain_model(self) -> nn.Module:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.checks import CHECKS, Check, check
     from pytest_distcompat.drivers import Driver
     from pytest_distcompat.expect import fails, refuses
-    from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, LifeFailure, UsageProblem
+    from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
     from pytest_distcompat.judge import Verdict
     from pytest_distcompat.suite import CompatSuite
     from pytest_distcompat.trace import Trace
@@ -31,8 +31,8 @@ __all__ = [
     "Driver",
     "Incompatible",
     "LateFailure",
-    "LifeFailure",
     "Matrix",
+    "RunFailedError",
     "Trace",
     "UsageProblem",
     "Verdict",
@@ -48,7 +48,7 @@ _HOME = {
     **dict.fromkeys(("Cell", "Matrix"), "cell"),
     **dict.fromkeys(("CHECKS", "Check", "check"), "checks"),
     **dict.fromkeys(("fails", "refuses"), "expect"),
-    **dict.fromkeys(("DistcompatError", "Incompatible", "LateFailure", "LifeFailure", "UsageProblem"), "failures"),
+    **dict.fromkeys(("DistcompatError", "Incompatible", "LateFailure", "RunFailedError", "UsageProblem"), "failures"),
     "CompatSuite": "suite",
     "Driver": "drivers",
     "Trace": "trace",

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat import clock
-from pytest_distcompat.failures import LifeFailure
+from pytest_distcompat.failures import RunFailedError
 from pytest_distcompat.lease import Lease
 from pytest_distcompat.leased import inherited, told
 from pytest_distcompat.plugin.current import session_of
@@ -125,7 +125,7 @@ def _fixture_of(of: Any) -> Any:
             except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
                 story = str(error).strip()
                 said = f"rank {error.error_index} of the fixture {of.__name__}: {story.splitlines()[-1]}"
-                raise LifeFailure(f"{said}\n\n{story}") from None
+                raise RunFailedError(f"{said}\n\n{story}") from None
             if done is not None:
                 done.touch()
         elif done is not None:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pytest_distcompat.trace import LifeTrace, Moment, ParameterFact, Trace
+from pytest_distcompat.trace import Moment, ParameterFact, RunTrace, Trace
 
 #: Steps that are left out in front: allocators, compilers and bucket sizes settle there.
 WARM_UP = 8
@@ -39,15 +39,15 @@ class Cost:
     mfu: float | None = None
 
 
-def cost(trace: Trace, device: str = "", life: str = "train") -> Cost | None:
+def cost(trace: Trace, device: str = "", run: str = "train") -> Cost | None:
     """The cost of the training in the trace; None where it has too few steps to tell. ``device`` is a GPU's name."""
-    return _cost(trace.lives.get(life), device)
+    return _cost(trace.runs.get(run), device)
 
 
-def _cost(life: LifeTrace | None, device: str) -> Cost | None:
-    if life is None:
+def _cost(run: RunTrace | None, device: str) -> Cost | None:
+    if run is None:
         return None
-    steps = [life.at("step", nth) for nth in range(WARM_UP, len({m.index for m in life.moments if m.verb == "step"}))]
+    steps = [run.at("step", nth) for nth in range(WARM_UP, len({m.index for m in run.moments if m.verb == "step"}))]
     if not steps:
         return None
     # A step has taken as long as it took the slowest rank.
@@ -55,19 +55,19 @@ def _cost(life: LifeTrace | None, device: str) -> Cost | None:
     tokens = statistics.mean(moment.tokens for moments in steps for moment in moments)
     rate = tokens / seconds if seconds else 0.0
     peak = next((value for name, value in PEAK.items() if name in device), None)
-    first = life.first("plain")
+    first = run.first("plain")
     size = sum(math.prod(fact.shape) for fact in first.plain.parameters) if first and first.plain else 0
     memory = max((moment.memory for moments in steps for moment in moments), default=0)
     mfu = 6 * size * rate / peak if peak else None
-    return Cost(seconds, rate, memory, state_bytes(life), mfu)
+    return Cost(seconds, rate, memory, state_bytes(run), mfu)
 
 
-def state_bytes(life: LifeTrace, nth: int = 2) -> float:
+def state_bytes(run: RunTrace, nth: int = 2) -> float:
     """Bytes of masters and optimizer state on all ranks together, for each trained parameter, after step ``nth``.
 
     https://huggingface.co/blog/deepspeed-to-fsdp-and-back: float32 masters and two moments are 12, which few ranks feel.
     """
-    moments, first = life.at("step", nth), life.first("plain")
+    moments, first = run.at("step", nth), run.first("plain")
     trained = trained_elements(first.plain.parameters) if first and first.plain else 0
     held = sum(numel * BYTES.get(dtype, 4) for moment in moments for (_, dtype), numel in kept(moment).items())
     return held / trained if trained else 0.0

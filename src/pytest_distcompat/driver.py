@@ -54,7 +54,7 @@ def _missing(driver: Driver, verb: str) -> str:
 class Driver:
     """The trainer under test. Subclass it, write five verbs, name the class ``module:attribute`` in your suite.
 
-    Every rank makes one driver for each life and calls its verbs in order. After each verb a probe looks at
+    Every rank makes one driver for each run and calls its verbs in order. After each verb a probe looks at
     ``self.model``, ``self.optimizer`` and ``self.scheduler``: set them in ``build``, as your trainer has them (wrapped
     is fine; of several optimizers, as ``torch.optim.Muon`` wants them, a list). The probe reads, it never calls your code.
 

@@ -6,7 +6,7 @@ The tree::
       UsageProblem          a wrong word in a matrix, an expectation or an option
       Incompatible          a claim of a check does not hold
         LateFailure         an unsupported cell was not refused at build, but failed later
-      LifeFailure           a process group did not live to its end
+      RunFailedError           a process group did not live to its end
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ class LateFailure(Incompatible):
     """An unsupported cell failed, but only after ``build``: the user pays for the wait."""
 
 
-class LifeFailure(DistcompatError):
+class RunFailedError(DistcompatError):
     """A process group did not live to its end."""

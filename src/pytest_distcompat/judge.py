@@ -9,7 +9,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import Check
 from pytest_distcompat.checks._base import message
 from pytest_distcompat.expect import Expectation
-from pytest_distcompat.trace import LifeEnd, LifeTrace, Trace
+from pytest_distcompat.trace import RunFailure, RunTrace, Trace
 
 #: The verdicts that are a success.
 GOOD = frozenset({"passed", "refused"})
@@ -65,41 +65,41 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
     return Verdict(check.name, cell.id, "failed" if found else "passed", message(found))
 
 
-def _broken_off(check: Check, trace: Trace) -> LifeEnd | None:
+def _broken_off(check: Check, trace: Trace) -> RunFailure | None:
     """How the evidence that the check needs was cut short, if it was."""
-    for life in trace:
-        if life.end is None:
+    for run in trace:
+        if run.end is None:
             continue
-        if life.name in check.raises and life.end.kind != "raised":
-            return life.end
-        places = [_place(life, verb, nth) for name, verb, nth in check.until if name == life.name]
-        if places and (life.end.index < 0 or any(place < 0 or life.end.index <= place for place in places)):
-            return life.end
+        if run.name in check.raises and run.end.kind != "raised":
+            return run.end
+        places = [_place(run, verb, nth) for name, verb, nth in check.until if name == run.name]
+        if places and (run.end.index < 0 or any(place < 0 or run.end.index <= place for place in places)):
+            return run.end
     return None
 
 
-def _place(life: LifeTrace, verb: str, nth: int) -> int:
-    """The index of the nth such verb in the life; -1 if no rank got there."""
-    moments = life.at(verb, nth)
+def _place(run: RunTrace, verb: str, nth: int) -> int:
+    """The index of the nth such verb in the run; -1 if no rank got there."""
+    moments = run.at(verb, nth)
     return moments[0].index if moments else -1
 
 
-def _any_end(trace: Trace) -> LifeEnd | None:
-    return next((life.end for life in trace if life.end is not None), None)
+def _any_end(trace: Trace) -> RunFailure | None:
+    return next((run.end for run in trace if run.end is not None), None)
 
 
-def _expected_refusal(covering: Iterable[Expectation], end: LifeEnd | None) -> Expectation | None:
+def _expected_refusal(covering: Iterable[Expectation], end: RunFailure | None) -> Expectation | None:
     """Of several things that are not supported whoever looks first refuses one; without any such, one that must be refused."""
     refusals = [one for one in covering if one.kind == "refuses"]
     strict = (one for one in refusals if one.strict)
     return next((one for one in refusals if _refused(one, end)), next(strict, None))
 
 
-def _refused(refusal: Expectation, end: LifeEnd | None) -> bool:
+def _refused(refusal: Expectation, end: RunFailure | None) -> bool:
     return end is not None and end.kind == "raised" and refusal.matches(f"{end.message}\n{end.text}")
 
 
-def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: LifeEnd | None) -> Verdict:
+def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: RunFailure | None) -> Verdict:
     said = f"declared: {refusal}"
     if end is None:
         text = f"expected to be refused at build with a message like {refusal.match!r}, but it ran to the end\n{said}"
@@ -112,7 +112,7 @@ def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: 
     if end.verb not in {"plain", "build"}:
         text = f"refused only at {end.verb!r}, after build; expected at build\n{said}\n\n{end.text}"
         return Verdict(check.name, cell.id, "late", text, refusal.reason)
-    built = sorted(moment.rank for life in trace if life.end == end for moment in life.at("build"))
+    built = sorted(moment.rank for run in trace if run.end == end for moment in run.at("build"))
     if built:
         ranks = ", ".join(map(str, built))
         text = f"refused on some ranks only; built on rank{'s' * (len(built) > 1)} {ranks}\n{said}\n\n{end.text}"
@@ -123,7 +123,7 @@ def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: 
 
 
 def _known(check: Check, cell: Cell, declared: list[Expectation], found: list[str], *, whole: bool) -> Verdict:
-    """What is found where bugs are declared. Not ``whole``: of a life that broke off only why it did is known."""
+    """What is found where bugs are declared. Not ``whole``: of a run that broke off only why it did is known."""
     text = "\n".join(found)  # all of it, not only what a message shows of it
     # Of several bugs that show in one place, the one that reads like this.
     shown = [one for one in declared if found and one.matches(text)]

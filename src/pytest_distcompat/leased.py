@@ -1,4 +1,4 @@
-"""A launcher that leases the devices of each life first, so that no two process groups share one."""
+"""A launcher that leases the devices of each run first, so that no two process groups share one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def inherited(leak: Leak) -> str:
 
 
 class LeasedLauncher:
-    """Another launcher, on leased devices; ``pool`` is called when the first life begins."""
+    """Another launcher, on leased devices; ``pool`` is called when the first run begins."""
 
     def __init__(self, launcher: Launcher, pool: Callable[[], Pool], notice: Callable[[str], None]) -> None:
         self._launcher = launcher

@@ -1,4 +1,4 @@
-"""Where the ranks of a suite's life read and write."""
+"""Where the ranks of a suite's run read and write."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import clock
-from pytest_distcompat.scenario import Life
+from pytest_distcompat.scenario import Run
 
 
 @dataclass(frozen=True)
 class Places:
-    """The directories of one life, and for how many ranks a reference stands."""
+    """The directories of one run, and for how many ranks a reference stands."""
 
     save_to: Path
-    #: What an earlier life saved, or this one.
+    #: What an earlier run saved, or this one.
     load_from: Path
     export: Path
     ranks: int
@@ -29,18 +29,18 @@ class Places:
         save_to, load_from, export = (Path(payload[name]) for name in ("save_to", "load_from", "export"))
         return cls(save_to, load_from, export, payload["ranks"])
 
-    def clear(self, life: Life, rank: int, directory: Path) -> None:
+    def clear(self, run: Run, rank: int, directory: Path) -> None:
         """As they were before the run: for ranks that somebody starts again by hand, before any of them does a thing.
 
-        A trainer may refuse to write over a checkpoint, and old files would be taken for new ones. What the life goes on
+        A trainer may refuse to write over a checkpoint, and old files would be taken for new ones. What the run goes on
         from stays: if that was saved by hand, it is what was saved by hand.
         """
         cleared = directory / f"cleared-{os.environ['TORCHELASTIC_RUN_ID']}"
         if rank == 0:
             shutil.rmtree(self.save_to)
-            if "export" in life.verbs:
+            if "export" in run.verbs:
                 shutil.rmtree(self.export, ignore_errors=True)
-            if life.damage:
+            if run.damage:
                 shutil.copytree(self.load_from, self.save_to)
             self.save_to.mkdir(exist_ok=True)
             cleared.touch()

@@ -12,7 +12,7 @@ from pytest_distcompat.failures import UsageProblem
 
 #: Name to meaning, from the least to the most.
 PROFILES = {
-    "smoke": "each strategy and each precision of the matrix once, no options; checks with lives of their own in one cell only",
+    "smoke": "each strategy and each precision of the matrix once, no options; checks with runs of their own in one cell only",
     "default": "the suite's matrix",
     "pairwise": "the suite's matrix, and every pair of strategy, precision and option values that the driver can do",
     "full": "every strategy with every precision that the suite's matrix has together, with every option value by itself",
@@ -79,7 +79,7 @@ def left_out(
 ) -> dict[tuple[Cell, str], str]:
     """What a profile leaves out of the checks that a suite could ask: (cell, check) -> the reason.
 
-    ``asked`` maps the suite's cells to the checks that apply there. ``smoke`` asks a check that takes several lives of its
+    ``asked`` maps the suite's cells to the checks that apply there. ``smoke`` asks a check that takes several runs of its
     own in the last of them only, which is the one that is cut the most.
     """
     found: dict[tuple[Cell, str], str] = {}

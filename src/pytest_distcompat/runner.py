@@ -1,4 +1,4 @@
-"""(driver, cell, scenario) -> Trace. Each distinct life runs once, whoever asks, in however many xdist workers."""
+"""(driver, cell, scenario) -> Trace. Each distinct run runs once, whoever asks, in however many xdist workers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.launch import Ending, Launcher, RankEnd, Request
 from pytest_distcompat.launch.request import read_events
 from pytest_distcompat.launch.stacks import without_launcher
-from pytest_distcompat.scenario import Life, Scenario
-from pytest_distcompat.trace import LifeEnd, LifeTrace, Moment, Trace
+from pytest_distcompat.scenario import Run, Scenario
+from pytest_distcompat.trace import Moment, RunFailure, RunTrace, Trace
 
-#: In a life's directory, written last: how it ended. What its ranks saw, which is much more, is in their logs.
-DONE = "life.json"
-#: How many lives are kept decoded: a train life of 20 steps takes some hundredths of a second to read.
+#: In a run's directory, written last: how it ended. What its ranks saw, which is much more, is in their logs.
+DONE = "run.json"
+#: How many runs are kept decoded: a train run of 20 steps takes some hundredths of a second to read.
 KEPT = 16
 #: What a rank of a suite runs.
 WORKER = "pytest_distcompat.worker"
 
 
 class Runner:
-    """Runs lives and keeps what they left in ``store``, a directory that all xdist workers of a session share."""
+    """Runs runs and keeps what they left in ``store``, a directory that all xdist workers of a session share."""
 
     def __init__(
         self,
@@ -48,58 +48,58 @@ class Runner:
         self._timeout = timeout
         self._notice = notice
         self._limits = dict(limits or {})
-        self._decoded: dict[Path, tuple[LifeTrace, str]] = {}
+        self._decoded: dict[Path, tuple[RunTrace, str]] = {}
 
     def trace(self, driver: str, cell: Cell, scenario: Scenario) -> Trace:
-        """The trace of a scenario; lives that another check already needed are read, not run again."""
-        lives: list[LifeTrace] = []
+        """The trace of a scenario; runs that another check already needed are read, not run again."""
+        runs: list[RunTrace] = []
         notes: dict[str, str] = {}
-        wanted = {life.name: life for life in scenario.lives}
-        for life in scenario.lives:
-            before = {done.name: done for done in lives}
-            broken = before[life.after].end if life.after else None
-            if broken is not None and not _left(before[life.after], life):
-                there = life.cell(cell)
-                lives.append(LifeTrace(life.name, there.world_size, (), end=broken, cell=there.id))
+        wanted = {run.name: run for run in scenario.runs}
+        for run in scenario.runs:
+            before = {done.name: done for done in runs}
+            broken = before[run.after].end if run.after else None
+            if broken is not None and not _left(before[run.after], run):
+                there = run.cell(cell)
+                runs.append(RunTrace(run.name, there.world_size, (), end=broken, cell=there.id))
                 continue
-            trace, command = self._life(driver, cell, life, wanted.get(life.after))
-            lives.append(trace)
-            notes[life.name] = command
-        return dataclasses.replace(Trace.of(driver, lives), notes=notes, limits=self._limits)
+            trace, command = self._trace(driver, cell, run, wanted.get(run.after))
+            runs.append(trace)
+            notes[run.name] = command
+        return dataclasses.replace(Trace.of(driver, runs), notes=notes, limits=self._limits)
 
     def forget(self, driver: str, cell: Cell, scenario: Scenario) -> None:
-        """Have the scenario's lives run again, whatever was left of them in the store."""
-        for life in scenario.lives:
-            (self._directory(driver, cell, life) / DONE).unlink(missing_ok=True)
+        """Have the scenario's runs run again, whatever was left of them in the store."""
+        for run in scenario.runs:
+            (self._directory(driver, cell, run) / DONE).unlink(missing_ok=True)
 
-    def _life(self, driver: str, cell: Cell, life: Life, after: Life | None) -> tuple[LifeTrace, str]:
-        directory = self._directory(driver, cell, life)
+    def _trace(self, driver: str, cell: Cell, run: Run, after: Run | None) -> tuple[RunTrace, str]:
+        directory = self._directory(driver, cell, run)
         if directory not in self._decoded:
             self.store.mkdir(parents=True, exist_ok=True)
-            # Released by the operating system if its holder dies, and then the next one runs the life again.
+            # Released by the operating system if its holder dies, and then the next one runs the run again.
             with FileLock(f"{directory}.lock"):
                 over = (directory / DONE).exists()
-                self._decoded[directory] = read_life(directory) if over else self._run(driver, cell, life, after)
-            # The checks of a cell, one after the other, read the same lives; those of another cell are not asked for again.
+                self._decoded[directory] = read_run(directory) if over else self._run(driver, cell, run, after)
+            # The checks of a cell, one after the other, read the same runs; those of another cell are not asked for again.
             for old in list(self._decoded)[:-KEPT]:
                 del self._decoded[old]
         trace, command = self._decoded[directory]
-        return dataclasses.replace(trace, name=life.name), command
+        return dataclasses.replace(trace, name=run.name), command
 
-    def _run(self, driver: str, cell: Cell, life: Life, after: Life | None) -> tuple[LifeTrace, str]:
-        directory = self._directory(driver, cell, life)
-        # A life that was broken off with its pytest process left logs, which ranks would append to.
+    def _run(self, driver: str, cell: Cell, run: Run, after: Run | None) -> tuple[RunTrace, str]:
+        directory = self._directory(driver, cell, run)
+        # a run that was broken off with its pytest process left logs, which ranks would append to.
         shutil.rmtree(directory, ignore_errors=True)
-        own = directory / life.directory
+        own = directory / run.directory
         own.mkdir(parents=True)
         found, exported = own, directory / "export"
         if after is not None:
             earlier = self._directory(driver, cell, after)
             found, exported = earlier / after.directory, earlier / "export"
-        if life.damage:
+        if run.damage:
             # Others are still to load what is spoiled here.
             shutil.copytree(found, own, dirs_exist_ok=True)
-        there = life.cell(cell)
+        there = run.cell(cell)
         request = Request(
             target=f"{WORKER}:run",
             payload={
@@ -107,7 +107,7 @@ class Runner:
                 "cell": there.id,
                 "ranks": cell.world_size,
                 "device": self._device,
-                "life": dataclasses.asdict(life),
+                "run": dataclasses.asdict(run),
                 "save_to": str(own),
                 "load_from": str(found),
                 "export": str(exported),
@@ -122,7 +122,7 @@ class Runner:
         ending = self._launcher.run(request)
         if ending.notice:
             self._notice(ending.notice)
-        trace = life_trace(life.name, ending, there)
+        trace = run_trace(run.name, ending, there)
         data = {
             "trace": dataclasses.asdict(dataclasses.replace(trace, moments=())),
             "command": ending.command,
@@ -134,16 +134,16 @@ class Runner:
         waiting.rename(directory / DONE)
         return trace, ending.command
 
-    def _directory(self, driver: str, cell: Cell, life: Life) -> Path:
-        """Where a life keeps what it leaves; the same life for two cells is one, if it runs in the same cell for as many ranks.
+    def _directory(self, driver: str, cell: Cell, run: Run) -> Path:
+        """Where a run keeps what it leaves; the same run for two cells is one, if it runs in the same cell for as many ranks.
 
         One that goes on from another belongs to the other's cell. The name tells what it holds, with a hash since
         drivers' names may hold anything.
         """
-        there = life.cell(cell)
+        there = run.cell(cell)
         ranks = f"-of_{cell.world_size}" if there.world_size != cell.world_size else ""
-        origin = f"-after_{cell.id}" if life.after and there != cell else ""
-        text = f"{driver}-{there.id}-{life.same_as or life.name}{ranks}{origin}"
+        origin = f"-after_{cell.id}" if run.after and there != cell else ""
+        text = f"{driver}-{there.id}-{run.same_as or run.name}{ranks}{origin}"
         name = re.sub(r"[^\w.-]", "_", text)
         # A file name has 255 bytes, and a cell's id may be long.
         return self.store / f"{name[:180]}-{hashlib.sha256(f'{text} {self._device}'.encode()).hexdigest()[:8]}"
@@ -160,13 +160,13 @@ def _threads(cell: Cell, device: str) -> dict[str, str]:
     return {} if said else {"OMP_NUM_THREADS": "1"}
 
 
-def read_life(directory: Path) -> tuple[LifeTrace, str]:
-    """A life that is over, and the command that runs it again. Raises FileNotFoundError for one that was broken off."""
+def read_run(directory: Path) -> tuple[RunTrace, str]:
+    """A run that is over, and the command that runs it again. Raises FileNotFoundError for one that was broken off."""
     data = json.loads((directory / DONE).read_text(encoding="utf-8"))
     told = data["trace"]
     seen = _moments({rank: read_events(directory, rank) for rank in range(told["world_size"])})
-    end = LifeEnd(**told["end"]) if told["end"] else None
-    return LifeTrace(**{**told, "moments": seen, "end": end}), data["command"]
+    end = RunFailure(**told["end"]) if told["end"] else None
+    return RunTrace(**{**told, "moments": seen, "end": end}), data["command"]
 
 
 def _moments(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[Moment, ...]:
@@ -175,24 +175,24 @@ def _moments(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[Moment,
     )
 
 
-def count_lives(store: Path) -> int:
-    """How many lives were run into that store so far, all workers together."""
+def count_runs(store: Path) -> int:
+    """How many runs were run into that store so far, all workers together."""
     return sum(1 for _ in store.glob(f"*/{DONE}"))
 
 
-def _left(earlier: LifeTrace, life: Life) -> bool:
-    """Whether a life that ended badly had done on every rank what the next one needs of it."""
-    verb = "export" if "reload" in life.verbs else "save"
+def _left(earlier: RunTrace, run: Run) -> bool:
+    """Whether a run that ended badly had done on every rank what the next one needs of it."""
+    verb = "export" if "reload" in run.verbs else "save"
     return len(earlier.at(verb)) == earlier.world_size
 
 
-def life_trace(name: str, ending: Ending, cell: Cell) -> LifeTrace:
-    """What the ranks wrote, as a trace; and how the life ended, if not well."""
-    end = _life_end(ending) if ending.failed else None
-    return LifeTrace(name, cell.world_size, _moments(ending.events), end, cell.id)
+def run_trace(name: str, ending: Ending, cell: Cell) -> RunTrace:
+    """What the ranks wrote, as a trace; and how the run ended, if not well."""
+    end = _run_failure(ending) if ending.failed else None
+    return RunTrace(name, cell.world_size, _moments(ending.events), end, cell.id)
 
 
-def _life_end(ending: Ending) -> LifeEnd:
+def _run_failure(ending: Ending) -> RunFailure:
     """The place where it ended is where the rank was that failed first; a rank that had finished was nowhere."""
     events = ending.events.get(ending.cause.rank, ()) if ending.cause else ()
     place: Mapping[str, Any] = {}
@@ -202,7 +202,7 @@ def _life_end(ending: Ending) -> LifeEnd:
         place = spoken[-1] if spoken and spoken[-1]["event"] == "verb" else {}
     rank = ending.cause.rank if ending.cause and not ending.launch_error else None
     where = {"verb": place.get("verb", ""), "index": int(place.get("index", -1)), "rank": rank}
-    return LifeEnd(ending.kind, ending.headline(), ending.text(), **where)
+    return RunFailure(ending.kind, ending.headline(), ending.text(), **where)
 
 
 def told_of_ranks(ending: Ending) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the ranks are told to do: a scenario is one or more lives, a life is a list of verbs."""
+"""What the ranks are told to do: a scenario is one or more runs, a run is a list of verbs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pytest_distcompat.cell import OPTIONS, Cell
 
 
 @dataclass(frozen=True)
-class Life:
+class Run:
     """One process group from start to end.
 
     ``verbs`` are done in order on every rank:
@@ -22,10 +22,10 @@ class Life:
     - ``reference`` is one step of the same training in one process, in float32, unwrapped; ``rounded`` the same with its
       products in the precision's dtype.
 
-    ``first_step`` is the number of the first step, so that a resumed life takes the batches that the first one took.
-    ``after`` names the life whose checkpoint this one finds. ``strategy`` and ``world_size`` say where the life's cell
+    ``first_step`` is the number of the first step, so that a resumed run takes the batches that the first one took.
+    ``after`` names the run whose checkpoint this one finds. ``strategy`` and ``world_size`` say where the run's cell
     differs from the check's; ``only`` which options it keeps (None: all). ``directory`` is the checkpoint's name, and
-    ``damage`` what is done to it. ``same_as`` is the name under which other checks know the very same life.
+    ``damage`` what is done to it. ``same_as`` is the name under which other checks know the very same run.
     """
 
     name: str
@@ -40,22 +40,22 @@ class Life:
     same_as: str = ""
 
     def cell(self, cell: Cell) -> Cell:
-        """The cell that the life runs in, for a check in ``cell``."""
+        """The cell that the run runs in, for a check in ``cell``."""
         kept = tuple((name, value) for name, value in cell.options if self.only is None or name in self.only)
         return Cell(self.strategy or cell.strategy, cell.precision, self.world_size or cell.world_size, kept)
 
 
 def without(*options: str) -> tuple[str, ...]:
-    """All options but these, for ``Life.only``."""
+    """All options but these, for ``Run.only``."""
     return tuple(name for name in OPTIONS if name not in options)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Lives in order; scenarios that begin with the same lives share them."""
+    """Runs in order; scenarios that begin with the same runs share them."""
 
     name: str
-    lives: tuple[Life, ...]
+    runs: tuple[Run, ...]
 
 
 #: Steps of a training: enough for two trainings that differ in their optimizer to part.
@@ -67,7 +67,7 @@ _PLAIN = ("plain", "build")
 
 #: Three steps, a checkpoint, two more steps. Three, for the moments of Adam to differ from one another; two, because the
 #: first loss after a load tells of the parameters only and the second of the optimizer state. Then on to the end.
-TRAIN_LIFE = Life(
+TRAIN_RUN = Run(
     "train",
     (
         *_PLAIN,
@@ -82,12 +82,12 @@ TRAIN_LIFE = Life(
     ),
 )
 
-#: A fresh process group loads what TRAIN_LIFE saved and takes the same two steps.
-RESUME_LIFE = Life("resume", (*_PLAIN, "load", "step", "step"), first_step=3, after="train")
+#: A fresh process group loads what TRAIN_RUN saved and takes the same two steps.
+RESUME_RUN = Run("resume", (*_PLAIN, "load", "step", "step"), first_step=3, after="train")
 
 #: The same training with no strategy at all: what the losses, norms and learning rates of the others are measured by.
 #: It learns from the batches of all ranks, whose number is that of the check's cell.
-REFERENCE_LIFE = Life(
+REFERENCE_RUN = Run(
     "reference",
     ("plain", *("reference",) * STEPS),
     strategy="ddp",
@@ -97,59 +97,59 @@ REFERENCE_LIFE = Life(
 )
 
 #: What rounding alone makes of that training, for a model that nobody has measured before.
-ROUNDED_LIFE = dataclasses.replace(REFERENCE_LIFE, name="rounded", verbs=("plain", *("rounded",) * STEPS))
+ROUNDED_RUN = dataclasses.replace(REFERENCE_RUN, name="rounded", verbs=("plain", *("rounded",) * STEPS))
 
 #: What was exported, loaded by nothing but the model's own library.
-RELOAD_LIFE = Life(
+RELOAD_RUN = Run(
     "reload", ("reload", "evaluate"), after="train", strategy="ddp", world_size=1, only=("model", "adapter")
 )
 
 #: A run directory with everything in its name that a path may have and that paths were told apart by
 #: (https://github.com/huggingface/accelerate/pull/4119); what is saved there is loaded there.
-NAMED_LIFE = Life(
+NAMED_RUN = Run(
     "named",
     (*_PLAIN, "step", "save", "step", "files"),
     directory="a run/of pytorch_model_fsdp and optimizer/größe é",
 )
-REOPENED_LIFE = Life("reopened", (*_PLAIN, "load", "step"), first_step=1, after="named", directory=NAMED_LIFE.directory)
+REOPENED_RUN = Run("reopened", (*_PLAIN, "load", "step"), first_step=1, after="named", directory=NAMED_RUN.directory)
 
 #: A checkpoint with a file cut in half, or gone. Spoilt before ``build``, which all ranks leave together: none loads before.
-DAMAGED_LIVES = tuple(
-    Life(name, ("plain", "damage", "build", "load", "step"), first_step=3, after="train", damage=how)
+DAMAGED_RUNS = tuple(
+    Run(name, ("plain", "damage", "build", "load", "step"), first_step=3, after="train", damage=how)
     for name, how in (("truncated", "truncate"), ("removed", "remove"))
 )
 
 #: Gradients overflow in the second of three steps, as they do in float16 until a scaler has found its scale.
-OVERFLOW_LIFE = Life("overflow", (*_PLAIN, "step", "overflow", "step"))
+OVERFLOW_RUN = Run("overflow", (*_PLAIN, "step", "overflow", "step"))
 
-TRAIN = Scenario("train", (TRAIN_LIFE,))
-RESUME = Scenario("resume", (TRAIN_LIFE, RESUME_LIFE))
-PARITY = Scenario("parity", (TRAIN_LIFE, REFERENCE_LIFE))
-ROUNDED_PARITY = Scenario("parity", (TRAIN_LIFE, REFERENCE_LIFE, ROUNDED_LIFE))
-EXPORT = Scenario("export", (TRAIN_LIFE, RELOAD_LIFE))
-PATHS = Scenario("paths", (NAMED_LIFE, REOPENED_LIFE))
-OVERFLOW = Scenario("overflow", (OVERFLOW_LIFE,))
-DAMAGE = Scenario("damage", (TRAIN_LIFE, *DAMAGED_LIVES))
+TRAIN = Scenario("train", (TRAIN_RUN,))
+RESUME = Scenario("resume", (TRAIN_RUN, RESUME_RUN))
+PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN))
+ROUNDED_PARITY = Scenario("parity", (TRAIN_RUN, REFERENCE_RUN, ROUNDED_RUN))
+EXPORT = Scenario("export", (TRAIN_RUN, RELOAD_RUN))
+PATHS = Scenario("paths", (NAMED_RUN, REOPENED_RUN))
+OVERFLOW = Scenario("overflow", (OVERFLOW_RUN,))
+DAMAGE = Scenario("damage", (TRAIN_RUN, *DAMAGED_RUNS))
 
 
 def reshard(world_size: int) -> Scenario:
     """What was saved at a world size goes on at twice that, and from there back; and in one process."""
     load = (*_PLAIN, "load")
-    up = Life("up", (*load, *("step",) * 3, "save", "step"), first_step=3, after="train", world_size=2 * world_size)
-    back = Life("back", (*load, "step"), first_step=6, after="up", world_size=world_size)
+    up = Run("up", (*load, *("step",) * 3, "save", "step"), first_step=3, after="train", world_size=2 * world_size)
+    back = Run("back", (*load, "step"), first_step=6, after="up", world_size=world_size)
     # One rank holds one copy.
-    one = Life("one", (*load, "step"), first_step=3, after="train", world_size=1, only=without("replicate"))
-    return Scenario("reshard", (TRAIN_LIFE, up, back, one) if world_size > 1 else (TRAIN_LIFE, up, back))
+    one = Run("one", (*load, "step"), first_step=3, after="train", world_size=1, only=without("replicate"))
+    return Scenario("reshard", (TRAIN_RUN, up, back, one) if world_size > 1 else (TRAIN_RUN, up, back))
 
 
 def port(strategy: str) -> Scenario:
     """What was saved under one strategy goes on under another; of options that split flat parameters the other knows nothing."""
     kept = without("use_orig_params", "replicate")
-    moved = Life("port", (*_PLAIN, "load", "step", "step"), first_step=3, after="train", strategy=strategy, only=kept)
-    return Scenario("portable", (TRAIN_LIFE, moved))
+    moved = Run("port", (*_PLAIN, "load", "step", "step"), first_step=3, after="train", strategy=strategy, only=kept)
+    return Scenario("portable", (TRAIN_RUN, moved))
 
 
 def port_weights(strategy: str) -> Scenario:
     """What was exported under one strategy is trained on under another, by a new optimizer."""
-    moved = Life("port", ("reload", "build", "step"), after="train", strategy=strategy, only=("model", "adapter"))
-    return Scenario("portable", (TRAIN_LIFE, moved))
+    moved = Run("port", ("reload", "build", "step"), after="train", strategy=strategy, only=("model", "adapter"))
+    return Scenario("portable", (TRAIN_RUN, moved))

@@ -193,7 +193,7 @@ class Moment:
     """
 
     rank: int
-    life: str
+    run: str
     verb: str
     index: int
     seconds: float = 0.0
@@ -227,11 +227,11 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class LifeEnd:
-    """How a life ended when it did not reach its end: what the reader sees, and how bad it is.
+class RunFailure:
+    """How a run ended when it did not reach its end: what the reader sees, and how bad it is.
 
     ``kind`` is ``raised``, ``crashed`` or ``hung``; ``verb`` the verb that the first failing rank was in ("" = outside
-    any verb, at start or at exit), ``index`` its place in the life; ``message`` the exception's one line; ``text`` the
+    any verb, at start or at exit), ``index`` its place in the run; ``message`` the exception's one line; ``text`` the
     whole story, first cause first; ``rank`` that first failing rank, None where it was none of them.
     """
 
@@ -244,13 +244,13 @@ class LifeEnd:
 
 
 @dataclass(frozen=True)
-class LifeTrace:
-    """One life on all its ranks; ``cell`` is the id of the cell that it ran in."""
+class RunTrace:
+    """One run on all its ranks; ``cell`` is the id of the cell that it ran in."""
 
     name: str
     world_size: int
     moments: tuple[Moment, ...]
-    end: LifeEnd | None = None
+    end: RunFailure | None = None
     cell: str = ""
 
     def at(self, verb: str, nth: int = 0) -> tuple[Moment, ...]:
@@ -261,7 +261,7 @@ class LifeTrace:
         return self.at_index(places[nth])
 
     def at_index(self, index: int) -> tuple[Moment, ...]:
-        """The moments after the verb in that place of the life."""
+        """The moments after the verb in that place of the run."""
         return tuple(sorted((m for m in self.moments if m.index == index), key=lambda m: m.rank))
 
     @property
@@ -280,25 +280,25 @@ class LifeTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """All lives of a scenario, as the checks read them; ``limits`` are what the user demands of measured numbers.
+    """All runs of a scenario, as the checks read them; ``limits`` are what the user demands of measured numbers.
 
     ``saves`` is False for the run of a script that saved nothing, which says nothing about files.
     """
 
     driver: str
-    lives: Mapping[str, LifeTrace]
+    runs: Mapping[str, RunTrace]
     notes: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
     saves: bool = True
 
-    def life(self, name: str = "train") -> LifeTrace:
-        """The life of that name. Raises KeyError where the scenario has none."""
-        return self.lives[name]
+    def run(self, name: str = "train") -> RunTrace:
+        """The run of that name. Raises KeyError where the scenario has none."""
+        return self.runs[name]
 
-    def __iter__(self) -> Iterator[LifeTrace]:
-        return iter(self.lives.values())
+    def __iter__(self) -> Iterator[RunTrace]:
+        return iter(self.runs.values())
 
     @classmethod
-    def of(cls, driver: str, lives: Iterable[LifeTrace]) -> Trace:
-        """A trace from its lives, in order."""
-        return cls(driver, {life.name: life for life in lives})
+    def of(cls, driver: str, runs: Iterable[RunTrace]) -> Trace:
+        """A trace from its runs, in order."""
+        return cls(driver, {run.name: run for run in runs})

@@ -13,7 +13,7 @@ from pytest_distcompat.driver import STEP_VERBS, Driver, Plan
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.places import Places
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import Life
+from pytest_distcompat.scenario import Run
 from pytest_distcompat.trace import Moment
 from pytest_distcompat.world import World
 
@@ -28,26 +28,24 @@ TRAINING = STEP_VERBS | {"build", "load", "save"}
 
 
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
-    """One life on this rank.
+    """One run on this rank.
 
-    ``payload``: ``driver`` (a name or module:attribute), ``cell`` (an id), ``device`` (cpu or cuda), ``life`` (the fields
-    of a Life), ``ranks`` (of the cell that the life is for) and the directories ``save_to``, ``load_from`` and ``export``.
-    A life with damage has a copy of ``load_from`` in ``save_to``, and loads that.
+    ``payload``: ``driver`` (a name or module:attribute), ``cell`` (an id), ``device`` (cpu or cuda), ``run`` (the fields
+    of a Run), ``ranks`` (of the cell that the run is for) and the directories ``save_to``, ``load_from`` and ``export``.
+    a run with damage has a copy of ``load_from`` in ``save_to``, and loads that.
     """
     from pytest_distcompat.probe import Observer
 
-    told = payload["life"]
-    life = Life(
-        **{**told, "verbs": tuple(told["verbs"]), "only": None if told["only"] is None else tuple(told["only"])}
-    )
+    told = payload["run"]
+    run = Run(**{**told, "verbs": tuple(told["verbs"]), "only": None if told["only"] is None else tuple(told["only"])})
     world = World.from_environment(payload["device"])
     if world.shared:
         _meet_by_gloo(world)
     driver = find_driver(payload["driver"])(Cell.parse(payload["cell"]), world)
     places = Places.told(payload)
     if log.by_hand:
-        places.clear(life, world.rank, log.path.parent)
-    rank = _Rank(driver, life, places, Observer(), log)
+        places.clear(run, world.rank, log.path.parent)
+    rank = _Rank(driver, run, places, Observer(), log)
     rank.live()
     _leave(driver)
 
@@ -66,19 +64,19 @@ _kept: list[object] = []
 
 
 class _Rank:
-    """The verbs of one life on one rank, each with what the probe sees after it."""
+    """The verbs of one run on one rank, each with what the probe sees after it."""
 
-    def __init__(self, driver: Driver, life: Life, places: Places, observer: Observer, log: RankLog) -> None:
-        self.driver, self.life, self.places, self.observer, self.log = driver, life, places, observer, log
+    def __init__(self, driver: Driver, run: Run, places: Places, observer: Observer, log: RankLog) -> None:
+        self.driver, self.run, self.places, self.observer, self.log = driver, run, places, observer, log
         self.index, self.end = -1, 0
-        self.number = life.first_step
+        self.number = run.first_step
         self.plain: Module | None = None
 
     def live(self) -> None:
         """All verbs, to the end."""
         self._begin()
-        while self.index < len(self.life.verbs):
-            if self.life.verbs[self.index] in TRAINING:
+        while self.index < len(self.run.verbs):
+            if self.run.verbs[self.index] in TRAINING:
                 self._train()
             else:
                 self._own()
@@ -86,44 +84,44 @@ class _Rank:
     def _begin(self) -> None:
         """Say which verb is next: if it hangs or dies, that is the last that is heard of this rank."""
         self.index += 1
-        if self.index < len(self.life.verbs):
-            self.log.write("verb", verb=self.life.verbs[self.index], index=self.index)
+        if self.index < len(self.run.verbs):
+            self.log.write("verb", verb=self.run.verbs[self.index], index=self.index)
         self.observer.restart()
         self.began = clock.now()
 
     def _end(self, facts: Mapping[str, Any], seconds: float) -> None:
-        verb = self.life.verbs[self.index]
-        moment = Moment(self.driver.world.rank, self.life.name, verb, self.index, seconds=seconds, **facts)
+        verb = self.run.verbs[self.index]
+        moment = Moment(self.driver.world.rank, self.run.name, verb, self.index, seconds=seconds, **facts)
         self.log.write("moment", verb=verb, index=self.index, moment=moment.to_json())
         self._begin()
 
     def _own(self) -> None:
-        facts = getattr(self, f"_{self.life.verbs[self.index]}")()
+        facts = getattr(self, f"_{self.run.verbs[self.index]}")()
         self._end(facts, clock.now() - self.began)
 
     def _train(self) -> None:
         """All of the trainer's own verbs up to the next that is not: one call. Files are read in between, by us."""
-        rest = self.life.verbs[self.index :]
+        rest = self.run.verbs[self.index :]
         length = next((n for n, verb in enumerate(rest) if verb not in TRAINING | {"files"}), len(rest))
         verbs = tuple(verb for verb in rest[:length] if verb in TRAINING)
         self.end = self.index + length
         plain, self.plain = self.plain, None
-        found = self.places.save_to if self.life.damage else self.places.load_from
+        found = self.places.save_to if self.run.damage else self.places.load_from
         plan = Plan(verbs, self.number, self.places.save_to, found)
         with self.observer.watching():
             self.observer.look_closely(on=self._closely)
             self.driver.train(plain, plan, self._seen)  # type: ignore[arg-type]  # a plan without build needs no model
         if self.index < self.end:
-            raise RuntimeError(f"the driver's train() came back before {self.life.verbs[self.index]!r} was seen")
+            raise RuntimeError(f"the driver's train() came back before {self.run.verbs[self.index]!r} was seen")
 
     @property
     def _closely(self) -> bool:
         """Whether single operators are to be seen in the next verb."""
-        following = self.life.verbs[self.index] if self.index < self.end else ""
-        if following not in STEP_VERBS or self.life.first_step:
+        following = self.run.verbs[self.index] if self.index < self.end else ""
+        if following not in STEP_VERBS or self.run.first_step:
             # A training that goes on is compared with one that never stopped: what it reduces shows in its values.
             return False
-        steps = sum(verb in STEP_VERBS for verb in self.life.verbs)
+        steps = sum(verb in STEP_VERBS for verb in self.run.verbs)
         # What the check of accumulation counts in every step of an epoch, all others ask of one.
         return self.number == min(CLOSE, steps) - 1 or self.driver.cell.option("accumulate") != 1
 
@@ -131,12 +129,12 @@ class _Rank:
         """What ``Driver.train`` calls after each verb."""
         # Before we look: that is no time of the trainer's.
         seconds = clock.now() - self.began
-        expected = self.life.verbs[self.index] if self.index < self.end else ""
+        expected = self.run.verbs[self.index] if self.index < self.end else ""
         if verb != expected:
             told = f"the next verb of the plan is {expected!r}" if expected else "the plan is done"
             raise RuntimeError(f"the driver's train() told of {verb!r}; {told}")
         with self.observer.aside():
-            facts = self._look(whole=verb not in STEP_VERBS or self.number < self.life.first_step + WHOLE)
+            facts = self._look(whole=verb not in STEP_VERBS or self.number < self.run.first_step + WHOLE)
         if verb in STEP_VERBS:
             driver = self.driver
             facts |= {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
@@ -146,7 +144,7 @@ class _Rank:
             # A load that trains again reaches the same state: its steps alone tell.
             facts |= {"steps": tuple(self.observer.steps)}
         self._end(facts, seconds)
-        while self.index < len(self.life.verbs) and self.life.verbs[self.index] == "files":
+        while self.index < len(self.run.verbs) and self.run.verbs[self.index] == "files":
             # By now all ranks have left ``save``, for they took collective steps since.
             self._own()
         self.observer.look_closely(on=self._closely)
@@ -231,7 +229,7 @@ class _Rank:
 
         if self.driver.world.rank:
             return {}
-        return {"files": (spoil(self.places.save_to, self.life.damage),)}
+        return {"files": (spoil(self.places.save_to, self.run.damage),)}
 
     def _look(self, *, whole: bool) -> dict[str, Any]:
         from pytest_distcompat.probe.look import look
@@ -270,7 +268,7 @@ def _uncompiled() -> contextlib.AbstractContextManager[object]:
     return stance
 
 
-#: So many steps of a life are looked at in full: no check compares more of them value by value.
+#: So many steps of a run are looked at in full: no check compares more of them value by value.
 WHOLE = 5
 #: In which step of a training, counted from 1, single operators are seen; in its last if it has fewer.
 CLOSE = 3
@@ -280,7 +278,7 @@ def _leave(driver: Driver) -> None:
     """A rank that did all it was told leaves its process group properly; NCCL warns of one that does not.
 
     The driver outlives the group: DDP's reducer holds the last reference to a gloo group, whose destructor joins a
-    worker thread while it holds the GIL that the thread may be waiting for. Seen once in 36 lives as a hang on return.
+    worker thread while it holds the GIL that the thread may be waiting for. Seen once in 36 runs as a hang on return.
     """
     from torch import distributed
 

@@ -23,7 +23,7 @@ if TESTS not in sys.path:
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    """One launcher and one store for all twins, so that a sound life runs once."""
+    """One launcher and one store for all twins, so that a sound run runs once."""
     cells = [Cell("ddp", "fp32", 2, (("model", model),)) for model in MODELS.names()]
     preload = {module for driver in DRIVERS.things.values() for module in preload_of(driver, cells)}
     with pytest.MonkeyPatch.context() as patch:

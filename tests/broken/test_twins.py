@@ -17,7 +17,7 @@ from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.judge import judge
 from pytest_distcompat.runner import Runner
-from pytest_distcompat.scenario import REFERENCE_LIFE, TRAIN_LIFE, Scenario
+from pytest_distcompat.scenario import REFERENCE_RUN, TRAIN_RUN, Scenario
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Trace
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.spawn
 
 
 @functools.cache
-def life(runner: Runner, driver: str, cell: Cell, scenario: Scenario) -> Trace:
+def run(runner: Runner, driver: str, cell: Cell, scenario: Scenario) -> Trace:
     """Read once for all checks and, of a sound driver, for all its twins."""
     return runner.trace(driver, cell, scenario)
 
@@ -41,30 +41,30 @@ def life(runner: Runner, driver: str, cell: Cell, scenario: Scenario) -> Trace:
 def verdict(runner: Runner, driver: str, cell: Cell, name: str) -> tuple[str, str]:
     """Status and message."""
     check = CHECKS.get(name)
-    found = judge(check, cell, life(runner, driver, cell, check.lives(cell, find_driver(driver))))
+    found = judge(check, cell, run(runner, driver, cell, check.runs(cell, find_driver(driver))))
     return found.status, found.message
 
 
 def bystanders(twin: Twin) -> Iterable[Check]:
-    """The other checks that need no life of the wrong driver beyond those that its own check needed."""
+    """The other checks that need no run of the wrong driver beyond those that its own check needed."""
     driver = find_driver(twin.driver)
-    here = {TRAIN_LIFE, REFERENCE_LIFE, *CHECKS.get(twin.check).lives(twin.cell, driver).lives}
+    here = {TRAIN_RUN, REFERENCE_RUN, *CHECKS.get(twin.check).runs(twin.cell, driver).runs}
     for check in CHECKS.things.values():
         if check.name == twin.check or check.applies(twin.cell, driver):
             continue
-        if here.issuperset(check.lives(twin.cell, driver).lives):
+        if here.issuperset(check.runs(twin.cell, driver).runs):
             yield check
 
 
 def bystander(runner: Runner, twin: Twin, check: Check) -> tuple[str, str]:
     """Status and message of another check; the reference is the sound driver's, which has run it already."""
-    lives = []
-    for one in check.lives(twin.cell, find_driver(twin.driver)).lives:
-        driver = twin.sound if one == REFERENCE_LIFE else twin.driver
-        before = TRAIN_LIFE if one.after else None
+    runs = []
+    for one in check.runs(twin.cell, find_driver(twin.driver)).runs:
+        driver = twin.sound if one == REFERENCE_RUN else twin.driver
+        before = TRAIN_RUN if one.after else None
         scenario = Scenario(one.name, (before, one) if before else (one,))
-        lives.append(life(runner, driver, twin.cell, scenario).life(one.name))
-    found = judge(check, twin.cell, Trace.of(twin.driver, lives))
+        runs.append(run(runner, driver, twin.cell, scenario).run(one.name))
+    found = judge(check, twin.cell, Trace.of(twin.driver, runs))
     return found.status, found.message
 
 

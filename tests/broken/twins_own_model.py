@@ -84,7 +84,7 @@ class SmallNet(Driver):
         return SmallNet.update(self, sum(losses[1:], losses[0]) / ranks, model)
 
     def save(self, directory: Path) -> None:
-        """No life of these twins loads it."""
+        """No run of these twins loads it."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
         from torch.distributed.checkpoint.state_dict_saver import save
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.driver import Plan
 
-#: For ``also``: what all checks say that need what came after a life broke off.
+#: For ``also``: what all checks say that need what came after a run broke off.
 _LATE = r"raised FileNotFoundError: .*trainer_state\.json"
 
 

@@ -90,16 +90,16 @@ def test_the_optimizer_steps_once(sound: Sound, cell: str, times: int) -> None:
 def test_two_optimizers_step_once_each(sound: Sound) -> None:
     step = StepFact("AdamW", ("float32",), ("float32",), ("float32",))
     story = sound("ddp-fp32-w2-accumulate_2")
-    for life in ("train", "single"):
-        story = story.moment("step", {"steps": (step, step)}, life=life)
+    for run in ("train", "single"):
+        story = story.moment("step", {"steps": (step, step)}, run=run)
     assert story.findings("accumulation") == []
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_in_a_compiled_graph_nobody_sees_what_is_fed(sound: Sound, strategy: str) -> None:
     story = sound(f"{strategy}-fp32-w2-accumulate_2-compile")
-    for life in ("train", "single"):
-        story = story.moment("step", {"inputs": ()}, life=life)
+    for run in ("train", "single"):
+        story = story.moment("step", {"inputs": ()}, run=run)
     assert story.findings("accumulation") == []
     expected = "16 with one micro-batch" if strategy == "ddp" else "2 times 16, once a micro-batch"
     assert story.moment("step", reduced(48), nth=2, rank=0).findings("accumulation") == [
@@ -109,16 +109,16 @@ def test_in_a_compiled_graph_nobody_sees_what_is_fed(sound: Sound, strategy: str
 
 def test_one_rank_alone_reduces_nothing(sound: Sound) -> None:
     story = sound("ddp-fp32-w1-accumulate_2")
-    for life in ("train", "single"):
-        story = story.moment("step", {"collectives": ()}, life=life)
+    for run in ("train", "single"):
+        story = story.moment("step", {"collectives": ()}, run=run)
     assert story.findings("accumulation") == []
 
 
 @pytest.mark.parametrize(
-    ("life", "nth", "told"), [("train", 6, "step 7"), ("single", 2, "three steps of one micro-batch")]
+    ("run", "nth", "told"), [("train", 6, "step 7"), ("single", 2, "three steps of one micro-batch")]
 )
-def test_silence_is_no_proof(sound: Sound, life: str, nth: int, told: str) -> None:
-    story = sound("fsdp2-fp32-w2-accumulate_2").without("step", life=life, nth=nth, rank=1)
+def test_silence_is_no_proof(sound: Sound, run: str, nth: int, told: str) -> None:
+    story = sound("fsdp2-fp32-w2-accumulate_2").without("step", run=run, nth=nth, rank=1)
     assert story.findings("accumulation") == [f"rank 1: no report after {told}"]
 
 
@@ -128,8 +128,8 @@ def test_where_it_says_nothing() -> None:
     assert applies(Cell.parse("ddp-fp32-w2-accumulate_4"), Driver) == ""
 
 
-def test_the_other_life_is_that_of_the_cell_without_the_option() -> None:
+def test_the_other_run_is_that_of_the_cell_without_the_option() -> None:
     cell = Cell.parse("fsdp2-bf16_mixed-w4-model_plain-accumulate_4-frozen")
-    train, single = CHECKS.get("accumulation").lives(cell, Driver).lives
+    train, single = CHECKS.get("accumulation").runs(cell, Driver).runs
     assert single.cell(cell).id == "fsdp2-bf16_mixed-w4-model_plain-frozen"
     assert (single.verbs, single.same_as) == (train.verbs, "train")

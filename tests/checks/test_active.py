@@ -38,7 +38,7 @@ def test_a_sound_trace_has_no_findings(sound: Sound, cell: str, check: str) -> N
     assert not story.judges(check) or story.findings(check) == []
 
 
-def test_no_check_of_these_lives_is_left_out(sound: Sound) -> None:
+def test_no_check_of_these_runs_is_left_out(sound: Sound) -> None:
     told = {check for cell in OTHERS for check in CHECKS.names() if sound(cell).judges(check)}
     assert told >= {
         "active",
@@ -242,7 +242,7 @@ def test_as_many_copies_of_shards_as_asked(sound: Sound) -> None:
 def test_who_holds_a_model_by_itself_holds_no_part_of_the_copies_of_others(sound: Sound) -> None:
     story = sound("fsdp2-fp32-w4").model({"sharers": (0, 1)}, rank=0).model({"sharers": (0, 1)}, rank=1)
     story = story.model({"sharers": ()}, rank=2).model({"sharers": ()}, rank=3)
-    assert story.trace.life().copies == ((0, 1), (2, 3))
+    assert story.trace.run().copies == ((0, 1), (2, 3))
     assert story.findings("active")[0] == "shards are in 2 copies (ranks 0, 1; ranks 2, 3); expected 1"
 
 

@@ -53,7 +53,7 @@ def test_parts_are_added_up_in_each_copy_of_hybrid_shards(sound: Sound) -> None:
 @pytest.mark.parametrize("factor", [0.25, 4.0])
 def test_scaled_by_the_number_of_ranks(sound: Sound, cell: str, factor: float) -> None:
     story = sound(cell)
-    square = story.trace.life().at("step", 0)[0].steps[0].square
+    square = story.trace.run().at("step", 0)[0].steps[0].square
     found = story.stepped({"square": square * factor}, verb="step", nth=19).findings("clipping")
     assert found
     assert all(finding.startswith("step 20: ") for finding in found)
@@ -66,7 +66,7 @@ def test_only_the_first_step_that_is_off_is_told(sound: Sound) -> None:
 
 def test_a_model_that_rounds_more_than_ours(sound: Sound) -> None:
     story = sound("ddp-bf16_mixed-w2").stepped({"square": 1.1**2}, verb="step", nth=3)
-    exact = story.trace.life("reference")
+    exact = story.trace.run("reference")
     moments = tuple(
         replace(
             moment,
@@ -75,9 +75,9 @@ def test_a_model_that_rounds_more_than_ours(sound: Sound) -> None:
         )
         for moment in exact.moments
     )
-    lives = {**story.trace.lives, "rounded": replace(exact, name="rounded", moments=moments)}
+    runs = {**story.trace.runs, "rounded": replace(exact, name="rounded", moments=moments)}
     assert story.findings("clipping") != []
-    assert replace(story, trace=replace(story.trace, lives=lives)).findings("clipping") == []
+    assert replace(story, trace=replace(story.trace, runs=runs)).findings("clipping") == []
 
 
 def test_the_precision_says_how_far_off_is_too_far(sound: Sound) -> None:
@@ -102,20 +102,20 @@ def test_no_step_is_no_gradient(sound: Sound) -> None:
     ]
 
 
-@pytest.mark.parametrize(("life", "verb"), [("train", "step"), ("reference", "reference")])
-def test_silence_is_no_proof(sound: Sound, life: str, verb: str) -> None:
-    story = sound("ddp-fp32-w2").without(verb, life=life, nth=19)
+@pytest.mark.parametrize(("run", "verb"), [("train", "step"), ("reference", "reference")])
+def test_silence_is_no_proof(sound: Sound, run: str, verb: str) -> None:
+    story = sound("ddp-fp32-w2").without(verb, run=run, nth=19)
     assert story.findings("clipping") == ["step 20: no reference to compare with"]
 
 
 def test_infinite_gradients_are_no_agreement(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").stepped({"square": math.inf}, life="reference", verb="reference", nth=1)
+    story = sound("ddp-fp32-w2").stepped({"square": math.inf}, run="reference", verb="reference", nth=1)
     assert story.stepped({"square": math.inf}, verb="step", nth=1, rank=0).findings("clipping")[0] == (
         "step 2: rank 0: the gradients that the optimizer gets have norm inf; inf in the reference (2e-04 allowed)"
     )
 
 
 def test_a_reference_of_zero(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").stepped({"square": 0.0}, life="reference", verb="reference", nth=1)
+    story = sound("ddp-fp32-w2").stepped({"square": 0.0}, run="reference", verb="reference", nth=1)
     assert "have norm 1; 0 in the reference" in story.findings("clipping")[0]
     assert story.stepped({"square": 1e-10}, verb="step", nth=1).findings("clipping") == []

@@ -11,42 +11,42 @@ import pytest
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.expect import fails
 from pytest_distcompat.judge import judge
-from pytest_distcompat.trace import LifeEnd
+from pytest_distcompat.trace import RunFailure
 
 if TYPE_CHECKING:
     from tests.checks.traces import Story
 
-LivesOf = Callable[[str, str], "Story"]
+RunsOf = Callable[[str, str], "Story"]
 CELLS = ("ddp-fp32-w2", "fsdp2-fp32-w2", "zero3-fp32-w2")
 
 
-def ending(story: Story, life: str, end: LifeEnd | None) -> Story:
-    """The same, with another end of one life."""
-    lives = {**story.trace.lives, life: replace(story.trace.life(life), end=end)}
-    return replace(story, trace=replace(story.trace, lives=lives))
+def ending(story: Story, run: str, end: RunFailure | None) -> Story:
+    """The same, with another end of one run."""
+    runs = {**story.trace.runs, run: replace(story.trace.run(run), end=end)}
+    return replace(story, trace=replace(story.trace, runs=runs))
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_sound(lives_of: LivesOf, cell: str) -> None:
-    story = lives_of(cell, "damage")
+def test_sound(runs_of: RunsOf, cell: str) -> None:
+    story = runs_of(cell, "damage")
     assert story.findings("damage") == []
     assert judge(CHECKS.get("damage"), story.cell, story.trace).status == "passed"
 
 
-@pytest.mark.parametrize(("life", "done"), [("truncated", "cut in half"), ("removed", "gone")])
-def test_loaded_all_the_same(lives_of: LivesOf, life: str, done: str) -> None:
-    story = ending(lives_of("ddp-fp32-w2", "damage"), life, None)
+@pytest.mark.parametrize(("run", "done"), [("truncated", "cut in half"), ("removed", "gone")])
+def test_loaded_all_the_same(runs_of: RunsOf, run: str, done: str) -> None:
+    story = ending(runs_of("ddp-fp32-w2", "damage"), run, None)
     assert story.findings("damage") == [
         f"file 'checkpoint/shard_0.pt' is {done}: it was loaded without an error, and training went on"
     ]
-    late = ending(story, life, LifeEnd("raised", "rank 0 raised KeyError: 'step'", "all of it", "step", 4))
+    late = ending(story, run, RunFailure("raised", "rank 0 raised KeyError: 'step'", "all of it", "step", 4))
     (found,) = late.findings("damage")
     assert found.endswith("without an error, and training failed in 'step' only: rank 0 raised KeyError: 'step'")
 
 
-def test_an_error_that_does_not_name_the_file(lives_of: LivesOf) -> None:
-    end = LifeEnd("raised", "rank 1 raised Bad: ranks 0, 1\n\n  ...\nEOFError\n", "EOFError", "load", 3)
-    story = ending(lives_of("fsdp2-fp32-w2", "damage"), "truncated", end)
+def test_an_error_that_does_not_name_the_file(runs_of: RunsOf) -> None:
+    end = RunFailure("raised", "rank 1 raised Bad: ranks 0, 1\n\n  ...\nEOFError\n", "EOFError", "load", 3)
+    story = ending(runs_of("fsdp2-fp32-w2", "damage"), "truncated", end)
     assert story.findings("damage") == [
         "file 'checkpoint/shard_0.pt' is cut in half: the error does not name it: rank 1 raised Bad: ranks 0, 1 ... EOFError"
     ]
@@ -64,23 +64,23 @@ SOURCE = """Traceback (most recent call last):
 @pytest.mark.parametrize(
     ("last", "told"), [("RuntimeError: no central directory", True), ("OSError: a/shard_0.pt: cut", False)]
 )
-def test_a_line_of_the_code_tells_nobody_which_file_it_was(lives_of: LivesOf, last: str, told: bool) -> None:
-    end = LifeEnd("raised", f"rank 0 raised {last}", f"--- rank 0:\n{SOURCE}{last}\n", "load", 3)
-    story = ending(lives_of("ddp-fp32-w2", "damage"), "truncated", end)
+def test_a_line_of_the_code_tells_nobody_which_file_it_was(runs_of: RunsOf, last: str, told: bool) -> None:
+    end = RunFailure("raised", f"rank 0 raised {last}", f"--- rank 0:\n{SOURCE}{last}\n", "load", 3)
+    story = ending(runs_of("ddp-fp32-w2", "damage"), "truncated", end)
     assert any("the error does not name it" in text for text in story.findings("damage")) == told
 
 
 @pytest.mark.parametrize("kind", ["crashed", "hung"])
-def test_a_crash_or_a_hang_is_no_known_failure(lives_of: LivesOf, kind: str) -> None:
-    story = ending(lives_of("fsdp2-fp32-w2", "damage"), "removed", LifeEnd(kind, "it", "all of it", "load", 3))
+def test_a_crash_or_a_hang_is_no_known_failure(runs_of: RunsOf, kind: str) -> None:
+    story = ending(runs_of("fsdp2-fp32-w2", "damage"), "removed", RunFailure(kind, "it", "all of it", "load", 3))
     for expectations in ((), (fails("damage", reason="known"),)):
         verdict = judge(CHECKS.get("damage"), story.cell, story.trace, expectations)
         assert (verdict.status, verdict.message) == (kind, "all of it")
 
 
-def test_nothing_was_spoilt(lives_of: LivesOf) -> None:
-    story = lives_of("ddp-fp32-w2", "damage").moment("damage", {"files": ()}, life="removed")
+def test_nothing_was_spoilt(runs_of: RunsOf) -> None:
+    story = runs_of("ddp-fp32-w2", "damage").moment("damage", {"files": ()}, run="removed")
     assert story.findings("damage") == ["removed: nothing was spoilt"]
-    gone = lives_of("ddp-fp32-w2", "damage").without("damage", life="removed")
+    gone = runs_of("ddp-fp32-w2", "damage").without("damage", run="removed")
     assert gone.findings("damage") == ["removed: nothing was spoilt"]
     assert judge(CHECKS.get("damage"), gone.cell, gone.trace).status == "failed"

@@ -20,7 +20,7 @@ CELLS = ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2", "zero3-fp32-w2")
 def test_the_same_data_on_two_ranks(sound: Sound, cell: str, nth: int) -> None:
     story = sound(cell).moment("step", {"inputs": (f"batch {nth + 1}.0 of rank 0",)}, nth=nth)
     if nth > 2:
-        story = story.moment("step", {"inputs": (f"batch {nth + 1}.0 of rank 0",)}, life="resume", nth=nth - 3)
+        story = story.moment("step", {"inputs": (f"batch {nth + 1}.0 of rank 0",)}, run="resume", nth=nth - 3)
     assert story.findings("data") == [f"ranks 0 and 1 are fed the same batch in step {nth + 1}"]
 
 
@@ -43,7 +43,7 @@ def test_nothing_was_fed(sound: Sound) -> None:
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_random_numbers_begin_anew(sound: Sound, cell: str) -> None:
-    story = sound(cell).moment("load", {"rng": "seeded"}, life="resume", rank=1)
+    story = sound(cell).moment("load", {"rng": "seeded"}, run="resume", rank=1)
     assert story.findings("data") == ["rank 1: torch's random state after the load is another than at the save"]
 
 
@@ -53,7 +53,7 @@ def test_the_epoch_begins_anew(sound: Sound, cell: str) -> None:
     for nth in (0, 1):
         for rank in (0, 1):
             fed = {"inputs": (f"batch {nth + 1}.0 of rank {rank}",)}
-            story = story.moment("step", fed, life="resume", nth=nth, rank=rank)
+            story = story.moment("step", fed, run="resume", nth=nth, rank=rank)
     assert story.findings("data") == [
         f"rank {rank}: step {nth} after the load is fed other data than in the run that never stopped"
         for nth in (1, 2)
@@ -63,14 +63,14 @@ def test_the_epoch_begins_anew(sound: Sound, cell: str) -> None:
 
 def test_micro_batches_in_another_order(sound: Sound) -> None:
     fed = ("batch 4.1 of rank 0", "batch 4.0 of rank 0")
-    story = sound("fsdp1-fp32-w2-accumulate_2").moment("step", {"inputs": fed}, life="resume", nth=0, rank=0)
+    story = sound("fsdp1-fp32-w2-accumulate_2").moment("step", {"inputs": fed}, run="resume", nth=0, rank=0)
     assert story.findings("data") == [
         "rank 0: step 1 after the load is fed other data than in the run that never stopped"
     ]
 
 
 @pytest.mark.parametrize(
-    ("life", "verb", "nth", "told"),
+    ("run", "verb", "nth", "told"),
     [
         ("resume", "load", 0, "load"),
         ("train", "step", 3, "step 1 after the save"),
@@ -78,9 +78,9 @@ def test_micro_batches_in_another_order(sound: Sound) -> None:
     ],
 )
 def test_a_silent_rank_is_told_and_the_others_are_still_compared(
-    sound: Sound, life: str, verb: str, nth: int, told: str
+    sound: Sound, run: str, verb: str, nth: int, told: str
 ) -> None:
-    story = sound("ddp-fp32-w4").without(verb, life=life, nth=nth, rank=1)
+    story = sound("ddp-fp32-w4").without(verb, run=run, nth=nth, rank=1)
     assert story.findings("data") == [f"rank 1: no report after {told}"]
 
 

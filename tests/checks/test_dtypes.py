@@ -138,7 +138,7 @@ def test_who_was_not_asked_what_gradients_travel_in_may_take_more(sound: Sound, 
 def test_metrics_are_no_gradients(sound: Sound, cell: str, numel: int) -> None:
     # Half of the smallest trainable parameter has four elements.
     story = sound(cell)
-    sent = next(iter(story.trace.life().at("step", 2))).collectives
+    sent = next(iter(story.trace.run().at("step", 2))).collectives
     for dtype in ("float32", "bfloat16", "float64"):
         metric = CollectiveFact("allreduce", dtype, 5, numel)
         assert story.moment("step", {"collectives": (*sent, metric)}, nth=2).findings("dtypes") == []

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.trace import Moment
 
-LivesOf = Callable[[str, str], "Story"]
+RunsOf = Callable[[str, str], "Story"]
 CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-fp32-w4", "zero1-fp32-w2", "zero3-fp32-w2")
 FILE = "export/model.safetensors"
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_sound(lives_of: LivesOf, cell: str) -> None:
-    assert lives_of(cell, "export").findings("export") == []
+def test_sound(runs_of: RunsOf, cell: str) -> None:
+    assert runs_of(cell, "export").findings("export") == []
 
 
 def with_file(story: Story, **changes: Any) -> Story:
@@ -45,17 +45,17 @@ def with_file(story: Story, **changes: Any) -> Story:
         ("zero3-fp32-w2", "_checkpoint_wrapped_module.", ""),
     ],
 )
-def test_a_name_with_a_segment_too_many(lives_of: LivesOf, cell: str, prefix: str, hint: str) -> None:
+def test_a_name_with_a_segment_too_many(runs_of: RunsOf, cell: str, prefix: str, hint: str) -> None:
     keys = ("inlet.weight", "frozen.weight", f"{prefix}outlet.weight", "scale")
-    story = with_file(lives_of(cell, "export"), keys=keys)
+    story = with_file(runs_of(cell, "export"), keys=keys)
     assert story.findings("export") == [
         f"file {FILE!r}: key '{prefix}outlet.weight' is none of the model's own{hint}",
         "1 of 5 names stand in no exported file, first 'outlet.weight'",
     ]
 
 
-def test_one_of_tied_names_is_enough(lives_of: LivesOf) -> None:
-    story = lives_of("ddp-fp32-w2", "export")
+def test_one_of_tied_names_is_enough(runs_of: RunsOf) -> None:
+    story = runs_of("ddp-fp32-w2", "export")
     for kept in ("inlet.weight", "head.weight"):
         keys = (kept, "frozen.weight", "outlet.weight", "scale")
         assert with_file(story, keys=keys, shapes={}).findings("export") == []
@@ -64,17 +64,17 @@ def test_one_of_tied_names_is_enough(lives_of: LivesOf) -> None:
     ]
 
 
-def test_another_shape(lives_of: LivesOf) -> None:
-    story = lives_of("fsdp2-fp32-w2", "export")
+def test_another_shape(runs_of: RunsOf) -> None:
+    story = runs_of("fsdp2-fp32-w2", "export")
     shapes = {"outlet.weight": (1, 7)}
     assert with_file(story, shapes=shapes).findings("export") == [
         f"file {FILE!r}: 'outlet.weight' has shape (1, 7); (2, 7) in the plain model"
     ]
 
 
-def test_an_optimizer_in_it(lives_of: LivesOf) -> None:
+def test_an_optimizer_in_it(runs_of: RunsOf) -> None:
     extra = FileFact("export/optimizer.bin", "torch", "optimizer", ("inlet.weight",))
-    story = lives_of("fsdp2-fp32-w2", "export").alter(
+    story = runs_of("fsdp2-fp32-w2", "export").alter(
         lambda moment: replace(moment, files=(*moment.files, extra)), verb="files", rank=0
     )
     assert story.findings("export") == [
@@ -82,14 +82,14 @@ def test_an_optimizer_in_it(lives_of: LivesOf) -> None:
     ]
 
 
-def test_nothing_was_written(lives_of: LivesOf) -> None:
-    story = lives_of("ddp-fp32-w2", "export").moment("files", {"files": ()}, rank=0)
+def test_nothing_was_written(runs_of: RunsOf) -> None:
+    story = runs_of("ddp-fp32-w2", "export").moment("files", {"files": ()}, rank=0)
     assert story.findings("export")[0].startswith("5 of 5 names stand in no exported file")
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_parameter_is_not_the_trained_one(lives_of: LivesOf, cell: str) -> None:
-    story = reloaded(lives_of(cell, "export"), parameters={"digest": "14:1"})
+def test_a_parameter_is_not_the_trained_one(runs_of: RunsOf, cell: str) -> None:
+    story = reloaded(runs_of(cell, "export"), parameters={"digest": "14:1"})
     assert story.findings("export") == ["parameter 'outlet.weight': other values after the reload"]
 
 
@@ -107,17 +107,17 @@ def reloaded(story: Story, **changes: dict[str, Any]) -> Story:
         }
         return replace(moment, plain=replace(moment.plain, **parts))
 
-    return story.alter(change, life="reload", verb="reload")
+    return story.alter(change, run="reload", verb="reload")
 
 
-def test_a_buffer_is_not_the_trained_one(lives_of: LivesOf) -> None:
-    story = reloaded(lives_of("fsdp2-fp32-w2", "export"), buffers={"digest": "4:1"})
+def test_a_buffer_is_not_the_trained_one(runs_of: RunsOf) -> None:
+    story = reloaded(runs_of("fsdp2-fp32-w2", "export"), buffers={"digest": "4:1"})
     assert story.findings("export") == ["buffer 'scale': other values after the reload"]
 
 
-def test_a_lower_dtype_is_compared_with_the_copies_in_that_dtype(lives_of: LivesOf) -> None:
+def test_a_lower_dtype_is_compared_with_the_copies_in_that_dtype(runs_of: RunsOf) -> None:
     """Masters in float32, exported and reloaded in bfloat16: then the live bfloat16 copies are what was exported."""
-    story = lives_of("zero1-fp32-w2", "export")
+    story = runs_of("zero1-fp32-w2", "export")
     rounded = story.parameters({"dtype": "bfloat16"}, verb="export")
     rounded = rounded.parameters({"digest": "14:1"}, only="outlet.weight", verb="export")
     assert rounded.findings("export") == []
@@ -128,8 +128,8 @@ def test_a_lower_dtype_is_compared_with_the_copies_in_that_dtype(lives_of: Lives
     assert lost.findings("export") == ["parameter 'outlet.weight': other values after the reload"]
 
 
-def test_outputs(lives_of: LivesOf) -> None:
-    story = lives_of("fsdp2-fp32-w2", "export")
+def test_outputs(runs_of: RunsOf) -> None:
+    story = runs_of("fsdp2-fp32-w2", "export")
     other = story.moment("evaluate", {"outputs": (0.25, -2.0, 1.6)}, rank=1)
     assert other.findings("export") == [
         "rank 1: outputs of the trained and of the reloaded model are up to 0.1 apart (4.0e-04 allowed, of 2)"
@@ -139,14 +139,14 @@ def test_outputs(lives_of: LivesOf) -> None:
     assert story.moment("evaluate", {"outputs": ()}, rank=1).findings("export") == [
         "rank 1: 0 outputs of the trained model; 3 of the reloaded one"
     ]
-    infinite = story.moment("evaluate", {"outputs": (0.25, -2.0, float("inf"))}, life="reload")
+    infinite = story.moment("evaluate", {"outputs": (0.25, -2.0, float("inf"))}, run="reload")
     assert infinite.findings("export") == ["1 of 3 outputs of the reloaded model are infinite; expected finite numbers"]
-    silent = story.moment("evaluate", {"outputs": ()}, life="reload")
+    silent = story.moment("evaluate", {"outputs": ()}, run="reload")
     assert silent.findings("export") == ["the reloaded model computed nothing"]
 
 
-def test_no_plain_model(lives_of: LivesOf) -> None:
-    story = lives_of("ddp-fp32-w2", "export").without("reload", life="reload")
+def test_no_plain_model(runs_of: RunsOf) -> None:
+    story = runs_of("ddp-fp32-w2", "export").without("reload", run="reload")
     assert story.findings("export") == ["the plain model was not seen"]
 
 

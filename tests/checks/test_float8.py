@@ -21,7 +21,7 @@ LINEARS, CONVERTED = 5, 3
 
 def converted(story: Story, layers: int = CONVERTED, casts: int = 2 * CONVERTED) -> Story:
     """The story of a model of which so many layers are in 8 bits."""
-    plain = story.trace.life().at("plain")[0].plain
+    plain = story.trace.run().at("plain")[0].plain
     assert plain is not None
     story = story.moment("plain", {"plain": replace(plain, linears=LINEARS)})
     for verb in ("build", "step"):
@@ -71,7 +71,7 @@ def test_a_loss_that_is_no_number(sound: Sound, loss: float | None) -> None:
 
 def test_nothing_to_convert(sound: Sound) -> None:
     story = converted(sound("ddp-fp8-w2"))
-    plain = story.trace.life().at("plain")[0].plain
+    plain = story.trace.run().at("plain")[0].plain
     assert plain is not None
     assert story.moment("plain", {"plain": replace(plain, linears=0)}).findings("float8") == [
         "the plain model has no linear layer whose sizes 16 divides: there is nothing to convert"

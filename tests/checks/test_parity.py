@@ -51,12 +51,12 @@ def test_the_precision_says_how_far_off_is_too_far(sound: Sound, cell: str, fiel
 
 
 def rounding(story: Story, off: float, *, field: str = "loss", step: int = 11) -> Story:
-    """The same with a life of the reference's own in the precision's dtype, in which one step is so much off."""
-    exact = story.trace.life("reference")
+    """The same with a run of the reference's own in the precision's dtype, in which one step is so much off."""
+    exact = story.trace.run("reference")
     moments = [replace(moment, verb=moment.verb.replace("reference", "rounded")) for moment in exact.moments]
     moments[step] = replace(moments[step], **{field: getattr(moments[step], field) * (1 + off)})
-    lives = {**story.trace.lives, "rounded": replace(exact, name="rounded", moments=tuple(moments))}
-    return replace(story, trace=replace(story.trace, lives=lives))
+    runs = {**story.trace.runs, "rounded": replace(exact, name="rounded", moments=tuple(moments))}
+    return replace(story, trace=replace(story.trace, runs=runs))
 
 
 @pytest.mark.parametrize("cell", ["ddp-bf16_mixed-w2", "fsdp2-fp16_mixed-w2"])
@@ -82,7 +82,7 @@ def test_a_training_that_rounding_leads_astray_is_judged_by_its_beginning(sound:
 @pytest.mark.parametrize("off", [float("nan"), float("inf"), 0.0, 1e-5])
 def test_a_reference_that_cannot_be_computed_so_allows_no_more(sound: Sound, off: float) -> None:
     story = scaled(sound("ddp-bf16_mixed-w2"), "loss", 1.01, nth=8)
-    partly = rounding(story, off).moment("rounded", {"loss": None, "grad_norm": None}, life="rounded")
+    partly = rounding(story, off).moment("rounded", {"loss": None, "grad_norm": None}, run="rounded")
     assert partly.findings("parity") == rounding(story, off).findings("parity")
     assert "2.0e-03 allowed" in partly.findings("parity")[0]
 
@@ -96,12 +96,12 @@ def test_rounding_is_measured_for_models_that_are_not_ours(sound: Sound) -> None
 
         options = ("model",)
 
-    def lives(driver: type[Driver], precision: str) -> list[str]:
+    def runs(driver: type[Driver], precision: str) -> list[str]:
         cell = sound(f"ddp-{precision}-w2").cell
-        return [life.name for life in CHECKS.get("parity").lives(cell, driver).lives]
+        return [run.name for run in CHECKS.get("parity").runs(cell, driver).runs]
 
-    assert lives(Own, "bf16_mixed") == ["train", "reference", "rounded"]
-    assert lives(Own, "fp32") == lives(Ours, "bf16_mixed") == ["train", "reference"]
+    assert runs(Own, "bf16_mixed") == ["train", "reference", "rounded"]
+    assert runs(Own, "fp32") == runs(Ours, "bf16_mixed") == ["train", "reference"]
 
 
 def test_the_mean_over_the_ranks_is_what_counts(sound: Sound) -> None:
@@ -156,7 +156,7 @@ def test_a_trainer_may_keep_more_groups_of_one_rate(sound: Sound) -> None:
 
 
 def test_each_group_has_its_rate(sound: Sound) -> None:
-    where: dict[str, Any] = {"life": "reference", "verb": "reference"}
+    where: dict[str, Any] = {"run": "reference", "verb": "reference"}
     story = sound("ddp-fp32-w2").optimizer({"groups": ({"lr": 0.1}, {"lr": 0.2})}, **where)
     assert story.findings("parity") == []
     story = story.optimizer({"groups": ({"lr": 0.1}, {"lr": 0.3})}, verb="step", nth=0, rank=1)
@@ -169,9 +169,9 @@ def test_no_optimizer(sound: Sound) -> None:
     assert story.findings("parity") == []
 
 
-@pytest.mark.parametrize(("life", "verb"), [("train", "step"), ("reference", "reference")])
-def test_no_loss(sound: Sound, life: str, verb: str) -> None:
-    story = sound("ddp-fp32-w2").moment(verb, {"loss": None}, life=life, nth=3, rank=0)
+@pytest.mark.parametrize(("run", "verb"), [("train", "step"), ("reference", "reference")])
+def test_no_loss(sound: Sound, run: str, verb: str) -> None:
+    story = sound("ddp-fp32-w2").moment(verb, {"loss": None}, run=run, nth=3, rank=0)
     assert story.findings("parity") == [
         "step 4: no loss to compare; expected step() to return it on every rank, and reference()"
     ]
@@ -181,13 +181,13 @@ def test_silence_is_no_proof(sound: Sound) -> None:
     assert sound("fsdp2-fp32-w2").without("step", nth=5, rank=0).findings("parity")[0] == (
         "rank 0: no report after step 6"
     )
-    found = sound("fsdp2-fp32-w2").without("reference", life="reference").findings("parity")
+    found = sound("fsdp2-fp32-w2").without("reference", run="reference").findings("parity")
     assert found == ["step 1: no reference to compare with"]
 
 
 @pytest.mark.parametrize("field", ["loss", "grad_norm"])
 def test_a_reference_of_zero(sound: Sound, field: str) -> None:
-    story = sound("ddp-fp32-w2").moment("reference", {field: 0.0}, life="reference", nth=4)
+    story = sound("ddp-fp32-w2").moment("reference", {field: 0.0}, run="reference", nth=4)
     (found, *_) = story.findings("parity")
     assert re.search(r"^step 5: .*; 0 in the reference \(.* off, 2\.0e-0[45] allowed\)$", found)
     # Of rounding, relative to the largest so far, there may be as much as elsewhere.
@@ -197,14 +197,14 @@ def test_a_reference_of_zero(sound: Sound, field: str) -> None:
 
 @pytest.mark.parametrize("field", ["loss", "grad_norm"])
 def test_all_is_zero_in_the_reference(sound: Sound, field: str) -> None:
-    story = sound("ddp-fp32-w2").moment("reference", {field: 0.0}, life="reference")
+    story = sound("ddp-fp32-w2").moment("reference", {field: 0.0}, run="reference")
     assert "(inf off" in story.moment("step", {field: 1e-9}).findings("parity")[0]
     assert story.moment("step", {field: 0.0}).findings("parity") == []
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
 def test_infinite_losses_are_no_agreement(sound: Sound, number: float) -> None:
-    story = sound("ddp-fp32-w2").moment("reference", {"loss": number}, life="reference")
+    story = sound("ddp-fp32-w2").moment("reference", {"loss": number}, run="reference")
     assert story.moment("step", {"loss": number}).findings("parity") == [
         f"step 1: rank {rank}: the loss of this step is {number}; expected a finite number" for rank in (0, 1)
     ]
@@ -214,7 +214,7 @@ def test_infinite_losses_are_no_agreement(sound: Sound, number: float) -> None:
 
 
 def test_infinite_norms_are_no_agreement(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").moment("reference", {"grad_norm": math.inf}, life="reference", nth=2)
+    story = sound("ddp-fp32-w2").moment("reference", {"grad_norm": math.inf}, run="reference", nth=2)
     story = story.moment("step", {"grad_norm": math.inf}, nth=2, rank=0).moment("step", {"grad_norm": None}, rank=1)
     assert story.findings("parity") == [
         "step 3: rank 0: the gradient norm is inf; inf in the reference (nan off, 2.0e-04 allowed)"

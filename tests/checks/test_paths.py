@@ -10,45 +10,45 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers.torch import TorchDriver
-from pytest_distcompat.scenario import NAMED_LIFE, PATHS
+from pytest_distcompat.scenario import NAMED_RUN, PATHS
 
 if TYPE_CHECKING:
     from tests.checks.traces import Story
 
-LivesOf = Callable[[str, str], "Story"]
-WHEN = f"after the load from {NAMED_LIFE.directory!r}"
+RunsOf = Callable[[str, str], "Story"]
+WHEN = f"after the load from {NAMED_RUN.directory!r}"
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-fp32-w4", "zero1-fp32-w2", "zero3-fp32-w2"])
-def test_sound(lives_of: LivesOf, cell: str) -> None:
-    assert lives_of(cell, "paths").findings("paths") == []
+def test_sound(runs_of: RunsOf, cell: str) -> None:
+    assert runs_of(cell, "paths").findings("paths") == []
 
 
 def test_the_name_is_hostile() -> None:
     for part in (" ", "/", "pytorch_model_fsdp", "optimizer"):
-        assert part in NAMED_LIFE.directory
-    assert not NAMED_LIFE.directory.isascii()
-    assert {life.directory for life in PATHS.lives} == {NAMED_LIFE.directory}
+        assert part in NAMED_RUN.directory
+    assert not NAMED_RUN.directory.isascii()
+    assert {run.directory for run in PATHS.runs} == {NAMED_RUN.directory}
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2", "zero3-fp32-w2"])
-def test_weights_that_did_not_come_back(lives_of: LivesOf, cell: str) -> None:
-    story = lives_of(cell, "paths").parameters({"digest": "1:1"}, life="reopened", verb="load")
+def test_weights_that_did_not_come_back(runs_of: RunsOf, cell: str) -> None:
+    story = runs_of(cell, "paths").parameters({"digest": "1:1"}, run="reopened", verb="load")
     assert story.findings("paths") == [f"parameter 'frozen.weight' and 2 others: other values {WHEN}"]
 
 
-def test_an_optimizer_that_did_not_come_back(lives_of: LivesOf) -> None:
-    story = lives_of("fsdp2-fp32-w2", "paths").optimizer({"states": ()}, life="reopened", verb="load")
+def test_an_optimizer_that_did_not_come_back(runs_of: RunsOf) -> None:
+    story = runs_of("fsdp2-fp32-w2", "paths").optimizer({"states": ()}, run="reopened", verb="load")
     assert story.findings("paths") == [f"the optimizer's state is empty {WHEN}"]
 
 
-def test_a_scheduler_that_did_not_come_back(lives_of: LivesOf) -> None:
-    story = lives_of("fsdp2-fp32-w2", "paths").moment("load", {"scheduler": "none"}, life="reopened", rank=1)
+def test_a_scheduler_that_did_not_come_back(runs_of: RunsOf) -> None:
+    story = runs_of("fsdp2-fp32-w2", "paths").moment("load", {"scheduler": "none"}, run="reopened", rank=1)
     assert story.findings("paths") == [f"rank 1: scheduler is at 'none' {WHEN}; saved at 'last_epoch=1'"]
 
 
-def test_flat_parameters_have_no_names(lives_of: LivesOf) -> None:
-    story = lives_of("fsdp1-fp32-w2", "paths").parameters({"kind": "FlatParameter", "digest": "9:9"}, life="named")
+def test_flat_parameters_have_no_names(runs_of: RunsOf) -> None:
+    story = runs_of("fsdp1-fp32-w2", "paths").parameters({"kind": "FlatParameter", "digest": "9:9"}, run="named")
     assert story.findings("paths") == []
 
 

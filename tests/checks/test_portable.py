@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.trace import ModelFact, Moment
 
-LivesOf = Callable[[str, str], "Story"]
+RunsOf = Callable[[str, str], "Story"]
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-fp32-w4", "zero1-fp32-w2", "zero3-fp32-w2"])
-def test_sound(lives_of: LivesOf, cell: str) -> None:
-    assert lives_of(cell, "portable").findings("portable") == []
+def test_sound(runs_of: RunsOf, cell: str) -> None:
+    assert runs_of(cell, "portable").findings("portable") == []
 
 
-def test_a_parameter_with_other_values(lives_of: LivesOf) -> None:
+def test_a_parameter_with_other_values(runs_of: RunsOf) -> None:
     # The live names are those of fsdp2.
-    story = lives_of("fsdp1-fp32-w2", "portable")
+    story = runs_of("fsdp1-fp32-w2", "portable")
     other = story.alter(
-        lambda moment: replace(moment, model=_other(moment, "outlet.weight")), life="port", verb="load", rank=0
+        lambda moment: replace(moment, model=_other(moment, "outlet.weight")), run="port", verb="load", rank=0
     )
     assert other.findings("portable") == ["parameter 'outlet.weight': other values after the load under fsdp2"]
 
@@ -45,85 +45,85 @@ def _other(moment: Moment, name: str) -> ModelFact:
     )
 
 
-def test_shared_steps_count_several_times(lives_of: LivesOf) -> None:
-    story = lives_of("ddp-fp32-w2", "portable")
-    twice = story.state("step", {"digest": "1:c0000000c"}, life="port", verb="step", nth=0)
+def test_shared_steps_count_several_times(runs_of: RunsOf) -> None:
+    story = runs_of("ddp-fp32-w2", "portable")
+    twice = story.state("step", {"digest": "1:c0000000c"}, run="port", verb="step", nth=0)
     assert twice.findings("portable") == [
         "step 'inlet.weight' and 1 others: other values one step after the load under fsdp2",
     ]
 
 
 @pytest.mark.parametrize("nth", [0, 1])
-def test_a_loss_that_the_first_run_did_not_have(lives_of: LivesOf, nth: int) -> None:
-    story = lives_of("fsdp2-fp32-w2", "portable").moment("step", {"loss": 7.0}, life="port", nth=nth, rank=1)
+def test_a_loss_that_the_first_run_did_not_have(runs_of: RunsOf, nth: int) -> None:
+    story = runs_of("fsdp2-fp32-w2", "portable").moment("step", {"loss": 7.0}, run="port", nth=nth, rank=1)
     expected = {0: "0.25", 1: "0.2"}[nth]
     assert story.findings("portable") == [
         f"rank 1: loss {nth + 1} after the load under ddp is 7; {expected} in the run that never stopped (4e-05 allowed)"
     ]
 
 
-def test_in_lower_precision_losses_are_the_strategies_own_matter(lives_of: LivesOf) -> None:
-    story = lives_of("fsdp2-bf16_mixed-w2", "portable").moment("step", {"loss": 0.26}, life="port", nth=0)
+def test_in_lower_precision_losses_are_the_strategies_own_matter(runs_of: RunsOf) -> None:
+    story = runs_of("fsdp2-bf16_mixed-w2", "portable").moment("step", {"loss": 0.26}, run="port", nth=0)
     assert story.findings("portable") == []
 
 
-def test_no_loss(lives_of: LivesOf) -> None:
-    story = lives_of("fsdp2-fp32-w2", "portable").moment("step", {"loss": None}, life="port", nth=0, rank=1)
+def test_no_loss(runs_of: RunsOf) -> None:
+    story = runs_of("fsdp2-fp32-w2", "portable").moment("step", {"loss": None}, run="port", nth=0, rank=1)
     assert story.findings("portable") == ["rank 1: no loss to compare; expected step() to return it"]
 
 
 @pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero3-fp32-w2"])
-def test_weights_that_are_not_the_masters(lives_of: LivesOf, cell: str) -> None:
-    story = lives_of(cell, "portable")
+def test_weights_that_are_not_the_masters(runs_of: RunsOf, cell: str) -> None:
+    story = runs_of(cell, "portable")
     other = story.alter(
-        lambda moment: replace(moment, model=_other(moment, "inlet.weight")), life="port", verb="build", rank=1
+        lambda moment: replace(moment, model=_other(moment, "inlet.weight")), run="port", verb="build", rank=1
     )
     assert other.findings("portable") == ["parameter 'inlet.weight': other values after the export and build"]
 
 
-def test_a_flat_source_has_no_names_but_steps_and_losses_tell(lives_of: LivesOf) -> None:
-    story = lives_of("fsdp1-fp32-w2", "portable").parameters({"kind": "FlatParameter", "digest": "9:9"}, verb="save")
+def test_a_flat_source_has_no_names_but_steps_and_losses_tell(runs_of: RunsOf) -> None:
+    story = runs_of("fsdp1-fp32-w2", "portable").parameters({"kind": "FlatParameter", "digest": "9:9"}, verb="save")
     assert story.findings("portable") == []
-    twice = story.state("step", {"digest": "1:c0000000c"}, life="port", verb="step", nth=0)
+    twice = story.state("step", {"digest": "1:c0000000c"}, run="port", verb="step", nth=0)
     assert twice.findings("portable") == [
         "step 'inlet.weight' and 1 others: other values one step after the load under fsdp2"
     ]
-    late = story.moment("step", {"loss": 7.0}, life="port", nth=1)
+    late = story.moment("step", {"loss": 7.0}, run="port", nth=1)
     assert [finding[:14] for finding in late.findings("portable")] == ["rank 0: loss 2", "rank 1: loss 2"]
 
 
-def test_of_a_flat_source_losses_tell_in_lower_precision_too(lives_of: LivesOf) -> None:
-    story = lives_of("fsdp1-bf16_mixed-w2-no_use_orig_params", "portable")
+def test_of_a_flat_source_losses_tell_in_lower_precision_too(runs_of: RunsOf) -> None:
+    story = runs_of("fsdp1-bf16_mixed-w2-no_use_orig_params", "portable")
     story = story.parameters({"kind": "FlatParameter", "digest": "9:9"}, verb="save")
     assert story.findings("portable") == []
-    late = story.moment("step", {"loss": 7.0}, life="port", nth=1)
+    late = story.moment("step", {"loss": 7.0}, run="port", nth=1)
     assert [finding[:14] for finding in late.findings("portable")] == ["rank 0: loss 2", "rank 1: loss 2"]
 
 
-def test_a_loss_that_is_no_number(lives_of: LivesOf) -> None:
-    story = lives_of("fsdp1-bf16_mixed-w2", "portable").moment("step", {"loss": math.nan}, life="port", nth=0, rank=1)
+def test_a_loss_that_is_no_number(runs_of: RunsOf) -> None:
+    story = runs_of("fsdp1-bf16_mixed-w2", "portable").moment("step", {"loss": math.nan}, run="port", nth=0, rank=1)
     told = "rank 1: the loss of step 1 after the load under fsdp2 is nan; expected a finite number"
     assert story.findings("portable") == [told]
 
 
-def test_infinite_losses_are_no_agreement(lives_of: LivesOf) -> None:
-    story = lives_of("fsdp1-fp32-w2", "portable")
-    story = story.moment("step", {"loss": math.inf}).moment("step", {"loss": math.inf}, life="port", nth=1)
+def test_infinite_losses_are_no_agreement(runs_of: RunsOf) -> None:
+    story = runs_of("fsdp1-fp32-w2", "portable")
+    story = story.moment("step", {"loss": math.inf}).moment("step", {"loss": math.inf}, run="port", nth=1)
     told = "the loss of step 2 after the load under fsdp2 is inf; expected a finite number"
     assert [f"rank {rank}: {told}" for rank in (0, 1)] == [
         finding for finding in story.findings("portable") if "inf;" in finding
     ]
 
 
-def test_training_again_is_no_load(lives_of: LivesOf) -> None:
+def test_training_again_is_no_load(runs_of: RunsOf) -> None:
     step = StepFact("AdamW", ("float32",), ("float32",), ("float32",), square=1.0)
-    story = lives_of("fsdp1-fp32-w2", "portable").moment("step", {"steps": (step,)})
-    assert story.moment("load", {"steps": (step, step)}, life="port").findings("portable") == []
-    (found,) = story.moment("load", {"steps": (step, step, step)}, life="port", rank=1).findings("portable")
+    story = runs_of("fsdp1-fp32-w2", "portable").moment("step", {"steps": (step,)})
+    assert story.moment("load", {"steps": (step, step)}, run="port").findings("portable") == []
+    (found,) = story.moment("load", {"steps": (step, step, step)}, run="port", rank=1).findings("portable")
     assert found.startswith("rank 1: the optimizer took 3 steps with gradients during the load")
 
 
-def test_parts_that_make_up_no_whole(lives_of: LivesOf) -> None:
+def test_parts_that_make_up_no_whole(runs_of: RunsOf) -> None:
     def cut(moment: Moment) -> Moment:
         assert moment.model is not None
         held = tuple(
@@ -132,7 +132,7 @@ def test_parts_that_make_up_no_whole(lives_of: LivesOf) -> None:
         )
         return replace(moment, model=replace(moment.model, parameters=held))
 
-    story = lives_of("zero3-fp32-w2", "portable").alter(cut, life="port", verb="build", rank=1)
+    story = runs_of("zero3-fp32-w2", "portable").alter(cut, run="port", verb="build", rank=1)
     (found,) = story.findings("portable")
     assert found.startswith("parameter 'inlet.weight': the parts of all ranks are ")
     assert found.endswith(" after the export and build")

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.trace import Moment
 
-LivesOf = Callable[[str, str], "Story"]
+RunsOf = Callable[[str, str], "Story"]
 CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w4", "fsdp2-fp32-w2", "zero1-fp32-w2", "zero3-fp32-w2")
 
 
 @pytest.mark.parametrize("cell", [*CELLS, "fsdp2-fp32-w1", "fsdp1-fp32-w4-replicate_2", "fsdp2-fp32-w4-replicate_2"])
-def test_sound(lives_of: LivesOf, cell: str) -> None:
-    assert lives_of(cell, "reshard").findings("reshard") == []
+def test_sound(runs_of: RunsOf, cell: str) -> None:
+    assert runs_of(cell, "reshard").findings("reshard") == []
 
 
-def test_the_lives_go_up_and_back_and_to_one(lives_of: LivesOf) -> None:
+def test_the_runs_go_up_and_back_and_to_one(runs_of: RunsOf) -> None:
     def sizes(cell: str) -> dict[str, int]:
-        return {life.name: life.world_size for life in lives_of(cell, "reshard").trace}
+        return {run.name: run.world_size for run in runs_of(cell, "reshard").trace}
 
     assert sizes("fsdp2-fp32-w2") == {"train": 2, "up": 4, "back": 2, "one": 1}
     # There is no way from one rank to one.
@@ -37,9 +37,9 @@ def test_the_lives_go_up_and_back_and_to_one(lives_of: LivesOf) -> None:
 
 
 @pytest.mark.parametrize("cell", CELLS[:3])
-def test_one_shard_with_other_values(lives_of: LivesOf, cell: str) -> None:
-    story = lives_of(cell, "reshard")
-    where = {"life": "back", "verb": "load", "rank": 1}
+def test_one_shard_with_other_values(runs_of: RunsOf, cell: str) -> None:
+    story = runs_of(cell, "reshard")
+    where = {"run": "back", "verb": "load", "rank": 1}
     other = story.parameters({"digest": "3:1"}, only="outlet.weight", **where)
     ranks = story.cell.world_size
     title = "unlike from rank to rank" if cell.startswith("ddp") else "other values"
@@ -50,19 +50,19 @@ HYBRID = "fsdp2-fp32-w4-replicate_2"
 
 
 @pytest.mark.parametrize("what", ["parameter", "exp_avg"])
-def test_one_copy_of_hybrid_shards_with_other_values(lives_of: LivesOf, what: str) -> None:
-    where: dict[str, Any] = {"life": "back", "verb": "load", "rank": 2, "only": "outlet.weight"}
-    story, other = lives_of(HYBRID, "reshard"), {"digest": "4:1"}
+def test_one_copy_of_hybrid_shards_with_other_values(runs_of: RunsOf, what: str) -> None:
+    where: dict[str, Any] = {"run": "back", "verb": "load", "rank": 2, "only": "outlet.weight"}
+    story, other = runs_of(HYBRID, "reshard"), {"digest": "4:1"}
     story = story.parameters(other, **where) if what == "parameter" else story.state(what, other, **where)
     assert story.findings("reshard") == [f"{what} 'outlet.weight': unlike from rank to rank after the load at 4 ranks"]
 
 
-def test_a_part_that_one_copy_of_hybrid_shards_lost(lives_of: LivesOf) -> None:
+def test_a_part_that_one_copy_of_hybrid_shards_lost(runs_of: RunsOf) -> None:
     def forgets(moment: Moment) -> Moment:
         return replace(moment, optimizer=moment.optimizer and replace(moment.optimizer, states=()))
 
-    where: dict[str, Any] = {"life": "back", "verb": "load"}
-    story = lives_of(HYBRID, "reshard")
+    where: dict[str, Any] = {"run": "back", "verb": "load"}
+    story = runs_of(HYBRID, "reshard")
     lost = story.parameters({"local_numel": 1}, only="outlet.weight", rank=2, **where).findings("reshard")
     told = "the parts of ranks 2, 3 are {} elements; expected {} after the load at 4 ranks"
     assert f"parameter 'outlet.weight': {told.format(8, 14)}" in lost
@@ -71,32 +71,32 @@ def test_a_part_that_one_copy_of_hybrid_shards_lost(lives_of: LivesOf) -> None:
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
-def test_a_number_beside_the_elements(lives_of: LivesOf, cell: str) -> None:
+def test_a_number_beside_the_elements(runs_of: RunsOf, cell: str) -> None:
     """NAdam's product, Adafactor's factors: no element for each of the parameter's, however that is sharded."""
     number: dict[str, Any] = {"numel": 1, "digest": "1:7"}
-    story = lives_of(cell, "reshard")
-    for life in story.trace.lives:
-        story = story.state("exp_avg", number, life=life)
+    story = runs_of(cell, "reshard")
+    for run in story.trace.runs:
+        story = story.state("exp_avg", number, run=run)
     assert story.findings("reshard") == []
-    one: dict[str, Any] = {"life": "up", "verb": "load", "only": "outlet.weight"}
+    one: dict[str, Any] = {"run": "up", "verb": "load", "only": "outlet.weight"}
     unlike = story.state("exp_avg", {"digest": "1:8"}, rank=1, **one).findings("reshard")
     assert unlike == ["exp_avg 'outlet.weight': unlike from rank to rank after the load at 4 ranks"]
     other = story.state("exp_avg", {"digest": "1:8"}, **one).findings("reshard")
     assert other[0] == "exp_avg 'outlet.weight': other values after the load at 4 ranks"
     # Each rank had another for its shard: whose is whose after the load nobody can say.
-    apart = story.state("exp_avg", {"digest": "1:9"}, life="train", rank=1).state(
-        "exp_avg", {"digest": "1:9"}, life="up", rank=3
+    apart = story.state("exp_avg", {"digest": "1:9"}, run="train", rank=1).state(
+        "exp_avg", {"digest": "1:9"}, run="up", rank=3
     )
     assert apart.findings("reshard") == []
 
 
-def test_ranks_in_another_order(lives_of: LivesOf) -> None:
+def test_ranks_in_another_order(runs_of: RunsOf) -> None:
     """Each shard is a sound one, at a place that is not its own."""
-    story = lives_of("fsdp2-fp32-w4", "reshard")
-    parts = {moment.rank: moment.model for moment in story.trace.life("back").at("load")}
+    story = runs_of("fsdp2-fp32-w4", "reshard")
+    parts = {moment.rank: moment.model for moment in story.trace.run("back").at("load")}
     swapped = story.alter(
         lambda moment: replace(moment, model=parts[{0: 1, 1: 0}.get(moment.rank, moment.rank)]),
-        life="back",
+        run="back",
         verb="load",
     )
     assert swapped.findings("reshard") == [
@@ -104,9 +104,9 @@ def test_ranks_in_another_order(lives_of: LivesOf) -> None:
     ]
 
 
-def test_a_part_that_nobody_holds(lives_of: LivesOf) -> None:
-    where = {"life": "one", "verb": "load"}
-    story = lives_of("fsdp2-fp32-w2", "reshard").parameters({"local_numel": 4}, only="inlet.weight", **where)
+def test_a_part_that_nobody_holds(runs_of: RunsOf) -> None:
+    where = {"run": "one", "verb": "load"}
+    story = runs_of("fsdp2-fp32-w2", "reshard").parameters({"local_numel": 4}, only="inlet.weight", **where)
     assert story.findings("reshard") == [
         "parameter 'inlet.weight': the parts of all ranks are 4 elements; expected 9 after the load at 1 rank"
     ]
@@ -114,15 +114,15 @@ def test_a_part_that_nobody_holds(lives_of: LivesOf) -> None:
 
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
-def test_a_moment_with_other_values(lives_of: LivesOf, cell: str, key: str) -> None:
-    where = {"life": "up", "verb": "load"}
-    story = lives_of(cell, "reshard").state(key, {"digest": "3:1"}, only="outlet.weight", **where)
+def test_a_moment_with_other_values(runs_of: RunsOf, cell: str, key: str) -> None:
+    where = {"run": "up", "verb": "load"}
+    story = runs_of(cell, "reshard").state(key, {"digest": "3:1"}, only="outlet.weight", **where)
     assert story.findings("reshard") == [f"{key} 'outlet.weight': other values after the load at 4 ranks"]
 
 
 @pytest.mark.parametrize("key", ["master", "exp_avg"])
 @pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero3-fp32-w2"])
-def test_a_part_of_a_flat_master_with_other_values(lives_of: LivesOf, cell: str, key: str) -> None:
+def test_a_part_of_a_flat_master_with_other_values(runs_of: RunsOf, cell: str, key: str) -> None:
     def other(moment: Moment) -> Moment:
         assert moment.optimizer is not None
         masters = tuple(
@@ -131,19 +131,19 @@ def test_a_part_of_a_flat_master_with_other_values(lives_of: LivesOf, cell: str,
         )
         return replace(moment, optimizer=replace(moment.optimizer, masters=masters))
 
-    story = lives_of(cell, "reshard").alter(other, life="up", verb="load", rank=0)
+    story = runs_of(cell, "reshard").alter(other, run="up", verb="load", rank=0)
     assert story.findings("reshard") == [f"{key} 'inlet.weight': other values after the load at 4 ranks"]
 
 
 @pytest.mark.parametrize("cell", ["fsdp1-fp32-w2", "fsdp2-fp32-w2"])
-def test_the_optimizer_comes_back_empty(lives_of: LivesOf, cell: str) -> None:
-    story = lives_of(cell, "reshard").optimizer({"states": ()}, life="one", verb="load")
+def test_the_optimizer_comes_back_empty(runs_of: RunsOf, cell: str) -> None:
+    story = runs_of(cell, "reshard").optimizer({"states": ()}, run="one", verb="load")
     assert story.findings("reshard") == ["the optimizer's state is empty after the load at 1 rank"]
 
 
 @pytest.mark.parametrize(("cell", "name"), [("fsdp2-fp32-w2", "inlet.weight"), ("zero3-fp32-w2", "partitions")])
-def test_one_step_counts_as_more_than_one(lives_of: LivesOf, cell: str, name: str) -> None:
-    story = lives_of(cell, "reshard").state("step", {"digest": "1:c0000000c"}, life="up", verb="step", nth=0)
+def test_one_step_counts_as_more_than_one(runs_of: RunsOf, cell: str, name: str) -> None:
+    story = runs_of(cell, "reshard").state("step", {"digest": "1:c0000000c"}, run="up", verb="step", nth=0)
     found = story.findings("reshard")
     assert len(found) == 1
     assert found[0].startswith(f"step {name!r}")
@@ -164,15 +164,15 @@ def test_one_step_counts_as_more_than_one(lives_of: LivesOf, cell: str, name: st
         ({"loss": None}, "the loss of the first step after the load at 1 rank is None; expected a finite number"),
     ],
 )
-def test_scheduler_and_loss(lives_of: LivesOf, changes: dict[str, Any], told: str) -> None:
+def test_scheduler_and_loss(runs_of: RunsOf, changes: dict[str, Any], told: str) -> None:
     verb = "step" if "loss" in changes else "load"
-    story = lives_of("fsdp2-fp32-w2", "reshard").moment(verb, changes, life="one")
+    story = runs_of("fsdp2-fp32-w2", "reshard").moment(verb, changes, run="one")
     assert story.findings("reshard") == [f"rank 0: {told}"]
 
 
-def test_the_numbers_of_the_groups(lives_of: LivesOf) -> None:
-    where = {"life": "one", "verb": "load"}
-    story = lives_of("fsdp2-fp32-w2", "reshard")
+def test_the_numbers_of_the_groups(runs_of: RunsOf) -> None:
+    where = {"run": "one", "verb": "load"}
+    story = runs_of("fsdp2-fp32-w2", "reshard")
     assert story.optimizer({"groups": ({"lr": 0.1, "weight_decay": 0.01},)}, **where).findings("reshard") == [
         "rank 0: lr of the optimizer's group 0 is 0.1 after the load at 1 rank; 0.0125 was saved"
     ]
@@ -181,9 +181,9 @@ def test_the_numbers_of_the_groups(lives_of: LivesOf) -> None:
     ]
 
 
-@pytest.mark.parametrize(("life", "verb"), [("up", "save"), ("up", "load"), ("train", "save")])
-def test_a_silent_rank(lives_of: LivesOf, life: str, verb: str) -> None:
-    story = lives_of("ddp-fp32-w2", "reshard").without(verb, life=life, rank=1)
+@pytest.mark.parametrize(("run", "verb"), [("up", "save"), ("up", "load"), ("train", "save")])
+def test_a_silent_rank(runs_of: RunsOf, run: str, verb: str) -> None:
+    story = runs_of("ddp-fp32-w2", "reshard").without(verb, run=run, rank=1)
     assert any(finding.startswith("rank 1: no report after") for finding in story.findings("reshard"))
 
 

@@ -21,7 +21,7 @@ CELLS = ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2", "zero1-bf16_mixed-w2", "zero3-fp3
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_parameter_with_other_values(sound: Sound, cell: str) -> None:
     story = sound(cell)
-    other = story.parameters({"digest": "other"}, only="outlet.weight", life="resume", verb="load", rank=1)
+    other = story.parameters({"digest": "other"}, only="outlet.weight", run="resume", verb="load", rank=1)
     assert other.findings("resume") == [
         f"rank 1: parameter {story.live('outlet.weight')!r}: other values after the load"
     ]
@@ -33,12 +33,12 @@ def test_a_buffer_with_other_values(sound: Sound) -> None:
         buffers = tuple(replace(buffer, digest="doubled") for buffer in moment.model.buffers)
         return replace(moment, model=replace(moment.model, buffers=buffers))
 
-    story = sound("ddp-fp32-w2").alter(doubled, life="resume", verb="load", rank=0)
+    story = sound("ddp-fp32-w2").alter(doubled, run="resume", verb="load", rank=0)
     assert story.findings("resume") == ["rank 0: buffer 'scale': other values after the load"]
 
 
 def test_no_model_after_the_load(sound: Sound) -> None:
-    story = sound("fsdp2-fp32-w2").moment("load", {"model": None}, life="resume", rank=0)
+    story = sound("fsdp2-fp32-w2").moment("load", {"model": None}, run="resume", rank=0)
     assert story.findings("resume") == [
         "rank 0: parameter 'frozen.weight' and 2 others: missing after the load",
         "rank 0: buffer 'scale': missing after the load",
@@ -46,7 +46,7 @@ def test_no_model_after_the_load(sound: Sound) -> None:
 
 
 def test_another_name_after_the_load(sound: Sound) -> None:
-    where = {"life": "resume", "verb": "load", "rank": 0}
+    where = {"run": "resume", "verb": "load", "rank": 0}
     story = sound("fsdp2-fp32-w2").parameters({"name": "_orig_mod.outlet.weight"}, only="outlet.weight", **where)
     assert story.findings("resume") == [
         "rank 0: parameter 'outlet.weight': missing after the load",
@@ -59,9 +59,9 @@ def test_another_name_after_the_load(sound: Sound) -> None:
 def test_the_optimizer_comes_back_empty(sound: Sound, cell: str, tensors: int, part: str) -> None:
     story = sound(cell)
     if part == "states":
-        story = story.optimizer({"states": ()}, life="resume", verb="load", rank=1)
+        story = story.optimizer({"states": ()}, run="resume", verb="load", rank=1)
     else:
-        story = story.moment("load", {"optimizer": None}, life="resume", rank=1)
+        story = story.moment("load", {"optimizer": None}, run="resume", rank=1)
     assert story.findings("resume") == [
         f"rank 1: the optimizer's state is empty after the load; {tensors} tensors were saved"
     ]
@@ -84,7 +84,7 @@ def test_one_tensor_of_the_state(sound: Sound, cell: str, owner: str, key: str, 
                 states.append(replace(state, digest="other"))
         return replace(moment, optimizer=replace(moment.optimizer, states=tuple(states)))
 
-    story = sound(cell).alter(change, life="resume", verb="load", rank=0)
+    story = sound(cell).alter(change, run="resume", verb="load", rank=0)
     assert story.findings("resume") == [f"rank 0: optimizer state '{key} of {owner}': {fate} after the load"]
 
 
@@ -102,8 +102,8 @@ def test_state_in_another_dtype(sound: Sound, saved: str, loaded: str, *, told: 
     story = sound("ddp-fp32-w2")
     for verb, nth in (("step", 2), ("save", 0)):
         story = story.state("exp_avg", {"dtype": saved}, only="inlet.weight", verb=verb, nth=nth)
-    story = story.state("exp_avg", {"dtype": loaded}, only="inlet.weight", life="resume", verb="load", rank=1)
-    story = story.state("exp_avg", {"dtype": saved}, only="inlet.weight", life="resume", verb="load", rank=0)
+    story = story.state("exp_avg", {"dtype": loaded}, only="inlet.weight", run="resume", verb="load", rank=1)
+    story = story.state("exp_avg", {"dtype": saved}, only="inlet.weight", run="resume", verb="load", rank=0)
     finding = "rank 1: optimizer state 'exp_avg of module.inlet.weight': another dtype after the load"
     assert story.findings("resume") == [finding] * told
 
@@ -111,7 +111,7 @@ def test_state_in_another_dtype(sound: Sound, saved: str, loaded: str, *, told: 
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_parameter_in_another_dtype(sound: Sound, cell: str) -> None:
     story = sound(cell)
-    other = story.parameters({"dtype": "float16"}, only="outlet.weight", life="resume", verb="load", rank=1)
+    other = story.parameters({"dtype": "float16"}, only="outlet.weight", run="resume", verb="load", rank=1)
     assert other.findings("resume") == [
         f"rank 1: parameter {story.live('outlet.weight')!r}: another dtype after the load"
     ]
@@ -126,13 +126,13 @@ def test_a_parameter_in_another_dtype(sound: Sound, cell: str) -> None:
     ],
 )
 def test_a_number_of_a_group(sound: Sound, group: dict[str, float], finding: str) -> None:
-    story = sound("zero1-fp32-w2").optimizer({"groups": (group,)}, life="resume", verb="load", rank=0)
+    story = sound("zero1-fp32-w2").optimizer({"groups": (group,)}, run="resume", verb="load", rank=0)
     assert story.findings("resume") == [f"rank 0: {finding}"]
 
 
 @pytest.mark.parametrize("groups", [(), ({"lr": 0.1}, {"lr": 0.2})])
 def test_another_number_of_groups(sound: Sound, groups: tuple[dict[str, float], ...]) -> None:
-    story = sound("ddp-fp32-w2").optimizer({"groups": groups}, life="resume", verb="load", rank=0)
+    story = sound("ddp-fp32-w2").optimizer({"groups": groups}, run="resume", verb="load", rank=0)
     told = f"rank 0: the optimizer has {len(groups)} param groups after the load; 1 before"
     assert told in story.findings("resume")
 
@@ -142,11 +142,11 @@ def test_saving_changes_nothing(sound: Sound, cell: str) -> None:
     def both(part: str, changes: dict[str, Any]) -> list[str]:
         # What the save made of it is what the load then gives back.
         story = sound(cell)
-        for life, verb in (("train", "save"), ("resume", "load")):
+        for run, verb in (("train", "save"), ("resume", "load")):
             if part == "parameter":
-                story = story.parameters(changes, only="outlet.weight", life=life, verb=verb, rank=0)
+                story = story.parameters(changes, only="outlet.weight", run=run, verb=verb, rank=0)
             else:
-                story = story.optimizer(changes, life=life, verb=verb, rank=0)
+                story = story.optimizer(changes, run=run, verb=verb, rank=0)
         return story.findings("resume")
 
     name = sound(cell).live("outlet.weight")
@@ -158,27 +158,27 @@ def test_saving_changes_nothing(sound: Sound, cell: str) -> None:
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_scheduler(sound: Sound, cell: str) -> None:
-    story = sound(cell).moment("load", {"scheduler": "last_epoch=0"}, life="resume", rank=1)
+    story = sound(cell).moment("load", {"scheduler": "last_epoch=0"}, run="resume", rank=1)
     assert story.findings("resume") == ["rank 1: scheduler is at 'last_epoch=0'; saved at 'last_epoch=3'"]
 
 
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize(("nth", "expected"), [(0, "0.25"), (1, "0.2")])
 def test_a_loss_of_another_run(sound: Sound, cell: str, nth: int, expected: str) -> None:
-    story = sound(cell).moment("step", {"loss": 0.375}, life="resume", nth=nth, rank=0)
+    story = sound(cell).moment("step", {"loss": 0.375}, run="resume", nth=nth, rank=0)
     assert story.findings("resume") == [
         f"rank 0: loss {nth + 1} after the load is 0.375; {expected} in the run that never stopped"
     ]
 
 
 def test_a_loss_that_is_no_number(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").moment("step", {"loss": float("nan")}, life="resume", nth=0, rank=0)
+    story = sound("ddp-fp32-w2").moment("step", {"loss": float("nan")}, run="resume", nth=0, rank=0)
     assert story.findings("resume") == ["rank 0: loss 1 after the load is nan; 0.25 in the run that never stopped"]
 
 
 def test_more_than_two_bfloat16_numbers_may_add_up_otherwise(sound: Sound) -> None:
     def story(cell: str, loss: float) -> list[str]:
-        return sound(cell).moment("step", {"loss": loss}, life="resume", nth=0, rank=0).findings("resume")
+        return sound(cell).moment("step", {"loss": loss}, run="resume", nth=0, rank=0).findings("resume")
 
     assert story("ddp-bf16_mixed-w4", 0.2505) == []
     assert story("ddp-bf16_mixed-w4", 0.252) != []
@@ -187,28 +187,26 @@ def test_more_than_two_bfloat16_numbers_may_add_up_otherwise(sound: Sound) -> No
 
 
 def test_a_loss_in_another_order_of_summing(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").moment("step", {"loss": 0.250001}, life="resume", nth=0, rank=0)
+    story = sound("ddp-fp32-w2").moment("step", {"loss": 0.250001}, run="resume", nth=0, rank=0)
     assert story.findings("resume") == []
 
 
-@pytest.mark.parametrize(("life", "nth"), [("train", 3), ("resume", 0)])
-def test_no_loss(sound: Sound, life: str, nth: int) -> None:
-    story = sound("ddp-fp32-w2").moment("step", {"loss": None}, life=life, nth=nth, rank=1)
+@pytest.mark.parametrize(("run", "nth"), [("train", 3), ("resume", 0)])
+def test_no_loss(sound: Sound, run: str, nth: int) -> None:
+    story = sound("ddp-fp32-w2").moment("step", {"loss": None}, run=run, nth=nth, rank=1)
     assert story.findings("resume") == ["rank 1: no loss to compare; expected step() to return it"]
 
 
-@pytest.mark.parametrize(("life", "verb"), [("train", "save"), ("resume", "load")])
-def test_a_rank_is_silent(sound: Sound, life: str, verb: str) -> None:
-    assert sound("ddp-fp32-w2").without(verb, life=life, rank=1).findings("resume") == [
-        f"rank 1: no report after {verb}"
-    ]
+@pytest.mark.parametrize(("run", "verb"), [("train", "save"), ("resume", "load")])
+def test_a_rank_is_silent(sound: Sound, run: str, verb: str) -> None:
+    assert sound("ddp-fp32-w2").without(verb, run=run, rank=1).findings("resume") == [f"rank 1: no report after {verb}"]
 
 
 @pytest.mark.parametrize(
-    ("life", "nth", "what"), [("train", 4, "step 2 after the save"), ("resume", 0, "step 1 after the load")]
+    ("run", "nth", "what"), [("train", 4, "step 2 after the save"), ("resume", 0, "step 1 after the load")]
 )
-def test_a_rank_without_the_step_is_silent_too(sound: Sound, life: str, nth: int, what: str) -> None:
-    story = sound("ddp-fp32-w2").without("step", life=life, nth=nth, rank=0)
+def test_a_rank_without_the_step_is_silent_too(sound: Sound, run: str, nth: int, what: str) -> None:
+    story = sound("ddp-fp32-w2").without("step", run=run, nth=nth, rank=0)
     assert story.findings("resume") == [f"rank 0: no report after {what}"]
 
 
@@ -220,7 +218,7 @@ def test_a_rank_without_the_step_before_the_save(sound: Sound) -> None:
 def test_a_check_can_be_asked_without_the_suite(sound: Sound) -> None:
     check, story = CHECKS.get("resume"), sound("ddp-fp32-w2")
     check.verify(story.cell, story.trace)
-    other = story.moment("load", {"scheduler": "new"}, life="resume", rank=1)
+    other = story.moment("load", {"scheduler": "new"}, run="resume", rank=1)
     with pytest.raises(Incompatible, match=r"^rank 1: scheduler is at 'new'; saved at 'last_epoch=3'$"):
         check.verify(other.cell, other.trace)
     assert list(check(other.cell, other.trace)) == check.findings(other.cell, other.trace)
@@ -228,16 +226,16 @@ def test_a_check_can_be_asked_without_the_suite(sound: Sound) -> None:
 
 def test_the_gradient_scaler_starts_again(sound: Sound) -> None:
     story = sound("ddp-fp16_mixed-w2").moment("save", {"scaler": {"scale": 512.0}})
-    assert story.moment("load", {"scaler": {"scale": 512.0}}, life="resume").findings("resume") == []
+    assert story.moment("load", {"scaler": {"scale": 512.0}}, run="resume").findings("resume") == []
     assert story.findings("resume") == [
         f"rank {rank}: the gradient scaler is at {{'scale': 1024.0}}; saved at {{'scale': 512.0}}" for rank in (0, 1)
     ]
 
 
 def test_of_a_checkpoint_of_the_model_alone_the_model_comes_back(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2-save_only_model").moment("load", {"optimizer": None, "scheduler": ""}, life="resume")
+    story = sound("ddp-fp32-w2-save_only_model").moment("load", {"optimizer": None, "scheduler": ""}, run="resume")
     assert story.findings("resume") == []
-    other = story.parameters({"digest": "other"}, only="outlet.weight", life="resume", verb="load", rank=1)
+    other = story.parameters({"digest": "other"}, only="outlet.weight", run="resume", verb="load", rank=1)
     assert other.findings("resume") == ["rank 1: parameter 'module.outlet.weight': other values after the load"]
 
 
@@ -249,18 +247,18 @@ def test_state_of_no_element_is_no_state(sound: Sound) -> None:
         states = tuple(state for state in moment.optimizer.states if state.owner != "outlet.weight")
         return replace(moment, optimizer=replace(moment.optimizer, states=states))
 
-    story = sound("fsdp2-fp32-w2").state("", {"numel": 0}, only="outlet.weight", life="resume", rank=1)
-    assert story.state("", {"numel": 0}, only="outlet.weight", life="train", rank=1).findings("resume") == []
-    empty = story.state("", {"numel": 0}, only="outlet.weight", life="train", verb="step", rank=1)
+    story = sound("fsdp2-fp32-w2").state("", {"numel": 0}, only="outlet.weight", run="resume", rank=1)
+    assert story.state("", {"numel": 0}, only="outlet.weight", run="train", rank=1).findings("resume") == []
+    empty = story.state("", {"numel": 0}, only="outlet.weight", run="train", verb="step", rank=1)
     assert empty.alter(gone, verb="save", rank=1).findings("resume") == []
 
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_training_again_is_no_load(sound: Sound, cell: str) -> None:
     story = sound(cell)
-    steps = story.trace.life().at("step", 0)[0].steps * 3
+    steps = story.trace.run().at("step", 0)[0].steps * 3
     told = "the optimizer took 3 steps with gradients during the load"
-    assert story.moment("load", {"steps": steps}, life="resume", rank=1).findings("resume") == [
+    assert story.moment("load", {"steps": steps}, run="resume", rank=1).findings("resume") == [
         f"rank 1: {told}; expected the state to be read from the checkpoint, not trained again"
     ]
 
@@ -269,12 +267,12 @@ def test_training_again_is_no_load(sound: Sound, cell: str) -> None:
 def test_a_load_may_step_to_make_room_for_the_state(sound: Sound, square: float, many: int) -> None:
     # torch does so, with gradients of zero; torch 2.2 with ones that were never filled.
     story = sound("fsdp2-fp32-w2")
-    steps = (replace(story.trace.life().at("step", 0)[0].steps[0], square=square),) * many
-    assert story.moment("load", {"steps": steps}, life="resume").findings("resume") == []
+    steps = (replace(story.trace.run().at("step", 0)[0].steps[0], square=square),) * many
+    assert story.moment("load", {"steps": steps}, run="resume").findings("resume") == []
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan")])
 def test_infinite_losses_are_no_agreement(sound: Sound, number: float) -> None:
     story = sound("ddp-fp32-w2").moment("step", {"loss": number}, rank=1)
-    story = story.moment("step", {"loss": number}, life="resume", rank=1)
+    story = story.moment("step", {"loss": number}, run="resume", rank=1)
     assert story.findings("resume") == [f"rank 1: the loss of step 1 is {number}; expected a finite number"]

@@ -14,20 +14,20 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.checks._values import values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.judge import judge
-from pytest_distcompat.trace import FileFact, LifeEnd, Trace
+from pytest_distcompat.trace import FileFact, RunFailure, Trace
 
 if TYPE_CHECKING:
     from tests.checks.traces import Story
 
-LivesOf = Callable[[str, str], "Story"]
+RunsOf = Callable[[str, str], "Story"]
 CELLS = tuple(f"{name}-fp32-w2-save_only_model" for name in ("ddp", "fsdp1", "fsdp2", "zero1", "zero3"))
 
 
-def saved(lives_of: LivesOf, cell: str, *, values_of: str = "save", kind: str = "") -> tuple[Story, dict[str, str]]:
+def saved(runs_of: RunsOf, cell: str, *, values_of: str = "save", kind: str = "") -> tuple[Story, dict[str, str]]:
     """The story, and what a checkpoint holds of what was trained at that verb, or of that kind of values."""
-    story = lives_of(cell, "save_only_model")
-    life = story.trace.life()
-    trained = values(life, life.at(values_of))
+    story = runs_of(cell, "save_only_model")
+    run = story.trace.run()
+    trained = values(run, run.at(values_of))
     held = {**trained.of("parameter"), **trained.of("buffer"), **trained.of(kind or "master")}
     return story, {name: digests[0] for name, digests in held.items()}
 
@@ -41,67 +41,67 @@ def model(weights: dict[str, str], path: str = "model.safetensors") -> FileFact:
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_sound(lives_of: LivesOf, cell: str) -> None:
-    story, weights = saved(lives_of, cell)
+def test_sound(runs_of: RunsOf, cell: str) -> None:
+    story, weights = saved(runs_of, cell)
     assert findings(story, model(weights)) == []
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_weight_is_not_saved(lives_of: LivesOf, cell: str) -> None:
-    story, weights = saved(lives_of, cell)
+def test_a_weight_is_not_saved(runs_of: RunsOf, cell: str) -> None:
+    story, weights = saved(runs_of, cell)
     del weights["outlet.weight"], weights["scale"]
     assert findings(story, model(weights)) == ["2 of 4 weights are not saved, first 'outlet.weight', 'scale'"]
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_the_weights_are_those_of_before(lives_of: LivesOf, cell: str) -> None:
+def test_the_weights_are_those_of_before(runs_of: RunsOf, cell: str) -> None:
     # What is not trained has not moved.
-    story, weights = saved(lives_of, cell, values_of="build")
+    story, weights = saved(runs_of, cell, values_of="build")
     assert findings(story, model(weights)) == [
         "2 of 4 weights have other values in the checkpoint than at the save, first 'inlet.weight', 'outlet.weight'"
     ]
 
 
-def test_two_files_disagree(lives_of: LivesOf) -> None:
-    story, weights = saved(lives_of, CELLS[0])
+def test_two_files_disagree(runs_of: RunsOf) -> None:
+    story, weights = saved(runs_of, CELLS[0])
     assert findings(story, model(weights), model({"outlet.weight": "14:1"}, "second.safetensors")) == [
         "1 of 4 weights have other values in the checkpoint than at the save, first 'outlet.weight'"
     ]
 
 
-def test_one_of_tied_names_is_enough(lives_of: LivesOf) -> None:
-    story, weights = saved(lives_of, CELLS[0])
+def test_one_of_tied_names_is_enough(runs_of: RunsOf) -> None:
+    story, weights = saved(runs_of, CELLS[0])
     weights["head.weight"] = weights.pop("inlet.weight")
     assert findings(story, model(weights)) == []
 
 
 @pytest.mark.parametrize(("holds", "what"), [("optimizer", "an optimizer"), ("scheduler", "a scheduler")])
-def test_more_than_the_model(lives_of: LivesOf, holds: str, what: str) -> None:
-    story, weights = saved(lives_of, CELLS[0])
+def test_more_than_the_model(runs_of: RunsOf, holds: str, what: str) -> None:
+    story, weights = saved(runs_of, CELLS[0])
     assert findings(story, model(weights), FileFact("checkpoint-3/state.pt", "", holds, ("state",))) == [
         f"state of {what} stands in 'checkpoint-3/state.pt'; the checkpoint is of the model alone"
     ]
 
 
 @pytest.mark.parametrize("kind", ["parameter", "master"])
-def test_masters_or_the_copies_that_are_computed_with(lives_of: LivesOf, kind: str) -> None:
+def test_masters_or_the_copies_that_are_computed_with(runs_of: RunsOf, kind: str) -> None:
     # Under ZeRO in bfloat16 the copies are what there is to save.
-    story, weights = saved(lives_of, "zero1-fp32-w2-save_only_model", kind=kind)
+    story, weights = saved(runs_of, "zero1-fp32-w2-save_only_model", kind=kind)
     assert findings(story, model(weights)) == []
 
 
-def test_nothing_was_saved(lives_of: LivesOf) -> None:
-    story, _ = saved(lives_of, CELLS[0])
+def test_nothing_was_saved(runs_of: RunsOf) -> None:
+    story, _ = saved(runs_of, CELLS[0])
     assert findings(story) == ["4 of 4 weights are not saved, first 'inlet.weight', 'frozen.weight', 'outlet.weight'"]
 
 
-def test_nothing_was_read(lives_of: LivesOf) -> None:
-    story, _ = saved(lives_of, CELLS[0])
+def test_nothing_was_read(runs_of: RunsOf) -> None:
+    story, _ = saved(runs_of, CELLS[0])
     assert story.without("files").findings("save_only_model") == ["the saved files were not read"]
 
 
-def test_a_rank_that_did_not_come_back_from_the_save(lives_of: LivesOf) -> None:
-    story, weights = saved(lives_of, CELLS[0])
+def test_a_rank_that_did_not_come_back_from_the_save(runs_of: RunsOf) -> None:
+    story, weights = saved(runs_of, CELLS[0])
     assert findings(story.without("save", rank=1), model(weights)) == ["rank 1: no report after save"]
 
 
@@ -112,13 +112,13 @@ def test_it_is_for_cells_that_save_the_model_alone() -> None:
 
 
 @pytest.mark.parametrize(("verb", "status"), [("build", "refused"), ("step", "late"), ("save", "late")])
-def test_refused_when_built_or_found_out_late(lives_of: LivesOf, verb: str, status: str) -> None:
-    story = lives_of("fsdp2-fp32-w2-save_only_model", "save_only_model")
-    life = story.trace.life()
-    index = life.at(verb)[0].index
+def test_refused_when_built_or_found_out_late(runs_of: RunsOf, verb: str, status: str) -> None:
+    story = runs_of("fsdp2-fp32-w2-save_only_model", "save_only_model")
+    run = story.trace.run()
+    index = run.at(verb)[0].index
     told = "rank 0 raised ValueError: save_only_model option is not compatible with FSDP state dict type"
     broken = replace(
-        life, moments=tuple(m for m in life.moments if m.index < index), end=LifeEnd("raised", told, told, verb, index)
+        run, moments=tuple(m for m in run.moments if m.index < index), end=RunFailure("raised", told, told, verb, index)
     )
     expect = refuses(save_only_model=True, match=r"save_only_model .* not compatible")
     found = judge(CHECKS.get("save_only_model"), story.cell, Trace.of("hand-made", [broken]), [expect])

@@ -10,7 +10,7 @@ import pytest
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers.torch import TorchDriver
-from pytest_distcompat.trace import LifeTrace, Moment, Trace
+from pytest_distcompat.trace import Moment, RunTrace, Trace
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
@@ -22,17 +22,17 @@ VERBS = (("step", 0, 1024.0), ("overflow", 0, 512.0), ("step", 1, 512.0))
 
 def overflowing(story: Story) -> Story:
     """The same training, with an overflow in the second step that all ranks skip."""
-    train = story.trace.life()
+    train = story.trace.run()
     moments: list[Moment] = []
     for index, (verb, nth, scale) in enumerate(VERBS):
-        seen: dict[str, Any] = {"life": "overflow", "verb": verb, "index": index, "scaler": {"scale": scale}}
+        seen: dict[str, Any] = {"run": "overflow", "verb": verb, "index": index, "scaler": {"scale": scale}}
         moments += [replace(moment, **seen) for moment in train.at("step", nth)]
-    life = LifeTrace("overflow", train.world_size, tuple(moments))
-    return replace(story, trace=Trace.of("hand-made", [life]))
+    run = RunTrace("overflow", train.world_size, tuple(moments))
+    return replace(story, trace=Trace.of("hand-made", [run]))
 
 
 def alter(story: Story, verb: str, changes: dict[str, Any], **where: Any) -> Story:
-    return story.moment(verb, changes, life="overflow", **where)
+    return story.moment(verb, changes, run="overflow", **where)
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -98,7 +98,7 @@ def test_a_scale_that_stays(sound: Sound) -> None:
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_rank_that_steps_while_the_others_skip(sound: Sound, cell: str) -> None:
     story = overflowing(sound(cell))
-    last = story.trace.life("overflow").at("step", 1)[1]
+    last = story.trace.run("overflow").at("step", 1)[1]
     story = alter(story, "overflow", {"model": last.model, "optimizer": last.optimizer}, rank=1)
     (skipped, stuck) = story.findings("scaling")
     assert skipped.startswith("rank 1: ")
@@ -108,7 +108,7 @@ def test_a_rank_that_steps_while_the_others_skip(sound: Sound, cell: str) -> Non
 
 def test_a_master_alone_that_changes(sound: Sound) -> None:
     story = overflowing(sound("zero1-fp16_mixed-w2")).state(
-        "exp_avg", {"digest": "another"}, life="overflow", verb="overflow", rank=0
+        "exp_avg", {"digest": "another"}, run="overflow", verb="overflow", rank=0
     )
     assert story.findings("scaling") == [
         "rank 0: exp_avg of 'partition 0' changed in a step whose gradients overflow; expected it to be skipped"
@@ -116,7 +116,7 @@ def test_a_master_alone_that_changes(sound: Sound) -> None:
 
 
 def test_a_silent_rank(sound: Sound) -> None:
-    story = overflowing(sound("ddp-fp16_mixed-w2")).without("overflow", life="overflow", rank=1)
+    story = overflowing(sound("ddp-fp16_mixed-w2")).without("overflow", run="overflow", rank=1)
     assert "rank 1: no report after the step that overflows" in story.findings("scaling")
 
 

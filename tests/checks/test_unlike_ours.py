@@ -22,15 +22,15 @@ REPLICAS_AND_SHARDS = ("ddp-fp32-w2", "fsdp2-fp32-w2")
 def with_states(
     story: Story, change: Callable[[OptimizerFact], tuple[StateFact, ...]], dtypes: tuple[str, ...]
 ) -> Story:
-    """With other states in all lives and moments."""
+    """With other states in all runs and moments."""
 
     def altered(moment: Moment) -> Moment:
         steps = tuple(replace(step, state=dtypes) for step in moment.steps)
         optimizer = moment.optimizer and replace(moment.optimizer, states=change(moment.optimizer))
         return replace(moment, optimizer=optimizer, steps=steps)
 
-    lives = {name: replace(life, moments=tuple(map(altered, life.moments))) for name, life in story.trace.lives.items()}
-    return replace(story, trace=replace(story.trace, lives=lives))
+    runs = {name: replace(run, moments=tuple(map(altered, run.moments))) for name, run in story.trace.runs.items()}
+    return replace(story, trace=replace(story.trace, runs=runs))
 
 
 @pytest.mark.parametrize("cell", REPLICAS_AND_SHARDS)
@@ -126,13 +126,13 @@ def test_statistics_that_each_rank_has_its_own_of(
     story = sound(cell)
     for verb, nth in (("step", 2), ("save", 0)):
         story = story.alter(buffers(("zero", "one")), verb=verb, nth=nth)
-    assert story.alter(buffers(loaded), life="resume", verb="load").findings("resume") == findings
+    assert story.alter(buffers(loaded), run="resume", verb="load").findings("resume") == findings
 
 
 def test_a_save_that_changes_statistics(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").alter(buffers(("zero", "one")), verb="step", nth=2)
     story = story.alter(buffers(("zero", "zero")), verb="save").alter(
-        buffers(("zero", "zero")), life="resume", verb="load"
+        buffers(("zero", "zero")), run="resume", verb="load"
     )
     assert story.findings("resume") == ["rank 1: buffer 'scale': other values after the save"]
 
@@ -153,20 +153,20 @@ def test_a_buffer_that_no_file_holds_may_be_another(sound: Sound, changed: dict[
         held = tuple(replace(fact, **changed) for fact in moment.model.buffers) if changed else ()
         return replace(moment, model=replace(moment.model, buffers=held))
 
-    story = sound("fsdp2-fp32-w2").alter(loose, verb="plain").alter(altered, life="resume", verb="load")
+    story = sound("fsdp2-fp32-w2").alter(loose, verb="plain").alter(altered, run="resume", verb="load")
     assert story.findings("resume") == []
 
 
 def test_a_learning_rate_that_begins_anew(sound: Sound) -> None:
     """Set at the end of each step, so that no loss of the first two tells of it."""
-    story = sound("ddp-fp32-w2").optimizer({"groups": ({"lr": 0.5},)}, life="resume", verb="step", nth=0, rank=1)
+    story = sound("ddp-fp32-w2").optimizer({"groups": ({"lr": 0.5},)}, run="resume", verb="step", nth=0, rank=1)
     assert story.findings("resume") == [
         "rank 1: lr of the optimizer's group 0 is 0.5 after step 1 of the resumed run; 0.1 in the run that never stopped"
     ]
 
 
 def test_a_learning_rate_may_be_rounded(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").optimizer({"groups": ({"lr": 0.1 + 1e-16},)}, life="resume", verb="step", nth=0)
+    story = sound("ddp-fp32-w2").optimizer({"groups": ({"lr": 0.1 + 1e-16},)}, run="resume", verb="step", nth=0)
     assert story.findings("resume") == []
 
 

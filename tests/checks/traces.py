@@ -33,11 +33,11 @@ class Story:
     live: Callable[[str], str]
 
     def judges(self, check: str) -> bool:
-        """Whether the check says something in this cell, of lives that the story has."""
+        """Whether the check says something in this cell, of runs that the story has."""
         found = CHECKS.get(check)
         if found.applies(self.cell, Able):
             return False
-        return {life.name for life in found.lives(self.cell, Able).lives} <= set(self.trace.lives)
+        return {run.name for run in found.runs(self.cell, Able).runs} <= set(self.trace.runs)
 
     def findings(self, check: str) -> list[str]:
         """What the check of that name finds."""
@@ -47,13 +47,13 @@ class Story:
         self,
         change: Callable[[Moment], Moment | None],
         *,
-        life: str = "train",
+        run: str = "train",
         verb: str = "",
         nth: int | None = None,
         rank: int | None = None,
     ) -> Story:
         """Change the chosen moments (None takes one out); no verb means all, no ``nth`` every such verb."""
-        old = self.trace.life(life)
+        old = self.trace.run(run)
         chosen = [
             moment
             for moment in (old.at(verb, nth) if nth is not None else old.moments)
@@ -62,7 +62,7 @@ class Story:
         assert chosen, "a test that alters nothing tests nothing"
         moments = (change(moment) if moment in chosen else moment for moment in old.moments)
         new = replace(old, moments=tuple(moment for moment in moments if moment))
-        return replace(self, trace=replace(self.trace, lives={**self.trace.lives, life: new}))
+        return replace(self, trace=replace(self.trace, runs={**self.trace.runs, run: new}))
 
     def without(self, verb: str, **where: Any) -> Story:
         """The same, with the moments after that verb gone."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.checks import more_lives, sound_lives, test_damage, test_float8, test_save_only_model, test_scaling
+from tests.checks import more_runs, sound_runs, test_damage, test_float8, test_save_only_model, test_scaling
 from tests.checks.traces import Story
 from tests.words import test_cost
 
@@ -18,13 +18,13 @@ from pytest_distcompat.trace import CollectiveFact, FileFact, Moment
 def sound(cell_id: str) -> Story:
     """The story of a cell in which nothing is wrong."""
     cell = Cell.parse(cell_id)
-    return Story(cell, sound_lives.trace_of(cell), functools.partial(sound_lives.live_name, cell))
+    return Story(cell, sound_runs.trace_of(cell), functools.partial(sound_runs.live_name, cell))
 
 
-def lives_of(cell_id: str, check: str) -> Story:
-    """The same with the lives that the check asks for."""
+def runs_of(cell_id: str, check: str) -> Story:
+    """The same with the runs that the check asks for."""
     story = sound(cell_id)
-    return replace(story, trace=more_lives.trace_of(story.cell, check))
+    return replace(story, trace=more_runs.trace_of(story.cell, check))
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def _units(cell: str) -> Story:
 
 
 def _masters_of_the_frozen(cell: str) -> Story:
-    return replace(sound(cell), trace=test_cost.trace(test_cost.life(master=150, exp_avg=16)))
+    return replace(sound(cell), trace=test_cost.trace(test_cost.run(master=150, exp_avg=16)))
 
 
 def _reduced_twice(cell: str) -> Story:
@@ -54,11 +54,11 @@ def _export_of_a_wrapped_model(cell: str) -> Story:
         keys = ("module.inlet.weight", "module.outlet.weight", "module.frozen.weight", "module.scale")
         return replace(moment, files=tuple(replace(f, keys=keys) if "export" in f.path else f for f in moment.files))
 
-    return lives_of(cell, "export").alter(change, verb="files", rank=0)
+    return runs_of(cell, "export").alter(change, verb="files", rank=0)
 
 
 def _model_alone(cell: str) -> Story:
-    story, weights = test_save_only_model.saved(lives_of, cell)
+    story, weights = test_save_only_model.saved(runs_of, cell)
     weights.pop("outlet.weight")
     return story.moment(
         "files", {"saved": (FileFact("model.safetensors", "", "model", tuple(weights), digests=weights),)}, rank=0
@@ -67,7 +67,7 @@ def _model_alone(cell: str) -> Story:
 
 def _overflow_on_one_rank(cell: str) -> Story:
     story = test_scaling.overflowing(sound(cell))
-    return story.moment("overflow", {"scaler": {"scale": 1024.0}}, life="overflow", rank=0)
+    return story.moment("overflow", {"scaler": {"scale": 1024.0}}, run="overflow", rank=0)
 
 
 def _nothing_converted(cell: str) -> Story:
@@ -75,11 +75,11 @@ def _nothing_converted(cell: str) -> Story:
 
 
 def _loaded_though_spoilt(cell: str) -> Story:
-    return test_damage.ending(lives_of(cell, "damage"), "removed", None)
+    return test_damage.ending(runs_of(cell, "damage"), "removed", None)
 
 
 def _slow(cell: str) -> Story:
-    own = (test_cost.life(seconds=2), test_cost.life("baseline", seconds=0.5))
+    own = (test_cost.run(seconds=2), test_cost.run("baseline", seconds=0.5))
     return replace(sound(cell), trace=test_cost.trace(*own, limit=0.9))
 
 
@@ -88,7 +88,7 @@ def _loss_doubled(moment: Moment) -> Moment:
 
 
 #: Where the optimizer's state is after a load.
-LOADED: Mapping[str, Any] = {"life": "resume", "verb": "load"}
+LOADED: Mapping[str, Any] = {"run": "resume", "verb": "load"}
 
 EXAMPLES: Mapping[str, Example] = {
     "active": Example(
@@ -143,20 +143,20 @@ EXAMPLES: Mapping[str, Example] = {
     "reshard": Example(
         "pads its shards for one number of ranks",
         "fsdp2-fp32-w2",
-        lambda cell: lives_of(cell, "reshard").parameters(
-            {"digest": "3:1"}, only="outlet.weight", life="up", verb="load", rank=3
+        lambda cell: runs_of(cell, "reshard").parameters(
+            {"digest": "3:1"}, only="outlet.weight", run="up", verb="load", rank=3
         ),
     ),
     "portable": Example(
         "exports the weights of the step before",
         "zero3-fp32-w2",
-        lambda cell: lives_of(cell, "portable").parameters({"digest": "3:1"}, life="port", verb="build", rank=0),
+        lambda cell: runs_of(cell, "portable").parameters({"digest": "3:1"}, run="port", verb="build", rank=0),
     ),
     "export": Example("exports the wrapped model's own state dict", "ddp-fp32-w2", _export_of_a_wrapped_model),
     "paths": Example(
         "looks for the word `optimizer` in a path",
         "fsdp2-fp32-w2",
-        lambda cell: lives_of(cell, "paths").optimizer({"states": ()}, life="reopened", verb="load"),
+        lambda cell: runs_of(cell, "paths").optimizer({"states": ()}, run="reopened", verb="load"),
     ),
     "damage": Example("loads what is there and makes the rest anew", "ddp-fp32-w2", _loaded_though_spoilt),
     "save_only_model": Example("does not gather a block", "fsdp2-fp32-w2-save_only_model", _model_alone),

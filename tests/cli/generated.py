@@ -24,7 +24,7 @@ from .failing import EXAMPLES
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"(?<=<!-- made by tests/cli/generated.py: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
-#: A cell of this, with the driver that can do most, tells which lives a check needs.
+#: A cell of this, with the driver that can do most, tells which runs a check needs.
 CELL = Cell("fsdp2", "fp32")
 #: What a driver says of itself beside its verbs, in words.
 CLAIMS: Mapping[str, str] = {
@@ -70,11 +70,11 @@ def checks() -> str:
     """The table of the checks."""
 
     def row(one: Check) -> list[str]:
-        lives = [life.name for life in one.lives(CELL, TorchDriver).lives if life.name != "train"]
+        runs = [run.name for run in one.runs(CELL, TorchDriver).runs if run.name != "train"]
         asks = (importlib.import_module(one.claim.__module__).__doc__ or "").split("\n")[0]
-        return [f"[`{one.name}`](#{one.name})", asks, " ".join(f"`{life}`" for life in lives)]
+        return [f"[`{one.name}`](#{one.name})", asks, " ".join(f"`{run}`" for run in runs)]
 
-    return table(("check", "asks", "lives besides `train`"), map(row, CHECKS.things.values()))
+    return table(("check", "asks", "runs besides `train`"), map(row, CHECKS.things.values()))
 
 
 def claims() -> str:

@@ -30,7 +30,7 @@ from pytest_distcompat.plugin.options import OPTIONS, PRELOAD
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report import WORDS
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import LifeTrace, Trace
+from pytest_distcompat.trace import RunTrace, Trace
 from pytest_distcompat.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +143,7 @@ def test_what_the_page_adds_to_the_shelves_fits_them(monkeypatch: pytest.MonkeyP
     torchs = DRIVERS.get("torch")(Cell("ddp_compressed", "bf16_mixed"), World(0, 2, 0, "cpu"))
     assert type(getattr(torchs, "_autocast")()).__name__ == "autocast"  # noqa: B009 - it is this driver's own
     assert isinstance(space["finite"], Check)
-    assert space["finite"].findings(Cell("ddp", "fp32"), Trace("toy", {"train": LifeTrace("train", 2, ())})) == []
+    assert space["finite"].findings(Cell("ddp", "fp32"), Trace("toy", {"train": RunTrace("train", 2, ())})) == []
     driver = space["LightningDriver"]
     assert driver.unable(Cell("ddp", "fp32")) in {"", "lightning is not installed"}
     assert driver.unable(Cell("zero3", "fp32")) == "Fabric is not told of zero3 here"
@@ -198,7 +198,7 @@ def test_the_matrix_of_the_readme_is_one() -> None:
     for cell, *words in rows:
         assert Cell.parse(cell).id == cell
         assert set(words) <= set(WORDS.values())
-    verdicts, counted = (next(line for line in lines if end in line) for end in ("process-group lives", "asked"))
+    verdicts, counted = (next(line for line in lines if end in line) for end in ("runs", "asked"))
     assert verdicts.split()[0] == counted.split()[0]
 
 

@@ -329,7 +329,7 @@ def test_a_cause_is_one_line_whatever_its_numbers() -> None:
         result = Result(
             "S", "d", "ddp-fp32-w2", "parity", "failed", message, nodeid="t.py::S::test[ddp-fp32-w2:parity]"
         )
-        return Report({"lives": 1, "seconds": 1.0}, [result], [])
+        return Report({"runs": 1, "seconds": 1.0}, [result], [])
 
     lines = list(
         table([Run("a==1", made("4.656")), Run("a==2", made("4.65601")), Run("installed", None, "no report: x")])

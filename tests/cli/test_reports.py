@@ -32,9 +32,9 @@ def made(place: str = "t.py::S", **statuses: str) -> Report:
         results.append(
             Result("S", "d", cell, "names", status, "rank 0: is wrong" if status == "failed" else "", nodeid=nodeid)
         )
-    run: dict[str, Any] = {"versions": {"torch": "2.12.0", "accelerate": "1.14.0"}, "lives": 3, "seconds": 1.5}
+    run: dict[str, Any] = {"versions": {"torch": "2.12.0", "accelerate": "1.14.0"}, "runs": 3, "seconds": 1.5}
     settings = {"profile": {"value": "default", "from": "default"}}
-    rows = [Row("S", "d", result.cell, place, lives=["one"]) for result in results]
+    rows = [Row("S", "d", result.cell, place, runs=["one"]) for result in results]
     return Report({**run, "device": "cpu", "world_size": 2, "settings": settings, "timeline": []}, results, rows)
 
 
@@ -111,8 +111,8 @@ def test_what_became_of_a_verdict(before: str, after: str, kind: str, write: Any
 def test_diff_tells_the_news_with_the_versions_beside_them(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
     old = made(ddp_2="passed", fsdp1_2="passed", fsdp2_2="failed", zero1_2="passed", zero2_2="passed", zero3_2="known")
     now = made(ddp_2="passed", fsdp1_2="failed", fsdp2_2="passed", zero2_2="skipped", zero3_2="known")
-    now.run["versions"] = {"torch": "2.13.0", "accelerate": "1.14.0", "deepspeed": "0.19.8"}
-    now.run["settings"] = {"profile": {"value": "smoke", "from": "option"}}
+    now.session["versions"] = {"torch": "2.13.0", "accelerate": "1.14.0", "deepspeed": "0.19.8"}
+    now.session["settings"] = {"profile": {"value": "smoke", "from": "option"}}
     now.results[3] = dataclasses.replace(now.results[3], reason="2 ranks need 2 GPUs, 1 to use")
     assert main(["diff", write("old.json", old), write("now.json", now)]) == 1
     assert capsys.readouterr().out.splitlines() == [
@@ -204,8 +204,8 @@ def test_merge_takes_the_worst_and_prefers_what_ran() -> None:
     first = made(ddp_2="passed", fsdp1_2="skipped", fsdp2_2="failed", zero1_2="known")
     second = made(ddp_2="crashed", fsdp1_2="passed", fsdp2_2="passed", zero1_2="passed", zero3_2="passed")
     first.unreached = [second.results[-1].nodeid, "t.py::S::test[zero2-fp32-w2:names]"]
-    first.run["ending"] = "interrupted"
-    second.run["versions"] = {"torch": "2.13.0"}
+    first.session["ending"] = "interrupted"
+    second.session["versions"] = {"torch": "2.13.0"}
     both = merge([first, second])
     assert {result.cell: result.status for result in both.results} == {
         "ddp-fp32-w2": "crashed",
@@ -215,10 +215,10 @@ def test_merge_takes_the_worst_and_prefers_what_ran() -> None:
         "zero3-fp32-w2": "passed",
     }
     assert both.unreached == ["t.py::S::test[zero2-fp32-w2:names]"]
-    run = both.run
+    run = both.session
     assert run["versions"] == {"torch": "2.12.0 | 2.13.0", "accelerate": "1.14.0 | none"}
-    assert (run["lives"], run["seconds"], run["ending"], len(run["merged"])) == (6, 3.0, "interrupted", 2)
-    assert both.rows[0].lives == ["1/one", "2/one"]
+    assert (run["runs"], run["seconds"], run["ending"], len(run["merged"])) == (6, 3.0, "interrupted", 2)
+    assert both.rows[0].runs == ["1/one", "2/one"]
 
 
 def test_a_merged_report_is_as_the_schema_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,8 +228,8 @@ def test_a_merged_report_is_as_the_schema_says(tmp_path: Path, capsys: pytest.Ca
     jsonschema.Draft202012Validator(SCHEMA).validate(data)
     real = Report.read(REAL)
     assert [(r["nodeid"], r["status"]) for r in data["results"]] == [(r.nodeid, r.status) for r in real.results]
-    assert {life for cell in data["cells"] for life in cell["lives"]} == {life["id"] for life in data["lives"]}
-    assert len(data["lives"]) == 2 * len(real.lives)
+    assert {run for cell in data["cells"] for run in cell["runs"]} == {run["id"] for run in data["runs"]}
+    assert len(data["runs"]) == 2 * len(real.runs)
     assert "<title>Distributed compatibility: 49 failed" in (tmp_path / "both.html").read_text(encoding="utf-8")
     assert capsys.readouterr().out.startswith("96 asked, 94 ran, 2 skipped: ")
 

@@ -44,7 +44,7 @@ def test_a_cell_as_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     # As in the suite: there is no such item.
     assert lines[lines.index("check float8: blank") + 1] == "bf16_mixed asks for no 8 bits"
     assert "check throughput: blank" in lines
-    assert list((tmp_path / "kept").glob("*/life.json"))
+    assert list((tmp_path / "kept").glob("*/run.json"))
 
 
 @pytest.mark.spawn

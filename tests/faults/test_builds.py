@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.failures import LifeFailure
+from pytest_distcompat.failures import RunFailedError
 from pytest_distcompat.scripts import launch
 
 if TYPE_CHECKING:
@@ -60,6 +60,6 @@ def test_a_lock_that_another_build_left_is_named(run_faults: RunFaults, tmp_path
 def test_a_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"{BUILD}\nbuild()\n", encoding="utf-8")
-    with pytest.raises(LifeFailure, match=r"rank \d is in build at .*train.py:\d+: time.sleep\(600\)"):
+    with pytest.raises(RunFailedError, match=r"rank \d is in build at .*train.py:\d+: time.sleep\(600\)"):
         launch(script, timeout=15, world_size=2, environment={"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert not list(tmp_path.glob("*/lock"))

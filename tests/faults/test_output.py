@@ -160,7 +160,7 @@ def test_a_full_disk(start: Start, mounts: None) -> None:
     run.shows("test_fills_the_disk", "rank 1 failed: OSError: [[]Errno 28[]] No space left on device", "consequences:")
     assert {run.outcome(f"test_on_a_full_disk[{number}]") for number in range(2)} == {"failed"}
     for number in range(2):
-        # There is no room for the life's own files: pytest itself says so.
+        # There is no room for the run's own files: pytest itself says so.
         assert run.lines(f"test_on_a_full_disk[{number}]")[0] == "OSError: [Errno 28] No space left on device"
     assert (run.causes("test_fills_the_disk"), run.consequences("test_fills_the_disk")) == ([1], {0})
     assert run.code == pytest.ExitCode.TESTS_FAILED

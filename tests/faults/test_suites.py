@@ -50,7 +50,7 @@ AT_4: dict[str, tuple[str, list[int], set[int], str]] = {
         "time limit of 6 s: different collectives: rank*0* wait* in broadcast *; rank 1 waits in all_gather_object *",
     ),
 }  # fmt: skip
-#: Seconds that each life has.
+#: Seconds that each run has.
 LIMIT = 6.0
 
 
@@ -103,7 +103,7 @@ def test_all_are_told_in_time(run: Run) -> None:
 
 
 def in_time(run: Run, verdicts: Mapping[str, str], world_size: int) -> None:
-    """Hangs at the time limit of a life, not much later; all others soon, compared with a trainer that is well."""
+    """Hangs at the time limit of a run, not much later; all others soon, compared with a trainer that is well."""
     for name, verdict in verdicts.items():
         seconds, bare = run.seconds(name), run.seconds(item("Well", "names", world_size))
         if verdict == "hung":

@@ -50,14 +50,14 @@ class Machine:
         self.temporary.mkdir()
         self.cores = set(sorted(os.sched_getaffinity(0))[:2])
         self.mark = uuid.uuid4().hex
-        self.runs: dict[str, subprocess.Popen[bytes]] = {}
+        self.sessions: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, sizes: list[int], environment: dict[str, str], workers: int) -> None:
         """Start a run of tests of these sizes, on so many workers of xdist."""
         here = self.directory / name
         here.mkdir()
         (here / "test_noting.py").write_text(NOTING.format(sizes=sizes), encoding="utf-8")
-        self.runs[name] = subprocess.Popen(
+        self.sessions[name] = subprocess.Popen(
             [
                 sys.executable,
                 "-m",
@@ -81,14 +81,14 @@ class Machine:
     def out(self, name: str) -> str:
         return (self.directory / name / "output.txt").read_text(encoding="utf-8")
 
-    def lives(self, name: str = "*") -> list[tuple[float, float]]:
+    def ranks_at_work(self, name: str = "*") -> list[tuple[float, float]]:
         """When ranks were there, from when to when."""
         beats = [path.read_text().splitlines() for path in self.directory.glob(f"{name}/*.beats")]
         return [(float(lines[0]), float(lines[-1])) for lines in beats if lines]
 
     def most(self) -> int:
         """How many ranks there were at once, at most."""
-        changes = chain.from_iterable(((begin, 1), (end, -1)) for begin, end in self.lives())
+        changes = chain.from_iterable(((begin, 1), (end, -1)) for begin, end in self.ranks_at_work())
         return max(accumulate(change for _, change in sorted(changes)))
 
     def processes(self) -> list[psutil.Process]:
@@ -116,17 +116,17 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     yield made
     for process in made.processes():
         process.kill()
-    for run in made.runs.values():
-        run.wait()
+    for session in made.sessions.values():
+        session.wait()
 
 
 @pytest.mark.nightly
 def test_two_runs_share_the_slots(machine: Machine, environment: dict[str, str]) -> None:
     for name in ("one", "other"):
         machine.start(name, [2] * 6, environment, workers=2)
-    for name, run in machine.runs.items():
+    for name, run in machine.sessions.items():
         assert run.wait(120) == 0, machine.out(name)
-    assert len(machine.lives()) == 2 * 6 * 2
+    assert len(machine.ranks_at_work()) == 2 * 6 * 2
     assert 2 < machine.most() <= SLOTS * len(machine.cores) or len(machine.cores) == 1
     machine.await_nothing()
 
@@ -136,13 +136,13 @@ def test_one_that_is_killed_leaves_the_slots_to_the_other(machine: Machine, envi
     for name in ("one", "other"):
         machine.start(name, [2] * 6, environment, workers=2)
     deadline = time.monotonic() + 60
-    while not machine.lives("one"):
+    while not machine.ranks_at_work("one"):
         assert time.monotonic() < deadline, machine.out("one")
         time.sleep(0.02)
-    machine.runs["one"].send_signal(signal.SIGKILL)
-    assert machine.runs["other"].wait(120) == 0, machine.out("other")
-    assert machine.runs["one"].wait(1) == -signal.SIGKILL
-    assert len(machine.lives("other")) == 6 * 2
+    machine.sessions["one"].send_signal(signal.SIGKILL)
+    assert machine.sessions["other"].wait(120) == 0, machine.out("other")
+    assert machine.sessions["one"].wait(1) == -signal.SIGKILL
+    assert len(machine.ranks_at_work("other")) == 6 * 2
     assert machine.most() <= SLOTS * len(machine.cores)
     machine.await_nothing()
 
@@ -151,7 +151,7 @@ def test_one_that_is_killed_leaves_the_slots_to_the_other(machine: Machine, envi
 def test_more_workers_than_slots(machine: Machine, environment: dict[str, str]) -> None:
     sizes = [2, 4, 2, 2, 4, 2, 4, 4, 2, 2]
     machine.start("one", sizes, environment, workers=6)
-    assert machine.runs["one"].wait(200) == 0, machine.out("one")
-    assert len(machine.lives()) == sum(sizes)
+    assert machine.sessions["one"].wait(200) == 0, machine.out("one")
+    assert len(machine.ranks_at_work()) == sum(sizes)
     assert machine.most() <= SLOTS * len(machine.cores)
     machine.await_nothing()

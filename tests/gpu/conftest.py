@@ -58,7 +58,7 @@ def run_suite(pytester: pytest.Pytester) -> RunSuite:
         )
         assert report.exists(), result.stdout.str() + result.stderr.str()
         data = json.loads(report.read_text(encoding="utf-8"))
-        assert data["run"]["device"] == "cuda"
+        assert data["session"]["device"] == "cuda"
         assert data["results"], result.stdout.str()
         return list(data["results"])
 

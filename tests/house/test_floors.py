@@ -236,7 +236,7 @@ def test_the_list_of_public_names_is_frozen() -> None:
         "Driver",
         "Incompatible",
         "LateFailure",
-        "LifeFailure",
+        "RunFailedError",
         "Matrix",
         "Trace",
         "UsageProblem",

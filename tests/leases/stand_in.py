@@ -29,7 +29,7 @@ def script() -> dict[str, dict[str, float]]:
 
 
 class Ranks:
-    """Stands for a launcher: every life ends well, after its time."""
+    """Stands for a launcher: every run ends well, after its time."""
 
     keeping = ""
 

@@ -66,12 +66,12 @@ def test_an_xfail_mark_does_not_excuse_it(pytester: pytest.Pytester, run_on_gpus
     result.stdout.fnmatch_lines(["300 MiB stayed in use on GPU-0 after the ranks were gone"])
 
 
-def test_a_life_of_a_suite_that_leaked_is_a_failure_that_nothing_declared_excuses(
+def test_a_run_of_a_suite_that_leaked_is_a_failure_that_nothing_declared_excuses(
     pytester: pytest.Pytester, run_on_gpus: RunOnGpus
 ) -> None:
     pytester.makepyfile(test_it=SUITE)
     names, active = (f"test[ddp-fp32-w2:{check}]" for check in ("names", "active"))
-    # Whichever is first runs the life that both need.
+    # Whichever is first runs the run that both need.
     script = {name: {"leaks": 512} for name in (names, active)}
     result = run_on_gpus("-k", "names or active", script=script)
     assert result.parseoutcomes()["failed"] == 2
@@ -186,7 +186,7 @@ def test_a_script_that_leaves_memory_in_use_fails(mark: str, pytester: pytest.Py
     )
     result = run_on_gpus()
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["E *LifeFailure: 300 MiB stayed in use on GPU-0 after the ranks were gone*"])
+    result.stdout.fnmatch_lines(["E *RunFailedError: 300 MiB stayed in use on GPU-0 after the ranks were gone*"])
 
 
 LEAKS = (Leak("GPU-0", 300 << 20, "test"), Leak("GPU-1", 100 << 20, "test"))
@@ -241,7 +241,7 @@ def test_what_kept_ranks_leave_is_charged_to_their_last_test(memory: MadeUpMemor
     pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, patience=0)
     notices: list[str] = []
     launcher = LeasedLauncher(KeptRanks(memory, 300 << 20), lambda: pool, notices.append)
-    request = Request("", {}, 1, str(tmp_path / "life"))
+    request = Request("", {}, 1, str(tmp_path / "run"))
     assert not launcher.run(request, Keeping("module", 10, last=False)).failed
     assert [holder.id for holder in pool.holders()] == ["GPU-a"]
     last = launcher.run(request, Keeping("module", 10, last=True))
@@ -254,7 +254,7 @@ def test_what_they_leave_when_nobody_comes_any_more_is_told(memory: MadeUpMemory
     pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, patience=0)
     notices: list[str] = []
     launcher = LeasedLauncher(KeptRanks(memory, 300 << 20), lambda: pool, notices.append)
-    launcher.run(Request("", {}, 1, str(tmp_path / "life")), Keeping("module", 10, last=False))
+    launcher.run(Request("", {}, 1, str(tmp_path / "run")), Keeping("module", 10, last=False))
     launcher.retire()
     here = os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0]
     left = "300 MiB stayed in use on GPU-a after the ranks were gone"

@@ -112,7 +112,7 @@ def test_a_suite_does_so_too_and_the_report_says_so(pytester: pytest.Pytester, r
 
     def report() -> tuple[str, dict[str, str]]:
         data = json.loads(Path(pytester.path / "report.json").read_text(encoding="utf-8"))
-        return data["results"][0]["status"], data["run"]["settings"]["oversubscribe"]
+        return data["results"][0]["status"], data["session"]["settings"]["oversubscribe"]
 
     run_on_gpus(*asked)
     assert report() == ("skipped", {"value": "1", "from": "default"})

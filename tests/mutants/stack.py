@@ -22,7 +22,7 @@ from pytest_distcompat.runner import Runner
 
 @dataclass(frozen=True)
 class Stack:
-    """Runs cells as the suite does: the same lives, checks and known issues."""
+    """Runs cells as the suite does: the same runs, checks and known issues."""
 
     runner: Runner
 
@@ -32,7 +32,7 @@ class Stack:
         reason = kind.unable(cell, "cpu") or wanted.applies(cell, kind)
         if reason:
             return skipped(check, cell, reason)
-        trace = self.runner.trace(driver, cell, wanted.lives(cell, kind))
+        trace = self.runner.trace(driver, cell, wanted.runs(cell, kind))
         return judge(wanted, cell, trace, applying(shipped(), concerned(kind), "cpu"))
 
 

@@ -54,7 +54,7 @@ def test_the_suite_sees_the_bug(name: str, sound: Stack, tmp_path: Path) -> None
         verdict = sound.verdict(sighting.driver, sighting.cell, sighting.check)
         assert verdict.status in {"passed", "known", "refused"}, f"the sound stack: {verdict}"
     path = (mutated_copy(mutant, tmp_path / "copy"), *((STAND_IN,) if mutant.stand_in else ()))
-    with stack(tmp_path / "lives", path, cells(sightings)) as mutated:
+    with stack(tmp_path / "runs", path, cells(sightings)) as mutated:
         for sighting in sightings:
             verdict = mutated.verdict(sighting.driver, sighting.cell, sighting.check)
             assert verdict.status in {"failed", "late", "crashed", "hung"}, f"not seen: {sighting}: {verdict}"

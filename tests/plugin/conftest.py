@@ -134,8 +134,8 @@ def run_command(environment: dict[str, str]) -> Callable[[str, Path], tuple[int,
 
 #: From a driver and the id of a cell to the names of the checks that have an item there.
 Concerned = Callable[[type[Driver], str], list[str]]
-#: From a driver and the ids of cells to how many lives their items need.
-Lives = Callable[..., int]
+#: From a driver and the ids of cells to how many runs their items need.
+Runs = Callable[..., int]
 
 
 def _concerned(driver: type[Driver], cell: str) -> list[str]:
@@ -151,15 +151,15 @@ def concerned() -> Concerned:
 
 
 @pytest.fixture(scope="session")
-def lives() -> Lives:
+def runs() -> Runs:
     """Each distinct one once: those that go on from another belong to their cell, a reference to all."""
 
     def count(driver: type[Driver], *cells: str) -> int:
         found = set()
         for cell in map(Cell.parse, cells):
             for name in _concerned(driver, cell.id):
-                for life in CHECKS.get(name).lives(cell, driver).lives:
-                    found.add((life.name, life.cell(cell), cell if life.after else cell.world_size))
+                for run in CHECKS.get(name).runs(cell, driver).runs:
+                    found.add((run.name, run.cell(cell), cell if run.after else cell.world_size))
         return len(found)
 
     return count
@@ -230,7 +230,7 @@ class FakeRanks:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> FakeRanks:
-    """No process is started: every life ends well, until the test says otherwise."""
+    """No process is started: every run ends well, until the test says otherwise."""
     fake = FakeRanks(lambda request: FakeRanks.well(request.world_size))
     monkeypatch.setitem(LAUNCHERS, "warm", fake)
     return fake

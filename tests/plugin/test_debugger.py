@@ -67,7 +67,7 @@ def test_of_marked_tests(tmp_path: Path, run_pytest: RunPytest, environment: dic
     assert set(run.outcomes.values()) == {"failed"}
     for name in run.outcomes:
         pytest.LineMatcher(run.text(name).splitlines()).fnmatch_lines([f"rank ? failed: {WHY}"])
-    terminal = _at_a_terminal(run.command("test_of_one_rank", "this life alone"), tmp_path, environment)
+    terminal = _at_a_terminal(run.command("test_of_one_rank", "this run alone"), tmp_path, environment)
     terminal.sendline("p ranks")
     terminal.expect_exact("tensor([2.])")
     terminal.sendline("c")
@@ -84,7 +84,7 @@ def test_of_a_cell(tmp_path: Path, run_pytest: RunPytest, environment: dict[str,
     run = run_pytest(tmp_path, "test_it.py", "--distcompat-gpus=0", "-k", "names")
     (name,) = run.outcomes
     pytest.LineMatcher(run.text(name).splitlines()).fnmatch_lines([f"*rank 1 raised {WHY}"])
-    terminal = _at_a_terminal(run.command(name, "this life alone"), tmp_path, environment)
+    terminal = _at_a_terminal(run.command(name, "this run alone"), tmp_path, environment)
     terminal.sendline("p number")
     terminal.expect_exact("0\r")
     terminal.sendline("q")

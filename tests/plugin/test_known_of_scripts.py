@@ -75,7 +75,7 @@ def test_an_xfail_mark_excuses_no_more(
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(**{outcome: 1})
     if outcome == "failed":
-        result.stdout.fnmatch_lines(["E *LifeFailure: *"])
+        result.stdout.fnmatch_lines(["E *RunFailedError: *"])
 
 
 @pytest.mark.parametrize(("ending", "outcome"), ENDINGS)
@@ -95,10 +95,10 @@ def test_a_crash_that_the_test_expects_is_none_of_its_own(pytester: Pytester, mo
     say(pytester).makepyfile(
         """
         import pytest, unittest
-        from pytest_distcompat import LifeFailure
+        from pytest_distcompat import RunFailedError
 
         def test(distcompat):
-            with pytest.raises(LifeFailure, match="_orig_mod") as found:
+            with pytest.raises(RunFailedError, match="_orig_mod") as found:
                 distcompat.launch("train.py")
             assert found.value.hard
 
@@ -108,7 +108,7 @@ def test_a_crash_that_the_test_expects_is_none_of_its_own(pytester: Pytester, mo
                 self.launch = distcompat.launch
 
             def test_expected(self):
-                with self.assertRaises(LifeFailure):
+                with self.assertRaises(RunFailedError):
                     self.launch("train.py")
 
             def test_crashes(self):

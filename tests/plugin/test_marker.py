@@ -286,7 +286,7 @@ def test_a_rank_that_fails_shows_its_story_and_the_commands(pytester: pytest.Pyt
             "  rank 0 was killed by SIGTERM",
             # Quoted for a shell; options that select are left out.
             """reproduce: pytest '*.py::test[[]it'"'"'s $HOME[]]' --distcompat-device=cpu --distcompat-timeout=9""",
-            "this life alone: torchrun ...",
+            "this run alone: torchrun ...",
             # pytest 8 gives no reason that is a text.
             "FAILED *" + " - rank 1 failed: ValueError: no" * (pytest.version_tuple >= (9,)),
         ]

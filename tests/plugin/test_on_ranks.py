@@ -76,7 +76,7 @@ TEXTS: dict[str, list[str]] = {
         "consequences:",
         "  rank 0 was killed by SIGTERM after it had finished its work",
         "reproduce: pytest test_fail.py::test_assertion --distcompat-reuse=*",
-        "this life alone: torchrun *--nproc-per-node 2 -m pytest_distcompat.launch.rank *request.json*",
+        "this run alone: torchrun *--nproc-per-node 2 -m pytest_distcompat.launch.rank *request.json*",
     ],
     "test_peer_in_a_collective": ["rank 1 failed: ValueError: the cause", "consequences:", "  rank 0 *"],
     "test_disagree": ["rank 1 skipped (only me) while other ranks went on", "*test_fail.py:*: Skipped: only me"],
@@ -234,15 +234,15 @@ def test_the_reproduce_command_has_the_settings_that_were_named(
     show(out, "collected 1 item", "rank ? failed: *", "*-W 'ignore:a b'*", "*= 1 failed in *")
 
 
-def test_the_life_alone_shows_the_same_failure(
+def test_the_run_alone_shows_the_same_failure(
     run: Run, run_command: Callable[[str, Path], tuple[int, str]], tmp_path: Path
 ) -> None:
-    code, out = run_command(run.command("test_peer_in_a_collective", "this life alone"), tmp_path)
+    code, out = run_command(run.command("test_peer_in_a_collective", "this run alone"), tmp_path)
     assert code == 1
     show(out, "*ValueError: the cause*")
 
 
-def test_the_life_alone_begins_as_the_test_did(
+def test_the_run_alone_begins_as_the_test_did(
     run_pytest: RunPytest, run_command: Callable[[str, Path], tuple[int, str]], tmp_path: Path
 ) -> None:
     """What the ranks have left in the directory that they share would be what a test finds that makes files there."""
@@ -258,7 +258,7 @@ def test_the_life_alone_begins_as_the_test_did(
     run = run_pytest(tmp_path, "test_it.py")
     assert run.outcomes == {"test_it": "failed"}, run.out
     for _ in range(2):
-        code, out = run_command(run.command("test_it", "this life alone"), tmp_path)
+        code, out = run_command(run.command("test_it", "this run alone"), tmp_path)
         assert code == 1
         show(out, "rank ?: failed: AssertionError: the cause*")
 

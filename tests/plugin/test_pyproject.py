@@ -194,7 +194,7 @@ def test_the_commands_behind_a_failure_are_not_what_it_says(pytester: Pytester, 
         ranks.tell = failing("KeyError: 'weight'")
         result = pytester.runpytest_inprocess("-k", "plain")
         result.assert_outcomes(failed=1, deselected=3)
-        result.stdout.fnmatch_lines(["reproduce: pytest *::test_plain", "this life alone: torchrun ..."])
+        result.stdout.fnmatch_lines(["reproduce: pytest *::test_plain", "this run alone: torchrun ..."])
 
 
 @pytest.mark.parametrize("status", ["killed", "stuck"])
@@ -388,7 +388,7 @@ def test_verdicts_of_a_suite(more: str, outcomes: dict[str, int], removed: str, 
     result.assert_outcomes(**outcomes)
     if "xfailed" in outcomes:
         result.stdout.fnmatch_lines(["XFAIL *fsdp1-fp32-w2:claim[]] - org/repo#1"])
-    run = json.loads((suite.path / "out.json").read_text(encoding="utf-8"))["run"]
+    run = json.loads((suite.path / "out.json").read_text(encoding="utf-8"))["session"]
     entry = "pyproject.toml [[tool.distcompat.known]] 1 (org/repo#1)"
     assert run["remove"] == ([f"{entry}: {removed}"] if removed else [])
 
@@ -408,5 +408,5 @@ def test_several_that_show_in_one_place_are_all_of_use(suite: Pytester) -> None:
     say(suite, KNOWN + KNOWN.replace("#1", "#2").replace("KeyError: '", ""))
     result = suite.runpytest_inprocess("--distcompat-report=out.json")
     result.assert_outcomes(passed=1, xfailed=1)
-    run = json.loads((suite.path / "out.json").read_text(encoding="utf-8"))["run"]
+    run = json.loads((suite.path / "out.json").read_text(encoding="utf-8"))["session"]
     assert run["remove"] == []

@@ -14,7 +14,7 @@ from pytest_distcompat.launch import RankEnd
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from tests.plugin.conftest import Concerned, FakeRanks, Lives
+    from tests.plugin.conftest import Concerned, FakeRanks, Runs
 
     from pytest_distcompat.driver import Driver
 
@@ -255,18 +255,18 @@ def test_narrowing_does_not_make_an_expectation_cover_no_cell(pytester: pytest.P
     assert len(collect(pytester, "--distcompat-drivers=accelerate")) == 1
 
 
-def test_checks_share_lives(pytester: pytest.Pytester, ranks: FakeRanks, lives: Lives, concerned: Concerned) -> None:
+def test_checks_share_runs(pytester: pytest.Pytester, ranks: FakeRanks, runs: Runs, concerned: Concerned) -> None:
     pytester.makepyfile(SUITE)
     result = pytester.runpytest_inprocess("-k", "ddp and fp32 and (active or names or resume or data or parity)")
-    ran = [(request.payload["cell"], request.payload["life"]["name"]) for request in ranks.requests]
+    ran = [(request.payload["cell"], request.payload["run"]["name"]) for request in ranks.requests]
     assert sorted(ran) == [("ddp-fp32-w1", "reference"), ("ddp-fp32-w2", "resume"), ("ddp-fp32-w2", "train")]
-    result.stdout.fnmatch_lines(["5 verdicts from 3 process-group lives"])
+    result.stdout.fnmatch_lines(["5 verdicts from 3 runs"])
     ranks.requests.clear()
     result = pytester.runpytest_inprocess("-k", "fp32")
     cells = ("ddp-fp32-w2", "fsdp2-fp32-w2")
     verdicts = sum(len(concerned(TORCH, cell)) for cell in cells)
-    assert len(ranks.requests) == lives(TORCH, *cells) < verdicts
-    result.stdout.fnmatch_lines([f"{verdicts} verdicts from {len(ranks.requests)} process-group lives"])
+    assert len(ranks.requests) == runs(TORCH, *cells) < verdicts
+    result.stdout.fnmatch_lines([f"{verdicts} verdicts from {len(ranks.requests)} runs"])
 
 
 def test_the_fork_server_gets_what_the_chosen_driver_and_models_need(
@@ -283,11 +283,11 @@ def test_the_fork_server_gets_what_the_chosen_driver_and_models_need(
 @pytest.mark.parametrize(
     ("end", "kind"),
     [
-        (RankEnd(1, "killed", "SIGKILL"), "LifeFailure"),
+        (RankEnd(1, "killed", "SIGKILL"), "RunFailedError"),
         (RankEnd(1, "raised", "ValueError: no", text="ValueError: no"), "Incompatible"),
     ],
 )
-def test_what_is_raised_tells_a_claim_from_a_life(
+def test_what_is_raised_tells_a_claim_from_a_run(
     end: RankEnd, kind: str, pytester: pytest.Pytester, ranks: FakeRanks
 ) -> None:
     ranks.tell = lambda request: ranks.told((RankEnd(0, "done"), ()), (end, ()))

@@ -17,7 +17,7 @@ from pytest_distcompat.drivers import DRIVERS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.plugin.conftest import Concerned, Lives, Run, RunPytest
+    from tests.plugin.conftest import Concerned, Run, RunPytest, Runs
 
 pytestmark = pytest.mark.spawn
 
@@ -50,7 +50,7 @@ def run(home: Path, run_pytest: RunPytest) -> Run:
 
 def verdicts(path: Path) -> tuple[dict[str, str], int]:
     data = json.loads(path.read_text(encoding="utf-8"))
-    return {result["nodeid"]: result["status"] for result in data["results"]}, data["run"]["lives"]
+    return {result["nodeid"]: result["status"] for result in data["results"]}, data["session"]["runs"]
 
 
 def test_an_adopters_trainer_passes_and_its_defect_does_not(run: Run, concerned: Concerned) -> None:
@@ -77,7 +77,7 @@ def test_an_adopters_trainer_passes_and_its_defect_does_not(run: Run, concerned:
             "rank 0: the optimizer's state is empty after the load; * tensors were saved",
             "the claim: *",
             "reproduce: pytest 'test_compat.py::TestForgetful::test[[]ddp-fp32-w2:resume[]]'*",
-            "this life alone: torchrun *--nproc-per-node 2 *",
+            "this run alone: torchrun *--nproc-per-node 2 *",
         ]
     )
 
@@ -98,7 +98,7 @@ class Careful(my_trainer.Mine):
 """
 
 
-def test_a_life_by_hand_finds_no_checkpoint_of_the_run(
+def test_a_run_by_hand_finds_no_checkpoint_of_the_run(
     tmp_path: Path, run_pytest: RunPytest, run_command: Callable[[str, Path], tuple[int, str]]
 ) -> None:
     shutil.copy(Path(__file__).with_name("adopter.py"), tmp_path / "my_trainer.py")
@@ -111,24 +111,24 @@ def test_a_life_by_hand_finds_no_checkpoint_of_the_run(
     assert run.outcomes == {name: "failed"}, run.out
     assert "ValueError: after the checkpoint" in run.text(name)
     for _ in range(2):
-        code, out = run_command(run.command(name, "this life alone"), tmp_path)
+        code, out = run_command(run.command(name, "this run alone"), tmp_path)
         assert code
         assert "ValueError: after the checkpoint" in out
         assert "FileExistsError" not in out
 
 
-def test_checks_share_lives(run: Run, lives: Lives) -> None:
-    needed = 2 * lives(Driver, "ddp-fp32-w2") + lives(Driver, "fsdp2-fp32-w2")
-    assert f"{len(run.outcomes)} verdicts from {needed} process-group lives" in run.out
+def test_checks_share_runs(run: Run, runs: Runs) -> None:
+    needed = 2 * runs(Driver, "ddp-fp32-w2") + runs(Driver, "fsdp2-fp32-w2")
+    assert f"{len(run.outcomes)} verdicts from {needed} runs" in run.out
 
 
-def test_xdist_gives_the_same_verdicts_from_as_many_lives(
-    run: Run, home: Path, run_pytest: RunPytest, lives: Lives
+def test_xdist_gives_the_same_verdicts_from_as_many_runs(
+    run: Run, home: Path, run_pytest: RunPytest, runs: Runs
 ) -> None:
     run_pytest(home, "-n", "2", "-k", "not fsdp2", "--distcompat-report=workers.json")
     alone, _ = verdicts(home / "alone.json")
     expected = {name: end for name, end in alone.items() if "fsdp2" not in name}
-    assert verdicts(home / "workers.json") == (expected, 2 * lives(Driver, "ddp-fp32-w2"))
+    assert verdicts(home / "workers.json") == (expected, 2 * runs(Driver, "ddp-fp32-w2"))
 
 
 def test_the_driver_is_found_where_pytest_found_it(tmp_path: Path, run_pytest: RunPytest) -> None:

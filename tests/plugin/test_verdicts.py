@@ -1,4 +1,4 @@
-"""Every verdict as pytest tells it: in the terminal's matrix, in the report files, in JUnit XML; on hand-made lives."""
+"""Every verdict as pytest tells it: in the terminal's matrix, in the report files, in JUnit XML; on hand-made runs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ TestMine (driver my_driver:Mine)
   known: org/repo#1 [fsdp1-bf16_mixed-w2:claim]
   not run: mine has no bf16_pure [ddp-bf16_pure-w2, fsdp1-bf16_pure-w2, fsdp2-bf16_pure-w2 and 3 more]
   refused: ValueError: not supported [zero1-fp32-w2:claim]
-18 verdicts from 12 process-group lives
+18 verdicts from 12 runs
 """
 
 
@@ -90,12 +90,12 @@ def claim(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def live(request: Request, ranks: FakeRanks) -> Ending:
-    """What becomes of a life, by its cell."""
+    """What becomes of a run, by its cell."""
 
     def verbs(*names: str, broken: str = "") -> list[dict[str, Any]]:
         told = []
         for index, name in enumerate(names):
-            moment = {"rank": 0, "life": "train", "verb": name, "index": index}
+            moment = {"rank": 0, "run": "train", "verb": name, "index": index}
             told.append({"event": "verb", "verb": name, "index": index})
             if name != broken:
                 told.append({"event": "moment", "verb": name, "index": index, "moment": moment})
@@ -122,7 +122,7 @@ def live(request: Request, ranks: FakeRanks) -> Ending:
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A suite with one check of ours, whose every life is made up."""
+    """A suite with one check of ours, whose every run is made up."""
     made = Check("claim", TRAIN, (("train", "step", 0),), claim)
     monkeypatch.setitem(vars(CHECKS), "things", {"claim": made})
     ranks.tell = lambda request: live(request, ranks)
@@ -169,7 +169,7 @@ def test_what_a_failure_shows(suite: pytest.Pytester) -> None:
             "rank 0 raised ValueError: not supported",
             "Traceback ...",
             "consequences:",
-            "this life alone: torchrun ...",
+            "this run alone: torchrun ...",
             "zero2-fp32-w2: claim: late",
             "refused only at 'step', after build; expected at build",
             "zero3-fp32-w2: claim: crashed",
@@ -188,8 +188,8 @@ def test_the_json_report_has_every_verdict(suite: pytest.Pytester) -> None:
     data = json.loads((suite.path / "out.json").read_text(encoding="utf-8"))
     assert data["format"] == 1
     assert {found["cell"]: found["status"] for found in data["results"]} == STATUS
-    run = data["run"]
-    assert (run["device"], run["world_size"], run["lives"], run["versions"]) == ("cpu", 2, 12, versions())
+    run = data["session"]
+    assert (run["device"], run["world_size"], run["runs"], run["versions"]) == ("cpu", 2, 12, versions())
     assert run["settings"]["device"] == {"value": "cpu", "from": "option"}
     by_cell = {found["cell"]: found for found in data["results"]}
     assert by_cell["zero1-bf16_pure-w2"]["reason"] == "mine has no bf16_pure"
@@ -207,7 +207,7 @@ def test_the_markdown_report_has_every_verdict(suite: pytest.Pytester) -> None:
         assert (f"- {cell}:claim: {WORDS[status]}: " in text) == (status != "passed")
     assert "- fsdp1-bf16_mixed-w2:claim: known: org/repo#1\n" in text
     assert "- zero1-bf16_pure-w2:claim: -: mine has no bf16_pure\n" in text
-    assert "18 results, 12 process-group lives, device cpu; python " in text
+    assert "18 results, 12 runs, device cpu; python " in text
 
 
 def test_junit_xml_has_every_verdict(suite: pytest.Pytester) -> None:

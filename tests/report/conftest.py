@@ -25,7 +25,7 @@ NO_BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is on the 
 #: What faulty/ gave, shortened: a run with every kind of ending.
 REAL = Path(__file__).with_name("real.json")
 
-#: A suite with one check, whose lives are made up by LAUNCHER: what becomes of them stands in LIVES.
+#: A suite with one check, whose runs are made up by LAUNCHER: what becomes of them stands in RUNS.
 SUITE = """
 from pytest_distcompat import CompatSuite, Driver, Matrix, fails
 from pytest_distcompat.expect import may_fail
@@ -46,7 +46,7 @@ class TestMine(CompatSuite):
     )
 """
 LAUNCHER = '''
-"""No process is started: a life takes as long, and ends, as lives.json says of its cell."""
+"""No process is started: a run takes as long, and ends, as runs.json says of its cell."""
 import dataclasses, json, os, pathlib, time
 
 from pytest_distcompat.checks import CHECKS, Check
@@ -57,12 +57,12 @@ from pytest_distcompat.scenario import TRAIN
 HERE = pathlib.Path(__file__).parent
 #: What looks like another rank's is still its own.
 WORDS = "rank 0: the last words of rank 1"
-LIVES = json.loads((HERE / "lives.json").read_text())
+RUNS = json.loads((HERE / "runs.json").read_text())
 
 
 def claim(cell, trace):
     """Nothing is wrong."""
-    if LIVES.get(cell.id) == "wrong":
+    if RUNS.get(cell.id) == "wrong":
         yield "rank 1: something is wrong"
 
 
@@ -73,10 +73,10 @@ class Made(TorchrunLauncher):
             phases = [{"event": "phase", "when": when, "outcome": "passed"} for when in ("setup", "call", "teardown")]
             ranks = range(request.world_size)
             return Ending(tuple(RankEnd(rank, "done") for rank in ranks), {rank: phases for rank in ranks})
-        told = LIVES.get(request.payload["cell"], "")
+        told = RUNS.get(request.payload["cell"], "")
         events = []
         for index, verb in enumerate(("plain", "build", "step")):
-            moment = {"rank": 0, "life": "train", "verb": verb, "index": index, "loss": 4.0 if verb == "step" else None}
+            moment = {"rank": 0, "run": "train", "verb": verb, "index": index, "loss": 4.0 if verb == "step" else None}
             RankLog(request.directory, 0).write("verb", verb=verb, index=index)
             if verb == "step" and str(told).startswith("wait"):
                 (HERE / "waiting").touch()
@@ -122,10 +122,10 @@ Session = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
-    """Run pytest on the suite; ``lives`` says what becomes of which cell's lives."""
+    """Run pytest on the suite; ``runs`` says what becomes of which cell's runs."""
 
-    def run(*args: str, lives: str = "{}", **env: str) -> subprocess.CompletedProcess[str]:
-        write_session(tmp_path, lives)
+    def run(*args: str, runs: str = "{}", **env: str) -> subprocess.CompletedProcess[str]:
+        write_session(tmp_path, runs)
         return subprocess.run(
             command(tmp_path, *args),
             cwd=tmp_path,
@@ -157,11 +157,11 @@ def command(directory: Path, *args: str) -> list[str]:
     ]
 
 
-def write_session(directory: Path, lives: str) -> None:
+def write_session(directory: Path, runs: str) -> None:
     """Put the suite there."""
     (directory / "test_mine.py").write_text(SUITE, encoding="utf-8")
     (directory / "conftest.py").write_text(LAUNCHER, encoding="utf-8")
-    (directory / "lives.json").write_text(lives, encoding="utf-8")
+    (directory / "runs.json").write_text(runs, encoding="utf-8")
     (directory / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
 
 

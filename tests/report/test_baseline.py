@@ -22,14 +22,14 @@ RIGHT = f"{{{KNOWN}}}"
 @pytest.fixture
 def last(session: Session, tmp_path: Path) -> Path:
     """The report of a run in which one cell was red."""
-    done = session("--distcompat-report=last.json", lives=WRONG)
+    done = session("--distcompat-report=last.json", runs=WRONG)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     return tmp_path / "last.json"
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
 def test_an_old_failure_does_not_make_the_run_fail(session: Session, last: Path, workers: tuple[str, ...]) -> None:
-    done = session("--distcompat-baseline=last.json", *workers, lives=WRONG)
+    done = session("--distcompat-baseline=last.json", *workers, runs=WRONG)
     assert done.returncode == pytest.ExitCode.OK, done.stdout
     assert "since last.json: 0 newly broken, 0 newly missing, 0 newly fixed, 1 still broken, 0 new" in done.stdout
     assert "nothing is newly broken or newly missing: exit code 0" in done.stdout
@@ -37,23 +37,23 @@ def test_an_old_failure_does_not_make_the_run_fail(session: Session, last: Path,
 
 
 def test_a_new_failure_does(session: Session, last: Path, tmp_path: Path) -> None:
-    lives = f'{{{KNOWN}, "fsdp2-fp32-w2": "wrong", "ddp-fp32-w2": "killed"}}'
+    runs = f'{{{KNOWN}, "fsdp2-fp32-w2": "wrong", "ddp-fp32-w2": "killed"}}'
     # The same file may be the next run's baseline: it is read before it is written.
-    done = session("--distcompat-baseline=last.json", "--distcompat-report=last.json", lives=lives)
+    done = session("--distcompat-baseline=last.json", "--distcompat-report=last.json", runs=runs)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert "newly broken: ddp-fp32-w2:claim (test_mine:Mine): ok -> CRASH: rank 1 was killed by SIGKILL" in done.stdout
     written = json.loads((tmp_path / "last.json").read_text(encoding="utf-8"))
-    assert [change["cell"] for change in written["run"]["baseline"]["broken"]] == ["ddp-fp32-w2"]
+    assert [change["cell"] for change in written["session"]["baseline"]["broken"]] == ["ddp-fp32-w2"]
 
 
 def test_what_is_fixed_is_told(session: Session, last: Path) -> None:
-    done = session("--distcompat-baseline=last.json", lives=RIGHT)
+    done = session("--distcompat-baseline=last.json", runs=RIGHT)
     assert done.returncode == pytest.ExitCode.OK
     assert "newly fixed: fsdp2-fp32-w2:claim (test_mine:Mine): FAIL -> ok" in done.stdout
 
 
 def test_a_suite_that_goes_dark_makes_the_run_fail(session: Session, last: Path) -> None:
-    done = session("--distcompat-baseline=last.json", "--distcompat-strategies=ddp", lives=RIGHT)
+    done = session("--distcompat-baseline=last.json", "--distcompat-strategies=ddp", runs=RIGHT)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert "newly missing: fsdp1-fp32-w2 (test_mine:Mine): claim: not asked for" in done.stdout
     assert "settings: strategies all -> ddp" in done.stdout
@@ -85,14 +85,14 @@ def test_so_does_one_in_which_no_test_at_all_is_left(session: Session, last: Pat
 
 
 def test_what_a_k_leaves_out_is_no_news(session: Session, last: Path) -> None:
-    done = session("--distcompat-baseline=last.json", "-k", "ddp", lives=RIGHT)
+    done = session("--distcompat-baseline=last.json", "-k", "ddp", runs=RIGHT)
     assert done.returncode == pytest.ExitCode.OK, done.stdout
     assert "newly missing: " not in done.stdout
 
 
 def test_a_failure_that_is_no_verdict_of_ours_is_never_excused(session: Session, last: Path, tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text("def test(): assert False\n", encoding="utf-8")
-    done = session("--distcompat-baseline=last.json", lives=WRONG)
+    done = session("--distcompat-baseline=last.json", runs=WRONG)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
 
 
@@ -101,14 +101,14 @@ def test_nor_is_a_module_that_cannot_be_imported(
     session: Session, last: Path, tmp_path: Path, args: tuple[str, ...]
 ) -> None:
     (tmp_path / "test_theirs.py").write_text("import no_such_module\n", encoding="utf-8")
-    done = session("--distcompat-baseline=last.json", *args, lives=WRONG)
+    done = session("--distcompat-baseline=last.json", *args, runs=WRONG)
     assert "1 still broken" in done.stdout
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
 
 
 def test_nor_is_what_another_plugin_asks_for(session: Session, last: Path) -> None:
     cov = ("--cov=.", "--cov-report=", "--cov-fail-under=100")
-    done = session("--distcompat-baseline=last.json", *cov, lives=WRONG, COVERAGE_FILE=".cov")
+    done = session("--distcompat-baseline=last.json", *cov, runs=WRONG, COVERAGE_FILE=".cov")
     assert "1 still broken" in done.stdout
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
 
@@ -121,27 +121,27 @@ def test_nor_is_an_item_that_fails_although_its_verdict_is_good(session: Session
         "        if 'ddp-fp32' in item.name: item.add_marker(pytest.mark.xfail(strict=True))\n",
         encoding="utf-8",
     )
-    done = session("-p", "strict", "--distcompat-baseline=last.json", lives=WRONG, PYTHONPATH=str(tmp_path))
+    done = session("-p", "strict", "--distcompat-baseline=last.json", runs=WRONG, PYTHONPATH=str(tmp_path))
     assert "2 failed" in done.stdout
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
 
 
 def test_what_a_narrowed_run_did_not_reach_is_missing(session: Session, tmp_path: Path) -> None:
-    session("--distcompat-report=last.json", lives='{"ddp-fp32-w2": "wrong"}')
+    session("--distcompat-report=last.json", runs='{"ddp-fp32-w2": "wrong"}')
     args = ("--distcompat-baseline=last.json", "-k", "TestMine", "-x")
-    done = session(*args, lives='{"ddp-fp32-w2": "wrong"}')
+    done = session(*args, runs='{"ddp-fp32-w2": "wrong"}')
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     assert ": not reached" in done.stdout
 
 
 def test_a_run_that_was_broken_off_stays_so(session: Session, last: Path) -> None:
-    done = session("--distcompat-baseline=last.json", "-x", lives=WRONG)
+    done = session("--distcompat-baseline=last.json", "-x", runs=WRONG)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert ": not reached" in done.stdout
 
 
 def test_what_was_a_finding_and_is_a_crash_is_news(session: Session, last: Path) -> None:
-    done = session("--distcompat-baseline=last.json", lives=f'{{{KNOWN}, "fsdp2-fp32-w2": "killed"}}')
+    done = session("--distcompat-baseline=last.json", runs=f'{{{KNOWN}, "fsdp2-fp32-w2": "killed"}}')
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     assert "newly broken: fsdp2-fp32-w2:claim (test_mine:Mine): FAIL -> CRASH: rank 1 was killed" in done.stdout
 
@@ -159,11 +159,11 @@ def test_a_teardown_that_fails_besides_is_news_once(
         encoding="utf-8",
     )
     both = ("-p", "leaves", "--distcompat-baseline=last.json", "--distcompat-report=last.json", *workers)
-    done = session(*both, lives=WRONG, PYTHONPATH=str(tmp_path))
+    done = session(*both, runs=WRONG, PYTHONPATH=str(tmp_path))
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     told = "newly broken: fsdp2-fp32-w2:claim (test_mine:Mine): FAIL -> FAIL: rank 1: something is wrong; and in its teardown: "
     assert f"{told}AssertionError: it left something" in done.stdout
-    done = session(*both, lives=WRONG, PYTHONPATH=str(tmp_path))
+    done = session(*both, runs=WRONG, PYTHONPATH=str(tmp_path))
     assert done.returncode == pytest.ExitCode.OK, done.stdout
     assert "0 newly broken, 0 newly missing, 0 newly fixed, 1 still broken" in done.stdout
 

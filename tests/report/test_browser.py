@@ -77,7 +77,7 @@ def test_a_cell_shows_ranks_names_dtypes_curves_and_bars(opened: Any, real: Repo
     detail = page.page.locator("#detail")
     assert detail.is_visible()
     text = detail.inner_text()
-    for said in ("step 17: the loss is", "faulty_suite.py::TestFaulty::test[fsdp1-bf16_mixed-w2:parity]", "Lives"):
+    for said in ("step 17: the loss is", "faulty_suite.py::TestFaulty::test[fsdp1-bf16_mixed-w2:parity]", "Runs"):
         assert said in text
     dtypes = [row.inner_text().split("\t") for row in detail.locator("table").first.locator("tbody tr").all()]
     assert ["master", "float32", "bfloat16 (differs)"] in [[" ".join(one.split()) for one in row] for row in dtypes]
@@ -213,7 +213,7 @@ def test_text_can_be_read_in_the_dark_and_in_the_light(opened: Any, real: Report
 def test_the_timeline_has_a_row_for_each_device_and_leads_to_the_cells(opened: Any, real: Report) -> None:
     page = opened(real)
     chart = page.page.locator("#timeline-chart")
-    spans = real.run["timeline"]
+    spans = real.session["timeline"]
     assert chart.locator("rect").count() == len(spans)
     assert {one for one in chart.locator("text").all_text_contents() if one.startswith("cpu-")} == {
         span["device"] for span in spans
@@ -230,5 +230,5 @@ def test_the_timeline_has_a_row_for_each_device_and_leads_to_the_cells(opened: A
 
 
 def test_an_empty_and_an_interrupted_report_are_pages_too(opened: Any) -> None:
-    page = opened(Report(run={"ending": "interrupted"}, unreached=["a::b"]))
+    page = opened(Report(session={"ending": "interrupted"}, unreached=["a::b"]))
     assert page.page.locator("[role=alert]").inner_text() == "interrupted: 1 items were not reached."

@@ -55,9 +55,9 @@ def test_a_real_report_is_as_the_schema_says() -> None:
         "leaked",
         "error",
     }
-    assert {life["ending"] for life in data["lives"]} >= {"ok", "raised", "crashed", "hung"}
+    assert {run["ending"] for run in data["runs"]} >= {"ok", "raised", "crashed", "hung"}
     assert any(cell["names"] and cell["dtypes"] and cell["steps"] for cell in data["cells"])
-    ranks = [rank for life in data["lives"] for rank in life["ranks"]]
+    ranks = [rank for run in data["runs"] for rank in run["ranks"]]
     assert all(any(rank[part] for rank in ranks) for part in ("text", "stack", "collectives", "output"))
     assert {rank["status"] for rank in ranks} >= {"raised", "killed", "stuck"}
 
@@ -65,14 +65,14 @@ def test_a_real_report_is_as_the_schema_says() -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda data: data.pop("lives"),
+        lambda data: data.pop("runs"),
         lambda data: data.update(format=2),
         lambda data: data["results"][0].update(status="maybe"),
         lambda data: data["results"][0].pop("rank"),
-        lambda data: data["run"].update(ending="bored"),
-        lambda data: data["run"]["counts"].pop("unreached"),
+        lambda data: data["session"].update(ending="bored"),
+        lambda data: data["session"]["counts"].pop("unreached"),
         lambda data: data["cells"][0]["memory"].append(-1),
-        lambda data: data["lives"][0].update(ending="good"),
+        lambda data: data["runs"][0].update(ending="good"),
     ],
 )
 def test_the_schema_refuses_what_is_wrong(spoil: Any) -> None:
@@ -87,7 +87,7 @@ def test_the_schema_knows_every_status_and_every_key() -> None:
         *(status for status in WORDS if status in RED),
     ]
     data = json.loads(REAL.read_text(encoding="utf-8"))
-    for kind, entries in (("result", data["results"]), ("cell", data["cells"]), ("life", data["lives"])):
+    for kind, entries in (("result", data["results"]), ("cell", data["cells"]), ("run", data["runs"])):
         assert {key for entry in entries for key in entry} == set(SCHEMA["$defs"][kind]["properties"])
 
 
@@ -108,14 +108,14 @@ def test_a_report_of_an_earlier_release_is_read() -> None:
     """Its keys are those of the first release: later ones are missing, a later one's are not known."""
     old = {
         "format": 1,
-        "run": {"versions": {}},
+        "session": {"versions": {}},
         "results": [
             {"suite": "S", "driver": "d", "cell": "ddp-fp32-w2", "check": "names", "status": "passed", "new": 1}
         ],
         "cells": [{"suite": "S", "driver": "d", "cell": "ddp-fp32-w2", "blanks": {}, "cost": {}}],
     }
     report = Report.from_json(old)
-    assert (report.results[0].status, report.rows[0].lives, report.lives) == ("passed", [], [])
+    assert (report.results[0].status, report.rows[0].runs, report.runs) == ("passed", [], [])
 
 
 @pytest.mark.parametrize(
@@ -125,28 +125,37 @@ def test_a_report_of_an_earlier_release_is_read() -> None:
         ("[]", "is no report of pytest-distcompat"),
         ("{}", "is no report of pytest-distcompat"),
         ('{"format": 7}', "format 7 is not known here; expected 1"),
-        ('{"format": 1, "run": {}, "results": [{"suite": "S"}]}', "is no report"),
-        ('{"format": 1, "run": [1], "results": []}', "is no report"),
-        ('{"format": 1, "run": {}, "results": [], "lives": 3}', "is no report"),
-        ('{"format": 1, "run": {}, "results": [], "lives": [{"name": "train"}]}', "is no report: 'id'"),
-        ('{"format": 1, "run": {}, "results": [], "unreached": 3}', "is no report"),
-        ('{"format": 1, "run": {"settings": {"profile": "smoke"}}, "results": []}', "is no report"),
-        ('{"format": 1, "run": {"timeline": [{"device": "cpu"}]}, "results": []}', "is no report: 'who'"),
-        ('{"format": 1, "run": {"ending": "fine"}, "results": []}', "is no report: ending 'fine'; expected one of "),
-        ('{"format": 1, "results": []}', "is no report: 'run' is missing"),
-        ('{"format": 1, "run": {}, "results": [3]}', "is no report: results[0] is 3; expected an object"),
-        ('{"format": 1, "run": {}, "results": [], "unreached": [[]]}', "unreached[0] is a list; expected a text"),
-        ('{"format": 1, "run": {"seconds": true}, "results": []}', "run.seconds is True; expected a number"),
+        ('{"format": 1, "session": {}, "results": [{"suite": "S"}]}', "is no report"),
+        ('{"format": 1, "session": [1], "results": []}', "is no report"),
+        ('{"format": 1, "session": {}, "results": [], "runs": 3}', "is no report"),
+        ('{"format": 1, "session": {}, "results": [], "runs": [{"name": "train"}]}', "is no report: 'id'"),
+        ('{"format": 1, "session": {}, "results": [], "unreached": 3}', "is no report"),
+        ('{"format": 1, "session": {"settings": {"profile": "smoke"}}, "results": []}', "is no report"),
+        ('{"format": 1, "session": {"timeline": [{"device": "cpu"}]}, "results": []}', "is no report: 'who'"),
         (
-            '{"format": 1, "run": {"world_size": []}, "results": []}',
+            '{"format": 1, "session": {"ending": "fine"}, "results": []}',
+            "is no report: ending 'fine'; expected one of ",
+        ),
+        ('{"format": 1, "results": []}', "is no report: 'run' is missing"),
+        ('{"format": 1, "session": {}, "results": [3]}', "is no report: results[0] is 3; expected an object"),
+        ('{"format": 1, "session": {}, "results": [], "unreached": [[]]}', "unreached[0] is a list; expected a text"),
+        ('{"format": 1, "session": {"seconds": true}, "results": []}', "session.seconds is True; expected a number"),
+        (
+            '{"format": 1, "session": {"world_size": []}, "results": []}',
             "run.world_size is a list; expected a whole number",
         ),
-        ('{"format": 1, "run": {"baseline": {"file": "a"}}, "results": []}', "'text' is missing in run.baseline"),
-        (f'{{"format": 1, "run": {"[" * 500}{"]" * 500}, "results": []}}', "more than 50 objects and lists are inside"),
+        (
+            '{"format": 1, "session": {"baseline": {"file": "a"}}, "results": []}',
+            "'text' is missing in session.baseline",
+        ),
+        (
+            f'{{"format": 1, "session": {"[" * 500}{"]" * 500}, "results": []}}',
+            "more than 50 objects and lists are inside",
+        ),
         ("[" * 100000, "too many objects and lists"),
         # Neither red nor missing, it would be no news.
         (
-            '{"format": 1, "run": {}, "results": [{"suite": "S", "driver": "", "cell": "", "check": "", "status": "bad"}]}',
+            '{"format": 1, "session": {}, "results": [{"suite": "S", "driver": "", "cell": "", "check": "", "status": "bad"}]}',
             "status 'bad' is not known here. Known: passed, ",
         ),
     ],
@@ -174,8 +183,8 @@ def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def small() -> str:
     """The real report with a few of everything, so that each mutation hits something else."""
     data = json.loads(REAL.read_text(encoding="utf-8"))
-    data["run"]["timeline"] = data["run"]["timeline"][:2]
-    data["run"]["baseline"] = {
+    data["session"]["timeline"] = data["session"]["timeline"][:2]
+    data["session"]["baseline"] = {
         "file": "last.json",
         "text": ["0 newly broken"],
         "broken": [],
@@ -185,7 +194,7 @@ def small() -> str:
     by_status = {one["status"]: one for one in data["results"]}
     data["results"] = list(by_status.values())
     costly = [one for one in data["cells"] if one["cost"]]
-    data["cells"], data["lives"] = [*data["cells"][:1], *costly[:1]], data["lives"][:2]
+    data["cells"], data["runs"] = [*data["cells"][:1], *costly[:1]], data["runs"][:2]
     return json.dumps(data)
 
 
@@ -282,14 +291,14 @@ def test_a_full_run_in_which_everything_fails_is_not_too_large(suffix: str, real
     trained = next(row for row in real.rows if row.names)
     names = trained.names * 5
     report = Report(
-        real.run,
+        real.session,
         [
             Result("S", "d", cell, check, "failed", story, nodeid=f"t::S::test[{cell}:{check}]")
             for cell in cells
             for check in checks
         ],
         [Row("S", "d", cell, names=names, dtypes=trained.dtypes, steps=trained.steps) for cell in cells],
-        [{**real.lives[0], "id": f"life-{number}", "ranks": ranks} for number in range(670)],
+        [{**real.runs[0], "id": f"run-{number}", "ranks": ranks} for number in range(670)],
     )
     path = tmp_path / f"full{suffix}"
     write_report(path, report)

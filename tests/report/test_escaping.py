@@ -39,13 +39,13 @@ def hostile(real: Report) -> Report:
         "steps": trained.steps,
         "cost": {},
     }
-    own = dataclasses.replace(row, place=HOSTILE, driver=HOSTILE, suite=HOSTILE, lives=["evil"], **more)
+    own = dataclasses.replace(row, place=HOSTILE, driver=HOSTILE, suite=HOSTILE, runs=["evil"], **more)
     told = {"message": HOSTILE, "text": HOSTILE}
-    life = {**real.lives[0], "id": "evil", "ending": "raised", "verb": HOSTILE, "ranks": [{"rank": 0, **told}], **told}
-    run = {**real.run, "versions": {HOSTILE: HOSTILE}, "gpu": HOSTILE, "ending": HOSTILE, "device": HOSTILE}
+    run = {**real.runs[0], "id": "evil", "ending": "raised", "verb": HOSTILE, "ranks": [{"rank": 0, **told}], **told}
+    run = {**real.session, "versions": {HOSTILE: HOSTILE}, "gpu": HOSTILE, "ending": HOSTILE, "device": HOSTILE}
     run["timeline"] = [{"device": HOSTILE, "who": evil.nodeid, "begin": 0.0, "end": 1.0, "worker": HOSTILE}]
     run["baseline"] = {"file": HOSTILE, "text": [HOSTILE], "broken": [], "fixed": [], "missing": []}
-    return Report(run, [evil], [own], [life], [HOSTILE])
+    return Report(run, [evil], [own], [run], [HOSTILE])
 
 
 def test_nothing_that_a_test_says_is_ever_run(opened: Any, real: Report, browser: Browser, tmp_path: Path) -> None:

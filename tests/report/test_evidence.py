@@ -1,4 +1,4 @@
-"""Which lives of the store belong to which cell, and what a cell's training showed."""
+"""Which runs of the store belong to which cell, and what a cell's training showed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pytest_distcompat.trace import (
     CollectiveFact,
     ComputeFact,
     FileFact,
-    LifeTrace,
     ModelFact,
     Moment,
     ParameterFact,
     PlainFact,
+    RunTrace,
     StepFact,
 )
 
@@ -50,10 +50,10 @@ class Noted(WithoutProcesses):
         request.write()
         self.ran.append(Path(request.directory).name)
         ranks = range(request.world_size)
-        verbs = list(enumerate(request.payload["life"]["verbs"]))
+        verbs = list(enumerate(request.payload["run"]["verbs"]))
         events = {
             rank: [
-                {"event": "moment", "moment": {"rank": rank, "life": "", "verb": verb, "index": index}}
+                {"event": "moment", "moment": {"rank": rank, "run": "", "verb": verb, "index": index}}
                 for index, verb in verbs
             ]
             for rank in ranks
@@ -62,7 +62,7 @@ class Noted(WithoutProcesses):
 
 
 class Reading(Runner):
-    """Notes which lives each call reads."""
+    """Notes which runs each call reads."""
 
     read: set[str]
 
@@ -72,7 +72,7 @@ class Reading(Runner):
         return directory
 
 
-def test_a_cell_has_the_lives_that_its_checks_read_and_no_other(tmp_path: Path) -> None:
+def test_a_cell_has_the_runs_that_its_checks_read_and_no_other(tmp_path: Path) -> None:
     driver = find_driver("torch")
     wanted: dict[str, set[str]] = {}
     made: Any = Noted()
@@ -82,15 +82,15 @@ def test_a_cell_has_the_lives_that_its_checks_read_and_no_other(tmp_path: Path) 
         for check in CHECKS.things.values():
             # One with a limit compares with another cell's training, which is that cell's.
             if not check.limit and not check.applies(cell, driver):
-                runner.trace("torch", cell, check.lives(cell, driver))
+                runner.trace("torch", cell, check.runs(cell, driver))
         wanted[cell.id] = runner.read
     report = Report(rows=[Row("S", "torch", cell) for cell in CELLS] + [Row("S", "accelerate", CELLS[0])])
     add_evidence(report, read_store(tmp_path))
     *rows, other = report.rows
     for row in rows:
-        assert set(row.lives) ^ wanted[row.cell] == set()
-    assert other.lives == []
-    assert {life["id"] for life in report.lives} == set.union(*wanted.values())
+        assert set(row.runs) ^ wanted[row.cell] == set()
+    assert other.runs == []
+    assert {run["id"] for run in report.runs} == set.union(*wanted.values())
     shared = set.intersection(wanted["ddp-fp32-w2"], wanted["fsdp2-fp32-w2"])
     assert shared, "the reference is shared by the strategies, and that was to be tested"
 
@@ -115,7 +115,7 @@ def moment(rank: int, verb: str, index: int, **facts: object) -> Moment:
     return Moment(rank, "train", verb, index, **facts)  # type: ignore[arg-type]
 
 
-def life() -> LifeTrace:
+def run() -> RunTrace:
     model = ModelFact("M", {"FSDP2": 1}, (SHARD, STRAY))
     moments = [moment(0, "plain", 0, plain=PlainFact((WHOLE, BIAS), state_dict=("a.weight", "a.bias")))]
     for rank in range(2):
@@ -138,14 +138,14 @@ def life() -> LifeTrace:
             moments.append(moment(rank, "step", 2 + step, **facts))
     files = (FileFact("model.safetensors", "safetensors", "model", ("a.weight", "_orig_mod.a.bias")),)
     moments.append(moment(0, "files", 5, files=(*files, FileFact("o", "pickle", "optimizer", ("x",)))))
-    return LifeTrace("train", 2, tuple(moments))
+    return RunTrace("train", 2, tuple(moments))
 
 
 CELL = Cell.of("fsdp2", "bf16_mixed", compile=True)
 
 
 def test_the_table_of_names() -> None:
-    names = {row.get("key") or row["plain"] or row["live"]: row for row in training(CELL, life()).names}
+    names = {row.get("key") or row["plain"] or row["live"]: row for row in training(CELL, run()).names}
     assert names["a.weight"] == {
         "plain": "a.weight",
         "shape": [4, 2],
@@ -164,7 +164,7 @@ def test_the_table_of_names() -> None:
 
 
 def test_the_table_of_dtypes() -> None:
-    table = {row["kind"]: (row["expected"], row["seen"]) for row in training(CELL, life()).dtypes}
+    table = {row["kind"]: (row["expected"], row["seen"]) for row in training(CELL, run()).dtypes}
     assert table["storage"] == ("float32", ["float32"])
     assert table["compute"] == ("bfloat16", ["bfloat16"])
     # Neither the norm's all-reduce nor the gather of parameters.
@@ -174,8 +174,8 @@ def test_the_table_of_dtypes() -> None:
 
 
 def test_curves_and_memory() -> None:
-    reference = LifeTrace("reference", 1, (moment(0, "reference", 1, loss=4.25, grad_norm=1.25),))
-    shown = training(CELL, life(), reference)
+    reference = RunTrace("reference", 1, (moment(0, "reference", 1, loss=4.25, grad_norm=1.25),))
+    shown = training(CELL, run(), reference)
     assert shown.steps == {
         "loss": [4.5, 3.5, 2.5],
         "grad_norm": [1.5, None, None],
@@ -189,8 +189,8 @@ def test_curves_and_memory() -> None:
 
 @pytest.mark.parametrize("verbs", [(), ("plain",), ("plain", "build"), ("plain", "build", "step")])
 def test_a_training_that_broke_off_shows_what_there_is(verbs: tuple[str, ...]) -> None:
-    whole = life()
-    part = LifeTrace("train", 2, tuple(one for one in whole.moments if one.verb in verbs and one.index < 3))
+    whole = run()
+    part = RunTrace("train", 2, tuple(one for one in whole.moments if one.verb in verbs and one.index < 3))
     shown = training(CELL, part)
     assert bool(shown.names) == ("plain" in verbs)
     assert shown.dtypes == []

@@ -77,7 +77,7 @@ def on_a_terminal(directory: Path, *args: str) -> str:
     [("-q",), (), ("-v",), pytest.param(("-n", "2"), marks=pytest.mark.nightly), ("-n", "2", "-v")],
     ids=" ".join,
 )
-def test_on_a_terminal_the_running_life_is_told_and_leaves_no_trace(tmp_path: Path, args: tuple[str, ...]) -> None:
+def test_on_a_terminal_the_running_run_is_told_and_leaves_no_trace(tmp_path: Path, args: tuple[str, ...]) -> None:
     written = on_a_terminal(tmp_path, *args)
     told = re.findall(r"ddp-fp32-w2 train: (\w+) (\d+)/(\d+), (\d+) s", written)
     assert told, written
@@ -100,17 +100,17 @@ def test_where_tests_write_or_nobody_wants_to_know_nothing_is_told(tmp_path: Pat
 
 
 def test_without_a_terminal_a_short_run_says_nothing_of_it(session: Session) -> None:
-    done = session(lives='{"ddp-fp32-w2": "wait 1.5"}')
+    done = session(runs='{"ddp-fp32-w2": "wait 1.5"}')
     assert "\x1b[" not in done.stdout
     assert " train: step" not in done.stdout
 
 
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "1"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
-def test_without_a_terminal_a_long_life_is_told_now_and_then(
+def test_without_a_terminal_a_long_run_is_told_now_and_then(
     session: Session, tmp_path: Path, workers: tuple[str, ...]
 ) -> None:
     (tmp_path / "haste.py").write_text(HASTE, encoding="utf-8")
-    done = session("-p", "haste", *workers, lives='{"ddp-fp32-w2": "wait 3"}', PYTHONPATH=str(tmp_path))
+    done = session("-p", "haste", *workers, runs='{"ddp-fp32-w2": "wait 3"}', PYTHONPATH=str(tmp_path))
     lines = [line for line in done.stdout.splitlines() if line.startswith("distcompat: ddp-fp32-w2 train: ")]
     assert lines, done.stdout
     assert re.fullmatch(r"distcompat: ddp-fp32-w2 train: step 3/\d+, \d+ s", lines[0])
@@ -121,22 +121,22 @@ def test_the_shipped_heartbeat_is_no_spam() -> None:
     assert progress.HEARTBEAT >= 60
 
 
-def make_life(store: Path, name: str, *, ended: bool = False, timeout: float = 300) -> Path:
+def make_run(store: Path, name: str, *, ended: bool = False, timeout: float = 300) -> Path:
     directory = store / name
     directory.mkdir(parents=True)
-    payload = {"driver": "mine", "cell": "ddp-fp32-w2", "life": {"name": "train", "verbs": ["plain", "build", "step"]}}
+    payload = {"driver": "mine", "cell": "ddp-fp32-w2", "run": {"name": "train", "verbs": ["plain", "build", "step"]}}
     request = {"payload": payload, "timeout": timeout}
     (directory / "request.json").write_text(json.dumps(request), encoding="utf-8")
     if ended:
-        (directory / "life.json").write_text("{}", encoding="utf-8")
+        (directory / "run.json").write_text("{}", encoding="utf-8")
     return directory
 
 
-def test_which_lives_run(tmp_path: Path) -> None:
+def test_which_runs_run(tmp_path: Path) -> None:
     over: set[str] = set()
     assert list(running(tmp_path / "nothing", over)) == []
-    life = make_life(tmp_path, "one")
-    make_life(tmp_path, "two", ended=True)
+    run = make_run(tmp_path, "one")
+    make_run(tmp_path, "two", ended=True)
     (tmp_path / "waits").mkdir()
     (tmp_path / "one.lock").touch()
     (found,) = running(tmp_path, over)
@@ -145,15 +145,15 @@ def test_which_lives_run(tmp_path: Path) -> None:
     verbs = [
         json.dumps({"event": "verb", "verb": verb, "index": index}) for index, verb in enumerate(("plain", "build"))
     ]
-    (life / "rank-0.jsonl").write_text("\n".join((verbs[0], moment, verbs[1])) + "\n", encoding="utf-8")
+    (run / "rank-0.jsonl").write_text("\n".join((verbs[0], moment, verbs[1])) + "\n", encoding="utf-8")
     (found,) = running(tmp_path, over)
     assert (found.verb, found.place, found.verbs) == ("build", 2, 3)
     assert over == {"two"}
     assert list(running(tmp_path, over, since=time.time() + 60)) == []
 
 
-def test_a_life_whose_session_died_runs_no_more(tmp_path: Path) -> None:
-    old = make_life(tmp_path, "old", timeout=10)
+def test_a_run_whose_session_died_runs_no_more(tmp_path: Path) -> None:
+    old = make_run(tmp_path, "old", timeout=10)
     then = time.time() - 1000
     os.utime(old / "request.json", (then, then))
     assert list(running(tmp_path, set())) == []

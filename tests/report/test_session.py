@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .conftest import Session
 
 SCHEMA = json.loads(Path(report_room.__file__).with_name("schema.json").read_text(encoding="utf-8"))
-LIVES = '{"fsdp2-fp32-w2": "wrong", "ddp-bf16_mixed-w2": "killed", "fsdp1-bf16_mixed-w2": "wrong"}'
+RUNS = '{"fsdp2-fp32-w2": "wrong", "ddp-bf16_mixed-w2": "killed", "fsdp1-bf16_mixed-w2": "wrong"}'
 #: What is declared to fail does; nothing else.
 WELL = '{"fsdp1-bf16_mixed-w2": "wrong"}'
 STATUS = {
@@ -54,7 +54,7 @@ def statuses(data: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
 def test_all_files_of_one_run(session: Session, tmp_path: Path, workers: tuple[str, ...]) -> None:
     files = [f"--distcompat-report=out.{suffix}" for suffix in ("json", "md", "html", "txt")]
-    done = session(*files, *workers, lives=LIVES)
+    done = session(*files, *workers, runs=RUNS)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     data = load(tmp_path / "out.json")
     assert statuses(data) == STATUS
@@ -72,7 +72,7 @@ def test_all_files_of_one_run(session: Session, tmp_path: Path, workers: tuple[s
 
 
 def test_what_the_json_tells_of_a_crashed_cell(session: Session, tmp_path: Path) -> None:
-    session("--distcompat-report=out.json", lives=LIVES)
+    session("--distcompat-report=out.json", runs=RUNS)
     data = load(tmp_path / "out.json")
     result = next(found for found in data["results"] if found["status"] == "crashed")
     assert (result["rank"], result["facets"]) == (
@@ -81,22 +81,22 @@ def test_what_the_json_tells_of_a_crashed_cell(session: Session, tmp_path: Path)
     )
     assert result["reproduce"] == "pytest 'test_mine.py::TestMine::test[ddp-bf16_mixed-w2:claim]'"
     cell = next(found for found in data["cells"] if found["cell"] == result["cell"])
-    (life,) = [life for life in data["lives"] if life["id"] in cell["lives"]]
-    assert (life["name"], life["ending"], life["seconds"]) == ("train", "crashed", 1.5)
-    assert [(rank["rank"], rank["status"], rank["message"], rank["output"]) for rank in life["ranks"]] == [
+    (run,) = [run for run in data["runs"] if run["id"] in cell["runs"]]
+    assert (run["name"], run["ending"], run["seconds"]) == ("train", "crashed", 1.5)
+    assert [(rank["rank"], rank["status"], rank["message"], rank["output"]) for rank in run["ranks"]] == [
         (1, "killed", "was killed by SIGKILL in verb 'step'", "rank 0: the last words of rank 1"),
         (0, "stopped", "was killed by SIGTERM", ""),
     ]
     other = next(found for found in data["cells"] if found["cell"] == "ddp-fp32-w2")
     assert other["steps"]["loss"] == [4.0]
-    counts = data["run"]["counts"]
+    counts = data["session"]["counts"]
     told = {name: counts[name] for name in ("asked", "ran", "unreached", "red", "skipped", "known")}
     assert told == {"asked": 9, "ran": 6, "unreached": 0, "red": 2, "skipped": 3, "known": 1}
-    assert {entry["who"] for entry in data["run"]["timeline"]}, "no lease was recorded"
+    assert {entry["who"] for entry in data["session"]["timeline"]}, "no lease was recorded"
 
 
 def test_whose_fault_it_was_the_ranks_tell_and_not_the_words_of_the_message(session: Session, tmp_path: Path) -> None:
-    session("--distcompat-report=out.json", lives='{"fsdp2-bf16_mixed-w2": "raised"}')
+    session("--distcompat-report=out.json", runs='{"fsdp2-bf16_mixed-w2": "raised"}')
     results = {result["cell"]: result for result in load(tmp_path / "out.json")["results"]}
     failed = results["fsdp2-bf16_mixed-w2"]
     assert "rank 7 is odd" in failed["message"].splitlines()[0]
@@ -107,7 +107,7 @@ def test_whose_fault_it_was_the_ranks_tell_and_not_the_words_of_the_message(sess
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
 def test_junit_and_the_report_log_have_properties(session: Session, tmp_path: Path, workers: tuple[str, ...]) -> None:
-    session("--junitxml=junit.xml", "--report-log=log.jsonl", *workers, lives=LIVES)
+    session("--junitxml=junit.xml", "--report-log=log.jsonl", *workers, runs=RUNS)
     cases = ET.parse(tmp_path / "junit.xml").getroot().iter("testcase")
     found = {
         case.get("name", ""): {one.get("name"): one.get("value") for one in case.iter("property")} for case in cases
@@ -132,7 +132,7 @@ def test_junit_and_the_report_log_have_properties(session: Session, tmp_path: Pa
 def test_the_summary_of_a_workflows_step_is_written_on_its_own(session: Session, tmp_path: Path) -> None:
     summary = tmp_path / "summary.md"
     summary.write_text("before\n", encoding="utf-8")
-    done = session(lives=LIVES, GITHUB_STEP_SUMMARY=str(summary))
+    done = session(runs=RUNS, GITHUB_STEP_SUMMARY=str(summary))
     text = summary.read_text(encoding="utf-8")
     assert text.startswith("before\n# Distributed compatibility\n")
     assert "| fsdp2-fp32-w2 | FAIL |" in text
@@ -148,10 +148,10 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_others(session: Session
 
 def test_a_report_that_somebody_waits_for_and_that_is_not_there_is_no_success(session: Session, tmp_path: Path) -> None:
     (tmp_path / "full.json").symlink_to("/dev/full")
-    done = session("--distcompat-report=full.json", lives=WELL)
+    done = session("--distcompat-report=full.json", runs=WELL)
     assert "full.json could not be written: " in done.stdout
     assert (done.returncode, " failed" in done.stdout) == (pytest.ExitCode.TESTS_FAILED, False), done.stdout
-    asked_by_nobody = session(lives=WELL, GITHUB_STEP_SUMMARY="/dev/full")
+    asked_by_nobody = session(runs=WELL, GITHUB_STEP_SUMMARY="/dev/full")
     assert "/dev/full could not be written: " in asked_by_nobody.stdout
     assert asked_by_nobody.returncode == pytest.ExitCode.OK, asked_by_nobody.stdout
 
@@ -175,21 +175,21 @@ def test_ctrl_c_leaves_what_was_found_so_far(tmp_path: Path, workers: tuple[str,
     found = statuses(data)
     assert found["ddp-fp32-w2"] == "passed"
     assert "fsdp1-fp32-w2" not in found
-    assert data["run"]["ending"] == "interrupted"
-    assert data["run"]["counts"]["asked"] == 9
+    assert data["session"]["ending"] == "interrupted"
+    assert data["session"]["counts"]["asked"] == 9
     assert "test_mine.py::TestMine::test[fsdp1-fp32-w2:claim]" in data["unreached"]
-    assert {life["ending"] for life in data["lives"] if life["cell"] == "fsdp1-fp32-w2"} == {"unfinished"}
+    assert {run["ending"] for run in data["runs"] if run["cell"] == "fsdp1-fp32-w2"} == {"unfinished"}
     assert "**Interrupted**" in (tmp_path / "out.md").read_text(encoding="utf-8")
     assert f"interrupted: {len(data['unreached'])} items were not reached" in out
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "xdist"])
 def test_what_stopped_at_the_first_failure_says_so(session: Session, tmp_path: Path, workers: tuple[str, ...]) -> None:
-    session("-x", *workers, "--distcompat-report=out.json", lives='{"ddp-fp32-w2": "wrong"}')
+    session("-x", *workers, "--distcompat-report=out.json", runs='{"ddp-fp32-w2": "wrong"}')
     data = load(tmp_path / "out.json")
     # A worker of xdist has the next test in hand.
     done = len(data["results"])
-    assert (data["run"]["ending"], done + len(data["unreached"])) == ("stopped", 9)
+    assert (data["session"]["ending"], done + len(data["unreached"])) == ("stopped", 9)
     assert done == 1 or workers
 
 
@@ -226,8 +226,8 @@ def test_an_xfail_mark_excuses_no_crash_of_an_item(session: Session, tmp_path: P
         "    for item in items: item.add_marker(pytest.mark.xfail)\n",
         encoding="utf-8",
     )
-    lives = '{"fsdp2-fp32-w2": "wrong", "ddp-bf16_mixed-w2": "killed"}'
-    done = session("-p", "excusing", "-rfx", lives=lives, PYTHONPATH=str(tmp_path))
+    runs = '{"fsdp2-fp32-w2": "wrong", "ddp-bf16_mixed-w2": "killed"}'
+    done = session("-p", "excusing", "-rfx", runs=runs, PYTHONPATH=str(tmp_path))
     told = {line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "XFAIL "))}
     assert {line for line in told if "FAILED" in line} == {
         "FAILED test_mine.py::TestMine::test[ddp-bf16_mixed-w2:claim]"
@@ -255,7 +255,7 @@ def test_the_groups_of_xdist_are_no_part_of_an_items_name(session: Session, tmp_
         encoding="utf-8",
     )
     args = ("-n", "2", "--dist", "loadgroup", "-p", "grouped", "-v", "--distcompat-report=out.json")
-    done = session(*args, lives='{"ddp-fp32-w2": "wrong"}', PYTHONPATH=str(tmp_path))
+    done = session(*args, runs='{"ddp-fp32-w2": "wrong"}', PYTHONPATH=str(tmp_path))
     assert "test[ddp-fp32-w2:claim]@one" in done.stdout
     data = load(tmp_path / "out.json")
     assert {result["nodeid"] for result in data["results"]} == {
@@ -279,4 +279,4 @@ def test_a_worker_that_dies_is_an_error_of_its_item(session: Session, tmp_path: 
     data = load(tmp_path / "out.json")
     (dead,) = [result for result in data["results"] if result["status"] == "error"]
     assert (dead["cell"], "crashed while running" in dead["message"]) == ("fsdp2-fp32-w2", True)
-    assert data["run"]["counts"]["asked"] == 9
+    assert data["session"]["counts"]["asked"] == 9

@@ -22,10 +22,10 @@ from pytest_distcompat.report import (
     causes,
     causes_text,
     counts_text,
-    lives_text,
     matrix_text,
     plain,
     rank_of_cause,
+    runs_text,
     write_report,
 )
 
@@ -82,14 +82,14 @@ def test_every_style_has_a_colour() -> None:
 
 
 def test_colours_are_pytests_own(session: Session) -> None:
-    lives = '{"fsdp2-fp32-w2": "wrong"}'
-    coloured, plainly = session("--color=yes", lives=lives).stdout, session("--color=no", lives=lives).stdout
+    runs = '{"fsdp2-fp32-w2": "wrong"}'
+    coloured, plainly = session("--color=yes", runs=runs).stdout, session("--color=no", runs=runs).stdout
     assert "\x1b[31m\x1b[1mFAIL\x1b[0m" in coloured
     assert "\x1b[" not in plainly
     assert "FAIL" in plainly
 
 
-def test_a_life_that_broke_off_is_one_cause_however_many_checks_tell_of_it() -> None:
+def test_a_run_that_broke_off_is_one_cause_however_many_checks_tell_of_it() -> None:
     checks = ("active", "names", "dtypes", "data", "units", "paths", "export")
     results = [result("fsdp2-fp32-w2", check, "crashed", f"rank 1 was killed by SIGKILL\n{check}") for check in checks]
     results += [
@@ -184,11 +184,11 @@ def test_counts_name_what_became_of_all(real: Report) -> None:
     assert "late" not in line
 
 
-def test_the_slowest_lives_and_the_devices() -> None:
-    lives = [{"seconds": float(n), "cell": f"ddp-fp32-w{n}", "name": "train", "driver": "d"} for n in range(9)]
+def test_the_slowest_runs_and_the_devices() -> None:
+    runs = [{"seconds": float(n), "cell": f"ddp-fp32-w{n}", "name": "train", "driver": "d"} for n in range(9)]
     timeline = [{"device": "GPU-a", "begin": 1.0, "end": 3.0}, {"device": "GPU-b", "begin": 1.0, "end": 5.0}]
-    assert [plain(line) for line in lives_text(lives, timeline)] == [
-        f"slowest lives: {', '.join(f'{n}.0 s ddp-fp32-w{n} train (d)' for n in (8, 7, 6, 5, 4))}",
+    assert [plain(line) for line in runs_text(runs, timeline)] == [
+        f"slowest runs: {', '.join(f'{n}.0 s ddp-fp32-w{n} train (d)' for n in (8, 7, 6, 5, 4))}",
         "devices in use, of 4 s: GPU-a 50%, GPU-b 100%",
     ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pytest_distcompat.failures import Incompatible, LifeFailure, UsageProblem
+from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem
 from pytest_distcompat.launch import Ending
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.scripts import ScriptRun, launch
@@ -131,7 +131,7 @@ def test_a_launcher_that_fails_after_its_ranks_is_a_failure(host: Host) -> None:
 
 def test_launch_raises_with_the_whole_story(host: Host) -> None:
     line = [str(PROGRAMS / "start_ranks.py"), "2", str(PROGRAMS / "ends.py"), "raise"]
-    with pytest.raises(LifeFailure, match="rank 1 raised ValueError: rank 1 does not want to") as failure:
+    with pytest.raises(RunFailedError, match="rank 1 raised ValueError: rank 1 does not want to") as failure:
         launch(sys.executable, *line, launcher="cli", host=host, timeout=30)
     assert "this run alone: env " in str(failure.value)
 
@@ -245,14 +245,14 @@ class TestOutsideOfPytest(unittest.TestCase):
 )
 def test_a_failure_that_is_declared(host: Host, how: str, fails: str) -> None:
     assert launch(sys.executable, *TWO_RANKS, how, launcher="cli", host=host, fails=fails).failed
-    with pytest.raises(LifeFailure, match=r"the run failed otherwise than with 'rank 0'\n\nrank 1"):
+    with pytest.raises(RunFailedError, match=r"the run failed otherwise than with 'rank 0'\n\nrank 1"):
         launch(sys.executable, *TWO_RANKS, how, launcher="cli", host=host, fails="rank 0")
 
 
 def test_a_declared_failure_that_does_not_come(host: Host) -> None:
     with pytest.raises(Incompatible, match="all ranks ended well; expected the run to fail with 'rank 1 raised'"):
         launch(sys.executable, *TWO_RANKS, "well", launcher="cli", host=host, fails="rank 1 raised")
-    with pytest.raises(LifeFailure, match="otherwise than with 'time limit'"):
+    with pytest.raises(RunFailedError, match="otherwise than with 'time limit'"):
         launch(sys.executable, *TWO_RANKS, "hang", launcher="cli", host=host, timeout=5, fails="time limit")
     with pytest.raises(UsageProblem, match=r"fails='\(': expected a regular expression"):
         launch(sys.executable, *TWO_RANKS, "well", launcher="cli", host=host, fails="(")

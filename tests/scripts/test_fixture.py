@@ -31,7 +31,7 @@ def test_verdicts_are_those_of_tests(pytester: pytest.Pytester) -> None:
     done = pytester.runpytest_subprocess("-p", "no:randomly", "--distcompat-gpus", "0")
     done.assert_outcomes(passed=1, failed=2)
     done.stdout.fnmatch_lines(
-        ["*LifeFailure: rank 1 raised ValueError: rank 1 does not want to*", "*time limit of 3 s*"]
+        ["*RunFailedError: rank 1 raised ValueError: rank 1 does not want to*", "*time limit of 3 s*"]
     )
 
 

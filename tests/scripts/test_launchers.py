@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_distcompat.failures import LifeFailure
+from pytest_distcompat.failures import RunFailedError
 from pytest_distcompat.scripts import launch
 from pytest_distcompat.scripts.launching import Host
 
@@ -33,7 +33,7 @@ def test_torch_multiprocessing(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     line = [str(PROGRAMS / "spawned.py"), start]
     launch(sys.executable, *line, "well", port, launcher="cli", strategy="ddp", host=host).check("active", "optimizer")
-    with pytest.raises(LifeFailure, match="rank 1 raised ValueError: in a rank that was made"):
+    with pytest.raises(RunFailedError, match="rank 1 raised ValueError: in a rank that was made"):
         launch(sys.executable, *line, "raise", port, launcher="cli", host=host)
 
 

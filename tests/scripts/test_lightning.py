@@ -29,7 +29,7 @@ def test_it_is_seen(gone_on: RoundTrip) -> None:
 
 def test_it_goes_on(gone_on: RoundTrip) -> None:
     assert not gone_on.findings
-    assert [len(run.life.at("load")) for run in (gone_on.through, gone_on.stopped, gone_on.resumed)] == [0, 0, 2]
+    assert [len(run.trace.at("load")) for run in (gone_on.through, gone_on.stopped, gone_on.resumed)] == [0, 0, 2]
 
 
 def test_batches_that_begin_anew(gone_on: RoundTrip, module_host: Host) -> None:

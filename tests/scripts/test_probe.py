@@ -51,7 +51,7 @@ def test_a_loop_with_two_optimizers(run: Launch, strategy: str) -> None:
     """One for matrices, one for the rest, beside two that were made and forgotten."""
     found = run(TWO, "--strategy", strategy, "--save-at", "3", "--output", "{output}", strategy=strategy)
     found.check("active", "names", "optimizer", "dtypes", "memory")
-    (built, _) = found.life.at("build")
+    (built, _) = found.trace.at("build")
     assert built.optimizer is not None
     assert built.optimizer.chain == ("Muon + AdamW",)
     assert built.scheduler.count("last_epoch=0") == 2
@@ -91,8 +91,8 @@ def test_losses_are_the_same_bit_by_bit_without_the_probe(
     assert len(losses(bare)) == 6
     for rank in (0, 1):
         assert losses(probed, rank) == losses(bare, rank)
-    assert len(probed.life.at_index(STRIDE)) == 2
-    assert not bare.life.moments
+    assert len(probed.trace.at_index(STRIDE)) == 2
+    assert not bare.trace.moments
 
 
 def eight_steps(run: Launch) -> ScriptRun:
@@ -102,7 +102,7 @@ def eight_steps(run: Launch) -> ScriptRun:
 def test_later_steps_are_not_looked_at(run: Launch) -> None:
     found = eight_steps(run)
     found.check("active", "optimizer", "dtypes")
-    late = found.life.at_index(8 * STRIDE)
+    late = found.trace.at_index(8 * STRIDE)
     assert len(late) == 2
     assert all(moment.model is None and not moment.inputs and moment.loss is not None for moment in late)
 

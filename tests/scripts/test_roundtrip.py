@@ -45,7 +45,7 @@ def as_many(host: Host, of: RoundTrip, *more: str) -> RoundTrip:
 def loads(found: RoundTrip) -> list[int]:
     """How many ranks loaded, by run."""
     runs: tuple[ScriptRun, ...] = (found.through, found.stopped, found.resumed)
-    return [len(run.life.at("load")) for run in runs]
+    return [len(run.trace.at("load")) for run in runs]
 
 
 @pytest.mark.spawn
@@ -58,7 +58,7 @@ def test_a_plain_loop_goes_on(ddp: RoundTrip) -> None:
 @pytest.mark.spawn
 def test_more_ranks_go_on_with_what_fewer_saved(more_ranks: RoundTrip) -> None:
     assert not more_ranks.findings
-    assert more_ranks.resumed.life.world_size == 3
+    assert more_ranks.resumed.trace.world_size == 3
 
 
 @pytest.mark.spawn

@@ -16,7 +16,7 @@ import psutil
 from pytest_distcompat.launch import RankLog
 from pytest_distcompat.launch.request import read_events
 
-#: Set by a body, to be seen by no later life.
+#: Set by a body, to be seen by no later run.
 touched = False
 _held: list[object] = []
 

@@ -1,4 +1,4 @@
-"""Real lives of a few ranks on gloo, and after each of them the proof that nothing of it is left."""
+"""Real runs of a few ranks on gloo, and after each of them the proof that nothing of it is left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 class Run(Protocol):
-    """Runs ``bodies:<body>`` on every rank of a new life; ``payload`` is what the body gets."""
+    """Runs ``bodies:<body>`` on every rank of a new run; ``payload`` is what the body gets."""
 
     def __call__(
         self,
@@ -44,7 +44,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[WarmLauncher]:
-    """One warm launcher for all tests that do not need one of their own. It starts with the first life."""
+    """One warm launcher for all tests that do not need one of their own. It starts with the first run."""
     launcher = WarmLauncher(Warmth(modules=("torch", "torch.distributed")))
     yield launcher
     launcher.close()
@@ -74,14 +74,14 @@ def run(tmp_path: Path, warm: WarmLauncher, importable: None) -> Run:
         **payload: Any,
     ) -> Ending:
         launcher = launcher or warm
-        directory = tmp_path / f"life-{next(numbers)}"
+        directory = tmp_path / f"run-{next(numbers)}"
         request = Request(
             f"bodies:{body}", payload, world_size, str(directory), timeout, collected=collected, turn=turn
         )
         ending = launcher.run(request)
         spoken = [event for events in ending.events.values() for event in events]
         left = wait_until_gone(int(event["pid"]) for event in spoken if event["event"] in {"start", "child"})
-        assert not left, f"left running by the life: {left}\n{ending.text()}"
+        assert not left, f"left running by the run: {left}\n{ending.text()}"
         if isinstance(launcher, WarmLauncher) and launcher._process is not None:
             assert not launcher._process.strays()
         return ending

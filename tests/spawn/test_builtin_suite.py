@@ -41,12 +41,12 @@ def test_the_smoke_profile_holds_but_for_what_is_known_and_two_workers_say_the_s
     told = [r["reason"] for r in alone["results"] if r["status"] in {"known", "refused"}]
     assert all(any(reason in said for reason in reasons) for said in told), told
     assert {cell.partition("-")[0] for _, cell, _ in found} == set(suite.TestTorch.matrix.strategies)
-    # Lives are shared between checks.
-    assert alone["run"]["lives"] < len(found)
+    # Runs are shared between checks.
+    assert alone["session"]["runs"] < len(found)
 
     shared = run(pytester, *SMOKE, "-n", "2")
     assert verdicts(shared) == found
-    assert shared["run"]["lives"] == alone["run"]["lives"]
+    assert shared["session"]["runs"] == alone["session"]["runs"]
 
 
 @pytest.mark.nightly
@@ -56,4 +56,4 @@ def test_the_cold_torchrun_command_gives_the_same_verdicts(pytester: pytest.Pyte
     warm, cold = run(pytester, *some), run(pytester, *some, "--distcompat-launcher=torchrun")
     assert len(verdicts(warm)) == 10
     assert verdicts(warm) == verdicts(cold)
-    assert warm["run"]["lives"] == cold["run"]["lives"] == 4
+    assert warm["session"]["runs"] == cold["session"]["runs"] == 4

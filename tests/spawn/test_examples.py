@@ -46,7 +46,7 @@ def test_an_adopter_in_miniature(pytester: pytest.Pytester, name: str) -> None:
     # Upstream's own issues are expected failures; one test is marked, all others are the suite's.
     assert set(found) <= {"passed", "xfailed"}, result.stdout.str()
     assert found["passed"] > 4 * found.get("xfailed", 0)
-    result.stdout.fnmatch_lines([f"{sum(found.values()) - 1} verdicts from * process-group lives"])
+    result.stdout.fnmatch_lines([f"{sum(found.values()) - 1} verdicts from * runs"])
     if name == "my_trainer":
         result.stdout.fnmatch_lines(["  refused: ValueError: my_trainer does not support strategy 'fsdp1'*"])
 

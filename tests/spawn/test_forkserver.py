@@ -1,4 +1,4 @@
-"""The fork server: every life has fresh processes, nothing unfit is forked from, nothing piles up."""
+"""The fork server: every run has fresh processes, nothing unfit is forked from, nothing piles up."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def look(ending: Ending) -> list[Mapping[str, Any]]:
     return [event for events in ending.events.values() for event in events if event["event"] == "seen"]
 
 
-def test_every_life_has_fresh_processes(run: Run) -> None:
+def test_every_run_has_fresh_processes(run: Run) -> None:
     first, second = run("touch"), run("touch")
     assert len({*pids(first), *pids(second)}) == 4
     for ending in (first, second):
@@ -258,7 +258,7 @@ def test_a_preload_that_dies_is_told(run: Run, launch: Launch) -> None:
     assert launcher._process.intact
 
 
-def test_thirty_lives_leave_nothing_behind(run: Run, launch: Launch) -> None:
+def test_thirty_runs_leave_nothing_behind(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth())
     used: set[str] = set()
 
@@ -282,7 +282,7 @@ def test_thirty_lives_leave_nothing_behind(run: Run, launch: Launch) -> None:
             early = count()
     # Some slack for what waits for the garbage collector.
     assert all(later <= before + 2 for later, before in zip(count(), early, strict=True)), (early, count())
-    # The last life's may wait for the garbage collector too.
+    # The last run's may wait for the garbage collector too.
     assert used
     assert sum(Path(name).exists() for name in used) <= 5
     launcher.close()
@@ -345,7 +345,7 @@ def shared_memory() -> Iterator[Callable[[str], Path]]:
         path.unlink(missing_ok=True)
 
 
-def test_only_shared_memory_of_this_life_is_swept(shared_memory: Callable[[str], Path]) -> None:
+def test_only_shared_memory_of_this_run_is_swept(shared_memory: Callable[[str], Path]) -> None:
     uid, port = os.getuid(), 987654321
     ours = [
         shared_memory(f"deepspeed_allreduce_buffer{kind}_{uid}_127.0.0.1_{port}_{rank}")

@@ -1,4 +1,4 @@
-"""However a rank ends: the verdict, its cause, its words; nothing is left running, and the next life is fine."""
+"""However a rank ends: the verdict, its cause, its words; nothing is left running, and the next run is fine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def in_json(acts: dict[int, str]) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def next_life_is_fine(run: Run) -> object:
+def next_run_is_fine(run: Run) -> object:
     """After every test of this file: the launcher works as if nothing had happened."""
     yield
     ending = run("meet")
@@ -182,7 +182,7 @@ def test_the_launcher_process_is_killed_while_ranks_run(run: Run, warm: WarmLaun
     assert warm._process is not before
 
 
-def test_the_launcher_process_is_killed_between_lives(run: Run, warm: WarmLauncher) -> None:
+def test_the_launcher_process_is_killed_between_runs(run: Run, warm: WarmLauncher) -> None:
     run("meet")
     assert warm._process is not None
     before = warm._process
@@ -211,10 +211,10 @@ def test_all_die_with_the_process_that_owns_them(
 ) -> None:
     # What a killed process cannot tidy up goes away with this test.
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path / "life")])
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path / "run")])
     try:
         deadline = time.monotonic() + 60
-        while not any(event["event"] == "deaf" for event in read_events(tmp_path / "life", 1)):
+        while not any(event["event"] == "deaf" for event in read_events(tmp_path / "run", 1)):
             assert time.monotonic() < deadline
             assert owner.poll() is None
             time.sleep(0.05)

@@ -29,7 +29,7 @@ needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is No
 
 @pytest.fixture(scope="module")
 def with_deepspeed(warm: WarmLauncher, tmp_path_factory: pytest.TempPathFactory) -> Ending:
-    """One life for both tests of DeepSpeed."""
+    """One run for both tests of DeepSpeed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         return warm.run(Request("bodies:zero1", {}, 2, str(tmp_path_factory.mktemp("zero1"))))

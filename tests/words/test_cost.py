@@ -9,12 +9,12 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.cost import Cost, cost, state_bytes
 from pytest_distcompat.scenario import STEPS
 from pytest_distcompat.trace import (
-    LifeTrace,
     ModelFact,
     Moment,
     OptimizerFact,
     ParameterFact,
     PlainFact,
+    RunTrace,
     StateFact,
     Trace,
 )
@@ -24,7 +24,7 @@ PLAIN = PlainFact(
 )
 
 
-def life(name: str = "train", *, seconds: float = 0.5, ranks: int = 2, **states: int) -> LifeTrace:
+def run(name: str = "train", *, seconds: float = 0.5, ranks: int = 2, **states: int) -> RunTrace:
     """A sharded training: ``states`` are elements of each kind of optimizer state on each rank, in float32."""
     optimizer = OptimizerFact(
         ("AdamW",), 1, states=tuple(StateFact("a", key, "float32", numel, "d") for key, numel in states.items())
@@ -40,32 +40,32 @@ def life(name: str = "train", *, seconds: float = 0.5, ranks: int = 2, **states:
             )
             for rank in range(ranks)
         ]
-    return LifeTrace(name, ranks, tuple(moments), cell="ddp-fp32-w2")
+    return RunTrace(name, ranks, tuple(moments), cell="ddp-fp32-w2")
 
 
-def trace(*lives: LifeTrace, limit: float = 0.0) -> Trace:
-    return Trace("toy", {one.name: one for one in lives}, limits={"throughput": limit})
+def trace(*runs: RunTrace, limit: float = 0.0) -> Trace:
+    return Trace("toy", {one.name: one for one in runs}, limits={"throughput": limit})
 
 
 def test_throughput_is_of_one_rank_at_the_pace_of_the_slowest_after_the_first_steps() -> None:
-    found = cost(trace(life(exp_avg=16, exp_avg_sq=16)))
+    found = cost(trace(run(exp_avg=16, exp_avg_sq=16)))
     # Masters (the live parameters) and two moments, 32 of each over both ranks, 4 bytes, for 32 trained elements.
     assert found == Cost(step_seconds=1.5, tokens_per_second=100 / 1.5, memory=8, state_bytes=12.0)
 
 
 def test_mfu_needs_a_device_whose_peak_is_known() -> None:
-    found = cost(trace(life()), device="NVIDIA H200")
+    found = cost(trace(run()), device="NVIDIA H200")
     assert found is not None
     assert found.mfu == pytest.approx(6 * 40 * 100 / 1.5 / 989e12)
-    assert cost(trace(life()), device="NVIDIA Unheard-of")
+    assert cost(trace(run()), device="NVIDIA Unheard-of")
 
 
 def test_flat_masters_count_and_the_live_parameters_then_do_not() -> None:
-    assert state_bytes(life(master=16, exp_avg=16)) == 8.0
+    assert state_bytes(run(master=16, exp_avg=16)) == 8.0
 
 
-def test_a_life_that_was_too_short_has_no_cost() -> None:
-    short = LifeTrace("train", 2, tuple(moment for moment in life().moments if moment.index < 3))
+def test_a_run_that_was_too_short_has_no_cost() -> None:
+    short = RunTrace("train", 2, tuple(moment for moment in run().moments if moment.index < 3))
     assert cost(trace(short)) is None
     assert cost(trace()) is None
 
@@ -74,7 +74,7 @@ CELL = Cell.parse("fsdp2-fp32-w2")
 
 
 def test_memory_is_silent_where_each_is_kept_once() -> None:
-    assert CHECKS.get("memory").findings(CELL, trace(life(exp_avg=16, exp_avg_sq=16, step=1))) == []
+    assert CHECKS.get("memory").findings(CELL, trace(run(exp_avg=16, exp_avg_sq=16, step=1))) == []
 
 
 @pytest.mark.parametrize(
@@ -86,24 +86,24 @@ def test_memory_is_silent_where_each_is_kept_once() -> None:
     ],
 )
 def test_memory_speaks_of_too_much_and_too_little(states: dict[str, int], message: str) -> None:
-    (found,) = CHECKS.get("memory").findings(CELL, trace(life("train", seconds=0.5, ranks=2, **states)))
+    (found,) = CHECKS.get("memory").findings(CELL, trace(run("train", seconds=0.5, ranks=2, **states)))
     assert message in found
 
 
 def test_replicas_keep_one_each() -> None:
     cell = Cell.parse("ddp-fp32-w2")
-    (found,) = CHECKS.get("memory").findings(cell, trace(life(master=32, exp_avg=16)))
+    (found,) = CHECKS.get("memory").findings(cell, trace(run(master=32, exp_avg=16)))
     assert "keep 32 elements of 'exp_avg'; 32 elements are trained, on each of 2 ranks, expected 64" in found
 
 
 def test_a_rank_that_did_not_report_is_named() -> None:
-    alone = life(exp_avg=32, master=32)
-    alone = LifeTrace("train", 2, tuple(moment for moment in alone.moments if moment.rank == 0))
+    alone = run(exp_avg=32, master=32)
+    alone = RunTrace("train", 2, tuple(moment for moment in alone.moments if moment.rank == 0))
     assert "rank 1: no report after three steps" in CHECKS.get("memory").findings(CELL, trace(alone))
 
 
 def test_throughput_is_compared_only_as_the_limit_says() -> None:
-    both = life(seconds=2), life("baseline", seconds=0.5)
+    both = run(seconds=2), run("baseline", seconds=0.5)
     check = CHECKS.get("throughput")
     (found,) = check.findings(CELL, trace(*both, limit=0.9))
     assert found == "33.33 tokens a second and rank, 0.50 of ddp's 66.67; expected at least 0.9 of it"

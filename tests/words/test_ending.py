@@ -339,7 +339,7 @@ def test_what_a_rank_left_running_is_named(ranks: Ranks) -> None:
     assert "left running by a rank, now killed: sleep (pid 7), sh (pid 8)" in ending.text()
 
 
-#: From harmless to bad: how one rank may end, and the kind of ending that the life then has at least.
+#: From harmless to bad: how one rank may end, and the kind of ending that the run then has at least.
 WORST = {
     "done": "ok",
     "raised": "raised",

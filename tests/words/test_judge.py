@@ -10,8 +10,8 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import Check
 from pytest_distcompat.expect import Expectation, fails, may_fail, may_refuse, refuses
 from pytest_distcompat.judge import Verdict, judge, skipped
-from pytest_distcompat.scenario import RESUME, RESUME_LIFE, TRAIN, TRAIN_LIFE, Life
-from pytest_distcompat.trace import LifeEnd, LifeTrace, Moment, Trace
+from pytest_distcompat.scenario import RESUME, RESUME_RUN, TRAIN, TRAIN_RUN, Run
+from pytest_distcompat.trace import Moment, RunFailure, RunTrace, Trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,29 +22,29 @@ MASTERS = fails("toy", reason="org/repo#1", match="masters")
 REFUSED = refuses("toy", match="not supported", reason="by design")
 
 
-def lived(life: Life, end: LifeEnd | None = None, *, together: bool = False) -> LifeTrace:
-    """A life on two ranks; where it broke off, rank 0 had done the verb and rank 1 had not; ``together``: neither."""
+def lived(run: Run, end: RunFailure | None = None, *, together: bool = False) -> RunTrace:
+    """a run on two ranks; where it broke off, rank 0 had done the verb and rank 1 had not; ``together``: neither."""
     moments = [
-        Moment(rank, life.name, verb, index)
-        for index, verb in enumerate(life.verbs)
+        Moment(rank, run.name, verb, index)
+        for index, verb in enumerate(run.verbs)
         for rank in range(2)
         if end is None or index < end.index or (index == end.index and rank == 0 and not together)
     ]
-    return LifeTrace(life.name, 2, tuple(moments), end)
+    return RunTrace(run.name, 2, tuple(moments), end)
 
 
 def toy(*findings: str, until: tuple[str, int] = ("step", 2)) -> Check:
     return Check("toy", TRAIN, (("train", *until),), lambda cell, trace: findings)
 
 
-def ended(kind: str, verb: str = "", message: str = "boom", life: Life = TRAIN_LIFE, nth: int = 0) -> LifeEnd:
+def ended(kind: str, verb: str = "", message: str = "boom", run: Run = TRAIN_RUN, nth: int = 0) -> RunFailure:
     """Broken off in the nth such verb; outside of any without one."""
-    index = [place for place, name in enumerate(life.verbs) if name == verb][nth] if verb else -1
-    return LifeEnd(kind, f"rank 1 raised {message}", f"the whole story of {message}", verb, index)
+    index = [place for place, name in enumerate(run.verbs) if name == verb][nth] if verb else -1
+    return RunFailure(kind, f"rank 1 raised {message}", f"the whole story of {message}", verb, index)
 
 
-def verdict(check: Check, *declared: Expectation, end: LifeEnd | None = None, together: bool = False) -> Verdict:
-    return judge(check, CELL, Trace.of("hand-made", [lived(TRAIN_LIFE, end, together=together)]), declared)
+def verdict(check: Check, *declared: Expectation, end: RunFailure | None = None, together: bool = False) -> Verdict:
+    return judge(check, CELL, Trace.of("hand-made", [lived(TRAIN_RUN, end, together=together)]), declared)
 
 
 def test_what_holds_passes() -> None:
@@ -136,7 +136,7 @@ def test_of_two_known_failures_each_must_show() -> None:
         assert verdict(toy(), rounding).status == "passed"
 
 
-def test_of_how_a_life_broke_off_each_line_need_not_be_declared() -> None:
+def test_of_how_a_run_broke_off_each_line_need_not_be_declared() -> None:
     raised = ended("raised", "step", "boom\n\nTraceback: masters\n  in a line")
     assert verdict(toy(), MASTERS, end=raised).status == "known"
 
@@ -169,7 +169,7 @@ def test_nothing_covers_a_crash_or_a_hang(kind: str, declared: Iterable[Expectat
     ("verb", "nth", "concerned"),
     [("build", 0, True), ("step", 1, True), ("step", 2, True), ("save", 0, False), ("step", 3, False)],
 )
-def test_a_life_broken_off_after_the_evidence_does_not_concern_the_check(
+def test_a_run_broken_off_after_the_evidence_does_not_concern_the_check(
     kind: str, verb: str, nth: int, *, concerned: bool
 ) -> None:
     found = verdict(toy(until=("step", 2)), end=ended(kind, verb, nth=nth))
@@ -190,28 +190,28 @@ def test_a_check_of_the_plain_model_needs_no_more() -> None:
 @pytest.mark.parametrize("until", [("plain", 0), ("step", 2), ("files", 0)])
 def test_an_end_outside_of_any_verb_concerns_every_check(kind: str, status: str, until: tuple[str, int]) -> None:
     # All moments are there: it happened at exit.
-    whole = LifeTrace("train", 2, lived(TRAIN_LIFE).moments, ended(kind))
+    whole = RunTrace("train", 2, lived(TRAIN_RUN).moments, ended(kind))
     found = judge(toy(until=until), CELL, Trace.of("hand-made", [whole]))
     assert (found.status, found.message) == (status, "the whole story of boom")
 
 
-def both(train: LifeEnd | None, resume: LifeEnd | None) -> Verdict:
+def both(train: RunFailure | None, resume: RunFailure | None) -> Verdict:
     check = Check("toy", RESUME, (("train", "step", 4), ("resume", "step", 1)), lambda cell, trace: ())
-    return judge(check, CELL, Trace.of("hand-made", [lived(TRAIN_LIFE, train), lived(RESUME_LIFE, resume)]))
+    return judge(check, CELL, Trace.of("hand-made", [lived(TRAIN_RUN, train), lived(RESUME_RUN, resume)]))
 
 
-def test_a_check_of_two_lives_needs_both() -> None:
+def test_a_check_of_two_runs_needs_both() -> None:
     assert both(None, None).status == "passed"
     assert both(ended("raised", "save"), None).status == "failed"
-    assert both(None, ended("hung", "load", life=RESUME_LIFE)).status == "hung"
+    assert both(None, ended("hung", "load", run=RESUME_RUN)).status == "hung"
     assert both(ended("raised", "files"), None).status == "passed"
 
 
-def test_a_life_that_was_never_begun_for_the_one_before_it() -> None:
-    # As the runner writes it: no moments, and the end of the life whose checkpoint it would have loaded.
+def test_a_run_that_was_never_begun_for_the_one_before_it() -> None:
+    # As the runner writes it: no moments, and the end of the run whose checkpoint it would have loaded.
     end = ended("raised", "files")
     check = Check("toy", RESUME, (("train", "step", 4), ("resume", "step", 1)), lambda cell, trace: ())
-    trace = Trace.of("hand-made", [lived(TRAIN_LIFE, end), LifeTrace("resume", 2, (), end)])
+    trace = Trace.of("hand-made", [lived(TRAIN_RUN, end), RunTrace("resume", 2, (), end)])
     assert judge(check, CELL, trace).status == "failed"
 
 
@@ -305,7 +305,7 @@ def test_what_is_declared_of_others_is_no_excuse(declared: Expectation) -> None:
 
 
 def test_an_exception_without_a_text_is_a_failure() -> None:
-    assert verdict(toy(), end=LifeEnd("raised", "", "", "build", 1)).status == "failed"
+    assert verdict(toy(), end=RunFailure("raised", "", "", "build", 1)).status == "failed"
 
 
 def test_of_two_things_that_are_not_supported_one_is_refused() -> None:

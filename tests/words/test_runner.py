@@ -1,4 +1,4 @@
-"""Which lives are run, where, and what they find there; by a launcher that starts no process."""
+"""Which runs are run, where, and what they find there; by a launcher that starts no process."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from tests.launchers import WithoutProcesses
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.launch import Ending, Keeping, RankEnd, RankLog, Request
-from pytest_distcompat.runner import Runner, count_lives, life_trace, told_of_ranks
-from pytest_distcompat.scenario import DAMAGE, EXPORT, PARITY, RESUME, TRAIN, TRAIN_LIFE, Life, Scenario
+from pytest_distcompat.runner import Runner, count_runs, run_trace, told_of_ranks
+from pytest_distcompat.scenario import DAMAGE, EXPORT, PARITY, RESUME, TRAIN, TRAIN_RUN, Run, Scenario
 
 
 @dataclass
 class Ranks(WithoutProcesses):
-    """Every rank does all verbs, but in the life of that name all end with an exception in that verb."""
+    """Every rank does all verbs, but in the run of that name all end with an exception in that verb."""
 
     broken: dict[str, str] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
 
     def run(self, request: Request, keep: Keeping | None = None) -> Ending:
         self.requests.append(request)
-        life = request.payload["life"]
-        if "save" in life["verbs"]:
+        run = request.payload["run"]
+        if "save" in run["verbs"]:
             (Path(request.payload["save_to"]) / "shard").write_text("whole", encoding="utf-8")
-        broken = self.broken.get(life["name"], "")
-        events = {rank: list(told(life, rank, broken)) for rank in range(request.world_size)}
+        broken = self.broken.get(run["name"], "")
+        events = {rank: list(told(run, rank, broken)) for rank in range(request.world_size)}
         for rank, said in events.items():
             with contextlib.closing(RankLog(request.directory, rank)) as log:
                 for event in said:
@@ -40,15 +40,15 @@ class Ranks(WithoutProcesses):
 
     @property
     def ran(self) -> list[tuple[str, str]]:
-        return [(request.payload["life"]["name"], request.payload["cell"]) for request in self.requests]
+        return [(request.payload["run"]["name"], request.payload["cell"]) for request in self.requests]
 
 
-def told(life: dict[str, Any], rank: int, broken: str) -> Iterator[dict[str, Any]]:
-    for index, verb in enumerate(life["verbs"]):
+def told(run: dict[str, Any], rank: int, broken: str) -> Iterator[dict[str, Any]]:
+    for index, verb in enumerate(run["verbs"]):
         yield {"event": "verb", "verb": verb, "index": index}
         if verb == broken:
             return
-        moment = {"rank": rank, "life": life["name"], "verb": verb, "index": index}
+        moment = {"rank": rank, "run": run["name"], "verb": verb, "index": index}
         yield {"event": "moment", "verb": verb, "index": index, "moment": moment}
     yield {"event": "done"}
 
@@ -76,7 +76,7 @@ def test_a_lone_rank_on_the_cpu_is_told_to_keep_to_one_thread(
     if said is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", said)
     Runner(tmp_path / "store", ranks, device=device, timeout=1).trace("torch", Cell.parse("fsdp2-fp32-w2"), PARITY)
-    sizes = {request.payload["life"]["name"]: (request.world_size, dict(request.set)) for request in ranks.requests}
+    sizes = {request.payload["run"]["name"]: (request.world_size, dict(request.set)) for request in ranks.requests}
     alone = {"OMP_NUM_THREADS": "1"} if device == "cpu" and said is None else {}
     assert sizes == {"train": (2, {}), "reference": (1, alone)}
 
@@ -85,7 +85,7 @@ def test_another_process_reads_what_the_ranks_wrote(runner: Runner, ranks: Ranks
     ran = runner.trace("d", Cell.parse("fsdp2-fp32-w2"), TRAIN)
     read = Runner(runner.store, ranks, device="cpu", timeout=1).trace("d", Cell.parse("fsdp2-fp32-w2"), TRAIN)
     assert len(ranks.requests) == 1
-    assert len(ran.life().moments) == 2 * len(TRAIN_LIFE.verbs)
+    assert len(ran.run().moments) == 2 * len(TRAIN_RUN.verbs)
     assert read == ran
 
 
@@ -102,17 +102,17 @@ def test_what_an_earlier_command_left_is_forgotten(runner: Runner, ranks: Ranks)
     assert ranks.ran == [*ran, ("train", "ddp-fp32-w2"), ("resume", "ddp-fp32-w2"), *ran]
 
 
-def test_scenarios_share_their_lives(runner: Runner, ranks: Ranks) -> None:
+def test_scenarios_share_their_runs(runner: Runner, ranks: Ranks) -> None:
     for scenario in (TRAIN, RESUME, PARITY, RESUME):
         trace = runner.trace("d", Cell.parse("fsdp2-fp32-w2"), scenario)
-        assert [life.name for life in trace] == [life.name for life in scenario.lives]
+        assert [run.name for run in trace] == [run.name for run in scenario.runs]
     assert ranks.ran == [("train", "fsdp2-fp32-w2"), ("resume", "fsdp2-fp32-w2"), ("reference", "ddp-fp32-w1")]
-    assert count_lives(runner.store) == 3
+    assert count_runs(runner.store) == 3
 
 
 def test_one_reference_for_all_strategies(runner: Runner, ranks: Ranks) -> None:
     names = ("ddp-fp32-w2", "zero3-fp32-w2", "fsdp2-fp32-w2-compile", "fsdp1-fp32-w2-state_dict_full")
-    references = {str(runner.trace("d", cell, PARITY).life("reference")) for cell in cells(*names)}
+    references = {str(runner.trace("d", cell, PARITY).run("reference")) for cell in cells(*names)}
     assert len(references) == 1
     assert ranks.ran.count(("reference", "ddp-fp32-w1")) == 1
 
@@ -121,17 +121,17 @@ def test_a_reference_of_its_own_for_other_data_another_model_or_another_driver(r
     for cell in cells("ddp-fp32-w2", "ddp-fp32-w4", "ddp-bf16_mixed-w2", "ddp-fp32-w2-model_plain"):
         runner.trace("d", cell, PARITY)
     runner.trace("other", Cell.parse("ddp-fp32-w2"), PARITY)
-    references = [request for request in ranks.requests if request.payload["life"]["name"] == "reference"]
+    references = [request for request in ranks.requests if request.payload["run"]["name"] == "reference"]
     assert [request.payload["ranks"] for request in references] == [2, 4, 2, 2, 2]
     assert {request.world_size for request in references} == {1}
 
 
-def test_a_life_that_others_know_under_another_name_runs_once(runner: Runner, ranks: Ranks) -> None:
-    alias = Life("baseline", TRAIN_LIFE.verbs, strategy="ddp", only=(), same_as="train")
+def test_a_run_that_others_know_under_another_name_runs_once(runner: Runner, ranks: Ranks) -> None:
+    alias = Run("baseline", TRAIN_RUN.verbs, strategy="ddp", only=(), same_as="train")
     runner.trace("d", Cell.parse("ddp-fp32-w2"), TRAIN)
-    trace = runner.trace("d", Cell.parse("fsdp2-fp32-w2-compile"), Scenario("s", (TRAIN_LIFE, alias)))
+    trace = runner.trace("d", Cell.parse("fsdp2-fp32-w2-compile"), Scenario("s", (TRAIN_RUN, alias)))
     assert ranks.ran == [("train", "ddp-fp32-w2"), ("train", "fsdp2-fp32-w2-compile")]
-    assert (trace.life("baseline").name, trace.life("baseline").cell) == ("baseline", "ddp-fp32-w2")
+    assert (trace.run("baseline").name, trace.run("baseline").cell) == ("baseline", "ddp-fp32-w2")
 
 
 @pytest.mark.parametrize(("broken", "resumed"), [("save", False), ("build", False), ("files", True), ("export", True)])
@@ -139,7 +139,7 @@ def test_what_was_saved_can_be_gone_on_from(runner: Runner, ranks: Ranks, broken
     ranks.broken["train"] = broken
     trace = runner.trace("d", Cell.parse("ddp-fp32-w2"), RESUME)
     assert [name for name, _ in ranks.ran] == ["train", "resume"][: 1 + resumed]
-    train, resume = trace.life("train").end, trace.life("resume").end
+    train, resume = trace.run("train").end, trace.run("resume").end
     assert train is not None
     assert (train.kind, train.verb) == ("raised", broken)
     assert resume == (None if resumed else train)
@@ -165,24 +165,24 @@ def test_what_is_damaged_is_a_copy(runner: Runner, ranks: Ranks) -> None:
     # Who goes on from it afterwards finds the original.
     runner.trace("d", cell, RESUME)
     assert Path(ranks.requests[-1].payload["load_from"]) == original
-    assert ranks.requests[-1].payload["life"]["name"] == "resume"
+    assert ranks.requests[-1].payload["run"]["name"] == "resume"
 
 
-def test_a_life_that_goes_on_elsewhere_belongs_to_where_it_comes_from(runner: Runner, ranks: Ranks) -> None:
-    port = Life("port", ("plain", "build", "load"), after="train", strategy="fsdp2")
+def test_a_run_that_goes_on_elsewhere_belongs_to_where_it_comes_from(runner: Runner, ranks: Ranks) -> None:
+    port = Run("port", ("plain", "build", "load"), after="train", strategy="fsdp2")
     for cell in cells("ddp-fp32-w2", "fsdp1-fp32-w2"):
-        runner.trace("d", cell, Scenario("portable", (TRAIN_LIFE, port)))
-    ported = [request for request in ranks.requests if request.payload["life"]["name"] == "port"]
+        runner.trace("d", cell, Scenario("portable", (TRAIN_RUN, port)))
+    ported = [request for request in ranks.requests if request.payload["run"]["name"] == "port"]
     assert {request.payload["cell"] for request in ported} == {"fsdp2-fp32-w2"}
     assert len({request.payload["load_from"] for request in ported}) == 2
     assert len({request.directory for request in ported}) == 2
 
 
-def test_a_life_that_was_broken_off_with_its_pytest_begins_anew(runner: Runner, ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_that_was_broken_off_with_its_pytest_begins_anew(runner: Runner, ranks: Ranks, tmp_path: Path) -> None:
     cell = Cell.parse("ddp-fp32-w2")
     runner.trace("d", cell, TRAIN)
     (directory,) = (path for path in runner.store.iterdir() if path.is_dir())
-    (directory / "life.json").unlink()
+    (directory / "run.json").unlink()
     (directory / "rank-0.jsonl").write_text("left over", encoding="utf-8")
     again = Runner(tmp_path / "store", ranks, device="cpu", timeout=1)
     again.trace("d", cell, TRAIN)
@@ -190,7 +190,7 @@ def test_a_life_that_was_broken_off_with_its_pytest_begins_anew(runner: Runner, 
     assert "left over" not in (directory / "rank-0.jsonl").read_text(encoding="utf-8")
 
 
-def test_what_a_life_leaves_of_its_ranks_has_the_cause_first(tmp_path: Path) -> None:
+def test_what_a_run_leaves_of_its_ranks_has_the_cause_first(tmp_path: Path) -> None:
     stack = 'Current thread 0x1 (most recent call first):\n  File "mine.py", line 3 in step'
     ends = (
         RankEnd(0, "lost peer", "raised RuntimeError: Connection closed by peer", "Traceback", time=2),
@@ -213,13 +213,13 @@ def test_ranks_that_could_not_be_started_are_nobodys_fault(tmp_path: Path) -> No
     first, second = told_of_ranks(ending)
     assert (first["rank"], first["message"]) == (None, "the ranks could not be started: OSError: no port")
     assert second["rank"] == 0
-    end = life_trace("train", ending, Cell.parse("ddp-fp32-w1")).end
+    end = run_trace("train", ending, Cell.parse("ddp-fp32-w1")).end
     assert end is not None
     assert end.rank is None
 
 
-def test_the_rank_of_the_cause_is_kept_with_the_life(tmp_path: Path) -> None:
+def test_the_rank_of_the_cause_is_kept_with_the_run(tmp_path: Path) -> None:
     ends = (RankEnd(0, "stopped", "was killed"), RankEnd(1, "killed", "was killed by SIGKILL"))
-    end = life_trace("train", Ending(ends, {}), Cell.parse("ddp-fp32-w2")).end
+    end = run_trace("train", Ending(ends, {}), Cell.parse("ddp-fp32-w2")).end
     assert end is not None
     assert end.rank == 1

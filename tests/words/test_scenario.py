@@ -7,13 +7,13 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import DRIVERS
-from pytest_distcompat.scenario import EXPORT, PARITY, REFERENCE_LIFE, RESUME, TRAIN, Life, Scenario
+from pytest_distcompat.scenario import EXPORT, PARITY, REFERENCE_RUN, RESUME, TRAIN, Run, Scenario
 
 CELL = Cell.parse("fsdp2-fp32-w2")
 
 #: Every scenario of every check, for every built-in driver.
 ALL = {
-    f"{name}-{driver.name}": check.lives(CELL, driver)
+    f"{name}-{driver.name}": check.runs(CELL, driver)
     for name, check in CHECKS.things.items()
     for driver in DRIVERS.things.values()
     if not check.applies(CELL, driver)
@@ -21,23 +21,23 @@ ALL = {
 
 
 @pytest.mark.parametrize("scenario", ALL.values(), ids=list(ALL))
-def test_a_life_finds_what_one_before_it_left(scenario: Scenario) -> None:
+def test_a_run_finds_what_one_before_it_left(scenario: Scenario) -> None:
     saved: set[tuple[str, str]] = set()
-    for life in scenario.lives:
-        needs = {verb for verb in ("load", "reload") if verb in life.verbs}
-        assert bool(needs) == bool(life.after)
-        assert all((life.after, {"load": "save", "reload": "export"}[verb]) in saved for verb in needs)
-        assert life.verbs[0] in {"plain", "reload"}
-        saved |= {(life.name, verb) for verb in ("save", "export") if verb in life.verbs}
+    for run in scenario.runs:
+        needs = {verb for verb in ("load", "reload") if verb in run.verbs}
+        assert bool(needs) == bool(run.after)
+        assert all((run.after, {"load": "save", "reload": "export"}[verb]) in saved for verb in needs)
+        assert run.verbs[0] in {"plain", "reload"}
+        saved |= {(run.name, verb) for verb in ("save", "export") if verb in run.verbs}
 
 
 @pytest.mark.parametrize("scenario", [RESUME, PARITY, EXPORT], ids=lambda scenario: scenario.name)
-def test_scenarios_that_begin_alike_share_their_lives(scenario: Scenario) -> None:
-    assert scenario.lives[: len(TRAIN.lives)] == TRAIN.lives
+def test_scenarios_that_begin_alike_share_their_runs(scenario: Scenario) -> None:
+    assert scenario.runs[: len(TRAIN.runs)] == TRAIN.runs
 
 
-def test_a_resumed_life_takes_the_batches_that_the_first_took_after_saving() -> None:
-    train, resume = RESUME.lives
+def test_a_resumed_run_takes_the_batches_that_the_first_took_after_saving() -> None:
+    train, resume = RESUME.runs
     before = train.verbs[: train.verbs.index("save")].count("step")
     assert resume.first_step == train.first_step + before
     assert resume.verbs.count("step") <= train.verbs.count("step") - before
@@ -49,18 +49,18 @@ def test_what_a_check_waits_for_happens_in_its_scenario(name: str) -> None:
     for driver in DRIVERS.things.values():
         if check.applies(CELL, driver):
             continue
-        verbs = {life.name: life.verbs for life in check.lives(CELL, driver).lives}
+        verbs = {run.name: run.verbs for run in check.runs(CELL, driver).runs}
         assert check.until
-        for life, verb, nth in check.until:
-            assert verbs[life].count(verb) > nth
+        for run, verb, nth in check.until:
+            assert verbs[run].count(verb) > nth
 
 
 def test_the_reference_runs_in_one_process_and_keeps_what_changes_the_training() -> None:
     cell = Cell.of("fsdp2", "bf16_mixed", 4, model="plain", accumulate=2, compile=True, state_dict="full")
-    assert REFERENCE_LIFE.cell(cell).id == "ddp-bf16_mixed-w1-model_plain-accumulate_2"
+    assert REFERENCE_RUN.cell(cell).id == "ddp-bf16_mixed-w1-model_plain-accumulate_2"
 
 
-def test_a_life_runs_in_the_cell_of_its_check_where_it_says_nothing_else() -> None:
+def test_a_run_runs_in_the_cell_of_its_check_where_it_says_nothing_else() -> None:
     cell = Cell.of("fsdp1", "fp32", 4, state_dict="full")
-    assert Life("one", ("plain",)).cell(cell) == cell
-    assert Life("one", ("plain",), strategy="ddp").cell(cell).id == "ddp-fp32-w4-state_dict_full"
+    assert Run("one", ("plain",)).cell(cell) == cell
+    assert Run("one", ("plain",), strategy="ddp").cell(cell).id == "ddp-fp32-w4-state_dict_full"

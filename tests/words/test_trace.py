@@ -12,12 +12,12 @@ from pytest_distcompat.trace import (
     CollectiveFact,
     ComputeFact,
     FileFact,
-    LifeTrace,
     ModelFact,
     Moment,
     OptimizerFact,
     ParameterFact,
     PlainFact,
+    RunTrace,
     StateFact,
     StepFact,
     Trace,
@@ -61,12 +61,12 @@ def test_what_a_newer_probe_adds_is_passed_over() -> None:
     assert Moment.from_json(data) == FULL
 
 
-def life(*places: tuple[int, str, int]) -> LifeTrace:
-    return LifeTrace("train", 2, tuple(Moment(rank, "train", verb, index) for rank, verb, index in places))
+def run(*places: tuple[int, str, int]) -> RunTrace:
+    return RunTrace("train", 2, tuple(Moment(rank, "train", verb, index) for rank, verb, index in places))
 
 
 #: Two ranks, of which the second wrote first and did not get to the last step.
-TWO_RANKS = life((1, "build", 0), (0, "build", 0), (1, "step", 1), (0, "step", 1), (0, "save", 2), (0, "step", 3))
+TWO_RANKS = run((1, "build", 0), (0, "build", 0), (1, "step", 1), (0, "step", 1), (0, "save", 2), (0, "step", 3))
 
 
 @pytest.mark.parametrize(
@@ -96,15 +96,15 @@ def test_the_first_is_the_lowest_ranks() -> None:
     assert TWO_RANKS.first("load") is None
 
 
-def test_a_place_in_a_life() -> None:
+def test_a_place_in_a_run() -> None:
     assert [moment.rank for moment in TWO_RANKS.at_index(1)] == [0, 1]
     assert TWO_RANKS.at_index(9) == ()
 
 
-def test_the_lives_of_a_trace() -> None:
+def test_the_runs_of_a_trace() -> None:
     train, resume = TWO_RANKS, replace(TWO_RANKS, name="resume")
     trace = Trace.of("torch", [train, resume])
     assert list(trace) == [train, resume]
-    assert (trace.life(), trace.life("resume")) == (train, resume)
+    assert (trace.run(), trace.run("resume")) == (train, resume)
     with pytest.raises(KeyError):
-        trace.life("export")
+        trace.run("export")

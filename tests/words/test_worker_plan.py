@@ -14,14 +14,14 @@ import torch
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver, Plan
 from pytest_distcompat.places import Places
-from pytest_distcompat.scenario import RESUME_LIFE, TRAIN_LIFE, Life
+from pytest_distcompat.scenario import RESUME_RUN, TRAIN_RUN, Run
 from pytest_distcompat.worker import _Rank
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
     from pytest_distcompat.driver import Seen
 
-SHORT = Life("short", ("plain", "build", "step", "save", "files", "step", "export"), first_step=3)
+SHORT = Run("short", ("plain", "build", "step", "save", "files", "step", "export"), first_step=3)
 
 
 class Listens:
@@ -109,12 +109,12 @@ def listens(monkeypatch: pytest.MonkeyPatch) -> Listens:
     return Listens()
 
 
-def live(driver: type[Driver], life: Life, listens: Listens, **attributes: Any) -> Any:
-    """The driver after a life of it, on rank 0 of 2."""
+def live(driver: type[Driver], run: Run, listens: Listens, **attributes: Any) -> Any:
+    """The driver after a run of it, on rank 0 of 2."""
     made = driver(Cell.parse("ddp-fp32-w2"), World(0, 2, 0, "cpu"))
     vars(made).update(attributes)
     places = Places(Path("new"), Path("old"), Path("whole"), 2)
-    _Rank(made, life, places, listens, listens).live()  # type: ignore[arg-type]  # stands for both
+    _Rank(made, run, places, listens, listens).live()  # type: ignore[arg-type]  # stands for both
     return made
 
 
@@ -137,47 +137,47 @@ def test_tokens_are_told_as_the_trainer_has_them(listens: Listens, tokens: Any) 
 def test_a_verb_that_nobody_wrote_is_named(listens: Listens, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Five, verb, getattr(Driver, verb))
     with pytest.raises(NotImplementedError, match=rf"^Five has no {verb}\(\); a driver needs plain_model, build, step"):
-        live(Five, RESUME_LIFE if verb == "load" else SHORT, listens)
+        live(Five, RESUME_RUN if verb == "load" else SHORT, listens)
 
 
-def test_a_resumed_life_loads_where_it_is_told(listens: Listens) -> None:
-    driver = live(Five, RESUME_LIFE, listens)
+def test_a_resumed_run_loads_where_it_is_told(listens: Listens) -> None:
+    driver = live(Five, RESUME_RUN, listens)
     assert driver.calls == [("build", "plain"), ("load", "old"), ("step", 3), ("step", 4)]
 
 
 def test_all_of_a_training_is_one_plan(listens: Listens) -> None:
-    driver = live(Callbacks, TRAIN_LIFE, listens)
+    driver = live(Callbacks, TRAIN_RUN, listens)
     (plan,) = driver.plans
     assert plan.verbs == ("build", *("step",) * 3, "save", *("step",) * 17)
     assert (plan.first_step, plan.last_step, plan.save_to.name) == (0, 20, "new")
     # Files are read in between, without the trainer's doing.
-    assert [moment["verb"] for moment in listens.moments] == list(TRAIN_LIFE.verbs)
+    assert [moment["verb"] for moment in listens.moments] == list(TRAIN_RUN.verbs)
     assert listens.watched == 1
 
 
 def test_the_first_steps_are_looked_at_in_full(listens: Listens) -> None:
-    live(Callbacks, TRAIN_LIFE, listens)
+    live(Callbacks, TRAIN_RUN, listens)
     looked = [moment["tokens"] for moment in listens.moments if moment["verb"] == "build"]
     assert looked == [1]
 
 
 @pytest.mark.parametrize("driver", [Five, Callbacks])
 @pytest.mark.parametrize(
-    ("life", "cell", "steps"),
+    ("run", "cell", "steps"),
     [
-        (TRAIN_LIFE, "ddp-fp32-w2", [2]),
-        (TRAIN_LIFE, "ddp-fp32-w2-accumulate_4", list(range(20))),
+        (TRAIN_RUN, "ddp-fp32-w2", [2]),
+        (TRAIN_RUN, "ddp-fp32-w2-accumulate_4", list(range(20))),
         (dataclasses.replace(SHORT, first_step=0), "ddp-fp32-w2", [1]),
-        (RESUME_LIFE, "ddp-fp32-w2", []),
-        (RESUME_LIFE, "ddp-fp32-w2-accumulate_4", []),
+        (RESUME_RUN, "ddp-fp32-w2", []),
+        (RESUME_RUN, "ddp-fp32-w2-accumulate_4", []),
     ],
     ids=["new", "accumulates", "short", "goes on", "goes on and accumulates"],
 )
 def test_single_operators_are_seen_in_as_few_steps_as_will_do(
-    listens: Listens, driver: type[Driver], life: Life, cell: str, steps: list[int]
+    listens: Listens, driver: type[Driver], run: Run, cell: str, steps: list[int]
 ) -> None:
     # The loss of step number 0.
-    live(driver, life, listens, cell=Cell.parse(cell), step=lambda number: 0.5)
+    live(driver, run, listens, cell=Cell.parse(cell), step=lambda number: 0.5)
     taken = [moment["float8"] for moment in listens.moments if moment["verb"] == "step"]
     assert [number for number, closely in enumerate(taken) if closely] == steps
     others = [moment["float8"] for moment in listens.moments if moment["verb"] != "step"]
@@ -201,10 +201,10 @@ def test_a_trainer_that_does_not_keep_to_the_plan(listens: Listens, told: tuple[
         live(Callbacks, SHORT, listens, told=told)
 
 
-def test_one_that_goes_on_when_the_life_is_over(listens: Listens) -> None:
+def test_one_that_goes_on_when_the_run_is_over(listens: Listens) -> None:
     told = ("build", "load", "step", "step", "step")
     with pytest.raises(RuntimeError, match=r"told of 'step'; the plan is done"):
-        live(Callbacks, RESUME_LIFE, listens, told=told)
+        live(Callbacks, RESUME_RUN, listens, told=told)
 
 
 def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +226,8 @@ def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatc
 
     listens = Listens()
     driver = Compiles(Cell.parse("fsdp2-fp32-w2-compile"), World(0, 1, 0, "cpu"))
-    life = Life("one", ("plain", "evaluate"))
-    rank = _Rank(driver, life, Places(tmp_path, tmp_path, tmp_path, 1), listens, listens)  # type: ignore[arg-type]
+    run = Run("one", ("plain", "evaluate"))
+    rank = _Rank(driver, run, Places(tmp_path, tmp_path, tmp_path, 1), listens, listens)  # type: ignore[arg-type]
     rank.live()
     assert listens.moments[1]["outputs"] == (1.0, 1.0)
     assert not compiled

@@ -17,8 +17,8 @@ from pytest_distcompat.trace import Moment, PlainFact, Trace
 Claim = Callable[[Cell, Trace], Iterable[str]]
 #: (cell, driver) -> why the claim says nothing there; empty if it does.
 Applies = Callable[[Cell, type[Driver]], str]
-#: The lives that a claim is about; where they depend on the cell or on what the driver can do, a function of both.
-Lives = Scenario | Callable[[Cell, type[Driver]], Scenario]
+#: The runs that a claim is about; where they depend on the cell or on what the driver can do, a function of both.
+Runs = Scenario | Callable[[Cell, type[Driver]], Scenario]
 
 #: How many findings a message shows; a model that is all wrong has hundreds alike.
 SHOWN = 12
@@ -32,26 +32,26 @@ def _everywhere(cell: Cell, driver: type[Driver]) -> str:
 class Check:
     """A claim with a stable name.
 
-    ``until`` names, for each life that it reads, the last verb whose moments it needs: (life, verb, nth). A life that
+    ``until`` names, for each run that it reads, the last verb whose moments it needs: (run, verb, nth). a run that
     broke off earlier leaves the check without its evidence, which is a failure; one that broke off later does not
     concern it. ``applies`` says why the claim says nothing in a cell: then there is no item, and the report has the reason.
     """
 
     name: str
-    scenario: Lives
+    scenario: Runs
     until: tuple[tuple[str, str, int], ...]
     claim: Claim
     order: int = 0
     applies: Applies = _everywhere
     #: The limit that the user must give for there to be anything to assert: ``--distcompat-<limit>``.
     limit: str = ""
-    #: The lives that are to end in an exception: a crash or a hang there is the verdict, whenever it came.
+    #: The runs that are to end in an exception: a crash or a hang there is the verdict, whenever it came.
     raises: tuple[str, ...] = ()
-    #: Whether it takes several lives that no other check reads.
+    #: Whether it takes several runs that no other check reads.
     costly: bool = False
 
-    def lives(self, cell: Cell, driver: type[Driver]) -> Scenario:
-        """The lives that the claim is about, in that cell."""
+    def runs(self, cell: Cell, driver: type[Driver]) -> Scenario:
+        """The runs that the claim is about, in that cell."""
         return self.scenario if isinstance(self.scenario, Scenario) else self.scenario(cell, driver)
 
     @property
@@ -76,7 +76,7 @@ class Check:
 
 def check(
     *,
-    scenario: Lives,
+    scenario: Runs,
     until: tuple[tuple[str, str, int], ...],
     order: int = 0,
     applies: Applies = _everywhere,

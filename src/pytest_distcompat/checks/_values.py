@@ -15,7 +15,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import named_ranks
 from pytest_distcompat.digests import combine
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import LifeTrace, Moment, OptimizerFact, PlainFact, StateFact
+from pytest_distcompat.trace import Moment, OptimizerFact, PlainFact, RunTrace, StateFact
 
 #: Factors of a moment: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html, and those of transformers'.
 FACTORS = frozenset({"row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"})
@@ -58,10 +58,10 @@ class _Part:
 
 
 class _Names:
-    """The plain model's names for the live ones of a life, tied ones as one, and their sizes."""
+    """The plain model's names for the live ones of a run, tied ones as one, and their sizes."""
 
-    def __init__(self, life: LifeTrace, plain: PlainFact) -> None:
-        self.cell = Cell.parse(life.cell)
+    def __init__(self, run: RunTrace, plain: PlainFact) -> None:
+        self.cell = Cell.parse(run.cell)
         self.strategy = STRATEGIES.get(self.cell.strategy)
         self.one = {name: group[0] for group in plain.tied for name in group}
         self.sizes = {fact.name: math.prod(fact.shape) for fact in (*plain.parameters, *plain.buffers)}
@@ -76,18 +76,18 @@ class _Names:
         return self.sizes.get(name)
 
 
-def values(life: LifeTrace, moments: tuple[Moment, ...]) -> Values:
-    """What all ranks together hold at these moments of that life."""
-    first = life.first("plain") or life.first("reload")
+def values(run: RunTrace, moments: tuple[Moment, ...]) -> Values:
+    """What all ranks together hold at these moments of that run."""
+    first = run.first("plain") or run.first("reload")
     if first is None or first.plain is None:
         return Values({}, ("the plain model was not seen",))
-    names = _Names(life, first.plain)
+    names = _Names(run, first.plain)
     parts: dict[tuple[Kind, str], list[_Part]] = defaultdict(list)
     for moment in moments:
         for kind, name, digest, numel, dtype in _held(moment, names):
             parts[kind, name].append(_Part(moment.rank, digest, numel, dtype))
     found: dict[Kind, dict[str, tuple[str, ...]]] = defaultdict(dict)
-    wrong, copies, beside = [], life.copies, kept_beside(moments)
+    wrong, copies, beside = [], run.copies, kept_beside(moments)
     for (kind, name), held in sorted(parts.items()):
         if kind in beside:
             found[kind][name] = tuple(sorted({part.digest for part in held}))
@@ -95,7 +95,7 @@ def values(life: LifeTrace, moments: tuple[Moment, ...]) -> Values:
         size, wholes = 1 if kind == "step" else names.numel(name), set[str]()
         for ranks in copies:
             own = [part for part in held if part.rank in ranks]
-            whole, problem = _whole(own, size, named_ranks(ranks, life.world_size))
+            whole, problem = _whole(own, size, named_ranks(ranks, run.world_size))
             wholes |= set(whole)
             if problem:
                 wrong.append(f"{kind} {name!r}: {problem}")

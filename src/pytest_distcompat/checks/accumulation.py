@@ -9,13 +9,13 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks.active import REDUCTIONS
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import STEPS, TRAIN_LIFE, Scenario, without
+from pytest_distcompat.scenario import STEPS, TRAIN_RUN, Scenario, without
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Moment, Trace
 
-#: The same training with one micro-batch a step: the very life of the cell without the option.
-SINGLE_LIFE = dataclasses.replace(TRAIN_LIFE, name="single", only=without("accumulate"), same_as=TRAIN_LIFE.name)
-_BOTH = Scenario("accumulation", (TRAIN_LIFE, SINGLE_LIFE))
+#: The same training with one micro-batch a step: the very run of the cell without the option.
+SINGLE_RUN = dataclasses.replace(TRAIN_RUN, name="single", only=without("accumulate"), same_as=TRAIN_RUN.name)
+_BOTH = Scenario("accumulation", (TRAIN_RUN, SINGLE_RUN))
 #: Steps that surely are no end of an epoch, which may be cut short.
 FULL = 3
 
@@ -40,7 +40,7 @@ def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
     pass of another model; not at all, and the last micro-batch of a short step is not taken for the last.
     """
     many = int(cell.option("accumulate"))
-    trained, single = trace.life("train"), trace.life("single")
+    trained, single = trace.run("train"), trace.run("single")
     alone = {moment.rank: moment for moment in single.at("step", FULL - 1)}
     each = STRATEGIES.get(cell.strategy).reduces_each_micro_batch
     yield from every_rank(tuple(alone.values()), cell.world_size, "three steps of one micro-batch")

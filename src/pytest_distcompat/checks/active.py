@@ -10,7 +10,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import asked, check, every_rank, named_ranks
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
-from pytest_distcompat.trace import LifeTrace, ModelFact, Moment, PlainFact, Trace
+from pytest_distcompat.trace import ModelFact, Moment, PlainFact, RunTrace, Trace
 
 #: Collectives that add gradients up.
 REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor",
@@ -29,32 +29,32 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     was told; accelerate on CPU, for one, replaces FSDP and DeepSpeed by plain DDP or by nothing.
     """
     strategy = STRATEGIES.get(cell.strategy)
-    life = trace.life()
-    built = life.at("build")
+    run = trace.run()
+    built = run.at("build")
     yield from every_rank(built, cell.world_size, "build")
     for moment in built:
         if moment.model is None:
             yield f"rank {moment.rank}: no model after build; the driver must set self.model"
             continue
-        yield from _wrapped(strategy, moment.rank, moment.model, _left_out(strategy, cell, life))
+        yield from _wrapped(strategy, moment.rank, moment.model, _left_out(strategy, cell, run))
         yield from _worlds(cell, moment.rank, moment.model)
-    yield from _shards(strategy, cell, life)
-    trained = life.at("step", 2)
+    yield from _shards(strategy, cell, run)
+    trained = run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
     if cell.world_size > 1:
-        oracle = life.first("plain")
+        oracle = run.first("plain")
         facts = oracle.plain.parameters if oracle and oracle.plain else ()
         trainable = sum(math.prod(fact.shape) for fact in facts if fact.trainable)
         for moment in trained:
             yield from _reduced(moment, trainable)
         # Replicas hold all, each by itself.
-        copies = life.copies if strategy.shards else tuple((rank,) for rank in range(cell.world_size))
+        copies = run.copies if strategy.shards else tuple((rank,) for rank in range(cell.world_size))
         yield from _same_everywhere(trained, copies)
 
 
-def _left_out(strategy: Strategy, cell: Cell, life: LifeTrace) -> Callable[[str], bool]:
+def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], bool]:
     """Whether a live parameter belongs to a module that was to be left out of the sharding; ``units`` speaks of those."""
-    first = life.first("plain")
+    first = run.first("plain")
     plain = first.plain if first else None
     names = {fact.name for fact in plain.parameters} if plain else set()
     fronts = tuple(f"{module}." for module in plain.ignored) if plain else ()
@@ -90,9 +90,9 @@ def _worlds(cell: Cell, rank: int, model: ModelFact) -> Iterator[str]:
         yield f"rank {rank}: the trainer believes in {model.trainer_world_size} ranks; expected {cell.world_size}"
 
 
-def _shards(strategy: Strategy, cell: Cell, life: LifeTrace) -> Iterator[str]:
+def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
     """Sharded: all ranks together store each parameter about once. Replicated: each rank stores all of it."""
-    built, oracle, left_out = life.at("build"), life.first("plain"), _left_out(strategy, cell, life)
+    built, oracle, left_out = run.at("build"), run.first("plain"), _left_out(strategy, cell, run)
     plain = oracle.plain if oracle else None
     total = sum(math.prod(fact.shape) for fact in plain.parameters if not left_out(fact.name)) if plain else 0
     if not total or plain is None:
@@ -107,7 +107,7 @@ def _shards(strategy: Strategy, cell: Cell, life: LifeTrace) -> Iterator[str]:
         if abs((copies := stored(tuple(range(cell.world_size)))) - cell.world_size) > 0.01:
             yield f"all ranks together store {copies:.2f} copies of the parameters; expected {cell.world_size}, one a rank"
         return
-    expected, groups = cell.option("replicate"), life.copies
+    expected, groups = cell.option("replicate"), run.copies
     alone = len(groups) == cell.world_size > 1
     if alone or (asked(cell, plain, "replicate") and len(groups) != expected):
         found = "; ".join(named_ranks(ranks, cell.world_size) for ranks in groups)

@@ -10,7 +10,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check
 from pytest_distcompat.checks.paths import only_where_it_differs
 from pytest_distcompat.scenario import DAMAGE
-from pytest_distcompat.trace import LifeTrace, Trace
+from pytest_distcompat.trace import RunTrace, Trace
 
 #: What a traceback shows of the code, which may have the name in it and tell nobody; the exceptions' own lines are no frames.
 _FRAMES = re.compile(r'^( +)File ".*\n(?:\1  .*\n?)*', re.MULTILINE)
@@ -34,17 +34,17 @@ def damage(cell: Cell, trace: Trace) -> Iterator[str]:
     "unexpected end of data" is no help.
     """
     for name in ("truncated", "removed"):
-        yield from _judged(trace.life(name))
+        yield from _judged(trace.run(name))
 
 
-def _judged(life: LifeTrace) -> Iterator[str]:
-    moment = life.first("damage")
+def _judged(run: RunTrace) -> Iterator[str]:
+    moment = run.first("damage")
     if moment is None or not moment.files:
-        yield f"{life.name}: nothing was spoilt"
+        yield f"{run.name}: nothing was spoilt"
         return
     spoilt = moment.files[0]
     what = f"file {spoilt.path!r} is {_DONE[spoilt.holds]}"
-    end = life.end
+    end = run.end
     if end is None or end.verb not in {"load", "build"}:
         after = "went on" if end is None else f"failed in {end.verb!r} only: {_short(end.message)}"
         yield f"{what}: it was loaded without an error, and training {after}"

@@ -8,7 +8,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, pairs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import RESUME
-from pytest_distcompat.trace import LifeTrace, Trace
+from pytest_distcompat.trace import RunTrace, Trace
 
 
 def _watched(cell: Cell, driver: type[Driver]) -> str:
@@ -25,7 +25,7 @@ def data(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: the same data on all ranks is training on a part of it, several times over; look at what the trainer
     believes is its world size. After a load the sampler probably starts the epoch anew.
     """
-    whole, resumed = trace.life("train"), trace.life("resume")
+    whole, resumed = trace.run("train"), trace.run("resume")
     for nth in range(5):
         yield from _apart(whole, nth)
     yield from every_rank(resumed.at("load"), cell.world_size, "load")
@@ -41,9 +41,9 @@ def data(cell: Cell, trace: Trace) -> Iterator[str]:
                 yield f"rank {found.rank}: {told}"
 
 
-def _apart(life: LifeTrace, nth: int) -> Iterator[str]:
+def _apart(run: RunTrace, nth: int) -> Iterator[str]:
     fed: dict[str, int] = {}
-    for moment in life.at("step", nth):
+    for moment in run.at("step", nth):
         if not moment.inputs:
             yield f"rank {moment.rank}: the model was fed nothing in step {nth + 1}"
         elif "" in moment.inputs:

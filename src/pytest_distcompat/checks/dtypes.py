@@ -29,7 +29,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     strategy = STRATEGIES.get(cell.strategy)
     row = strategy.dtypes(PRECISIONS.get(cell.precision))
-    first, trained = trace.life().first("plain"), trace.life().at("step", 2)
+    first, trained = trace.run().first("plain"), trace.run().at("step", 2)
     plain = first.plain if first else None
     yield from every_rank(trained, cell.world_size, "three steps")
     smallest = _smallest_gradient(cell, plain)

@@ -14,7 +14,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import EXPORT
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import FileFact, LifeTrace, Moment, PlainFact, Trace
+from pytest_distcompat.trace import FileFact, Moment, PlainFact, RunTrace, Trace
 
 PREFIX = "export/"
 
@@ -35,7 +35,7 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: names with ``module.``, ``_orig_mod.`` or ``_checkpoint_wrapped_module`` were saved by the wrapped model's
     own ``state_dict()``: transformers' ``from_pretrained`` takes them for missing weights and makes new ones at random.
     """
-    train, reload = trace.life("train"), trace.life("reload")
+    train, reload = trace.run("train"), trace.run("reload")
     first, written, loaded = train.first("plain"), train.at("files", 1), reload.first("reload")
     if first is None or first.plain is None or loaded is None or loaded.plain is None:
         yield "the plain model was not seen"
@@ -78,7 +78,7 @@ def names_in(cell: Cell, plain: PlainFact, files: list[FileFact]) -> Iterator[st
         yield f"{len(missing)} of {len(wanted)} names stand in no exported file, first {shown}"
 
 
-def same_values(train: LifeTrace, reload: LifeTrace, loaded: PlainFact) -> Iterator[str]:
+def same_values(train: RunTrace, reload: RunTrace, loaded: PlainFact) -> Iterator[str]:
     """What of the model that was reloaded is not what was trained."""
     if flat_parameters(train.at("export")):
         return  # a flat parameter has no names; what the exported model computes tells
@@ -89,7 +89,7 @@ def same_values(train: LifeTrace, reload: LifeTrace, loaded: PlainFact) -> Itera
     yield from compare("buffer", was, kept, "after the reload")
 
 
-def exported_weights(train: LifeTrace, reload: LifeTrace) -> Mapping[str, tuple[str, ...]]:
+def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[str, ...]]:
     """What the export stands for: the masters, or, of what was reloaded in a lower dtype, the copies in that dtype.
 
     By each tensor's own dtype: trained weights may be exported in float32 beside frozen ones in bfloat16.

@@ -29,20 +29,20 @@ def float8(cell: Cell, trace: Trace) -> Iterator[str]:
     (https://github.com/huggingface/accelerate/issues/3360, under DeepSpeed). Verify in stages: 8 bits alone, DeepSpeed
     alone, then both; the check ``active`` tells whether the ZeRO stage is still the one asked for.
     """
-    life = trace.life()
-    first = life.first("plain")
+    run = trace.run()
+    first = run.first("plain")
     linears = first.plain.linears if first and first.plain else 0
     if not linears:
         yield "the plain model has no linear layer whose sizes 16 divides: there is nothing to convert"
         return
-    for what, moments in (("build", life.at("build")), ("three steps", life.at("step", 2))):
+    for what, moments in (("build", run.at("build")), ("three steps", run.at("step", 2))):
         yield from every_rank(moments, cell.world_size, what)
         for moment in moments:
             found = moment.model.float8 if moment.model else 0
             if found < max(1, linears - KEPT):
                 told = f"{found} of {linears} linear layers are in 8 bits after {what}"
                 yield f"rank {moment.rank}: {told}; expected all but the first and the last"
-    for moment in life.at("step", 2):
+    for moment in run.at("step", 2):
         yield from _computed(cell, moment)
 
 

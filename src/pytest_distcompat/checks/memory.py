@@ -29,15 +29,15 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: too many, and something is kept twice, or for parameters that nobody trains: memory that few ranks cannot
     spare (https://github.com/deepspeedai/DeepSpeed/pull/8029). Too few, and a part of the model is not optimized.
     """
-    life, strategy = trace.life(), STRATEGIES.get(cell.strategy)
-    first, moments = life.first("plain"), life.at("step", 2)
+    run, strategy = trace.run(), STRATEGIES.get(cell.strategy)
+    first, moments = run.first("plain"), run.at("step", 2)
     yield from every_rank(moments, cell.world_size, "three steps")
     trained = trained_elements(first.plain.parameters) if first and first.plain else 0
     others = {key for moment in moments for key in _of_another_size(moment)}
     copies, padding = cell.world_size, 0
     if strategy.shards or strategy.flat_masters:
         told = asked(cell, first.plain if first else None, "replicate")
-        copies, padding = int(cell.option("replicate")) if told else len(life.copies), PADDING
+        copies, padding = int(cell.option("replicate")) if told else len(run.copies), PADDING
     shared_out = any(SHARING_OUT in moment.optimizer.chain for moment in moments if moment.optimizer)
     found: Counter[str] = Counter()
     tensors: Counter[str] = Counter()

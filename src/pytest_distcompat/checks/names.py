@@ -29,20 +29,20 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
     Where live names alone have the segment of a wrapper of the trainer's own, ``self.model`` of the driver is to be what is
     inside it.
     """
-    life = trace.life()
-    first = life.first("plain")
+    run = trace.run()
+    first = run.first("plain")
     if first is None or first.plain is None:
         yield "the plain model was not seen"
         return
     oracle = _Oracle(cell, first.plain)
-    for moment in life.at("build"):
+    for moment in run.at("build"):
         yield from oracle.buffers(moment)
-    for moment in (trained := life.at("step", 2)):
+    for moment in (trained := run.at("step", 2)):
         yield from oracle.live(moment)
     yield from every_rank(trained, cell.world_size, "three steps")
     yield from oracle.optimizer(trained)
-    places = sorted({moment.index for moment in life.moments if moment.verb == "files"})
-    written = [tuple(file for moment in life.at_index(place) for file in moment.files) for place in places]
+    places = sorted({moment.index for moment in run.moments if moment.verb == "files"})
+    written = [tuple(file for moment in run.at_index(place) for file in moment.files) for place in places]
     if written or trace.saves:
         yield from oracle.files(written[0] if written else ())
     for files in written[1:]:

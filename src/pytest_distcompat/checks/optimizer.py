@@ -11,7 +11,7 @@ from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.digests import is_zero
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import LifeTrace, Moment, StateFact, Trace
+from pytest_distcompat.trace import Moment, RunTrace, StateFact, Trace
 
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=2)
@@ -23,10 +23,10 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: the optimizer was probably made before the model was wrapped and holds the old tensors. Make it after,
     or hand both to ``prepare`` together; nothing else tells, the loss just stays where it is.
     """
-    life = trace.life()
-    built, trained = life.at("build"), life.at("step", 2)
+    run = trace.run()
+    built, trained = run.at("build"), run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
-    trainable = _trainable(cell, life, built)
+    trainable = _trainable(cell, run, built)
     for moment in built:
         yield from _held(moment, trainable)
     if STRATEGIES.get(cell.strategy).flat_masters:
@@ -34,12 +34,12 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from _moves(built, trained, trainable)
 
 
-def _trainable(cell: Cell, life: LifeTrace, built: tuple[Moment, ...]) -> Mapping[str, bool]:
+def _trainable(cell: Cell, run: RunTrace, built: tuple[Moment, ...]) -> Mapping[str, bool]:
     """Live name -> whether it is to be trained: as in the plain model, for a trainer may freeze or thaw by mistake.
 
     Of a live parameter that has no counterpart there (a flat one, a renamed one) only the trainer can tell.
     """
-    first = life.first("plain")
+    first = run.first("plain")
     plain = {fact.name: fact.trainable for fact in (first.plain.parameters if first and first.plain else ())}
     strategy = STRATEGIES.get(cell.strategy)
     return {

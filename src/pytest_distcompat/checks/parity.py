@@ -27,13 +27,13 @@ def has_reference(cell: Cell, driver: type[Driver]) -> str:
     return "" if driver.can("reference") else "the driver has no reference(): there is nothing to measure by"
 
 
-def _lives(cell: Cell, driver: type[Driver]) -> Scenario:
+def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
     """The table of tolerances is measured on our own models. How far off rounding leads another one is measured here."""
     own = "model" not in driver.options and PRECISIONS.get(cell.precision).compute != "float32"
     return ROUNDED_PARITY if own else PARITY
 
 
-@check(scenario=_lives, until=_WHOLE, order=5, applies=has_reference)
+@check(scenario=_runs, until=_WHOLE, order=5, applies=has_reference)
 def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     """Over 20 steps each loss is a finite number, and the loss (the mean over the ranks), the gradient norm that the trainer
     reports and the learning rate equal those of one process that trains in float32 on the same batches, within the precision's
@@ -50,7 +50,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         tolerance *= MODELS.get(str(cell.option("model"))).spread
     losses = _allowed(tolerance, trace, lambda moment: moment.loss)
     norms = _allowed(precision.norm_tolerance, trace, lambda moment: moment.grad_norm)
-    trained, reference = trace.life("train"), trace.life("reference")
+    trained, reference = trace.run("train"), trace.run("reference")
     largest_loss = largest_norm = 0.0
     for step in range(STEPS):
         here, there = trained.at("step", step), reference.at("reference", step)
@@ -74,7 +74,7 @@ def _allowed(table: float, trace: Trace, number: Callable[[Moment], float | None
     By that time: a training in which rounding grows without end is judged by its beginning. Or soon after, for another's
     rounding may show a little earlier.
     """
-    rounded, reference = trace.lives.get("rounded"), trace.life("reference")
+    rounded, reference = trace.runs.get("rounded"), trace.run("reference")
     if rounded is None:
         return [table] * STEPS
     off = []
@@ -136,7 +136,7 @@ def _list(rates: list[float | None]) -> str:
     return ", ".join(f"{rate:.6g}" if rate is not None else "none" for rate in dict.fromkeys(rates)) or "none"
 
 
-@check(scenario=_lives, until=_WHOLE, order=6, applies=has_reference)
+@check(scenario=_runs, until=_WHOLE, order=6, applies=has_reference)
 def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     """What the optimizer is given has the norm that the reference's clipped gradients have, over all ranks together.
 
@@ -145,10 +145,10 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     strategy, table = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision).norm_tolerance
     tolerances = _allowed(table, trace, lambda moment: math.sqrt(_square(moment)))
-    shared, copies = strategy.shards or strategy.flat_masters, trace.life("train").copies
+    shared, copies = strategy.shards or strategy.flat_masters, trace.run("train").copies
     largest = 0.0
     for step in range(STEPS):
-        here, there = trace.life("train").at("step", step), trace.life("reference").at("reference", step)
+        here, there = trace.run("train").at("step", step), trace.run("reference").at("reference", step)
         if not here or not there:
             yield f"step {step + 1}: no reference to compare with"
             return

@@ -8,7 +8,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.checks._values import differences, flat_parameters, settings, values
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import NAMED_LIFE, PATHS
+from pytest_distcompat.scenario import NAMED_RUN, PATHS
 from pytest_distcompat.trace import Trace
 
 
@@ -34,9 +34,9 @@ def paths(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: the place of a file is probably found by searching its path for a word, which may stand anywhere in it
     (https://github.com/huggingface/accelerate/pull/4119).
     """
-    named, reopened = trace.life("named"), trace.life("reopened")
+    named, reopened = trace.run("named"), trace.run("reopened")
     saved, loaded = named.at("save"), reopened.at("load")
-    when = f"after the load from {NAMED_LIFE.directory!r}"
+    when = f"after the load from {NAMED_RUN.directory!r}"
     yield from every_rank(saved, cell.world_size, "save")
     yield from every_rank(loaded, cell.world_size, "load")
     if not flat_parameters(saved):

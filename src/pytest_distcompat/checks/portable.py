@@ -15,7 +15,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import SAVED, Scenario
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import LifeTrace, Trace
+from pytest_distcompat.trace import RunTrace, Trace
 
 
 def _claimed(cell: Cell, driver: type[Driver]) -> str:
@@ -30,7 +30,7 @@ def _claimed(cell: Cell, driver: type[Driver]) -> str:
         return "an adapter is reloaded to be used: frozen, as PEFT has it"
     if elsewhere := saved_as_elsewhere(cell):
         return elsewhere
-    there = _lives(cell, driver).lives[-1].cell(cell)
+    there = _runs(cell, driver).runs[-1].cell(cell)
     # Which device it will be is not known here: what neither can.
     problem = STRATEGIES.get(target).refuses(there) or (driver.unable(there, "cpu") and driver.unable(there, "cuda"))
     return f"{target} cannot go on from it: {problem}" if problem else ""
@@ -41,7 +41,7 @@ def _by_weights(cell: Cell) -> bool:
     return STRATEGIES.get(cell.strategy).flat_masters
 
 
-def _lives(cell: Cell, driver: type[Driver]) -> Scenario:
+def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
     target = driver.portable[cell.strategy]
     return scenario.port_weights(target) if _by_weights(cell) else scenario.port(target)
 
@@ -49,7 +49,7 @@ def _lives(cell: Cell, driver: type[Driver]) -> Scenario:
 _UNTIL = (("train", "step", SAVED + 1), ("port", "step", 0))
 
 
-@check(scenario=_lives, until=_UNTIL, order=12, applies=_claimed, costly=True)
+@check(scenario=_runs, until=_UNTIL, order=12, applies=_claimed, costly=True)
 def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     """Loaded under another strategy at the same world size, all ranks together hold bit by bit what was saved: parameters,
     the optimizer's state of each, step counts, learning rate, scheduler. One more step counts one more step, and in float32,
@@ -60,7 +60,7 @@ def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: look at what is saved by position, rank or flat parameter instead of by name. State that several parameters
     share, as FSDP1 hands out the ``step`` of a flat one, is counted up once for each of them.
     """
-    train, port = trace.life("train"), trace.life("port")
+    train, port = trace.run("train"), trace.run("port")
     when = f"after the load under {Cell.parse(port.cell).strategy}"
     if _by_weights(cell):
         yield from _weights(train, port)
@@ -78,7 +78,7 @@ def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from _losses(cell, train, port, when)
 
 
-def _counts(train: LifeTrace, port: LifeTrace, when: str) -> Iterator[str]:
+def _counts(train: RunTrace, port: RunTrace, when: str) -> Iterator[str]:
     """Flat parameters have no names to compare by, but one count of steps, which is everybody's."""
     expected = {digest for found in values(train, train.at("step", SAVED)).of("step").values() for digest in found}
     found = values(port, port.at("step")).of("step")
@@ -87,7 +87,7 @@ def _counts(train: LifeTrace, port: LifeTrace, when: str) -> Iterator[str]:
         yield from compare("step", dict.fromkeys(wrong, tuple(sorted(expected))), wrong, f"one step {when}")
 
 
-def _weights(train: LifeTrace, port: LifeTrace) -> Iterator[str]:
+def _weights(train: RunTrace, port: RunTrace) -> Iterator[str]:
     built = port.at("build")
     yield from every_rank(built, port.world_size, "build")
     expected = exported_weights(train, port)
@@ -97,7 +97,7 @@ def _weights(train: LifeTrace, port: LifeTrace) -> Iterator[str]:
     yield from finite_losses(port.at("step"), "the first step")
 
 
-def _losses(cell: Cell, train: LifeTrace, port: LifeTrace, when: str) -> Iterator[str]:
+def _losses(cell: Cell, train: RunTrace, port: RunTrace, when: str) -> Iterator[str]:
     """Both are within the tolerance of one reference, hence within twice that of one another.
 
     In lower precision each strategy rounds in places of its own, the loss itself among them; ``parity`` speaks of that. All

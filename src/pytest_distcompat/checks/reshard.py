@@ -10,7 +10,7 @@ from pytest_distcompat.checks._base import check, every_rank, finite_losses
 from pytest_distcompat.checks._values import compare, differences, settings, values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import SAVED, Scenario
-from pytest_distcompat.trace import LifeTrace, Trace
+from pytest_distcompat.trace import RunTrace, Trace
 
 #: Options that change what a checkpoint holds, or how.
 SAVING = frozenset(
@@ -30,7 +30,7 @@ SAVING = frozenset(
 
 
 def saved_as_elsewhere(cell: Cell) -> str:
-    """Why the claim is tested elsewhere; empty if it is tested here. Lives at other world sizes are the dearest there are."""
+    """Why the claim is tested elsewhere; empty if it is tested here. Runs at other world sizes are the dearest there are."""
     others = [name for name, _ in cell.options if name not in SAVING]
     if others:
         return (
@@ -58,14 +58,14 @@ def _claimed(cell: Cell, driver: type[Driver]) -> str:
     return has_names(cell) or saved_as_elsewhere(cell)
 
 
-def _lives(cell: Cell, driver: type[Driver]) -> Scenario:
+def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
     return scenario.reshard(cell.world_size)
 
 
 _UNTIL = (("train", "step", SAVED), ("up", "step", 3), ("up", "save", 0), ("back", "step", 0), ("one", "step", 0))
 
 
-@check(scenario=_lives, until=_UNTIL, order=11, applies=_claimed, costly=True)
+@check(scenario=_runs, until=_UNTIL, order=11, applies=_claimed, costly=True)
 def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     """Loaded at twice the world size, in one process, and back at the first world size from twice, all ranks together hold
     bit by bit what all ranks together saved: parameters, the optimizer's state of each, its step counts, its learning rate,
@@ -77,27 +77,27 @@ def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     (https://www.deepspeed.ai/tutorials/universal-checkpointing/).
     """
     for name, source in (("up", "train"), ("back", "up"), ("one", "train")):
-        if name in trace.lives:
-            yield from moved(trace.life(source), trace.life(name))
+        if name in trace.runs:
+            yield from moved(trace.run(source), trace.run(name))
 
 
-def moved(source: LifeTrace, life: LifeTrace) -> Iterator[str]:
-    """What is not in one life as another saved it."""
-    ranks = "1 rank" if life.world_size == 1 else f"{life.world_size} ranks"
+def moved(source: RunTrace, run: RunTrace) -> Iterator[str]:
+    """What is not in one run as another saved it."""
+    ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
     when = f"after the load at {ranks}"
-    saved, loaded = source.at("save"), life.at("load")
+    saved, loaded = source.at("save"), run.at("load")
     yield from every_rank(saved, source.world_size, "save")
-    yield from every_rank(loaded, life.world_size, f"the load at {ranks}")
-    yield from differences(values(source, saved), values(life, loaded), when)
+    yield from every_rank(loaded, run.world_size, f"the load at {ranks}")
+    yield from differences(values(source, saved), values(run, loaded), when)
     yield from settings(saved, loaded, when)
-    yield from counted(source, life, when)
-    yield from finite_losses(life.at("step"), f"the first step {when}")
+    yield from counted(source, run, when)
+    yield from finite_losses(run.at("step"), f"the first step {when}")
 
 
-def counted(source: LifeTrace, life: LifeTrace, when: str) -> Iterator[str]:
+def counted(source: RunTrace, run: RunTrace, when: str) -> Iterator[str]:
     """One step later the optimizer counts what the run that never stopped counts: state may be shared and count twice."""
     save = source.at("save")
     later = [m for m in source.moments if save and m.verb == "step" and m.index == save[0].index + 1]
-    expected, found = values(source, tuple(later)), values(life, life.at("step"))
+    expected, found = values(source, tuple(later)), values(run, run.at("step"))
     if found.of("step"):
         yield from compare("step", expected.of("step"), found.of("step"), f"one step {when}")

@@ -12,13 +12,13 @@ from pytest_distcompat.checks._values import held_states, same_dtype, unlike
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESUME, SAVED
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import LifeTrace, ModelFact, Moment, OptimizerFact, Trace
+from pytest_distcompat.trace import ModelFact, Moment, OptimizerFact, RunTrace, Trace
 
 #: Parameters and state come back bit by bit; a loss is summed in an order that a GPU does not fix.
 LOSS_TOLERANCE = 1e-4
 
 #: In bfloat16 more than two numbers add up to a sum that depends on their order, and DDP rebuilds its buckets, hence the
-#: order, after the first step of a life: relative differences of 1e-3 in the second loss, seen at 4 ranks with all state equal.
+#: order, after the first step of a run: relative differences of 1e-3 in the second loss, seen at 4 ranks with all state equal.
 ORDER_TOLERANCE = 5e-3
 
 #: A learning rate may be worked out from the number of the step, or from the one before it.
@@ -40,7 +40,7 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     takes the second to tell of the optimizer. A load that trains again from the start reaches the same state, and would lose
     all that a longer run had learned.
     """
-    whole, resumed = trace.life("train"), trace.life("resume")
+    whole, resumed = trace.run("train"), trace.run("resume")
     trained, saved, loaded = whole.at("step", SAVED - 1), whole.at("save"), resumed.at("load")
     yield from every_rank(trained, cell.world_size, "three steps")
     yield from every_rank(saved, cell.world_size, "save")
@@ -88,9 +88,9 @@ _Tensors = Mapping[str, tuple[str, str]]
 _Buffers = Mapping[str, Collection[tuple[str, str]]]
 
 
-def _without_loose(cell: Cell, life: LifeTrace, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+def _without_loose(cell: Cell, run: RunTrace, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
     """Without the buffers that no checkpoint holds: a fresh process makes them anew, a rotary table may have grown since."""
-    first = life.first("plain")
+    first = run.first("plain")
     plain = first.plain.buffers if first and first.plain else ()
     known = {fact.name: fact.placement == "persistent" for fact in plain}
     canonical = STRATEGIES.get(cell.strategy).canonical

@@ -29,8 +29,8 @@ def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: weights that are missing were not gathered, or were filtered by a name that wrapping had changed; other
     values are those of another step, or went through a lower dtype; optimizer state makes the checkpoint three times as large.
     """
-    life = trace.life()
-    first, seen, written = life.first("plain"), life.at("save"), life.first("files")
+    run = trace.run()
+    first, seen, written = run.first("plain"), run.at("save"), run.first("files")
     yield from every_rank(seen, cell.world_size, "save")
     if first is None or first.plain is None or written is None:
         yield "the saved files were not read"
@@ -50,7 +50,7 @@ def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
         yield f"{len(missing)} of {len(names)} weights are not saved, first {', '.join(map(repr, missing[:3]))}"
     if flat_parameters(seen):
         return  # flat parameters have no values of their own under plain names
-    trained = values(life, seen)
+    trained = values(run, seen)
     yield from trained.wrong
     held = [trained.of(kind) for kind in ("parameter", "buffer", "master")]
     copies = {name: {digest for found in held for digest in found.get(name, ())} for name in names}

@@ -38,8 +38,8 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
     the ranks that hold none of the infinite ones step while the others skip
     (https://github.com/deepspeedai/DeepSpeed/pull/7580): FSDP1 has ShardedGradScaler for that.
     """
-    life = trace.life("overflow")
-    before, spoilt, after = life.at("step", 0), life.at("overflow"), life.at("step", 1)
+    run = trace.run("overflow")
+    before, spoilt, after = run.at("step", 0), run.at("overflow"), run.at("step", 1)
     yield from every_rank(before, cell.world_size, "the first step")
     yield from every_rank(spoilt, cell.world_size, "the step that overflows")
     yield from every_rank(after, cell.world_size, "the step after the overflow")

@@ -8,7 +8,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check
 from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import STEPS, TRAIN_LIFE, Scenario
+from pytest_distcompat.scenario import STEPS, TRAIN_RUN, Scenario
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Trace
 
@@ -22,16 +22,16 @@ def _baseline(cell: Cell, driver: type[Driver]) -> str:
     return next((other.strategy for other in alike if not driver.unable(other)), cell.strategy)
 
 
-def _lives(cell: Cell, driver: type[Driver]) -> Scenario:
+def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
     import dataclasses
 
-    # The very life that the baseline's own cell runs: it costs nothing where the matrix has that cell.
-    baseline = dataclasses.replace(TRAIN_LIFE, strategy=_baseline(cell, driver), only=("model", "accumulate"))
-    return Scenario("throughput", (TRAIN_LIFE, dataclasses.replace(baseline, name="baseline", same_as=TRAIN_LIFE.name)))
+    # The very run that the baseline's own cell runs: it costs nothing where the matrix has that cell.
+    baseline = dataclasses.replace(TRAIN_RUN, strategy=_baseline(cell, driver), only=("model", "accumulate"))
+    return Scenario("throughput", (TRAIN_RUN, dataclasses.replace(baseline, name="baseline", same_as=TRAIN_RUN.name)))
 
 
 @check(
-    scenario=_lives,
+    scenario=_runs,
     until=(("train", "step", STEPS - 1), ("baseline", "step", STEPS - 1)),
     order=90,
     limit=LIMIT,
@@ -47,12 +47,12 @@ def throughput(cell: Cell, trace: Trace) -> Iterator[str]:
     nothing and offloaded state cost most; a step that is slow once in a while is somebody else on the machine.
     """
     here = cost(trace)
-    there = cost(Trace.of(trace.driver, [trace.life("baseline")]), life="baseline")
+    there = cost(Trace.of(trace.driver, [trace.run("baseline")]), run="baseline")
     limit = trace.limits.get(LIMIT, 0.0)
     if here is None or there is None:
         yield "too few steps to tell the throughput"
     elif here.tokens_per_second < limit * there.tokens_per_second:
         part = here.tokens_per_second / there.tokens_per_second
-        base = STRATEGIES.get(trace.life("baseline").cell.partition("-")[0]).name
+        base = STRATEGIES.get(trace.run("baseline").cell.partition("-")[0]).name
         figures = f"{here.tokens_per_second:.4g} tokens a second and rank, {part:.2f} of {base}'s {there.tokens_per_second:.4g}"
         yield f"{figures}; expected at least {limit:g} of it"

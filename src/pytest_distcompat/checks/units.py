@@ -33,8 +33,8 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: compare the policy's class names with the model's. One unit for all gathers the whole model at once; a
     child for a unit costs a collective each; recomputing children keeps the activations between them.
     """
-    life = trace.life()
-    first = life.first("plain")
+    run = trace.run()
+    first = run.first("plain")
     if first is None or first.plain is None:
         yield "the plain model was not seen"
         return
@@ -42,7 +42,7 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
     if unknown:
         yield unknown
         return
-    trained = life.at("step", 2)
+    trained = run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
     for moment in trained:
         if moment.model is None:

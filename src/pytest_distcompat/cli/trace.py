@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.driver import Driver
     from pytest_distcompat.judge import Verdict
-    from pytest_distcompat.trace import LifeTrace, Trace
+    from pytest_distcompat.trace import RunTrace, Trace
 
 #: Why a check that holds to a limit has nothing to say here.
 _LIMIT = "a run of the suite is given its limit"
@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     trace.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs, if there are enough"
     )
-    trace.add_argument("--timeout", type=float, metavar="SECONDS", help="of a life (default: as --distcompat-timeout)")
+    trace.add_argument("--timeout", type=float, metavar="SECONDS", help="of a run (default: as --distcompat-timeout)")
     trace.add_argument("--keep", type=Path, metavar="DIRECTORY", help="leave checkpoints and logs there")
     trace.set_defaults(call=_trace)
 
@@ -82,8 +82,8 @@ def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
     PRECISIONS.get(cell.precision)
     # Where the suite has no item, there is nothing to ask.
     blank = {check.name: check.applies(cell, driver) or (_LIMIT if check.limit else "") for check in checks}
-    scenarios = [TRAIN, *(check.lives(cell, driver) for check in checks if not blank[check.name])]
-    most = max(life.cell(cell).world_size for scenario in scenarios for life in scenario.lives)
+    scenarios = [TRAIN, *(check.runs(cell, driver) for check in checks if not blank[check.name])]
+    most = max(run.cell(cell).world_size for scenario in scenarios for run in scenario.runs)
     device = _device(told.device, most)
     reason = unable(driver, cell, device)
     if reason:
@@ -105,11 +105,11 @@ def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
             if blank[check.name]:
                 print(f"\ncheck {check.name}: blank\n  {blank[check.name]}")  # noqa: T201 - a command speaks
             else:
-                found = runner.trace(told.driver, cell, check.lives(cell, driver))
+                found = runner.trace(told.driver, cell, check.runs(cell, driver))
                 good.append(_tell(judge(check, cell, found, known)))
     finally:
         launcher.close()
-    return int(trace.life().end is not None or not all(good))
+    return int(trace.run().end is not None or not all(good))
 
 
 def _device(asked: str, ranks: int) -> str:
@@ -138,12 +138,12 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
     """Everything that a training showed, as far as it got; how it ended, if not well."""
     from pytest_distcompat.evidence import training
 
-    life = trace.life()
-    shown = training(cell, life)
+    run = trace.run()
+    shown = training(cell, run)
     yield f"{cell.id} (driver {trace.driver})"
-    yield from _model(life)
+    yield from _model(run)
     if shown.names:
-        local = _local(life)
+        local = _local(run)
         heads = (
             "plain name",
             "shape",
@@ -191,20 +191,20 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from table(
             ("step", *names), [(n, *("" if v is None else v for v in step)) for n, step in enumerate(steps, 1)]
         )
-    if life.end is not None:
-        yield from ("", f"{life.end.kind}{f' in {life.end.verb}' if life.end.verb else ''}: {life.end.text}")
+    if run.end is not None:
+        yield from ("", f"{run.end.kind}{f' in {run.end.verb}' if run.end.verb else ''}: {run.end.text}")
 
 
-def _model(life: LifeTrace) -> Iterator[str]:
+def _model(run: RunTrace) -> Iterator[str]:
     """The lines about the whole model and the optimizer."""
-    built = life.first("build")
+    built = run.first("build")
     if built is None or built.model is None:
         return
     model = built.model
     wraps = ", ".join(f"{count} x {name}" for name, count in model.wrappers.items()) or "none"
     stage = "" if model.zero_stage is None else f", ZeRO stage {model.zero_stage}"
     yield f"  model {model.type}; wrappers {wraps}{stage}; {model.world_size} ranks over {model.backend or 'no group'}"
-    stepped = life.first("step")
+    stepped = run.first("step")
     if stepped is not None and stepped.optimizer is not None:
         optimizer = stepped.optimizer
         keys = dict.fromkeys(f"{state.key} {state.dtype}" for state in (*optimizer.masters, *optimizer.states))
@@ -213,10 +213,10 @@ def _model(life: LifeTrace) -> Iterator[str]:
         yield f"  optimizer {' > '.join(optimizer.chain)}; {entries}{told}"
 
 
-def _local(life: LifeTrace) -> dict[str, str]:
+def _local(run: RunTrace) -> dict[str, str]:
     """Live name to how many elements each rank stores: one number where all store as many."""
     sizes: dict[str, list[int]] = {}
-    for moment in life.at("build"):
+    for moment in run.at("build"):
         for fact in moment.model.parameters if moment.model else ():
             sizes.setdefault(fact.name, []).append(fact.local_numel)
     return {name: str(found[0]) if len(set(found)) == 1 else "|".join(map(str, found)) for name, found in sizes.items()}

@@ -34,7 +34,7 @@ def find_driver(name: str) -> type[Driver]:
 
 
 def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
-    """The modules that lives of that driver need in those cells: what a fork server lacks, every rank imports anew."""
+    """The modules that runs of that driver need in those cells: what a fork server lacks, every rank imports anew."""
     from pytest_distcompat.drivers._preload import COMPILE
     from pytest_distcompat.models import MODELS
     from pytest_distcompat.precisions import PRECISIONS

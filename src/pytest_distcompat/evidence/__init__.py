@@ -1,7 +1,7 @@
-"""What the lives of a session left in its store, as plain data for the reports."""
+"""What the runs of a session left in its store, as plain data for the reports."""
 
 from pytest_distcompat.evidence.cells import Training, training
 from pytest_distcompat.evidence.running import Running, running
-from pytest_distcompat.evidence.store import StoredLife, add_evidence, read_store
+from pytest_distcompat.evidence.store import StoredRun, add_evidence, read_store
 
-__all__ = ["Running", "StoredLife", "Training", "add_evidence", "read_store", "running", "training"]
+__all__ = ["Running", "StoredRun", "Training", "add_evidence", "read_store", "running", "training"]

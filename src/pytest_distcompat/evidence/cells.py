@@ -11,7 +11,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks.active import REDUCTIONS
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import LifeTrace, Moment, ParameterFact
+from pytest_distcompat.trace import Moment, ParameterFact, RunTrace
 
 #: After which step names and dtypes are read: by then every optimizer has its state.
 STEP = 2
@@ -21,7 +21,7 @@ NAMES = 400
 
 @dataclass(frozen=True)
 class Training:
-    """The parts of a report's row (``report.Row``) that come from the life in which the cell was trained."""
+    """The parts of a report's row (``report.Row``) that come from the run in which the cell was trained."""
 
     names: list[dict[str, Any]] = field(default_factory=list)
     dtypes: list[dict[str, Any]] = field(default_factory=list)
@@ -29,24 +29,24 @@ class Training:
     memory: list[int] = field(default_factory=list)
 
 
-def training(cell: Cell, life: LifeTrace, reference: LifeTrace | None = None) -> Training:
-    """All of it, as far as the life got."""
-    curves = _curves(life, "step")
+def training(cell: Cell, run: RunTrace, reference: RunTrace | None = None) -> Training:
+    """All of it, as far as the run got."""
+    curves = _curves(run, "step")
     if reference is not None:
         measured = _curves(reference, "reference")
         curves |= {f"reference_{name}": measured[name] for name in ("loss", "grad_norm") if name in measured}
     peaks: dict[int, int] = {}
-    for moment in life.moments:
+    for moment in run.moments:
         peaks[moment.rank] = max(peaks.get(moment.rank, 0), moment.memory)
-    return Training(_names(cell, life), _dtypes(cell, life), curves, [peaks[rank] for rank in sorted(peaks)])
+    return Training(_names(cell, run), _dtypes(cell, run), curves, [peaks[rank] for rank in sorted(peaks)])
 
 
-def _names(cell: Cell, life: LifeTrace) -> list[dict[str, Any]]:
+def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
     """The plain model's parameters, each with its live counterpart on rank 0 and the saved files that know it by that name.
 
     A live parameter or a key of a model's file that maps to no plain name has a row of its own, without one.
     """
-    first, trained = life.first("plain"), life.first("build")
+    first, trained = run.first("plain"), run.first("build")
     if first is None or first.plain is None:
         return []
     plain = {fact.name: fact for fact in first.plain.parameters}
@@ -55,7 +55,7 @@ def _names(cell: Cell, life: LifeTrace) -> list[dict[str, Any]]:
     live = {}
     for fact in trained.model.parameters if trained and trained.model else ():
         live[strategy.canonical(fact.name, cell, saved)] = fact
-    files = {file.path: file for moment in life.moments for file in moment.files if file.holds == "model"}
+    files = {file.path: file for moment in run.moments for file in moment.files if file.holds == "model"}
     keys: dict[str, list[str]] = {}
     for path, file in files.items():
         for key in file.keys:
@@ -73,9 +73,9 @@ def _names(cell: Cell, life: LifeTrace) -> list[dict[str, Any]]:
     return rows[:NAMES]
 
 
-def _dtypes(cell: Cell, life: LifeTrace) -> list[dict[str, Any]]:
+def _dtypes(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
     """A row for each kind of tensor: what the strategy's table promises, what all ranks showed."""
-    trained = life.at("step", STEP)
+    trained = run.at("step", STEP)
     if not trained:
         return []
     row = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
@@ -106,11 +106,11 @@ def _reduced(moment: Moment) -> Iterable[str]:
     return [max(kinds, key=lambda dtype: kinds[dtype])] if kinds else []
 
 
-def _curves(life: LifeTrace, verb: str) -> dict[str, list[float | None]]:
+def _curves(run: RunTrace, verb: str) -> dict[str, list[float | None]]:
     """One number a step: the mean of the ranks' losses, the norm that rank 0 tells, the seconds of the slowest rank."""
     curves: dict[str, list[float | None]] = {}
-    for nth in range(len({moment.index for moment in life.moments if moment.verb == verb})):
-        moments = life.at(verb, nth)
+    for nth in range(len({moment.index for moment in run.moments if moment.verb == verb})):
+        moments = run.at(verb, nth)
         losses = [moment.loss for moment in moments if moment.loss is not None]
         curves.setdefault("loss", []).append(_short(sum(losses) / len(losses)) if losses else None)
         norm = moments[0].grad_norm

@@ -1,4 +1,4 @@
-"""The lives that run at this moment, seen from outside: by the files in the store, whichever process started them."""
+"""The runs that run at this moment, seen from outside: by the files in the store, whichever process started them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pytest_distcompat.runner import DONE
 
 #: The end of a rank's log that is read: the events that say where it is are short.
 TAIL = 8192
-#: How long after its time limit a life is no longer believed to run, in seconds.
+#: How long after its time limit a run is no longer believed to run, in seconds.
 PATIENCE = 60.0
 
 
 @dataclass(frozen=True)
 class Running:
-    """One life that runs: ``verb`` is what rank 0 does, ``place`` which one of ``verbs`` that is, from 1; 0 before the first."""
+    """One run that runs: ``verb`` is what rank 0 does, ``place`` which one of ``verbs`` that is, from 1; 0 before the first."""
 
     cell: str
     driver: str
-    life: str
+    run: str
     verb: str
     place: int
     verbs: int
@@ -32,11 +32,11 @@ class Running:
     def __str__(self) -> str:
         """As the user reads it: ``fsdp2-fp32-w2 train: step 7/27, 3 s``."""
         where = f"{self.verb} {self.place}/{self.verbs}" if self.place else "starts"
-        return f"{self.cell} {self.life}: {where}, {self.seconds:.0f} s"
+        return f"{self.cell} {self.run}: {where}, {self.seconds:.0f} s"
 
 
 def running(store: Path, over: set[str], since: float = 0.0) -> Iterator[Running]:
-    """The lives in the store that have begun, after ``since`` (in seconds since the epoch), and not ended.
+    """The runs in the store that have begun, after ``since`` (in seconds since the epoch), and not ended.
 
     ``over`` keeps the names of those that have ended, so that they are not looked at again.
     """
@@ -60,10 +60,8 @@ def running(store: Path, over: set[str], since: float = 0.0) -> Iterator[Running
         # One whose pytest process died leaves no end.
         if begun >= since and seconds < request["timeout"] + PATIENCE:
             payload, (verb, index) = request["payload"], _verb(directory / "rank-0.jsonl")
-            life = payload["life"]
-            yield Running(
-                payload["cell"], payload["driver"], life["name"], verb, index + 1, len(life["verbs"]), seconds
-            )
+            run = payload["run"]
+            yield Running(payload["cell"], payload["driver"], run["name"], verb, index + 1, len(run["verbs"]), seconds)
 
 
 def _verb(log: Path) -> tuple[str, int]:

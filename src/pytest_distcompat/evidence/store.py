@@ -1,4 +1,4 @@
-"""The lives in the store: which there were, how they ended, and which cell's checks read them."""
+"""The runs in the store: which there were, how they ended, and which cell's checks read them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.evidence.cells import training
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.report import Report
-from pytest_distcompat.runner import DONE, read_life
-from pytest_distcompat.scenario import Life
-from pytest_distcompat.trace import LifeTrace
+from pytest_distcompat.runner import DONE, read_run
+from pytest_distcompat.scenario import Run
+from pytest_distcompat.trace import RunTrace
 
 #: How much is kept of what is told of a rank, in characters, and of how many ranks.
 KEPT = {"message": 500, "text": 3500, "stack": 3500, "collectives": 1000, "output": 1000}
@@ -23,8 +23,8 @@ RANKS = 8
 
 
 @dataclass(frozen=True)
-class StoredLife:
-    """One life in the store, without its moments: a run has hundreds of lives, and a life of a model's training many megabytes.
+class StoredRun:
+    """One run in the store, without its moments: a run has hundreds of runs, and a run of a model's training many megabytes.
 
     ``cell`` is the one that it ran in, ``ranks`` the world size of the cell that it was run for, ``found`` the directory of the
     checkpoint that it went on from. ``done``: whether it came to an end at all, and was not broken off with its session;
@@ -34,7 +34,7 @@ class StoredLife:
     directory: Path
     driver: str
     cell: str
-    life: Life
+    run: Run
     ranks: int
     world_size: int
     found: Path
@@ -49,9 +49,9 @@ class StoredLife:
         """The name of its directory."""
         return self.directory.name
 
-    def trace(self) -> LifeTrace:
+    def trace(self) -> RunTrace:
         """Its moments. Raises FileNotFoundError for one that was broken off."""
-        return read_life(self.directory)[0]
+        return read_run(self.directory)[0]
 
     def to_json(self) -> dict[str, Any]:
         """What the reports say of it."""
@@ -61,7 +61,7 @@ class StoredLife:
             "id": self.id,
             "driver": self.driver,
             "cell": self.cell,
-            "name": self.life.name,
+            "name": self.run.name,
             "world_size": self.world_size,
             "seconds": round(self.seconds, 3),
             "ending": end["kind"] if end else "ok" if self.done else "unfinished",
@@ -74,30 +74,30 @@ class StoredLife:
         }
 
 
-def read_store(store: Path) -> list[StoredLife]:
-    """All lives in that directory, in the order in which they began; what cannot be read is left out."""
-    lives = []
+def read_store(store: Path) -> list[StoredRun]:
+    """All runs in that directory, in the order in which they began; what cannot be read is left out."""
+    runs = []
     paths = list(store.glob("*/request.json"))
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
         try:
-            lives.append(_stored(path))
+            runs.append(_stored(path))
         except (OSError, ValueError, KeyError, TypeError):
-            # A life that begins or ends at this moment, after an interruption: its files are not whole.
+            # a run that begins or ends at this moment, after an interruption: its files are not whole.
             continue
-    return lives
+    return runs
 
 
-def _stored(path: Path) -> StoredLife:
+def _stored(path: Path) -> StoredRun:
     request = json.loads(path.read_text(encoding="utf-8"))
     payload, written = request["payload"], path.with_name(DONE)
-    told = payload["life"]
+    told = payload["run"]
     done = json.loads(written.read_text(encoding="utf-8")) if written.exists() else {}
     only = None if told["only"] is None else tuple(told["only"])
-    return StoredLife(
+    return StoredRun(
         directory=path.parent,
         driver=payload["driver"],
         cell=payload["cell"],
-        life=Life(**{**told, "verbs": tuple(told["verbs"]), "only": only}),
+        run=Run(**{**told, "verbs": tuple(told["verbs"]), "only": only}),
         ranks=payload["ranks"],
         world_size=request["world_size"],
         found=Path(payload["load_from"]),
@@ -109,29 +109,29 @@ def _stored(path: Path) -> StoredLife:
     )
 
 
-def add_evidence(report: Report, lives: Iterable[StoredLife]) -> None:
-    """Put the lives into the report; into each cell which ones it read, and what its training showed."""
-    stored = list(lives)
-    by_id = {life.id: life for life in stored}
-    report.lives = [life.to_json() for life in stored]
+def add_evidence(report: Report, runs: Iterable[StoredRun]) -> None:
+    """Put the runs into the report; into each cell which ones it read, and what its training showed."""
+    stored = list(runs)
+    by_id = {run.id: run for run in stored}
+    report.runs = [run.to_json() for run in stored]
     for row in report.rows:
         cell = Cell.parse(row.cell)
-        own = [life for life in stored if life.driver == row.driver and _is_for(life, cell, by_id)]
-        row.lives = [life.id for life in own]
-        trained = next((life for life in own if life.life.name == "train" and life.done), None)
-        reference = next((life for life in own if life.life.name == "reference" and life.done), None)
+        own = [run for run in stored if run.driver == row.driver and _is_for(run, cell, by_id)]
+        row.runs = [run.id for run in own]
+        trained = next((run for run in own if run.run.name == "train" and run.done), None)
+        reference = next((run for run in own if run.run.name == "reference" and run.done), None)
         if trained is not None:
             shown = training(cell, trained.trace(), reference.trace() if reference else None)
             for name, value in dataclasses.asdict(shown).items():
                 setattr(row, name, value)
 
 
-def _is_for(stored: StoredLife, cell: Cell, by_id: Mapping[str, StoredLife]) -> bool:
-    """Whether checks of that cell read the life; one that follows no other may be shared by several cells."""
-    there = stored.life.cell(cell)
+def _is_for(stored: StoredRun, cell: Cell, by_id: Mapping[str, StoredRun]) -> bool:
+    """Whether checks of that cell read the run; one that follows no other may be shared by several cells."""
+    there = stored.run.cell(cell)
     if there.id != stored.cell or stored.ranks != cell.world_size:
         return False
-    if not stored.life.after:
+    if not stored.run.after:
         return True
     # One that goes on from another's checkpoint belongs to the cell of that one, wherever it runs itself.
     earlier = next((by_id[parent.name] for parent in stored.found.parents if parent.name in by_id), None)

@@ -22,12 +22,12 @@ from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.process import sweep_shared_memory
 from pytest_distcompat.launch.request import Request
 
-# Formatting the traceback of a failed life makes torch import torch._dynamo, more than a second that no one reads: what
+# Formatting the traceback of a failed run makes torch import torch._dynamo, more than a second that no one reads: what
 # the ranks did is told by themselves.
 logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
 #: How long the agent sleeps before it looks at its ranks again, in seconds. torchrun's default of 0.1 would be most of a warm
-#: life, and a few milliseconds a twentieth of a core that ranks need, if a look did not wait for news (``Watching``).
+#: run, and a few milliseconds a twentieth of a core that ranks need, if a look did not wait for news (``Watching``).
 MONITOR_INTERVAL = 0.001
 #: How long it waits for some, in seconds: torch has limits of its own that it tests after each look.
 LONGEST_LOOK = 1.0
@@ -72,7 +72,7 @@ class OneNode(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """A new id for each life."""
+        """A new id for each run."""
         return self._run_id
 
     def shutdown(self) -> bool:
@@ -112,7 +112,7 @@ class Watching(LocalElasticAgent):
 
 
 def run(request: Request, entrypoint: Callable[[str], None], start_method: str) -> dict[str, Any]:
-    """One life under torchrun's agent.
+    """One run under torchrun's agent.
 
     Returns the ranks' exit codes (None: still alive), the rank that the agent saw fail first, and what was swept.
     """

@@ -23,7 +23,7 @@ ENDED = re.compile(r"Sending process (\d+) closing signal SIGTERM")
 
 
 class TorchrunLauncher:
-    """Runs ``python -m torch.distributed.run`` for each life."""
+    """Runs ``python -m torch.distributed.run`` for each run."""
 
     def __init__(self, warmth: Warmth, *, device: str = "cpu") -> None:
         self._warmth = warmth

@@ -1,4 +1,4 @@
-"""How a life ended, from what its ranks wrote and how their processes went: never weaker than the worst rank.
+"""How a run ended, from what its ranks wrote and how their processes went: never weaker than the worst rank.
 
 The rank that failed first is the cause and is shown first; ranks that only lost their peer, or were ended because of
 it, are folded under it.
@@ -51,7 +51,7 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Ending:
-    """How all ranks of a life ended, and what each wrote.
+    """How all ranks of a run ended, and what each wrote.
 
     ``left`` says why ranks that were kept left early; ``leaks`` what stayed in use of the devices after the ranks were gone:
     a failure, however they ended. ``builds`` says whom ranks waited for that were to build an extension.

@@ -22,11 +22,11 @@ CRASH = "Fatal Python error: "
 class Files:
     """The files of the ranks that do a request.
 
-    Ranks that live on write to those of the ``life`` that they were started with; ``since`` says how long its logs were
+    Ranks that live on write to those of the ``run`` that they were started with; ``since`` says how long its logs were
     when the request began.
     """
 
-    life: Path
+    run: Path
     since: Mapping[Path, int] = field(default_factory=dict)
 
     @classmethod
@@ -36,16 +36,16 @@ class Files:
 
     def stack(self, rank: int) -> Path:
         """Where that rank writes its stacks when it is asked for them."""
-        return stack_file(self.life, rank)
+        return stack_file(self.run, rank)
 
     def record(self, rank: int) -> Path:
         """Where that rank writes what torch recorded of collectives when it is asked for it."""
-        return record_file(self.life, rank)
+        return record_file(self.run, rank)
 
     def output(self, rank: int) -> str:
         """The last lines of each file that the rank wrote to: a crash's stack in one must not hide the last words in another."""
         lines: list[str] = []
-        for path in (*captured_files(self.life, rank), *_logs(self.life, rank)):
+        for path in (*captured_files(self.run, rank), *_logs(self.run, rank)):
             lines += _told(read_end(path, READ, self.since.get(path, 0)).splitlines())
         return "\n".join(lines)
 
@@ -56,21 +56,21 @@ def _told(lines: Sequence[str]) -> list[str]:
     return [*lines[:begins][-TAIL:], *without_launcher_in_crash(lines[begins:])[:TAIL]]
 
 
-def sizes(life: Path, world_size: int) -> dict[Path, int]:
-    """How long the logs of that life's ranks are."""
-    found = (path for rank in range(world_size) for path in _logs(life, rank))
+def sizes(run: Path, world_size: int) -> dict[Path, int]:
+    """How long the logs of that run's ranks are."""
+    found = (path for rank in range(world_size) for path in _logs(run, rank))
     return {path: path.stat().st_size for path in found if path.exists()}
 
 
-def captured_files(life: Path, rank: int) -> tuple[Path, Path]:
+def captured_files(run: Path, rank: int) -> tuple[Path, Path]:
     """Where pytest on that rank captures what goes to stdout and stderr."""
-    return life / f"rank-{rank}.stdout.captured", life / f"rank-{rank}.stderr.captured"
+    return run / f"rank-{rank}.stdout.captured", run / f"rank-{rank}.stderr.captured"
 
 
-def _logs(life: Path, rank: int) -> Iterator[Path]:
+def _logs(run: Path, rank: int) -> Iterator[Path]:
     """As torchrun's agent lays them, below a directory for each of its runs."""
-    logs = life / "logs"
-    runs = sorted(logs.iterdir()) if logs.exists() else []
+    logs = run / "logs"
+    attempts = sorted(logs.iterdir()) if logs.exists() else []
     for name in ("stdout.log", "stderr.log"):
-        for run in runs:
-            yield run / "attempt_0" / str(rank) / name
+        for attempt in attempts:
+            yield attempt / "attempt_0" / str(rank) / name

@@ -1,4 +1,4 @@
-"""The parent's end of ranks that live on: one life that does request after request."""
+"""The parent's end of ranks that live on: one run that does request after request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Keeping:
 
 
 class KeptRanks:
-    """A life of ranks that wait for requests on a socket; ``environment`` is what they started with."""
+    """a run of ranks that wait for requests on a socket; ``environment`` is what they started with."""
 
     def __init__(self, first: Request, keep: Keeping, place: Path, environment: Mapping[str, str]) -> None:
         self.keep = keep
@@ -62,8 +62,8 @@ class KeptRanks:
 
     def ask(self, request: Request) -> None:
         """Have the ranks do that request; those that are still starting get it when they are there."""
-        life = Path(self.request.directory)
-        self.files = Files(life, sizes(life, request.world_size))
+        run = Path(self.request.directory)
+        self.files = Files(run, sizes(run, request.world_size))
         self.uses += 1
         self.asked = request
         self.replies = {}

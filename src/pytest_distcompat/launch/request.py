@@ -21,7 +21,7 @@ from pytest_distcompat.launch import unpatched
 
 @dataclass(frozen=True)
 class Request:
-    """One life: what to call on every rank, and where its files go.
+    """One run: what to call on every rank, and where its files go.
 
     ``target`` is ``module:function``, called with ``payload`` and the rank's log. ``directory`` holds the request, the
     ranks' logs and their output. ``set`` and ``unset`` bring the rank's environment to that of the process that asks,
@@ -76,7 +76,7 @@ class Request:
         return cls(**json.loads(line))
 
     def command(self) -> str:
-        """The command line that runs this one life alone, without pytest and without a fork server."""
+        """The command line that runs this one run alone, without pytest and without a fork server."""
         rank = f"-m pytest_distcompat.launch.rank {shlex.quote(str(self.path))} --by-hand"
         # torchrun starts its ranks without the flags that Python was given.
         python = f"--no-python {shlex.join(interpreter())} -u " if len(interpreter()) > 1 else ""
@@ -149,7 +149,7 @@ class RankLog:
 
     Times are CLOCK_MONOTONIC, which all processes of a machine share, so that they order events across ranks.
 
-    ``by_hand``: somebody runs the life again and looks at a terminal. The log starts afresh, and errors are shown there.
+    ``by_hand``: somebody runs the run again and looks at a terminal. The log starts afresh, and errors are shown there.
     """
 
     def __init__(self, directory: str | Path, rank: int, *, by_hand: bool = False) -> None:

@@ -29,7 +29,7 @@ _DONE = "distcompat/done/"
 
 
 class Store:
-    """The agent's store, over which process groups meet. torch expects a new one for each life of a rank's process."""
+    """The agent's store, over which process groups meet. torch expects a new one for each run of a rank's process."""
 
     def __init__(self) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
@@ -74,7 +74,7 @@ class Store:
 
 
 class Kept:
-    """What of this process outlives a request; ``directory`` is that of its life."""
+    """What of this process outlives a request; ``directory`` is that of its run."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -194,7 +194,7 @@ def serve(payload: Mapping[str, Any], log: RankLog) -> None:
     try:
         _serve(kept, payload["socket"], log.rank, asked)
     except BaseException as error:
-        # Whoever asked reads the log of what he asked for; that of this life, to which it is on its way, tells the next one.
+        # Whoever asked reads the log of what he asked for; that of this run, to which it is on its way, tells the next one.
         if asked:
             with contextlib.closing(RankLog(asked[-1].directory, log.rank)) as last:
                 rank.tell(last, error)
@@ -250,7 +250,7 @@ def _one(kept: Kept, request: Request) -> list[str]:
         rank.prepare(request)
         kept.looks.begin(request)
         rank.perform(request)
-        # What comes next in this life's logs is the next request's.
+        # What comes next in this run's logs is the next request's.
         rank.flush()
         # Before all have, the proof would meet a collective of the request that nobody else joined, and let it pass.
         wait_for_all = kept.store.told_done()

@@ -1,4 +1,4 @@
-"""Watches over a life from outside: its time limit, ranks that vanished, and what has to be killed."""
+"""Watches over a run from outside: its time limit, ranks that vanished, and what has to be killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECORD_TIME = 1.0
 
 
 class Watch:
-    """One life's watch. Call ``look`` now and then; it kills what must be killed and remembers why.
+    """One run's watch. Call ``look`` now and then; it kills what must be killed and remembers why.
 
     Once it has ``acted`` no rank is left, as far as it can know.
     """

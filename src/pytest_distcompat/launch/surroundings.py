@@ -146,7 +146,7 @@ class Surroundings:
 
 
 class Sizes:
-    """What may grow in the life of a process, but not beyond a limit."""
+    """What may grow in the run of a process, but not beyond a limit."""
 
     def __init__(self) -> None:
         self._own = psutil.Process()

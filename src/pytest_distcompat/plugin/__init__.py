@@ -251,7 +251,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     """Take pytest-timeout's limit over: for a process group it does not count the warm-up, and a hang shows its stacks.
 
-    Its own timer would end our launcher and show our frames, or end the whole session. The lives of suites are shared by
+    Its own timer would end our launcher and show our frames, or end the whole session. The runs of suites are shared by
     items and have ``--distcompat-timeout``. https://github.com/pytest-dev/pytest-timeout#extending-pytest-timeout-with-plugins
     """
     if item.get_closest_marker(_MARK) is not None:

@@ -18,7 +18,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver, preload_of
 from pytest_distcompat.drivers._declared import unable
 from pytest_distcompat.expect import Expectation
-from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, LifeFailure, UsageProblem
+from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
 from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.plugin import scripted
@@ -39,7 +39,7 @@ VERDICT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 #: What is raised for a verdict that is no success; the message is the text to show.
 FAILURES: Mapping[str, Callable[[str], DistcompatError]] = {
     "late": LateFailure,
-    **dict.fromkeys(("crashed", "hung", "leaked"), functools.partial(LifeFailure, hard=True)),
+    **dict.fromkeys(("crashed", "hung", "leaked"), functools.partial(RunFailedError, hard=True)),
 }
 
 
@@ -163,7 +163,7 @@ class BoundCase:
         self._broken_off = False
 
     def __call__(self) -> None:
-        """Raise Incompatible, LateFailure or LifeFailure, or skip, or xfail, or return."""
+        """Raise Incompatible, LateFailure or RunFailedError, or skip, or xfail, or return."""
         __tracebackhide__ = True
         verdict, command = self._verdict()
         case = self.case
@@ -192,13 +192,13 @@ class BoundCase:
         case = self.case
         session = self.item.config.stash[SESSION]
         driver = find_driver(case.suite.driver)
-        scenario = case.check.lives(case.cell, driver)
-        largest = max(life.cell(case.cell).world_size for life in scenario.lives)
+        scenario = case.check.runs(case.cell, driver)
+        largest = max(run.cell(case.cell).world_size for run in scenario.runs)
         reason = unable(driver, case.cell, session.device) or session.too_large(largest)
         if reason:
             return skipped(case.check.name, case.cell, reason), ""
         trace = session.runner.trace(case.suite.driver, case.cell, scenario)
-        broken = next((life.name for life in trace if life.end is not None), "")
+        broken = next((run.name for run in trace if run.end is not None), "")
         command = trace.notes.get(broken) or next(reversed(list(trace.notes.values())), "")
         found = cost(trace, session.gpu_name)
         self._cost = dataclasses.asdict(found) if found else {}
@@ -215,8 +215,8 @@ class BoundCase:
                 said = disagreement(verdict.status, cold.status, cold.message or verdict.message)
                 verdict = dataclasses.replace(verdict, status="failed", message=said)
         declared_of(session).weigh_verdict(self.item, known, case.cell, verdict)
-        # Of a life that the verdict is about, the rank that failed first; whom a finding names, its words say.
-        ends = [life.end for life in trace if life.end is not None and life.end.message in verdict.message]
+        # Of a run that the verdict is about, the rank that failed first; whom a finding names, its words say.
+        ends = [run.end for run in trace if run.end is not None and run.end.message in verdict.message]
         self._broken_off = any(end.message for end in ends)
         self._rank = next((end.rank for end in ends if end.message), None)
         return verdict, command
@@ -225,11 +225,11 @@ class BoundCase:
         session = self.item.config.stash[SESSION]
         lines = [f"{verdict.cell}: {verdict.check}: {verdict.status}", verdict.message.rstrip(), ""]
         if verdict.status == "failed" and not self._broken_off:
-            # Of a life that broke off, its end says what is wrong.
+            # Of a run that broke off, its end says what is wrong.
             lines += [f"the claim: {self.case.check.text}", ""]
         lines.append(f"reproduce: {session.reproduce(self.item)}")
         if command:
-            lines.append(f"this life alone: {command}")
+            lines.append(f"this run alone: {command}")
         return "\n".join(lines)
 
 

@@ -214,7 +214,7 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
     if ending.left:
         item.user_properties.append(("distcompat: ranks left", ending.left))
     if outcome.kind == "failed":
-        lines = (outcome.text, f"reproduce: {session.reproduce(item)}", f"this life alone: {ending.command}")
+        lines = (outcome.text, f"reproduce: {session.reproduce(item)}", f"this run alone: {ending.command}")
         raise RankFailure("\n".join(lines), hard=outcome.hard)
     if outcome.kind == "skipped":
         pytest.skip(outcome.text)

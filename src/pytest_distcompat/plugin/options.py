@@ -223,7 +223,7 @@ OPTIONS: dict[str, Option] = {
             "distcompat_timeout",
             "SECONDS",
             "300",
-            "End a process group that lives longer than this; imports of the fork server do not count (default: 300).",
+            "End a run that takes longer than this; imports of the fork server do not count (default: 300).",
             _seconds,
         ),
         Option(

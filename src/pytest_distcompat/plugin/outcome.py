@@ -16,7 +16,7 @@ from pytest_distcompat.plugin.subtests import broken_off, name_of, weighed, with
 if TYPE_CHECKING:
     from pytest_distcompat.launch import Ending
 
-#: Captured output beyond this many characters is cut in the middle; the whole is in the life's directory.
+#: Captured output beyond this many characters is cut in the middle; the whole is in the run's directory.
 SECTION = 65536
 
 #: The same for an exception's text and for a property: they travel to pytest's process, and stay there.

@@ -16,7 +16,7 @@ class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untype
     """Hands out what was planned one unit at a time, whoever is free first, then all else as ``--dist load`` does.
 
     xdist's own rule hands out runs of consecutive tests: one worker would get all that is large, and the checks of a cell
-    would go to several workers, which would wait for one another's lives.
+    would go to several workers, which would wait for one another's runs.
     """
 
     collection: list[str] | None

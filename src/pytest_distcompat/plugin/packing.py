@@ -62,7 +62,7 @@ def announce(session: DistcompatSession, collected: Sequence[pytest.Item], items
 def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | None:
     """The name of what it asks for and how many ranks that is; None for an ordinary test.
 
-    The checks of a suite's cell share lives, and tests that reuse ranks share those: together they are one demand.
+    The checks of a suite's cell share runs, and tests that reuse ranks share those: together they are one demand.
     """
     from pytest_distcompat.plugin import marked
 

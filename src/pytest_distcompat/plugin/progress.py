@@ -1,4 +1,4 @@
-"""Shows which lives run at this moment: a line below the terminal's last one; without a terminal, now and then a line."""
+"""Shows which runs run at this moment: a line below the terminal's last one; without a terminal, now and then a line."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.excerpt import visible
 
-#: How often the line is renewed, in seconds, and how many lives it names.
+#: How often the line is renewed, in seconds, and how many runs it names.
 RENEWED = 0.5
 NAMED = 4
-#: Without a terminal: how often at most a line is written, and how long a life must have lasted to be worth it, in seconds.
+#: Without a terminal: how often at most a line is written, and how long a run must have lasted to be worth it, in seconds.
 HEARTBEAT = 60.0
 
 _CLEAR_BELOW = "\n\x1b[2K"
@@ -31,8 +31,8 @@ class Progress:
     pytest writes its own words in hooks; these wait for the thread, and the line is gone before they write.
     """
 
-    def __init__(self, config: pytest.Config, lives: Path) -> None:
-        self._lives = lives
+    def __init__(self, config: pytest.Config, runs: Path) -> None:
+        self._runs = runs
         self._config = config
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -76,7 +76,7 @@ class Progress:
         while not self._stop.wait(RENEWED):
             # Whatever goes wrong here, no test depends on it.
             with contextlib.suppress(Exception):
-                found = [*running(self._lives, over, self._since)]
+                found = [*running(self._runs, over, self._since)]
                 with self._lock:
                     if self._tty:
                         self._draw(found)
@@ -105,7 +105,7 @@ class Progress:
             self._shown = False
 
     def _beat(self, found: list[Any]) -> None:
-        long = [life for life in found if life.seconds >= HEARTBEAT]
+        long = [run for run in found if run.seconds >= HEARTBEAT]
         if long and clock.now() >= self._next:
             self._next = clock.now() + HEARTBEAT
             begun = "\n" if self._config.get_terminal_writer().width_of_current_line else ""

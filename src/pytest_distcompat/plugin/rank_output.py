@@ -1,4 +1,4 @@
-"""Where the output of a rank goes: files of its life, and no terminal."""
+"""Where the output of a rank goes: files of its run, and no terminal."""
 
 from __future__ import annotations
 

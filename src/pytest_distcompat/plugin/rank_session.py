@@ -246,12 +246,12 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     directory = Path(payload["directory"])
     config = item.config
     config.stash[WORLD] = World.from_environment(payload["device"])
-    # By hand the life was lived before, perhaps more than once: that directory may hold what it left.
+    # By hand the run was lived before, perhaps more than once: that directory may hold what it left.
     config.stash[SHARED] = directory / (f"shared-{os.environ['TORCHELASTIC_RUN_ID']}" if log.by_hand else "shared")
     _Reporter.of(config).answer(log, payload["world_size"], directory)
     fault_handler(config)
     # pytest makes its own below it once a process, which may be at any request of ranks that live on. What is captured goes to
-    # files of their life too, as the agent's logs do.
+    # files of their run too, as the agent's logs do.
     temporary = serving.kept.directory if serving.kept is not None else directory
     with _own_temporary_directory(temporary, log.rank), capturing(config, temporary, log.rank):
         config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -302,7 +302,7 @@ def _find(items: Mapping[str, pytest.Item], nodeid: str) -> pytest.Item:
 
 @contextlib.contextmanager
 def _own_temporary_directory(directory: Path, rank: int) -> Iterator[None]:
-    """tmp_path of this rank is below the life's directory: two ranks must not clean up after each other.
+    """tmp_path of this rank is below the run's directory: two ranks must not clean up after each other.
 
     https://docs.pytest.org/en/stable/reference/reference.html#envvar-PYTEST_DEBUG_TEMPROOT
     """

@@ -80,7 +80,7 @@ class Results:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """From here on lives run."""
+        """From here on runs run."""
         option = session.config.option
         if not option.collectonly:
             self._running = not getattr(option, "setuponly", False)
@@ -89,7 +89,7 @@ class Results:
     def _watch(self) -> None:
         if self.asked and self._progress is None:
             config = self.session.config
-            self._progress = Progress(config, self.session.lives)
+            self._progress = Progress(config, self.session.runs)
             config.pluginmanager.register(self._progress, "distcompat-progress")
             config.add_cleanup(self._progress.stop)
             self._progress.start()
@@ -196,19 +196,19 @@ class Results:
     def _report(self, exitstatus: int) -> Report:
         from pytest_distcompat.evidence import add_evidence, read_store
 
-        lives = read_store(self.session.lives)
+        runs = read_store(self.session.runs)
         unreached = [nodeid for nodeid in self.asked if nodeid not in self.found]
         internal = "internal error" if exitstatus == pytest.ExitCode.INTERNAL_ERROR else ""
         ending = self._ending or internal or ("stopped" if unreached else "finished")
-        run = {**self._run(), "ending": ending, "lives": sum(life.done for life in lives)}
-        run["remove"] = declared_of(self.session).stale()
+        session_info = {**self._session_info(), "ending": ending, "runs": sum(run.done for run in runs)}
+        session_info["remove"] = declared_of(self.session).stale()
         drivers = {row.place: row.driver for row in self.cells.values() if row.driver}
         for row in self.cells.values():
             row.driver = drivers.get(row.place, "")
         results = [dataclasses.replace(result, driver=drivers.get(result.place, "")) for result in self.ordered()]
         rows = [self.cells[key] for key in dict.fromkeys(f"{result.place}:{result.cell}" for result in results)]
-        report = Report(run, results, rows, unreached=unreached)
-        add_evidence(report, lives)
+        report = Report(session_info, results, rows, unreached=unreached)
+        add_evidence(report, runs)
         return report
 
     def _compare(self, session: pytest.Session) -> None:
@@ -222,13 +222,13 @@ class Results:
         news = bool(found.broken or found.missing)
         # pytest counts more than tests: modules that cannot be imported, and what other plugins ask for (pytest-cov).
         ours = 0 < session.testsfailed == self._own_failures
-        run = self.report.run
-        run["baseline"] = found.to_json(self.session.setting("baseline").text)
+        session_info = self.report.session
+        session_info["baseline"] = found.to_json(self.session.setting("baseline").text)
         if news and session.exitstatus in _GOOD:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         elif session.exitstatus == pytest.ExitCode.TESTS_FAILED and ours and not news:
             session.exitstatus = pytest.ExitCode.OK
-            run["baseline"]["text"].append("nothing is newly broken or newly missing: exit code 0")
+            session_info["baseline"]["text"].append("nothing is newly broken or newly missing: exit code 0")
 
     def ordered(self) -> list[Result]:
         """In the order of the matrix, whichever worker was first and however the tests were shuffled."""
@@ -251,16 +251,16 @@ class Results:
         if self.report is not None:
             Summary(terminalreporter).show(self.report, self._written)
 
-    def _run(self) -> dict[str, Any]:
+    def _session_info(self) -> dict[str, Any]:
         from pytest_distcompat.lease import entries
 
         session = self.session
         names = [name.removeprefix("distcompat_") for name in OPTIONS]
         settings = {name: {"value": session.setting(name).text, "from": session.setting(name).origin} for name in names}
-        # A life is told by its directory: its name is the life's id.
-        lives = str(session.lives)
+        # a run is told by its directory: its name is the run's id.
+        runs = str(session.runs)
         timeline = [
-            {**entry, "who": entry["who"].rpartition(os.sep)[2] if lives in entry["who"] else entry["who"]}
+            {**entry, "who": entry["who"].rpartition(os.sep)[2] if runs in entry["who"] else entry["who"]}
             for entry in entries(session.store_path, session.began)
         ]
         return {

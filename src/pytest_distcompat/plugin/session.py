@@ -122,12 +122,12 @@ class DistcompatSession:
 
     @property
     def timeout(self) -> float:
-        """The time limit of a life in seconds."""
+        """The time limit of a run in seconds."""
         return float(self.setting("timeout").value)
 
     @functools.cached_property
     def store(self) -> Path:
-        """A directory for this session's lives, the same for all xdist workers."""
+        """A directory for this session's runs, the same for all xdist workers."""
         self.store_path.mkdir(parents=True, exist_ok=True)
         return self.store_path
 
@@ -138,9 +138,9 @@ class DistcompatSession:
         return (base.parent if hasattr(self.config, "workerinput") else base) / "distcompat"
 
     @property
-    def lives(self) -> Path:
-        """The part of the store that holds the lives of suites."""
-        return self.store / "lives"
+    def runs(self) -> Path:
+        """The part of the store that holds the runs of suites."""
+        return self.store / "runs"
 
     @property
     def launcher(self) -> Launcher:
@@ -198,7 +198,7 @@ class DistcompatSession:
 
     @functools.cached_property
     def pool(self) -> Pool:
-        """What lends devices to the lives of this session and of all others of this user."""
+        """What lends devices to the runs of this session and of all others of this user."""
         from pytest_distcompat.lease import Pool
 
         worker = getattr(self.config, "workerinput", {}).get("workerid", "")
@@ -241,8 +241,8 @@ class DistcompatSession:
 
     @functools.cached_property
     def runner(self) -> Runner:
-        """What runs the lives of suites."""
-        return self._runner(self.lives, self.launcher)
+        """What runs the runs of suites."""
+        return self._runner(self.runs, self.launcher)
 
     @functools.cached_property
     def cold_runner(self) -> Runner:
@@ -268,7 +268,7 @@ class DistcompatSession:
         return items
 
     def new_directory(self, name: str) -> Path:
-        """A fresh directory for one life of a marked test."""
+        """A fresh directory for one run of a marked test."""
         # A file's name may have 255 bytes, and a function's any number.
         return Path(tempfile.mkdtemp(prefix=f"{name.encode()[:60].decode(errors='ignore')}-", dir=self._items))
 

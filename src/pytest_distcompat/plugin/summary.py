@@ -1,4 +1,4 @@
-"""The section that pytest's terminal ends with: matrix, causes, slowest lives, devices, counts."""
+"""The section that pytest's terminal ends with: matrix, causes, slowest runs, devices, counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytest_distcompat.excerpt import visible
-from pytest_distcompat.report import Line, Report, causes_text, counts_text, lives_text, matrix_text
+from pytest_distcompat.report import Line, Report, causes_text, counts_text, matrix_text, runs_text
 
 #: Style of a span to what pytest's TerminalWriter makes of it.
 MARKUP: Mapping[str, Mapping[str, bool]] = {
@@ -35,16 +35,16 @@ class Summary:
             self._line(line)
         for line in causes_text(report.results):
             self._line(line)
-        lives = report.run.get("lives", 0)
+        runs = report.session.get("runs", 0)
         verdicts = f"{len(report.results)} verdict{'s' * (len(report.results) != 1)}"
-        self._terminal.write_line(f"{verdicts} from {lives} process-group {'life' if lives == 1 else 'lives'}")
+        self._terminal.write_line(f"{verdicts} from {runs} {'run' if runs == 1 else 'runs'}")
         self._terminal.write_line(counts_text(report))
-        for line in lives_text(report.lives, report.run.get("timeline", ())):
+        for line in runs_text(report.runs, report.session.get("timeline", ())):
             self._line(line)
         if report.interrupted:
-            said = f"{report.run['ending']}: {len(report.unreached)} items were not reached"
+            said = f"{report.session['ending']}: {len(report.unreached)} items were not reached"
             self._terminal.write_line(said, red=True, bold=True)
-        baseline = report.run.get("baseline", {})
+        baseline = report.session.get("baseline", {})
         for number, text in enumerate(baseline.get("text", ())):
             self._terminal.write_line(visible(text if number else f"since {baseline['file']}: {text}"))
         for text in written:

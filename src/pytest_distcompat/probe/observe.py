@@ -67,7 +67,7 @@ class _Step:
 
 
 class Observer:
-    """Hooks that write down what steps do. Made once a life; ``watching()`` around a training says when, and how closely.
+    """Hooks that write down what steps do. Made once a run; ``watching()`` around a training says when, and how closely.
 
     The step hooks are torch's global ones (``register_optimizer_step_pre_hook``): they see the optimizer that really
     steps, at the time it steps, through any number of wrappers, and for ZeRO the flat partitions, which no param_group

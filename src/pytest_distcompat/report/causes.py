@@ -1,4 +1,4 @@
-"""Failures grouped by what they say: of a life that broke off, every check of the cell tells the same."""
+"""Failures grouped by what they say: of a run that broke off, every check of the cell tells the same."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def compare(before: Report, after: Report) -> Comparison:
     """What became of each verdict."""
     dark = set(after.unreached)
     found = Comparison(
-        versions=_differ(before.run.get("versions", {}), after.run.get("versions", {})),
+        versions=_differ(before.session.get("versions", {}), after.session.get("versions", {})),
         settings=_differ(_settings(before), _settings(after)),
     )
     earlier, later = counts(before), counts(after)
@@ -167,7 +167,7 @@ def _earlier(before: Report, after: Report) -> dict[int, Result]:
 
 
 def _settings(report: Report) -> dict[str, str]:
-    settings = report.run.get("settings", {})
+    settings = report.session.get("settings", {})
     return {name: str(settings[name]["value"]) or "all" for name in SELECTING if name in settings}
 
 

@@ -26,7 +26,7 @@ FORMAT = 1
 #: How a session ended, from bad to good.
 ENDINGS = ("internal error", "interrupted", "stopped", "finished")
 
-#: How much of a verdict's message is kept, in characters: the whole story of a life that broke off stands once, with the life.
+#: How much of a verdict's message is kept, in characters: the whole story of a run that broke off stands once, with the run.
 MESSAGE = 2500
 
 
@@ -55,14 +55,14 @@ class _Baseline(TypedDict):
     text: list[str]
 
 
-class _Run(TypedDict, total=False):
+class _Session(TypedDict, total=False):
     versions: dict[str, str]
     device: str
     gpu: str
     world_size: int | str
     began: str
     seconds: float
-    lives: int
+    runs: int
     ending: str
     settings: dict[str, _Setting]
     timeline: list[_Span]
@@ -70,11 +70,11 @@ class _Run(TypedDict, total=False):
     merged: list[dict[str, Any]]
 
 
-class _NamedLife(TypedDict):
+class _NamedRun(TypedDict):
     id: str
 
 
-class _Life(_NamedLife, total=False):
+class _Run(_NamedRun, total=False):
     driver: str
     cell: str
     name: str
@@ -88,7 +88,7 @@ class _Life(_NamedLife, total=False):
 
 
 class _Needed(TypedDict):
-    run: _Run
+    session: _Session
     results: list[Result]
 
 
@@ -96,7 +96,7 @@ class _Document(_Needed, total=False):
     """What reading relies on. Whoever only shows a value takes what there is."""
 
     cells: list[Row]
-    lives: list[_Life]
+    runs: list[_Run]
     unreached: list[str]
 
 
@@ -104,34 +104,34 @@ class _Document(_Needed, total=False):
 class Report:
     """What one run found, or several merged.
 
-    ``run``: versions, device, settings, how the session ended. ``lives``: the process groups (``evidence.store``).
+    ``session``: versions, device, settings, how the session ended. ``runs``: the process groups (``evidence.store``).
     ``unreached``: the node ids of the items that were asked for and never ran.
     """
 
-    run: dict[str, Any] = field(default_factory=dict)
+    session: dict[str, Any] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    lives: list[dict[str, Any]] = field(default_factory=list)
+    runs: list[dict[str, Any]] = field(default_factory=list)
     unreached: list[str] = field(default_factory=list)
 
     @property
     def interrupted(self) -> bool:
         """Whether the session was broken off."""
-        return bool(self.run.get("ending", "finished") != "finished")
+        return bool(self.session.get("ending", "finished") != "finished")
 
     def to_json(self) -> dict[str, Any]:
         """The document as plain data."""
         return {
             "format": FORMAT,
-            "run": {**self.run, "counts": counts(self)},
+            "run": {**self.session, "counts": counts(self)},
             "results": [_result(result) for result in self.results],
             "cells": [{**dataclasses.asdict(row), "facets": facets(row.cell)} for row in self.rows],
-            "lives": self.lives,
+            "runs": self.runs,
             "unreached": self.unreached,
         }
 
     def to_text(self) -> str:
-        """The JSON: a line for each result, cell and life, so that it can be read, searched and compared."""
+        """The JSON: a line for each result, cell and run, so that it can be read, searched and compared."""
         return "".join(_lines(self.to_json()))
 
     @classmethod
@@ -153,14 +153,14 @@ class Report:
         unknown = [result.status for result in results if result.status not in WORDS]
         if unknown:
             raise UsageProblem(f"status {unknown[0]!r} is not known here. Known: {', '.join(WORDS)}")
-        ending = data["run"].get("ending", ENDINGS[-1])
+        ending = data["session"].get("ending", ENDINGS[-1])
         if ending not in ENDINGS:
             raise UsageProblem(f"is no report: ending {ending!r}; expected one of {', '.join(ENDINGS)}")
         for place, row in enumerate(rows):
             lacking = [name for name in COST if row.cost and name not in row.cost]
             if lacking:
                 raise UsageProblem(f"is no report: {lacking[0]!r} is missing in cells[{place}].cost")
-        return cls(data["run"], results, rows, list(data.get("lives", ())), list(data.get("unreached", ())))
+        return cls(data["session"], results, rows, list(data.get("runs", ())), list(data.get("unreached", ())))
 
     @classmethod
     def read(cls, path: Path) -> Report:

@@ -38,7 +38,7 @@ def html(report: Report) -> str:
         style=Markup(_read("page.css")),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704 - our own file
         data=data,
-        run=data["run"],
+        session=data["session"],
         headline=headline(report),
         counts=counts_text(report),
         interrupted=report.interrupted,

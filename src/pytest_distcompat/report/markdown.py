@@ -37,7 +37,7 @@ def chat(report: Report) -> str:
             lines += [f"  {cause.reproduce}"] if cause.reproduce else []
     if len(found) > CHAT_CAUSES:
         lines.append(f"- {unshown(len(found) - CHAT_CAUSES)}")
-    lines += [cut(line, 300) for line in report.run.get("baseline", {}).get("text", ())[:10]]
+    lines += [cut(line, 300) for line in report.session.get("baseline", {}).get("text", ())[:10]]
     return cut("\n".join(visible(line) for line in lines if line), CHAT - 1) + "\n"
 
 
@@ -54,19 +54,19 @@ def escape(text: str) -> str:
 
 
 def _versions(report: Report) -> str:
-    return ", ".join(f"{name} {version}" for name, version in report.run.get("versions", {}).items())
+    return ", ".join(f"{name} {version}" for name, version in report.session.get("versions", {}).items())
 
 
 def _page(report: Report) -> Iterator[str]:
     yield from ("# Distributed compatibility", "")
     if report.interrupted:
         yield from (f"**Interrupted**: {len(report.unreached)} items were not reached.", "")
-    run = report.run
-    lives = f"{run.get('lives', 0)} process-group lives"
-    yield escape(f"{len(report.results)} results, {lives}, device {run.get('device', '?')}; {_versions(report)}")
+    session = report.session
+    runs = f"{session.get('runs', 0)} runs"
+    yield escape(f"{len(report.results)} results, {runs}, device {session.get('device', '?')}; {_versions(report)}")
     yield from ("", counts_text(report))
-    if run.get("baseline"):
-        yield from ("", "## Since the baseline", "", *(f"- {escape(line)}" for line in run["baseline"]["text"]))
+    if session.get("baseline"):
+        yield from ("", "## Since the baseline", "", *(f"- {escape(line)}" for line in session["baseline"]["text"]))
     yield from _causes(causes(report.results))
     for found in by_suite(report.results):
         yield from _suite(found)

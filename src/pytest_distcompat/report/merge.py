@@ -17,16 +17,16 @@ def merge(reports: Sequence[Report]) -> Report:
     """
     results: dict[tuple[str, ...], Result] = {}
     rows: dict[tuple[str, ...], Row] = {}
-    lives: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
     for number, report in enumerate(reports, 1):
         for result in report.results:
             # Not by the driver: an item that came to no verdict has none where nothing else told it.
             key = (result.suite, result.place, result.cell, result.check)
             if key not in results or result.weight > results[key].weight:
                 results[key] = result
-        lives += [{**life, "id": f"{number}/{life['id']}"} for life in report.lives]
+        runs += [{**run, "id": f"{number}/{run['id']}"} for run in report.runs]
         for row in report.rows:
-            own = dataclasses.replace(row, lives=[f"{number}/{life}" for life in row.lives])
+            own = dataclasses.replace(row, runs=[f"{number}/{run}" for run in row.runs])
             name = (row.suite, row.place, row.cell)
             rows[name] = _richer(rows[name], own) if name in rows else own
     drivers = {(row.suite, row.place): row.driver for row in rows.values() if row.driver}
@@ -38,50 +38,54 @@ def merge(reports: Sequence[Report]) -> Report:
     ]
     reached = {result.nodeid for result in results.values()}
     unreached = dict.fromkeys(nodeid for report in reports for nodeid in report.unreached if nodeid not in reached)
-    return Report(_run([report.run for report in reports]), told, list(rows.values()), lives, list(unreached))
+    return Report(_session([report.session for report in reports]), told, list(rows.values()), runs, list(unreached))
 
 
 def _richer(one: Row, other: Row) -> Row:
-    """Both cells' lives and blanks; of the rest what the first knows, else what the other does."""
+    """Both cells' runs and blanks; of the rest what the first knows, else what the other does."""
     known = {field.name: getattr(one, field.name) or getattr(other, field.name) for field in dataclasses.fields(Row)}
-    return Row(**{**known, "lives": [*one.lives, *other.lives], "blanks": {**other.blanks, **one.blanks}})
+    return Row(**{**known, "runs": [*one.runs, *other.runs], "blanks": {**other.blanks, **one.blanks}})
 
 
-def _run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    settings = {name: setting for run in runs for name, setting in run.get("settings", {}).items()}
+def _session(sessions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    settings = {name: setting for session in sessions for name, setting in session.get("settings", {}).items()}
     joined = {
         name: {
-            "value": _join(str(run["settings"][name]["value"]) for run in runs if name in run.get("settings", {})),
+            "value": _join(
+                str(session["settings"][name]["value"]) for session in sessions if name in session.get("settings", {})
+            ),
             "from": setting["from"],
         }
         for name, setting in settings.items()
     }
-    names = dict.fromkeys(name for run in runs for name in run.get("versions", {}))
-    versions = {name: _join(run.get("versions", {}).get(name, "none") for run in runs) for name in names}
+    names = dict.fromkeys(name for session in sessions for name in session.get("versions", {}))
+    versions = {name: _join(session.get("versions", {}).get(name, "none") for session in sessions) for name in names}
     timeline = [
         {**entry, "device": f"{number}/{entry['device']}", "who": _who(entry["who"], number)}
-        for number, run in enumerate(runs, 1)
-        for entry in run.get("timeline", ())
+        for number, session in enumerate(sessions, 1)
+        for entry in session.get("timeline", ())
     ]
-    sizes = dict.fromkeys(run.get("world_size", "?") for run in runs)
+    sizes = dict.fromkeys(session.get("world_size", "?") for session in sessions)
     return {
         "versions": versions,
-        "device": _join(str(run.get("device", "?")) for run in runs),
-        "gpu": _join(run.get("gpu", "") for run in runs),
+        "device": _join(str(session.get("device", "?")) for session in sessions),
+        "gpu": _join(session.get("gpu", "") for session in sessions),
         "world_size": next(iter(sizes)) if len(sizes) == 1 else _join(map(str, sizes)),
-        "began": min((run["began"] for run in runs if run.get("began")), default=""),
-        "seconds": sum(run.get("seconds", 0.0) for run in runs),
-        "lives": sum(run.get("lives", 0) for run in runs),
+        "began": min((session["began"] for session in sessions if session.get("began")), default=""),
+        "seconds": sum(session.get("seconds", 0.0) for session in sessions),
+        "runs": sum(session.get("runs", 0) for session in sessions),
         # The worst counts.
-        "ending": min((run.get("ending", "finished") for run in runs), key=ENDINGS.index, default="finished"),
+        "ending": min(
+            (session.get("ending", "finished") for session in sessions), key=ENDINGS.index, default="finished"
+        ),
         "settings": joined,
         "timeline": timeline,
-        "merged": [{name: value for name, value in run.items() if name != "timeline"} for run in runs],
+        "merged": [{name: value for name, value in session.items() if name != "timeline"} for session in sessions],
     }
 
 
 def _who(who: str, number: int) -> str:
-    """A node id is the same in all jobs; a life's id is not."""
+    """A node id is the same in all jobs; a run's id is not."""
     return who if "::" in who else f"{number}/{who}"
 
 

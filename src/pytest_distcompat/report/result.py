@@ -30,7 +30,7 @@ _WEIGHT = {**dict.fromkeys(RED, 4), "known": 3, "refused": 2, "passed": 2, "skip
 class Result:
     """One check in one cell of one suite.
 
-    ``rank`` is the rank that failed first, or that the finding names; ``seconds`` what the item took, with the lives that it
+    ``rank`` is the rank that failed first, or that the finding names; ``seconds`` what the item took, with the runs that it
     was the first to need; ``reproduce`` the command that runs it alone, empty for an item that came to no verdict. ``teardown``
     is what its teardown failed with, besides.
     """
@@ -83,8 +83,8 @@ class Result:
 class Row:
     """What a cell has beside its verdicts.
 
-    ``blanks``: the checks without a verdict, each with the reason. ``cost``: the fields of ``cost.Cost``. ``lives``: the ids
-    of the lives that its checks read. ``names``, ``dtypes``, ``steps`` and ``memory``: what its training showed
+    ``blanks``: the checks without a verdict, each with the reason. ``cost``: the fields of ``cost.Cost``. ``runs``: the ids
+    of the runs that its checks read. ``names``, ``dtypes``, ``steps`` and ``memory``: what its training showed
     (``evidence.cells``).
     """
 
@@ -95,7 +95,7 @@ class Row:
     blanks: dict[str, str] = field(default_factory=dict)
     #: None stands for a number that JSON does not have.
     cost: dict[str, float | None] = field(default_factory=dict)
-    lives: list[str] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
     names: list[dict[str, Any]] = field(default_factory=list)
     dtypes: list[dict[str, Any]] = field(default_factory=list)
     steps: dict[str, list[float | None]] = field(default_factory=dict)

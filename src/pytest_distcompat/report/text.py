@@ -15,7 +15,7 @@ Line = tuple[Span, ...]
 
 STYLES = {"passed": "good", "refused": "good", "known": "known", "skipped": "dim"}
 
-#: How many lives are named as the slowest, and how many causes of failure are shown.
+#: How many runs are named as the slowest, and how many causes of failure are shown.
 SLOWEST = 5
 CAUSES = 20
 #: How many characters of what went wrong stand in a list of causes.
@@ -100,12 +100,12 @@ def causes_text(results: Iterable[Result]) -> Iterator[Line]:
         yield ((f"  {unshown(len(found) - CAUSES)}", ""),)
 
 
-def lives_text(lives: Iterable[dict[str, Any]], timeline: Iterable[dict[str, Any]] = ()) -> Iterator[Line]:
-    """The slowest lives, and which devices were used for how much of the time."""
-    slow = sorted((life for life in lives if life["seconds"]), key=lambda life: life["seconds"], reverse=True)
+def runs_text(runs: Iterable[dict[str, Any]], timeline: Iterable[dict[str, Any]] = ()) -> Iterator[Line]:
+    """The slowest runs, and which devices were used for how much of the time."""
+    slow = sorted((run for run in runs if run["seconds"]), key=lambda run: run["seconds"], reverse=True)
     if slow:
-        named = (f"{life['seconds']:.1f} s {life['cell']} {life['name']} ({life['driver']})" for life in slow[:SLOWEST])
-        yield ((f"slowest lives: {', '.join(named)}", ""),)
+        named = (f"{run['seconds']:.1f} s {run['cell']} {run['name']} ({run['driver']})" for run in slow[:SLOWEST])
+        yield ((f"slowest runs: {', '.join(named)}", ""),)
     spans = list(timeline)
     length = max((span["end"] for span in spans), default=0) - min((span["begin"] for span in spans), default=0)
     if length >= 1:

@@ -10,11 +10,11 @@ from typing import Any
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks.export import names_in, same_values
 from pytest_distcompat.scripts.recorder import END, STRIDE
-from pytest_distcompat.trace import LifeTrace, Moment
+from pytest_distcompat.trace import Moment, RunTrace
 
 
 def findings(
-    life: LifeTrace,
+    run: RunTrace,
     cell: Cell,
     place: Path | None,
     checkpoints: Sequence[str],
@@ -22,7 +22,7 @@ def findings(
     *,
     saved_name: Callable[[str], str],
 ) -> list[str]:
-    """What is wrong with what a run of that life left in ``place``, beside the ``checkpoints`` that it wrote on its way;
+    """What is wrong with what a run of that run left in ``place``, beside the ``checkpoints`` that it wrote on its way;
     ``read`` has ``scripts.reading`` answer a question.
 
     It is to hold weights; they load by transformers' ``from_pretrained`` (or, where there is no ``config.json``, as the DCP,
@@ -36,41 +36,41 @@ def findings(
     found = read({"what": "final", "path": str(place.resolve()), "checkpoints": checkpoints})
     if found["problem"]:
         return [f"{place}: {found['problem']}"]
-    return [f"{place}: {text}" for text in _compare(life, cell, found, saved_name)]
+    return [f"{place}: {text}" for text in _compare(run, cell, found, saved_name)]
 
 
-def _compare(life: LifeTrace, cell: Cell, read: Mapping[str, Any], saved_name: Callable[[str], str]) -> Iterator[str]:
+def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Callable[[str], str]) -> Iterator[str]:
     for title in ("missing", "unexpected", "mismatched"):
         if read[title]:
             first, *others = read[title]
             yield f"from_pretrained: {title} key {first!r}{f' and {len(others)} others' if others else ''}"
-    first_moment = life.first("plain")
+    first_moment = run.first("plain")
     if first_moment is None or first_moment.plain is None:
         yield "the plain model was not seen"
         return
-    files = Moment.from_json({"rank": 0, "life": "", "verb": "", "index": 0, "files": read["files"]}).files
+    files = Moment.from_json({"rank": 0, "run": "", "verb": "", "index": 0, "files": read["files"]}).files
     files = tuple(file.renamed(saved_name) for file in files)
     yield from names_in(cell, first_moment.plain, list(files))
-    last = max((m.index // STRIDE for m in life.moments if m.verb == "step"), default=0)
-    trained = list(_trained(life, last))
-    if len(trained) < life.world_size:
+    last = max((m.index // STRIDE for m in run.moments if m.verb == "step"), default=0)
+    trained = list(_trained(run, last))
+    if len(trained) < run.world_size:
         seen = ", ".join(str(moment.rank) for moment in trained) or "none"
         yield f"the weights after step {last}, the last, were seen on ranks {seen} only: the model was gone at the end"
         return
     written = [Moment(0, "train", "files", last * STRIDE + END + n, files=files) for n in (1, 2)]
-    train = LifeTrace("train", life.world_size, (first_moment, *trained, *written), cell=cell.id)
-    loaded = Moment.from_json({"rank": 0, "life": "reload", "verb": "reload", "index": 0, "plain": read["plain"]})
+    train = RunTrace("train", run.world_size, (first_moment, *trained, *written), cell=cell.id)
+    loaded = Moment.from_json({"rank": 0, "run": "reload", "verb": "reload", "index": 0, "plain": read["plain"]})
     assert loaded.plain is not None
     if read["stored"]:  # as it stands in the files; what a library has loaded has its own names again
         named = (dataclasses.replace(fact, name=saved_name(fact.name)) for fact in loaded.plain.parameters)
         loaded = dataclasses.replace(loaded, plain=dataclasses.replace(loaded.plain, parameters=tuple(named)))
     assert loaded.plain is not None
-    yield from same_values(train, LifeTrace("reload", 1, (loaded,), cell=cell.id), loaded.plain)
+    yield from same_values(train, RunTrace("reload", 1, (loaded,), cell=cell.id), loaded.plain)
 
 
-def _trained(life: LifeTrace, last: int) -> Iterator[Moment]:
+def _trained(run: RunTrace, last: int) -> Iterator[Moment]:
     """Of each rank the latest look at all values since the last step."""
-    for rank in range(life.world_size):
-        seen = [m for m in life.moments if m.rank == rank and m.model is not None and m.index // STRIDE == last]
+    for rank in range(run.world_size):
+        seen = [m for m in run.moments if m.rank == rank and m.model is not None and m.index // STRIDE == last]
         if seen:
             yield dataclasses.replace(max(seen, key=lambda one: one.index), verb="export", index=last * STRIDE + END)

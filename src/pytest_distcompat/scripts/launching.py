@@ -97,7 +97,7 @@ def launch(
     ``fails`` declares that the run is to fail: a regular expression for the first cause, as the first line of its story says it
     (``"rank 1 raised ValueError"``, ``"exited with code 3"``). No hang is ever what was declared.
 
-    Raises LifeFailure, with the story of all ranks and the first cause first, if the launcher or any rank failed, unless
+    Raises RunFailedError, with the story of all ranks and the first cause first, if the launcher or any rank failed, unless
     ``allow_failure``, or failed otherwise than ``fails`` says. Raises Incompatible if a run that was to fail does not. Raises
     UsageProblem for a wrong word, LeaseTimeout if no devices were to be had.
     """

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.failures import LifeFailure
+from pytest_distcompat.failures import RunFailedError
 
 if TYPE_CHECKING:
     from pytest_distcompat.trace import FileFact, PlainFact
@@ -26,7 +26,7 @@ TIMEOUT = 600.0
 def read_in_a_process(start: Mapping[str, Any], directory: Path, wanted: Mapping[str, Any]) -> Any:
     """The answer of ``main`` to ``wanted``, from the Python that the ranks had, as one of them told at its ``start``.
 
-    Raises LifeFailure if that process fails.
+    Raises RunFailedError if that process fails.
     """
     asked, answer = directory / f"{wanted['what']}.asked.json", directory / f"{wanted['what']}.json"
     asked.write_text(json.dumps(wanted), encoding="utf-8")
@@ -43,7 +43,7 @@ def read_in_a_process(start: Mapping[str, Any], directory: Path, wanted: Mapping
     )
     if done.returncode:
         told = f"{wanted['what']} could not be read:\n{done.stdout}{done.stderr}"
-        raise LifeFailure(told, hard=done.returncode < 0)
+        raise RunFailedError(told, hard=done.returncode < 0)
     return json.loads(answer.read_text(encoding="utf-8"))
 
 

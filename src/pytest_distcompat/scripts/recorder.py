@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
-#: Places in the life between two steps.
+#: Places in the run between two steps.
 STRIDE = 100
 PLAIN, BUILD, LOAD, SAVE, END = 0, 1, 2, 10, 90
 

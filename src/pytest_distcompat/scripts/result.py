@@ -12,21 +12,21 @@ from typing import Any
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.failures import Incompatible, LifeFailure, UsageProblem
+from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem
 from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.launch import Ending
-from pytest_distcompat.runner import life_trace
+from pytest_distcompat.runner import run_trace
 from pytest_distcompat.scripts import final
 from pytest_distcompat.scripts.reading import read_in_a_process
 from pytest_distcompat.scripts.sight import Sight
-from pytest_distcompat.trace import FileFact, LifeTrace, Moment, Trace
+from pytest_distcompat.trace import FileFact, Moment, RunTrace, Trace
 
-#: The checks that one run gives the evidence for. The others need lives that a script does not have, or verbs of a driver.
+#: The checks that one run gives the evidence for. The others need runs that a script does not have, or verbs of a driver.
 CLAIMS = ("active", "names", "optimizer", "dtypes", "memory", "units", "float8")
 FINAL = "final_model_loadable"
 #: The step that they look at. In the first ones a warm-up may not have moved anything, a gradient scaler may have skipped them.
 JUDGED = 3
-#: Where in a life stands what was read of its files after it: behind every step.
+#: Where in a run stands what was read of its files after it: behind every step.
 _FILES = 10**9
 #: Where a model can be seen.
 KNOWN = "Accelerator.prepare, deepspeed.initialize, DistributedDataParallel, FullyShardedDataParallel, fully_shard, torch.compile"
@@ -58,18 +58,18 @@ class ScriptRun:
         return self.failed and self.ending.kind != "raised"
 
     def raise_if_failed(self) -> None:
-        """Raise LifeFailure with the story of all ranks, if the launcher or any rank ended other than well."""
+        """Raise RunFailedError with the story of all ranks, if the launcher or any rank ended other than well."""
         __tracebackhide__ = True  # pytest then shows the line of the test
         if self.failed:
-            raise LifeFailure(self.text(), hard=self.hard)
+            raise RunFailedError(self.text(), hard=self.hard)
 
     def raise_unless_failed(self, declared: str) -> None:
-        """Raise Incompatible if the run did not fail, LifeFailure if it hung or failed with another first cause than declared."""
+        """Raise Incompatible if the run did not fail, RunFailedError if it hung or failed otherwise than declared."""
         __tracebackhide__ = True
         if not self.failed:
             raise Incompatible(f"all ranks ended well; expected the run to fail with {declared!r}\n{self.text()}")
         if self.ending.timed_out or not re.search(declared, self.ending.headline()):
-            raise LifeFailure(f"the run failed otherwise than with {declared!r}\n\n{self.text()}", hard=self.hard)
+            raise RunFailedError(f"the run failed otherwise than with {declared!r}\n\n{self.text()}", hard=self.hard)
 
     def text(self) -> str:
         """How it ended: the first cause first, what was bridged, and the command that runs it alone."""
@@ -83,10 +83,10 @@ class ScriptRun:
         return tuple(dict.fromkeys(f"CPU bridge: {event['what']}" for event in said))
 
     @functools.cached_property
-    def life(self) -> LifeTrace:
+    def trace(self) -> RunTrace:
         """What the probe saw, without what stands in files."""
         cell = self.cell or Cell("ddp", "fp32", len(self.ending.ranks))
-        return life_trace("train", self.ending, cell)
+        return run_trace("train", self.ending, cell)
 
     @property
     def losses(self) -> tuple[tuple[float | None, ...], ...]:
@@ -94,10 +94,10 @@ class ScriptRun:
         return tuple(
             tuple(
                 m.loss
-                for m in sorted(self.life.moments, key=lambda one: one.index)
+                for m in sorted(self.trace.moments, key=lambda one: one.index)
                 if m.verb == "step" and m.rank == rank
             )
-            for rank in range(self.life.world_size)
+            for rank in range(self.trace.world_size)
         )
 
     def output_of(self, rank: int) -> str:
@@ -136,7 +136,7 @@ class ScriptRun:
     def _verdict(self, name: str) -> Verdict:
         if self.cell is None and name != FINAL:
             raise UsageProblem(f"check {name!r}: launch(strategy=...) was not told what is to be running")
-        cell = self.cell or Cell("ddp", "fp32", self.life.world_size)
+        cell = self.cell or Cell("ddp", "fp32", self.trace.world_size)
         if self.failed:
             # No check is better than the run that it is about.
             status = {"raised": "failed"}.get(self.ending.kind, self.ending.kind)
@@ -147,7 +147,9 @@ class ScriptRun:
             return Verdict(name, cell.id, "failed", problem)
         if name == FINAL:
             checkpoints = [event["path"] for event in self.saved() if event["everyone"]]
-            found = final.findings(self.life, cell, self.left_in(), checkpoints, self._read, saved_name=self.saved_name)
+            found = final.findings(
+                self.trace, cell, self.left_in(), checkpoints, self._read, saved_name=self.saved_name
+            )
             return Verdict(name, cell.id, "failed" if found else "passed", "\n".join(found))
         check = CHECKS.get(name)
         reason = check.applies(cell, Driver)
@@ -156,8 +158,8 @@ class ScriptRun:
         short = self._too_short()
         if short:
             return Verdict(name, cell.id, "failed", short)
-        life = self.life if name != "names" else self.with_files
-        trace = Trace.of("script", [life])
+        run = self.trace if name != "names" else self.with_files
+        trace = Trace.of("script", [run])
         return judge(check, cell, replace(trace, saves=self._is_to_save))
 
     def unprobed(self, *, trains: bool = True) -> str:
@@ -166,7 +168,7 @@ class ScriptRun:
             return failure
         if not Sight.read(self.directory).steps:
             return "nothing to probe: watch_steps=0 leaves the probe out"
-        if trains and not self.life.at("build"):
+        if trains and not self.trace.at("build"):
             events = (event for events in self.ending.events.values() for event in events)
             unseen = next((event for event in events if event["event"] == "unseen model"), None)
             told = (
@@ -194,7 +196,7 @@ class ScriptRun:
         watched = Sight.read(self.directory).steps
         if watched < JUDGED:
             return f"watch_steps={watched}: the check looks at step {JUDGED} in full; expected {JUDGED} or more"
-        taken = len({moment.index for moment in self.life.moments if moment.verb == "step"})
+        taken = len({moment.index for moment in self.trace.moments if moment.verb == "step"})
         if taken < JUDGED:
             steps = "1 optimizer step" if taken == 1 else f"{taken} optimizer steps"
             return f"the run took {steps}: the check looks at step {JUDGED}; let the script take {JUDGED} or more"
@@ -220,8 +222,8 @@ class ScriptRun:
         return read_in_a_process(start, self.directory, wanted)
 
     @functools.cached_property
-    def with_files(self) -> LifeTrace:
-        """The same life with what stands in the files that it saved: each checkpoint, which is to be whole; then the other files.
+    def with_files(self) -> RunTrace:
+        """The same run with what stands in the files that it saved: each checkpoint, which is to be whole; then the other files.
 
         Where there is no checkpoint the files are judged together: a script may write each part of the model by itself.
         """
@@ -239,7 +241,7 @@ class ScriptRun:
         elif self._is_to_save or any(fact.holds == "model" for fact in together):
             written = [together]
         moments = [Moment(0, "train", "files", _FILES + nth, files=files) for nth, files in enumerate(written)]
-        return replace(self.life, moments=(*self.life.moments, *moments))
+        return replace(self.trace, moments=(*self.trace.moments, *moments))
 
     @property
     def _is_to_save(self) -> bool:
@@ -249,5 +251,5 @@ class ScriptRun:
 
 def _file(data: Mapping[str, Any]) -> FileFact:
     """A FileFact that went through JSON."""
-    found = Moment.from_json({"rank": 0, "life": "", "verb": "", "index": 0, "files": [data]}).files
+    found = Moment.from_json({"rank": 0, "run": "", "verb": "", "index": 0, "files": [data]}).files
     return found[0]

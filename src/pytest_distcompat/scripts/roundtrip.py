@@ -10,7 +10,7 @@ from typing import Any
 
 from pytest_distcompat.checks._base import pairs
 from pytest_distcompat.checks._values import differences, other_dtypes, settings, values
-from pytest_distcompat.failures import Incompatible, LifeFailure, UsageProblem
+from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem
 from pytest_distcompat.scripts.launching import Host, check_ranks, launch
 from pytest_distcompat.scripts.recorder import STRIDE
 from pytest_distcompat.scripts.result import ScriptRun
@@ -99,8 +99,8 @@ class RoundTrip:
         if not loaded:
             yield "the resumed run read no checkpoint by any of the calls that are known"
         elif explain or self.resharded or self.stopped.device != "cpu" or not self.left:
-            states, when = "optimizer" in self.same, f"after the load at {self.resumed.life.world_size} ranks"
-            was, now = values(self.stopped.life, saved), values(self.resumed.life, loaded)
+            states, when = "optimizer" in self.same, f"after the load at {self.resumed.trace.world_size} ranks"
+            was, now = values(self.stopped.trace, saved), values(self.resumed.trace, loaded)
             yield from differences(was, now, when, states=states)
             yield from other_dtypes(was, now, when, states=states)
             if not self.left and not self.resharded and "scheduler" in self.same:
@@ -151,7 +151,7 @@ def resume_roundtrip(
     then what is loaded is compared with what was saved, as a whole, instead of the steps. So it is with ``save_at=total``, where
     the resumed run only evaluates what it loads, and no run through is needed. ``settings`` are those of ``launch``.
 
-    Raises Incompatible with what differs, LifeFailure if a run fails, UsageProblem for a wrong word.
+    Raises Incompatible with what differs, RunFailedError if a run fails, UsageProblem for a wrong word.
     """
     _check(args=args, resume=resume, same=same, save_at=save_at, total=total, reshard_to=reshard_to, settings=settings)
     where = host or Host.here()
@@ -170,9 +170,9 @@ def resume_roundtrip(
     more = [_filled(argument, {"checkpoint": str(saved[0]["path"])}) for argument in resume]
     try:
         resumed = run(output, *more, **({"world_size": reshard_to} if reshard_to else {}))
-    except LifeFailure as failure:
+    except RunFailedError as failure:
         told = f"the run that was to go on from {saved[0]['path']} failed\n\n{failure}"
-        raise LifeFailure(told, hard=failure.hard) from None
+        raise RunFailedError(told, hard=failure.hard) from None
     trip = RoundTrip(through, stopped, resumed, save_at, total, tuple(same), resharded=bool(reshard_to))
     trip.check()
     return trip
@@ -224,17 +224,17 @@ def _filled(given: str | Path, words: Mapping[str, str]) -> str:
 
 
 def _taken(run: ScriptRun) -> int:
-    return max((moment.index // STRIDE for moment in run.life.moments if moment.verb == "step"), default=0)
+    return max((moment.index // STRIDE for moment in run.trace.moments if moment.verb == "step"), default=0)
 
 
 def _step(run: ScriptRun, nth: int) -> tuple[Moment, ...]:
-    return run.life.at_index((nth + 1) * STRIDE)
+    return run.trace.at_index((nth + 1) * STRIDE)
 
 
 def _at_rest(run: ScriptRun, save_at: int) -> tuple[Moment, ...]:
     """The moments of the save after that step; of a run that did not get there, those of its load."""
-    saved = [m for m in run.life.moments if m.verb == "save" and m.index // STRIDE == save_at]
-    return run.life.at_index(saved[0].index) if saved and not run.life.at("load") else run.life.at("load")
+    saved = [m for m in run.trace.moments if m.verb == "save" and m.index // STRIDE == save_at]
+    return run.trace.at_index(saved[0].index) if saved and not run.trace.at("load") else run.trace.at("load")
 
 
 def _of(what: str, moment: Moment) -> Any:

@@ -22,7 +22,7 @@ PATHS = (
     (r"/[\w./+-]*/lib/python3\.\d+/", "/python/"),
     (r"/[\w./+-]*/src/pytest_distcompat/", "/src/pytest_distcompat/"),
     (r"/[\w./+-]*/tests/report/faulty/", "/faulty/"),
-    (r"/[\w./+-]*/distcompat/lives/", "/tmp/distcompat/lives/"),
+    (r"/[\w./+-]*/distcompat/runs/", "/tmp/distcompat/runs/"),
 )
 NAMES = 5
 TEXT = 900
@@ -33,14 +33,14 @@ def shorten(text: str) -> str:
     for pattern, name in PATHS:
         text = re.sub(pattern, name, text)
     report = Report.from_json(json.loads(text))
-    report.run["settings"]["report"]["value"] = "faulty.json"
+    report.session["settings"]["report"]["value"] = "faulty.json"
     for row in report.rows:
         row.names = [*row.names[:NAMES], *(name for name in row.names[NAMES:] if "key" in name)][: 2 * NAMES]
-    for life in report.lives:
-        for rank in life["ranks"]:
+    for run in report.runs:
+        for rank in run["ranks"]:
             rank |= {part: excerpt(rank[part], TEXT) for part in ("text", "stack", "output")}
     results = [type(result)(**{**vars(result), "message": excerpt(result.message, TEXT)}) for result in report.results]
-    return Report(report.run, results, report.rows, report.lives, report.unreached).to_text()
+    return Report(report.session, results, report.rows, report.runs, report.unreached).to_text()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
   const place = (result) => `${result.nodeid.slice(0, Math.max(0, result.nodeid.lastIndexOf("::test")))}:${result.cell}`;
   const results = new Map(report.results.map((result) => [`${place(result)}:${result.check}`, result]));
   const rows = new Map(report.cells.map((cell) => [`${cell.place}:${cell.cell}`, cell]));
-  const lives = new Map(report.lives.map((life) => [life.id, life]));
+  const runs = new Map(report.runs.map((run) => [run.id, run]));
   const byNode = new Map(report.results.map((result) => [result.nodeid, result]));
 
   // Whatever comes from a test goes through here, as text: never as markup.
@@ -151,19 +151,19 @@
   };
 
   const stories = (row) => {
-    const own = row.lives.map((id) => lives.get(id)).filter(Boolean);
+    const own = row.runs.map((id) => runs.get(id)).filter(Boolean);
     if (!own.length) return;
-    put(dialog, "h3", "Lives");
-    const bad = (life) => life.ending !== "ok";
-    for (const [place, life] of [...own.filter(bad), ...own.filter((one) => !bad(one))].entries()) {
+    put(dialog, "h3", "Runs");
+    const bad = (run) => run.ending !== "ok";
+    for (const [place, run] of [...own.filter(bad), ...own.filter((one) => !bad(one))].entries()) {
       // The first that broke off; there may be many.
-      const details = put(dialog, "details", null, bad(life) && !place ? { open: "" } : {});
+      const details = put(dialog, "details", null, bad(run) && !place ? { open: "" } : {});
       const summary = put(details, "summary");
-      put(summary, "strong", life.name);
-      put(summary, "span", ` ${life.cell}, ${number(life.seconds)} s: `);
-      put(summary, "span", life.ending + (life.verb ? ` in ${life.verb}` : ""), { class: bad(life) ? "bad" : "good" });
-      if (life.message) put(details, "p", life.message);
-      for (const [index, rank] of life.ranks.entries()) {
+      put(summary, "strong", run.name);
+      put(summary, "span", ` ${run.cell}, ${number(run.seconds)} s: `);
+      put(summary, "span", run.ending + (run.verb ? ` in ${run.verb}` : ""), { class: bad(run) ? "bad" : "good" });
+      if (run.message) put(details, "p", run.message);
+      for (const [index, rank] of run.ranks.entries()) {
         const one = put(details, "details", null, index ? {} : { open: "" });
         put(one, "summary", `${rank.rank === null ? "all ranks" : `rank ${rank.rank}`}: ${rank.message}`);
         for (const [part, title] of [["text"], ["collectives"], ["stack", "Stack at the time limit"], ["output", "Last output"]]) {
@@ -171,7 +171,7 @@
           if (rank[part]) put(one, "pre", rank[part]);
         }
       }
-      if (life.command) put(details, "pre", life.command, { class: "command" });
+      if (run.command) put(details, "pre", run.command, { class: "command" });
     }
   };
 
@@ -299,7 +299,7 @@
 
   // ---- timeline
   const timeline = () => {
-    const spans = report.run.timeline || [];
+    const spans = report.session.timeline || [];
     if (!spans.length) return;
     document.getElementById("timeline-section").hidden = false;
     const devices = [...new Set(spans.map((span) => span.device))].sort();
@@ -309,9 +309,9 @@
     const svg = put(document.getElementById("timeline-chart"), "svg", null, { viewBox: `0 0 ${width} ${devices.length * line + 26}`, role: "img", "aria-label": `Who had which of ${devices.length} devices, over ${number(end - begin)} seconds` });
     devices.forEach((device, at) => put(svg, "text", device.length > 24 ? `${device.slice(0, 23)}…` : device, { x: 6, y: at * line + 17 }));
     for (const span of spans) {
-      const result = byNode.get(span.who), life = lives.get(span.who);
-      const bad = result && RED.has(result.status) || life && life.ending !== "ok";
-      const rect = put(svg, "rect", null, { class: `life ${bad ? "bad" : ""}`, x: x(span.begin), y: devices.indexOf(span.device) * line + 3, width: Math.max(1, x(span.end) - x(span.begin)), height: line - 6 });
+      const result = byNode.get(span.who), run = runs.get(span.who);
+      const bad = result && RED.has(result.status) || run && run.ending !== "ok";
+      const rect = put(svg, "rect", null, { class: `run ${bad ? "bad" : ""}`, x: x(span.begin), y: devices.indexOf(span.device) * line + 3, width: Math.max(1, x(span.end) - x(span.begin)), height: line - 6 });
       put(rect, "title", `${span.who}${span.worker ? `, ${span.worker}` : ""}: ${number(span.end - span.begin)} s${bad ? ", ended badly" : ""}`);
       if (result) rect.addEventListener("click", () => open(result));
     }

@@ -7,20 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_distcompat.cell import OPTIONS, Cell
-from pytest_distcompat.checks.accumulation import SINGLE_LIFE
+from pytest_distcompat.checks.accumulation import SINGLE_RUN
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.scenario import REFERENCE_LIFE, RESUME_LIFE, TRAIN_LIFE, Life
+from pytest_distcompat.scenario import REFERENCE_RUN, RESUME_RUN, TRAIN_RUN, Run
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
     CollectiveFact,
     ComputeFact,
     FileFact,
-    LifeTrace,
     ModelFact,
     Moment,
     OptimizerFact,
     ParameterFact,
     PlainFact,
+    RunTrace,
     StateFact,
     StepFact,
     Trace,
@@ -34,13 +34,13 @@ TIED = ("inlet.weight", "head.weight")
 SAVED = (*SHAPES, "head.weight", "scale")
 #: What FSDP cuts out, and what option ``ignored`` leaves out.
 BLOCKS, IGNORED = ("inlet", "outlet"), ("frozen",)
-LIVES = (TRAIN_LIFE, RESUME_LIFE, REFERENCE_LIFE)
+RUNS = (TRAIN_RUN, RESUME_RUN, REFERENCE_RUN)
 
 
 def trace_of(cell: Cell) -> Trace:
-    """The three lives; where gradients are accumulated, a fourth in which they are not."""
-    lives = (*LIVES, SINGLE_LIFE) if cell.option("accumulate") != 1 else LIVES
-    return Trace.of("hand-made", [_life(cell, life) for life in lives])
+    """The three runs; where gradients are accumulated, a fourth in which they are not."""
+    runs = (*RUNS, SINGLE_RUN) if cell.option("accumulate") != 1 else RUNS
+    return Trace.of("hand-made", [_run(cell, run) for run in runs])
 
 
 def live_name(cell: Cell, name: str) -> str:
@@ -56,22 +56,22 @@ def _wrapped_by_compile(cell: Cell) -> bool:
     return cell.option("compile") in {True, "aot_eager"}
 
 
-def _life(cell: Cell, life: Life) -> LifeTrace:
-    there, moments, done = life.cell(cell), [], life.first_step
-    for index, verb in enumerate(life.verbs):
+def _run(cell: Cell, run: Run) -> RunTrace:
+    there, moments, done = run.cell(cell), [], run.first_step
+    for index, verb in enumerate(run.verbs):
         done += verb in {"step", "reference"}
         # The reference speaks for the ranks of the cell.
-        told = cell if life == REFERENCE_LIFE else there
-        moments += [_moment(told, life, index, done, rank) for rank in range(there.world_size)]
-    return LifeTrace(life.name, there.world_size, tuple(moments), cell=there.id)
+        told = cell if run == REFERENCE_RUN else there
+        moments += [_moment(told, run, index, done, rank) for rank in range(there.world_size)]
+    return RunTrace(run.name, there.world_size, tuple(moments), cell=there.id)
 
 
-def _moment(cell: Cell, life: Life, index: int, done: int, rank: int) -> Moment:
-    """``done`` counts the optimizer steps so far; a life that resumes has none of its own until it loaded."""
-    verb = life.verbs[index]
-    if life.after and verb == "build":
+def _moment(cell: Cell, run: Run, index: int, done: int, rank: int) -> Moment:
+    """``done`` counts the optimizer steps so far; a run that resumes has none of its own until it loaded."""
+    verb = run.verbs[index]
+    if run.after and verb == "build":
         done = 0
-    moment = Moment(rank, life.name, verb, index)
+    moment = Moment(rank, run.name, verb, index)
     if verb == "plain":
         return replace(moment, plain=_plain(cell))
     if verb == "files":
@@ -91,10 +91,10 @@ def _moment(cell: Cell, life: Life, index: int, done: int, rank: int) -> Moment:
         # Both factors of the product of two layers.
         eight_bits = 4 if PRECISIONS.get(cell.precision).float8 else 0
         moment = replace(moment, tokens=8 * len(fed), float8=eight_bits * len(fed))
-        if life.first_step or (done != CLOSE and cell.option("accumulate") == 1):
+        if run.first_step or (done != CLOSE and cell.option("accumulate") == 1):
             # Of others the probe sees no single operators.
             moment = replace(moment, float8=0, collectives=())
-        if done > life.first_step + WHOLE:
+        if done > run.first_step + WHOLE:
             # Of later steps the probe reads numbers only.
             return replace(moment, optimizer=OptimizerFact(("AdamW",), 0, groups=optimizer.groups))
     scaler = {"scale": 1024.0} if PRECISIONS.get(cell.precision).scaled else {}

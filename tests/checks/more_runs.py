@@ -1,4 +1,4 @@
-"""Hand-made traces of lives that go on from one another, with digests that compose: for any check, in any cell."""
+"""Hand-made traces of runs that go on from one another, with digests that compose: for any check, in any cell."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tests.checks.sound_lives import shared_by, sharers
+from tests.checks.sound_runs import shared_by, sharers
 
 from pytest_distcompat import digests
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.scenario import Life
+from pytest_distcompat.scenario import Run
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
     FileFact,
-    LifeEnd,
-    LifeTrace,
     ModelFact,
     Moment,
     OptimizerFact,
     ParameterFact,
     PlainFact,
+    RunFailure,
+    RunTrace,
     StateFact,
     Trace,
 )
@@ -52,8 +52,8 @@ class Claims(Driver):
 
 
 def trace_of(cell: Cell, check: str) -> Trace:
-    """What the probes write in the lives of that check when nothing is wrong."""
-    return Trace.of("hand-made", [_life(cell, life) for life in CHECKS.get(check).lives(cell, Claims).lives])
+    """What the probes write in the runs of that check when nothing is wrong."""
+    return Trace.of("hand-made", [_run(cell, run) for run in CHECKS.get(check).runs(cell, Claims).runs])
 
 
 def words(name: str, done: int, numel: int) -> list[int]:
@@ -68,20 +68,20 @@ def digest_of(values: list[int]) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in which life a moment is, and how many steps were taken by then."""
+    """Where in which run a moment is, and how many steps were taken by then."""
 
     cell: Cell
-    life: Life
+    run: Run
     index: int
     done: int
     rank: int
 
     @property
     def verb(self) -> str:
-        return self.life.verbs[self.index]
+        return self.run.verbs[self.index]
 
     def live(self, name: str) -> str:
-        """How a parameter of the plain model is called in this life."""
+        """How a parameter of the plain model is called in this run."""
         front = {"fsdp1": "_fsdp_wrapped_module.", "fsdp2": ""}.get(self.cell.strategy, "module.")
         return front + name
 
@@ -94,16 +94,16 @@ class Place:
         return {"digest": digest_of(own), "numel": len(own)}
 
 
-def _life(cell: Cell, life: Life) -> LifeTrace:
-    there, moments, done, end = life.cell(cell), [], 0, None
-    for index, verb in enumerate(life.verbs):
-        if verb == "load" and life.damage:
+def _run(cell: Cell, run: Run) -> RunTrace:
+    there, moments, done, end = run.cell(cell), [], 0, None
+    for index, verb in enumerate(run.verbs):
+        if verb == "load" and run.damage:
             told = "FileNotFoundError: no such file: 'checkpoint/shard_0.pt'"
-            end = LifeEnd("raised", f"rank 0 raised {told}", f"rank 0 raised {told}\n...", verb, index)
+            end = RunFailure("raised", f"rank 0 raised {told}", f"rank 0 raised {told}\n...", verb, index)
             break
-        done = 20 if verb == "reload" else life.first_step if verb == "load" else done + (verb == "step")
-        moments += [_moment(Place(there, life, index, done, rank)) for rank in range(there.world_size)]
-    return LifeTrace(life.name, there.world_size, tuple(moments), end, there.id)
+        done = 20 if verb == "reload" else run.first_step if verb == "load" else done + (verb == "step")
+        moments += [_moment(Place(there, run, index, done, rank)) for rank in range(there.world_size)]
+    return RunTrace(run.name, there.world_size, tuple(moments), end, there.id)
 
 
 def _moment(place: Place) -> Moment:
@@ -113,14 +113,14 @@ def _moment(place: Place) -> Moment:
     elif place.verb == "files":
         facts["files"] = _files() if place.rank == 0 else ()
     elif place.verb == "damage":
-        facts["files"] = (FileFact("checkpoint/shard_0.pt", "", place.life.damage, ()),) if place.rank == 0 else ()
+        facts["files"] = (FileFact("checkpoint/shard_0.pt", "", place.run.damage, ()),) if place.rank == 0 else ()
     elif place.verb == "evaluate":
         facts["outputs"] = (0.25, -2.0, 1.5)
     else:
         facts |= {"model": _model(place), "optimizer": _optimizer(place), "scheduler": f"last_epoch={place.done}"}
         if place.verb == "step":
             facts["loss"] = 1 / place.done
-    return Moment(place.rank, place.life.name, place.verb, place.index, **facts)
+    return Moment(place.rank, place.run.name, place.verb, place.index, **facts)
 
 
 def _plain(done: int) -> PlainFact:
