@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pytest_distcompat.trace import Moment, ParameterFact, RunTrace, Trace
+from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
 
 #: Steps that are left out in front: allocators, compilers and bucket sizes settle there.
 WARM_UP = 8
@@ -47,17 +47,17 @@ def cost(trace: Trace, device: str = "", run: str = "train") -> Cost | None:
 def _cost(run: RunTrace | None, device: str) -> Cost | None:
     if run is None:
         return None
-    steps = [run.at("step", nth) for nth in range(WARM_UP, len({m.index for m in run.moments if m.verb == "step"}))]
+    steps = [run.at("step", nth) for nth in range(WARM_UP, len({m.index for m in run.snapshots if m.verb == "step"}))]
     if not steps:
         return None
     # A step has taken as long as it took the slowest rank.
-    seconds = statistics.median(max(moment.seconds for moment in moments) for moments in steps)
-    tokens = statistics.mean(moment.tokens for moments in steps for moment in moments)
+    seconds = statistics.median(max(snapshot.seconds for snapshot in snapshots) for snapshots in steps)
+    tokens = statistics.mean(snapshot.tokens for snapshots in steps for snapshot in snapshots)
     rate = tokens / seconds if seconds else 0.0
     peak = next((value for name, value in PEAK.items() if name in device), None)
     first = run.first("plain")
-    size = sum(math.prod(fact.shape) for fact in first.plain.parameters) if first and first.plain else 0
-    memory = max((moment.memory for moments in steps for moment in moments), default=0)
+    size = sum(math.prod(info.shape) for info in first.plain.parameters) if first and first.plain else 0
+    memory = max((snapshot.memory for snapshots in steps for snapshot in snapshots), default=0)
     mfu = 6 * size * rate / peak if peak else None
     return Cost(seconds, rate, memory, state_bytes(run), mfu)
 
@@ -67,27 +67,27 @@ def state_bytes(run: RunTrace, nth: int = 2) -> float:
 
     https://huggingface.co/blog/deepspeed-to-fsdp-and-back: float32 masters and two moments are 12, which few ranks feel.
     """
-    moments, first = run.at("step", nth), run.first("plain")
+    snapshots, first = run.at("step", nth), run.first("plain")
     trained = trained_elements(first.plain.parameters) if first and first.plain else 0
-    held = sum(numel * BYTES.get(dtype, 4) for moment in moments for (_, dtype), numel in kept(moment).items())
+    held = sum(numel * BYTES.get(dtype, 4) for snapshot in snapshots for (_, dtype), numel in kept(snapshot).items())
     return held / trained if trained else 0.0
 
 
-def kept(moment: Moment) -> Mapping[tuple[str, str], int]:
+def kept(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
     """What this rank's optimizer keeps: (``master`` or the state's key, dtype) -> elements. Counts of steps are left out."""
     found: dict[tuple[str, str], int] = {}
-    states = moment.optimizer.states if moment.optimizer else ()
+    states = snapshot.optimizer.states if snapshot.optimizer else ()
     for state in states:
         if state.numel > 1 or state.key != "step":
             found[state.key, state.dtype] = found.get((state.key, state.dtype), 0) + state.numel
     if not any(key == "master" for key, _ in found):
         # No flat copies: what is optimized are the live parameters themselves.
-        for fact in moment.model.parameters if moment.model else ():
-            if fact.held and fact.trainable:
-                found["master", fact.dtype] = found.get(("master", fact.dtype), 0) + fact.local_numel
+        for info in snapshot.model.parameters if snapshot.model else ():
+            if info.held and info.trainable:
+                found["master", info.dtype] = found.get(("master", info.dtype), 0) + info.local_numel
     return found
 
 
-def trained_elements(parameters: tuple[ParameterFact, ...]) -> int:
+def trained_elements(parameters: tuple[ParameterInfo, ...]) -> int:
     """How many elements of the plain model are trained."""
-    return sum(math.prod(fact.shape) for fact in parameters if fact.trainable)
+    return sum(math.prod(info.shape) for info in parameters if info.trainable)

@@ -80,8 +80,8 @@ def _broken_off(check: Check, trace: Trace) -> RunFailure | None:
 
 def _place(run: RunTrace, verb: str, nth: int) -> int:
     """The index of the nth such verb in the run; -1 if no rank got there."""
-    moments = run.at(verb, nth)
-    return moments[0].index if moments else -1
+    snapshots = run.at(verb, nth)
+    return snapshots[0].index if snapshots else -1
 
 
 def _any_end(trace: Trace) -> RunFailure | None:
@@ -112,7 +112,7 @@ def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: 
     if end.verb not in {"plain", "build"}:
         text = f"refused only at {end.verb!r}, after build; expected at build\n{said}\n\n{end.text}"
         return Verdict(check.name, cell.id, "late", text, refusal.reason)
-    built = sorted(moment.rank for run in trace if run.end == end for moment in run.at("build"))
+    built = sorted(snapshot.rank for run in trace if run.end == end for snapshot in run.at("build"))
     if built:
         ranks = ", ".join(map(str, built))
         text = f"refused on some ranks only; built on rank{'s' * (len(built) > 1)} {ranks}\n{said}\n\n{end.text}"

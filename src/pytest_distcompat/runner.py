@@ -19,7 +19,7 @@ from pytest_distcompat.launch import Ending, Launcher, RankEnd, Request
 from pytest_distcompat.launch.request import read_events
 from pytest_distcompat.launch.stacks import without_launcher
 from pytest_distcompat.scenario import Run, Scenario
-from pytest_distcompat.trace import Moment, RunFailure, RunTrace, Trace
+from pytest_distcompat.trace import RunFailure, RunTrace, Snapshot, Trace
 
 #: In a run's directory, written last: how it ended. What its ranks saw, which is much more, is in their logs.
 DONE = "run.json"
@@ -124,7 +124,7 @@ class Runner:
             self._notice(ending.notice)
         trace = run_trace(run.name, ending, there)
         data = {
-            "trace": dataclasses.asdict(dataclasses.replace(trace, moments=())),
+            "trace": dataclasses.asdict(dataclasses.replace(trace, snapshots=())),
             "command": ending.command,
             "seconds": ending.seconds,
             "ranks": told_of_ranks(ending),
@@ -164,14 +164,17 @@ def read_run(directory: Path) -> tuple[RunTrace, str]:
     """A run that is over, and the command that runs it again. Raises FileNotFoundError for one that was broken off."""
     data = json.loads((directory / DONE).read_text(encoding="utf-8"))
     told = data["trace"]
-    seen = _moments({rank: read_events(directory, rank) for rank in range(told["world_size"])})
+    seen = _snapshots({rank: read_events(directory, rank) for rank in range(told["world_size"])})
     end = RunFailure(**told["end"]) if told["end"] else None
-    return RunTrace(**{**told, "moments": seen, "end": end}), data["command"]
+    return RunTrace(**{**told, "snapshots": seen, "end": end}), data["command"]
 
 
-def _moments(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[Moment, ...]:
+def _snapshots(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[Snapshot, ...]:
     return tuple(
-        Moment.from_json(event["moment"]) for said in events.values() for event in said if event["event"] == "moment"
+        Snapshot.from_json(event["snapshot"])
+        for said in events.values()
+        for event in said
+        if event["event"] == "snapshot"
     )
 
 
@@ -189,7 +192,7 @@ def _left(earlier: RunTrace, run: Run) -> bool:
 def run_trace(name: str, ending: Ending, cell: Cell) -> RunTrace:
     """What the ranks wrote, as a trace; and how the run ended, if not well."""
     end = _run_failure(ending) if ending.failed else None
-    return RunTrace(name, cell.world_size, _moments(ending.events), end, cell.id)
+    return RunTrace(name, cell.world_size, _snapshots(ending.events), end, cell.id)
 
 
 def _run_failure(ending: Ending) -> RunFailure:
@@ -197,7 +200,7 @@ def _run_failure(ending: Ending) -> RunFailure:
     events = ending.events.get(ending.cause.rank, ()) if ending.cause else ()
     place: Mapping[str, Any] = {}
     if not any(event["event"] == "done" for event in events):
-        spoken = [event for event in events if event["event"] in {"verb", "moment"}]
+        spoken = [event for event in events if event["event"] in {"verb", "snapshot"}]
         # Only a verb that was begun and not finished was the place.
         place = spoken[-1] if spoken and spoken[-1]["event"] == "verb" else {}
     rank = ending.cause.rank if ending.cause and not ending.launch_error else None

@@ -15,7 +15,7 @@ from pytest_distcompat.decode import decode
 
 
 @dataclass(frozen=True)
-class ParameterFact:
+class ParameterInfo:
     """One live parameter (or buffer) on one rank.
 
     ``kind`` is ``Tensor``, ``DTensor``, ``FSDP1 shard``, ``FlatParameter`` or ``ZeRO-3``; ``shape`` the global shape,
@@ -35,7 +35,7 @@ class ParameterFact:
 
 
 @dataclass(frozen=True)
-class PlainFact:
+class UnwrappedInfo:
     """The model before anything wrapped it: the oracle for names, shapes and what is trainable.
 
     ``blocks`` (of ``block_classes``) are to be wrapped one by one, ``ignored`` to stay whole; 8 bits are for ``linears``.
@@ -43,8 +43,8 @@ class PlainFact:
     cell that the driver speaks: only of these is known what it asks the trainer for.
     """
 
-    parameters: tuple[ParameterFact, ...]
-    buffers: tuple[ParameterFact, ...] = ()
+    parameters: tuple[ParameterInfo, ...]
+    buffers: tuple[ParameterInfo, ...] = ()
     state_dict: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     blocks: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class PlainFact:
 
 
 @dataclass(frozen=True)
-class ModelFact:
+class ModelInfo:
     """The live model on one rank.
 
     ``wrappers`` counts what wraps it (``DDP``, ``FSDP1``, ``FSDP2``, ``DeepSpeedEngine``). ``zero_stage`` is the stage
@@ -70,8 +70,8 @@ class ModelFact:
 
     type: str
     wrappers: Mapping[str, int]
-    parameters: tuple[ParameterFact, ...]
-    buffers: tuple[ParameterFact, ...] = ()
+    parameters: tuple[ParameterInfo, ...]
+    buffers: tuple[ParameterInfo, ...] = ()
     world_size: int = 1
     trainer_world_size: int | None = None
     backend: str = ""
@@ -85,7 +85,7 @@ class ModelFact:
 
 
 @dataclass(frozen=True)
-class StateFact:
+class StateInfo:
     """One tensor (or number) of the optimizer's state: ``exp_avg`` of a parameter or of a flat partition."""
 
     owner: str
@@ -96,7 +96,7 @@ class StateFact:
 
 
 @dataclass(frozen=True)
-class OptimizerFact:
+class OptimizerInfo:
     """The optimizer on one rank: ``chain`` from the outermost wrapper to the torch optimizer that steps.
 
     ``foreign`` counts entries that are no live parameter of the model (a stale optimizer has nothing but these).
@@ -107,15 +107,15 @@ class OptimizerFact:
     chain: tuple[str, ...]
     entries: int
     foreign: int = 0
-    states: tuple[StateFact, ...] = ()
+    states: tuple[StateInfo, ...] = ()
     partitioned: Mapping[str, int] = field(default_factory=dict)
-    masters: tuple[StateFact, ...] = ()
+    masters: tuple[StateInfo, ...] = ()
     accumulates: str = ""
     groups: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
-class StepFact:
+class StepInfo:
     """What the stepping torch optimizer held at the time of a step: the dtypes of masters, their gradients, states.
 
     ``square`` is the sum of the squares of this rank's gradients as the optimizer got them, in float64: after unscaling
@@ -130,7 +130,7 @@ class StepFact:
 
 
 @dataclass(frozen=True)
-class ComputeFact:
+class ComputeInfo:
     """One forward of one leaf module: the dtypes that took part."""
 
     module: str
@@ -140,7 +140,7 @@ class ComputeFact:
 
 
 @dataclass(frozen=True)
-class CollectiveFact:
+class CollectiveInfo:
     """One kind of collective inside a step: how often, in which dtype, how many elements at most in a call.
 
     ``total`` is the number of elements of all calls together.
@@ -154,11 +154,11 @@ class CollectiveFact:
 
 
 @dataclass(frozen=True)
-class FileFact:
+class FileInfo:
     """One saved file: its path relative to the checkpoint, what it holds and under which keys.
 
     ``shapes`` has the global shape of what stands under a key of a model, ``dtypes`` its dtype, where the file tells it;
-    ``digests`` its value, in ``Moment.saved`` only.
+    ``digests`` its value, in ``Snapshot.saved`` only.
     """
 
     path: str
@@ -169,7 +169,7 @@ class FileFact:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
 
-    def renamed(self, name: Callable[[str], str]) -> FileFact:
+    def renamed(self, name: Callable[[str], str]) -> FileInfo:
         """Return the same with ``name(key)`` for each key."""
         return dataclasses.replace(
             self,
@@ -181,7 +181,7 @@ class FileFact:
 
 
 @dataclass(frozen=True)
-class Moment:
+class Snapshot:
     """What one rank's probe saw after one verb.
 
     ``grad_norm`` is what the trainer says, before clipping. ``inputs`` are digests of what the model was fed, one a
@@ -206,23 +206,23 @@ class Moment:
     outputs: tuple[float, ...] = ()
     rng: str = ""
     scaler: Mapping[str, float] = field(default_factory=dict)
-    plain: PlainFact | None = None
-    model: ModelFact | None = None
-    optimizer: OptimizerFact | None = None
+    plain: UnwrappedInfo | None = None
+    model: ModelInfo | None = None
+    optimizer: OptimizerInfo | None = None
     scheduler: str = ""
-    steps: tuple[StepFact, ...] = ()
-    compute: tuple[ComputeFact, ...] = ()
-    collectives: tuple[CollectiveFact, ...] = ()
-    files: tuple[FileFact, ...] = ()
-    saved: tuple[FileFact, ...] = ()
+    steps: tuple[StepInfo, ...] = ()
+    compute: tuple[ComputeInfo, ...] = ()
+    collectives: tuple[CollectiveInfo, ...] = ()
+    files: tuple[FileInfo, ...] = ()
+    saved: tuple[FileInfo, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; ``from_json`` reads it back."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Moment:
-        """The moment that ``to_json`` wrote."""
+    def from_json(cls, data: Mapping[str, Any]) -> Snapshot:
+        """The snapshot that ``to_json`` wrote."""
         return decode(cls, data)
 
 
@@ -249,33 +249,33 @@ class RunTrace:
 
     name: str
     world_size: int
-    moments: tuple[Moment, ...]
+    snapshots: tuple[Snapshot, ...]
     end: RunFailure | None = None
     cell: str = ""
 
-    def at(self, verb: str, nth: int = 0) -> tuple[Moment, ...]:
-        """The moments after the nth such verb, one a rank in rank order; empty if it was never reached."""
-        places = sorted({moment.index for moment in self.moments if moment.verb == verb})
+    def at(self, verb: str, nth: int = 0) -> tuple[Snapshot, ...]:
+        """The snapshots after the nth such verb, one a rank in rank order; empty if it was never reached."""
+        places = sorted({snapshot.index for snapshot in self.snapshots if snapshot.verb == verb})
         if not -len(places) <= nth < len(places):
             return ()
         return self.at_index(places[nth])
 
-    def at_index(self, index: int) -> tuple[Moment, ...]:
-        """The moments after the verb in that place of the run."""
-        return tuple(sorted((m for m in self.moments if m.index == index), key=lambda m: m.rank))
+    def at_index(self, index: int) -> tuple[Snapshot, ...]:
+        """The snapshots after the verb in that place of the run."""
+        return tuple(sorted((m for m in self.snapshots if m.index == index), key=lambda m: m.rank))
 
     @property
     def copies(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that hold a copy of the model among them, for each copy; without hybrid sharding all of them, once."""
-        found = {moment.model.sharers for moment in self.moments if moment.model and moment.model.sharers}
+        found = {snapshot.model.sharers for snapshot in self.snapshots if snapshot.model and snapshot.model.sharers}
         # Whoever holds a model by itself, or none, holds no part of the others' copies.
         rest = tuple(sorted(set(range(self.world_size)) - {rank for ranks in found for rank in ranks}))
         return (*sorted(found), rest) if rest else tuple(sorted(found))
 
-    def first(self, verb: str) -> Moment | None:
+    def first(self, verb: str) -> Snapshot | None:
         """What the lowest rank saw after the first such verb."""
-        moments = self.at(verb)
-        return moments[0] if moments else None
+        snapshots = self.at(verb)
+        return snapshots[0] if snapshots else None
 
 
 @dataclass(frozen=True)

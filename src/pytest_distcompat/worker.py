@@ -14,7 +14,7 @@ from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.places import Places
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import Run
-from pytest_distcompat.trace import Moment
+from pytest_distcompat.trace import Snapshot
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
@@ -89,15 +89,15 @@ class _Rank:
         self.observer.restart()
         self.began = clock.now()
 
-    def _end(self, facts: Mapping[str, Any], seconds: float) -> None:
+    def _end(self, infos: Mapping[str, Any], seconds: float) -> None:
         verb = self.run.verbs[self.index]
-        moment = Moment(self.driver.world.rank, self.run.name, verb, self.index, seconds=seconds, **facts)
-        self.log.write("moment", verb=verb, index=self.index, moment=moment.to_json())
+        snapshot = Snapshot(self.driver.world.rank, self.run.name, verb, self.index, seconds=seconds, **infos)
+        self.log.write("snapshot", verb=verb, index=self.index, snapshot=snapshot.to_json())
         self._begin()
 
     def _own(self) -> None:
-        facts = getattr(self, f"_{self.run.verbs[self.index]}")()
-        self._end(facts, clock.now() - self.began)
+        infos = getattr(self, f"_{self.run.verbs[self.index]}")()
+        self._end(infos, clock.now() - self.began)
 
     def _train(self) -> None:
         """All of the trainer's own verbs up to the next that is not: one call. Files are read in between, by us."""
@@ -134,16 +134,16 @@ class _Rank:
             told = f"the next verb of the plan is {expected!r}" if expected else "the plan is done"
             raise RuntimeError(f"the driver's train() told of {verb!r}; {told}")
         with self.observer.aside():
-            facts = self._look(whole=verb not in STEP_VERBS or self.number < self.run.first_step + WHOLE)
+            infos = self._look(whole=verb not in STEP_VERBS or self.number < self.run.first_step + WHOLE)
         if verb in STEP_VERBS:
             driver = self.driver
-            facts |= {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
-            facts |= {"tokens": int(_number(driver.tokens, "tokens") or 0), **self.observer.facts()}
+            infos |= {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
+            infos |= {"tokens": int(_number(driver.tokens, "tokens") or 0), **self.observer.infos()}
             self.number += 1
         elif verb == "load":
             # A load that trains again reaches the same state: its steps alone tell.
-            facts |= {"steps": tuple(self.observer.steps)}
-        self._end(facts, seconds)
+            infos |= {"steps": tuple(self.observer.steps)}
+        self._end(infos, seconds)
         while self.index < len(self.run.verbs) and self.run.verbs[self.index] == "files":
             # By now all ranks have left ``save``, for they took collective steps since.
             self._own()
@@ -161,11 +161,11 @@ class _Rank:
         from pytest_distcompat.probe import read_plain
 
         driver = self.driver
-        facts = {"plain": read_plain(model, driver.blocks, driver.ignored, driver.options)}
+        infos = {"plain": read_plain(model, driver.blocks, driver.ignored, driver.options)}
         if not self.driver.cell.option("compile"):
             # A hook would break the graph that compile is to see.
             self.observer.attach(model)
-        return facts
+        return infos
 
     def _files(self) -> dict[str, Any]:
         """Rank 0 only; what was exported comes after what was saved."""
@@ -177,16 +177,16 @@ class _Rank:
         found = {"files": read_files(self.places.save_to) + exported}
         if self.driver.cell.option("save_only_model"):
             found["saved"] = read_saved(self.places.save_to)
-        return {what: tuple(fact.renamed(self.driver.saved_name) for fact in facts) for what, facts in found.items()}
+        return {what: tuple(info.renamed(self.driver.saved_name) for info in infos) for what, infos in found.items()}
 
     def _export(self) -> dict[str, Any]:
         if not self.driver.can("export"):
             return {}
         # What was trained: an export that rounds the live model, and then writes it, is to be seen.
-        facts = self._look(whole=True)
+        infos = self._look(whole=True)
         self.places.export.mkdir(parents=True, exist_ok=True)
         self.driver.export(self.places.export)
-        return facts
+        return infos
 
     def _evaluate(self) -> dict[str, Any]:
         from pytest_distcompat.probe import sample
@@ -207,11 +207,11 @@ class _Rank:
             loss = driver.reference(model, self.number, self.places.ranks)
         whole = self.number < WHOLE
         self.number += 1
-        facts = {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
-        facts |= self.observer.facts()
+        infos = {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
+        infos |= self.observer.infos()
         if driver.optimizer is None:
             raise RuntimeError("reference() is to set self.optimizer to the optimizer that it steps, as train() does")
-        return facts | {"optimizer": read_optimizer(model, driver.optimizer, whole=whole)}
+        return infos | {"optimizer": read_optimizer(model, driver.optimizer, whole=whole)}
 
     def _rounded(self) -> dict[str, Any]:
         """Its author was not told of this: that a reference cannot be computed so is no failure, only nothing is known."""

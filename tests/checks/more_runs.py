@@ -16,16 +16,16 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import Run
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
-    FileFact,
-    ModelFact,
-    Moment,
-    OptimizerFact,
-    ParameterFact,
-    PlainFact,
+    FileInfo,
+    ModelInfo,
+    OptimizerInfo,
+    ParameterInfo,
     RunFailure,
     RunTrace,
-    StateFact,
+    Snapshot,
+    StateInfo,
     Trace,
+    UnwrappedInfo,
 )
 
 #: As in ``traces``, but sizes that no number of ranks divides.
@@ -68,7 +68,7 @@ def digest_of(values: list[int]) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in which run a moment is, and how many steps were taken by then."""
+    """Where in which run a snapshot is, and how many steps were taken by then."""
 
     cell: Cell
     run: Run
@@ -95,37 +95,37 @@ class Place:
 
 
 def _run(cell: Cell, run: Run) -> RunTrace:
-    there, moments, done, end = run.cell(cell), [], 0, None
+    there, snapshots, done, end = run.cell(cell), [], 0, None
     for index, verb in enumerate(run.verbs):
         if verb == "load" and run.damage:
             told = "FileNotFoundError: no such file: 'checkpoint/shard_0.pt'"
             end = RunFailure("raised", f"rank 0 raised {told}", f"rank 0 raised {told}\n...", verb, index)
             break
         done = 20 if verb == "reload" else run.first_step if verb == "load" else done + (verb == "step")
-        moments += [_moment(Place(there, run, index, done, rank)) for rank in range(there.world_size)]
-    return RunTrace(run.name, there.world_size, tuple(moments), end, there.id)
+        snapshots += [_snapshot(Place(there, run, index, done, rank)) for rank in range(there.world_size)]
+    return RunTrace(run.name, there.world_size, tuple(snapshots), end, there.id)
 
 
-def _moment(place: Place) -> Moment:
-    facts: dict[str, Any] = {}
+def _snapshot(place: Place) -> Snapshot:
+    infos: dict[str, Any] = {}
     if place.verb in {"plain", "reload"}:
-        facts["plain"] = _plain(place.done)
+        infos["plain"] = _plain(place.done)
     elif place.verb == "files":
-        facts["files"] = _files() if place.rank == 0 else ()
+        infos["files"] = _files() if place.rank == 0 else ()
     elif place.verb == "damage":
-        facts["files"] = (FileFact("checkpoint/shard_0.pt", "", place.run.damage, ()),) if place.rank == 0 else ()
+        infos["files"] = (FileInfo("checkpoint/shard_0.pt", "", place.run.damage, ()),) if place.rank == 0 else ()
     elif place.verb == "evaluate":
-        facts["outputs"] = (0.25, -2.0, 1.5)
+        infos["outputs"] = (0.25, -2.0, 1.5)
     else:
-        facts |= {"model": _model(place), "optimizer": _optimizer(place), "scheduler": f"last_epoch={place.done}"}
+        infos |= {"model": _model(place), "optimizer": _optimizer(place), "scheduler": f"last_epoch={place.done}"}
         if place.verb == "step":
-            facts["loss"] = 1 / place.done
-    return Moment(place.rank, place.run.name, place.verb, place.index, **facts)
+            infos["loss"] = 1 / place.done
+    return Snapshot(place.rank, place.run.name, place.verb, place.index, **infos)
 
 
-def _plain(done: int) -> PlainFact:
+def _plain(done: int) -> UnwrappedInfo:
     parameters = (
-        ParameterFact(
+        ParameterInfo(
             name,
             shape,
             "float32",
@@ -135,37 +135,37 @@ def _plain(done: int) -> PlainFact:
         )
         for name, shape in SHAPES.items()
     )
-    return PlainFact(tuple(parameters), (_scale(),), SAVED, (TIED,))
+    return UnwrappedInfo(tuple(parameters), (_scale(),), SAVED, (TIED,))
 
 
 def _after(name: str, done: int) -> list[int]:
     return words(name, done * (name in TRAINABLE), math.prod(SHAPES[name]))
 
 
-def _scale() -> ParameterFact:
-    return ParameterFact(
+def _scale() -> ParameterInfo:
+    return ParameterInfo(
         "scale", (4,), "float32", False, placement="persistent", local_numel=4, digest=digest_of([1] * 4)
     )
 
 
-def _model(place: Place) -> ModelFact:
+def _model(place: Place) -> ModelInfo:
     strategy = STRATEGIES.get(place.cell.strategy)
     parameters = []
     for name, shape in SHAPES.items():
         part = place.part(name, "", math.prod(shape), split=strategy.shards)
-        fact = ParameterFact(place.live(name), shape, "float32", name in TRAINABLE, strategy.kind)
+        info = ParameterInfo(place.live(name), shape, "float32", name in TRAINABLE, strategy.kind)
         parameters.append(
-            ParameterFact(
-                fact.name,
+            ParameterInfo(
+                info.name,
                 shape,
-                fact.dtype,
-                fact.trainable,
-                fact.kind,
+                info.dtype,
+                info.trainable,
+                info.kind,
                 local_numel=part["numel"],
                 digest=part["digest"],
             )
         )
-    return ModelFact(
+    return ModelInfo(
         "Toy",
         {strategy.wrapper: 1},
         tuple(parameters),
@@ -175,35 +175,35 @@ def _model(place: Place) -> ModelFact:
     )
 
 
-def _optimizer(place: Place) -> OptimizerFact:
+def _optimizer(place: Place) -> OptimizerInfo:
     strategy, groups = STRATEGIES.get(place.cell.strategy), ({"lr": 0.1 * 0.5**place.done, "weight_decay": 0.01},)
     steps = {"digest": digest_of([place.done]), "numel": 1}
-    states: list[StateFact] = []
-    masters: list[StateFact] = []
+    states: list[StateInfo] = []
+    masters: list[StateInfo] = []
     for name in TRAINABLE:
         numel, owner = math.prod(SHAPES[name]), place.live(name)
         for key in ("exp_avg", "exp_avg_sq"):
             part = place.part(name, key, numel, split=strategy.shards or strategy.flat_masters)
-            (masters if strategy.flat_masters else states).append(StateFact(owner, key, "float32", **_as_state(part)))
+            (masters if strategy.flat_masters else states).append(StateInfo(owner, key, "float32", **_as_state(part)))
         if strategy.flat_masters:
             part = place.part(name, "", numel, split=True)
-            masters.append(StateFact(owner, "master", "float32", **_as_state(part)))
+            masters.append(StateInfo(owner, "master", "float32", **_as_state(part)))
         else:
-            states.append(StateFact(owner, "step", "float32", **_as_state(steps)))
+            states.append(StateInfo(owner, "step", "float32", **_as_state(steps)))
     if strategy.flat_masters:
-        states.append(StateFact("partition 0", "step", "float32", **_as_state(steps)))
+        states.append(StateInfo("partition 0", "step", "float32", **_as_state(steps)))
     if not place.done:
-        return OptimizerFact(("AdamW",), 2, groups=groups)
-    return OptimizerFact(("AdamW",), 2, states=tuple(states), masters=tuple(masters), groups=groups)
+        return OptimizerInfo(("AdamW",), 2, groups=groups)
+    return OptimizerInfo(("AdamW",), 2, states=tuple(states), masters=tuple(masters), groups=groups)
 
 
 def _as_state(part: dict[str, Any]) -> dict[str, Any]:
     return {"numel": part["numel"], "digest": part["digest"]}
 
 
-def _files() -> tuple[FileFact, ...]:
+def _files() -> tuple[FileInfo, ...]:
     shapes = {**SHAPES, "head.weight": SHAPES["inlet.weight"]}
     return (
-        FileFact("model.safetensors", "safetensors", "model", SAVED, shapes),
-        FileFact("export/model.safetensors", "safetensors", "model", SAVED, shapes),
+        FileInfo("model.safetensors", "safetensors", "model", SAVED, shapes),
+        FileInfo("export/model.safetensors", "safetensors", "model", SAVED, shapes),
     )

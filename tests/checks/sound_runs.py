@@ -12,18 +12,18 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import REFERENCE_RUN, RESUME_RUN, TRAIN_RUN, Run
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
-    CollectiveFact,
-    ComputeFact,
-    FileFact,
-    ModelFact,
-    Moment,
-    OptimizerFact,
-    ParameterFact,
-    PlainFact,
+    CollectiveInfo,
+    ComputeInfo,
+    FileInfo,
+    ModelInfo,
+    OptimizerInfo,
+    ParameterInfo,
     RunTrace,
-    StateFact,
-    StepFact,
+    Snapshot,
+    StateInfo,
+    StepInfo,
     Trace,
+    UnwrappedInfo,
 )
 from pytest_distcompat.worker import CLOSE, WHOLE
 
@@ -57,49 +57,49 @@ def _wrapped_by_compile(cell: Cell) -> bool:
 
 
 def _run(cell: Cell, run: Run) -> RunTrace:
-    there, moments, done = run.cell(cell), [], run.first_step
+    there, snapshots, done = run.cell(cell), [], run.first_step
     for index, verb in enumerate(run.verbs):
         done += verb in {"step", "reference"}
         # The reference speaks for the ranks of the cell.
         told = cell if run == REFERENCE_RUN else there
-        moments += [_moment(told, run, index, done, rank) for rank in range(there.world_size)]
-    return RunTrace(run.name, there.world_size, tuple(moments), cell=there.id)
+        snapshots += [_snapshot(told, run, index, done, rank) for rank in range(there.world_size)]
+    return RunTrace(run.name, there.world_size, tuple(snapshots), cell=there.id)
 
 
-def _moment(cell: Cell, run: Run, index: int, done: int, rank: int) -> Moment:
+def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapshot:
     """``done`` counts the optimizer steps so far; a run that resumes has none of its own until it loaded."""
     verb = run.verbs[index]
     if run.after and verb == "build":
         done = 0
-    moment = Moment(rank, run.name, verb, index)
+    snapshot = Snapshot(rank, run.name, verb, index)
     if verb == "plain":
-        return replace(moment, plain=_plain(cell))
+        return replace(snapshot, plain=_plain(cell))
     if verb == "files":
-        return replace(moment, files=_files() if rank == 0 else ())
+        return replace(snapshot, files=_files() if rank == 0 else ())
     if verb in {"export", "evaluate"}:
-        return moment
+        return snapshot
     optimizer = _optimizer(cell, done, rank)
     if verb == "reference":
         # The mean of what the ranks say.
         loss = 1 / done + (cell.world_size - 1) / 2
-        step = StepFact("AdamW", ("float32",), ("float32",), ("float32",), square=1.0)
-        return replace(moment, loss=loss, grad_norm=2.0, optimizer=optimizer, steps=(step,))
-    moment = replace(moment, scheduler=f"last_epoch={done}", memory=2**20)
+        step = StepInfo("AdamW", ("float32",), ("float32",), ("float32",), square=1.0)
+        return replace(snapshot, loss=loss, grad_norm=2.0, optimizer=optimizer, steps=(step,))
+    snapshot = replace(snapshot, scheduler=f"last_epoch={done}", memory=2**20)
     if verb == "step":
         fed = tuple(f"batch {done}.{micro} of rank {rank}" for micro in range(_micros(cell, done)))
-        moment = replace(moment, loss=1 / done + rank, grad_norm=2.0, inputs=fed, **_watched(cell, len(fed)))
+        snapshot = replace(snapshot, loss=1 / done + rank, grad_norm=2.0, inputs=fed, **_watched(cell, len(fed)))
         # Both factors of the product of two layers.
         eight_bits = 4 if PRECISIONS.get(cell.precision).float8 else 0
-        moment = replace(moment, tokens=8 * len(fed), float8=eight_bits * len(fed))
+        snapshot = replace(snapshot, tokens=8 * len(fed), float8=eight_bits * len(fed))
         if run.first_step or (done != CLOSE and cell.option("accumulate") == 1):
             # Of others the probe sees no single operators.
-            moment = replace(moment, float8=0, collectives=())
+            snapshot = replace(snapshot, float8=0, collectives=())
         if done > run.first_step + WHOLE:
             # Of later steps the probe reads numbers only.
-            return replace(moment, optimizer=OptimizerFact(("AdamW",), 0, groups=optimizer.groups))
+            return replace(snapshot, optimizer=OptimizerInfo(("AdamW",), 0, groups=optimizer.groups))
     scaler = {"scale": 1024.0} if PRECISIONS.get(cell.precision).scaled else {}
     model = _model(cell, done, rank)
-    return replace(moment, model=model, optimizer=optimizer, rng=f"random after {done}", scaler=scaler)
+    return replace(snapshot, model=model, optimizer=optimizer, rng=f"random after {done}", scaler=scaler)
 
 
 def _micros(cell: Cell, number: int) -> int:
@@ -107,23 +107,23 @@ def _micros(cell: Cell, number: int) -> int:
     return 1 if number % 8 == 0 else int(cell.option("accumulate"))
 
 
-def _plain(cell: Cell) -> PlainFact:
+def _plain(cell: Cell) -> UnwrappedInfo:
     load = PRECISIONS.get(cell.precision).load
     parameters = tuple(
-        ParameterFact(name, shape, load, name in TRAINABLE, local_numel=math.prod(shape))
+        ParameterInfo(name, shape, load, name in TRAINABLE, local_numel=math.prod(shape))
         for name, shape in SHAPES.items()
     )
     ignored = IGNORED if cell.option("ignored") else ()
-    return PlainFact(
+    return UnwrappedInfo(
         parameters, (_scale(),), SAVED, (TIED,), blocks=BLOCKS, ignored=ignored, linears=3, obeyed=tuple(OPTIONS)
     )
 
 
-def _scale() -> ParameterFact:
-    return ParameterFact("scale", (4,), "float32", False, placement="persistent", local_numel=4, digest="scale")
+def _scale() -> ParameterInfo:
+    return ParameterInfo("scale", (4,), "float32", False, placement="persistent", local_numel=4, digest="scale")
 
 
-def _model(cell: Cell, done: int, rank: int) -> ModelFact:
+def _model(cell: Cell, done: int, rank: int) -> ModelInfo:
     strategy = STRATEGIES.get(cell.strategy)
     precision = PRECISIONS.get(cell.precision)
     row = strategy.dtypes(precision)
@@ -131,20 +131,20 @@ def _model(cell: Cell, done: int, rank: int) -> ModelFact:
     for name, shape in SHAPES.items():
         train = name in TRAINABLE
         storage = row.storage if train else precision.load
-        fact = ParameterFact(live_name(cell, name), shape, storage, train, strategy.kind, held=int(train))
+        info = ParameterInfo(live_name(cell, name), shape, storage, train, strategy.kind, held=int(train))
         shards = strategy.shards and not (cell.option("ignored") and name.partition(".")[0] in IGNORED)
         part = f" of rank {rank % shared_by(cell)}" if shards else ""
-        fact = replace(
-            fact,
+        info = replace(
+            info,
             kind=strategy.kind if shards or strategy.kind != "DTensor" else "Tensor",
             local_numel=math.prod(shape) // (shared_by(cell) if shards else 1),
             digest=f"{name} after {done * train}{part}",
         )
-        parameters.append(replace(fact, held=None) if strategy.flat_masters else fact)
+        parameters.append(replace(info, held=None) if strategy.flat_masters else info)
     wrappers = {strategy.wrapper: 1, **({"OptimizedModule": 1} if _wrapped_by_compile(cell) else {})}
     blocks = tuple(live_name(cell, block) for block in BLOCKS)
     how = cell.option("compile")
-    return ModelFact(
+    return ModelInfo(
         "Toy",
         wrappers,
         tuple(parameters),
@@ -172,14 +172,14 @@ def sharers(cell: Cell, rank: int) -> tuple[int, ...]:
     return tuple(range(first, first + shared_by(cell)))
 
 
-def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerFact:
+def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerInfo:
     strategy = STRATEGIES.get(cell.strategy)
     row = strategy.dtypes(PRECISIONS.get(cell.precision))
     names = [live_name(cell, name) for name in TRAINABLE]
     owners, numel = (["partition 0"], 16) if strategy.flat_masters else (names, 8)
     split = shared_by(cell) if strategy.flat_masters or strategy.shards else 1
     states = [
-        StateFact(
+        StateInfo(
             owner,
             key,
             row.state,
@@ -191,7 +191,7 @@ def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerFact:
         if done
     ]
     partitioned = dict.fromkeys(names, 8 // cell.world_size) if strategy.flat_masters else {}
-    return OptimizerFact(("AdamW",), len(owners), states=tuple(states), partitioned=partitioned, groups=({"lr": 0.1},))
+    return OptimizerInfo(("AdamW",), len(owners), states=tuple(states), partitioned=partitioned, groups=({"lr": 0.1},))
 
 
 def _watched(cell: Cell, micros: int) -> dict[str, Any]:
@@ -200,24 +200,24 @@ def _watched(cell: Cell, micros: int) -> dict[str, Any]:
     reduction = "reduce_scatter_base" if strategy.shards else "allreduce"
     backwards = micros if strategy.reduces_each_micro_batch else 1
     collectives = (
-        CollectiveFact(
+        CollectiveInfo(
             reduction, "float32" if cell.option("reduce_dtype") == "fp32" else row.reduce, backwards, 16, 16 * backwards
         ),
         # What is no gradient and must not be taken for one: a norm, a flag, gathered parameters.
-        CollectiveFact("allreduce", "float64", 1, 1, 1),
-        CollectiveFact("allreduce", "int64", 1, 16, 16),
-        CollectiveFact("allgather_base", "float16", 1, 16, 16),
+        CollectiveInfo("allreduce", "float64", 1, 1, 1),
+        CollectiveInfo("allreduce", "int64", 1, 16, 16),
+        CollectiveInfo("allgather_base", "float16", 1, 16, 16),
     )
-    compute = () if cell.option("compile") else (ComputeFact("inlet", row.storage, row.compute, row.compute),)
+    compute = () if cell.option("compile") else (ComputeInfo("inlet", row.storage, row.compute, row.compute),)
     together = strategy.shards or strategy.flat_masters
     # Clipped to 1.
     square = 1 / (shared_by(cell) if together else 1)
-    step = StepFact("AdamW", (row.master,), (row.gradient,), (row.state,), square=square)
+    step = StepInfo("AdamW", (row.master,), (row.gradient,), (row.state,), square=square)
     return {"steps": (step,), "compute": compute, "collectives": collectives}
 
 
-def _files() -> tuple[FileFact, ...]:
+def _files() -> tuple[FileInfo, ...]:
     return (
-        FileFact("model.safetensors", "safetensors", "model", SAVED, {**SHAPES, "head.weight": (4, 2)}),
-        FileFact("optimizer.bin", "torch", "optimizer", TRAINABLE),
+        FileInfo("model.safetensors", "safetensors", "model", SAVED, {**SHAPES, "head.weight": (4, 2)}),
+        FileInfo("optimizer.bin", "torch", "optimizer", TRAINABLE),
     )

@@ -10,24 +10,24 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.trace import CollectiveFact, StepFact
+from pytest_distcompat.trace import CollectiveInfo, StepInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound
 
-    from pytest_distcompat.trace import Moment
+    from pytest_distcompat.trace import Snapshot
 
 ONCE = tuple(f"{one}-fp32-w2-accumulate_2" for one in ("ddp", "fsdp1", "fsdp2", "zero0", "zero1"))
 EACH = tuple(f"{one}-fp32-w2-accumulate_2" for one in ("zero2", "zero3"))
 
 
-def reduced(elements: int, calls: int = 1, dtype: str = "float32") -> dict[str, tuple[CollectiveFact, ...]]:
-    return {"collectives": (CollectiveFact("allreduce", dtype, calls, elements // calls or 1, elements),)}
+def reduced(elements: int, calls: int = 1, dtype: str = "float32") -> dict[str, tuple[CollectiveInfo, ...]]:
+    return {"collectives": (CollectiveInfo("allreduce", dtype, calls, elements // calls or 1, elements),)}
 
 
 @pytest.mark.parametrize("cell", ONCE)
 def test_reduced_after_each_micro_batch(sound: Sound, cell: str) -> None:
-    story = sound(cell).moment("step", reduced(32, 2), nth=1, rank=1)
+    story = sound(cell).snapshot("step", reduced(32, 2), nth=1, rank=1)
     assert story.findings("accumulation") == [
         "step 2: rank 1: 32 elements of gradients were reduced; expected 16 with one micro-batch"
     ]
@@ -35,7 +35,7 @@ def test_reduced_after_each_micro_batch(sound: Sound, cell: str) -> None:
 
 @pytest.mark.parametrize("cell", EACH)
 def test_reduced_once_though_gradients_are_partitioned(sound: Sound, cell: str) -> None:
-    story = sound(cell).moment("step", reduced(16), nth=0, rank=0)
+    story = sound(cell).snapshot("step", reduced(16), nth=0, rank=0)
     assert story.findings("accumulation") == [
         "step 1: rank 0: 16 elements of gradients were reduced; expected 2 times 16, once a micro-batch"
     ]
@@ -43,17 +43,17 @@ def test_reduced_once_though_gradients_are_partitioned(sound: Sound, cell: str) 
 
 @pytest.mark.parametrize("cell", [*ONCE, *EACH])
 def test_an_incomplete_step_at_the_end_of_an_epoch_is_not_reduced(sound: Sound, cell: str) -> None:
-    story = sound(cell).moment("step", {"collectives": ()}, nth=7, rank=0)
+    story = sound(cell).snapshot("step", {"collectives": ()}, nth=7, rank=0)
     assert story.findings("accumulation") == [
         "step 8: rank 0: 0 elements of gradients were reduced; expected 16 with one micro-batch"
     ]
 
 
 def test_norms_flags_and_padding_are_no_gradients(sound: Sound) -> None:
-    def more(moment: Moment) -> Moment:
-        norm, flag = CollectiveFact("allreduce", "float32", 9, 1, 9), CollectiveFact("allreduce", "int64", 1, 16, 16)
-        few = CollectiveFact("allreduce", "float32", 1, 3, 3)
-        return replace(moment, collectives=(*moment.collectives, norm, flag, few))
+    def more(snapshot: Snapshot) -> Snapshot:
+        norm, flag = CollectiveInfo("allreduce", "float32", 9, 1, 9), CollectiveInfo("allreduce", "int64", 1, 16, 16)
+        few = CollectiveInfo("allreduce", "float32", 1, 3, 3)
+        return replace(snapshot, collectives=(*snapshot.collectives, norm, flag, few))
 
     assert sound("ddp-fp32-w2-accumulate_4").alter(more, verb="step").findings("accumulation") == []
 
@@ -70,28 +70,28 @@ def test_norms_flags_and_padding_are_no_gradients(sound: Sound) -> None:
 )
 @pytest.mark.parametrize("cell", ONCE)
 def test_what_is_fed(sound: Sound, cell: str, fed: tuple[str, ...], nth: int, finding: str) -> None:
-    assert sound(cell).moment("step", {"inputs": fed}, nth=nth, rank=0).findings("accumulation") == [finding]
+    assert sound(cell).snapshot("step", {"inputs": fed}, nth=nth, rank=0).findings("accumulation") == [finding]
 
 
 def test_an_epoch_may_end_anywhere_but_at_its_beginning(sound: Sound) -> None:
-    assert sound("ddp-fp32-w2-accumulate_4").moment("step", {"inputs": ("a",)}, nth=3).findings("accumulation") == []
+    assert sound("ddp-fp32-w2-accumulate_4").snapshot("step", {"inputs": ("a",)}, nth=3).findings("accumulation") == []
 
 
 @pytest.mark.parametrize("cell", [*ONCE, *EACH])
 @pytest.mark.parametrize("times", [0, 2])
 def test_the_optimizer_steps_once(sound: Sound, cell: str, times: int) -> None:
-    step = StepFact("AdamW", ("float32",), ("float32",), ("float32",))
-    story = sound(cell).moment("step", {"steps": (step,) * times}, nth=12, rank=1)
+    step = StepInfo("AdamW", ("float32",), ("float32",), ("float32",))
+    story = sound(cell).snapshot("step", {"steps": (step,) * times}, nth=12, rank=1)
     assert story.findings("accumulation") == [
         f"step 13: rank 1: the optimizer stepped {times} times; 1 with one micro-batch"
     ]
 
 
 def test_two_optimizers_step_once_each(sound: Sound) -> None:
-    step = StepFact("AdamW", ("float32",), ("float32",), ("float32",))
+    step = StepInfo("AdamW", ("float32",), ("float32",), ("float32",))
     story = sound("ddp-fp32-w2-accumulate_2")
     for run in ("train", "single"):
-        story = story.moment("step", {"steps": (step, step)}, run=run)
+        story = story.snapshot("step", {"steps": (step, step)}, run=run)
     assert story.findings("accumulation") == []
 
 
@@ -99,10 +99,10 @@ def test_two_optimizers_step_once_each(sound: Sound) -> None:
 def test_in_a_compiled_graph_nobody_sees_what_is_fed(sound: Sound, strategy: str) -> None:
     story = sound(f"{strategy}-fp32-w2-accumulate_2-compile")
     for run in ("train", "single"):
-        story = story.moment("step", {"inputs": ()}, run=run)
+        story = story.snapshot("step", {"inputs": ()}, run=run)
     assert story.findings("accumulation") == []
     expected = "16 with one micro-batch" if strategy == "ddp" else "2 times 16, once a micro-batch"
-    assert story.moment("step", reduced(48), nth=2, rank=0).findings("accumulation") == [
+    assert story.snapshot("step", reduced(48), nth=2, rank=0).findings("accumulation") == [
         f"step 3: rank 0: 48 elements of gradients were reduced; expected {expected}"
     ]
 
@@ -110,7 +110,7 @@ def test_in_a_compiled_graph_nobody_sees_what_is_fed(sound: Sound, strategy: str
 def test_one_rank_alone_reduces_nothing(sound: Sound) -> None:
     story = sound("ddp-fp32-w1-accumulate_2")
     for run in ("train", "single"):
-        story = story.moment("step", {"collectives": ()}, run=run)
+        story = story.snapshot("step", {"collectives": ()}, run=run)
     assert story.findings("accumulation") == []
 
 

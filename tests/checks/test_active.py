@@ -10,7 +10,7 @@ import pytest
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import CollectiveFact, Moment, PlainFact
+from pytest_distcompat.trace import CollectiveInfo, Snapshot, UnwrappedInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound
@@ -121,7 +121,7 @@ def test_no_live_parameter_at_all(sound: Sound) -> None:
 
 
 def test_no_model(sound: Sound) -> None:
-    assert sound("ddp-fp32-w2").moment("build", {"model": None}, rank=1).findings("active") == [
+    assert sound("ddp-fp32-w2").snapshot("build", {"model": None}, rank=1).findings("active") == [
         "rank 1: no model after build; the driver must set self.model",
         "all ranks together store 1.00 copies of the parameters; expected 2, one a rank",
     ]
@@ -162,9 +162,9 @@ def test_zero3_may_pad_its_shards(sound: Sound) -> None:
     assert story.findings("active") == []
 
 
-@pytest.mark.parametrize("plain", [None, PlainFact(())])
-def test_no_plain_model_to_compare_with(sound: Sound, plain: PlainFact | None) -> None:
-    story = sound("ddp-fp32-w2").moment("plain", {"plain": plain})
+@pytest.mark.parametrize("plain", [None, UnwrappedInfo(())])
+def test_no_plain_model_to_compare_with(sound: Sound, plain: UnwrappedInfo | None) -> None:
+    story = sound("ddp-fp32-w2").snapshot("plain", {"plain": plain})
     assert story.findings("active") == ["the plain model has no parameters, or was not seen"]
 
 
@@ -173,28 +173,28 @@ def test_no_plain_model_to_compare_with(sound: Sound, plain: PlainFact | None) -
     [
         ("ddp-fp32-w2", (), "none"),
         # A sum of one element is a norm or a count.
-        ("ddp-fp32-w2", (CollectiveFact("allreduce", "float32", 3, 1),), "allreduce"),
-        ("fsdp2-fp32-w2", (CollectiveFact("allgather_base", "float32", 3, 16),), "allgather_base"),
-        ("zero3-fp32-w2", (CollectiveFact("allgather_base", "float32", 3, 16),), "allgather_base"),
+        ("ddp-fp32-w2", (CollectiveInfo("allreduce", "float32", 3, 1),), "allreduce"),
+        ("fsdp2-fp32-w2", (CollectiveInfo("allgather_base", "float32", 3, 16),), "allgather_base"),
+        ("zero3-fp32-w2", (CollectiveInfo("allgather_base", "float32", 3, 16),), "allgather_base"),
     ],
 )
-def test_gradients_must_be_reduced(sound: Sound, cell: str, collectives: tuple[CollectiveFact, ...], seen: str) -> None:
-    story = sound(cell).moment("step", {"collectives": collectives}, nth=2, rank=1)
+def test_gradients_must_be_reduced(sound: Sound, cell: str, collectives: tuple[CollectiveInfo, ...], seen: str) -> None:
+    story = sound(cell).snapshot("step", {"collectives": collectives}, nth=2, rank=1)
     assert story.findings("active") == [
         f"rank 1: no gradient was reduced in a step (collectives seen: {seen}); ranks train on their own"
     ]
 
 
 def test_what_is_reduced_must_be_about_as_large_as_the_model(sound: Sound) -> None:
-    flags = (CollectiveFact("allreduce", "int64", 9, 16), CollectiveFact("allreduce", "float32", 9, 1))
-    story = sound("zero1-fp32-w2").moment("step", {"collectives": flags}, nth=2, rank=0)
+    flags = (CollectiveInfo("allreduce", "int64", 9, 16), CollectiveInfo("allreduce", "float32", 9, 1))
+    story = sound("zero1-fp32-w2").snapshot("step", {"collectives": flags}, nth=2, rank=0)
     assert story.findings("active") == [
         "rank 0: only 0 elements were reduced in a step, of 16 trainable ones; that is no gradient, ranks train on their own"
     ]
 
 
 def test_one_rank_alone_reduces_nothing(sound: Sound) -> None:
-    assert sound("ddp-fp32-w1").moment("step", {"collectives": ()}).findings("active") == []
+    assert sound("ddp-fp32-w1").snapshot("step", {"collectives": ()}).findings("active") == []
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "zero1-fp32-w2"])
@@ -227,13 +227,15 @@ def test_as_many_copies_of_shards_as_asked(sound: Sound) -> None:
         ["shards are in 2 copies (ranks 0, 1; ranks 2, 3); expected 1"],
     ]
     # Whose driver does not speak of it may have copies.
-    quiet = others[1].alter(lambda moment: replace(moment, plain=moment.plain and replace(moment.plain, obeyed=())))
+    quiet = others[1].alter(
+        lambda snapshot: replace(snapshot, plain=snapshot.plain and replace(snapshot.plain, obeyed=()))
+    )
     assert quiet.findings("active") == []
     alone = sound("fsdp2-fp32-w2").alter(
-        lambda moment: replace(
-            moment,
-            plain=moment.plain and replace(moment.plain, obeyed=()),
-            model=moment.model and replace(moment.model, sharers=(moment.rank,)),
+        lambda snapshot: replace(
+            snapshot,
+            plain=snapshot.plain and replace(snapshot.plain, obeyed=()),
+            model=snapshot.model and replace(snapshot.model, sharers=(snapshot.rank,)),
         )
     )
     assert alone.findings("active")[0] == "shards are in 2 copies (rank 0; rank 1); expected 1, of several ranks"
@@ -268,8 +270,8 @@ def test_silence_is_no_proof(sound: Sound, verb: str, nth: int, finding: str) ->
 
 
 def test_all_ranks_silent(sound: Sound) -> None:
-    def nothing(moment: Moment) -> Moment | None:
-        return moment if moment.verb == "plain" else None
+    def nothing(snapshot: Snapshot) -> Snapshot | None:
+        return snapshot if snapshot.verb == "plain" else None
 
     assert sound("ddp-fp32-w2").alter(nothing).findings("active") == [
         "rank 0, 1: no report after build",
@@ -279,8 +281,8 @@ def test_all_ranks_silent(sound: Sound) -> None:
 
 
 def test_findings_alike_are_one(sound: Sound) -> None:
-    def double(moment: Moment) -> Moment:
-        return replace(moment, rank=0, model=moment.model and replace(moment.model, zero_stage=1))
+    def double(snapshot: Snapshot) -> Snapshot:
+        return replace(snapshot, rank=0, model=snapshot.model and replace(snapshot.model, zero_stage=1))
 
     found = sound("ddp-fp32-w2").alter(double, verb="build").findings("active")
     assert found == ["rank 1: no report after build", "rank 0: ZeRO stage 1 is running; expected None"]

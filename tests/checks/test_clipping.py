@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.trace import StepFact
+from pytest_distcompat.trace import StepInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound
@@ -67,15 +67,15 @@ def test_only_the_first_step_that_is_off_is_told(sound: Sound) -> None:
 def test_a_model_that_rounds_more_than_ours(sound: Sound) -> None:
     story = sound("ddp-bf16_mixed-w2").stepped({"square": 1.1**2}, verb="step", nth=3)
     exact = story.trace.run("reference")
-    moments = tuple(
+    snapshots = tuple(
         replace(
-            moment,
-            verb=moment.verb.replace("reference", "rounded"),
-            steps=tuple(replace(s, square=1.06**2) for s in moment.steps),
+            snapshot,
+            verb=snapshot.verb.replace("reference", "rounded"),
+            steps=tuple(replace(s, square=1.06**2) for s in snapshot.steps),
         )
-        for moment in exact.moments
+        for snapshot in exact.snapshots
     )
-    runs = {**story.trace.runs, "rounded": replace(exact, name="rounded", moments=moments)}
+    runs = {**story.trace.runs, "rounded": replace(exact, name="rounded", snapshots=snapshots)}
     assert story.findings("clipping") != []
     assert replace(story, trace=replace(story.trace, runs=runs)).findings("clipping") == []
 
@@ -91,12 +91,12 @@ def test_the_precision_says_how_far_off_is_too_far(sound: Sound) -> None:
 
 
 def test_several_optimizers_are_one_gradient(sound: Sound) -> None:
-    half = StepFact("AdamW", ("float32",), ("float32",), ("float32",), square=0.5)
-    assert sound("ddp-fp32-w2").moment("step", {"steps": (half, half)}).findings("clipping") == []
+    half = StepInfo("AdamW", ("float32",), ("float32",), ("float32",), square=0.5)
+    assert sound("ddp-fp32-w2").snapshot("step", {"steps": (half, half)}).findings("clipping") == []
 
 
 def test_no_step_is_no_gradient(sound: Sound) -> None:
-    story = sound("fsdp2-fp32-w2").moment("step", {"steps": ()}, nth=0)
+    story = sound("fsdp2-fp32-w2").snapshot("step", {"steps": ()}, nth=0)
     assert story.findings("clipping") == [
         "step 1: all ranks together: the gradients that the optimizer gets have norm 0; 1 in the reference (2e-04 allowed)"
     ]

@@ -18,32 +18,32 @@ CELLS = ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2", "zero3-fp32-w2")
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("nth", [0, 4])
 def test_the_same_data_on_two_ranks(sound: Sound, cell: str, nth: int) -> None:
-    story = sound(cell).moment("step", {"inputs": (f"batch {nth + 1}.0 of rank 0",)}, nth=nth)
+    story = sound(cell).snapshot("step", {"inputs": (f"batch {nth + 1}.0 of rank 0",)}, nth=nth)
     if nth > 2:
-        story = story.moment("step", {"inputs": (f"batch {nth + 1}.0 of rank 0",)}, run="resume", nth=nth - 3)
+        story = story.snapshot("step", {"inputs": (f"batch {nth + 1}.0 of rank 0",)}, run="resume", nth=nth - 3)
     assert story.findings("data") == [f"ranks 0 and 1 are fed the same batch in step {nth + 1}"]
 
 
 def test_one_of_several_micro_batches(sound: Sound) -> None:
     fed = ("batch 2.0 of rank 3", "batch 2.0 of rank 1")
-    story = sound("ddp-fp32-w4-accumulate_2").moment("step", {"inputs": fed}, nth=1, rank=3)
+    story = sound("ddp-fp32-w4-accumulate_2").snapshot("step", {"inputs": fed}, nth=1, rank=3)
     assert story.findings("data") == ["ranks 1 and 3 are fed the same batch in step 2"]
 
 
 def test_a_later_step_may_have_what_an_earlier_one_had(sound: Sound) -> None:
     # Another epoch, or a data set with doubles.
-    story = sound("ddp-fp32-w2").moment("step", {"inputs": ("batch 1.0 of rank 0",)}, nth=1, rank=1)
+    story = sound("ddp-fp32-w2").snapshot("step", {"inputs": ("batch 1.0 of rank 0",)}, nth=1, rank=1)
     assert story.findings("data") == []
 
 
 def test_nothing_was_fed(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").moment("step", {"inputs": ()}, nth=1, rank=1)
+    story = sound("ddp-fp32-w2").snapshot("step", {"inputs": ()}, nth=1, rank=1)
     assert story.findings("data") == ["rank 1: the model was fed nothing in step 2"]
 
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_random_numbers_begin_anew(sound: Sound, cell: str) -> None:
-    story = sound(cell).moment("load", {"rng": "seeded"}, run="resume", rank=1)
+    story = sound(cell).snapshot("load", {"rng": "seeded"}, run="resume", rank=1)
     assert story.findings("data") == ["rank 1: torch's random state after the load is another than at the save"]
 
 
@@ -53,7 +53,7 @@ def test_the_epoch_begins_anew(sound: Sound, cell: str) -> None:
     for nth in (0, 1):
         for rank in (0, 1):
             fed = {"inputs": (f"batch {nth + 1}.0 of rank {rank}",)}
-            story = story.moment("step", fed, run="resume", nth=nth, rank=rank)
+            story = story.snapshot("step", fed, run="resume", nth=nth, rank=rank)
     assert story.findings("data") == [
         f"rank {rank}: step {nth} after the load is fed other data than in the run that never stopped"
         for nth in (1, 2)
@@ -63,7 +63,7 @@ def test_the_epoch_begins_anew(sound: Sound, cell: str) -> None:
 
 def test_micro_batches_in_another_order(sound: Sound) -> None:
     fed = ("batch 4.1 of rank 0", "batch 4.0 of rank 0")
-    story = sound("fsdp1-fp32-w2-accumulate_2").moment("step", {"inputs": fed}, run="resume", nth=0, rank=0)
+    story = sound("fsdp1-fp32-w2-accumulate_2").snapshot("step", {"inputs": fed}, run="resume", nth=0, rank=0)
     assert story.findings("data") == [
         "rank 0: step 1 after the load is fed other data than in the run that never stopped"
     ]

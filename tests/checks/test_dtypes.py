@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.trace import CollectiveFact, ComputeFact, StepFact
+from pytest_distcompat.trace import CollectiveInfo, ComputeInfo, StepInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound
@@ -95,8 +95,8 @@ def test_buffers(sound: Sound, cell: str, found: str, expected: str) -> None:
     ],
 )
 def test_compute(sound: Sound, cell: str, outputs: tuple[str, ...], text: str) -> None:
-    facts = tuple(ComputeFact("inlet", "float32", "float32", output) for output in outputs)
-    story = sound(cell).moment("step", {"compute": facts}, nth=2, rank=0)
+    infos = tuple(ComputeInfo("inlet", "float32", "float32", output) for output in outputs)
+    story = sound(cell).snapshot("step", {"compute": infos}, nth=2, rank=0)
     assert story.findings("dtypes") == [f"rank 0: matrix products ran in {text}"]
 
 
@@ -115,7 +115,7 @@ def test_compute(sound: Sound, cell: str, outputs: tuple[str, ...], text: str) -
 )
 def test_gradients_on_the_wire(sound: Sound, cell: str, op: str, found: str, expected: str) -> None:
     assert sound(cell).findings("dtypes") == []
-    story = sound(cell).moment("step", {"collectives": (CollectiveFact(op, found, 1, 16),)}, nth=2, rank=1)
+    story = sound(cell).snapshot("step", {"collectives": (CollectiveInfo(op, found, 1, 16),)}, nth=2, rank=1)
     assert story.findings("dtypes") == [f"rank 1: gradients were reduced in {found}; expected {expected}"]
 
 
@@ -123,13 +123,13 @@ def test_gradients_on_the_wire(sound: Sound, cell: str, op: str, found: str, exp
 def test_who_was_not_asked_what_gradients_travel_in_may_take_more(sound: Sound, found: str, sound_then: bool) -> None:
     """Lightning's Fabric puts autocast around FSDP2, whose parameters, and so gradients, are float32 then."""
     story = sound("fsdp2-bf16_mixed-w2")
-    story = story.moment("step", {"collectives": (CollectiveFact("reduce_scatter_base", found, 1, 16),)}, nth=2)
+    story = story.snapshot("step", {"collectives": (CollectiveInfo("reduce_scatter_base", found, 1, 16),)}, nth=2)
     assert story.findings("dtypes")
     told = story.alter(
-        lambda moment: replace(moment, plain=moment.plain and replace(moment.plain, obeyed=("compile",)))
+        lambda snapshot: replace(snapshot, plain=snapshot.plain and replace(snapshot.plain, obeyed=("compile",)))
     )
     assert (told.findings("dtypes") == []) == sound_then
-    nothing = told.moment("step", {"collectives": ()}, nth=2, rank=0).findings("dtypes")
+    nothing = told.snapshot("step", {"collectives": ()}, nth=2, rank=0).findings("dtypes")
     assert nothing[0] == "rank 0: gradients were reduced in nothing; expected bfloat16"
 
 
@@ -140,22 +140,22 @@ def test_metrics_are_no_gradients(sound: Sound, cell: str, numel: int) -> None:
     story = sound(cell)
     sent = next(iter(story.trace.run().at("step", 2))).collectives
     for dtype in ("float32", "bfloat16", "float64"):
-        metric = CollectiveFact("allreduce", dtype, 5, numel)
-        assert story.moment("step", {"collectives": (*sent, metric)}, nth=2).findings("dtypes") == []
+        metric = CollectiveInfo("allreduce", dtype, 5, numel)
+        assert story.snapshot("step", {"collectives": (*sent, metric)}, nth=2).findings("dtypes") == []
 
 
 def test_without_a_plain_model_all_but_flags_are_gradients(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").without("plain")
     assert story.findings("dtypes") == []
-    metric = CollectiveFact("allreduce", "bfloat16", 1, 2)
-    assert story.moment("step", {"collectives": (metric,)}, nth=2, rank=0).findings("dtypes") == [
+    metric = CollectiveInfo("allreduce", "bfloat16", 1, 2)
+    assert story.snapshot("step", {"collectives": (metric,)}, nth=2, rank=0).findings("dtypes") == [
         "rank 0: gradients were reduced in bfloat16; expected float32"
     ]
 
 
 def test_one_rank_alone_sends_nothing(sound: Sound) -> None:
-    assert sound("ddp-fp32-w1").moment("step", {"collectives": ()}).findings("dtypes") == []
-    assert sound("ddp-fp32-w2").moment("step", {"collectives": ()}).findings("dtypes") == [
+    assert sound("ddp-fp32-w1").snapshot("step", {"collectives": ()}).findings("dtypes") == []
+    assert sound("ddp-fp32-w2").snapshot("step", {"collectives": ()}).findings("dtypes") == [
         "rank 0: gradients were reduced in nothing; expected float32",
         "rank 1: gradients were reduced in nothing; expected float32",
     ]
@@ -183,9 +183,9 @@ def test_two_dtypes_in_one_optimizer(sound: Sound) -> None:
 
 
 def test_every_step_in_a_step_counts(sound: Sound) -> None:
-    good = StepFact("AdamW", ("float32",), ("float32",), ("float32",))
-    other = StepFact("SGD", ("bfloat16",), ("float32",), ("float32",))
-    story = sound("ddp-bf16_mixed-w2").moment("step", {"steps": (good, other)}, nth=2, rank=0)
+    good = StepInfo("AdamW", ("float32",), ("float32",), ("float32",))
+    other = StepInfo("SGD", ("bfloat16",), ("float32",), ("float32",))
+    story = sound("ddp-bf16_mixed-w2").snapshot("step", {"steps": (good, other)}, nth=2, rank=0)
     assert story.findings("dtypes") == ["rank 0: SGD updates bfloat16 masters; expected float32"]
 
 
@@ -207,7 +207,7 @@ def test_pure_bfloat16_is_pure(sound: Sound) -> None:
 
 
 def test_no_optimizer_stepped(sound: Sound) -> None:
-    story = sound("zero1-fp32-w2").moment("step", {"steps": ()}, nth=2, rank=1)
+    story = sound("zero1-fp32-w2").snapshot("step", {"steps": ()}, nth=2, rank=1)
     assert story.findings("dtypes") == ["rank 1: no optimizer stepped"]
 
 

@@ -12,12 +12,12 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers.torch import TorchDriver
-from pytest_distcompat.trace import FileFact
+from pytest_distcompat.trace import FileInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Story
 
-    from pytest_distcompat.trace import Moment
+    from pytest_distcompat.trace import Snapshot
 
 RunsOf = Callable[[str, str], "Story"]
 CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-fp32-w4", "zero1-fp32-w2", "zero3-fp32-w2")
@@ -30,9 +30,9 @@ def test_sound(runs_of: RunsOf, cell: str) -> None:
 
 
 def with_file(story: Story, **changes: Any) -> Story:
-    def change(moment: Moment) -> Moment:
-        files = tuple(replace(f, **changes) if f.path == FILE else f for f in moment.files)
-        return replace(moment, files=files)
+    def change(snapshot: Snapshot) -> Snapshot:
+        files = tuple(replace(f, **changes) if f.path == FILE else f for f in snapshot.files)
+        return replace(snapshot, files=files)
 
     return story.alter(change, verb="files", rank=0)
 
@@ -73,9 +73,9 @@ def test_another_shape(runs_of: RunsOf) -> None:
 
 
 def test_an_optimizer_in_it(runs_of: RunsOf) -> None:
-    extra = FileFact("export/optimizer.bin", "torch", "optimizer", ("inlet.weight",))
+    extra = FileInfo("export/optimizer.bin", "torch", "optimizer", ("inlet.weight",))
     story = runs_of("fsdp2-fp32-w2", "export").alter(
-        lambda moment: replace(moment, files=(*moment.files, extra)), verb="files", rank=0
+        lambda snapshot: replace(snapshot, files=(*snapshot.files, extra)), verb="files", rank=0
     )
     assert story.findings("export") == [
         "file 'export/optimizer.bin' holds 1 keys of an optimizer; expected the model alone"
@@ -83,7 +83,7 @@ def test_an_optimizer_in_it(runs_of: RunsOf) -> None:
 
 
 def test_nothing_was_written(runs_of: RunsOf) -> None:
-    story = runs_of("ddp-fp32-w2", "export").moment("files", {"files": ()}, rank=0)
+    story = runs_of("ddp-fp32-w2", "export").snapshot("files", {"files": ()}, rank=0)
     assert story.findings("export")[0].startswith("5 of 5 names stand in no exported file")
 
 
@@ -96,16 +96,16 @@ def test_a_parameter_is_not_the_trained_one(runs_of: RunsOf, cell: str) -> None:
 def reloaded(story: Story, **changes: dict[str, Any]) -> Story:
     """Other facts of ``outlet.weight`` or of the buffer in the reloaded model."""
 
-    def change(moment: Moment) -> Moment:
-        assert moment.plain is not None
+    def change(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.plain is not None
         parts: dict[str, Any] = {
             name: tuple(
-                replace(fact, **more) if fact.name in {"outlet.weight", "scale"} else fact
-                for fact in getattr(moment.plain, name)
+                replace(info, **more) if info.name in {"outlet.weight", "scale"} else info
+                for info in getattr(snapshot.plain, name)
             )
             for name, more in changes.items()
         }
-        return replace(moment, plain=replace(moment.plain, **parts))
+        return replace(snapshot, plain=replace(snapshot.plain, **parts))
 
     return story.alter(change, run="reload", verb="reload")
 
@@ -130,18 +130,18 @@ def test_a_lower_dtype_is_compared_with_the_copies_in_that_dtype(runs_of: RunsOf
 
 def test_outputs(runs_of: RunsOf) -> None:
     story = runs_of("fsdp2-fp32-w2", "export")
-    other = story.moment("evaluate", {"outputs": (0.25, -2.0, 1.6)}, rank=1)
+    other = story.snapshot("evaluate", {"outputs": (0.25, -2.0, 1.6)}, rank=1)
     assert other.findings("export") == [
         "rank 1: outputs of the trained and of the reloaded model are up to 0.1 apart (4.0e-04 allowed, of 2)"
     ]
-    assert story.moment("evaluate", {"outputs": (0.25, -2.0, 1.5001)}).findings("export") == []
-    assert len(story.moment("evaluate", {"outputs": (0.25, -2.0, float("nan"))}).findings("export")) == 2
-    assert story.moment("evaluate", {"outputs": ()}, rank=1).findings("export") == [
+    assert story.snapshot("evaluate", {"outputs": (0.25, -2.0, 1.5001)}).findings("export") == []
+    assert len(story.snapshot("evaluate", {"outputs": (0.25, -2.0, float("nan"))}).findings("export")) == 2
+    assert story.snapshot("evaluate", {"outputs": ()}, rank=1).findings("export") == [
         "rank 1: 0 outputs of the trained model; 3 of the reloaded one"
     ]
-    infinite = story.moment("evaluate", {"outputs": (0.25, -2.0, float("inf"))}, run="reload")
+    infinite = story.snapshot("evaluate", {"outputs": (0.25, -2.0, float("inf"))}, run="reload")
     assert infinite.findings("export") == ["1 of 3 outputs of the reloaded model are infinite; expected finite numbers"]
-    silent = story.moment("evaluate", {"outputs": ()}, run="reload")
+    silent = story.snapshot("evaluate", {"outputs": ()}, run="reload")
     assert silent.findings("export") == ["the reloaded model computed nothing"]
 
 

@@ -23,10 +23,10 @@ def converted(story: Story, layers: int = CONVERTED, casts: int = 2 * CONVERTED)
     """The story of a model of which so many layers are in 8 bits."""
     plain = story.trace.run().at("plain")[0].plain
     assert plain is not None
-    story = story.moment("plain", {"plain": replace(plain, linears=LINEARS)})
+    story = story.snapshot("plain", {"plain": replace(plain, linears=LINEARS)})
     for verb in ("build", "step"):
         story = story.model({"float8": layers}, verb=verb)
-    return story.moment("step", {"float8": casts})
+    return story.snapshot("step", {"float8": casts})
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -52,7 +52,7 @@ def test_layers_that_do_not_stay_converted(sound: Sound) -> None:
 
 
 def test_products_in_more_bits(sound: Sound) -> None:
-    story = converted(sound("zero2-fp8-w2")).moment("step", {"float8": 5}, nth=2, rank=1)
+    story = converted(sound("zero2-fp8-w2")).snapshot("step", {"float8": 5}, nth=2, rank=1)
     assert story.findings("float8") == [
         "rank 1: 5 tensors were made in 8 bits in a step of 3 such layers; expected two factors of each product at least"
     ]
@@ -65,7 +65,7 @@ def test_what_cannot_be_seen_is_not_asked_for(sound: Sound, cell: str) -> None:
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, None])
 def test_a_loss_that_is_no_number(sound: Sound, loss: float | None) -> None:
-    story = converted(sound("ddp-fp8-w2")).moment("step", {"loss": loss}, nth=2, rank=0)
+    story = converted(sound("ddp-fp8-w2")).snapshot("step", {"loss": loss}, nth=2, rank=0)
     assert story.findings("float8") == [f"rank 0: the loss is {loss}; expected a number"]
 
 
@@ -73,7 +73,7 @@ def test_nothing_to_convert(sound: Sound) -> None:
     story = converted(sound("ddp-fp8-w2"))
     plain = story.trace.run().at("plain")[0].plain
     assert plain is not None
-    assert story.moment("plain", {"plain": replace(plain, linears=0)}).findings("float8") == [
+    assert story.snapshot("plain", {"plain": replace(plain, linears=0)}).findings("float8") == [
         "the plain model has no linear layer whose sizes 16 divides: there is nothing to convert"
     ]
 

@@ -12,7 +12,7 @@ from pytest_distcompat.checks.names import READ
 if TYPE_CHECKING:
     from tests.checks.traces import Sound
 
-    from pytest_distcompat.trace import Moment
+    from pytest_distcompat.trace import Snapshot
 
 CELLS = ("ddp-fp32-w2", "fsdp2-fp32-w2", "zero1-fp32-w2", "zero3-fp32-w2")
 
@@ -67,9 +67,9 @@ def test_flat_parameters_have_no_names(sound: Sound) -> None:
 
 
 def test_a_live_parameter_is_missing(sound: Sound) -> None:
-    def first(moment: Moment) -> Moment:
-        assert moment.model is not None
-        return replace(moment, model=replace(moment.model, parameters=moment.model.parameters[:2]))
+    def first(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.model is not None
+        return replace(snapshot, model=replace(snapshot.model, parameters=snapshot.model.parameters[:2]))
 
     assert sound("fsdp2-fp32-w2").alter(first, verb="step", nth=2, rank=0).findings("names") == [
         "rank 0: parameter 'outlet.weight' of the plain model has no live counterpart"
@@ -77,21 +77,21 @@ def test_a_live_parameter_is_missing(sound: Sound) -> None:
 
 
 def test_no_model(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").moment("step", {"model": None}, nth=2, rank=1)
+    story = sound("ddp-fp32-w2").snapshot("step", {"model": None}, nth=2, rank=1)
     assert story.findings("names") == ["rank 1: no model to read names from"]
 
 
 def test_no_plain_model(sound: Sound) -> None:
-    for story in (sound("ddp-fp32-w2").without("plain"), sound("ddp-fp32-w2").moment("plain", {"plain": None})):
+    for story in (sound("ddp-fp32-w2").without("plain"), sound("ddp-fp32-w2").snapshot("plain", {"plain": None})):
         assert story.findings("names") == ["the plain model was not seen"]
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
 def test_no_rank_keeps_state_for_a_parameter(sound: Sound, cell: str) -> None:
-    def without_outlet(moment: Moment) -> Moment:
-        assert moment.optimizer is not None
-        states = tuple(state for state in moment.optimizer.states if "outlet" not in state.owner)
-        return replace(moment, optimizer=replace(moment.optimizer, states=states))
+    def without_outlet(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.optimizer is not None
+        states = tuple(state for state in snapshot.optimizer.states if "outlet" not in state.owner)
+        return replace(snapshot, optimizer=replace(snapshot.optimizer, states=states))
 
     story = sound(cell)
     # One rank may hold no element of it.
@@ -120,7 +120,7 @@ def test_state_under_a_name_that_is_no_trainable_parameters(sound: Sound) -> Non
 
 
 def test_no_optimizer(sound: Sound) -> None:
-    story = sound("fsdp2-fp32-w2").moment("step", {"optimizer": None}, nth=2, rank=1)
+    story = sound("fsdp2-fp32-w2").snapshot("step", {"optimizer": None}, nth=2, rank=1)
     assert story.findings("names") == ["rank 1: no optimizer to read names from"]
 
 
@@ -163,7 +163,7 @@ def test_a_tied_parameter_may_be_saved_under_either_name(sound: Sound) -> None:
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_nothing_was_saved(sound: Sound, cell: str) -> None:
-    for story in (sound(cell).moment("files", {"files": ()}), sound(cell).without("files")):
+    for story in (sound(cell).snapshot("files", {"files": ()}), sound(cell).without("files")):
         assert story.findings("names") == [
             "3 of 3 parameters stand in no saved file, first 'frozen.weight', 'inlet.weight', 'outlet.weight'",
             "1 of 1 persistent buffers stand in no saved file, first 'scale'",
@@ -203,10 +203,10 @@ def test_a_saved_tensor_of_another_shape(sound: Sound) -> None:
 
 def test_a_saved_tensor_that_is_neither_parameter_nor_buffer(sound: Sound) -> None:
     # Module.get_extra_state() may return a tensor; state_dict() has it under "_extra_state".
-    def with_extra(moment: Moment) -> Moment:
-        assert moment.plain is not None
-        keys = (*moment.plain.state_dict, "outlet._extra_state")
-        return replace(moment, plain=replace(moment.plain, state_dict=keys))
+    def with_extra(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.plain is not None
+        keys = (*snapshot.plain.state_dict, "outlet._extra_state")
+        return replace(snapshot, plain=replace(snapshot.plain, state_dict=keys))
 
     story = sound("ddp-fp32-w2").alter(with_extra, verb="plain")
     keys = ("inlet.weight", "frozen.weight", "outlet.weight", "scale", "outlet._extra_state")

@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat.checks.names import adapter_name
-from pytest_distcompat.trace import FileFact, ModelFact, ParameterFact
+from pytest_distcompat.trace import FileInfo, ModelInfo, ParameterInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
 
-    from pytest_distcompat.trace import Moment
+    from pytest_distcompat.trace import Snapshot
 
 LORA = ("outlet.lora_A.default.weight", "outlet.lora_B.default.weight")
 
 
 def with_loose_buffer(story: Story) -> Story:
     """The same, with a buffer that the model makes by itself."""
-    loose = ParameterFact("offset", (4,), "float32", False, placement="non-persistent", digest="4:7")
+    loose = ParameterInfo("offset", (4,), "float32", False, placement="non-persistent", digest="4:7")
 
-    def plain(moment: Moment) -> Moment:
-        assert moment.plain is not None
-        return replace(moment, plain=replace(moment.plain, buffers=(*moment.plain.buffers, loose)))
+    def plain(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.plain is not None
+        return replace(snapshot, plain=replace(snapshot.plain, buffers=(*snapshot.plain.buffers, loose)))
 
-    def live(model: ModelFact) -> ModelFact:
+    def live(model: ModelInfo) -> ModelInfo:
         return replace(model, buffers=(*model.buffers, loose))
 
     story = story.alter(plain, verb="plain")
-    return story.alter(lambda moment: replace(moment, model=moment.model and live(moment.model)), verb="build")
+    return story.alter(lambda snapshot: replace(snapshot, model=snapshot.model and live(snapshot.model)), verb="build")
 
 
 def test_a_buffer_that_is_not_persistent_is_in_no_file(sound: Sound) -> None:
@@ -43,37 +43,37 @@ def test_a_buffer_that_is_not_persistent_is_in_no_file(sound: Sound) -> None:
     ]
 
 
-def live_buffers(story: Story, change: Callable[[ParameterFact], ParameterFact]) -> Story:
-    def changed(moment: Moment) -> Moment:
-        assert moment.model is not None
-        return replace(moment, model=replace(moment.model, buffers=tuple(map(change, moment.model.buffers))))
+def live_buffers(story: Story, change: Callable[[ParameterInfo], ParameterInfo]) -> Story:
+    def changed(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.model is not None
+        return replace(snapshot, model=replace(snapshot.model, buffers=tuple(map(change, snapshot.model.buffers))))
 
     return story.alter(changed, verb="build", rank=1)
 
 
 def test_buffers_keep_their_values_when_built(sound: Sound) -> None:
     story = with_loose_buffer(sound("fsdp2-bf16_mixed-w2"))
-    other = live_buffers(story, lambda fact: replace(fact, digest="4:8"))
+    other = live_buffers(story, lambda info: replace(info, digest="4:8"))
     assert other.findings("names") == [
         "rank 1: buffer 'scale' (persistent) has other values after build than in the plain model",
         "rank 1: buffer 'offset' (non-persistent) has other values after build than in the plain model",
     ]
     # In a lower dtype they cannot: that is what the check of dtypes is for.
-    rounded = live_buffers(story, lambda fact: replace(fact, digest="4:8", dtype="bfloat16"))
+    rounded = live_buffers(story, lambda info: replace(info, digest="4:8", dtype="bfloat16"))
     assert rounded.findings("names") == []
 
 
 def test_a_buffer_is_gone(sound: Sound) -> None:
-    story = live_buffers(sound("fsdp2-fp32-w2"), lambda fact: replace(fact, name="other"))
+    story = live_buffers(sound("fsdp2-fp32-w2"), lambda info: replace(info, name="other"))
     assert story.findings("names") == ["rank 1: buffer 'scale' of the plain model has no live counterpart"]
 
 
 def test_what_is_exported_has_plain_names_too(sound: Sound) -> None:
     def exported(*keys: str) -> list[str]:
-        file = FileFact("export/model.safetensors", "safetensors", "model", keys)
+        file = FileInfo("export/model.safetensors", "safetensors", "model", keys)
         story = sound("fsdp1-fp32-w2-compile")
         return story.alter(
-            lambda moment: replace(moment, files=(*moment.files, file)), verb="files", nth=1, rank=0
+            lambda snapshot: replace(snapshot, files=(*snapshot.files, file)), verb="files", nth=1, rank=0
         ).findings("names")
 
     # What is not in it is the business of the check ``export``.
@@ -90,11 +90,11 @@ def adapted(sound: Sound) -> Story:
     for old, new in names.items():
         story = story.renamed(old, new)
 
-    def plain(moment: Moment) -> Moment:
-        assert moment.plain is not None
-        parameters = tuple(replace(fact, name=names.get(fact.name, fact.name)) for fact in moment.plain.parameters)
+    def plain(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.plain is not None
+        parameters = tuple(replace(info, name=names.get(info.name, info.name)) for info in snapshot.plain.parameters)
         known = (*LORA, "frozen.weight", "scale")
-        return replace(moment, plain=replace(moment.plain, parameters=parameters, state_dict=known, tied=()))
+        return replace(snapshot, plain=replace(snapshot.plain, parameters=parameters, state_dict=known, tied=()))
 
     story = story.alter(plain, verb="plain")
     story = story.file(0, keys=tuple(map(adapter_name, LORA)), shapes={adapter_name(LORA[0]): (4, 2)})

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.trace import StateFact
+from pytest_distcompat.trace import StateInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
@@ -17,7 +17,7 @@ CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-bf16_mixed-w2", "zero1-fp32-w2",
 @pytest.mark.parametrize("part", ["model", "optimizer"])
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
 def test_no_optimizer_after_build(sound: Sound, cell: str, part: str) -> None:
-    story = sound(cell).moment("build", {part: None}, rank=1)
+    story = sound(cell).snapshot("build", {part: None}, rank=1)
     assert story.findings("optimizer") == [
         "rank 1: no optimizer after build; the driver must set self.model and self.optimizer"
     ]
@@ -151,7 +151,7 @@ def with_masters(story: Story, *, still: str = "", unmoved: str = "") -> Story:
     """With what lies in flat masters: of all that is trained, but that of one name has no gradient, or does not change."""
     for verb, nth, done in (("build", 0, 0), ("step", 2, 3)):
         masters = tuple(
-            StateFact(
+            StateInfo(
                 story.live(name),
                 key,
                 "float32",

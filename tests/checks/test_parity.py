@@ -16,7 +16,7 @@ from pytest_distcompat.precisions import PRECISIONS
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
 
-    from pytest_distcompat.trace import Moment
+    from pytest_distcompat.trace import Snapshot
 
 CELLS = ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2", "zero1-fp16_mixed-w2", "zero3-bf16_pure-w4", "fsdp1-fp8-w2")
 
@@ -24,8 +24,8 @@ CELLS = ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2", "zero1-fp16_mixed-w2", "zero3-bf1
 def scaled(story: Story, field: str, factor: float, **where: Any) -> Story:
     """The same with a number that is so much larger."""
 
-    def change(moment: Moment) -> Moment:
-        return replace(moment, **{field: getattr(moment, field) * factor})
+    def change(snapshot: Snapshot) -> Snapshot:
+        return replace(snapshot, **{field: getattr(snapshot, field) * factor})
 
     return story.alter(change, verb="step", **where)
 
@@ -53,9 +53,9 @@ def test_the_precision_says_how_far_off_is_too_far(sound: Sound, cell: str, fiel
 def rounding(story: Story, off: float, *, field: str = "loss", step: int = 11) -> Story:
     """The same with a run of the reference's own in the precision's dtype, in which one step is so much off."""
     exact = story.trace.run("reference")
-    moments = [replace(moment, verb=moment.verb.replace("reference", "rounded")) for moment in exact.moments]
-    moments[step] = replace(moments[step], **{field: getattr(moments[step], field) * (1 + off)})
-    runs = {**story.trace.runs, "rounded": replace(exact, name="rounded", moments=tuple(moments))}
+    snapshots = [replace(snapshot, verb=snapshot.verb.replace("reference", "rounded")) for snapshot in exact.snapshots]
+    snapshots[step] = replace(snapshots[step], **{field: getattr(snapshots[step], field) * (1 + off)})
+    runs = {**story.trace.runs, "rounded": replace(exact, name="rounded", snapshots=tuple(snapshots))}
     return replace(story, trace=replace(story.trace, runs=runs))
 
 
@@ -82,7 +82,7 @@ def test_a_training_that_rounding_leads_astray_is_judged_by_its_beginning(sound:
 @pytest.mark.parametrize("off", [float("nan"), float("inf"), 0.0, 1e-5])
 def test_a_reference_that_cannot_be_computed_so_allows_no_more(sound: Sound, off: float) -> None:
     story = scaled(sound("ddp-bf16_mixed-w2"), "loss", 1.01, nth=8)
-    partly = rounding(story, off).moment("rounded", {"loss": None, "grad_norm": None}, run="rounded")
+    partly = rounding(story, off).snapshot("rounded", {"loss": None, "grad_norm": None}, run="rounded")
     assert partly.findings("parity") == rounding(story, off).findings("parity")
     assert "2.0e-03 allowed" in partly.findings("parity")[0]
 
@@ -105,9 +105,9 @@ def test_rounding_is_measured_for_models_that_are_not_ours(sound: Sound) -> None
 
 
 def test_the_mean_over_the_ranks_is_what_counts(sound: Sound) -> None:
-    def apart(moment: Moment) -> Moment:
-        assert moment.loss is not None
-        return replace(moment, loss=moment.loss + (0.5 if moment.rank else -0.5))
+    def apart(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.loss is not None
+        return replace(snapshot, loss=snapshot.loss + (0.5 if snapshot.rank else -0.5))
 
     assert sound("fsdp2-fp32-w2").alter(apart, verb="step").findings("parity") == []
     found = sound("fsdp2-fp32-w2").alter(apart, verb="step", rank=1, nth=4).findings("parity")
@@ -123,13 +123,13 @@ def test_only_the_first_step_that_is_off_is_told(sound: Sound) -> None:
     ("norm", "finding"), [(4.0, "4; 2 in the reference (1.0e+00 off"), (float("nan"), "nan; 2 in")]
 )
 def test_a_norm_of_one_rank(sound: Sound, norm: float, finding: str) -> None:
-    story = sound("fsdp1-fp32-w2").moment("step", {"grad_norm": norm}, nth=0, rank=1)
+    story = sound("fsdp1-fp32-w2").snapshot("step", {"grad_norm": norm}, nth=0, rank=1)
     (found,) = story.findings("parity")
     assert found.startswith(f"step 1: rank 1: the gradient norm is {finding}")
 
 
 def test_a_trainer_need_not_tell_a_norm(sound: Sound) -> None:
-    assert sound("ddp-fp32-w2").moment("step", {"grad_norm": None}).findings("parity") == []
+    assert sound("ddp-fp32-w2").snapshot("step", {"grad_norm": None}).findings("parity") == []
 
 
 @pytest.mark.parametrize(
@@ -164,14 +164,14 @@ def test_each_group_has_its_rate(sound: Sound) -> None:
 
 
 def test_no_optimizer(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").moment("step", {"optimizer": None}, nth=2, rank=1)
+    story = sound("ddp-fp32-w2").snapshot("step", {"optimizer": None}, nth=2, rank=1)
     # Nothing to compare is nothing found: ``optimizer`` speaks of that.
     assert story.findings("parity") == []
 
 
 @pytest.mark.parametrize(("run", "verb"), [("train", "step"), ("reference", "reference")])
 def test_no_loss(sound: Sound, run: str, verb: str) -> None:
-    story = sound("ddp-fp32-w2").moment(verb, {"loss": None}, run=run, nth=3, rank=0)
+    story = sound("ddp-fp32-w2").snapshot(verb, {"loss": None}, run=run, nth=3, rank=0)
     assert story.findings("parity") == [
         "step 4: no loss to compare; expected step() to return it on every rank, and reference()"
     ]
@@ -187,35 +187,35 @@ def test_silence_is_no_proof(sound: Sound) -> None:
 
 @pytest.mark.parametrize("field", ["loss", "grad_norm"])
 def test_a_reference_of_zero(sound: Sound, field: str) -> None:
-    story = sound("ddp-fp32-w2").moment("reference", {field: 0.0}, run="reference", nth=4)
+    story = sound("ddp-fp32-w2").snapshot("reference", {field: 0.0}, run="reference", nth=4)
     (found, *_) = story.findings("parity")
     assert re.search(r"^step 5: .*; 0 in the reference \(.* off, 2\.0e-0[45] allowed\)$", found)
     # Of rounding, relative to the largest so far, there may be as much as elsewhere.
-    assert story.moment("step", {field: 1e-5}, nth=4).findings("parity") == []
-    assert story.moment("step", {field: 0.0}, nth=4).findings("parity") == []
+    assert story.snapshot("step", {field: 1e-5}, nth=4).findings("parity") == []
+    assert story.snapshot("step", {field: 0.0}, nth=4).findings("parity") == []
 
 
 @pytest.mark.parametrize("field", ["loss", "grad_norm"])
 def test_all_is_zero_in_the_reference(sound: Sound, field: str) -> None:
-    story = sound("ddp-fp32-w2").moment("reference", {field: 0.0}, run="reference")
-    assert "(inf off" in story.moment("step", {field: 1e-9}).findings("parity")[0]
-    assert story.moment("step", {field: 0.0}).findings("parity") == []
+    story = sound("ddp-fp32-w2").snapshot("reference", {field: 0.0}, run="reference")
+    assert "(inf off" in story.snapshot("step", {field: 1e-9}).findings("parity")[0]
+    assert story.snapshot("step", {field: 0.0}).findings("parity") == []
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
 def test_infinite_losses_are_no_agreement(sound: Sound, number: float) -> None:
-    story = sound("ddp-fp32-w2").moment("reference", {"loss": number}, run="reference")
-    assert story.moment("step", {"loss": number}).findings("parity") == [
+    story = sound("ddp-fp32-w2").snapshot("reference", {"loss": number}, run="reference")
+    assert story.snapshot("step", {"loss": number}).findings("parity") == [
         f"step 1: rank {rank}: the loss of this step is {number}; expected a finite number" for rank in (0, 1)
     ]
-    one = sound("fsdp2-fp32-w2").moment("step", {"loss": number}, nth=6, rank=1)
+    one = sound("fsdp2-fp32-w2").snapshot("step", {"loss": number}, nth=6, rank=1)
     assert one.findings("parity") == [f"step 7: rank 1: the loss of this step is {number}; expected a finite number"]
     assert f"step 1: the loss is 1.5; {number} in the reference (" in story.findings("parity")[0]
 
 
 def test_infinite_norms_are_no_agreement(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").moment("reference", {"grad_norm": math.inf}, run="reference", nth=2)
-    story = story.moment("step", {"grad_norm": math.inf}, nth=2, rank=0).moment("step", {"grad_norm": None}, rank=1)
+    story = sound("ddp-fp32-w2").snapshot("reference", {"grad_norm": math.inf}, run="reference", nth=2)
+    story = story.snapshot("step", {"grad_norm": math.inf}, nth=2, rank=0).snapshot("step", {"grad_norm": None}, rank=1)
     assert story.findings("parity") == [
         "step 3: rank 0: the gradient norm is inf; inf in the reference (nan off, 2.0e-04 allowed)"
     ]

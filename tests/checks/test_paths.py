@@ -43,7 +43,7 @@ def test_an_optimizer_that_did_not_come_back(runs_of: RunsOf) -> None:
 
 
 def test_a_scheduler_that_did_not_come_back(runs_of: RunsOf) -> None:
-    story = runs_of("fsdp2-fp32-w2", "paths").moment("load", {"scheduler": "none"}, run="reopened", rank=1)
+    story = runs_of("fsdp2-fp32-w2", "paths").snapshot("load", {"scheduler": "none"}, run="reopened", rank=1)
     assert story.findings("paths") == [f"rank 1: scheduler is at 'none' {WHEN}; saved at 'last_epoch=1'"]
 
 

@@ -13,12 +13,12 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
-from pytest_distcompat.trace import StepFact
+from pytest_distcompat.trace import StepInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Story
 
-    from pytest_distcompat.trace import ModelFact, Moment
+    from pytest_distcompat.trace import ModelInfo, Snapshot
 
 RunsOf = Callable[[str, str], "Story"]
 
@@ -32,16 +32,16 @@ def test_a_parameter_with_other_values(runs_of: RunsOf) -> None:
     # The live names are those of fsdp2.
     story = runs_of("fsdp1-fp32-w2", "portable")
     other = story.alter(
-        lambda moment: replace(moment, model=_other(moment, "outlet.weight")), run="port", verb="load", rank=0
+        lambda snapshot: replace(snapshot, model=_other(snapshot, "outlet.weight")), run="port", verb="load", rank=0
     )
     assert other.findings("portable") == ["parameter 'outlet.weight': other values after the load under fsdp2"]
 
 
-def _other(moment: Moment, name: str) -> ModelFact:
-    assert moment.model is not None
+def _other(snapshot: Snapshot, name: str) -> ModelInfo:
+    assert snapshot.model is not None
     return replace(
-        moment.model,
-        parameters=tuple(replace(f, digest="3:1") if f.name == name else f for f in moment.model.parameters),
+        snapshot.model,
+        parameters=tuple(replace(f, digest="3:1") if f.name == name else f for f in snapshot.model.parameters),
     )
 
 
@@ -55,7 +55,7 @@ def test_shared_steps_count_several_times(runs_of: RunsOf) -> None:
 
 @pytest.mark.parametrize("nth", [0, 1])
 def test_a_loss_that_the_first_run_did_not_have(runs_of: RunsOf, nth: int) -> None:
-    story = runs_of("fsdp2-fp32-w2", "portable").moment("step", {"loss": 7.0}, run="port", nth=nth, rank=1)
+    story = runs_of("fsdp2-fp32-w2", "portable").snapshot("step", {"loss": 7.0}, run="port", nth=nth, rank=1)
     expected = {0: "0.25", 1: "0.2"}[nth]
     assert story.findings("portable") == [
         f"rank 1: loss {nth + 1} after the load under ddp is 7; {expected} in the run that never stopped (4e-05 allowed)"
@@ -63,12 +63,12 @@ def test_a_loss_that_the_first_run_did_not_have(runs_of: RunsOf, nth: int) -> No
 
 
 def test_in_lower_precision_losses_are_the_strategies_own_matter(runs_of: RunsOf) -> None:
-    story = runs_of("fsdp2-bf16_mixed-w2", "portable").moment("step", {"loss": 0.26}, run="port", nth=0)
+    story = runs_of("fsdp2-bf16_mixed-w2", "portable").snapshot("step", {"loss": 0.26}, run="port", nth=0)
     assert story.findings("portable") == []
 
 
 def test_no_loss(runs_of: RunsOf) -> None:
-    story = runs_of("fsdp2-fp32-w2", "portable").moment("step", {"loss": None}, run="port", nth=0, rank=1)
+    story = runs_of("fsdp2-fp32-w2", "portable").snapshot("step", {"loss": None}, run="port", nth=0, rank=1)
     assert story.findings("portable") == ["rank 1: no loss to compare; expected step() to return it"]
 
 
@@ -76,7 +76,7 @@ def test_no_loss(runs_of: RunsOf) -> None:
 def test_weights_that_are_not_the_masters(runs_of: RunsOf, cell: str) -> None:
     story = runs_of(cell, "portable")
     other = story.alter(
-        lambda moment: replace(moment, model=_other(moment, "inlet.weight")), run="port", verb="build", rank=1
+        lambda snapshot: replace(snapshot, model=_other(snapshot, "inlet.weight")), run="port", verb="build", rank=1
     )
     assert other.findings("portable") == ["parameter 'inlet.weight': other values after the export and build"]
 
@@ -88,7 +88,7 @@ def test_a_flat_source_has_no_names_but_steps_and_losses_tell(runs_of: RunsOf) -
     assert twice.findings("portable") == [
         "step 'inlet.weight' and 1 others: other values one step after the load under fsdp2"
     ]
-    late = story.moment("step", {"loss": 7.0}, run="port", nth=1)
+    late = story.snapshot("step", {"loss": 7.0}, run="port", nth=1)
     assert [finding[:14] for finding in late.findings("portable")] == ["rank 0: loss 2", "rank 1: loss 2"]
 
 
@@ -96,19 +96,19 @@ def test_of_a_flat_source_losses_tell_in_lower_precision_too(runs_of: RunsOf) ->
     story = runs_of("fsdp1-bf16_mixed-w2-no_use_orig_params", "portable")
     story = story.parameters({"kind": "FlatParameter", "digest": "9:9"}, verb="save")
     assert story.findings("portable") == []
-    late = story.moment("step", {"loss": 7.0}, run="port", nth=1)
+    late = story.snapshot("step", {"loss": 7.0}, run="port", nth=1)
     assert [finding[:14] for finding in late.findings("portable")] == ["rank 0: loss 2", "rank 1: loss 2"]
 
 
 def test_a_loss_that_is_no_number(runs_of: RunsOf) -> None:
-    story = runs_of("fsdp1-bf16_mixed-w2", "portable").moment("step", {"loss": math.nan}, run="port", nth=0, rank=1)
+    story = runs_of("fsdp1-bf16_mixed-w2", "portable").snapshot("step", {"loss": math.nan}, run="port", nth=0, rank=1)
     told = "rank 1: the loss of step 1 after the load under fsdp2 is nan; expected a finite number"
     assert story.findings("portable") == [told]
 
 
 def test_infinite_losses_are_no_agreement(runs_of: RunsOf) -> None:
     story = runs_of("fsdp1-fp32-w2", "portable")
-    story = story.moment("step", {"loss": math.inf}).moment("step", {"loss": math.inf}, run="port", nth=1)
+    story = story.snapshot("step", {"loss": math.inf}).snapshot("step", {"loss": math.inf}, run="port", nth=1)
     told = "the loss of step 2 after the load under fsdp2 is inf; expected a finite number"
     assert [f"rank {rank}: {told}" for rank in (0, 1)] == [
         finding for finding in story.findings("portable") if "inf;" in finding
@@ -116,21 +116,21 @@ def test_infinite_losses_are_no_agreement(runs_of: RunsOf) -> None:
 
 
 def test_training_again_is_no_load(runs_of: RunsOf) -> None:
-    step = StepFact("AdamW", ("float32",), ("float32",), ("float32",), square=1.0)
-    story = runs_of("fsdp1-fp32-w2", "portable").moment("step", {"steps": (step,)})
-    assert story.moment("load", {"steps": (step, step)}, run="port").findings("portable") == []
-    (found,) = story.moment("load", {"steps": (step, step, step)}, run="port", rank=1).findings("portable")
+    step = StepInfo("AdamW", ("float32",), ("float32",), ("float32",), square=1.0)
+    story = runs_of("fsdp1-fp32-w2", "portable").snapshot("step", {"steps": (step,)})
+    assert story.snapshot("load", {"steps": (step, step)}, run="port").findings("portable") == []
+    (found,) = story.snapshot("load", {"steps": (step, step, step)}, run="port", rank=1).findings("portable")
     assert found.startswith("rank 1: the optimizer took 3 steps with gradients during the load")
 
 
 def test_parts_that_make_up_no_whole(runs_of: RunsOf) -> None:
-    def cut(moment: Moment) -> Moment:
-        assert moment.model is not None
+    def cut(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.model is not None
         held = tuple(
-            replace(fact, local_numel=2, digest="2:7") if fact.name == "inlet.weight" else fact
-            for fact in moment.model.parameters
+            replace(info, local_numel=2, digest="2:7") if info.name == "inlet.weight" else info
+            for info in snapshot.model.parameters
         )
-        return replace(moment, model=replace(moment.model, parameters=held))
+        return replace(snapshot, model=replace(snapshot.model, parameters=held))
 
     story = runs_of("zero3-fp32-w2", "portable").alter(cut, run="port", verb="build", rank=1)
     (found,) = story.findings("portable")

@@ -16,7 +16,7 @@ from pytest_distcompat.drivers.torch import TorchDriver
 if TYPE_CHECKING:
     from tests.checks.traces import Story
 
-    from pytest_distcompat.trace import Moment
+    from pytest_distcompat.trace import Snapshot
 
 RunsOf = Callable[[str, str], "Story"]
 CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w4", "fsdp2-fp32-w2", "zero1-fp32-w2", "zero3-fp32-w2")
@@ -58,8 +58,8 @@ def test_one_copy_of_hybrid_shards_with_other_values(runs_of: RunsOf, what: str)
 
 
 def test_a_part_that_one_copy_of_hybrid_shards_lost(runs_of: RunsOf) -> None:
-    def forgets(moment: Moment) -> Moment:
-        return replace(moment, optimizer=moment.optimizer and replace(moment.optimizer, states=()))
+    def forgets(snapshot: Snapshot) -> Snapshot:
+        return replace(snapshot, optimizer=snapshot.optimizer and replace(snapshot.optimizer, states=()))
 
     where: dict[str, Any] = {"run": "back", "verb": "load"}
     story = runs_of(HYBRID, "reshard")
@@ -93,9 +93,9 @@ def test_a_number_beside_the_elements(runs_of: RunsOf, cell: str) -> None:
 def test_ranks_in_another_order(runs_of: RunsOf) -> None:
     """Each shard is a sound one, at a place that is not its own."""
     story = runs_of("fsdp2-fp32-w4", "reshard")
-    parts = {moment.rank: moment.model for moment in story.trace.run("back").at("load")}
+    parts = {snapshot.rank: snapshot.model for snapshot in story.trace.run("back").at("load")}
     swapped = story.alter(
-        lambda moment: replace(moment, model=parts[{0: 1, 1: 0}.get(moment.rank, moment.rank)]),
+        lambda snapshot: replace(snapshot, model=parts[{0: 1, 1: 0}.get(snapshot.rank, snapshot.rank)]),
         run="back",
         verb="load",
     )
@@ -114,7 +114,7 @@ def test_a_part_that_nobody_holds(runs_of: RunsOf) -> None:
 
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
-def test_a_moment_with_other_values(runs_of: RunsOf, cell: str, key: str) -> None:
+def test_a_snapshot_with_other_values(runs_of: RunsOf, cell: str, key: str) -> None:
     where = {"run": "up", "verb": "load"}
     story = runs_of(cell, "reshard").state(key, {"digest": "3:1"}, only="outlet.weight", **where)
     assert story.findings("reshard") == [f"{key} 'outlet.weight': other values after the load at 4 ranks"]
@@ -123,13 +123,13 @@ def test_a_moment_with_other_values(runs_of: RunsOf, cell: str, key: str) -> Non
 @pytest.mark.parametrize("key", ["master", "exp_avg"])
 @pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero3-fp32-w2"])
 def test_a_part_of_a_flat_master_with_other_values(runs_of: RunsOf, cell: str, key: str) -> None:
-    def other(moment: Moment) -> Moment:
-        assert moment.optimizer is not None
+    def other(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.optimizer is not None
         masters = tuple(
-            replace(fact, digest="3:1") if (fact.key, fact.owner) == (key, "module.inlet.weight") else fact
-            for fact in moment.optimizer.masters
+            replace(info, digest="3:1") if (info.key, info.owner) == (key, "module.inlet.weight") else info
+            for info in snapshot.optimizer.masters
         )
-        return replace(moment, optimizer=replace(moment.optimizer, masters=masters))
+        return replace(snapshot, optimizer=replace(snapshot.optimizer, masters=masters))
 
     story = runs_of(cell, "reshard").alter(other, run="up", verb="load", rank=0)
     assert story.findings("reshard") == [f"{key} 'inlet.weight': other values after the load at 4 ranks"]
@@ -166,7 +166,7 @@ def test_one_step_counts_as_more_than_one(runs_of: RunsOf, cell: str, name: str)
 )
 def test_scheduler_and_loss(runs_of: RunsOf, changes: dict[str, Any], told: str) -> None:
     verb = "step" if "loss" in changes else "load"
-    story = runs_of("fsdp2-fp32-w2", "reshard").moment(verb, changes, run="one")
+    story = runs_of("fsdp2-fp32-w2", "reshard").snapshot(verb, changes, run="one")
     assert story.findings("reshard") == [f"rank 0: {told}"]
 
 

@@ -13,7 +13,7 @@ from pytest_distcompat.failures import Incompatible
 if TYPE_CHECKING:
     from tests.checks.traces import Sound
 
-    from pytest_distcompat.trace import Moment, StateFact
+    from pytest_distcompat.trace import Snapshot, StateInfo
 
 CELLS = ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2", "zero1-bf16_mixed-w2", "zero3-fp32-w2")
 
@@ -28,17 +28,17 @@ def test_a_parameter_with_other_values(sound: Sound, cell: str) -> None:
 
 
 def test_a_buffer_with_other_values(sound: Sound) -> None:
-    def doubled(moment: Moment) -> Moment:
-        assert moment.model is not None
-        buffers = tuple(replace(buffer, digest="doubled") for buffer in moment.model.buffers)
-        return replace(moment, model=replace(moment.model, buffers=buffers))
+    def doubled(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.model is not None
+        buffers = tuple(replace(buffer, digest="doubled") for buffer in snapshot.model.buffers)
+        return replace(snapshot, model=replace(snapshot.model, buffers=buffers))
 
     story = sound("ddp-fp32-w2").alter(doubled, run="resume", verb="load", rank=0)
     assert story.findings("resume") == ["rank 0: buffer 'scale': other values after the load"]
 
 
 def test_no_model_after_the_load(sound: Sound) -> None:
-    story = sound("fsdp2-fp32-w2").moment("load", {"model": None}, run="resume", rank=0)
+    story = sound("fsdp2-fp32-w2").snapshot("load", {"model": None}, run="resume", rank=0)
     assert story.findings("resume") == [
         "rank 0: parameter 'frozen.weight' and 2 others: missing after the load",
         "rank 0: buffer 'scale': missing after the load",
@@ -61,7 +61,7 @@ def test_the_optimizer_comes_back_empty(sound: Sound, cell: str, tensors: int, p
     if part == "states":
         story = story.optimizer({"states": ()}, run="resume", verb="load", rank=1)
     else:
-        story = story.moment("load", {"optimizer": None}, run="resume", rank=1)
+        story = story.snapshot("load", {"optimizer": None}, run="resume", rank=1)
     assert story.findings("resume") == [
         f"rank 1: the optimizer's state is empty after the load; {tensors} tensors were saved"
     ]
@@ -74,15 +74,15 @@ def test_the_optimizer_comes_back_empty(sound: Sound, cell: str, tensors: int, p
 @pytest.mark.parametrize("key", ["exp_avg", "step"])
 @pytest.mark.parametrize("fate", ["missing", "other values"])
 def test_one_tensor_of_the_state(sound: Sound, cell: str, owner: str, key: str, fate: str) -> None:
-    def change(moment: Moment) -> Moment:
-        assert moment.optimizer is not None
-        states: list[StateFact] = []
-        for state in moment.optimizer.states:
+    def change(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.optimizer is not None
+        states: list[StateInfo] = []
+        for state in snapshot.optimizer.states:
             if (state.owner, state.key) != (owner, key):
                 states.append(state)
             elif fate != "missing":
                 states.append(replace(state, digest="other"))
-        return replace(moment, optimizer=replace(moment.optimizer, states=tuple(states)))
+        return replace(snapshot, optimizer=replace(snapshot.optimizer, states=tuple(states)))
 
     story = sound(cell).alter(change, run="resume", verb="load", rank=0)
     assert story.findings("resume") == [f"rank 0: optimizer state '{key} of {owner}': {fate} after the load"]
@@ -158,27 +158,27 @@ def test_saving_changes_nothing(sound: Sound, cell: str) -> None:
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_scheduler(sound: Sound, cell: str) -> None:
-    story = sound(cell).moment("load", {"scheduler": "last_epoch=0"}, run="resume", rank=1)
+    story = sound(cell).snapshot("load", {"scheduler": "last_epoch=0"}, run="resume", rank=1)
     assert story.findings("resume") == ["rank 1: scheduler is at 'last_epoch=0'; saved at 'last_epoch=3'"]
 
 
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize(("nth", "expected"), [(0, "0.25"), (1, "0.2")])
 def test_a_loss_of_another_run(sound: Sound, cell: str, nth: int, expected: str) -> None:
-    story = sound(cell).moment("step", {"loss": 0.375}, run="resume", nth=nth, rank=0)
+    story = sound(cell).snapshot("step", {"loss": 0.375}, run="resume", nth=nth, rank=0)
     assert story.findings("resume") == [
         f"rank 0: loss {nth + 1} after the load is 0.375; {expected} in the run that never stopped"
     ]
 
 
 def test_a_loss_that_is_no_number(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").moment("step", {"loss": float("nan")}, run="resume", nth=0, rank=0)
+    story = sound("ddp-fp32-w2").snapshot("step", {"loss": float("nan")}, run="resume", nth=0, rank=0)
     assert story.findings("resume") == ["rank 0: loss 1 after the load is nan; 0.25 in the run that never stopped"]
 
 
 def test_more_than_two_bfloat16_numbers_may_add_up_otherwise(sound: Sound) -> None:
     def story(cell: str, loss: float) -> list[str]:
-        return sound(cell).moment("step", {"loss": loss}, run="resume", nth=0, rank=0).findings("resume")
+        return sound(cell).snapshot("step", {"loss": loss}, run="resume", nth=0, rank=0).findings("resume")
 
     assert story("ddp-bf16_mixed-w4", 0.2505) == []
     assert story("ddp-bf16_mixed-w4", 0.252) != []
@@ -187,13 +187,13 @@ def test_more_than_two_bfloat16_numbers_may_add_up_otherwise(sound: Sound) -> No
 
 
 def test_a_loss_in_another_order_of_summing(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").moment("step", {"loss": 0.250001}, run="resume", nth=0, rank=0)
+    story = sound("ddp-fp32-w2").snapshot("step", {"loss": 0.250001}, run="resume", nth=0, rank=0)
     assert story.findings("resume") == []
 
 
 @pytest.mark.parametrize(("run", "nth"), [("train", 3), ("resume", 0)])
 def test_no_loss(sound: Sound, run: str, nth: int) -> None:
-    story = sound("ddp-fp32-w2").moment("step", {"loss": None}, run=run, nth=nth, rank=1)
+    story = sound("ddp-fp32-w2").snapshot("step", {"loss": None}, run=run, nth=nth, rank=1)
     assert story.findings("resume") == ["rank 1: no loss to compare; expected step() to return it"]
 
 
@@ -218,22 +218,22 @@ def test_a_rank_without_the_step_before_the_save(sound: Sound) -> None:
 def test_a_check_can_be_asked_without_the_suite(sound: Sound) -> None:
     check, story = CHECKS.get("resume"), sound("ddp-fp32-w2")
     check.verify(story.cell, story.trace)
-    other = story.moment("load", {"scheduler": "new"}, run="resume", rank=1)
+    other = story.snapshot("load", {"scheduler": "new"}, run="resume", rank=1)
     with pytest.raises(Incompatible, match=r"^rank 1: scheduler is at 'new'; saved at 'last_epoch=3'$"):
         check.verify(other.cell, other.trace)
     assert list(check(other.cell, other.trace)) == check.findings(other.cell, other.trace)
 
 
 def test_the_gradient_scaler_starts_again(sound: Sound) -> None:
-    story = sound("ddp-fp16_mixed-w2").moment("save", {"scaler": {"scale": 512.0}})
-    assert story.moment("load", {"scaler": {"scale": 512.0}}, run="resume").findings("resume") == []
+    story = sound("ddp-fp16_mixed-w2").snapshot("save", {"scaler": {"scale": 512.0}})
+    assert story.snapshot("load", {"scaler": {"scale": 512.0}}, run="resume").findings("resume") == []
     assert story.findings("resume") == [
         f"rank {rank}: the gradient scaler is at {{'scale': 1024.0}}; saved at {{'scale': 512.0}}" for rank in (0, 1)
     ]
 
 
 def test_of_a_checkpoint_of_the_model_alone_the_model_comes_back(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2-save_only_model").moment("load", {"optimizer": None, "scheduler": ""}, run="resume")
+    story = sound("ddp-fp32-w2-save_only_model").snapshot("load", {"optimizer": None, "scheduler": ""}, run="resume")
     assert story.findings("resume") == []
     other = story.parameters({"digest": "other"}, only="outlet.weight", run="resume", verb="load", rank=1)
     assert other.findings("resume") == ["rank 1: parameter 'module.outlet.weight': other values after the load"]
@@ -242,10 +242,10 @@ def test_of_a_checkpoint_of_the_model_alone_the_model_comes_back(sound: Sound) -
 def test_state_of_no_element_is_no_state(sound: Sound) -> None:
     """A rank may or may not keep state of a parameter of which it holds nothing, at any count of steps."""
 
-    def gone(moment: Moment) -> Moment:
-        assert moment.optimizer is not None
-        states = tuple(state for state in moment.optimizer.states if state.owner != "outlet.weight")
-        return replace(moment, optimizer=replace(moment.optimizer, states=states))
+    def gone(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.optimizer is not None
+        states = tuple(state for state in snapshot.optimizer.states if state.owner != "outlet.weight")
+        return replace(snapshot, optimizer=replace(snapshot.optimizer, states=states))
 
     story = sound("fsdp2-fp32-w2").state("", {"numel": 0}, only="outlet.weight", run="resume", rank=1)
     assert story.state("", {"numel": 0}, only="outlet.weight", run="train", rank=1).findings("resume") == []
@@ -258,7 +258,7 @@ def test_training_again_is_no_load(sound: Sound, cell: str) -> None:
     story = sound(cell)
     steps = story.trace.run().at("step", 0)[0].steps * 3
     told = "the optimizer took 3 steps with gradients during the load"
-    assert story.moment("load", {"steps": steps}, run="resume", rank=1).findings("resume") == [
+    assert story.snapshot("load", {"steps": steps}, run="resume", rank=1).findings("resume") == [
         f"rank 1: {told}; expected the state to be read from the checkpoint, not trained again"
     ]
 
@@ -268,11 +268,11 @@ def test_a_load_may_step_to_make_room_for_the_state(sound: Sound, square: float,
     # torch does so, with gradients of zero; torch 2.2 with ones that were never filled.
     story = sound("fsdp2-fp32-w2")
     steps = (replace(story.trace.run().at("step", 0)[0].steps[0], square=square),) * many
-    assert story.moment("load", {"steps": steps}, run="resume").findings("resume") == []
+    assert story.snapshot("load", {"steps": steps}, run="resume").findings("resume") == []
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan")])
 def test_infinite_losses_are_no_agreement(sound: Sound, number: float) -> None:
-    story = sound("ddp-fp32-w2").moment("step", {"loss": number}, rank=1)
-    story = story.moment("step", {"loss": number}, run="resume", rank=1)
+    story = sound("ddp-fp32-w2").snapshot("step", {"loss": number}, rank=1)
+    story = story.snapshot("step", {"loss": number}, run="resume", rank=1)
     assert story.findings("resume") == [f"rank 1: the loss of step 1 is {number}; expected a finite number"]

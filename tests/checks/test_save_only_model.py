@@ -14,7 +14,7 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.checks._values import values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.judge import judge
-from pytest_distcompat.trace import FileFact, RunFailure, Trace
+from pytest_distcompat.trace import FileInfo, RunFailure, Trace
 
 if TYPE_CHECKING:
     from tests.checks.traces import Story
@@ -32,12 +32,12 @@ def saved(runs_of: RunsOf, cell: str, *, values_of: str = "save", kind: str = ""
     return story, {name: digests[0] for name, digests in held.items()}
 
 
-def findings(story: Story, *files: FileFact) -> list[str]:
-    return story.moment("files", {"saved": files}, rank=0).findings("save_only_model")
+def findings(story: Story, *files: FileInfo) -> list[str]:
+    return story.snapshot("files", {"saved": files}, rank=0).findings("save_only_model")
 
 
-def model(weights: dict[str, str], path: str = "model.safetensors") -> FileFact:
-    return FileFact(path, "", "model", tuple(weights), digests=weights)
+def model(weights: dict[str, str], path: str = "model.safetensors") -> FileInfo:
+    return FileInfo(path, "", "model", tuple(weights), digests=weights)
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -78,7 +78,7 @@ def test_one_of_tied_names_is_enough(runs_of: RunsOf) -> None:
 @pytest.mark.parametrize(("holds", "what"), [("optimizer", "an optimizer"), ("scheduler", "a scheduler")])
 def test_more_than_the_model(runs_of: RunsOf, holds: str, what: str) -> None:
     story, weights = saved(runs_of, CELLS[0])
-    assert findings(story, model(weights), FileFact("checkpoint-3/state.pt", "", holds, ("state",))) == [
+    assert findings(story, model(weights), FileInfo("checkpoint-3/state.pt", "", holds, ("state",))) == [
         f"state of {what} stands in 'checkpoint-3/state.pt'; the checkpoint is of the model alone"
     ]
 
@@ -118,7 +118,9 @@ def test_refused_when_built_or_found_out_late(runs_of: RunsOf, verb: str, status
     index = run.at(verb)[0].index
     told = "rank 0 raised ValueError: save_only_model option is not compatible with FSDP state dict type"
     broken = replace(
-        run, moments=tuple(m for m in run.moments if m.index < index), end=RunFailure("raised", told, told, verb, index)
+        run,
+        snapshots=tuple(m for m in run.snapshots if m.index < index),
+        end=RunFailure("raised", told, told, verb, index),
     )
     expect = refuses(save_only_model=True, match=r"save_only_model .* not compatible")
     found = judge(CHECKS.get("save_only_model"), story.cell, Trace.of("hand-made", [broken]), [expect])

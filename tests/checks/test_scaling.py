@@ -10,7 +10,7 @@ import pytest
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers.torch import TorchDriver
-from pytest_distcompat.trace import Moment, RunTrace, Trace
+from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
@@ -23,16 +23,16 @@ VERBS = (("step", 0, 1024.0), ("overflow", 0, 512.0), ("step", 1, 512.0))
 def overflowing(story: Story) -> Story:
     """The same training, with an overflow in the second step that all ranks skip."""
     train = story.trace.run()
-    moments: list[Moment] = []
+    snapshots: list[Snapshot] = []
     for index, (verb, nth, scale) in enumerate(VERBS):
         seen: dict[str, Any] = {"run": "overflow", "verb": verb, "index": index, "scaler": {"scale": scale}}
-        moments += [replace(moment, **seen) for moment in train.at("step", nth)]
-    run = RunTrace("overflow", train.world_size, tuple(moments))
+        snapshots += [replace(snapshot, **seen) for snapshot in train.at("step", nth)]
+    run = RunTrace("overflow", train.world_size, tuple(snapshots))
     return replace(story, trace=Trace.of("hand-made", [run]))
 
 
 def alter(story: Story, verb: str, changes: dict[str, Any], **where: Any) -> Story:
-    return story.moment(verb, changes, run="overflow", **where)
+    return story.snapshot(verb, changes, run="overflow", **where)
 
 
 @pytest.mark.parametrize("cell", CELLS)

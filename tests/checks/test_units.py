@@ -13,7 +13,7 @@ from pytest_distcompat.driver import Driver
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
 
-    from pytest_distcompat.trace import Moment
+    from pytest_distcompat.trace import Snapshot
 
 LAST: dict[str, Any] = {"verb": "step", "nth": 2}
 CUT = "expected 'inlet', 'outlet', the root, and none inside a block"
@@ -74,10 +74,10 @@ def test_what_is_recomputed(sound: Sound, cell: str, modules: tuple[str, ...], t
 def with_inner(story: Story) -> Story:
     """The same with a module inside each block."""
 
-    def change(moment: Moment) -> Moment:
-        assert moment.plain is not None
-        inner = tuple(replace(fact, name=fact.name.replace(".", ".inner.")) for fact in moment.plain.parameters)
-        return replace(moment, plain=replace(moment.plain, parameters=(*moment.plain.parameters, *inner)))
+    def change(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.plain is not None
+        inner = tuple(replace(info, name=info.name.replace(".", ".inner.")) for info in snapshot.plain.parameters)
+        return replace(snapshot, plain=replace(snapshot.plain, parameters=(*snapshot.plain.parameters, *inner)))
 
     return story.alter(change, verb="plain")
 
@@ -131,10 +131,10 @@ def test_what_is_left_out_of_the_sharding(sound: Sound, cell: str, kind: str) ->
 def test_a_trained_layer_of_a_frozen_block_may_be_a_unit_apart(sound: Sound) -> None:
     """As PEFT wraps adapters under FSDP1; where all of a block is trained it would be a child for itself."""
 
-    def freeze(moment: Moment) -> Moment:
-        assert moment.plain is not None
-        parameters = (replace(one, trainable=".inner" in one.name) for one in moment.plain.parameters)
-        return replace(moment, plain=replace(moment.plain, parameters=tuple(parameters)))
+    def freeze(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.plain is not None
+        parameters = (replace(one, trainable=".inner" in one.name) for one in snapshot.plain.parameters)
+        return replace(snapshot, plain=replace(snapshot.plain, parameters=tuple(parameters)))
 
     story = with_inner(sound("fsdp1-fp32-w2"))
     cut = live(story, "", "inlet", "inlet.inner", "outlet")
@@ -182,9 +182,9 @@ def test_a_block_that_stands_for_the_whole(sound: Sound) -> None:
 
 
 def test_a_module_to_leave_out_that_nobody_knows(sound: Sound) -> None:
-    def forget(moment: Moment) -> Moment:
-        assert moment.plain is not None
-        return replace(moment, plain=replace(moment.plain, ignored=()))
+    def forget(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.plain is not None
+        return replace(snapshot, plain=replace(snapshot.plain, ignored=()))
 
     story = sound("fsdp2-fp32-w2-ignored").alter(forget, verb="plain")
     assert story.findings("units") == ["it is not known which module was to be left out of the sharding"]
@@ -193,16 +193,18 @@ def test_a_module_to_leave_out_that_nobody_knows(sound: Sound) -> None:
 def with_blocks(story: Story, *blocks: str, classes: tuple[str, ...] = ()) -> Story:
     """The same with these blocks."""
 
-    def change(moment: Moment) -> Moment:
-        assert moment.plain is not None
-        return replace(moment, plain=replace(moment.plain, blocks=blocks, block_classes=classes))
+    def change(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.plain is not None
+        return replace(snapshot, plain=replace(snapshot.plain, blocks=blocks, block_classes=classes))
 
     return story.alter(change, verb="plain")
 
 
 def test_silence_is_no_proof(sound: Sound) -> None:
-    assert sound("fsdp2-fp32-w2").moment("plain", {"plain": None}).findings("units") == ["the plain model was not seen"]
-    assert sound("fsdp2-fp32-w2").moment("step", {"model": None}, nth=2, rank=0).findings("units") == [
+    assert sound("fsdp2-fp32-w2").snapshot("plain", {"plain": None}).findings("units") == [
+        "the plain model was not seen"
+    ]
+    assert sound("fsdp2-fp32-w2").snapshot("step", {"model": None}, nth=2, rank=0).findings("units") == [
         "rank 0: no model to read units from"
     ]
     assert sound("fsdp2-fp32-w2").without("step", nth=2, rank=0).findings("units") == [

@@ -7,29 +7,29 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.trace import StateFact
+from pytest_distcompat.trace import StateInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.checks.traces import Sound, Story
 
-    from pytest_distcompat.trace import Moment, OptimizerFact
+    from pytest_distcompat.trace import OptimizerInfo, Snapshot
 
 REPLICAS_AND_SHARDS = ("ddp-fp32-w2", "fsdp2-fp32-w2")
 
 
 def with_states(
-    story: Story, change: Callable[[OptimizerFact], tuple[StateFact, ...]], dtypes: tuple[str, ...]
+    story: Story, change: Callable[[OptimizerInfo], tuple[StateInfo, ...]], dtypes: tuple[str, ...]
 ) -> Story:
-    """With other states in all runs and moments."""
+    """With other states in all runs and snapshots."""
 
-    def altered(moment: Moment) -> Moment:
-        steps = tuple(replace(step, state=dtypes) for step in moment.steps)
-        optimizer = moment.optimizer and replace(moment.optimizer, states=change(moment.optimizer))
-        return replace(moment, optimizer=optimizer, steps=steps)
+    def altered(snapshot: Snapshot) -> Snapshot:
+        steps = tuple(replace(step, state=dtypes) for step in snapshot.steps)
+        optimizer = snapshot.optimizer and replace(snapshot.optimizer, states=change(snapshot.optimizer))
+        return replace(snapshot, optimizer=optimizer, steps=steps)
 
-    runs = {name: replace(run, moments=tuple(map(altered, run.moments))) for name, run in story.trace.runs.items()}
+    runs = {name: replace(run, snapshots=tuple(map(altered, run.snapshots))) for name, run in story.trace.runs.items()}
     return replace(story, trace=replace(story.trace, runs=runs))
 
 
@@ -41,7 +41,7 @@ def test_sgd_without_momentum_keeps_nothing(sound: Sound, cell: str, check: str)
 
 @pytest.mark.parametrize("cell", REPLICAS_AND_SHARDS)
 def test_state_that_is_missing_of_one_parameter_only(sound: Sound, cell: str) -> None:
-    def without_one(optimizer: OptimizerFact) -> tuple[StateFact, ...]:
+    def without_one(optimizer: OptimizerInfo) -> tuple[StateInfo, ...]:
         return tuple(state for state in optimizer.states if "outlet" not in state.owner)
 
     story = with_states(sound(cell), without_one, ("float32",))
@@ -56,9 +56,9 @@ def test_state_that_is_missing_of_one_parameter_only(sound: Sound, cell: str) ->
 def test_a_number_beside_the_moments(sound: Sound, cell: str) -> None:
     """As NAdam keeps one."""
 
-    def more(optimizer: OptimizerFact) -> tuple[StateFact, ...]:
+    def more(optimizer: OptimizerInfo) -> tuple[StateInfo, ...]:
         owners = dict.fromkeys(state.owner for state in optimizer.states)
-        return (*optimizer.states, *(StateFact(owner, "mu_product", "float32", 1, "1:1") for owner in owners))
+        return (*optimizer.states, *(StateInfo(owner, "mu_product", "float32", 1, "1:1") for owner in owners))
 
     assert with_states(sound(cell), more, ("float32",)).findings("memory") == []
 
@@ -67,22 +67,22 @@ def test_a_number_beside_the_moments(sound: Sound, cell: str) -> None:
 def test_factors_instead_of_moments(sound: Sound, cell: str) -> None:
     """As Adafactor keeps them, of matrices; of vectors it keeps something else."""
 
-    def factored(optimizer: OptimizerFact) -> tuple[StateFact, ...]:
+    def factored(optimizer: OptimizerInfo) -> tuple[StateInfo, ...]:
         owners = sorted({state.owner for state in optimizer.states})
         if not owners:
             return ()
-        matrix = [StateFact(owners[0], key, "float32", 2, "2:1") for key in ("row_var", "col_var")]
-        return (*matrix, *(StateFact(owner, "variance", "float32", 8, "8:1") for owner in owners[1:]))
+        matrix = [StateInfo(owners[0], key, "float32", 2, "2:1") for key in ("row_var", "col_var")]
+        return (*matrix, *(StateInfo(owner, "variance", "float32", 8, "8:1") for owner in owners[1:]))
 
     assert with_states(sound(cell), factored, ("float32",)).findings("memory") == []
 
 
 @pytest.mark.parametrize(("products", "silent"), [(0, True), (1, False), (None, False)])
 def test_a_model_without_matrix_products(sound: Sound, products: int | None, silent: bool) -> None:
-    def altered(moment: Moment) -> Moment:
-        return replace(moment, plain=moment.plain and replace(moment.plain, products=products))
+    def altered(snapshot: Snapshot) -> Snapshot:
+        return replace(snapshot, plain=snapshot.plain and replace(snapshot.plain, products=products))
 
-    story = sound("ddp-fp32-w2").alter(altered, verb="plain").moment("step", {"compute": ()}, nth=2, rank=1)
+    story = sound("ddp-fp32-w2").alter(altered, verb="plain").snapshot("step", {"compute": ()}, nth=2, rank=1)
     assert story.findings("dtypes") == ([] if silent else ["rank 1: matrix products ran in nothing; expected float32"])
 
 
@@ -92,19 +92,19 @@ def test_a_dtype_that_nobody_knows_is_no_crash(sound: Sound) -> None:
 
 
 def test_a_batch_in_which_no_tensor_is_seen(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").moment("step", {"inputs": ("",)}, nth=1)
+    story = sound("ddp-fp32-w2").snapshot("step", {"inputs": ("",)}, nth=1)
     assert story.findings("data") == [
         f"rank {rank}: no tensor is seen in what the model was fed in step 2: it may be anybody's" for rank in (0, 1)
     ]
 
 
-def buffers(digests: tuple[str, str]) -> Callable[[Moment], Moment]:
+def buffers(digests: tuple[str, str]) -> Callable[[Snapshot], Snapshot]:
     """Another digest of the buffer on each rank."""
 
-    def altered(moment: Moment) -> Moment:
-        assert moment.model is not None
-        held = tuple(replace(fact, digest=digests[moment.rank]) for fact in moment.model.buffers)
-        return replace(moment, model=replace(moment.model, buffers=held))
+    def altered(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.model is not None
+        held = tuple(replace(info, digest=digests[snapshot.rank]) for info in snapshot.model.buffers)
+        return replace(snapshot, model=replace(snapshot.model, buffers=held))
 
     return altered
 
@@ -141,17 +141,17 @@ def test_a_save_that_changes_statistics(sound: Sound) -> None:
 def test_a_buffer_that_no_file_holds_may_be_another(sound: Sound, changed: dict[str, Any] | None) -> None:
     """A rotary table that grew with the texts, or a cache that the first forward made."""
 
-    def loose(moment: Moment) -> Moment:
-        plain = moment.plain
+    def loose(snapshot: Snapshot) -> Snapshot:
+        plain = snapshot.plain
         return replace(
-            moment,
-            plain=plain and replace(plain, buffers=tuple(replace(fact, placement="") for fact in plain.buffers)),
+            snapshot,
+            plain=plain and replace(plain, buffers=tuple(replace(info, placement="") for info in plain.buffers)),
         )
 
-    def altered(moment: Moment) -> Moment:
-        assert moment.model is not None
-        held = tuple(replace(fact, **changed) for fact in moment.model.buffers) if changed else ()
-        return replace(moment, model=replace(moment.model, buffers=held))
+    def altered(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.model is not None
+        held = tuple(replace(info, **changed) for info in snapshot.model.buffers) if changed else ()
+        return replace(snapshot, model=replace(snapshot.model, buffers=held))
 
     story = sound("fsdp2-fp32-w2").alter(loose, verb="plain").alter(altered, run="resume", verb="load")
     assert story.findings("resume") == []
@@ -171,29 +171,29 @@ def test_a_learning_rate_may_be_rounded(sound: Sound) -> None:
 
 
 def test_one_buffer_that_is_narrow_is_no_leave_for_another(sound: Sound) -> None:
-    def both(moment: Moment) -> Moment:
-        plain = moment.plain
+    def both(snapshot: Snapshot) -> Snapshot:
+        plain = snapshot.plain
         narrow = plain and replace(plain.buffers[0], name="narrow", dtype="bfloat16")
-        return replace(moment, plain=plain and replace(plain, buffers=(*plain.buffers, narrow)))  # type: ignore[arg-type]
+        return replace(snapshot, plain=plain and replace(plain, buffers=(*plain.buffers, narrow)))  # type: ignore[arg-type]
 
-    def rounded(moment: Moment) -> Moment:
-        assert moment.model is not None
-        scale = moment.model.buffers[0]
+    def rounded(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.model is not None
+        scale = snapshot.model.buffers[0]
         held = (
             replace(scale, dtype="bfloat16"),
             replace(scale, name=f"{scale.name}".replace("scale", "narrow"), dtype="bfloat16"),
         )
-        return replace(moment, model=replace(moment.model, buffers=held))
+        return replace(snapshot, model=replace(snapshot.model, buffers=held))
 
     story = sound("fsdp2-fp32-w2").alter(both, verb="plain").alter(rounded, verb="step", nth=2, rank=0)
     assert story.findings("dtypes") == ["rank 0: 1 buffers are in bfloat16, first 'scale'; expected float32"]
 
 
 def test_a_plain_buffer_on_the_meta_device_had_no_values(sound: Sound) -> None:
-    def meta(moment: Moment) -> Moment:
-        plain = moment.plain
+    def meta(snapshot: Snapshot) -> Snapshot:
+        plain = snapshot.plain
         return replace(
-            moment, plain=plain and replace(plain, buffers=tuple(replace(one, digest="0:0") for one in plain.buffers))
+            snapshot, plain=plain and replace(plain, buffers=tuple(replace(one, digest="0:0") for one in plain.buffers))
         )
 
     assert sound("fsdp2-fp32-w2").alter(meta, verb="plain").findings("names") == []

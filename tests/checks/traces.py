@@ -9,7 +9,7 @@ from typing import Any
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.trace import Moment, ParameterFact, StateFact, Trace
+from pytest_distcompat.trace import ParameterInfo, Snapshot, StateInfo, Trace
 
 
 class Able(Driver):
@@ -45,32 +45,32 @@ class Story:
 
     def alter(
         self,
-        change: Callable[[Moment], Moment | None],
+        change: Callable[[Snapshot], Snapshot | None],
         *,
         run: str = "train",
         verb: str = "",
         nth: int | None = None,
         rank: int | None = None,
     ) -> Story:
-        """Change the chosen moments (None takes one out); no verb means all, no ``nth`` every such verb."""
+        """Change the chosen snapshots (None takes one out); no verb means all, no ``nth`` every such verb."""
         old = self.trace.run(run)
         chosen = [
-            moment
-            for moment in (old.at(verb, nth) if nth is not None else old.moments)
-            if verb in {"", moment.verb} and rank in {None, moment.rank}
+            snapshot
+            for snapshot in (old.at(verb, nth) if nth is not None else old.snapshots)
+            if verb in {"", snapshot.verb} and rank in {None, snapshot.rank}
         ]
         assert chosen, "a test that alters nothing tests nothing"
-        moments = (change(moment) if moment in chosen else moment for moment in old.moments)
-        new = replace(old, moments=tuple(moment for moment in moments if moment))
+        snapshots = (change(snapshot) if snapshot in chosen else snapshot for snapshot in old.snapshots)
+        new = replace(old, snapshots=tuple(snapshot for snapshot in snapshots if snapshot))
         return replace(self, trace=replace(self.trace, runs={**self.trace.runs, run: new}))
 
     def without(self, verb: str, **where: Any) -> Story:
-        """The same, with the moments after that verb gone."""
-        return self.alter(lambda moment: None, verb=verb, **where)
+        """The same, with the snapshots after that verb gone."""
+        return self.alter(lambda snapshot: None, verb=verb, **where)
 
-    def moment(self, verb: str, changes: dict[str, Any], **where: Any) -> Story:
-        """The same, with other fields in the moments after that verb."""
-        return self.alter(lambda moment: replace(moment, **changes), verb=verb, **where)
+    def snapshot(self, verb: str, changes: dict[str, Any], **where: Any) -> Story:
+        """The same, with other fields in the snapshots after that verb."""
+        return self.alter(lambda snapshot: replace(snapshot, **changes), verb=verb, **where)
 
     def model(self, changes: dict[str, Any], **where: Any) -> Story:
         """The same, with other fields of the live model."""
@@ -84,9 +84,9 @@ class Story:
         """The same, with other fields in the optimizer's state: under that key, of one parameter, or all but the steps."""
         name = self.live(only) if only else ""
 
-        def change(fact: StateFact) -> StateFact:
-            meant = fact.key == key if key else fact.key != "step"
-            return replace(fact, **changes) if meant and name in {"", fact.owner} else fact
+        def change(info: StateInfo) -> StateInfo:
+            meant = info.key == key if key else info.key != "step"
+            return replace(info, **changes) if meant and name in {"", info.owner} else info
 
         return self._part("optimizer", lambda optimizer: _each(optimizer, "states", change), where)
 
@@ -98,8 +98,8 @@ class Story:
         """The same, with other fields of one live parameter (by its plain name), or of all."""
         name = self.live(only) if only else ""
 
-        def change(fact: ParameterFact) -> ParameterFact:
-            return replace(fact, **changes) if name in {"", fact.name} else fact
+        def change(info: ParameterInfo) -> ParameterInfo:
+            return replace(info, **changes) if name in {"", info.name} else info
 
         return self._part("model", lambda model: _each(model, "parameters", change), where)
 
@@ -107,7 +107,7 @@ class Story:
         """With every buffer of the live model changed."""
         return self._part(
             "model",
-            lambda model: replace(model, buffers=tuple(replace(fact, **changes) for fact in model.buffers)),
+            lambda model: replace(model, buffers=tuple(replace(info, **changes) for info in model.buffers)),
             where,
         )
 
@@ -115,8 +115,8 @@ class Story:
         """The same, with a live parameter (by its plain name) under another live name, in the optimizer too."""
         name = self.live(old)
 
-        def state(fact: StateFact) -> StateFact:
-            return replace(fact, owner=new) if fact.owner == name else fact
+        def state(info: StateInfo) -> StateInfo:
+            return replace(info, owner=new) if info.owner == name else info
 
         story = self.parameters({"name": new}, only=old, **where)
         return story._part("optimizer", lambda optimizer: _each(optimizer, "states", state), where)
@@ -124,27 +124,27 @@ class Story:
     def file(self, position: int, **changes: Any) -> Story:
         """The same, with other fields of one saved file: 0 is the model's, 1 the optimizer's."""
 
-        def change(moment: Moment) -> Moment:
-            files = list(moment.files)
+        def change(snapshot: Snapshot) -> Snapshot:
+            files = list(snapshot.files)
             files[position] = replace(files[position], **changes)
-            return replace(moment, files=tuple(files))
+            return replace(snapshot, files=tuple(files))
 
         return self.alter(change, verb="files", rank=0)
 
     def _part(self, name: str, change: Callable[[Any], Any], where: dict[str, Any]) -> Story:
-        def altered(moment: Moment) -> Moment:
-            part = getattr(moment, name)
-            return replace(moment, **{name: part and change(part)})
+        def altered(snapshot: Snapshot) -> Snapshot:
+            part = getattr(snapshot, name)
+            return replace(snapshot, **{name: part and change(part)})
 
         return self.alter(altered, **where)
 
     def _each(self, name: str, change: Callable[[Any], Any], where: dict[str, Any]) -> Story:
-        return self.alter(lambda moment: _each(moment, name, change), **where)
+        return self.alter(lambda snapshot: _each(snapshot, name, change), **where)
 
 
 #: What the fixture gives: from a cell's id to its sound story.
 Sound = Callable[[str], Story]
 
 
-def _each(fact: Any, name: str, change: Callable[[Any], Any]) -> Any:
-    return replace(fact, **{name: tuple(change(one) for one in getattr(fact, name))})
+def _each(info: Any, name: str, change: Callable[[Any], Any]) -> Any:
+    return replace(info, **{name: tuple(change(one) for one in getattr(info, name))})

@@ -12,7 +12,7 @@ from tests.checks.traces import Story
 from tests.words import test_cost
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.trace import CollectiveFact, FileFact, Moment
+from pytest_distcompat.trace import CollectiveInfo, FileInfo, Snapshot
 
 
 def sound(cell_id: str) -> Story:
@@ -45,14 +45,16 @@ def _masters_of_the_frozen(cell: str) -> Story:
 
 
 def _reduced_twice(cell: str) -> Story:
-    twice = (CollectiveFact("allreduce", "float32", 2, 16, 32),)
-    return sound(cell).moment("step", {"collectives": twice}, nth=1)
+    twice = (CollectiveInfo("allreduce", "float32", 2, 16, 32),)
+    return sound(cell).snapshot("step", {"collectives": twice}, nth=1)
 
 
 def _export_of_a_wrapped_model(cell: str) -> Story:
-    def change(moment: Moment) -> Moment:
+    def change(snapshot: Snapshot) -> Snapshot:
         keys = ("module.inlet.weight", "module.outlet.weight", "module.frozen.weight", "module.scale")
-        return replace(moment, files=tuple(replace(f, keys=keys) if "export" in f.path else f for f in moment.files))
+        return replace(
+            snapshot, files=tuple(replace(f, keys=keys) if "export" in f.path else f for f in snapshot.files)
+        )
 
     return runs_of(cell, "export").alter(change, verb="files", rank=0)
 
@@ -60,14 +62,14 @@ def _export_of_a_wrapped_model(cell: str) -> Story:
 def _model_alone(cell: str) -> Story:
     story, weights = test_save_only_model.saved(runs_of, cell)
     weights.pop("outlet.weight")
-    return story.moment(
-        "files", {"saved": (FileFact("model.safetensors", "", "model", tuple(weights), digests=weights),)}, rank=0
+    return story.snapshot(
+        "files", {"saved": (FileInfo("model.safetensors", "", "model", tuple(weights), digests=weights),)}, rank=0
     )
 
 
 def _overflow_on_one_rank(cell: str) -> Story:
     story = test_scaling.overflowing(sound(cell))
-    return story.moment("overflow", {"scaler": {"scale": 1024.0}}, run="overflow", rank=0)
+    return story.snapshot("overflow", {"scaler": {"scale": 1024.0}}, run="overflow", rank=0)
 
 
 def _nothing_converted(cell: str) -> Story:
@@ -83,8 +85,8 @@ def _slow(cell: str) -> Story:
     return replace(sound(cell), trace=test_cost.trace(*own, limit=0.9))
 
 
-def _loss_doubled(moment: Moment) -> Moment:
-    return replace(moment, loss=moment.loss and 2 * moment.loss)
+def _loss_doubled(snapshot: Snapshot) -> Snapshot:
+    return replace(snapshot, loss=snapshot.loss and 2 * snapshot.loss)
 
 
 #: Where the optimizer's state is after a load.
@@ -138,7 +140,7 @@ EXAMPLES: Mapping[str, Example] = {
     "data": Example(
         "shuffles every rank's data alike",
         "ddp-fp32-w2",
-        lambda cell: sound(cell).moment("step", {"inputs": ("batch 1.0 of rank 0",)}, nth=0),
+        lambda cell: sound(cell).snapshot("step", {"inputs": ("batch 1.0 of rank 0",)}, nth=0),
     ),
     "reshard": Example(
         "pads its shards for one number of ranks",

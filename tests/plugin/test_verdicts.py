@@ -95,10 +95,10 @@ def live(request: Request, ranks: FakeRanks) -> Ending:
     def verbs(*names: str, broken: str = "") -> list[dict[str, Any]]:
         told = []
         for index, name in enumerate(names):
-            moment = {"rank": 0, "run": "train", "verb": name, "index": index}
+            snapshot = {"rank": 0, "run": "train", "verb": name, "index": index}
             told.append({"event": "verb", "verb": name, "index": index})
             if name != broken:
-                told.append({"event": "moment", "verb": name, "index": index, "moment": moment})
+                told.append({"event": "snapshot", "verb": name, "index": index, "snapshot": snapshot})
         return told
 
     def end(status: str, message: str, text: str, at: str, **more: Any) -> Ending:

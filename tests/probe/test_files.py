@@ -46,7 +46,7 @@ def optimizer() -> dict[str, Any]:
 
 
 def held(directory: Path, what: str = "model") -> list[tuple[str, ...]]:
-    return [fact.keys for fact in read_files(directory) if fact.holds == what]
+    return [info.keys for info in read_files(directory) if info.holds == what]
 
 
 @pytest.mark.parametrize("suffix", ["pt", "pth", "bin", "ckpt", "pth.tar"])
@@ -57,8 +57,8 @@ def test_what_torch_saved(
     whole: Mapping[str, Any] = {part: state, "optimizer_state_dict": optimizer, "epoch": 3} if part else state
     torch.save(whole, tmp_path / f"last.{suffix}")
     assert held(tmp_path) == [NAMES]
-    assert [fact.keys for fact in read_saved(tmp_path) if fact.holds == "model"] == [NAMES]
-    assert any(fact.holds == "optimizer" for fact in read_saved(tmp_path)) == bool(part)
+    assert [info.keys for info in read_saved(tmp_path) if info.holds == "model"] == [NAMES]
+    assert any(info.holds == "optimizer" for info in read_saved(tmp_path)) == bool(part)
     assert spoil(tmp_path, "truncate").path == f"last.{suffix}"
     assert held(tmp_path) == []
 
@@ -84,10 +84,10 @@ def test_a_distributed_checkpoint(
         whole = {part: whole}
     save(whole, checkpoint_id=tmp_path, no_dist=True)
     assert [set(keys) for keys in held(tmp_path)] == [set(NAMES)]
-    (model,) = (fact for fact in read_files(tmp_path) if fact.holds == "model")
+    (model,) = (info for info in read_files(tmp_path) if info.holds == "model")
     assert model.shapes["model.weight"] == (3, 2)
     assert [set(keys) for keys in held(tmp_path, "optimizer")] == [set(NAMES)] * bool(parts)
-    saved = {fact.holds: fact for fact in read_saved(tmp_path)}
+    saved = {info.holds: info for info in read_saved(tmp_path)}
     assert set(saved) == ({"model", "optimizer", "scheduler"} if parts else {"model"})
     assert set(saved["model"].digests) == set(NAMES)
 
@@ -106,8 +106,8 @@ def test_the_check_says_all_that_is_read() -> None:
 
 def test_a_file_whose_keys_are_mapped_back(tmp_path: Path) -> None:
     torch.save({"net.weight": torch.ones(2, 3)}, tmp_path / "model.pt")
-    (fact,) = read_files(tmp_path)
-    plain = fact.renamed(lambda key: key.removeprefix("net."))
+    (info,) = read_files(tmp_path)
+    plain = info.renamed(lambda key: key.removeprefix("net."))
     assert (plain.keys, plain.shapes) == (("weight",), {"weight": (2, 3)})
 
 

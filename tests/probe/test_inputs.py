@@ -85,7 +85,7 @@ def test_two_batches_in_dicts_are_told_apart() -> None:
     with observer.watching():
         model({"x": torch.ones(3)})
         model({"x": torch.zeros(3)})
-    first, second = observer.facts()["inputs"]
+    first, second = observer.infos()["inputs"]
     assert first
     assert second
     assert first != second
@@ -96,4 +96,4 @@ def test_a_convolution_computes() -> None:
     observer.attach(model)
     with observer.watching():
         model(torch.ones(1, 1, 5))
-    assert [(fact.module, fact.output) for fact in observer.facts()["compute"]] == [("0", "float32")]
+    assert [(info.module, info.output) for info in observer.infos()["compute"]] == [("0", "float32")]

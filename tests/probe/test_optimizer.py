@@ -64,9 +64,9 @@ def test_several_optimizers_are_what_they_are_together() -> None:
         assert (found.chain, found.entries, found.foreign) == (("SGD + AdamW",), 3, 1)
         assert [group["lr"] for group in found.groups] == [0.5, 0.25]
         assert {state.owner for state in found.states} == {"bias"}
-    held = {fact.name: fact.held for fact in read_model(model, two, None).parameters}
+    held = {info.name: info.held for info in read_model(model, two, None).parameters}
     assert held == {"weight": 1, "bias": 1}
-    held = {fact.name: fact.held for fact in read_model(model, [*two, two[0]], None).parameters}
+    held = {info.name: info.held for info in read_model(model, [*two, two[0]], None).parameters}
     assert held == {"weight": 2, "bias": 1}
 
 
@@ -165,7 +165,7 @@ def test_a_step_within_a_step_is_one_step() -> None:
     with observer.watching():
         one.step()
         one.step()
-    assert [(fact.optimizer, fact.square, fact.state) for fact in observer.steps] == [
+    assert [(info.optimizer, info.square, info.state) for info in observer.steps] == [
         ("Delegates", 25.0, ("float32",))
     ] * 2
 

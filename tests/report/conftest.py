@@ -76,14 +76,14 @@ class Made(TorchrunLauncher):
         told = RUNS.get(request.payload["cell"], "")
         events = []
         for index, verb in enumerate(("plain", "build", "step")):
-            moment = {"rank": 0, "run": "train", "verb": verb, "index": index, "loss": 4.0 if verb == "step" else None}
+            snapshot = {"rank": 0, "run": "train", "verb": verb, "index": index, "loss": 4.0 if verb == "step" else None}
             RankLog(request.directory, 0).write("verb", verb=verb, index=index)
             if verb == "step" and str(told).startswith("wait"):
                 (HERE / "waiting").touch()
                 time.sleep(float(told.split()[1]))
             # As a rank says it: reports are made of what stands in its log.
-            RankLog(request.directory, 0).write("moment", verb=verb, index=index, moment=moment)
-            events.append({"event": "moment", "verb": verb, "index": index, "moment": moment})
+            RankLog(request.directory, 0).write("snapshot", verb=verb, index=index, snapshot=snapshot)
+            events.append({"event": "snapshot", "verb": verb, "index": index, "snapshot": snapshot})
         if told == "killed":
             ends = RankEnd(1, "killed", "was killed by SIGKILL in verb 'step'", output=WORDS), RankEnd(0, "stopped", "was killed by SIGTERM")
             return Ending(ends, {0: events[:2], 1: []}, seconds=1.5, command="torchrun ...")

@@ -19,15 +19,15 @@ from pytest_distcompat.launch import Ending, RankEnd, Request
 from pytest_distcompat.report import Report, Row
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.trace import (
-    CollectiveFact,
-    ComputeFact,
-    FileFact,
-    ModelFact,
-    Moment,
-    ParameterFact,
-    PlainFact,
+    CollectiveInfo,
+    ComputeInfo,
+    FileInfo,
+    ModelInfo,
+    ParameterInfo,
     RunTrace,
-    StepFact,
+    Snapshot,
+    StepInfo,
+    UnwrappedInfo,
 )
 
 CELLS = (
@@ -53,7 +53,7 @@ class Noted(WithoutProcesses):
         verbs = list(enumerate(request.payload["run"]["verbs"]))
         events = {
             rank: [
-                {"event": "moment", "moment": {"rank": rank, "run": "", "verb": verb, "index": index}}
+                {"event": "snapshot", "snapshot": {"rank": rank, "run": "", "verb": verb, "index": index}}
                 for index, verb in verbs
             ]
             for rank in ranks
@@ -103,42 +103,42 @@ def test_a_store_that_is_written_to_at_this_moment_is_read(tmp_path: Path) -> No
     assert read_store(tmp_path / "nothing") == []
 
 
-WHOLE = ParameterFact("a.weight", (4, 2), "bfloat16")
-BIAS = ParameterFact("a.bias", (4,), "bfloat16")
+WHOLE = ParameterInfo("a.weight", (4, 2), "bfloat16")
+BIAS = ParameterInfo("a.bias", (4,), "bfloat16")
 SHARD = dataclasses.replace(
     WHOLE, name="_orig_mod.a.weight", dtype="float32", kind="DTensor", placement="Shard(dim=0)", local_numel=4, held=1
 )
-STRAY = ParameterFact("b.weight", (1,), "float32", local_numel=1)
+STRAY = ParameterInfo("b.weight", (1,), "float32", local_numel=1)
 
 
-def moment(rank: int, verb: str, index: int, **facts: object) -> Moment:
-    return Moment(rank, "train", verb, index, **facts)  # type: ignore[arg-type]
+def snapshot(rank: int, verb: str, index: int, **infos: object) -> Snapshot:
+    return Snapshot(rank, "train", verb, index, **infos)  # type: ignore[arg-type]
 
 
 def run() -> RunTrace:
-    model = ModelFact("M", {"FSDP2": 1}, (SHARD, STRAY))
-    moments = [moment(0, "plain", 0, plain=PlainFact((WHOLE, BIAS), state_dict=("a.weight", "a.bias")))]
+    model = ModelInfo("M", {"FSDP2": 1}, (SHARD, STRAY))
+    snapshots = [snapshot(0, "plain", 0, plain=UnwrappedInfo((WHOLE, BIAS), state_dict=("a.weight", "a.bias")))]
     for rank in range(2):
-        moments.append(moment(rank, "build", 1, model=model, memory=10 + rank))
+        snapshots.append(snapshot(rank, "build", 1, model=model, memory=10 + rank))
         for step in range(3):
-            facts = {
+            infos = {
                 "loss": 4.0 - step + rank,
                 "grad_norm": float("nan") if step else 1.5,
                 "seconds": 0.1 * (rank + 1),
                 "memory": 20 * (rank + 1) - step,
                 "model": model,
-                "compute": (ComputeFact("a", "bfloat16", "bfloat16", "bfloat16"),),
-                "steps": (StepFact("AdamW", ("float32",), ("bfloat16",), ("float32",)),) if rank else (),
+                "compute": (ComputeInfo("a", "bfloat16", "bfloat16", "bfloat16"),),
+                "steps": (StepInfo("AdamW", ("float32",), ("bfloat16",), ("float32",)),) if rank else (),
                 "collectives": (
-                    CollectiveFact("reduce_scatter_base", "bfloat16", 3, 900),
-                    CollectiveFact("allreduce", "float32", 1, 1),
-                    CollectiveFact("allgather_base", "float16", 1, 9000),
+                    CollectiveInfo("reduce_scatter_base", "bfloat16", 3, 900),
+                    CollectiveInfo("allreduce", "float32", 1, 1),
+                    CollectiveInfo("allgather_base", "float16", 1, 9000),
                 ),
             }
-            moments.append(moment(rank, "step", 2 + step, **facts))
-    files = (FileFact("model.safetensors", "safetensors", "model", ("a.weight", "_orig_mod.a.bias")),)
-    moments.append(moment(0, "files", 5, files=(*files, FileFact("o", "pickle", "optimizer", ("x",)))))
-    return RunTrace("train", 2, tuple(moments))
+            snapshots.append(snapshot(rank, "step", 2 + step, **infos))
+    files = (FileInfo("model.safetensors", "safetensors", "model", ("a.weight", "_orig_mod.a.bias")),)
+    snapshots.append(snapshot(0, "files", 5, files=(*files, FileInfo("o", "pickle", "optimizer", ("x",)))))
+    return RunTrace("train", 2, tuple(snapshots))
 
 
 CELL = Cell.of("fsdp2", "bf16_mixed", compile=True)
@@ -174,7 +174,7 @@ def test_the_table_of_dtypes() -> None:
 
 
 def test_curves_and_memory() -> None:
-    reference = RunTrace("reference", 1, (moment(0, "reference", 1, loss=4.25, grad_norm=1.25),))
+    reference = RunTrace("reference", 1, (snapshot(0, "reference", 1, loss=4.25, grad_norm=1.25),))
     shown = training(CELL, run(), reference)
     assert shown.steps == {
         "loss": [4.5, 3.5, 2.5],
@@ -190,7 +190,7 @@ def test_curves_and_memory() -> None:
 @pytest.mark.parametrize("verbs", [(), ("plain",), ("plain", "build"), ("plain", "build", "step")])
 def test_a_training_that_broke_off_shows_what_there_is(verbs: tuple[str, ...]) -> None:
     whole = run()
-    part = RunTrace("train", 2, tuple(one for one in whole.moments if one.verb in verbs and one.index < 3))
+    part = RunTrace("train", 2, tuple(one for one in whole.snapshots if one.verb in verbs and one.index < 3))
     shown = training(CELL, part)
     assert bool(shown.names) == ("plain" in verbs)
     assert shown.dtypes == []

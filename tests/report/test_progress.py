@@ -141,11 +141,11 @@ def test_which_runs_run(tmp_path: Path) -> None:
     (tmp_path / "one.lock").touch()
     (found,) = running(tmp_path, over)
     assert str(found) == "ddp-fp32-w2 train: starts, 0 s"
-    moment = json.dumps({"event": "moment", "verb": "plain", "index": 0, "moment": {"names": ["x" * 20000]}})
+    snapshot = json.dumps({"event": "snapshot", "verb": "plain", "index": 0, "snapshot": {"names": ["x" * 20000]}})
     verbs = [
         json.dumps({"event": "verb", "verb": verb, "index": index}) for index, verb in enumerate(("plain", "build"))
     ]
-    (run / "rank-0.jsonl").write_text("\n".join((verbs[0], moment, verbs[1])) + "\n", encoding="utf-8")
+    (run / "rank-0.jsonl").write_text("\n".join((verbs[0], snapshot, verbs[1])) + "\n", encoding="utf-8")
     (found,) = running(tmp_path, over)
     assert (found.verb, found.place, found.verbs) == ("build", 2, 3)
     assert over == {"two"}

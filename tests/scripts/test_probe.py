@@ -92,7 +92,7 @@ def test_losses_are_the_same_bit_by_bit_without_the_probe(
     for rank in (0, 1):
         assert losses(probed, rank) == losses(bare, rank)
     assert len(probed.trace.at_index(STRIDE)) == 2
-    assert not bare.trace.moments
+    assert not bare.trace.snapshots
 
 
 def eight_steps(run: Launch) -> ScriptRun:
@@ -104,7 +104,7 @@ def test_later_steps_are_not_looked_at(run: Launch) -> None:
     found.check("active", "optimizer", "dtypes")
     late = found.trace.at_index(8 * STRIDE)
     assert len(late) == 2
-    assert all(moment.model is None and not moment.inputs and moment.loss is not None for moment in late)
+    assert all(snapshot.model is None and not snapshot.inputs and snapshot.loss is not None for snapshot in late)
 
 
 @pytest.mark.parametrize(

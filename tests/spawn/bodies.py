@@ -209,8 +209,8 @@ def compiled(payload: Mapping[str, Any], log: RankLog) -> None:
     recompute(model, [model[1]])
     model[0].compile(backend="eager")
     for step in ("before", "after"):
-        fact = read_model(model, None, None)
-        log.write("fact", step=step, compiled=fact.compiled, checkpointed=fact.checkpointed, graphs=fact.graphs)
+        info = read_model(model, None, None)
+        log.write("fact", step=step, compiled=info.compiled, checkpointed=info.checkpointed, graphs=info.graphs)
         model(torch.ones(2, 4)).sum().backward()
 
 

@@ -131,16 +131,16 @@ def test_the_modes_that_are_put_aside(run: Run) -> None:
 
 def test_what_torch_keeps_of_what_it_compiled_and_of_what_recomputes(run: Run) -> None:
     ending = run("compiled", world_size=1)
-    facts = {event["step"]: event for event in events(ending, "fact")}
+    infos = {event["step"]: event for event in events(ending, "fact")}
     assert not ending.failed, (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper or torch._dynamo.utils.counters is not where it was: "
         f"see drivers/_options.py:recompute and probe/live.py:_graphs\n{ending.text()}"
     )
-    assert facts["before"]["compiled"] == facts["after"]["compiled"] == ["0"], (
+    assert infos["before"]["compiled"] == infos["after"]["compiled"] == ["0"], (
         "a module compiled in place has no _compiled_call_impl: see probe/live.py:_compiled"
     )
-    assert facts["after"]["checkpointed"] == ["1"], "there is no CheckpointWrapper: see probe/live.py:_checkpointed"
-    assert (facts["before"]["graphs"], facts["after"]["graphs"]) == (0, 1), (
+    assert infos["after"]["checkpointed"] == ["1"], "there is no CheckpointWrapper: see probe/live.py:_checkpointed"
+    assert (infos["before"]["graphs"], infos["after"]["graphs"]) == (0, 1), (
         "counters['stats']['unique_graphs'] does not count graphs: see probe/live.py:_graphs"
     )
 

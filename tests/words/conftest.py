@@ -35,7 +35,7 @@ class Ranks:
 
     def done(self, *ranks: int) -> None:
         for rank in ranks:
-            self.wrote(rank, "moment", verb="step", index=2, moment={})
+            self.wrote(rank, "snapshot", verb="step", index=2, snapshot={})
             self.wrote(rank, "done")
 
     def raised(self, rank: int, message: str, *, lost: bool = False) -> None:

@@ -9,38 +9,38 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.cost import Cost, cost, state_bytes
 from pytest_distcompat.scenario import STEPS
 from pytest_distcompat.trace import (
-    ModelFact,
-    Moment,
-    OptimizerFact,
-    ParameterFact,
-    PlainFact,
+    ModelInfo,
+    OptimizerInfo,
+    ParameterInfo,
     RunTrace,
-    StateFact,
+    Snapshot,
+    StateInfo,
     Trace,
+    UnwrappedInfo,
 )
 
-PLAIN = PlainFact(
-    (ParameterFact("a", (4, 8), "bfloat16"), ParameterFact("frozen", (8,), "bfloat16", trainable=False)),
+PLAIN = UnwrappedInfo(
+    (ParameterInfo("a", (4, 8), "bfloat16"), ParameterInfo("frozen", (8,), "bfloat16", trainable=False)),
 )
 
 
 def run(name: str = "train", *, seconds: float = 0.5, ranks: int = 2, **states: int) -> RunTrace:
     """A sharded training: ``states`` are elements of each kind of optimizer state on each rank, in float32."""
-    optimizer = OptimizerFact(
-        ("AdamW",), 1, states=tuple(StateFact("a", key, "float32", numel, "d") for key, numel in states.items())
+    optimizer = OptimizerInfo(
+        ("AdamW",), 1, states=tuple(StateInfo("a", key, "float32", numel, "d") for key, numel in states.items())
     )
-    model = ModelFact("Toy", {}, (ParameterFact("a", (4, 8), "float32", local_numel=16, held=1),))
-    moments = [Moment(rank, name, "plain", 0, plain=PLAIN) for rank in range(ranks)]
+    model = ModelInfo("Toy", {}, (ParameterInfo("a", (4, 8), "float32", local_numel=16, held=1),))
+    snapshots = [Snapshot(rank, name, "plain", 0, plain=PLAIN) for rank in range(ranks)]
     for index in range(1, STEPS + 1):
         # The first steps are slow, and rank 1 is always a little slower than rank 0.
         took = seconds * (20 if index < 5 else 1)
-        moments += [
-            Moment(
+        snapshots += [
+            Snapshot(
                 rank, name, "step", index, took + rank, tokens=100, memory=7 + rank, model=model, optimizer=optimizer
             )
             for rank in range(ranks)
         ]
-    return RunTrace(name, ranks, tuple(moments), cell="ddp-fp32-w2")
+    return RunTrace(name, ranks, tuple(snapshots), cell="ddp-fp32-w2")
 
 
 def trace(*runs: RunTrace, limit: float = 0.0) -> Trace:
@@ -65,7 +65,7 @@ def test_flat_masters_count_and_the_live_parameters_then_do_not() -> None:
 
 
 def test_a_run_that_was_too_short_has_no_cost() -> None:
-    short = RunTrace("train", 2, tuple(moment for moment in run().moments if moment.index < 3))
+    short = RunTrace("train", 2, tuple(snapshot for snapshot in run().snapshots if snapshot.index < 3))
     assert cost(trace(short)) is None
     assert cost(trace()) is None
 
@@ -98,7 +98,7 @@ def test_replicas_keep_one_each() -> None:
 
 def test_a_rank_that_did_not_report_is_named() -> None:
     alone = run(exp_avg=32, master=32)
-    alone = RunTrace("train", 2, tuple(moment for moment in alone.moments if moment.rank == 0))
+    alone = RunTrace("train", 2, tuple(snapshot for snapshot in alone.snapshots if snapshot.rank == 0))
     assert "rank 1: no report after three steps" in CHECKS.get("memory").findings(CELL, trace(alone))
 
 

@@ -38,7 +38,7 @@ def test_what_ranks_wrote_is_kept(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.done(1)
     ending = ranks.end(0, 0, seconds=2.0, command="torchrun ...")
-    assert [event["event"] for event in ending.events[1]] == ["start", "verb", "moment", "done"]
+    assert [event["event"] for event in ending.events[1]] == ["start", "verb", "snapshot", "done"]
     assert (ending.seconds, ending.command) == (2.0, "torchrun ...")
 
 
@@ -145,7 +145,7 @@ def test_a_rank_without_a_report_crashed(ranks: Ranks, code: int | None, message
 
 def test_between_verbs_no_verb_is_blamed(ranks: Ranks) -> None:
     ranks.started(0)
-    ranks.wrote(0, "moment", verb="step", index=2, moment={})
+    ranks.wrote(0, "snapshot", verb="step", index=2, snapshot={})
     assert ranks.end(-9).headline() == "rank 0 was killed by SIGKILL"
 
 

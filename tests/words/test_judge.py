@@ -11,7 +11,7 @@ from pytest_distcompat.checks import Check
 from pytest_distcompat.expect import Expectation, fails, may_fail, may_refuse, refuses
 from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.scenario import RESUME, RESUME_RUN, TRAIN, TRAIN_RUN, Run
-from pytest_distcompat.trace import Moment, RunFailure, RunTrace, Trace
+from pytest_distcompat.trace import RunFailure, RunTrace, Snapshot, Trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,13 +24,13 @@ REFUSED = refuses("toy", match="not supported", reason="by design")
 
 def lived(run: Run, end: RunFailure | None = None, *, together: bool = False) -> RunTrace:
     """a run on two ranks; where it broke off, rank 0 had done the verb and rank 1 had not; ``together``: neither."""
-    moments = [
-        Moment(rank, run.name, verb, index)
+    snapshots = [
+        Snapshot(rank, run.name, verb, index)
         for index, verb in enumerate(run.verbs)
         for rank in range(2)
         if end is None or index < end.index or (index == end.index and rank == 0 and not together)
     ]
-    return RunTrace(run.name, 2, tuple(moments), end)
+    return RunTrace(run.name, 2, tuple(snapshots), end)
 
 
 def toy(*findings: str, until: tuple[str, int] = ("step", 2)) -> Check:
@@ -189,8 +189,8 @@ def test_a_check_of_the_plain_model_needs_no_more() -> None:
 @pytest.mark.parametrize(("kind", "status"), [("raised", "failed"), ("crashed", "crashed"), ("hung", "hung")])
 @pytest.mark.parametrize("until", [("plain", 0), ("step", 2), ("files", 0)])
 def test_an_end_outside_of_any_verb_concerns_every_check(kind: str, status: str, until: tuple[str, int]) -> None:
-    # All moments are there: it happened at exit.
-    whole = RunTrace("train", 2, lived(TRAIN_RUN).moments, ended(kind))
+    # All snapshots are there: it happened at exit.
+    whole = RunTrace("train", 2, lived(TRAIN_RUN).snapshots, ended(kind))
     found = judge(toy(until=until), CELL, Trace.of("hand-made", [whole]))
     assert (found.status, found.message) == (status, "the whole story of boom")
 
@@ -208,7 +208,7 @@ def test_a_check_of_two_runs_needs_both() -> None:
 
 
 def test_a_run_that_was_never_begun_for_the_one_before_it() -> None:
-    # As the runner writes it: no moments, and the end of the run whose checkpoint it would have loaded.
+    # As the runner writes it: no snapshots, and the end of the run whose checkpoint it would have loaded.
     end = ended("raised", "files")
     check = Check("toy", RESUME, (("train", "step", 4), ("resume", "step", 1)), lambda cell, trace: ())
     trace = Trace.of("hand-made", [lived(TRAIN_RUN, end), RunTrace("resume", 2, (), end)])

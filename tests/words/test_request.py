@@ -34,14 +34,14 @@ def test_who_watches_passes_over_what_the_probe_saw(tmp_path: Path) -> None:
     with contextlib.closing(RankLog(tmp_path, 1)) as rank_log:
         rank_log.write("start", pid=7)
         # A text in it that looks like another event's beginning.
-        rank_log.write("moment", moment={"text": '{"event": "error"'})
-        rank_log.write("moments", note="another event")
-        rank_log.error("ValueError", "x", '{"event": "moment"')
+        rank_log.write("snapshot", snapshot={"text": '{"event": "error"'})
+        rank_log.write("snapshots", note="another event")
+        rank_log.error("ValueError", "x", '{"event": "snapshot"')
     with rank_log.path.open("a", encoding="utf-8") as file:
         file.write('{"event": "done", "ra')
-    everything = ["start", "moment", "moments", "error"]
+    everything = ["start", "snapshot", "snapshots", "error"]
     assert [event["event"] for event in read_events(tmp_path, 1)] == everything
-    assert [event["event"] for event in read_events(tmp_path, 1, but="moment")] == ["start", "moments", "error"]
+    assert [event["event"] for event in read_events(tmp_path, 1, but="snapshot")] == ["start", "snapshots", "error"]
     assert read_events(tmp_path, 0) == []
 
 

@@ -48,8 +48,8 @@ def told(run: dict[str, Any], rank: int, broken: str) -> Iterator[dict[str, Any]
         yield {"event": "verb", "verb": verb, "index": index}
         if verb == broken:
             return
-        moment = {"rank": rank, "run": run["name"], "verb": verb, "index": index}
-        yield {"event": "moment", "verb": verb, "index": index, "moment": moment}
+        snapshot = {"rank": rank, "run": run["name"], "verb": verb, "index": index}
+        yield {"event": "snapshot", "verb": verb, "index": index, "snapshot": snapshot}
     yield {"event": "done"}
 
 
@@ -85,7 +85,7 @@ def test_another_process_reads_what_the_ranks_wrote(runner: Runner, ranks: Ranks
     ran = runner.trace("d", Cell.parse("fsdp2-fp32-w2"), TRAIN)
     read = Runner(runner.store, ranks, device="cpu", timeout=1).trace("d", Cell.parse("fsdp2-fp32-w2"), TRAIN)
     assert len(ranks.requests) == 1
-    assert len(ran.run().moments) == 2 * len(TRAIN_RUN.verbs)
+    assert len(ran.run().snapshots) == 2 * len(TRAIN_RUN.verbs)
     assert read == ran
 
 

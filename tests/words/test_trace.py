@@ -9,48 +9,48 @@ from dataclasses import replace
 import pytest
 
 from pytest_distcompat.trace import (
-    CollectiveFact,
-    ComputeFact,
-    FileFact,
-    ModelFact,
-    Moment,
-    OptimizerFact,
-    ParameterFact,
-    PlainFact,
+    CollectiveInfo,
+    ComputeInfo,
+    FileInfo,
+    ModelInfo,
+    OptimizerInfo,
+    ParameterInfo,
     RunTrace,
-    StateFact,
-    StepFact,
+    Snapshot,
+    StateInfo,
+    StepInfo,
     Trace,
+    UnwrappedInfo,
 )
 
-FACT = ParameterFact("a.weight", (3, 2), "bfloat16", trainable=False, kind="DTensor", local_numel=3, digest="d", held=1)
-FULL = Moment(
+INFO = ParameterInfo("a.weight", (3, 2), "bfloat16", trainable=False, kind="DTensor", local_numel=3, digest="d", held=1)
+FULL = Snapshot(
     1,
     "train",
     "step",
     4,
     seconds=0.5,
     loss=2.25,
-    plain=PlainFact((FACT,), (FACT,), ("a.weight", "b.weight"), (("a.weight", "b.weight"),)),
-    model=ModelFact("Toy", {"FSDP2": 3}, (FACT,), (), 2, None, "gloo", 3, ("x.a",), graphs=2),
-    optimizer=OptimizerFact(
-        ("Outer", "AdamW"), 2, 1, (StateFact("a.weight", "step", "float", 1, "d"),), {"a.weight": 3}
+    plain=UnwrappedInfo((INFO,), (INFO,), ("a.weight", "b.weight"), (("a.weight", "b.weight"),)),
+    model=ModelInfo("Toy", {"FSDP2": 3}, (INFO,), (), 2, None, "gloo", 3, ("x.a",), graphs=2),
+    optimizer=OptimizerInfo(
+        ("Outer", "AdamW"), 2, 1, (StateInfo("a.weight", "step", "float", 1, "d"),), {"a.weight": 3}
     ),
     scheduler="last_epoch=1",
-    steps=(StepFact("AdamW", ("float32",), (), ("float32", "bfloat16")),),
-    compute=(ComputeFact("a", "float32", "float32", "bfloat16"),),
-    collectives=(CollectiveFact("allreduce", "float32", 2, 6),),
-    files=(FileFact("model.safetensors", "safetensors", "model", ("a.weight",)),),
+    steps=(StepInfo("AdamW", ("float32",), (), ("float32", "bfloat16")),),
+    compute=(ComputeInfo("a", "float32", "float32", "bfloat16"),),
+    collectives=(CollectiveInfo("allreduce", "float32", 2, 6),),
+    files=(FileInfo("model.safetensors", "safetensors", "model", ("a.weight",)),),
 )
 
 
-@pytest.mark.parametrize("moment", [FULL, Moment(0, "train", "plain", 0), replace(FULL, model=None, loss=None)])
-def test_a_moment_comes_back_from_json(moment: Moment) -> None:
-    assert Moment.from_json(json.loads(json.dumps(moment.to_json()))) == moment
+@pytest.mark.parametrize("snapshot", [FULL, Snapshot(0, "train", "plain", 0), replace(FULL, model=None, loss=None)])
+def test_a_snapshot_comes_back_from_json(snapshot: Snapshot) -> None:
+    assert Snapshot.from_json(json.loads(json.dumps(snapshot.to_json()))) == snapshot
 
 
 def test_a_loss_that_is_no_number_comes_back_too() -> None:
-    back = Moment.from_json(json.loads(json.dumps(replace(FULL, loss=math.nan).to_json())))
+    back = Snapshot.from_json(json.loads(json.dumps(replace(FULL, loss=math.nan).to_json())))
     assert back.loss is not None
     assert math.isnan(back.loss)
 
@@ -58,11 +58,11 @@ def test_a_loss_that_is_no_number_comes_back_too() -> None:
 def test_what_a_newer_probe_adds_is_passed_over() -> None:
     data = FULL.to_json()
     data["model"]["colour"] = data["colour"] = "blue"
-    assert Moment.from_json(data) == FULL
+    assert Snapshot.from_json(data) == FULL
 
 
 def run(*places: tuple[int, str, int]) -> RunTrace:
-    return RunTrace("train", 2, tuple(Moment(rank, "train", verb, index) for rank, verb, index in places))
+    return RunTrace("train", 2, tuple(Snapshot(rank, "train", verb, index) for rank, verb, index in places))
 
 
 #: Two ranks, of which the second wrote first and did not get to the last step.
@@ -82,11 +82,11 @@ TWO_RANKS = run((1, "build", 0), (0, "build", 0), (1, "step", 1), (0, "step", 1)
         ("load", 0, []),
     ],
 )
-def test_moments_are_found_by_verb_and_ordered_by_rank(verb: str, nth: int, ranks: list[int]) -> None:
-    moments = TWO_RANKS.at(verb, nth)
-    assert [moment.rank for moment in moments] == ranks
-    assert {moment.verb for moment in moments} <= {verb}
-    assert len({moment.index for moment in moments}) <= 1
+def test_snapshots_are_found_by_verb_and_ordered_by_rank(verb: str, nth: int, ranks: list[int]) -> None:
+    snapshots = TWO_RANKS.at(verb, nth)
+    assert [snapshot.rank for snapshot in snapshots] == ranks
+    assert {snapshot.verb for snapshot in snapshots} <= {verb}
+    assert len({snapshot.index for snapshot in snapshots}) <= 1
 
 
 def test_the_first_is_the_lowest_ranks() -> None:
@@ -97,7 +97,7 @@ def test_the_first_is_the_lowest_ranks() -> None:
 
 
 def test_a_place_in_a_run() -> None:
-    assert [moment.rank for moment in TWO_RANKS.at_index(1)] == [0, 1]
+    assert [snapshot.rank for snapshot in TWO_RANKS.at_index(1)] == [0, 1]
     assert TWO_RANKS.at_index(9) == ()
 
 

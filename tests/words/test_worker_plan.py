@@ -28,14 +28,14 @@ class Listens:
     """Stands for the log and for the observer: notes verbs as they end."""
 
     def __init__(self) -> None:
-        self.moments: list[dict[str, Any]] = []
+        self.snapshots: list[dict[str, Any]] = []
         self.watched = 0
         self.closely = False
         self.steps: list[Any] = []
 
     def write(self, event: str, **data: Any) -> None:
-        if event == "moment":
-            self.moments.append(data["moment"])
+        if event == "snapshot":
+            self.snapshots.append(data["snapshot"])
 
     def restart(self) -> None:
         pass
@@ -43,7 +43,7 @@ class Listens:
     def attach(self, model: Any) -> None:
         pass
 
-    def facts(self) -> dict[str, Any]:
+    def infos(self) -> dict[str, Any]:
         return {"float8": int(self.closely)}
 
     def watching(self) -> Listens:
@@ -121,16 +121,16 @@ def live(driver: type[Driver], run: Run, listens: Listens, **attributes: Any) ->
 def test_a_driver_of_five_verbs_is_called_verb_by_verb(listens: Listens) -> None:
     driver = live(Five, SHORT, listens)
     assert driver.calls == [("build", "plain"), ("step", 3), ("save", "new"), ("step", 4)]
-    assert [moment["verb"] for moment in listens.moments] == list(SHORT.verbs)
-    assert [moment["index"] for moment in listens.moments] == list(range(len(SHORT.verbs)))
-    assert [moment["loss"] for moment in listens.moments if moment["verb"] == "step"] == [1 / 3, 1 / 4]
+    assert [snapshot["verb"] for snapshot in listens.snapshots] == list(SHORT.verbs)
+    assert [snapshot["index"] for snapshot in listens.snapshots] == list(range(len(SHORT.verbs)))
+    assert [snapshot["loss"] for snapshot in listens.snapshots if snapshot["verb"] == "step"] == [1 / 3, 1 / 4]
 
 
 @pytest.mark.parametrize("tokens", [3, 3.0, torch.tensor(3), np.int64(3)])
 def test_tokens_are_told_as_the_trainer_has_them(listens: Listens, tokens: Any) -> None:
     """A tensor, which no line of JSON holds, ended the rank."""
     live(Five, SHORT, listens, tokens=tokens)
-    assert [moment["tokens"] for moment in listens.moments if moment["verb"] == "step"] == [3, 3]
+    assert [snapshot["tokens"] for snapshot in listens.snapshots if snapshot["verb"] == "step"] == [3, 3]
 
 
 @pytest.mark.parametrize("verb", ["plain_model", "build", "step", "save", "load"])
@@ -151,13 +151,13 @@ def test_all_of_a_training_is_one_plan(listens: Listens) -> None:
     assert plan.verbs == ("build", *("step",) * 3, "save", *("step",) * 17)
     assert (plan.first_step, plan.last_step, plan.save_to.name) == (0, 20, "new")
     # Files are read in between, without the trainer's doing.
-    assert [moment["verb"] for moment in listens.moments] == list(TRAIN_RUN.verbs)
+    assert [snapshot["verb"] for snapshot in listens.snapshots] == list(TRAIN_RUN.verbs)
     assert listens.watched == 1
 
 
 def test_the_first_steps_are_looked_at_in_full(listens: Listens) -> None:
     live(Callbacks, TRAIN_RUN, listens)
-    looked = [moment["tokens"] for moment in listens.moments if moment["verb"] == "build"]
+    looked = [snapshot["tokens"] for snapshot in listens.snapshots if snapshot["verb"] == "build"]
     assert looked == [1]
 
 
@@ -178,9 +178,9 @@ def test_single_operators_are_seen_in_as_few_steps_as_will_do(
 ) -> None:
     # The loss of step number 0.
     live(driver, run, listens, cell=Cell.parse(cell), step=lambda number: 0.5)
-    taken = [moment["float8"] for moment in listens.moments if moment["verb"] == "step"]
+    taken = [snapshot["float8"] for snapshot in listens.snapshots if snapshot["verb"] == "step"]
     assert [number for number, closely in enumerate(taken) if closely] == steps
-    others = [moment["float8"] for moment in listens.moments if moment["verb"] != "step"]
+    others = [snapshot["float8"] for snapshot in listens.snapshots if snapshot["verb"] != "step"]
     assert not any(others), "nothing else is"
 
 
@@ -229,7 +229,7 @@ def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatc
     run = Run("one", ("plain", "evaluate"))
     rank = _Rank(driver, run, Places(tmp_path, tmp_path, tmp_path, 1), listens, listens)  # type: ignore[arg-type]
     rank.live()
-    assert listens.moments[1]["outputs"] == (1.0, 1.0)
+    assert listens.snapshots[1]["outputs"] == (1.0, 1.0)
     assert not compiled
     driver.evaluate(driver.plain_model())
     assert len(compiled) == 1, "it is compiled where nobody says otherwise"

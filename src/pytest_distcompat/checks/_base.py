@@ -12,7 +12,7 @@ from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import Incompatible
 from pytest_distcompat.scenario import Scenario
-from pytest_distcompat.trace import Moment, PlainFact, Trace
+from pytest_distcompat.trace import Snapshot, Trace, UnwrappedInfo
 
 Claim = Callable[[Cell, Trace], Iterable[str]]
 #: (cell, driver) -> why the claim says nothing there; empty if it does.
@@ -32,7 +32,7 @@ def _everywhere(cell: Cell, driver: type[Driver]) -> str:
 class Check:
     """A claim with a stable name.
 
-    ``until`` names, for each run that it reads, the last verb whose moments it needs: (run, verb, nth). a run that
+    ``until`` names, for each run that it reads, the last verb whose snapshots it needs: (run, verb, nth). a run that
     broke off earlier leaves the check without its evidence, which is a failure; one that broke off later does not
     concern it. ``applies`` says why the claim says nothing in a cell: then there is no item, and the report has the reason.
     """
@@ -100,13 +100,13 @@ def message(findings: list[str]) -> str:
     return "\n".join(shown)
 
 
-def pairs(before: tuple[Moment, ...], after: tuple[Moment, ...]) -> Iterator[tuple[Moment, Moment]]:
-    """Each rank's two moments; a rank that did not report has none to compare."""
-    was = {moment.rank: moment for moment in before}
-    return ((was[moment.rank], moment) for moment in after if moment.rank in was)
+def pairs(before: tuple[Snapshot, ...], after: tuple[Snapshot, ...]) -> Iterator[tuple[Snapshot, Snapshot]]:
+    """Each rank's two snapshots; a rank that did not report has none to compare."""
+    was = {snapshot.rank: snapshot for snapshot in before}
+    return ((was[snapshot.rank], snapshot) for snapshot in after if snapshot.rank in was)
 
 
-def asked(cell: Cell, plain: PlainFact | None, option: str) -> bool:
+def asked(cell: Cell, plain: UnwrappedInfo | None, option: str) -> bool:
     """Whether the trainer was told what the cell says of that option: it is in the cell, or the driver speaks it."""
     return cell.option(option) != OPTIONS[option].default or (plain is not None and option in plain.obeyed)
 
@@ -118,32 +118,32 @@ def named_ranks(ranks: Sequence[int], world_size: int) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def every_rank(moments: tuple[Moment, ...], world_size: int, what: str) -> Iterator[str]:
+def every_rank(snapshots: tuple[Snapshot, ...], world_size: int, what: str) -> Iterator[str]:
     """A finding if a rank did not report: silence is no proof."""
-    missing = sorted(set(range(world_size)) - {moment.rank for moment in moments})
+    missing = sorted(set(range(world_size)) - {snapshot.rank for snapshot in snapshots})
     if missing:
         yield f"rank {', '.join(map(str, missing))}: no report after {what}"
 
 
-def finite_losses(moments: Iterable[Moment], what: str) -> Iterator[str]:
+def finite_losses(snapshots: Iterable[Snapshot], what: str) -> Iterator[str]:
     """Yield a finding for each rank whose loss is missing or infinite: two infinities are equal, which proves nothing."""
-    for moment in moments:
-        if moment.loss is None or not math.isfinite(moment.loss):
-            yield f"rank {moment.rank}: the loss of {what} is {moment.loss}; expected a finite number"
+    for snapshot in snapshots:
+        if snapshot.loss is None or not math.isfinite(snapshot.loss):
+            yield f"rank {snapshot.rank}: the loss of {what} is {snapshot.loss}; expected a finite number"
 
 
-def trained_again(loaded: Iterable[Moment], trained: Iterable[Moment]) -> Iterator[str]:
+def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> Iterator[str]:
     """Yield a finding for each rank that took as many steps in its load as there were before the save: it may have read nothing.
 
     torch itself takes one step in a load, to make the optimizer's state: with zero gradients, or on releases before 2.3
     with gradients that were never filled.
     """
     before: Counter[int] = Counter()
-    for moment in trained:
-        before[moment.rank] += len(moment.steps)
-    for moment in loaded:
+    for snapshot in trained:
+        before[snapshot.rank] += len(snapshot.steps)
+    for snapshot in loaded:
         # Not "is larger than 0": no comparison holds of NaN.
-        steps = sum(step.square != 0 for step in moment.steps)
-        if steps and steps >= before[moment.rank]:
+        steps = sum(step.square != 0 for step in snapshot.steps)
+        if steps and steps >= before[snapshot.rank]:
             told = f"the optimizer took {steps} steps with gradients during the load"
-            yield f"rank {moment.rank}: {told}; expected the state to be read from the checkpoint, not trained again"
+            yield f"rank {snapshot.rank}: {told}; expected the state to be read from the checkpoint, not trained again"

@@ -15,7 +15,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import named_ranks
 from pytest_distcompat.digests import combine
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import Moment, OptimizerFact, PlainFact, RunTrace, StateFact
+from pytest_distcompat.trace import OptimizerInfo, RunTrace, Snapshot, StateInfo, UnwrappedInfo
 
 #: Factors of a moment: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html, and those of transformers'.
 FACTORS = frozenset({"row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"})
@@ -60,12 +60,12 @@ class _Part:
 class _Names:
     """The plain model's names for the live ones of a run, tied ones as one, and their sizes."""
 
-    def __init__(self, run: RunTrace, plain: PlainFact) -> None:
+    def __init__(self, run: RunTrace, plain: UnwrappedInfo) -> None:
         self.cell = Cell.parse(run.cell)
         self.strategy = STRATEGIES.get(self.cell.strategy)
         self.one = {name: group[0] for group in plain.tied for name in group}
-        self.sizes = {fact.name: math.prod(fact.shape) for fact in (*plain.parameters, *plain.buffers)}
-        self.persistent = {fact.name for fact in plain.buffers if fact.placement == "persistent"}
+        self.sizes = {info.name: math.prod(info.shape) for info in (*plain.parameters, *plain.buffers)}
+        self.persistent = {info.name for info in plain.buffers if info.placement == "persistent"}
         self.known = {*self.sizes, *plain.state_dict}
 
     def __call__(self, live: str) -> str:
@@ -76,18 +76,18 @@ class _Names:
         return self.sizes.get(name)
 
 
-def values(run: RunTrace, moments: tuple[Moment, ...]) -> Values:
-    """What all ranks together hold at these moments of that run."""
+def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
+    """What all ranks together hold at these snapshots of that run."""
     first = run.first("plain") or run.first("reload")
     if first is None or first.plain is None:
         return Values({}, ("the plain model was not seen",))
     names = _Names(run, first.plain)
     parts: dict[tuple[Kind, str], list[_Part]] = defaultdict(list)
-    for moment in moments:
-        for kind, name, digest, numel, dtype in _held(moment, names):
-            parts[kind, name].append(_Part(moment.rank, digest, numel, dtype))
+    for snapshot in snapshots:
+        for kind, name, digest, numel, dtype in _held(snapshot, names):
+            parts[kind, name].append(_Part(snapshot.rank, digest, numel, dtype))
     found: dict[Kind, dict[str, tuple[str, ...]]] = defaultdict(dict)
-    wrong, copies, beside = [], run.copies, kept_beside(moments)
+    wrong, copies, beside = [], run.copies, kept_beside(snapshots)
     for (kind, name), held in sorted(parts.items()):
         if kind in beside:
             found[kind][name] = tuple(sorted({part.digest for part in held}))
@@ -106,7 +106,7 @@ def values(run: RunTrace, moments: tuple[Moment, ...]) -> Values:
     return Values(found, tuple(wrong), beside, dtypes)
 
 
-def kept_beside(moments: tuple[Moment, ...]) -> frozenset[Kind]:
+def kept_beside(snapshots: tuple[Snapshot, ...]) -> frozenset[Kind]:
     """The kinds of state of which no parameter's has as many elements as the rank holds of the parameter.
 
     A number that counts beside it (NAdam's ``mu_product``, ASGD's ``eta``), or a factor of a moment (Adafactor). What has one
@@ -114,34 +114,34 @@ def kept_beside(moments: tuple[Moment, ...]) -> frozenset[Kind]:
     """
     states: set[Kind] = set()
     by_element: set[Kind] = set()
-    for moment in moments:
-        if moment.model is None or moment.optimizer is None:
+    for snapshot in snapshots:
+        if snapshot.model is None or snapshot.optimizer is None:
             continue
-        sizes = {fact.name: fact.local_numel for fact in moment.model.parameters if fact.local_numel > 1}
-        for state in moment.optimizer.states:
+        sizes = {info.name: info.local_numel for info in snapshot.model.parameters if info.local_numel > 1}
+        for state in snapshot.optimizer.states:
             if state.key != "step" and state.numel and state.owner in sizes:
                 states.add(state.key)
                 by_element |= {state.key} if state.numel == sizes[state.owner] else set()
     return (frozenset(states) - by_element) | FACTORS
 
 
-def _held(moment: Moment, names: _Names) -> Iterator[tuple[Kind, str, str, int, str]]:
+def _held(snapshot: Snapshot, names: _Names) -> Iterator[tuple[Kind, str, str, int, str]]:
     """Everything on one rank, by plain names. A flat partition has none but its count of steps."""
-    if moment.model is not None:
-        for fact in moment.model.parameters:
-            yield "parameter", names(fact.name), fact.digest, fact.local_numel, fact.dtype
-        for fact in moment.model.buffers:
-            if names(fact.name) in names.persistent:
-                yield "buffer", names(fact.name), fact.digest, fact.local_numel, fact.dtype
-    if moment.optimizer is not None:
-        for state in (*held_states(moment.optimizer), *moment.optimizer.masters):
+    if snapshot.model is not None:
+        for info in snapshot.model.parameters:
+            yield "parameter", names(info.name), info.digest, info.local_numel, info.dtype
+        for info in snapshot.model.buffers:
+            if names(info.name) in names.persistent:
+                yield "buffer", names(info.name), info.digest, info.local_numel, info.dtype
+    if snapshot.optimizer is not None:
+        for state in (*held_states(snapshot.optimizer), *snapshot.optimizer.masters):
             if not state.owner.startswith("partition "):
                 yield state.key, names(state.owner), state.digest, state.numel, state.dtype
             elif state.key == "step":
                 yield "step", "partitions", state.digest, state.numel, state.dtype
 
 
-def held_states(optimizer: OptimizerFact) -> Iterator[StateFact]:
+def held_states(optimizer: OptimizerInfo) -> Iterator[StateInfo]:
     """A rank's states, those aside of parameters of which it holds no element.
 
     Such may be there or not, at any count of steps: torch makes them when it first saves
@@ -171,10 +171,10 @@ def differences(saved: Values, loaded: Values, when: str, *, states: bool = True
     yield from (f"{text} {when}" for text in loaded.wrong)
     yield from (f"{text} before" for text in saved.wrong)
     kinds = [kind for kind in saved.found if states or kind in {"parameter", "buffer"}]
-    moments = [kind for kind in kinds if kind not in {"parameter", "buffer", "master"}]
-    if moments and not any(loaded.of(kind) for kind in moments):
+    snapshots = [kind for kind in kinds if kind not in {"parameter", "buffer", "master"}]
+    if snapshots and not any(loaded.of(kind) for kind in snapshots):
         yield f"the optimizer's state is empty {when}"
-        kinds = [kind for kind in kinds if kind not in moments]
+        kinds = [kind for kind in kinds if kind not in snapshots]
     for kind in kinds:
         was, now = saved.of(kind), loaded.of(kind)
         if kind in saved.beside:
@@ -224,16 +224,16 @@ def compare(
             yield f"{kind} {first!r}{f' and {len(others)} others' if others else ''}: {title} {when}"
 
 
-def settings(saved: tuple[Moment, ...], loaded: tuple[Moment, ...], when: str) -> Iterator[str]:
+def settings(saved: tuple[Snapshot, ...], loaded: tuple[Snapshot, ...], when: str) -> Iterator[str]:
     """The numbers of the optimizer's groups (learning rate, weight decay) and the scheduler: on each rank what was saved."""
     if not saved:
         return
     before = saved[0]
-    for moment in loaded:
-        where = f"rank {moment.rank}"
-        if moment.scheduler != before.scheduler:
-            yield f"{where}: scheduler is at {moment.scheduler!r} {when}; saved at {before.scheduler!r}"
-        was, now = (one.optimizer.groups if one.optimizer else () for one in (before, moment))
+    for snapshot in loaded:
+        where = f"rank {snapshot.rank}"
+        if snapshot.scheduler != before.scheduler:
+            yield f"{where}: scheduler is at {snapshot.scheduler!r} {when}; saved at {before.scheduler!r}"
+        was, now = (one.optimizer.groups if one.optimizer else () for one in (before, snapshot))
         if len(was) != len(now):
             yield f"{where}: the optimizer has {len(now)} param groups {when}; {len(was)} were saved"
         for number, key, old, new in unlike(was, now):
@@ -252,6 +252,8 @@ def unlike(
                 yield number, key, before, after
 
 
-def flat_parameters(moments: tuple[Moment, ...]) -> bool:
+def flat_parameters(snapshots: tuple[Snapshot, ...]) -> bool:
     """Whether the live parameters are FSDP1's flat ones, which have no plain names."""
-    return any(fact.kind == "FlatParameter" for moment in moments if moment.model for fact in moment.model.parameters)
+    return any(
+        info.kind == "FlatParameter" for snapshot in snapshots if snapshot.model for info in snapshot.model.parameters
+    )

@@ -11,7 +11,7 @@ from pytest_distcompat.checks.active import REDUCTIONS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import STEPS, TRAIN_RUN, Scenario, without
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import Moment, Trace
+from pytest_distcompat.trace import Snapshot, Trace
 
 #: The same training with one micro-batch a step: the very run of the cell without the option.
 SINGLE_RUN = dataclasses.replace(TRAIN_RUN, name="single", only=without("accumulate"), same_as=TRAIN_RUN.name)
@@ -41,48 +41,53 @@ def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     many = int(cell.option("accumulate"))
     trained, single = trace.run("train"), trace.run("single")
-    alone = {moment.rank: moment for moment in single.at("step", FULL - 1)}
+    alone = {snapshot.rank: snapshot for snapshot in single.at("step", FULL - 1)}
     each = STRATEGIES.get(cell.strategy).reduces_each_micro_batch
     yield from every_rank(tuple(alone.values()), cell.world_size, "three steps of one micro-batch")
     for nth in range(STEPS):
-        moments = trained.at("step", nth)
-        yield from every_rank(moments, cell.world_size, f"step {nth + 1}")
-        for moment in moments:
-            if moment.rank not in alone:
+        snapshots = trained.at("step", nth)
+        yield from every_rank(snapshots, cell.world_size, f"step {nth + 1}")
+        for snapshot in snapshots:
+            if snapshot.rank not in alone:
                 continue
-            found = [*_fed(moment, alone[moment.rank], many, full=nth < FULL), *_stepped(moment, alone[moment.rank])]
-            if moment.inputs or nth < FULL:
+            found = [
+                *_fed(snapshot, alone[snapshot.rank], many, full=nth < FULL),
+                *_stepped(snapshot, alone[snapshot.rank]),
+            ]
+            if snapshot.inputs or nth < FULL:
                 # Inside a compiled graph no hook sees what is fed.
-                micros = (len(moment.inputs) // max(1, len(alone[moment.rank].inputs))) if moment.inputs else many
-                found += _reduced(moment, alone[moment.rank], micros if each else 1)
-            yield from (f"step {nth + 1}: rank {moment.rank}: {text}" for text in found)
+                micros = (len(snapshot.inputs) // max(1, len(alone[snapshot.rank].inputs))) if snapshot.inputs else many
+                found += _reduced(snapshot, alone[snapshot.rank], micros if each else 1)
+            yield from (f"step {nth + 1}: rank {snapshot.rank}: {text}" for text in found)
 
 
-def _fed(moment: Moment, alone: Moment, many: int, *, full: bool) -> Iterator[str]:
+def _fed(snapshot: Snapshot, alone: Snapshot, many: int, *, full: bool) -> Iterator[str]:
     if not alone.inputs:
         return
     most = many * len(alone.inputs)
-    fed = len(moment.inputs)
+    fed = len(snapshot.inputs)
     if fed > most or not fed or (full and fed < most):
         yield f"fed {fed} micro-batches; expected {most}{'' if full else ' at most'}"
-    if len(set(moment.inputs)) < fed:
-        yield f"{fed - len(set(moment.inputs))} of {fed} micro-batches are one that was fed before in the same step"
+    if len(set(snapshot.inputs)) < fed:
+        yield f"{fed - len(set(snapshot.inputs))} of {fed} micro-batches are one that was fed before in the same step"
 
 
-def _stepped(moment: Moment, alone: Moment) -> Iterator[str]:
-    if len(moment.steps) != len(alone.steps):
-        yield f"the optimizer stepped {len(moment.steps)} times; {len(alone.steps)} with one micro-batch"
+def _stepped(snapshot: Snapshot, alone: Snapshot) -> Iterator[str]:
+    if len(snapshot.steps) != len(alone.steps):
+        yield f"the optimizer stepped {len(snapshot.steps)} times; {len(alone.steps)} with one micro-batch"
 
 
-def _reduced(moment: Moment, alone: Moment, times: int) -> Iterator[str]:
-    once, found = _elements(alone), _elements(moment)
+def _reduced(snapshot: Snapshot, alone: Snapshot, times: int) -> Iterator[str]:
+    once, found = _elements(alone), _elements(snapshot)
     if once and abs(found / once - times) > 1 / 4:
         told = f"{once} with one micro-batch" if times == 1 else f"{times} times {once}, once a micro-batch"
         yield f"{found} elements of gradients were reduced; expected {told}"
 
 
-def _elements(moment: Moment) -> int:
+def _elements(snapshot: Snapshot) -> int:
     """What is reduced and is no norm, flag or count."""
     return sum(
-        fact.total for fact in moment.collectives if fact.op in REDUCTIONS and fact.numel > 1 and "float" in fact.dtype
+        info.total
+        for info in snapshot.collectives
+        if info.op in REDUCTIONS and info.numel > 1 and "float" in info.dtype
     )

@@ -10,7 +10,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import asked, check, every_rank, named_ranks
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
-from pytest_distcompat.trace import ModelFact, Moment, PlainFact, RunTrace, Trace
+from pytest_distcompat.trace import ModelInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
 
 #: Collectives that add gradients up.
 REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor",
@@ -32,21 +32,21 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     run = trace.run()
     built = run.at("build")
     yield from every_rank(built, cell.world_size, "build")
-    for moment in built:
-        if moment.model is None:
-            yield f"rank {moment.rank}: no model after build; the driver must set self.model"
+    for snapshot in built:
+        if snapshot.model is None:
+            yield f"rank {snapshot.rank}: no model after build; the driver must set self.model"
             continue
-        yield from _wrapped(strategy, moment.rank, moment.model, _left_out(strategy, cell, run))
-        yield from _worlds(cell, moment.rank, moment.model)
+        yield from _wrapped(strategy, snapshot.rank, snapshot.model, _left_out(strategy, cell, run))
+        yield from _worlds(cell, snapshot.rank, snapshot.model)
     yield from _shards(strategy, cell, run)
     trained = run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
     if cell.world_size > 1:
         oracle = run.first("plain")
-        facts = oracle.plain.parameters if oracle and oracle.plain else ()
-        trainable = sum(math.prod(fact.shape) for fact in facts if fact.trainable)
-        for moment in trained:
-            yield from _reduced(moment, trainable)
+        infos = oracle.plain.parameters if oracle and oracle.plain else ()
+        trainable = sum(math.prod(info.shape) for info in infos if info.trainable)
+        for snapshot in trained:
+            yield from _reduced(snapshot, trainable)
         # Replicas hold all, each by itself.
         copies = run.copies if strategy.shards else tuple((rank,) for rank in range(cell.world_size))
         yield from _same_everywhere(trained, copies)
@@ -56,12 +56,12 @@ def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], 
     """Whether a live parameter belongs to a module that was to be left out of the sharding; ``units`` speaks of those."""
     first = run.first("plain")
     plain = first.plain if first else None
-    names = {fact.name for fact in plain.parameters} if plain else set()
+    names = {info.name for info in plain.parameters} if plain else set()
     fronts = tuple(f"{module}." for module in plain.ignored) if plain else ()
     return lambda live: bool(fronts) and strategy.canonical(live, cell, names).startswith(fronts)
 
 
-def _wrapped(strategy: Strategy, rank: int, model: ModelFact, left_out: Callable[[str], bool]) -> Iterator[str]:
+def _wrapped(strategy: Strategy, rank: int, model: ModelInfo, left_out: Callable[[str], bool]) -> Iterator[str]:
     running = ", ".join(f"{name} x {count}" for name, count in model.wrappers.items()) or "a bare model"
     if strategy.wrapper not in model.wrappers:
         yield f"rank {rank}: {model.type} runs as {running}; expected {strategy.wrapper} for {strategy.name}"
@@ -72,9 +72,9 @@ def _wrapped(strategy: Strategy, rank: int, model: ModelFact, left_out: Callable
     if model.zero_stage != strategy.zero_stage:
         yield f"rank {rank}: ZeRO stage {model.zero_stage} is running; expected {strategy.zero_stage}"
     wrong = [
-        fact
-        for fact in model.parameters
-        if fact.kind not in {strategy.kind, "FlatParameter"} and not left_out(fact.name)
+        info
+        for info in model.parameters
+        if info.kind not in {strategy.kind, "FlatParameter"} and not left_out(info.name)
     ]
     if wrong or not model.parameters:
         first = wrong[0] if wrong else None
@@ -83,7 +83,7 @@ def _wrapped(strategy: Strategy, rank: int, model: ModelFact, left_out: Callable
         yield f"rank {rank}: {len(wrong)} of {total} parameters are not of kind {strategy.kind}, {what}"
 
 
-def _worlds(cell: Cell, rank: int, model: ModelFact) -> Iterator[str]:
+def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
     if model.world_size != cell.world_size:
         yield f"rank {rank}: the process group has {model.world_size} ranks; expected {cell.world_size}"
     if model.trainer_world_size not in {None, cell.world_size}:
@@ -94,14 +94,19 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
     """Sharded: all ranks together store each parameter about once. Replicated: each rank stores all of it."""
     built, oracle, left_out = run.at("build"), run.first("plain"), _left_out(strategy, cell, run)
     plain = oracle.plain if oracle else None
-    total = sum(math.prod(fact.shape) for fact in plain.parameters if not left_out(fact.name)) if plain else 0
+    total = sum(math.prod(info.shape) for info in plain.parameters if not left_out(info.name)) if plain else 0
     if not total or plain is None:
         yield "the plain model has no parameters, or was not seen"
         return
 
     def stored(ranks: tuple[int, ...]) -> float:
-        facts = (fact for moment in built if moment.model and moment.rank in ranks for fact in moment.model.parameters)
-        return sum(fact.local_numel for fact in facts if not left_out(fact.name)) / total
+        infos = (
+            info
+            for snapshot in built
+            if snapshot.model and snapshot.rank in ranks
+            for info in snapshot.model.parameters
+        )
+        return sum(info.local_numel for info in infos if not left_out(info.name)) / total
 
     if not strategy.shards:
         if abs((copies := stored(tuple(range(cell.world_size)))) - cell.world_size) > 0.01:
@@ -123,18 +128,18 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
 
 
 def _each_once(
-    strategy: Strategy, cell: Cell, plain: PlainFact, built: list[Moment], left_out: Callable[[str], bool]
+    strategy: Strategy, cell: Cell, plain: UnwrappedInfo, built: list[Snapshot], left_out: Callable[[str], bool]
 ) -> Iterator[str]:
     """The same for each parameter: one that was left out of the sharding hardly shows in the sum.
 
     Flat parameters have no names to tell by, and a parameter without a counterpart is what the names check speaks of.
     """
-    whole = {fact.name: math.prod(fact.shape) for fact in plain.parameters}
+    whole = {info.name: math.prod(info.shape) for info in plain.parameters}
     stored: Counter[str] = Counter()
-    for moment in built:
-        for fact in moment.model.parameters if moment.model else ():
-            stored[strategy.canonical(fact.name, cell, whole)] += fact.local_numel
-    ranks = tuple(moment.rank for moment in built)
+    for snapshot in built:
+        for info in snapshot.model.parameters if snapshot.model else ():
+            stored[strategy.canonical(info.name, cell, whole)] += info.local_numel
+    ranks = tuple(snapshot.rank for snapshot in built)
     for name, numel in whole.items():
         most = max(numel + len(ranks) - 1, numel * (1 + len(ranks)) / 2)
         if name in stored and not numel <= stored[name] <= most and not left_out(name):
@@ -142,29 +147,29 @@ def _each_once(
             yield f"{named_ranks(ranks, cell.world_size)} together store {found}; expected each one once"
 
 
-def _reduced(moment: Moment, trainable: int) -> Iterator[str]:
-    seen = [fact for fact in moment.collectives if fact.op in REDUCTIONS and fact.numel > 1]
+def _reduced(snapshot: Snapshot, trainable: int) -> Iterator[str]:
+    seen = [info for info in snapshot.collectives if info.op in REDUCTIONS and info.numel > 1]
     if not seen:
-        ops = ", ".join(sorted({fact.op for fact in moment.collectives})) or "none"
-        yield f"rank {moment.rank}: no gradient was reduced in a step (collectives seen: {ops}); ranks train on their own"
+        ops = ", ".join(sorted({info.op for info in snapshot.collectives})) or "none"
+        yield f"rank {snapshot.rank}: no gradient was reduced in a step (collectives seen: {ops}); ranks train on their own"
         return
-    most = sum(fact.calls * fact.numel for fact in seen if "float" in fact.dtype)
+    most = sum(info.calls * info.numel for info in seen if "float" in info.dtype)
     if most < LEAST_REDUCED * trainable:
         yield (
-            f"rank {moment.rank}: only {most} elements were reduced in a step, of {trainable} trainable ones; "
+            f"rank {snapshot.rank}: only {most} elements were reduced in a step, of {trainable} trainable ones; "
             "that is no gradient, ranks train on their own"
         )
 
 
-def _same_everywhere(trained: tuple[Moment, ...], copies: tuple[tuple[int, ...], ...]) -> Iterator[str]:
+def _same_everywhere(trained: tuple[Snapshot, ...], copies: tuple[tuple[int, ...], ...]) -> Iterator[str]:
     """What a rank holds is what the first copy's rank in its place holds."""
-    models = {moment.rank: moment.model for moment in trained if moment.model}
+    models = {snapshot.rank: snapshot.model for snapshot in trained if snapshot.model}
     pairs = [pair for copy in copies[1:] for pair in zip(copies[0], copy, strict=False)]
     for first, rank in sorted(pairs, key=lambda pair: pair[1]):
         if first not in models or rank not in models:
             continue
-        values = {fact.name: fact.digest for fact in models[first].parameters}
-        apart = [fact.name for fact in models[rank].parameters if values.get(fact.name) != fact.digest]
+        values = {info.name: info.digest for info in models[first].parameters}
+        apart = [info.name for info in models[rank].parameters if values.get(info.name) != info.digest]
         if apart:
             yield (
                 f"rank {rank}: {len(apart)} parameters differ from rank {first}'s after three steps, "

@@ -38,11 +38,11 @@ def damage(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _judged(run: RunTrace) -> Iterator[str]:
-    moment = run.first("damage")
-    if moment is None or not moment.files:
+    snapshot = run.first("damage")
+    if snapshot is None or not snapshot.files:
         yield f"{run.name}: nothing was spoilt"
         return
-    spoilt = moment.files[0]
+    spoilt = snapshot.files[0]
     what = f"file {spoilt.path!r} is {_DONE[spoilt.holds]}"
     end = run.end
     if end is None or end.verb not in {"load", "build"}:

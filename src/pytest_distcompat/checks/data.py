@@ -43,12 +43,12 @@ def data(cell: Cell, trace: Trace) -> Iterator[str]:
 
 def _apart(run: RunTrace, nth: int) -> Iterator[str]:
     fed: dict[str, int] = {}
-    for moment in run.at("step", nth):
-        if not moment.inputs:
-            yield f"rank {moment.rank}: the model was fed nothing in step {nth + 1}"
-        elif "" in moment.inputs:
-            yield f"rank {moment.rank}: no tensor is seen in what the model was fed in step {nth + 1}: it may be anybody's"
-        for one in set(moment.inputs) - {""}:
-            other = fed.setdefault(one, moment.rank)
-            if other != moment.rank:
-                yield f"ranks {other} and {moment.rank} are fed the same batch in step {nth + 1}"
+    for snapshot in run.at("step", nth):
+        if not snapshot.inputs:
+            yield f"rank {snapshot.rank}: the model was fed nothing in step {nth + 1}"
+        elif "" in snapshot.inputs:
+            yield f"rank {snapshot.rank}: no tensor is seen in what the model was fed in step {nth + 1}: it may be anybody's"
+        for one in set(snapshot.inputs) - {""}:
+            other = fed.setdefault(one, snapshot.rank)
+            if other != snapshot.rank:
+                yield f"ranks {other} and {snapshot.rank} are fed the same batch in step {nth + 1}"

@@ -13,7 +13,7 @@ from pytest_distcompat.cost import BYTES
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Dtypes, Strategy
-from pytest_distcompat.trace import ModelFact, Moment, ParameterFact, PlainFact, Trace
+from pytest_distcompat.trace import ModelInfo, ParameterInfo, Snapshot, Trace, UnwrappedInfo
 
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=3)
@@ -33,50 +33,52 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     plain = first.plain if first else None
     yield from every_rank(trained, cell.world_size, "three steps")
     smallest = _smallest_gradient(cell, plain)
-    for moment in trained:
-        yield from _stored(row, moment)
-        if plain and moment.model:
+    for snapshot in trained:
+        yield from _stored(row, snapshot)
+        if plain and snapshot.model:
             kept = (
-                _not_trained(strategy, cell, plain, moment.model),
-                _buffers(strategy, row, cell, plain, moment.model),
+                _not_trained(strategy, cell, plain, snapshot.model),
+                _buffers(strategy, row, cell, plain, snapshot.model),
             )
-            yield from (f"rank {moment.rank}: {text}" for text in itertools.chain(*kept))
+            yield from (f"rank {snapshot.rank}: {text}" for text in itertools.chain(*kept))
         # No hook can look inside a compiled graph, and none stays on a layer that another was put in the place of.
         watched = not cell.option("compile") and cell.option("fp8_backend") != "te"
         # A model without a layer that multiplies by a matrix has nothing to see.
         if watched and not (plain and plain.products == 0):
-            yield from _computed(row, moment)
+            yield from _computed(row, snapshot)
         if cell.world_size > 1:
-            yield from _reduced(row, cell, moment, smallest, told=asked(cell, plain, "reduce_dtype"))
-        yield from _accumulated(row, cell, moment)
+            yield from _reduced(row, cell, snapshot, smallest, told=asked(cell, plain, "reduce_dtype"))
+        yield from _accumulated(row, cell, snapshot)
     yield from _stepped(row, trained)
 
 
-def _stored(row: Dtypes, moment: Moment) -> Iterator[str]:
-    facts = [fact for fact in (moment.model.parameters if moment.model else ()) if fact.trainable and fact.local_numel]
-    wrong = [fact for fact in facts if fact.dtype != row.storage]
+def _stored(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
+    infos = [
+        info for info in (snapshot.model.parameters if snapshot.model else ()) if info.trainable and info.local_numel
+    ]
+    wrong = [info for info in infos if info.dtype != row.storage]
     if wrong:
         yield (
-            f"rank {moment.rank}: {len(wrong)} of {len(facts)} trainable parameters are stored in "
-            f"{_list(fact.dtype for fact in wrong)}, first {wrong[0].name!r}; expected {row.storage}"
+            f"rank {snapshot.rank}: {len(wrong)} of {len(infos)} trainable parameters are stored in "
+            f"{_list(info.dtype for info in wrong)}, first {wrong[0].name!r}; expected {row.storage}"
         )
 
 
-def _not_trained(strategy: Strategy, cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
+def _not_trained(strategy: Strategy, cell: Cell, plain: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     """Masters are for what is trained: of a frozen base model they are memory for nothing."""
-    loaded = {fact.name: fact.dtype for fact in plain.parameters}
-    shared = {_unit(model, fact) for fact in model.parameters if fact.trainable}
-    frozen = [fact for fact in model.parameters if not fact.trainable and fact.local_numel]
-    pairs = [(fact, loaded.get(strategy.canonical(fact.name, cell, loaded))) for fact in frozen]
+    loaded = {info.name: info.dtype for info in plain.parameters}
+    shared = {_unit(model, info) for info in model.parameters if info.trainable}
+    frozen = [info for info in model.parameters if not info.trainable and info.local_numel]
+    pairs = [(info, loaded.get(strategy.canonical(info.name, cell, loaded))) for info in frozen]
     wider = [
-        (fact, dtype)
-        for fact, dtype in pairs
+        (info, dtype)
+        for info, dtype in pairs
         # FSDP1 keeps all of a unit in one flat parameter, which has one dtype.
-        if dtype and _wider(fact.dtype, dtype) and not ("FSDP1" in fact.kind and _unit(model, fact) in shared)
+        if dtype and _wider(info.dtype, dtype) and not ("FSDP1" in info.kind and _unit(model, info) in shared)
     ]
     if wider:
-        fact, dtype = wider[0]
-        told = f"{len(wider)} of {len(frozen)} frozen parameters are stored in {fact.dtype}, first {fact.name!r}"
+        info, dtype = wider[0]
+        told = f"{len(wider)} of {len(frozen)} frozen parameters are stored in {info.dtype}, first {info.name!r}"
         yield f"{told}; loaded in {dtype}"
 
 
@@ -85,85 +87,87 @@ def _wider(dtype: str, than: str) -> bool:
     return BYTES.get(dtype, 0) > BYTES.get(than, 8)
 
 
-def _unit(model: ModelFact, fact: ParameterFact) -> str:
+def _unit(model: ModelInfo, info: ParameterInfo) -> str:
     """The unit of FSDP that the parameter is in: the innermost."""
-    return max((unit for unit in model.units if not unit or fact.name.startswith(f"{unit}.")), key=len, default="")
+    return max((unit for unit in model.units if not unit or info.name.startswith(f"{unit}.")), key=len, default="")
 
 
-def _buffers(strategy: Strategy, row: Dtypes, cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
+def _buffers(strategy: Strategy, row: Dtypes, cell: Cell, plain: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     """Each by its name: one in bfloat16 is no leave for the others to be rounded."""
-    expected = {fact.name: row.buffer if row.buffer and "float" in fact.dtype else fact.dtype for fact in plain.buffers}
-    pairs = [(fact, expected.get(strategy.canonical(fact.name, cell, expected), fact.dtype)) for fact in model.buffers]
+    expected = {info.name: row.buffer if row.buffer and "float" in info.dtype else info.dtype for info in plain.buffers}
+    pairs = [(info, expected.get(strategy.canonical(info.name, cell, expected), info.dtype)) for info in model.buffers]
     # That one is missing, or new, is the names' business.
-    wrong = [(fact, dtype) for fact, dtype in pairs if fact.dtype != dtype]
+    wrong = [(info, dtype) for info, dtype in pairs if info.dtype != dtype]
     if wrong:
-        fact, dtype = wrong[0]
-        yield f"{len(wrong)} buffers are in {fact.dtype}, first {fact.name!r}; expected {dtype}"
+        info, dtype = wrong[0]
+        yield f"{len(wrong)} buffers are in {info.dtype}, first {info.name!r}; expected {dtype}"
 
 
-def _computed(row: Dtypes, moment: Moment) -> Iterator[str]:
-    found = {fact.output for fact in moment.compute}
+def _computed(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
+    found = {info.output for info in snapshot.compute}
     if found != {row.compute}:
-        yield f"rank {moment.rank}: matrix products ran in {_list(found)}; expected {row.compute}"
+        yield f"rank {snapshot.rank}: matrix products ran in {_list(found)}; expected {row.compute}"
 
 
-def _smallest_gradient(cell: Cell, plain: PlainFact | None) -> int:
+def _smallest_gradient(cell: Cell, plain: UnwrappedInfo | None) -> int:
     """A reduction of fewer elements is a norm, a metric or a flag, no gradient.
 
     ZeRO reduces a parameter that lies across two partitions in slices, hence the division.
     """
-    sizes = (math.prod(fact.shape) for fact in (plain.parameters if plain else ()) if fact.trainable)
+    sizes = (math.prod(info.shape) for info in (plain.parameters if plain else ()) if info.trainable)
     return max(2, min(sizes, default=0) // cell.world_size)
 
 
-def _reduced(row: Dtypes, cell: Cell, moment: Moment, smallest: int, *, told: bool) -> Iterator[str]:
+def _reduced(row: Dtypes, cell: Cell, snapshot: Snapshot, smallest: int, *, told: bool) -> Iterator[str]:
     """Who was not asked for a dtype may choose a wider one: traffic, no defect. torch's autocast around FSDP2 does."""
     expected = "float32" if cell.option("reduce_dtype") == "fp32" else row.reduce
     found = {
-        fact.dtype
-        for fact in moment.collectives
-        if fact.op in REDUCTIONS and fact.numel >= smallest and "float" in fact.dtype
+        info.dtype
+        for info in snapshot.collectives
+        if info.op in REDUCTIONS and info.numel >= smallest and "float" in info.dtype
     }
     wrong = {dtype for dtype in found if dtype != expected and (told or not _wider(dtype, expected))}
     if wrong or not found:
-        yield f"rank {moment.rank}: gradients were reduced in {_list(found)}; expected {expected}"
+        yield f"rank {snapshot.rank}: gradients were reduced in {_list(found)}; expected {expected}"
 
 
-def _accumulated(row: Dtypes, cell: Cell, moment: Moment) -> Iterator[str]:
+def _accumulated(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
     """Only ZeRO has buffers of their own for it; all others add up in what the optimizer is given."""
-    found = moment.optimizer.accumulates if moment.optimizer else ""
+    found = snapshot.optimizer.accumulates if snapshot.optimizer else ""
     expected = "float32" if cell.option("grad_accum_dtype") == "fp32" else row.storage
     if found not in {"", expected}:
-        yield f"rank {moment.rank}: gradients are added up in {found}; expected {expected}"
+        yield f"rank {snapshot.rank}: gradients are added up in {found}; expected {expected}"
 
 
-def _stepped(row: Dtypes, trained: tuple[Moment, ...]) -> Iterator[str]:
-    for moment in trained:
-        if not moment.steps:
-            yield f"rank {moment.rank}: no optimizer stepped"
-        if not _holds(moment):
+def _stepped(row: Dtypes, trained: tuple[Snapshot, ...]) -> Iterator[str]:
+    for snapshot in trained:
+        if not snapshot.steps:
+            yield f"rank {snapshot.rank}: no optimizer stepped"
+        if not _holds(snapshot):
             continue
-        for step in moment.steps:
+        for step in snapshot.steps:
             for what, found, expected in (
                 ("updates", step.master, row.master),
                 ("is given gradients in", step.gradient, row.gradient),
                 ("keeps state in", step.state, row.state),
             ):
-                stateless = what == "keeps state in" and not found and not _keeps_state(moment)
+                stateless = what == "keeps state in" and not found and not _keeps_state(snapshot)
                 if set(found) != {expected} and not stateless:
-                    who = f"rank {moment.rank}: {step.optimizer}"
+                    who = f"rank {snapshot.rank}: {step.optimizer}"
                     yield f"{who} {what} {_list(found)}{' masters' if found and what == 'updates' else ''}; expected {expected}"
 
 
-def _keeps_state(moment: Moment) -> bool:
+def _keeps_state(snapshot: Snapshot) -> bool:
     """SGD without momentum keeps none."""
-    return any(state.key not in {"step", "master"} for state in (moment.optimizer.states if moment.optimizer else ()))
+    return any(
+        state.key not in {"step", "master"} for state in (snapshot.optimizer.states if snapshot.optimizer else ())
+    )
 
 
-def _holds(moment: Moment) -> bool:
+def _holds(snapshot: Snapshot) -> bool:
     """Whether there is anything on this rank to step on: of a small model, the last of many ranks may hold nothing."""
-    facts = moment.model.parameters if moment.model else ()
-    return any(fact.trainable and fact.local_numel for fact in facts)
+    infos = snapshot.model.parameters if snapshot.model else ()
+    return any(info.trainable and info.local_numel for info in infos)
 
 
 def _list(dtypes: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import EXPORT
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import FileFact, Moment, PlainFact, RunTrace, Trace
+from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
 
 PREFIX = "export/"
 
@@ -41,21 +41,21 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
         yield "the plain model was not seen"
         return
     yield from every_rank(train.at("export"), cell.world_size, "export")
-    files = [file for moment in written for file in moment.files if file.path.startswith(PREFIX)]
+    files = [file for snapshot in written for file in snapshot.files if file.path.startswith(PREFIX)]
     yield from names_in(cell, first.plain, files)
     yield from same_values(train, reload, loaded.plain)
     yield from _outputs(cell, train.at("evaluate"), reload.at("evaluate"))
 
 
-def names_in(cell: Cell, plain: PlainFact, files: list[FileFact]) -> Iterator[str]:
+def names_in(cell: Cell, plain: UnwrappedInfo, files: list[FileInfo]) -> Iterator[str]:
     """What is wrong with the names and shapes in exported files."""
     for file in files:
         if file.holds != "model":
             yield f"file {file.path!r} holds {len(file.keys)} keys of an {file.holds}; expected the model alone"
-    shapes = {fact.name: tuple(fact.shape) for fact in (*plain.parameters, *plain.buffers)}
+    shapes = {info.name: tuple(info.shape) for info in (*plain.parameters, *plain.buffers)}
     wanted = set(plain.state_dict)
     if cell.option("adapter"):
-        shapes = {adapter_name(fact.name): tuple(fact.shape) for fact in plain.parameters if fact.trainable}
+        shapes = {adapter_name(info.name): tuple(info.shape) for info in plain.parameters if info.trainable}
         wanted = set(shapes)
     strategy, known = STRATEGIES.get(cell.strategy), wanted | set(plain.state_dict)
     models = [file for file in files if file.holds == "model"]
@@ -78,13 +78,13 @@ def names_in(cell: Cell, plain: PlainFact, files: list[FileFact]) -> Iterator[st
         yield f"{len(missing)} of {len(wanted)} names stand in no exported file, first {shown}"
 
 
-def same_values(train: RunTrace, reload: RunTrace, loaded: PlainFact) -> Iterator[str]:
+def same_values(train: RunTrace, reload: RunTrace, loaded: UnwrappedInfo) -> Iterator[str]:
     """What of the model that was reloaded is not what was trained."""
     if flat_parameters(train.at("export")):
         return  # a flat parameter has no names; what the exported model computes tells
-    now = {fact.name: (fact.digest,) for fact in loaded.parameters}
+    now = {info.name: (info.digest,) for info in loaded.parameters}
     yield from compare("parameter", exported_weights(train, reload), now, "after the reload")
-    kept = {fact.name: (fact.digest,) for fact in loaded.buffers if fact.placement == "persistent"}
+    kept = {info.name: (info.digest,) for info in loaded.buffers if info.placement == "persistent"}
     was = values(train, train.at("export")).of("buffer")
     yield from compare("buffer", was, kept, "after the reload")
 
@@ -96,17 +96,17 @@ def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[st
     """
     trained = values(train, train.at("export"))
     loaded = reload.first("reload")
-    model = next((moment.model for moment in train.at("export") if moment.model), None)
+    model = next((snapshot.model for snapshot in train.at("export") if snapshot.model), None)
     if not trained.of("master") or loaded is None or loaded.plain is None or model is None:
         return trained.weights
-    live = max(BYTES.get(fact.dtype, 4) for fact in model.parameters)
+    live = max(BYTES.get(info.dtype, 4) for info in model.parameters)
     # The file's own dtype: PEFT widens what it loads.
     written = {
-        key: dtype for moment in train.at("files", 1) for file in moment.files for key, dtype in file.dtypes.items()
+        key: dtype for snapshot in train.at("files", 1) for file in snapshot.files for key, dtype in file.dtypes.items()
     }
     told = {
-        fact.name: written.get(fact.name) or written.get(adapter_name(fact.name)) or fact.dtype
-        for fact in loaded.plain.parameters
+        info.name: written.get(info.name) or written.get(adapter_name(info.name)) or info.dtype
+        for info in loaded.plain.parameters
     }
     sizes = {name: BYTES.get(dtype, 4) for name, dtype in told.items()}
     copies = trained.of("parameter")
@@ -116,7 +116,7 @@ def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[st
     }
 
 
-def _outputs(cell: Cell, trained: tuple[Moment, ...], reloaded: tuple[Moment, ...]) -> Iterator[str]:
+def _outputs(cell: Cell, trained: tuple[Snapshot, ...], reloaded: tuple[Snapshot, ...]) -> Iterator[str]:
     """As far off as gradient norms may be, of the largest output: both are sums of products in that precision."""
     yield from every_rank(trained, cell.world_size, "evaluate")
     if not reloaded or not reloaded[0].outputs:
@@ -129,12 +129,13 @@ def _outputs(cell: Cell, trained: tuple[Moment, ...], reloaded: tuple[Moment, ..
         return
     largest = max(abs(value) for value in expected)
     allowed = largest * PRECISIONS.get(cell.precision).norm_tolerance
-    for moment in trained:
-        if len(moment.outputs) != len(expected):
-            yield f"rank {moment.rank}: {len(moment.outputs)} outputs of the trained model; {len(expected)} of the reloaded one"
+    for snapshot in trained:
+        if len(snapshot.outputs) != len(expected):
+            got = len(snapshot.outputs)
+            yield f"rank {snapshot.rank}: {got} outputs of the trained model; {len(expected)} of the reloaded one"
             continue
-        apart = [abs(one - other) for one, other in zip(moment.outputs, expected, strict=True)]
+        apart = [abs(one - other) for one, other in zip(snapshot.outputs, expected, strict=True)]
         # Not "any is larger": no comparison holds of NaN.
         if not all(off <= allowed for off in apart):
             told = f"up to {max(apart):.3g} apart ({allowed:.1e} allowed, of {largest:.3g})"
-            yield f"rank {moment.rank}: outputs of the trained and of the reloaded model are {told}"
+            yield f"rank {snapshot.rank}: outputs of the trained and of the reloaded model are {told}"

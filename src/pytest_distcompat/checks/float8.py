@@ -10,7 +10,7 @@ from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
-from pytest_distcompat.trace import Moment, Trace
+from pytest_distcompat.trace import Snapshot, Trace
 
 #: Recipes keep the first and the last layer in more bits: accelerate's, by default, both.
 KEPT = 2
@@ -35,24 +35,24 @@ def float8(cell: Cell, trace: Trace) -> Iterator[str]:
     if not linears:
         yield "the plain model has no linear layer whose sizes 16 divides: there is nothing to convert"
         return
-    for what, moments in (("build", run.at("build")), ("three steps", run.at("step", 2))):
-        yield from every_rank(moments, cell.world_size, what)
-        for moment in moments:
-            found = moment.model.float8 if moment.model else 0
+    for what, snapshots in (("build", run.at("build")), ("three steps", run.at("step", 2))):
+        yield from every_rank(snapshots, cell.world_size, what)
+        for snapshot in snapshots:
+            found = snapshot.model.float8 if snapshot.model else 0
             if found < max(1, linears - KEPT):
                 told = f"{found} of {linears} linear layers are in 8 bits after {what}"
-                yield f"rank {moment.rank}: {told}; expected all but the first and the last"
-    for moment in run.at("step", 2):
-        yield from _computed(cell, moment)
+                yield f"rank {snapshot.rank}: {told}; expected all but the first and the last"
+    for snapshot in run.at("step", 2):
+        yield from _computed(cell, snapshot)
 
 
-def _computed(cell: Cell, moment: Moment) -> Iterator[str]:
-    if moment.loss is None or not math.isfinite(moment.loss):
-        yield f"rank {moment.rank}: the loss is {moment.loss}; expected a number"
-    layers = moment.model.float8 if moment.model else 0
+def _computed(cell: Cell, snapshot: Snapshot) -> Iterator[str]:
+    if snapshot.loss is None or not math.isfinite(snapshot.loss):
+        yield f"rank {snapshot.rank}: the loss is {snapshot.loss}; expected a number"
+    layers = snapshot.model.float8 if snapshot.model else 0
     # Transformer Engine casts in kernels of its own, and no one can look inside a compiled graph.
     seen = cell.option("fp8_backend") == "torchao" and not cell.option("compile")
     # Activations and weights, without what backward makes.
-    if seen and moment.float8 < 2 * layers:
-        told = f"{moment.float8} tensors were made in 8 bits in a step of {layers} such layers"
-        yield f"rank {moment.rank}: {told}; expected two factors of each product at least"
+    if seen and snapshot.float8 < 2 * layers:
+        told = f"{snapshot.float8} tensors were made in 8 bits in a step of {layers} such layers"
+        yield f"rank {snapshot.rank}: {told}; expected two factors of each product at least"

@@ -11,7 +11,7 @@ from pytest_distcompat.checks._values import FACTORS
 from pytest_distcompat.cost import kept, trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import Moment, Trace
+from pytest_distcompat.trace import Snapshot, Trace
 
 #: torch's own ZeRO-1, an optimizer for DDP: https://docs.pytorch.org/docs/stable/distributed.optim.html
 SHARING_OUT = "ZeroRedundancyOptimizer"
@@ -30,21 +30,21 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     spare (https://github.com/deepspeedai/DeepSpeed/pull/8029). Too few, and a part of the model is not optimized.
     """
     run, strategy = trace.run(), STRATEGIES.get(cell.strategy)
-    first, moments = run.first("plain"), run.at("step", 2)
-    yield from every_rank(moments, cell.world_size, "three steps")
+    first, snapshots = run.first("plain"), run.at("step", 2)
+    yield from every_rank(snapshots, cell.world_size, "three steps")
     trained = trained_elements(first.plain.parameters) if first and first.plain else 0
-    others = {key for moment in moments for key in _of_another_size(moment)}
+    others = {key for snapshot in snapshots for key in _of_another_size(snapshot)}
     copies, padding = cell.world_size, 0
     if strategy.shards or strategy.flat_masters:
         told = asked(cell, first.plain if first else None, "replicate")
         copies, padding = int(cell.option("replicate")) if told else len(run.copies), PADDING
-    shared_out = any(SHARING_OUT in moment.optimizer.chain for moment in moments if moment.optimizer)
+    shared_out = any(SHARING_OUT in snapshot.optimizer.chain for snapshot in snapshots if snapshot.optimizer)
     found: Counter[str] = Counter()
     tensors: Counter[str] = Counter()
-    for moment in moments:
-        for (key, _), numel in kept(moment).items():
+    for snapshot in snapshots:
+        for (key, _), numel in kept(snapshot).items():
             found[key] += numel
-        tensors.update(state.key for state in (moment.optimizer.states if moment.optimizer else ()))
+        tensors.update(state.key for state in (snapshot.optimizer.states if snapshot.optimizer else ()))
     for key in sorted(set(found) - others):
         # Each rank still has all of the parameters themselves.
         times = 1 if shared_out and key != "master" else copies
@@ -57,14 +57,14 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
         yield "no rank's optimizer keeps anything after three steps"
 
 
-def _of_another_size(moment: Moment) -> set[str]:
+def _of_another_size(snapshot: Snapshot) -> set[str]:
     """The keys under which the optimizer keeps something else than an element for each that it updates."""
     states = [
         state
-        for state in (moment.optimizer.states if moment.optimizer else ())
+        for state in (snapshot.optimizer.states if snapshot.optimizer else ())
         if state.numel and state.key not in {"step", "master"}
     ]
-    sizes = {fact.name: fact.local_numel for fact in (moment.model.parameters if moment.model else ())}
+    sizes = {info.name: info.local_numel for info in (snapshot.model.parameters if snapshot.model else ())}
     # What has one element itself tells nothing; of a partition the size is not known.
     owners = {state.owner for state in states if sizes.get(state.owner, 2) > 1}
     found = set(FACTORS)

@@ -11,7 +11,7 @@ from pytest_distcompat.checks._values import flat_parameters
 from pytest_distcompat.digests import EMPTY
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import FileFact, Moment, PlainFact, Trace
+from pytest_distcompat.trace import FileInfo, Snapshot, Trace, UnwrappedInfo
 
 
 @check(scenario=TRAIN, until=(("train", "files", 0),), order=1)
@@ -35,14 +35,14 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
         yield "the plain model was not seen"
         return
     oracle = _Oracle(cell, first.plain)
-    for moment in run.at("build"):
-        yield from oracle.buffers(moment)
-    for moment in (trained := run.at("step", 2)):
-        yield from oracle.live(moment)
+    for snapshot in run.at("build"):
+        yield from oracle.buffers(snapshot)
+    for snapshot in (trained := run.at("step", 2)):
+        yield from oracle.live(snapshot)
     yield from every_rank(trained, cell.world_size, "three steps")
     yield from oracle.optimizer(trained)
-    places = sorted({moment.index for moment in run.moments if moment.verb == "files"})
-    written = [tuple(file for moment in run.at_index(place) for file in moment.files) for place in places]
+    places = sorted({snapshot.index for snapshot in run.snapshots if snapshot.verb == "files"})
+    written = [tuple(file for snapshot in run.at_index(place) for file in snapshot.files) for place in places]
     if written or trace.saves:
         yield from oracle.files(written[0] if written else ())
     for files in written[1:]:
@@ -65,16 +65,16 @@ def adapter_name(name: str) -> str:
 class _Oracle:
     """The plain model's names, tied ones as one."""
 
-    def __init__(self, cell: Cell, plain: PlainFact) -> None:
+    def __init__(self, cell: Cell, plain: UnwrappedInfo) -> None:
         self.cell, self.plain = cell, plain
         self.strategy = STRATEGIES.get(cell.strategy)
         self.one: Mapping[str, str] = {name: group[0] for group in plain.tied for name in group}
-        self.parameters = {self.same(fact.name) for fact in plain.parameters}
-        self.trainable = {self.same(fact.name) for fact in plain.parameters if fact.trainable}
+        self.parameters = {self.same(info.name) for info in plain.parameters}
+        self.trainable = {self.same(info.name) for info in plain.parameters if info.trainable}
         self.saved = set(plain.state_dict)
-        self.shapes = {fact.name: tuple(fact.shape) for fact in (*plain.parameters, *plain.buffers)}
-        self.kept = {fact.name for fact in plain.buffers if fact.placement == "persistent"}
-        self.loose = {fact.name for fact in plain.buffers} - self.kept
+        self.shapes = {info.name: tuple(info.shape) for info in (*plain.parameters, *plain.buffers)}
+        self.kept = {info.name for info in plain.buffers if info.placement == "persistent"}
+        self.loose = {info.name for info in plain.buffers} - self.kept
         if cell.option("adapter"):
             self.one = {**self.one, **{adapter_name(name): name for name in self.trainable}}
             self.saved |= set(self.one)
@@ -86,53 +86,53 @@ class _Oracle:
     def canonical(self, name: str) -> str:
         return self.same(self.strategy.canonical(name, self.cell, self.saved | self.parameters))
 
-    def live(self, moment: Moment) -> Iterator[str]:
-        where = f"rank {moment.rank}"
-        if moment.model is None:
+    def live(self, snapshot: Snapshot) -> Iterator[str]:
+        where = f"rank {snapshot.rank}"
+        if snapshot.model is None:
             yield f"{where}: no model to read names from"
             return
-        if flat_parameters((moment,)):
+        if flat_parameters((snapshot,)):
             return  # one flat parameter a unit has no names of its own; the files have
-        found = Counter(self.canonical(fact.name) for fact in moment.model.parameters)
-        raw = {self.canonical(fact.name): fact.name for fact in moment.model.parameters}
+        found = Counter(self.canonical(info.name) for info in snapshot.model.parameters)
+        raw = {self.canonical(info.name): info.name for info in snapshot.model.parameters}
         for name in sorted(set(found) - self.parameters):
             yield f"{where}: live parameter {raw[name]!r} maps to {name!r}, which is no name of the plain model"
         for name in sorted(self.parameters - set(found)):
             yield f"{where}: parameter {name!r} of the plain model has no live counterpart"
         for name in sorted(name for name, count in found.items() if count > 1):
             yield f"{where}: {found[name]} live parameters map to {name!r}; expected one"
-        for fact in moment.model.parameters:
-            expected = self.shape(fact.name)
+        for info in snapshot.model.parameters:
+            expected = self.shape(info.name)
             # A shard of FSDP1 has only its own shape.
-            if fact.kind != "FSDP1 shard" and expected not in {None, tuple(fact.shape)}:
-                yield f"{where}: live parameter {fact.name!r} has shape {fact.shape}; {expected} in the plain model"
+            if info.kind != "FSDP1 shard" and expected not in {None, tuple(info.shape)}:
+                yield f"{where}: live parameter {info.name!r} has shape {info.shape}; {expected} in the plain model"
 
-    def buffers(self, moment: Moment) -> Iterator[str]:
+    def buffers(self, snapshot: Snapshot) -> Iterator[str]:
         """After build, before anything may have changed them; one in another dtype is the dtypes' business."""
-        where, live = f"rank {moment.rank}", moment.model.buffers if moment.model else ()
-        found = {self.canonical(fact.name): fact for fact in live}
+        where, live = f"rank {snapshot.rank}", snapshot.model.buffers if snapshot.model else ()
+        found = {self.canonical(info.name): info for info in live}
         for plain in self.plain.buffers:
-            fact = found.get(self.same(plain.name))
-            if fact is None:
+            info = found.get(self.same(plain.name))
+            if info is None:
                 yield f"{where}: buffer {plain.name!r} of the plain model has no live counterpart"
             elif plain.digest == EMPTY and 0 not in plain.shape:
                 continue  # on the meta device it had no values yet
-            elif fact.dtype == plain.dtype and fact.digest != plain.digest:
+            elif info.dtype == plain.dtype and info.digest != plain.digest:
                 yield f"{where}: buffer {plain.name!r} ({plain.placement}) has other values after build than in the plain model"
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """That of the plain parameter or buffer; None if there is none."""
         return self.shapes.get(self.canonical(name))
 
-    def optimizer(self, trained: tuple[Moment, ...]) -> Iterator[str]:
+    def optimizer(self, trained: tuple[Snapshot, ...]) -> Iterator[str]:
         """Over all ranks together: a rank has no state of a parameter of which it holds no element."""
         owners: set[str] = set()
-        for moment in trained:
-            if moment.optimizer is None:
-                yield f"rank {moment.rank}: no optimizer to read names from"
+        for snapshot in trained:
+            if snapshot.optimizer is None:
+                yield f"rank {snapshot.rank}: no optimizer to read names from"
                 return
-            owners |= {state.owner for state in moment.optimizer.states if not state.owner.startswith("partition ")}
-            owners |= {name for name, numel in moment.optimizer.partitioned.items() if numel}
+            owners |= {state.owner for state in snapshot.optimizer.states if not state.owner.startswith("partition ")}
+            owners |= {name for name, numel in snapshot.optimizer.partitioned.items() if numel}
         if flat_parameters(trained) or not _has_state(trained) or _kept_together(trained):
             return
         found = {self.canonical(name) for name in owners}
@@ -141,7 +141,7 @@ class _Oracle:
         for name in sorted(found - self.trainable):
             yield f"the optimizer keeps state for {name!r}, which is no trainable parameter of the plain model"
 
-    def files(self, files: tuple[FileFact, ...]) -> Iterator[str]:
+    def files(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
         """Keys, and what no file holds; of a model with an adapter, only the adapter must be there."""
         yield from self.keys(files)
         covered: set[str] = set()
@@ -156,7 +156,7 @@ class _Oracle:
         if optimized:  # some number their parameters; then there are no names to miss
             yield from _missing("trainable parameters' optimizer states", self.trainable, optimized)
 
-    def keys(self, files: tuple[FileFact, ...]) -> Iterator[str]:
+    def keys(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
         """Every key is a plain name, with a tensor of the plain shape."""
         for file in files:
             known = self.saved | self.parameters if file.holds == "model" else self.trainable | set(self.one)
@@ -174,20 +174,20 @@ class _Oracle:
                         yield f"file {file.path!r}: {key!r} has shape {found}; {expected} in the plain model"
 
 
-def _has_state(moments: tuple[Moment, ...]) -> bool:
+def _has_state(snapshots: tuple[Snapshot, ...]) -> bool:
     """Whether any rank's optimizer keeps anything: SGD without momentum does not."""
-    return any(one.optimizer.states or one.optimizer.partitioned for one in moments if one.optimizer)
+    return any(one.optimizer.states or one.optimizer.partitioned for one in snapshots if one.optimizer)
 
 
-def _kept_together(moments: tuple[Moment, ...]) -> bool:
+def _kept_together(snapshots: tuple[Snapshot, ...]) -> bool:
     """Whether an optimizer keeps the state of all parameters under one of them, as ``torch.optim.LBFGS`` does under the first.
 
     Then a tensor of it has more elements than its owner.
     """
-    for moment in moments:
-        if moment.model is not None and moment.optimizer is not None:
-            sizes = {fact.name: fact.local_numel for fact in moment.model.parameters}
-            if any(state.numel > max(1, sizes.get(state.owner, state.numel)) for state in moment.optimizer.states):
+    for snapshot in snapshots:
+        if snapshot.model is not None and snapshot.optimizer is not None:
+            sizes = {info.name: info.local_numel for info in snapshot.model.parameters}
+            if any(state.numel > max(1, sizes.get(state.owner, state.numel)) for state in snapshot.optimizer.states):
                 return True
     return False
 

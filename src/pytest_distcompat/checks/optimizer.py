@@ -11,7 +11,7 @@ from pytest_distcompat.checks._base import check, every_rank
 from pytest_distcompat.digests import is_zero
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import Moment, RunTrace, StateFact, Trace
+from pytest_distcompat.trace import RunTrace, Snapshot, StateInfo, Trace
 
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=2)
@@ -27,67 +27,69 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
     built, trained = run.at("build"), run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
     trainable = _trainable(cell, run, built)
-    for moment in built:
-        yield from _held(moment, trainable)
+    for snapshot in built:
+        yield from _held(snapshot, trainable)
     if STRATEGIES.get(cell.strategy).flat_masters:
         yield from _partitions(built, trainable)
     yield from _moves(built, trained, trainable)
 
 
-def _trainable(cell: Cell, run: RunTrace, built: tuple[Moment, ...]) -> Mapping[str, bool]:
+def _trainable(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) -> Mapping[str, bool]:
     """Live name -> whether it is to be trained: as in the plain model, for a trainer may freeze or thaw by mistake.
 
     Of a live parameter that has no counterpart there (a flat one, a renamed one) only the trainer can tell.
     """
     first = run.first("plain")
-    plain = {fact.name: fact.trainable for fact in (first.plain.parameters if first and first.plain else ())}
+    plain = {info.name: info.trainable for info in (first.plain.parameters if first and first.plain else ())}
     strategy = STRATEGIES.get(cell.strategy)
     return {
-        fact.name: plain.get(strategy.canonical(fact.name, cell, plain), fact.trainable)
-        for moment in built
-        for fact in (moment.model.parameters if moment.model else ())
+        info.name: plain.get(strategy.canonical(info.name, cell, plain), info.trainable)
+        for snapshot in built
+        for info in (snapshot.model.parameters if snapshot.model else ())
     }
 
 
-def _held(moment: Moment, trainable: Mapping[str, bool]) -> Iterator[str]:
-    where = f"rank {moment.rank}"
-    if moment.optimizer is None or moment.model is None:
+def _held(snapshot: Snapshot, trainable: Mapping[str, bool]) -> Iterator[str]:
+    where = f"rank {snapshot.rank}"
+    if snapshot.optimizer is None or snapshot.model is None:
         yield f"{where}: no optimizer after build; the driver must set self.model and self.optimizer"
         return
-    if moment.optimizer.foreign:
+    if snapshot.optimizer.foreign:
         yield (
-            f"{where}: {moment.optimizer.foreign} of {moment.optimizer.entries} tensors in the optimizer are no parameters "
+            f"{where}: {snapshot.optimizer.foreign} of {snapshot.optimizer.entries} tensors in the optimizer are no parameters "
             "of the live model (stale)"
         )
-    for fact in moment.model.parameters:
-        if trainable[fact.name] and fact.held is not None and fact.held != 1:
-            often = "not in the optimizer" if not fact.held else f"in the optimizer {fact.held} times"
-            yield f"{where}: trainable parameter {fact.name!r} is {often}; expected once"
+    for info in snapshot.model.parameters:
+        if trainable[info.name] and info.held is not None and info.held != 1:
+            often = "not in the optimizer" if not info.held else f"in the optimizer {info.held} times"
+            yield f"{where}: trainable parameter {info.name!r} is {often}; expected once"
 
 
-def _partitions(built: tuple[Moment, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
+def _partitions(built: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
     """Each element of each trainable parameter is in the flat master of exactly one rank."""
     held: dict[str, int] = defaultdict(int)
-    for moment in built:
-        for name, numel in (moment.optimizer.partitioned if moment.optimizer else {}).items():
+    for snapshot in built:
+        for name, numel in (snapshot.optimizer.partitioned if snapshot.optimizer else {}).items():
             held[name] += numel
-    for fact in built[0].model.parameters if built and built[0].model else ():
-        expected = math.prod(fact.shape)
-        if trainable[fact.name] and held[fact.name] != expected:
+    for info in built[0].model.parameters if built and built[0].model else ():
+        expected = math.prod(info.shape)
+        if trainable[info.name] and held[info.name] != expected:
             yield (
-                f"all ranks together: {held[fact.name]} of {expected} elements of trainable parameter {fact.name!r} are in "
+                f"all ranks together: {held[info.name]} of {expected} elements of trainable parameter {info.name!r} are in "
                 "the optimizer; expected each one once"
             )
 
 
-def _moves(built: tuple[Moment, ...], trained: tuple[Moment, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
+def _moves(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
     """A parameter moved if its shard changed on any rank; a rank may hold none of it, a silent one tells nothing.
 
     Where a master is optimized that is the one to move: at an ordinary learning rate a copy in bfloat16 that is near 1 takes
     more than three steps to. It must be the master of a copy that follows, as some copy must.
     """
     before, after = _digests(built), _digests(trained)
-    ranks = {moment.rank for moment in trained if moment.model} & {moment.rank for moment in built if moment.model}
+    ranks = {snapshot.rank for snapshot in trained if snapshot.model} & {
+        snapshot.rank for snapshot in built if snapshot.model
+    }
     still, masters = _without_gradient(trained), _masters_moved(built, trained)
     live = {name for name in trainable if any(before[name].get(rank) != after[name].get(rank) for rank in ranks)}
     for name, train in trainable.items():
@@ -102,38 +104,38 @@ def _moves(built: tuple[Moment, ...], trained: tuple[Moment, ...], trainable: Ma
         yield f"{name} of the optimizer had no gradient in three steps: its state is all zero"
 
 
-def _masters_moved(built: tuple[Moment, ...], trained: tuple[Moment, ...]) -> set[str]:
+def _masters_moved(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...]) -> set[str]:
     """Whose master changed on any rank that had one from the start."""
     before, after = (
         {
-            (moment.rank, state.owner): state.digest
-            for moment in moments
-            for state in _states(moment)
+            (snapshot.rank, state.owner): state.digest
+            for snapshot in snapshots
+            for state in _states(snapshot)
             if state.key == "master"
         }
-        for moments in (built, trained)
+        for snapshots in (built, trained)
     )
     return {owner for (rank, owner), digest in after.items() if before.get((rank, owner), digest) != digest}
 
 
-def _states(moment: Moment) -> tuple[StateFact, ...]:
+def _states(snapshot: Snapshot) -> tuple[StateInfo, ...]:
     """Of live parameters and of flat partitions, and of the former what lies in the latter."""
-    return (*moment.optimizer.states, *moment.optimizer.masters) if moment.optimizer else ()
+    return (*snapshot.optimizer.states, *snapshot.optimizer.masters) if snapshot.optimizer else ()
 
 
-def _without_gradient(trained: tuple[Moment, ...]) -> set[str]:
+def _without_gradient(trained: tuple[Snapshot, ...]) -> set[str]:
     """Whose state in the optimizer is zero in every element on every rank, the count of steps aside."""
     zero: dict[str, bool] = {}
-    for moment in trained:
-        for state in _states(moment):
+    for snapshot in trained:
+        for state in _states(snapshot):
             if state.key not in {"step", "master"} and state.numel:
                 zero[state.owner] = zero.get(state.owner, True) and is_zero(state.digest)
     return {owner for owner, all_zero in zero.items() if all_zero}
 
 
-def _digests(moments: tuple[Moment, ...]) -> dict[str, dict[int, str]]:
+def _digests(snapshots: tuple[Snapshot, ...]) -> dict[str, dict[int, str]]:
     found: dict[str, dict[int, str]] = defaultdict(dict)
-    for moment in moments:
-        for fact in moment.model.parameters if moment.model else ():
-            found[fact.name][moment.rank] = fact.digest
+    for snapshot in snapshots:
+        for info in snapshot.model.parameters if snapshot.model else ():
+            found[info.name][snapshot.rank] = info.digest
     return found

@@ -12,7 +12,7 @@ from pytest_distcompat.models import MODELS
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import PARITY, ROUNDED_PARITY, STEPS, Scenario
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import Moment, Trace
+from pytest_distcompat.trace import Snapshot, Trace
 
 #: How much further a sound trainer may be off than its reference is when that rounds, or than the table says: others round
 #: elsewhere, too. ``benchmarks/rounding.py`` measures it on four small models.
@@ -48,8 +48,8 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     tolerance = precision.loss_tolerance
     if precision.compute != "float32":
         tolerance *= MODELS.get(str(cell.option("model"))).spread
-    losses = _allowed(tolerance, trace, lambda moment: moment.loss)
-    norms = _allowed(precision.norm_tolerance, trace, lambda moment: moment.grad_norm)
+    losses = _allowed(tolerance, trace, lambda snapshot: snapshot.loss)
+    norms = _allowed(precision.norm_tolerance, trace, lambda snapshot: snapshot.grad_norm)
     trained, reference = trace.run("train"), trace.run("reference")
     largest_loss = largest_norm = 0.0
     for step in range(STEPS):
@@ -68,7 +68,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
             return  # what comes after follows from it
 
 
-def _allowed(table: float, trace: Trace, number: Callable[[Moment], float | None]) -> list[float]:
+def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | None]) -> list[float]:
     """For each step how far off the reference that number may be, relative to it: by the table, or what rounding did to it.
 
     By that time: a training in which rounding grows without end is judged by its beginning. Or soon after, for another's
@@ -80,14 +80,14 @@ def _allowed(table: float, trace: Trace, number: Callable[[Moment], float | None
     off = []
     for step in range(STEPS):
         seen = (*reference.at("reference", step), *rounded.at("rounded", step))
-        there, here = (number(moment) for moment in seen) if len(seen) == 2 else (None, None)
+        there, here = (number(snapshot) for snapshot in seen) if len(seen) == 2 else (None, None)
         found = abs(there - here) / abs(there) if there and here is not None else 0.0
         off.append(found if math.isfinite(found) else 0.0)
     return [ROUNDING * max(table, *off[: 2 * step + 3]) for step in range(STEPS)]
 
 
-def _loss(here: tuple[Moment, ...], there: Moment, tolerance: float, largest: float) -> Iterator[str]:
-    losses = [moment.loss for moment in here if moment.loss is not None]
+def _loss(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest: float) -> Iterator[str]:
+    losses = [snapshot.loss for snapshot in here if snapshot.loss is not None]
     if len(losses) != len(here) or there.loss is None:
         yield "no loss to compare; expected step() to return it on every rank, and reference()"
         return
@@ -99,12 +99,12 @@ def _loss(here: tuple[Moment, ...], there: Moment, tolerance: float, largest: fl
         yield f"the loss is {loss:.6g}; {_expected(loss, there.loss, tolerance, largest)}"
 
 
-def _norm(here: tuple[Moment, ...], there: Moment, tolerance: float, largest: float) -> Iterator[str]:
-    for moment in here:
-        norm = moment.grad_norm
+def _norm(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest: float) -> Iterator[str]:
+    for snapshot in here:
+        norm = snapshot.grad_norm
         if norm is not None and there.grad_norm is not None and not _close(norm, there.grad_norm, tolerance, largest):
             told = _expected(norm, there.grad_norm, tolerance, largest)
-            yield f"rank {moment.rank}: the gradient norm is {norm:.6g}; {told}"
+            yield f"rank {snapshot.rank}: the gradient norm is {norm:.6g}; {told}"
 
 
 def _close(here: float, there: float, tolerance: float, largest: float) -> bool:
@@ -119,17 +119,17 @@ def _expected(here: float, there: float, tolerance: float, largest: float) -> st
     return f"{there:.6g} in the reference ({off:.1e} off, {tolerance:.1e} allowed)"
 
 
-def _rates(here: tuple[Moment, ...], there: Moment) -> Iterator[str]:
+def _rates(here: tuple[Snapshot, ...], there: Snapshot) -> Iterator[str]:
     expected = [group.get("lr") for group in there.optimizer.groups] if there.optimizer else []
-    for moment in here:
-        found = [group.get("lr") for group in moment.optimizer.groups] if moment.optimizer else []
+    for snapshot in here:
+        found = [group.get("lr") for group in snapshot.optimizer.groups] if snapshot.optimizer else []
         if len(set(expected)) == 1 and len(set(found)) == 1:
             # A trainer may keep parameters in more groups than it was given.
             pairs = [(found[0], expected[0])]
         else:
             pairs = list(zip(found, expected, strict=False))
         if any(not math.isclose(one or 0, other or 0, rel_tol=RATE_TOLERANCE) for one, other in pairs):
-            yield f"rank {moment.rank}: the learning rate is {_list(found)}; {_list(expected)} in the reference"
+            yield f"rank {snapshot.rank}: the learning rate is {_list(found)}; {_list(expected)} in the reference"
 
 
 def _list(rates: list[float | None]) -> str:
@@ -144,7 +144,7 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     twice, by a larger norm, or scaled by the number of ranks. AdamW hides both for a while.
     """
     strategy, table = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision).norm_tolerance
-    tolerances = _allowed(table, trace, lambda moment: math.sqrt(_square(moment)))
+    tolerances = _allowed(table, trace, lambda snapshot: math.sqrt(_square(snapshot)))
     shared, copies = strategy.shards or strategy.flat_masters, trace.run("train").copies
     largest = 0.0
     for step in range(STEPS):
@@ -153,7 +153,7 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
             yield f"step {step + 1}: no reference to compare with"
             return
         expected = math.sqrt(_square(there[0]))
-        squares = {moment.rank: _square(moment) for moment in here if moment.steps}
+        squares = {snapshot.rank: _square(snapshot) for snapshot in here if snapshot.steps}
         norms = {f"rank {rank}": math.sqrt(square) for rank, square in squares.items()}
         if shared:
             norms = {
@@ -171,5 +171,5 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
             return
 
 
-def _square(moment: Moment) -> float:
-    return sum(step.square for step in moment.steps)
+def _square(snapshot: Snapshot) -> float:
+    return sum(step.square for step in snapshot.steps)

@@ -68,7 +68,7 @@ def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     saved, loaded = train.at("save"), port.at("load")
     yield from every_rank(saved, train.world_size, "save")
     yield from every_rank(loaded, port.world_size, "the load")
-    yield from trained_again(loaded, (moment for nth in range(SAVED) for moment in train.at("step", nth)))
+    yield from trained_again(loaded, (snapshot for nth in range(SAVED) for snapshot in train.at("step", nth)))
     if flat_parameters(saved):
         yield from _counts(train, port, when)
     else:
@@ -110,13 +110,13 @@ def _losses(cell: Cell, train: RunTrace, port: RunTrace, when: str) -> Iterator[
         return
     tolerance = 2 * precision.loss_tolerance
     for nth in range(2):
-        whole = {moment.rank: moment.loss for moment in train.at("step", SAVED + nth)}
-        for moment in port.at("step", nth):
-            expected = whole.get(moment.rank)
-            if moment.loss is None or expected is None:
-                yield f"rank {moment.rank}: no loss to compare; expected step() to return it"
-            elif not math.isfinite(moment.loss):
-                yield from finite_losses([moment], f"step {nth + 1} {when}")
-            elif not math.isclose(moment.loss, expected, rel_tol=tolerance):
+        whole = {snapshot.rank: snapshot.loss for snapshot in train.at("step", SAVED + nth)}
+        for snapshot in port.at("step", nth):
+            expected = whole.get(snapshot.rank)
+            if snapshot.loss is None or expected is None:
+                yield f"rank {snapshot.rank}: no loss to compare; expected step() to return it"
+            elif not math.isfinite(snapshot.loss):
+                yield from finite_losses([snapshot], f"step {nth + 1} {when}")
+            elif not math.isclose(snapshot.loss, expected, rel_tol=tolerance):
                 told = f"{expected:.6g} in the run that never stopped ({tolerance:.0e} allowed)"
-                yield f"rank {moment.rank}: loss {nth + 1} {when} is {moment.loss:.6g}; {told}"
+                yield f"rank {snapshot.rank}: loss {nth + 1} {when} is {snapshot.loss:.6g}; {told}"

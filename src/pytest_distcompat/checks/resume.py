@@ -12,7 +12,7 @@ from pytest_distcompat.checks._values import held_states, same_dtype, unlike
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import RESUME, SAVED
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import ModelFact, Moment, OptimizerFact, RunTrace, Trace
+from pytest_distcompat.trace import ModelInfo, OptimizerInfo, RunTrace, Snapshot, Trace
 
 #: Parameters and state come back bit by bit; a loss is summed in an order that a GPU does not fix.
 LOSS_TOLERANCE = 1e-4
@@ -46,10 +46,10 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(saved, cell.world_size, "save")
     yield from every_rank(loaded, cell.world_size, "load")
     steps = [whole.at("step", nth) for nth in range(SAVED + 2)]
-    infinite = ([*finite_losses(_with_loss(moments), f"step {nth}")] for nth, moments in enumerate(steps, 1))
+    infinite = ([*finite_losses(_with_loss(snapshots), f"step {nth}")] for nth, snapshots in enumerate(steps, 1))
     # What comes after follows from it.
     yield from next(filter(None, infinite), [])
-    yield from trained_again(loaded, (moment for moments in steps[:SAVED] for moment in moments))
+    yield from trained_again(loaded, (snapshot for snapshots in steps[:SAVED] for snapshot in snapshots))
     for before, after in pairs(trained, saved):
         yield from _same(before, after, "save")
     saved, loaded = _without_loose(cell, whole, saved), _without_loose(cell, whole, loaded)
@@ -77,9 +77,9 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
             yield from wrong
 
 
-def _with_loss(moments: tuple[Moment, ...]) -> Iterator[Moment]:
+def _with_loss(snapshots: tuple[Snapshot, ...]) -> Iterator[Snapshot]:
     """Yield those that say what the loss was; of the others ``_losses`` speaks."""
-    return (moment for moment in moments if moment.loss is not None)
+    return (snapshot for snapshot in snapshots if snapshot.loss is not None)
 
 
 #: Name to (digest, dtype).
@@ -88,50 +88,50 @@ _Tensors = Mapping[str, tuple[str, str]]
 _Buffers = Mapping[str, Collection[tuple[str, str]]]
 
 
-def _without_loose(cell: Cell, run: RunTrace, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+def _without_loose(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
     """Without the buffers that no checkpoint holds: a fresh process makes them anew, a rotary table may have grown since."""
     first = run.first("plain")
     plain = first.plain.buffers if first and first.plain else ()
-    known = {fact.name: fact.placement == "persistent" for fact in plain}
+    known = {info.name: info.placement == "persistent" for info in plain}
     canonical = STRATEGIES.get(cell.strategy).canonical
 
-    def kept(model: ModelFact) -> ModelFact:
-        held = (fact for fact in model.buffers if known.get(canonical(fact.name, cell, known), not known))
+    def kept(model: ModelInfo) -> ModelInfo:
+        held = (info for info in model.buffers if known.get(canonical(info.name, cell, known), not known))
         return replace(model, buffers=tuple(held))
 
-    return tuple(replace(moment, model=moment.model and kept(moment.model)) for moment in moments)
+    return tuple(replace(snapshot, model=snapshot.model and kept(snapshot.model)) for snapshot in snapshots)
 
 
-def _buffers(moments: tuple[Moment, ...]) -> _Buffers:
+def _buffers(snapshots: tuple[Snapshot, ...]) -> _Buffers:
     """What any rank had in a buffer."""
     found: dict[str, set[tuple[str, str]]] = {}
-    for moment in moments:
-        for fact in moment.model.buffers if moment.model else ():
-            found.setdefault(fact.name, set()).add((fact.digest, fact.dtype))
+    for snapshot in snapshots:
+        for info in snapshot.model.buffers if snapshot.model else ():
+            found.setdefault(info.name, set()).add((info.digest, info.dtype))
     return found
 
 
-def _same(before: Moment, after: Moment, verb: str, anywhere: _Buffers | None = None) -> Iterator[str]:
+def _same(before: Snapshot, after: Snapshot, verb: str, anywhere: _Buffers | None = None) -> Iterator[str]:
     """Everything that training goes on from, before and after a verb that must not change it."""
     yield from _model(before, after, verb, anywhere or {})
     yield from _optimizer(before.optimizer, after.optimizer, f"rank {after.rank}", verb)
 
 
-def _model(before: Moment, after: Moment, verb: str, anywhere: _Buffers) -> Iterator[str]:
+def _model(before: Snapshot, after: Snapshot, verb: str, anywhere: _Buffers) -> Iterator[str]:
     """``anywhere``: what counts as unchanged, of buffers, beside what the rank itself had."""
     old, new = before.model, after.model
     for what, was, now in (
         ("parameter", old and old.parameters, new and new.parameters),
         ("buffer", old and old.buffers, new and new.buffers),
     ):
-        held = {fact.name: (fact.digest, fact.dtype) for fact in was or ()}
-        found = {fact.name: (fact.digest, fact.dtype) for fact in now or ()}
+        held = {info.name: (info.digest, info.dtype) for info in was or ()}
+        found = {info.name: (info.digest, info.dtype) for info in now or ()}
         if what == "buffer":
             found = {name: held.get(name, one) if one in anywhere.get(name, ()) else one for name, one in found.items()}
         yield from _differences(f"rank {after.rank}: {what}", held, found, verb)
 
 
-def _optimizer(before: OptimizerFact | None, after: OptimizerFact | None, where: str, verb: str) -> Iterator[str]:
+def _optimizer(before: OptimizerInfo | None, after: OptimizerInfo | None, where: str, verb: str) -> Iterator[str]:
     was = {f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in (held_states(before) if before else ())}
     now = {f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in (held_states(after) if after else ())}
     if was and not now:
@@ -142,7 +142,7 @@ def _optimizer(before: OptimizerFact | None, after: OptimizerFact | None, where:
     yield from _groups(before, after, where, verb)
 
 
-def _groups(before: OptimizerFact | None, after: OptimizerFact | None, where: str, verb: str) -> Iterator[str]:
+def _groups(before: OptimizerInfo | None, after: OptimizerInfo | None, where: str, verb: str) -> Iterator[str]:
     groups = (before.groups if before else (), after.groups if after else ())
     if len(groups[0]) != len(groups[1]):
         yield f"{where}: the optimizer has {len(groups[1])} param groups after the {verb}; {len(groups[0])} before"
@@ -168,7 +168,7 @@ def _tolerance(cell: Cell) -> float:
     return LOSS_TOLERANCE if ordered else ORDER_TOLERANCE
 
 
-def _losses(nth: int, whole: tuple[Moment, ...], resumed: tuple[Moment, ...], tolerance: float) -> Iterator[str]:
+def _losses(nth: int, whole: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...], tolerance: float) -> Iterator[str]:
     for expected, found in pairs(whole, resumed):
         if expected.loss is None or found.loss is None:
             yield f"rank {found.rank}: no loss to compare; expected step() to return it"
@@ -179,7 +179,7 @@ def _losses(nth: int, whole: tuple[Moment, ...], resumed: tuple[Moment, ...], to
             )
 
 
-def _numbers(nth: int, whole: tuple[Moment, ...], resumed: tuple[Moment, ...]) -> Iterator[str]:
+def _numbers(nth: int, whole: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...]) -> Iterator[str]:
     """Each loss tells of the learning rate of the step before it: what is set in the last one shows here only."""
     when = f"after step {nth + 1} of the resumed run"
     for expected, found in pairs(whole, resumed):

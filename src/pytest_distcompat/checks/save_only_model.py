@@ -10,7 +10,7 @@ from pytest_distcompat.checks._values import flat_parameters, values
 from pytest_distcompat.checks.names import adapter_name
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import TRAIN
-from pytest_distcompat.trace import PlainFact, Trace
+from pytest_distcompat.trace import Trace, UnwrappedInfo
 
 
 def _asked(cell: Cell, driver: type[Driver]) -> str:
@@ -60,15 +60,15 @@ def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
         yield f"{len(wrong)} of {len(names)} weights have other values in the checkpoint than at the save, first {shown}"
 
 
-def _to_stand(cell: Cell, plain: PlainFact) -> list[str]:
+def _to_stand(cell: Cell, plain: UnwrappedInfo) -> list[str]:
     """What is to be saved, tied names as one: parameters and persistent buffers, or the trained part of an adapter."""
     if cell.option("adapter"):
-        return [fact.name for fact in plain.parameters if fact.trainable]
-    buffers = (fact.name for fact in plain.buffers if fact.placement == "persistent")
-    return [*(fact.name for fact in plain.parameters), *buffers]
+        return [info.name for info in plain.parameters if info.trainable]
+    buffers = (info.name for info in plain.buffers if info.placement == "persistent")
+    return [*(info.name for info in plain.parameters), *buffers]
 
 
-def _keys(plain: PlainFact, names: list[str]) -> Iterator[tuple[str, str]]:
+def _keys(plain: UnwrappedInfo, names: list[str]) -> Iterator[tuple[str, str]]:
     """Every key under which a weight may stand, with the weight's name: its own, that of one tied to it, or PEFT's."""
     yield from ((adapter_name(name), name) for name in names)
     yield from ((name, group[0]) for group in plain.tied for name in group if group[0] in names)

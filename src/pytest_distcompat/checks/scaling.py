@@ -10,7 +10,7 @@ from pytest_distcompat.checks._base import check, every_rank, pairs
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import OVERFLOW
-from pytest_distcompat.trace import Moment, Trace
+from pytest_distcompat.trace import Snapshot, Trace
 
 
 def _scaled(cell: Cell, driver: type[Driver]) -> str:
@@ -43,16 +43,16 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(before, cell.world_size, "the first step")
     yield from every_rank(spoilt, cell.world_size, "the step that overflows")
     yield from every_rank(after, cell.world_size, "the step after the overflow")
-    for moment in before:
-        scale = moment.scaler.get("scale")
+    for snapshot in before:
+        scale = snapshot.scaler.get("scale")
         if scale is None:
-            yield f"rank {moment.rank}: nothing scales the loss; small gradients vanish in float16"
+            yield f"rank {snapshot.rank}: nothing scales the loss; small gradients vanish in float16"
         elif scale <= 1:
-            yield f"rank {moment.rank}: the loss is scaled by {scale:g}; expected more than 1"
+            yield f"rank {snapshot.rank}: the loss is scaled by {scale:g}; expected more than 1"
         elif not math.isfinite(scale):
-            yield f"rank {moment.rank}: the loss is scaled by {scale:g}; expected a finite number"
-    for what, moments in (("the first step", before), ("the overflow", spoilt), ("the step after it", after)):
-        scales = {moment.scaler["scale"] for moment in moments if "scale" in moment.scaler}
+            yield f"rank {snapshot.rank}: the loss is scaled by {scale:g}; expected a finite number"
+    for what, snapshots in (("the first step", before), ("the overflow", spoilt), ("the step after it", after)):
+        scales = {snapshot.scaler["scale"] for snapshot in snapshots if "scale" in snapshot.scaler}
         if len(scales) > 1:
             listed = ", ".join(f"{scale:g}" for scale in sorted(scales))
             yield f"ranks scale the loss differently after {what}: by {listed}"
@@ -63,7 +63,7 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
             yield f"rank {new.rank}: nothing changed in the step after the overflow; expected training to go on"
 
 
-def _skipped(old: Moment, new: Moment) -> Iterator[str]:
+def _skipped(old: Snapshot, new: Snapshot) -> Iterator[str]:
     was, now = _values(old), _values(new)
     changed = sorted(name for name in was | now if was.get(name) != now.get(name))
     if changed:
@@ -74,13 +74,13 @@ def _skipped(old: Moment, new: Moment) -> Iterator[str]:
         yield f"rank {new.rank}: the scale is {scales[1]:g} after an overflow at {scales[0]:g}; expected a smaller one"
 
 
-def _bears(old: Moment, new: Moment) -> bool:
+def _bears(old: Snapshot, new: Snapshot) -> bool:
     """Whether it was one of those that are borne: https://www.deepspeed.ai/docs/config-json/#fp16-training-options."""
     return new.scaler.get("hysteresis", 1.0) < old.scaler.get("hysteresis", 1.0)
 
 
-def _values(moment: Moment) -> dict[str, str]:
+def _values(snapshot: Snapshot) -> dict[str, str]:
     """What a step changes, as this rank stores it."""
-    found = {repr(fact.name): fact.digest for fact in (moment.model.parameters if moment.model else ())}
-    states = moment.optimizer.states if moment.optimizer else ()
+    found = {repr(info.name): info.digest for info in (snapshot.model.parameters if snapshot.model else ())}
+    states = snapshot.optimizer.states if snapshot.optimizer else ()
     return found | {f"{state.key} of {state.owner!r}": state.digest for state in states}

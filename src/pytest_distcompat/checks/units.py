@@ -9,9 +9,9 @@ from pytest_distcompat.checks._base import asked, check, every_rank
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import ModelFact, PlainFact, Trace
+from pytest_distcompat.trace import ModelInfo, Trace, UnwrappedInfo
 
-#: The words of ``ModelFact.wrappers`` for what cuts a model into units.
+#: The words of ``ModelInfo.wrappers`` for what cuts a model into units.
 _CUTS = frozenset({"FSDP1", "FSDP2"})
 
 
@@ -44,16 +44,16 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
         return
     trained = run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
-    for moment in trained:
-        if moment.model is None:
-            yield f"rank {moment.rank}: no model to read units from"
+    for snapshot in trained:
+        if snapshot.model is None:
+            yield f"rank {snapshot.rank}: no model to read units from"
             continue
-        found = [*_cut(cell, first.plain, moment.model), *_recomputed(cell, first.plain, moment.model)]
-        found += [*_compiled(cell, first.plain, moment.model), *_left_out(cell, first.plain, moment.model)]
-        yield from (f"rank {moment.rank}: {text}" for text in found)
+        found = [*_cut(cell, first.plain, snapshot.model), *_recomputed(cell, first.plain, snapshot.model)]
+        found += [*_compiled(cell, first.plain, snapshot.model), *_left_out(cell, first.plain, snapshot.model)]
+        yield from (f"rank {snapshot.rank}: {text}" for text in found)
 
 
-def _unknown(cell: Cell, plain: PlainFact) -> str:
+def _unknown(cell: Cell, plain: UnwrappedInfo) -> str:
     """Why it cannot be said what is right, if so; empty otherwise. Never a pass."""
     if cell.option("ignored") and not plain.ignored:
         return "it is not known which module was to be left out of the sharding"
@@ -70,14 +70,14 @@ def _unknown(cell: Cell, plain: PlainFact) -> str:
     return f"the model's blocks are not known: {why}; name their classes by blocks= of launch, or blocks of the driver"
 
 
-def _names(cell: Cell, plain: PlainFact, live: Collection[str]) -> set[str]:
+def _names(cell: Cell, plain: UnwrappedInfo, live: Collection[str]) -> set[str]:
     """Names of modules as the plain model has them; the root is the empty name, whatever wraps it."""
     strategy = STRATEGIES.get(cell.strategy)
-    known = {fact.name.rpartition(".")[0] for fact in plain.parameters} | set(plain.blocks)
+    known = {info.name.rpartition(".")[0] for info in plain.parameters} | set(plain.blocks)
     return {strategy.canonical(name, cell, known) for name in live}
 
 
-def _cut(cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
+def _cut(cell: Cell, plain: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     if STRATEGIES.get(cell.strategy).wrapper not in _CUTS:
         return
     found = _names(cell, plain, model.units)
@@ -93,20 +93,20 @@ def _cut(cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
         yield f"FSDP's units are {_list(found)}; expected {expected}, and none inside a block"
 
 
-def _adapted(plain: PlainFact) -> set[str]:
+def _adapted(plain: UnwrappedInfo) -> set[str]:
     """The trained layers of blocks that are frozen otherwise.
 
     PEFT's policy for FSDP1 makes a unit of each, apart from the frozen ones: https://huggingface.co/docs/peft/accelerate/fsdp.
     """
     owners: set[str] = set()
     for block in plain.blocks:
-        held = [fact for fact in plain.parameters if fact.name.startswith(f"{block}.")]
-        if not all(fact.trainable for fact in held):
-            owners |= {fact.name.rpartition(".")[0] for fact in held if fact.trainable}
+        held = [info for info in plain.parameters if info.name.startswith(f"{block}.")]
+        if not all(info.trainable for info in held):
+            owners |= {info.name.rpartition(".")[0] for info in held if info.trainable}
     return owners
 
 
-def _recomputed(cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
+def _recomputed(cell: Cell, plain: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     found = _names(cell, plain, model.checkpointed) & _inside(plain)
     if not cell.option("activation_checkpointing"):
         # A script may ask for it by itself; of a driver that speaks the option it is known what it was told.
@@ -116,9 +116,9 @@ def _recomputed(cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]
     yield from _compare("the activations are recomputed of", found, set(plain.blocks))
 
 
-def _inside(plain: PlainFact) -> set[str]:
+def _inside(plain: UnwrappedInfo) -> set[str]:
     """Blocks and all modules inside them: what stands above a block may be told of recomputing and do none itself."""
-    owners = {fact.name.rpartition(".")[0] for fact in plain.parameters}
+    owners = {info.name.rpartition(".")[0] for info in plain.parameters}
     inside = {owner for owner in owners if any(owner.startswith(f"{block}.") for block in plain.blocks)}
     parents = {".".join(owner.split(".")[:n]) for owner in inside for n in range(1, owner.count(".") + 1)}
     return set(plain.blocks) | inside | {parent for parent in parents if _under(parent, plain.blocks)}
@@ -128,7 +128,7 @@ def _under(name: str, blocks: Collection[str]) -> bool:
     return any(name.startswith(f"{block}.") for block in blocks)
 
 
-def _compiled(cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
+def _compiled(cell: Cell, plain: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     how = cell.option("compile")
     if not how:
         return
@@ -143,18 +143,18 @@ def _compiled(cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
         yield "nothing is wrapped by torch.compile"
 
 
-def _left_out(cell: Cell, plain: PlainFact, model: ModelFact) -> Iterator[str]:
+def _left_out(cell: Cell, plain: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     strategy = STRATEGIES.get(cell.strategy)
-    names = {fact.name for fact in plain.parameters}
-    for fact in model.parameters:
-        name = strategy.canonical(fact.name, cell, names)
+    names = {info.name for info in plain.parameters}
+    for info in model.parameters:
+        name = strategy.canonical(info.name, cell, names)
         inside = any(name.startswith(f"{module}.") for module in plain.ignored)
-        if inside and fact.kind == strategy.kind != "Tensor" and fact.local_numel != _numel(plain, name):
-            yield f"{name!r} is sharded ({fact.kind}, {fact.placement}); it was to be left out of the sharding"
+        if inside and info.kind == strategy.kind != "Tensor" and info.local_numel != _numel(plain, name):
+            yield f"{name!r} is sharded ({info.kind}, {info.placement}); it was to be left out of the sharding"
 
 
-def _numel(plain: PlainFact, name: str) -> int:
-    return next((fact.local_numel for fact in plain.parameters if fact.name == name), 0)
+def _numel(plain: UnwrappedInfo, name: str) -> int:
+    return next((info.local_numel for info in plain.parameters if info.name == name), 0)
 
 
 def _compare(what: str, found: set[str], expected: set[str]) -> Iterator[str]:

@@ -95,8 +95,8 @@ def _ask_torch() -> dict[str, Any]:
     if done.returncode:
         said = done.stderr.strip().splitlines()
         return {"error": said[-1] if said else f"the process that imports torch ended with exit code {done.returncode}"}
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return facts
+    infos: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return infos
 
 
 def names_loopback(hosts: str) -> bool:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 
-def facts() -> dict[str, Any]:
+def infos() -> dict[str, Any]:
     """``cuda`` and ``nccl`` are versions, empty where torch was built without; ``gpus`` the names of those that it can use."""
     import torch
     from torch import distributed
@@ -25,4 +25,4 @@ def facts() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(facts()))  # noqa: T201 - that is what it is for
+    print(json.dumps(infos()))  # noqa: T201 - that is what it is for

@@ -216,7 +216,7 @@ def _model(run: RunTrace) -> Iterator[str]:
 def _local(run: RunTrace) -> dict[str, str]:
     """Live name to how many elements each rank stores: one number where all store as many."""
     sizes: dict[str, list[int]] = {}
-    for moment in run.at("build"):
-        for fact in moment.model.parameters if moment.model else ():
-            sizes.setdefault(fact.name, []).append(fact.local_numel)
+    for snapshot in run.at("build"):
+        for info in snapshot.model.parameters if snapshot.model else ():
+            sizes.setdefault(info.name, []).append(info.local_numel)
     return {name: str(found[0]) if len(set(found)) == 1 else "|".join(map(str, found)) for name, found in sizes.items()}

@@ -11,7 +11,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks.active import REDUCTIONS
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import Moment, ParameterFact, RunTrace
+from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot
 
 #: After which step names and dtypes are read: by then every optimizer has its state.
 STEP = 2
@@ -36,8 +36,8 @@ def training(cell: Cell, run: RunTrace, reference: RunTrace | None = None) -> Tr
         measured = _curves(reference, "reference")
         curves |= {f"reference_{name}": measured[name] for name in ("loss", "grad_norm") if name in measured}
     peaks: dict[int, int] = {}
-    for moment in run.moments:
-        peaks[moment.rank] = max(peaks.get(moment.rank, 0), moment.memory)
+    for snapshot in run.snapshots:
+        peaks[snapshot.rank] = max(peaks.get(snapshot.rank, 0), snapshot.memory)
     return Training(_names(cell, run), _dtypes(cell, run), curves, [peaks[rank] for rank in sorted(peaks)])
 
 
@@ -49,13 +49,13 @@ def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
     first, trained = run.first("plain"), run.first("build")
     if first is None or first.plain is None:
         return []
-    plain = {fact.name: fact for fact in first.plain.parameters}
+    plain = {info.name: info for info in first.plain.parameters}
     saved = {*plain, *first.plain.state_dict}
     strategy = STRATEGIES.get(cell.strategy)
     live = {}
-    for fact in trained.model.parameters if trained and trained.model else ():
-        live[strategy.canonical(fact.name, cell, saved)] = fact
-    files = {file.path: file for moment in run.moments for file in moment.files if file.holds == "model"}
+    for info in trained.model.parameters if trained and trained.model else ():
+        live[strategy.canonical(info.name, cell, saved)] = info
+    files = {file.path: file for snapshot in run.snapshots for file in snapshot.files if file.holds == "model"}
     keys: dict[str, list[str]] = {}
     for path, file in files.items():
         for key in file.keys:
@@ -80,12 +80,12 @@ def _dtypes(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
         return []
     row = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
     seen: Mapping[str, Iterable[str]] = {
-        "storage": (fact.dtype for fact in _parameters(trained) if fact.trainable and fact.local_numel),
-        "compute": (fact.output for moment in trained for fact in moment.compute),
-        "reduce": (dtype for moment in trained for dtype in _reduced(moment)),
-        "gradient": (dtype for moment in trained for step in moment.steps for dtype in step.gradient),
-        "master": (dtype for moment in trained for step in moment.steps for dtype in step.master),
-        "state": (dtype for moment in trained for step in moment.steps for dtype in step.state),
+        "storage": (info.dtype for info in _parameters(trained) if info.trainable and info.local_numel),
+        "compute": (info.output for snapshot in trained for info in snapshot.compute),
+        "reduce": (dtype for snapshot in trained for dtype in _reduced(snapshot)),
+        "gradient": (dtype for snapshot in trained for step in snapshot.steps for dtype in step.gradient),
+        "master": (dtype for snapshot in trained for step in snapshot.steps for dtype in step.master),
+        "state": (dtype for snapshot in trained for step in snapshot.steps for dtype in step.state),
     }
     found = [
         {"kind": name, "expected": getattr(row, name), "seen": sorted(set(dtypes))} for name, dtypes in seen.items()
@@ -93,29 +93,29 @@ def _dtypes(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
     return [one for one in found if one["seen"] or one["expected"]]
 
 
-def _parameters(moments: Iterable[Moment]) -> Iterable[ParameterFact]:
-    return (fact for moment in moments if moment.model for fact in moment.model.parameters)
+def _parameters(snapshots: Iterable[Snapshot]) -> Iterable[ParameterInfo]:
+    return (info for snapshot in snapshots if snapshot.model for info in snapshot.model.parameters)
 
 
-def _reduced(moment: Moment) -> Iterable[str]:
+def _reduced(snapshot: Snapshot) -> Iterable[str]:
     """What most elements were reduced in: norms, metrics and flags are reduced too."""
     kinds: dict[str, int] = {}
-    for fact in moment.collectives:
-        if fact.op in REDUCTIONS and "float" in fact.dtype:
-            kinds[fact.dtype] = max(kinds.get(fact.dtype, 0), fact.numel)
+    for info in snapshot.collectives:
+        if info.op in REDUCTIONS and "float" in info.dtype:
+            kinds[info.dtype] = max(kinds.get(info.dtype, 0), info.numel)
     return [max(kinds, key=lambda dtype: kinds[dtype])] if kinds else []
 
 
 def _curves(run: RunTrace, verb: str) -> dict[str, list[float | None]]:
     """One number a step: the mean of the ranks' losses, the norm that rank 0 tells, the seconds of the slowest rank."""
     curves: dict[str, list[float | None]] = {}
-    for nth in range(len({moment.index for moment in run.moments if moment.verb == verb})):
-        moments = run.at(verb, nth)
-        losses = [moment.loss for moment in moments if moment.loss is not None]
+    for nth in range(len({snapshot.index for snapshot in run.snapshots if snapshot.verb == verb})):
+        snapshots = run.at(verb, nth)
+        losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
         curves.setdefault("loss", []).append(_short(sum(losses) / len(losses)) if losses else None)
-        norm = moments[0].grad_norm
+        norm = snapshots[0].grad_norm
         curves.setdefault("grad_norm", []).append(None if norm is None else _short(norm))
-        curves.setdefault("seconds", []).append(_short(max(moment.seconds for moment in moments)))
+        curves.setdefault("seconds", []).append(_short(max(snapshot.seconds for snapshot in snapshots)))
     return {name: values for name, values in curves.items() if any(value is not None for value in values)}
 
 

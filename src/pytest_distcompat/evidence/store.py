@@ -24,7 +24,7 @@ RANKS = 8
 
 @dataclass(frozen=True)
 class StoredRun:
-    """One run in the store, without its moments: a run has hundreds of runs, and a run of a model's training many megabytes.
+    """One run in the store, without its snapshots: a run has hundreds of runs, and a run of a model's training many megabytes.
 
     ``cell`` is the one that it ran in, ``ranks`` the world size of the cell that it was run for, ``found`` the directory of the
     checkpoint that it went on from. ``done``: whether it came to an end at all, and was not broken off with its session;
@@ -50,7 +50,7 @@ class StoredRun:
         return self.directory.name
 
     def trace(self) -> RunTrace:
-        """Its moments. Raises FileNotFoundError for one that was broken off."""
+        """Its snapshots. Raises FileNotFoundError for one that was broken off."""
         return read_run(self.directory)[0]
 
     def to_json(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def read_store(store: Path) -> list[StoredRun]:
         try:
             runs.append(_stored(path))
         except (OSError, ValueError, KeyError, TypeError):
-            # a run that begins or ends at this moment, after an interruption: its files are not whole.
+            # a run that begins or ends at this snapshot, after an interruption: its files are not whole.
             continue
     return runs
 

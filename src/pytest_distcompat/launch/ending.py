@@ -265,7 +265,7 @@ def _rank_end(
 
 def _where(events: Sequence[Mapping[str, Any]]) -> str:
     """The verb that a rank was in, where it said so."""
-    verbs = [event for event in events if event["event"] in {"verb", "moment"}]
+    verbs = [event for event in events if event["event"] in {"verb", "snapshot"}]
     return f" in verb {verbs[-1]['verb']!r}" if verbs and verbs[-1]["event"] == "verb" else ""
 
 

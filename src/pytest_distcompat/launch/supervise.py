@@ -54,7 +54,7 @@ class Watch:
             return
         self._next_look = now + 0.2
         where, ranks = self.request.directory, range(self.request.world_size)
-        said = [read_events(where, rank, but="moment") for rank in ranks]
+        said = [read_events(where, rank, but="snapshot") for rank in ranks]
         if now - self.began > self.request.timeout:
             # Ranks that did all they were told get a moment to leave, and the agent one to notice.
             leaving = all(any(event["event"] == "done" for event in events) for events in said)

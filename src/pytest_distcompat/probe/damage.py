@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from pytest_distcompat.probe.files import PICKLED
-from pytest_distcompat.trace import FileFact
+from pytest_distcompat.trace import FileInfo
 
 #: Files that hold weights or optimizer state, by suffix; the others are settings and metadata.
 HEAVY = PICKLED | {".safetensors", ".distcp"}
 
 
-def spoil(directory: Path, how: str) -> FileFact:
+def spoil(directory: Path, how: str) -> FileInfo:
     """Do ``how`` to the file with the most in it: ``truncate`` it to half, or ``remove`` it. Which file it was.
 
     Raises FileNotFoundError where nothing is saved.
@@ -26,4 +26,4 @@ def spoil(directory: Path, how: str) -> FileFact:
     else:
         with largest.open("r+b") as file:
             file.truncate(largest.stat().st_size // 2)
-    return FileFact(str(largest.relative_to(directory)), "", how, ())
+    return FileInfo(str(largest.relative_to(directory)), "", how, ())

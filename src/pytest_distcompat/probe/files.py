@@ -11,26 +11,26 @@ from typing import Any
 
 import torch
 
-from pytest_distcompat.trace import FileFact
+from pytest_distcompat.trace import FileInfo
 
 
-def read_files(directory: Path, prefix: str = "") -> tuple[FileFact, ...]:
+def read_files(directory: Path, prefix: str = "") -> tuple[FileInfo, ...]:
     """Every file below the directory that holds keys of a model or of an optimizer; call it when all ranks are done.
 
     ``prefix`` is put before the paths in what is returned.
     """
-    facts: list[FileFact] = []
+    infos: list[FileInfo] = []
     with readable(directory) as there:
         for path in sorted(path for path in there.rglob("*") if path.is_file()):
             name = prefix + str(path.relative_to(there))
             if path.suffix == ".safetensors":
                 shapes, dtypes = _safetensors(path)
-                facts.append(FileFact(name, "safetensors", "model", tuple(shapes), shapes, dtypes))
+                infos.append(FileInfo(name, "safetensors", "model", tuple(shapes), shapes, dtypes))
             elif path.name == ".metadata":
-                facts.extend(_dcp(path.parent, prefix + str(path.parent.relative_to(there))))
+                infos.extend(_dcp(path.parent, prefix + str(path.parent.relative_to(there))))
             elif path.suffix in PICKLED:
-                facts.extend(_pickled(path, name))
-    return tuple(facts)
+                infos.extend(_pickled(path, name))
+    return tuple(infos)
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def _safetensors(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]
         return {key: tuple(part.get_shape()) for key, part in parts.items()}, dtypes
 
 
-def _dcp(directory: Path, name: str) -> Iterator[FileFact]:
+def _dcp(directory: Path, name: str) -> Iterator[FileInfo]:
     """A torch.distributed.checkpoint: its keys are in the metadata."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -81,9 +81,9 @@ def _dcp(directory: Path, name: str) -> Iterator[FileFact]:
     states = [inner for part, inner in parts.values() if part == "optimizer" and inner.startswith("state.")]
     optimizer = tuple(dict.fromkeys(inner.removeprefix("state.").rpartition(".")[0] for inner in states))
     if sizes:
-        yield FileFact(name, "dcp", "model", tuple(sizes), {key: size for key, size in sizes.items() if size})
+        yield FileInfo(name, "dcp", "model", tuple(sizes), {key: size for key, size in sizes.items() if size})
     if optimizer:
-        yield FileFact(name, "dcp", "optimizer", optimizer)
+        yield FileInfo(name, "dcp", "optimizer", optimizer)
 
 
 def dcp_parts(metadata: Any) -> dict[str, tuple[str, str]]:
@@ -112,7 +112,7 @@ def _part_of(path: list[str]) -> tuple[str, str] | None:
     return None
 
 
-def _pickled(path: Path, name: str) -> Iterator[FileFact]:
+def _pickled(path: Path, name: str) -> Iterator[FileInfo]:
     """A torch.save file: DeepSpeed's model states, a full state dict, an optimizer's."""
     data = _load(path)
     if not isinstance(data, Mapping):
@@ -123,7 +123,7 @@ def _pickled(path: Path, name: str) -> Iterator[FileFact]:
         frozen = {str(key): tuple(shape) for key, shape in (data.get("frozen_param_shapes") or {}).items()}
         for what, shapes in (("param_shapes", trained), ("frozen_param_shapes", frozen)):
             if shapes:
-                yield FileFact(f"{name}:{what}", "deepspeed", "model", tuple(shapes), shapes)
+                yield FileInfo(f"{name}:{what}", "deepspeed", "model", tuple(shapes), shapes)
     for part in MODEL:
         if isinstance(data.get(part), Mapping):
             form = "deepspeed" if part == "module" else "torch"
@@ -132,14 +132,14 @@ def _pickled(path: Path, name: str) -> Iterator[FileFact]:
                 # ZeRO-3 leaves empty tensors here for what it partitioned: those parameters stand elsewhere.
                 tensors = {key: shape for key, shape in tensors.items() if shape != (0,)}
             if tensors:
-                yield FileFact(f"{name}:{part}", form, "model", tuple(tensors), tensors)
+                yield FileInfo(f"{name}:{part}", form, "model", tuple(tensors), tensors)
     nested = next((data[part] for part in OPTIMIZER if part in data), None)
     state = data if isinstance(data.get("state"), Mapping) else nested if isinstance(nested, Mapping) else {}
     names = [key for key in state.get("state", {}) if isinstance(key, str)]
     if names:
-        yield FileFact(name, "torch", "optimizer", tuple(names))
+        yield FileInfo(name, "torch", "optimizer", tuple(names))
     if data and all(isinstance(value, torch.Tensor) for value in data.values()):
-        yield FileFact(name, "torch", "model", tuple(str(key) for key in data), _shapes(data))
+        yield FileInfo(name, "torch", "model", tuple(str(key) for key in data), _shapes(data))
 
 
 def _shapes(state: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ import torch
 from pytest_distcompat.probe.blocks import declared_blocks, is_a, multiplies, named_blocks
 from pytest_distcompat.probe.optimizer import copied, entries
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
-from pytest_distcompat.trace import ModelFact, ParameterFact, PlainFact
+from pytest_distcompat.trace import ModelInfo, ParameterInfo, UnwrappedInfo
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -27,7 +27,7 @@ def as_module(model: object, what: str, how: str) -> None:
 
 def read_plain(
     model: Module, blocks: tuple[str, ...] = (), ignored: tuple[str, ...] = (), obeyed: tuple[str, ...] = ()
-) -> PlainFact:
+) -> UnwrappedInfo:
     """Names, shapes and dtypes of a model that nothing has wrapped; groups of names that are one tied parameter.
 
     ``blocks`` are class names, where none are given those that the model declares: the names of the modules that have one
@@ -45,7 +45,7 @@ def read_plain(
         for name, buffer in model.named_buffers()
     )
     tied = tuple(tuple(group) for group in names.values() if len(group) > 1)
-    return PlainFact(
+    return UnwrappedInfo(
         parameters,
         buffers,
         state_dict,
@@ -64,8 +64,8 @@ def _for_8_bits(linear: torch.nn.Linear) -> bool:
     return not (linear.in_features % 16 or linear.out_features % 16)
 
 
-def _plain(name: str, tensor: torch.Tensor, placement: str = "") -> ParameterFact:
-    return ParameterFact(
+def _plain(name: str, tensor: torch.Tensor, placement: str = "") -> ParameterInfo:
+    return ParameterInfo(
         name=name,
         shape=tuple(tensor.shape),
         dtype=dtype_name(tensor.dtype),
@@ -76,7 +76,7 @@ def _plain(name: str, tensor: torch.Tensor, placement: str = "") -> ParameterFac
     )
 
 
-def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) -> ModelFact:
+def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) -> ModelInfo:
     """The live model: what wraps it, each parameter as this rank stores it, and how the optimizer holds it.
 
     ``optimizer`` is the trainer's, wrapped or not, or None.
@@ -96,7 +96,7 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
     )
     buffers = tuple(_plain(name, buffer) for name, buffer in model.named_buffers())
     ready = distributed.is_available() and distributed.is_initialized()
-    return ModelFact(
+    return ModelInfo(
         type=type(model).__name__,
         wrappers=wrappers,
         parameters=parameters,
@@ -206,7 +206,7 @@ def _zero_stage(model: Module) -> int | None:
     return None
 
 
-def _live(name: str, parameter: torch.Tensor, wrappers: dict[str, int], held: int | None) -> ParameterFact:
+def _live(name: str, parameter: torch.Tensor, wrappers: dict[str, int], held: int | None) -> ParameterInfo:
     from torch.distributed.fsdp import FlatParameter
 
     shape, kind, placement, local = tuple(parameter.shape), "Tensor", "", parameter
@@ -221,7 +221,7 @@ def _live(name: str, parameter: torch.Tensor, wrappers: dict[str, int], held: in
     elif "FSDP1" in wrappers:
         # With use_orig_params each parameter is a one-dimensional view of this rank's part of the flat one (maybe empty).
         kind, placement = "FSDP1 shard", "flat shard"
-    return ParameterFact(
+    return ParameterInfo(
         name=name,
         shape=shape,
         dtype=dtype_name(local.dtype),

@@ -1,4 +1,4 @@
-"""Everything that is read of a live trainer after a verb, as the fields of a Moment."""
+"""Everything that is read of a live trainer after a verb, as the fields of a Snapshot."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def look(
     ``device`` is the rank's own: ``cpu``, ``cuda:1``.
     """
     as_module(model, "the driver's self.model", "build() is to set it to the model as the trainer has it")
-    facts: dict[str, Any] = {"scheduler": read_scheduler(scheduler), "memory": peak_memory(device)}
+    infos: dict[str, Any] = {"scheduler": read_scheduler(scheduler), "memory": peak_memory(device)}
     if optimizer is not None:
-        facts["optimizer"] = read_optimizer(model, optimizer, whole=whole)
+        infos["optimizer"] = read_optimizer(model, optimizer, whole=whole)
     if whole:
-        facts["model"] = read_model(model, optimizer, trainer_world_size)
-        facts["rng"] = read_rng(device)
-        facts["scaler"] = read_scaler(scaler, optimizer)
-    return facts
+        infos["model"] = read_model(model, optimizer, trainer_world_size)
+        infos["rng"] = read_rng(device)
+        infos["scaler"] = read_scaler(scaler, optimizer)
+    return infos

@@ -24,7 +24,7 @@ from pytest_distcompat.probe.blocks import multiplies
 from pytest_distcompat.probe.closure import with_closure
 from pytest_distcompat.probe.inputs import tensors_fed
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
-from pytest_distcompat.trace import CollectiveFact, ComputeFact, StepFact
+from pytest_distcompat.trace import CollectiveInfo, ComputeInfo, StepInfo
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -83,8 +83,8 @@ class Observer:
 
         """
         self._guarded = guarded
-        self.steps: list[StepFact] = []
-        self.compute: dict[tuple[str, str, str], ComputeFact] = {}
+        self.steps: list[StepInfo] = []
+        self.compute: dict[tuple[str, str, str], ComputeInfo] = {}
         self.collectives: Counter[tuple[str, str]] = Counter()
         self.sizes: dict[tuple[str, str], tuple[int, int]] = {}
         self.inputs: list[str] = []
@@ -182,10 +182,10 @@ class Observer:
         self.inputs.clear()
         self.float8 = 0
 
-    def facts(self) -> dict[str, Any]:
-        """The keyword arguments of a Moment that come from here."""
+    def infos(self) -> dict[str, Any]:
+        """The keyword arguments of a Snapshot that come from here."""
         collectives = tuple(
-            CollectiveFact(op, dtype, calls, *self.sizes[op, dtype])
+            CollectiveInfo(op, dtype, calls, *self.sizes[op, dtype])
             for (op, dtype), calls in sorted(self.collectives.items())
         )
         return {
@@ -203,7 +203,7 @@ class Observer:
                 kept = dtype_name(weight.dtype) if isinstance(weight, torch.Tensor) else ""
                 dtypes = (kept, dtype_name(inputs[0].dtype), dtype_name(output.dtype))
                 # One module speaks for all that do the same; a trace is to stay readable.
-                self.compute.setdefault(dtypes, ComputeFact(name, *dtypes))
+                self.compute.setdefault(dtypes, ComputeInfo(name, *dtypes))
 
         return hook
 
@@ -245,7 +245,7 @@ class Observer:
         if step.optimizer == id(optimizer):
             self._step = None
             master, gradient, state = (tuple(sorted(found)) for found in (step.master, step.gradient, step.state))
-            self.steps.append(StepFact(type(optimizer).__name__, master, gradient, state, step.square))
+            self.steps.append(StepInfo(type(optimizer).__name__, master, gradient, state, step.square))
 
     def _saw_operator(self, func: Any, args: Any, result: Any) -> None:
         """Write down a collective, and a tensor in 8 bits that was made, not passed on: a view is another operator's result."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
-from pytest_distcompat.trace import OptimizerFact, StateFact
+from pytest_distcompat.trace import OptimizerInfo, StateInfo
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -81,7 +81,7 @@ def copied(optimizer: Any) -> dict[int, torch.Tensor]:
     return {}
 
 
-def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> OptimizerFact:
+def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> OptimizerInfo:
     """Whose tensors the optimizer holds, and every tensor of its state; if not ``whole``, the numbers of its groups only.
 
     Of several: what they are together. Never through ``get_optimizer_state_dict``: on a fresh optimizer that takes a step
@@ -103,25 +103,25 @@ def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> Opti
     shown = types[0] if len(types) == 1 else (" + ".join(map(" > ".join, types)),)
     groups = tuple(_numbers(group) for one in inner for group in one.param_groups)
     if not whole:
-        return OptimizerFact(shown, 0, groups=groups)
+        return OptimizerInfo(shown, 0, groups=groups)
     live = {id(parameter): name for name, parameter in model.named_parameters()}
     owners = live | {copy: live[id(low)] for copy, low in copied(optimizer).items() if id(low) in live}
     held = entries(optimizer)
     partitioned = _partitioned(model)
-    states: list[StateFact] = []
+    states: list[StateInfo] = []
     for number, (parameter, state) in enumerate(pair for one in stepping for pair in one.state.items()):
         owner = owners.get(id(parameter), f"partition {number}")
         if id(parameter) not in live:
             states.append(_state(owner, "master", parameter))
         states.extend(_state(owner, key, value) for key, value in state.items() if _is_number(value))
-    return OptimizerFact(
+    return OptimizerInfo(
         chain=shown,
         entries=len(held),
         foreign=0 if partitioned else sum(id(parameter) not in owners for parameter in held),
         states=tuple(states),
         partitioned=partitioned,
         # DeepSpeed's, whose engines have one optimizer.
-        masters=tuple(fact for one in stepping[:1] for fact in _masters(model, one)),
+        masters=tuple(info for one in stepping[:1] for info in _masters(model, one)),
         accumulates=_accumulates(optimizer),
         groups=groups,
     )
@@ -141,10 +141,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, int, float)) and not isinstance(value, bool)
 
 
-def _state(owner: str, key: str, value: Any) -> StateFact:
+def _state(owner: str, key: str, value: Any) -> StateInfo:
     if not isinstance(value, torch.Tensor):
-        return StateFact(owner, key, type(value).__name__, 1, digest(value))
-    return StateFact(owner, key, dtype_name(value.dtype), local_of(value).numel(), digest(value))
+        return StateInfo(owner, key, type(value).__name__, 1, digest(value))
+    return StateInfo(owner, key, dtype_name(value.dtype), local_of(value).numel(), digest(value))
 
 
 def _partitioned(model: Module) -> dict[str, int]:
@@ -176,7 +176,7 @@ def _accumulates(optimizer: Any) -> str:
     return ""
 
 
-def _masters(model: Module, inner: Any) -> Iterator[StateFact]:
+def _masters(model: Module, inner: Any) -> Iterator[StateInfo]:
     """This rank's part of each parameter's flat master and of its moments, where DeepSpeed keeps such; see ``_partitioned``.
 
     The parts of all ranks, in their order, are the parameter.

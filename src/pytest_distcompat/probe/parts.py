@@ -10,45 +10,45 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat.probe.blocks import declared_blocks, join, named_blocks, unwrapped
 from pytest_distcompat.probe.live import _plain, read_plain
 from pytest_distcompat.probe.tensors import dtype_name
-from pytest_distcompat.trace import ParameterFact, PlainFact
+from pytest_distcompat.trace import ParameterInfo, UnwrappedInfo
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def read_parts(model: Module, known: Mapping[int, PlainFact], blocks: tuple[str, ...] = ()) -> PlainFact:
+def read_parts(model: Module, known: Mapping[int, UnwrappedInfo], blocks: tuple[str, ...] = ()) -> UnwrappedInfo:
     """The plain model, with ``known`` (by ``id`` of the module) for the parts that have been wrapped since.
 
     ``fully_shard`` is called for blocks before it is for the root, and FSDP1 may be too. ``blocks`` are their class names.
     """
     if not any(id(part) in known for part in model.modules()):
         return _partitioned(model, read_plain(model, blocks))
-    found = PlainFact(())
+    found = UnwrappedInfo(())
     for name, part in _parts(model, "", known):
-        fact = known.get(id(part)) or (
+        info = known.get(id(part)) or (
             _own(part) if any(id(one) in known for one in part.modules()) else read_plain(part)
         )
-        found = PlainFact(
-            (*found.parameters, *(_under(name, one) for one in fact.parameters)),
-            (*found.buffers, *(_under(name, one) for one in fact.buffers)),
-            (*found.state_dict, *(join(name, key) for key in fact.state_dict)),
-            (*found.tied, *(tuple(join(name, one) for one in group) for group in fact.tied)),
-            linears=found.linears + fact.linears,
-            products=(found.products or 0) + (fact.products or 0),
+        found = UnwrappedInfo(
+            (*found.parameters, *(_under(name, one) for one in info.parameters)),
+            (*found.buffers, *(_under(name, one) for one in info.buffers)),
+            (*found.state_dict, *(join(name, key) for key in info.state_dict)),
+            (*found.tied, *(tuple(join(name, one) for one in group) for group in info.tied)),
+            linears=found.linears + info.linears,
+            products=(found.products or 0) + (info.products or 0),
         )
     tied = _tied(model)
     classes = blocks or declared_blocks(model)
     again = {name for group in tied for name in group[1:]}
     return dataclasses.replace(
         found,
-        parameters=tuple(fact for fact in found.parameters if fact.name not in again),
+        parameters=tuple(info for info in found.parameters if info.name not in again),
         tied=(*found.tied, *(group for group in tied if group not in found.tied)),
         blocks=named_blocks(model, classes),
         block_classes=classes,
     )
 
 
-def _parts(module: Module, name: str, known: Mapping[int, PlainFact]) -> Iterator[tuple[str, Module]]:
+def _parts(module: Module, name: str, known: Mapping[int, UnwrappedInfo]) -> Iterator[tuple[str, Module]]:
     """The largest parts that are either known or hold nothing that is; and what lies above them, for what it has itself."""
     module = unwrapped(module)
     yield name, module
@@ -57,7 +57,7 @@ def _parts(module: Module, name: str, known: Mapping[int, PlainFact]) -> Iterato
             yield from _parts(part, join(name, child), known)
 
 
-def _own(module: Module) -> PlainFact:
+def _own(module: Module) -> UnwrappedInfo:
     """What the module has by itself, without its children."""
     parameters = tuple(_plain(name, one) for name, one in module.named_parameters(recurse=False))
     loose = _not_saved(module)
@@ -65,8 +65,8 @@ def _own(module: Module) -> PlainFact:
         _plain(name, one, placement="non-persistent" if name in loose else "persistent")
         for name, one in module.named_buffers(recurse=False)
     )
-    return PlainFact(
-        parameters, buffers, tuple(fact.name for fact in (*parameters, *buffers) if fact.name not in loose)
+    return UnwrappedInfo(
+        parameters, buffers, tuple(info.name for info in (*parameters, *buffers) if info.name not in loose)
     )
 
 
@@ -84,23 +84,23 @@ def _tied(model: Module) -> list[tuple[str, ...]]:
     return [tuple(group) for group in names.values() if len(group) > 1]
 
 
-def _under(prefix: str, fact: ParameterFact) -> ParameterFact:
-    return dataclasses.replace(fact, name=join(prefix, fact.name))
+def _under(prefix: str, info: ParameterInfo) -> ParameterInfo:
+    return dataclasses.replace(info, name=join(prefix, info.name))
 
 
-def _partitioned(model: Module, plain: PlainFact) -> PlainFact:
+def _partitioned(model: Module, plain: UnwrappedInfo) -> UnwrappedInfo:
     """A model made under ``deepspeed.zero.Init`` is partitioned from the start: its parameters tell what they are elsewhere."""
     whole: dict[str, Any] = {name: p for name, p in model.named_parameters() if hasattr(p, "ds_shape")}
-    facts = tuple(
+    infos = tuple(
         dataclasses.replace(
-            fact,
-            shape=tuple(whole[fact.name].ds_shape),
-            local_numel=int(whole[fact.name].ds_numel),
-            dtype=dtype_name(whole[fact.name].dtype),
+            info,
+            shape=tuple(whole[info.name].ds_shape),
+            local_numel=int(whole[info.name].ds_numel),
+            dtype=dtype_name(whole[info.name].dtype),
             digest="",
         )
-        if fact.name in whole
-        else fact
-        for fact in plain.parameters
+        if info.name in whole
+        else info
+        for info in plain.parameters
     )
-    return dataclasses.replace(plain, parameters=facts)
+    return dataclasses.replace(plain, parameters=infos)

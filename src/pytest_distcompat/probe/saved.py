@@ -8,23 +8,23 @@ from typing import Any
 
 from pytest_distcompat.probe.files import MODEL, OPTIMIZER, PICKLED, SCHEDULER, _load, dcp_parts, readable
 from pytest_distcompat.probe.tensors import digest
-from pytest_distcompat.trace import FileFact
+from pytest_distcompat.trace import FileInfo
 
 
-def read_saved(directory: Path) -> tuple[FileFact, ...]:
+def read_saved(directory: Path) -> tuple[FileInfo, ...]:
     """Every file below the directory that holds a model, an optimizer or a scheduler; call it when all ranks are done.
 
     It reads all tensors of the model, so not for every cell.
     """
-    facts = []
+    infos = []
     with readable(directory) as there:
         for path in sorted(path for path in there.rglob("*") if path.is_file()):
             for holds, content in _parts(path):
                 digests = {str(key): digest(value) for key, value in content.items()} if holds == "model" else {}
                 if content:
                     keys = tuple(map(str, content))
-                    facts.append(FileFact(str(path.relative_to(there)), "", holds, keys, digests=digests))
-    return tuple(facts)
+                    infos.append(FileInfo(str(path.relative_to(there)), "", holds, keys, digests=digests))
+    return tuple(infos)
 
 
 def _parts(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

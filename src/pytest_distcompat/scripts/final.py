@@ -10,7 +10,7 @@ from typing import Any
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks.export import names_in, same_values
 from pytest_distcompat.scripts.recorder import END, STRIDE
-from pytest_distcompat.trace import Moment, RunTrace
+from pytest_distcompat.trace import RunTrace, Snapshot
 
 
 def findings(
@@ -44,33 +44,33 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
         if read[title]:
             first, *others = read[title]
             yield f"from_pretrained: {title} key {first!r}{f' and {len(others)} others' if others else ''}"
-    first_moment = run.first("plain")
-    if first_moment is None or first_moment.plain is None:
+    first_snapshot = run.first("plain")
+    if first_snapshot is None or first_snapshot.plain is None:
         yield "the plain model was not seen"
         return
-    files = Moment.from_json({"rank": 0, "run": "", "verb": "", "index": 0, "files": read["files"]}).files
+    files = Snapshot.from_json({"rank": 0, "run": "", "verb": "", "index": 0, "files": read["files"]}).files
     files = tuple(file.renamed(saved_name) for file in files)
-    yield from names_in(cell, first_moment.plain, list(files))
-    last = max((m.index // STRIDE for m in run.moments if m.verb == "step"), default=0)
+    yield from names_in(cell, first_snapshot.plain, list(files))
+    last = max((m.index // STRIDE for m in run.snapshots if m.verb == "step"), default=0)
     trained = list(_trained(run, last))
     if len(trained) < run.world_size:
-        seen = ", ".join(str(moment.rank) for moment in trained) or "none"
+        seen = ", ".join(str(snapshot.rank) for snapshot in trained) or "none"
         yield f"the weights after step {last}, the last, were seen on ranks {seen} only: the model was gone at the end"
         return
-    written = [Moment(0, "train", "files", last * STRIDE + END + n, files=files) for n in (1, 2)]
-    train = RunTrace("train", run.world_size, (first_moment, *trained, *written), cell=cell.id)
-    loaded = Moment.from_json({"rank": 0, "run": "reload", "verb": "reload", "index": 0, "plain": read["plain"]})
+    written = [Snapshot(0, "train", "files", last * STRIDE + END + n, files=files) for n in (1, 2)]
+    train = RunTrace("train", run.world_size, (first_snapshot, *trained, *written), cell=cell.id)
+    loaded = Snapshot.from_json({"rank": 0, "run": "reload", "verb": "reload", "index": 0, "plain": read["plain"]})
     assert loaded.plain is not None
     if read["stored"]:  # as it stands in the files; what a library has loaded has its own names again
-        named = (dataclasses.replace(fact, name=saved_name(fact.name)) for fact in loaded.plain.parameters)
+        named = (dataclasses.replace(info, name=saved_name(info.name)) for info in loaded.plain.parameters)
         loaded = dataclasses.replace(loaded, plain=dataclasses.replace(loaded.plain, parameters=tuple(named)))
     assert loaded.plain is not None
     yield from same_values(train, RunTrace("reload", 1, (loaded,), cell=cell.id), loaded.plain)
 
 
-def _trained(run: RunTrace, last: int) -> Iterator[Moment]:
+def _trained(run: RunTrace, last: int) -> Iterator[Snapshot]:
     """Of each rank the latest look at all values since the last step."""
     for rank in range(run.world_size):
-        seen = [m for m in run.moments if m.rank == rank and m.model is not None and m.index // STRIDE == last]
+        seen = [m for m in run.snapshots if m.rank == rank and m.model is not None and m.index // STRIDE == last]
         if seen:
             yield dataclasses.replace(max(seen, key=lambda one: one.index), verb="export", index=last * STRIDE + END)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat.failures import RunFailedError
 
 if TYPE_CHECKING:
-    from pytest_distcompat.trace import FileFact, PlainFact
+    from pytest_distcompat.trace import FileInfo, UnwrappedInfo
 
 #: Seconds; a model of the size of a test's is read in a few.
 TIMEOUT = 600.0
@@ -60,9 +60,9 @@ def _files(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
     found = {}
     for path in map(Path, wanted["paths"]):
-        facts = read_files(path if path.is_dir() else path.parent)
-        kept = facts if path.is_dir() else [one for one in facts if one.path.split(":")[0] == path.name]
-        found[str(path)] = [dataclasses.asdict(fact) for fact in kept]
+        infos = read_files(path if path.is_dir() else path.parent)
+        kept = infos if path.is_dir() else [one for one in infos if one.path.split(":")[0] == path.name]
+        found[str(path)] = [dataclasses.asdict(info) for info in kept]
     return {"files": found}
 
 
@@ -76,8 +76,8 @@ def _final(wanted: Mapping[str, Any]) -> dict[str, Any]:
     files = _left(read_files(directory, PREFIX), path, checkpoints)
     found: dict[str, Any] = {"problem": "", "missing": [], "unexpected": [], "mismatched": [], "plain": None}
     found["stored"] = not (directory / "config.json").exists()
-    found["files"] = [dataclasses.asdict(fact) for fact in files]
-    if not any(fact.holds == "model" for fact in files):
+    found["files"] = [dataclasses.asdict(info) for info in files]
+    if not any(info.holds == "model" for info in files):
         there = sorted(str(one.relative_to(directory)) for one in directory.rglob("*") if one.is_file())
         return {**found, "problem": f"holds no weights (files: {', '.join(there) or 'none'})"}
     if found["stored"]:
@@ -91,21 +91,21 @@ def _final(wanted: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "plain": dataclasses.asdict(read_plain(model))}
 
 
-def _left(facts: Iterable[FileFact], path: Path, checkpoints: Collection[Path]) -> list[FileFact]:
+def _left(infos: Iterable[FileInfo], path: Path, checkpoints: Collection[Path]) -> list[FileInfo]:
     """What is meant by ``path``: the file; of a directory what lies in it, as ``from_pretrained`` takes it; only where no model
     does, what lies below it, but for the checkpoints that the run wrote there on its way.
     """
     from pytest_distcompat.checks.export import PREFIX
 
     directory = path if path.is_dir() else path.parent
-    places = [(directory / fact.path.removeprefix(PREFIX).split(":")[0], fact) for fact in facts]
+    places = [(directory / info.path.removeprefix(PREFIX).split(":")[0], info) for info in infos]
     if not path.is_dir():
-        return [fact for place, fact in places if place == path]
-    here = [fact for place, fact in places if place == path or (place.parent == path and place.is_file())]
-    if any(fact.holds == "model" for fact in here):
+        return [info for place, info in places if place == path]
+    here = [info for place, info in places if place == path or (place.parent == path and place.is_file())]
+    if any(info.holds == "model" for info in here):
         return here
     on_the_way = {one for one in checkpoints if one != path and one not in path.parents}
-    return [fact for place, fact in places if on_the_way.isdisjoint({place, *place.parents})]
+    return [info for place, info in places if on_the_way.isdisjoint({place, *place.parents})]
 
 
 def _model_class(directory: Path) -> Any:
@@ -117,15 +117,15 @@ def _model_class(directory: Path) -> Any:
     return getattr(transformers, names[0]) if names else transformers.AutoModel
 
 
-def _stored(path: Path, checkpoints: Collection[Path]) -> PlainFact:
+def _stored(path: Path, checkpoints: Collection[Path]) -> UnwrappedInfo:
     """A model that no library loads: what stands in its files is what it is."""
     from pytest_distcompat.probe import read_saved
-    from pytest_distcompat.trace import ParameterFact, PlainFact
+    from pytest_distcompat.trace import ParameterInfo, UnwrappedInfo
 
-    facts = _left(read_saved(path if path.is_dir() else path.parent), path, checkpoints)
-    digests = {key: digest for fact in facts if fact.holds == "model" for key, digest in fact.digests.items()}
+    infos = _left(read_saved(path if path.is_dir() else path.parent), path, checkpoints)
+    digests = {key: digest for info in infos if info.holds == "model" for key, digest in info.digests.items()}
     dtype = "float32"
-    return PlainFact(tuple(ParameterFact(key, (), dtype, digest=digest) for key, digest in digests.items()))
+    return UnwrappedInfo(tuple(ParameterInfo(key, (), dtype, digest=digest) for key, digest in digests.items()))
 
 
 _ANSWERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {"files": _files, "final": _final}

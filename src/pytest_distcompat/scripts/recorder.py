@@ -1,9 +1,9 @@
-"""Turns what an unmodified script does into the moments that a driver's verbs would have left.
+"""Turns what an unmodified script does into the snapshots that a driver's verbs would have left.
 
 A script has no verbs. What it calls anyway is told by ``points``: a model is about to be wrapped, an optimizer has stepped,
 a checkpoint was written. From that: ``plain`` (the model before anything wrapped it), ``build`` (just before the first
 step, when nothing has moved yet), ``step`` (told when the next thing begins, for by then its scheduler has stepped too),
-``save`` and ``load``. The place of a moment follows from how many steps were taken, not from how many moments there were,
+``save`` and ``load``. The place of a snapshot follows from how many steps were taken, not from how many snapshots there were,
 so that ranks agree on it though one of them may save alone.
 
 It takes part in no collective, changes nothing, and is never an error of the script's: whatever calls it goes through
@@ -24,7 +24,7 @@ from pytest_distcompat.scripts.presence import Presence, before_end
 from pytest_distcompat.scripts.sight import Sight
 from pytest_distcompat.scripts.stopping import leave_together
 from pytest_distcompat.scripts.subjects import Subjects
-from pytest_distcompat.trace import Moment
+from pytest_distcompat.trace import Snapshot
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ class Recorder:
         self._losses: list[torch.Tensor] = []
         self._pending: dict[str, Any] | None = None
         self._loaded = False
-        #: What a checkpoint left in a model that was not trained since: the moments to be told if it never is.
+        #: What a checkpoint left in a model that was not trained since: the snapshots to be told if it never is.
         self._at_rest: dict[str, dict[str, Any]] = {}
         self._built = self._grouped = False
         self._saves = 0
@@ -69,8 +69,8 @@ class Recorder:
         from torch import distributed
 
         self.aside(self.close)
-        for verb, facts in {} if self._built else self._at_rest.items():
-            self._tell(verb, {"plain": PLAIN, "load": LOAD}[verb], **facts)
+        for verb, infos in {} if self._built else self._at_rest.items():
+            self._tell(verb, {"plain": PLAIN, "load": LOAD}[verb], **infos)
         # Without its group a rank of ZeRO-3 cannot tell which part of a parameter is its own; it was looked at before that.
         if not self._grouped or distributed.is_initialized():
             self.aside(self.settled)
@@ -190,11 +190,11 @@ class Recorder:
             return
         self._model = weakref.ref(model)
         self._tell("plain", PLAIN, plain=self.subjects.plain_of(model))
-        facts = self._look(whole=True)
-        self._tell("build", BUILD, **facts)
+        infos = self._look(whole=True)
+        self._tell("build", BUILD, **infos)
         if self._loaded:
             self._loaded = False
-            self._tell("load", self.steps * STRIDE + LOAD, **facts)
+            self._tell("load", self.steps * STRIDE + LOAD, **infos)
 
     def stepped(self) -> None:
         """An optimizer, or the engine, has stepped. What else belongs to the step (the scheduler) is seen when it is told."""
@@ -205,17 +205,17 @@ class Recorder:
         """Tell of the step that was taken, if it was not told of yet."""
         if self._pending is None:
             return
-        facts, self._pending = self._pending, None
+        infos, self._pending = self._pending, None
         losses, self._losses = self._losses, []
         loss = sum(float(one) for one in losses) / len(losses) if losses else None
         from pytest_distcompat.probe import read_scheduler
 
         if self.whole:
-            facts |= self.observer.facts()
+            infos |= self.observer.infos()
         self._tell(
             "step",
             (self.steps + 1) * STRIDE,
-            **facts | {"loss": loss, "scheduler": read_scheduler(self.subjects.schedulers_of(self._optimizer))},
+            **infos | {"loss": loss, "scheduler": read_scheduler(self.subjects.schedulers_of(self._optimizer))},
         )
         self.observer.restart()
         self.steps += 1
@@ -290,6 +290,6 @@ class Recorder:
             whole=whole,
         )
 
-    def _tell(self, verb: str, index: int, **facts: Any) -> None:
-        moment = Moment(self.presence.rank, "train", verb, index, **facts)
-        self.presence.log.write("moment", verb=verb, index=index, moment=moment.to_json())
+    def _tell(self, verb: str, index: int, **infos: Any) -> None:
+        snapshot = Snapshot(self.presence.rank, "train", verb, index, **infos)
+        self.presence.log.write("snapshot", verb=verb, index=index, snapshot=snapshot.to_json())

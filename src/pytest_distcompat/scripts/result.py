@@ -19,7 +19,7 @@ from pytest_distcompat.runner import run_trace
 from pytest_distcompat.scripts import final
 from pytest_distcompat.scripts.reading import read_in_a_process
 from pytest_distcompat.scripts.sight import Sight
-from pytest_distcompat.trace import FileFact, Moment, RunTrace, Trace
+from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace
 
 #: The checks that one run gives the evidence for. The others need runs that a script does not have, or verbs of a driver.
 CLAIMS = ("active", "names", "optimizer", "dtypes", "memory", "units", "float8")
@@ -94,7 +94,7 @@ class ScriptRun:
         return tuple(
             tuple(
                 m.loss
-                for m in sorted(self.trace.moments, key=lambda one: one.index)
+                for m in sorted(self.trace.snapshots, key=lambda one: one.index)
                 if m.verb == "step" and m.rank == rank
             )
             for rank in range(self.trace.world_size)
@@ -196,7 +196,7 @@ class ScriptRun:
         watched = Sight.read(self.directory).steps
         if watched < JUDGED:
             return f"watch_steps={watched}: the check looks at step {JUDGED} in full; expected {JUDGED} or more"
-        taken = len({moment.index for moment in self.trace.moments if moment.verb == "step"})
+        taken = len({snapshot.index for snapshot in self.trace.snapshots if snapshot.verb == "step"})
         if taken < JUDGED:
             steps = "1 optimizer step" if taken == 1 else f"{taken} optimizer steps"
             return f"the run took {steps}: the check looks at step {JUDGED}; let the script take {JUDGED} or more"
@@ -231,17 +231,17 @@ class ScriptRun:
         if not paths and self.output is not None and self.output.exists():
             paths = [str(self.output)]
         read = self._read({"what": "files", "paths": paths})["files"] if paths else {}
-        found = {path: tuple(_file(fact).renamed(self.saved_name) for fact in read[path]) for path in paths}
+        found = {path: tuple(_file(info).renamed(self.saved_name) for info in read[path]) for path in paths}
         checkpoints = {event["path"] for event in self.saved() if event["everyone"]}
         others = [found[path] for path in paths if path not in checkpoints]
         written = [found[path] for path in paths if path in checkpoints]
-        together = tuple(fact for facts in others for fact in facts)
+        together = tuple(info for infos in others for info in infos)
         if written:
             written += others
-        elif self._is_to_save or any(fact.holds == "model" for fact in together):
+        elif self._is_to_save or any(info.holds == "model" for info in together):
             written = [together]
-        moments = [Moment(0, "train", "files", _FILES + nth, files=files) for nth, files in enumerate(written)]
-        return replace(self.trace, moments=(*self.trace.moments, *moments))
+        snapshots = [Snapshot(0, "train", "files", _FILES + nth, files=files) for nth, files in enumerate(written)]
+        return replace(self.trace, snapshots=(*self.trace.snapshots, *snapshots))
 
     @property
     def _is_to_save(self) -> bool:
@@ -249,7 +249,7 @@ class ScriptRun:
         return self.output is not None or any(event["model"] for event in self.saved())
 
 
-def _file(data: Mapping[str, Any]) -> FileFact:
-    """A FileFact that went through JSON."""
-    found = Moment.from_json({"rank": 0, "run": "", "verb": "", "index": 0, "files": [data]}).files
+def _file(data: Mapping[str, Any]) -> FileInfo:
+    """A FileInfo that went through JSON."""
+    found = Snapshot.from_json({"rank": 0, "run": "", "verb": "", "index": 0, "files": [data]}).files
     return found[0]

@@ -14,7 +14,7 @@ from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProble
 from pytest_distcompat.scripts.launching import Host, check_ranks, launch
 from pytest_distcompat.scripts.recorder import STRIDE
 from pytest_distcompat.scripts.result import ScriptRun
-from pytest_distcompat.trace import Moment, StateFact
+from pytest_distcompat.trace import Snapshot, StateInfo
 
 #: What may be asked to be the same, step by step and rank by rank.
 SAME = ("losses", "grad_norms", "parameters", "optimizer", "scheduler", "rng", "data")
@@ -120,7 +120,7 @@ class RoundTrip:
                         place = f"in step {number + 1}, {number + 1 - self.save_at} after the load"
                         yield f"rank {one.rank}: {what}: {_told(what, one, other)} {place}"
 
-    def _alike(self, what: str, one: Moment, other: Moment) -> bool:
+    def _alike(self, what: str, one: Snapshot, other: Snapshot) -> bool:
         was, now = _of(what, one), _of(what, other)
         if self.through.device == "cpu" or what in {"scheduler", "data"}:
             return bool(was == now)
@@ -224,43 +224,43 @@ def _filled(given: str | Path, words: Mapping[str, str]) -> str:
 
 
 def _taken(run: ScriptRun) -> int:
-    return max((moment.index // STRIDE for moment in run.trace.moments if moment.verb == "step"), default=0)
+    return max((snapshot.index // STRIDE for snapshot in run.trace.snapshots if snapshot.verb == "step"), default=0)
 
 
-def _step(run: ScriptRun, nth: int) -> tuple[Moment, ...]:
+def _step(run: ScriptRun, nth: int) -> tuple[Snapshot, ...]:
     return run.trace.at_index((nth + 1) * STRIDE)
 
 
-def _at_rest(run: ScriptRun, save_at: int) -> tuple[Moment, ...]:
-    """The moments of the save after that step; of a run that did not get there, those of its load."""
-    saved = [m for m in run.trace.moments if m.verb == "save" and m.index // STRIDE == save_at]
+def _at_rest(run: ScriptRun, save_at: int) -> tuple[Snapshot, ...]:
+    """The snapshots of the save after that step; of a run that did not get there, those of its load."""
+    saved = [m for m in run.trace.snapshots if m.verb == "save" and m.index // STRIDE == save_at]
     return run.trace.at_index(saved[0].index) if saved and not run.trace.at("load") else run.trace.at("load")
 
 
-def _of(what: str, moment: Moment) -> Any:
+def _of(what: str, snapshot: Snapshot) -> Any:
     """What is compared of one rank in one step."""
-    model, optimizer = moment.model, moment.optimizer
+    model, optimizer = snapshot.model, snapshot.optimizer
     if what == "losses":
-        return (moment.loss,)
+        return (snapshot.loss,)
     if what == "grad_norms":
-        return tuple(math.sqrt(step.square) for step in moment.steps)
+        return tuple(math.sqrt(step.square) for step in snapshot.steps)
     if what == "parameters":
-        return {fact.name: (fact.digest, fact.dtype) for fact in (*model.parameters, *model.buffers)} if model else {}
+        return {info.name: (info.digest, info.dtype) for info in (*model.parameters, *model.buffers)} if model else {}
     if what == "optimizer":
         states = (*optimizer.states, *optimizer.masters) if optimizer else ()
         held = {f"{state.key} of {state.owner}": (state.digest, _dtype(state)) for state in states}
         return held, optimizer and optimizer.groups
     if what == "scheduler":
-        return moment.scheduler
-    return moment.rng if what == "rng" else moment.inputs
+        return snapshot.scheduler
+    return snapshot.rng if what == "rng" else snapshot.inputs
 
 
-def _dtype(state: StateFact) -> str:
+def _dtype(state: StateInfo) -> str:
     """That of a tensor; a number that counts may come back as one."""
     return "" if state.numel == 1 else state.dtype
 
 
-def _told(what: str, one: Moment, other: Moment) -> str:
+def _told(what: str, one: Snapshot, other: Snapshot) -> str:
     """Both sides where they are short, else what differs."""
     was, now = _of(what, one), _of(what, other)
     if what in {"losses", "grad_norms"}:

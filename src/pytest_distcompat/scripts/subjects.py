@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from pytest_distcompat.trace import PlainFact
+    from pytest_distcompat.trace import UnwrappedInfo
 
 
 class Subjects:
@@ -25,7 +25,7 @@ class Subjects:
         #: Torch's own, in the order they were made; ``optimizers`` are as a trainer has them.
         self.made: list[weakref.ref[Any]] = []
         self.accelerator: weakref.ref[Any] | None = None
-        self._plain: dict[int, tuple[weakref.ref[Module], PlainFact]] = {}
+        self._plain: dict[int, tuple[weakref.ref[Module], UnwrappedInfo]] = {}
 
     def see_plain(self, model: Module) -> None:
         """Read a model that is about to be wrapped, once; of its parts that were wrapped before, what they were then counts."""
@@ -33,15 +33,15 @@ class Subjects:
         from pytest_distcompat.probe.parts import read_parts
 
         model = unwrapped(model)
-        known = {key: fact for key, (there, fact) in self._plain.items() if there() is not None}
+        known = {key: info for key, (there, info) in self._plain.items() if there() is not None}
         if id(model) not in known:
             self._plain[id(model)] = weakref.ref(model), read_parts(model, known, self._blocks)
 
-    def plain_of(self, model: Module) -> PlainFact | None:
+    def plain_of(self, model: Module) -> UnwrappedInfo | None:
         """Of the models that were seen unwrapped, the largest inside of this one."""
         inside = {id(module) for module in model.modules()}
-        found = [fact for key, (there, fact) in self._plain.items() if key in inside and there() is not None]
-        return max(found, key=lambda fact: len(fact.parameters), default=None)
+        found = [info for key, (there, info) in self._plain.items() if key in inside and there() is not None]
+        return max(found, key=lambda info: len(info.parameters), default=None)
 
     def model_of(self, optimizer: Any) -> Module | None:
         """The largest model of which the optimizer holds a parameter; where it is stale, or None, the largest there is."""

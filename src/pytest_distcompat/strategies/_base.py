@@ -57,7 +57,7 @@ class Strategy:
     """How state is split.
 
     ``wrappers``: segments that the strategy puts into live names; ``leading``: those it puts in front of them.
-    ``active``: what the probe must see, by the words of ``trace.ModelFact``: the wrapper, and the kind of the live
+    ``active``: what the probe must see, by the words of ``trace.ModelInfo``: the wrapper, and the kind of the live
     parameters. ``shards``: whether each rank stores only its part of the live parameters.
     ``reduces_each_micro_batch``: whether it must, for want of whole gradients to add to. ``dtypes`` gives the row of the
     dtype table.
