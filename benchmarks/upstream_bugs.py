@@ -51,7 +51,7 @@ def seen(sound: Stack, mutated: Stack, sighting: Sighting, among: list[Cell]) ->
     """(cell, check) that fails on the mutant and not on the sound stack."""
     kind = find_driver(sighting.driver)
     for cell in among:
-        names = [name for name, check in CHECKS.things.items() if not check.limit and not check.applies(cell, kind)]
+        names = [name for name, check in CHECKS.by_name.items() if not check.limit and not check.applies(cell, kind)]
         for name in sorted(names, key=lambda name: (name != sighting.check, CHECKS.get(name).costly)):
             wrong = mutated.verdict(sighting.driver, cell.id, name).status not in GOOD
             if wrong and sound.verdict(sighting.driver, cell.id, name).status in GOOD:

@@ -65,7 +65,7 @@ class Driver:
     which without them are shown as not applicable.
     """
 
-    #: The driver's name on its shelf.
+    #: The driver's name on its registry.
     name: ClassVar[str] = ""
     #: Modules that the fork server imports before the first rank starts; the heavier, the more it saves.
     preload: ClassVar[tuple[str, ...]] = ()

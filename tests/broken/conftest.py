@@ -25,7 +25,7 @@ if TESTS not in sys.path:
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     """One launcher and one store for all twins, so that a sound run runs once."""
     cells = [Cell("ddp", "fp32", 2, (("model", model),)) for model in MODELS.names()]
-    preload = {module for driver in DRIVERS.things.values() for module in preload_of(driver, cells)}
+    preload = {module for driver in DRIVERS.by_name.values() for module in preload_of(driver, cells)}
     with pytest.MonkeyPatch.context() as patch:
         # Before the fork server starts: a forked rank has the server's sys.path.
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), TESTS))))

@@ -71,7 +71,7 @@ def twin(
 
 
 def name_of(driver: type[Driver]) -> str:
-    """How a rank finds the driver: by its name on the shelf, or as module:attribute."""
+    """How a rank finds the driver: by its name on the registry, or as module:attribute."""
     built_in = driver.__module__.startswith("pytest_distcompat.")
     return driver.name if built_in else f"{driver.__module__}:{driver.__name__}"
 

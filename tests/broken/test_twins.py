@@ -49,7 +49,7 @@ def bystanders(twin: Twin) -> Iterable[Check]:
     """The other checks that need no run of the wrong driver beyond those that its own check needed."""
     driver = find_driver(twin.driver)
     here = {TRAIN_RUN, REFERENCE_RUN, *CHECKS.get(twin.check).runs(twin.cell, driver).runs}
-    for check in CHECKS.things.values():
+    for check in CHECKS.by_name.values():
         if check.name == twin.check or check.applies(twin.cell, driver):
             continue
         if here.issuperset(check.runs(twin.cell, driver).runs):

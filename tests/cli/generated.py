@@ -74,7 +74,7 @@ def checks() -> str:
         asks = (importlib.import_module(one.claim.__module__).__doc__ or "").split("\n")[0]
         return [f"[`{one.name}`](#{one.name})", asks, " ".join(f"`{run}`" for run in runs)]
 
-    return table(("check", "asks", "runs besides `train`"), map(row, CHECKS.things.values()))
+    return table(("check", "asks", "runs besides `train`"), map(row, CHECKS.by_name.values()))
 
 
 def claims() -> str:
@@ -88,7 +88,7 @@ def claims() -> str:
         shown = f"Said of a trainer that {example.wrong}, in `{example.cell}`:\n\n```text\n{said}\n```"
         return f"### {one.name}\n\n{claim.strip()}\n\n{shown}\n\n**Likely causes.** {cause}\n"
 
-    return "\n".join(map(section, CHECKS.things.values()))
+    return "\n".join(map(section, CHECKS.by_name.values()))
 
 
 def strategies() -> str:
@@ -97,12 +97,12 @@ def strategies() -> str:
     def drivers(name: str) -> str:
         able = (
             driver.name
-            for driver in DRIVERS.things.values()
+            for driver in DRIVERS.by_name.values()
             if any(not driver.unable(Cell(name, precision), "cuda") for precision in PRECISIONS.names())
         )
         return code(able)
 
-    rows = ([f"`{one.name}`", one.meaning, drivers(one.name)] for one in STRATEGIES.things.values())
+    rows = ([f"`{one.name}`", one.meaning, drivers(one.name)] for one in STRATEGIES.by_name.values())
     return table(("strategy", "is", "drivers"), rows)
 
 
@@ -110,7 +110,7 @@ def precisions() -> str:
     """What each precision loads, computes and keeps in."""
     rows = (
         [f"`{one.name}`", one.load, f"8 bits in, {one.compute} out" if one.float8 else one.compute, one.master]
-        for one in PRECISIONS.things.values()
+        for one in PRECISIONS.by_name.values()
     )
     return table(("precision", "loaded in", "products in", "masters and optimizer state in"), rows)
 
@@ -118,7 +118,7 @@ def precisions() -> str:
 def dtypes() -> str:
     """What the check of that name expects in bf16_mixed; strategies of which it expects the same in one row."""
     alike: dict[Dtypes, list[str]] = {}
-    for one in STRATEGIES.things.values():
+    for one in STRATEGIES.by_name.values():
         alike.setdefault(one.dtypes(PRECISIONS.get("bf16_mixed")), []).append(one.name)
     rows = (
         [code(names), *(getattr(row, column) or ("float32" if column == "buffer" else "") for column in COLUMNS)]
@@ -138,7 +138,7 @@ def cell_options() -> str:
             f"`{one.name}`",
             words(one.values),
             one.meaning,
-            code(driver.name for driver in DRIVERS.things.values() if one.name in driver.options),
+            code(driver.name for driver in DRIVERS.by_name.values() if one.name in driver.options),
         ]
         for one in OPTIONS.values()
     )
@@ -174,7 +174,7 @@ def verbs() -> str:
     def brought(without: type[Driver]) -> str:
         return code(
             one.name
-            for one in CHECKS.things.values()
+            for one in CHECKS.by_name.values()
             if any(one.applies(cell, without) and not one.applies(cell, Able) for cell in cells)
         )
 

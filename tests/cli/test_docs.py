@@ -95,9 +95,9 @@ def test_every_option_is_on_its_page() -> None:
             assert row[2].strip("`") == option.default, option.flag
         else:
             assert row[2] in {"all", "none", "no limit"}, option.flag
-    for flag, shelf in (("strategies", STRATEGIES), ("precisions", PRECISIONS), ("drivers", DRIVERS)):
+    for flag, registry in (("strategies", STRATEGIES), ("precisions", PRECISIONS), ("drivers", DRIVERS)):
         (line,) = [line for line in text.splitlines() if line.startswith(f"| `--distcompat-{flag}`")]
-        assert set(shelf.names()) <= set(re.findall(r"\w+", line)), flag
+        assert set(registry.names()) <= set(re.findall(r"\w+", line)), flag
 
 
 class Asked:
@@ -139,7 +139,7 @@ def test_what_the_page_adds_to_the_shelves_fits_them(monkeypatch: pytest.MonkeyP
     row = space["COMPRESSED"].dtypes(space["BF16_UPCAST"])
     assert (row.storage, row.compute, row.master) == ("float32", "bfloat16", "float32")
     # No driver is to be touched for a strategy: torch's computes by autocast wherever the wrapper is DDP.
-    monkeypatch.setitem(vars(STRATEGIES), "things", {**STRATEGIES.things, "ddp_compressed": space["COMPRESSED"]})
+    monkeypatch.setitem(vars(STRATEGIES), "by_name", {**STRATEGIES.by_name, "ddp_compressed": space["COMPRESSED"]})
     torchs = DRIVERS.get("torch")(Cell("ddp_compressed", "bf16_mixed"), World(0, 2, 0, "cpu"))
     assert type(getattr(torchs, "_autocast")()).__name__ == "autocast"  # noqa: B009 - it is this driver's own
     assert isinstance(space["finite"], Check)

@@ -24,10 +24,10 @@ Wheel = Callable[..., None]
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
     """Makes wheels that pip finds, and nothing else."""
-    shelf = tmp_path / "wheels"
-    shelf.mkdir()
+    registry = tmp_path / "wheels"
+    registry.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(registry))
 
     def make(name: str, version: str, *requires: str) -> None:
         told = f"{name}-{version}.dist-info"
@@ -38,7 +38,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
             f"{told}/WHEEL": "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         }
         files[f"{told}/RECORD"] = "".join(f"{path},,\n" for path in (*files, f"{told}/RECORD"))
-        with zipfile.ZipFile(shelf / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        with zipfile.ZipFile(registry / f"{name}-{version}-py3-none-any.whl", "w") as archive:
             for path, text in files.items():
                 archive.writestr(path, text)
 

@@ -27,7 +27,7 @@ FLOORS = {
             "trace",
             "scenario",
             "expect",
-            "shelf",
+            "registry",
             "clock",
             "world",
             "devices",
@@ -48,7 +48,7 @@ FLOORS = {
 #: The rooms in which pytest is at home.
 OF_PYTEST = {"plugin", "aliases"}
 #: Words that build on one another, in order: the only imports inside floor 0.
-WORDS = ["failures", "cell", "digests", "decode", "trace", "scenario", "shelf", "world", "expect"]
+WORDS = ["failures", "cell", "digests", "decode", "trace", "scenario", "registry", "world", "expect"]
 #: Started by name in another process; an import would run it in the wrong one.
 BY_NAME = {
     "worker",

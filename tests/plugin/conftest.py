@@ -32,8 +32,8 @@ from pytest_distcompat.plugin.phase import Phase
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 
-for shelf in (CHECKS, DRIVERS, MODELS, PRECISIONS, STRATEGIES):
-    assert shelf.things
+for registry in (CHECKS, DRIVERS, MODELS, PRECISIONS, STRATEGIES):
+    assert registry.by_name
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,9 @@ Runs = Callable[..., int]
 
 def _concerned(driver: type[Driver], cell: str) -> list[str]:
     return [
-        name for name, check in CHECKS.things.items() if not check.limit and not check.applies(Cell.parse(cell), driver)
+        name
+        for name, check in CHECKS.by_name.items()
+        if not check.limit and not check.applies(Cell.parse(cell), driver)
     ]
 
 

@@ -79,7 +79,7 @@ def test_a_cell_has_the_runs_that_its_checks_read_and_no_other(tmp_path: Path) -
     runner = Reading(tmp_path, made, device="cpu", timeout=3)
     for cell in map(Cell.parse, CELLS):
         runner.read = set()
-        for check in CHECKS.things.values():
+        for check in CHECKS.by_name.values():
             # One with a limit compares with another cell's training, which is that cell's.
             if not check.limit and not check.applies(cell, driver):
                 runner.trace("torch", cell, check.runs(cell, driver))

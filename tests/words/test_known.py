@@ -149,7 +149,7 @@ def test_what_is_shipped_speaks_of_what_there_is(issue: object) -> None:
     assert isinstance(issue, KnownIssue)
     assert set(issue.check) <= {"*", *CHECKS.names()}
     assert issue.link.startswith("https://")
-    libraries = {name for driver in DRIVERS.things.values() for name in concerned(driver)}
+    libraries = {name for driver in DRIVERS.by_name.values() for name in concerned(driver)}
     assert set(issue.drivers) <= libraries
     for cells in issue.cells:
         wanted = cells.get("strategy", ())

@@ -14,8 +14,8 @@ CELL = Cell.parse("fsdp2-fp32-w2")
 #: Every scenario of every check, for every built-in driver.
 ALL = {
     f"{name}-{driver.name}": check.runs(CELL, driver)
-    for name, check in CHECKS.things.items()
-    for driver in DRIVERS.things.values()
+    for name, check in CHECKS.by_name.items()
+    for driver in DRIVERS.by_name.values()
     if not check.applies(CELL, driver)
 }
 
@@ -46,7 +46,7 @@ def test_a_resumed_run_takes_the_batches_that_the_first_took_after_saving() -> N
 @pytest.mark.parametrize("name", CHECKS.names())
 def test_what_a_check_waits_for_happens_in_its_scenario(name: str) -> None:
     check = CHECKS.get(name)
-    for driver in DRIVERS.things.values():
+    for driver in DRIVERS.by_name.values():
         if check.applies(CELL, driver):
             continue
         verbs = {run.name: run.verbs for run in check.runs(CELL, driver).runs}

@@ -1,4 +1,4 @@
-"""The shelf of drivers: the trainers under test. Each module is named after the library it drives."""
+"""The registry of drivers: the trainers under test. Each module is named after the library it drives."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers._declared import check_declared
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.shelf import Shelf
+from pytest_distcompat.registry import Registry
 
-DRIVERS: Shelf[type[Driver]] = Shelf(__name__, Driver, "driver")  # type: ignore[arg-type]  # holds the classes themselves
+DRIVERS: Registry[type[Driver]] = Registry(__name__, Driver, "driver")  # type: ignore[arg-type]  # holds the classes themselves
 
 __all__ = ["DRIVERS", "Driver", "find_driver", "preload_of"]
 
@@ -45,7 +45,7 @@ def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
     models = sorted({str(cell.option("model")) for cell in asked}) if "model" in driver.options else []
     of_models = (module for model in models for module in MODELS.get(model).preload)
     more = COMPILE if any(cell.option("compile") for cell in asked) else ()
-    own = (module for shelf in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in shelf.modules)
+    own = (module for registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in registry.modules)
     ours = (WORKER, "pytest_distcompat.probe", "pytest_distcompat.probe.look", *own)
     # Not the driver's own module, unless it says so: at import it may ask which rank it is on.
     return tuple(dict.fromkeys((*driver.preload, *of_models, *more, *ours)))

@@ -1,8 +1,8 @@
-"""The shelf of tiny models that the built-in drivers train: made from a config, nothing is downloaded."""
+"""The registry of tiny models that the built-in drivers train: made from a config, nothing is downloaded."""
 
 from pytest_distcompat.models._base import TinyModel
-from pytest_distcompat.shelf import Shelf
+from pytest_distcompat.registry import Registry
 
-MODELS: Shelf[TinyModel] = Shelf(__name__, TinyModel, "model")
+MODELS: Registry[TinyModel] = Registry(__name__, TinyModel, "model")
 
 __all__ = ["MODELS", "TinyModel"]

@@ -129,20 +129,20 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     }
     able = {cell: not unable(driver, cell, session.device) for cell in empty}
     asked = {cell: [name for name in CHECKS.names() if name not in empty[cell]] for cell in empty if able[cell]}
-    costly = [name for name, check in CHECKS.things.items() if check.costly]
+    costly = [name for name, check in CHECKS.by_name.items() if check.costly]
     for (cell, check), reason in profiles.left_out(profile, asked, costly).items():
         empty[cell][check] = reason
     found: list[Case] = []
     for cell, reasons in empty.items():
-        checks = [check for check in CHECKS.things.values() if check.name not in reasons]
+        checks = [check for check in CHECKS.by_name.values() if check.name not in reasons]
         found += [Case(suite, cell, check, reasons) for check in (checks if able[cell] else checks[:1])]
     return found
 
 
 def blanks(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict[str, str]:
     """The checks that have no item in a cell, with the reason."""
-    found = {name: check.applies(cell, driver) for name, check in CHECKS.things.items()}
-    for name, check in CHECKS.things.items():
+    found = {name: check.applies(cell, driver) for name, check in CHECKS.by_name.items()}
+    for name, check in CHECKS.by_name.items():
         if check.limit and check.limit not in session.limits:
             found[name] = f"no limit was given: --distcompat-{check.limit}"
     return {name: reason for name, reason in found.items() if reason}

@@ -74,18 +74,18 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _names(shelf: str) -> Callable[[str], tuple[str, ...]]:
-    """A list of names from a shelf, by commas or white space; empty means all."""
+def _names(registry: str) -> Callable[[str], tuple[str, ...]]:
+    """A list of names from a registry, by commas or white space; empty means all."""
 
     def read(text: str) -> tuple[str, ...]:
         from pytest_distcompat.drivers import DRIVERS, find_driver
         from pytest_distcompat.precisions import PRECISIONS
         from pytest_distcompat.strategies import STRATEGIES
 
-        get = {"strategies": STRATEGIES.get, "precisions": PRECISIONS.get, "drivers": find_driver}[shelf]
+        get = {"strategies": STRATEGIES.get, "precisions": PRECISIONS.get, "drivers": find_driver}[registry]
         names = tuple(dict.fromkeys(text.replace(",", " ").split()))
         for name in names:
-            if shelf == "drivers" and ":" not in name:
+            if registry == "drivers" and ":" not in name:
                 DRIVERS.get(name)
             get(name)
         return names

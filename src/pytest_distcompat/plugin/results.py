@@ -282,4 +282,4 @@ def _item(nodeid: str) -> tuple[str, ...]:
         return ()
     from pytest_distcompat.checks import CHECKS
 
-    return found.groups() if found["check"] in CHECKS.things else ()
+    return found.groups() if found["check"] in CHECKS.by_name else ()

@@ -11,7 +11,7 @@ from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.shelf import Shelf
+from pytest_distcompat.registry import Registry
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.suite import CompatSuite
 
@@ -24,7 +24,7 @@ def check_words(expectation: Expectation) -> None:
     """Raise UsageProblem, with the right words, for one that there is not: such an expectation is about nothing."""
     if expectation.check != "*":
         CHECKS.get(expectation.check)
-    known: dict[str, Shelf[Any]] = {"strategy": STRATEGIES, "precision": PRECISIONS}
+    known: dict[str, Registry[Any]] = {"strategy": STRATEGIES, "precision": PRECISIONS}
     for name, wanted in expectation.facets:
         if name in known:
             for value in wanted if isinstance(wanted, tuple) else (wanted,):

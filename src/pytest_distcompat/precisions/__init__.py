@@ -1,8 +1,8 @@
-"""The shelf of precisions: which dtype a model is loaded, kept, computed, reduced and optimized in."""
+"""The registry of precisions: which dtype a model is loaded, kept, computed, reduced and optimized in."""
 
 from pytest_distcompat.precisions._base import Precision
-from pytest_distcompat.shelf import Shelf
+from pytest_distcompat.registry import Registry
 
-PRECISIONS: Shelf[Precision] = Shelf(__name__, Precision, "precision")
+PRECISIONS: Registry[Precision] = Registry(__name__, Precision, "precision")
 
 __all__ = ["PRECISIONS", "Precision"]

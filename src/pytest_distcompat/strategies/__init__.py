@@ -1,8 +1,8 @@
-"""The shelf of strategies: how state is split over the ranks, what is then true, how each library says it."""
+"""The registry of strategies: how state is split over the ranks, what is then true, how each library says it."""
 
-from pytest_distcompat.shelf import Shelf
+from pytest_distcompat.registry import Registry
 from pytest_distcompat.strategies._base import Dtypes, Strategy
 
-STRATEGIES: Shelf[Strategy] = Shelf(__name__, Strategy, "strategy")
+STRATEGIES: Registry[Strategy] = Registry(__name__, Strategy, "strategy")
 
 __all__ = ["STRATEGIES", "Dtypes", "Strategy"]

@@ -1,4 +1,4 @@
-"""A shelf is a package whose every module holds things of one kind; adding a thing is adding one file."""
+"""Registries: packages whose modules each hold items of one kind, so that one more file adds one more item."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from pytest_distcompat.failures import UsageProblem
 T = TypeVar("T")
 
 
-class Shelf(Generic[T]):
-    """The things of one kind that the modules of a package hold, by name, in the order of ``rank``.
+class Registry(Generic[T]):
+    """The items of one kind that the modules of a package define, by name, in the order of their ``order``.
 
-    A module whose name begins with an underscore holds none. The modules import nothing heavy at module level.
+    Modules whose name begins with an underscore are left out. The modules import nothing heavy at module level.
+
+    Args:
+        package: The full name of the package.
+        kind: The class of the items: an item is an instance of it, or a subclass that a module defines.
+        word: What error messages call an item.
     """
 
     def __init__(self, package: str, kind: type[T], word: str) -> None:
@@ -23,40 +28,48 @@ class Shelf(Generic[T]):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules that hold the things, by their full names."""
+        """Return the full names of the modules that define the items."""
         package = importlib.import_module(self._package)
         names = (info.name for info in pkgutil.iter_modules(package.__path__))
         return tuple(f"{self._package}.{name}" for name in names if not name.startswith("_"))
 
     @functools.cached_property
-    def things(self) -> dict[str, T]:
-        """Name to thing. Raises TypeError for a module that holds none, or one of a name that there is already."""
+    def by_name(self) -> dict[str, T]:
+        """Return each item under its name.
+
+        Raises:
+            TypeError: If a module defines no item, or one whose name is taken.
+        """
         found: dict[str, T] = {}
         for full_name in self.modules:
             module = importlib.import_module(full_name)
             here = [value for value in vars(module).values() if self._belongs(value, module.__name__)]
             if not here:
                 raise TypeError(f"{module.__name__} holds no {self._kind.__name__}")
-            for thing in here:
-                name = getattr(thing, "name")  # noqa: B009 - T is any class with a name
-                if found.setdefault(name, thing) is not thing:
+            for item in here:
+                name = getattr(item, "name")  # noqa: B009 - T is any class with a name
+                if found.setdefault(name, item) is not item:
                     raise TypeError(f"{module.__name__} holds a second {self._word} named {name!r}")
         return dict(sorted(found.items(), key=lambda pair: (getattr(pair[1], "order", 0), pair[0])))
 
     def _belongs(self, value: object, module: str) -> bool:
-        """An instance of the kind, or a subclass of it that the module itself defines."""
+        """Tell whether the value is an instance of the kind, or a subclass of it that the module itself defines."""
         if isinstance(value, type):
             return issubclass(value, self._kind) and value.__module__ == module
         return isinstance(value, self._kind)
 
     def names(self) -> tuple[str, ...]:
-        """All names."""
-        return tuple(self.things)
+        """Return all names, in order."""
+        return tuple(self.by_name)
 
     def get(self, name: str) -> T:
-        """The thing of that name. Raises UsageProblem, listing what there is."""
+        """Return the item of that name.
+
+        Raises:
+            UsageProblem: If there is none; the message lists the names.
+        """
         try:
-            return self.things[name]
+            return self.by_name[name]
         except KeyError:
-            known = ", ".join(self.things)
+            known = ", ".join(self.by_name)
             raise UsageProblem(f"no {self._word} named {name!r}. Known: {known}.") from None

@@ -1,4 +1,4 @@
-"""Shelves: what stands on them, in which order, and what a wrong name is told."""
+"""Registries: what they hold, in which order, and what a wrong name is told."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pytest_distcompat.drivers import DRIVERS, Driver, find_driver
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.models import MODELS
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.shelf import Shelf
+from pytest_distcompat.registry import Registry
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SHELVES: dict[str, tuple[Shelf[Any], tuple[str, ...]]] = {
+REGISTRIES: dict[str, tuple[Registry[Any], tuple[str, ...]]] = {
     "strategy": (STRATEGIES, ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")),
     "precision": (PRECISIONS, ("fp32", "bf16_mixed", "bf16_pure")),
     "driver": (DRIVERS, ("torch", "accelerate")),
@@ -28,20 +28,20 @@ SHELVES: dict[str, tuple[Shelf[Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("word", SHELVES)
+@pytest.mark.parametrize("word", REGISTRIES)
 def test_what_stands_there_in_order(word: str) -> None:
-    shelf, known = SHELVES[word]
+    registry, known = REGISTRIES[word]
     # Others may be added at any place; these come in this order.
-    assert tuple(name for name in shelf.names() if name in known) == known
-    assert all(shelf.get(name).name == name for name in shelf.names())
+    assert tuple(name for name in registry.names() if name in known) == known
+    assert all(registry.get(name).name == name for name in registry.names())
 
 
-@pytest.mark.parametrize("word", SHELVES)
+@pytest.mark.parametrize("word", REGISTRIES)
 def test_a_wrong_name_is_told_the_right_ones(word: str) -> None:
-    shelf, _ = SHELVES[word]
+    registry, _ = REGISTRIES[word]
     with pytest.raises(UsageProblem) as caught:
-        shelf.get("zero9")
-    assert str(caught.value) == f"no {word} named 'zero9'. Known: {', '.join(shelf.names())}."
+        registry.get("zero9")
+    assert str(caught.value) == f"no {word} named 'zero9'. Known: {', '.join(registry.names())}."
 
 
 def test_the_model_option_takes_the_models_that_there_are() -> None:
@@ -54,7 +54,7 @@ def test_a_check_says_what_to_do_if_it_fails(name: str) -> None:
 
 
 class Thing:
-    """What the shelf of the tests below holds."""
+    """What the registry of the tests below holds."""
 
     def __init__(self, name: str, order: int = 0) -> None:
         self.name, self.order = name, order
@@ -76,27 +76,27 @@ def test_one_file_adds_one_thing(package: Path) -> None:
     (package / "b.py").write_text("from the_things import Thing\nB, C = Thing('b', 1), Thing('c', -1)")
     (package / "a.py").write_text("from the_things import Thing\nA = Thing('a', 1)")
     (package / "_hidden.py").write_text("raise RuntimeError")
-    assert Shelf(package.name, Thing, "thing").names() == ("c", "a", "b")
+    assert Registry(package.name, Thing, "thing").names() == ("c", "a", "b")
 
 
 def test_classes_count_where_they_are_defined(package: Path) -> None:
     (package / "a.py").write_text("from the_things import Thing\nclass A(Thing):\n    name = 'a'")
     (package / "b.py").write_text(f"from {package.name}.a import A\nclass B(A):\n    name = 'b'")
-    assert Shelf(package.name, Thing, "thing").names() == ("a", "b")
+    assert Registry(package.name, Thing, "thing").names() == ("a", "b")
 
 
 def test_a_module_that_holds_nothing(package: Path) -> None:
     # The class alone is no thing.
     (package / "empty.py").write_text("from the_things import Thing")
     with pytest.raises(TypeError, match=rf"^{package.name}.empty holds no Thing$"):
-        Shelf(package.name, Thing, "thing").names()
+        Registry(package.name, Thing, "thing").names()
 
 
 def test_two_things_of_one_name(package: Path) -> None:
     for name in ("a", "b"):
         (package / f"{name}.py").write_text("from the_things import Thing\nX = Thing('x')")
     with pytest.raises(TypeError, match="holds a second thing named 'x'"):
-        Shelf(package.name, Thing, "thing").names()
+        Registry(package.name, Thing, "thing").names()
 
 
 class MyDriver(Driver):
