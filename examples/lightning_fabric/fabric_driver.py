@@ -1,4 +1,4 @@
-"""What pytest-distcompat needs to know of the loop: five verbs, and the same training in one process for the check ``parity``."""
+"""Five methods that tell pytest-distcompat about the loop, and the same training in one process for `parity`."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ class LightningDriver(Driver):
         from lit_model import Rows
         from pytorch_lightning.callbacks import LambdaCallback
 
-        loaded = "load" in plan.verbs
-        todo = iter(plan.verbs[plan.verbs.index("load" if loaded else "build") + 1 :])
+        loaded = "load" in plan.actions
+        todo = iter(plan.actions[plan.actions.index("load" if loaded else "build") + 1 :])
 
         def started(trainer: Any, _module: Any) -> None:
             self.model, self.optimizer = trainer.strategy.model, trainer.optimizers[0]

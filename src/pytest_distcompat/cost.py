@@ -47,7 +47,7 @@ def cost(trace: Trace, device: str = "", run: str = "train") -> Cost | None:
 def _cost(run: RunTrace | None, device: str) -> Cost | None:
     if run is None:
         return None
-    steps = [run.at("step", nth) for nth in range(WARM_UP, len({m.index for m in run.snapshots if m.verb == "step"}))]
+    steps = [run.at("step", nth) for nth in range(WARM_UP, len({m.index for m in run.snapshots if m.action == "step"}))]
     if not steps:
         return None
     # A step has taken as long as it took the slowest rank.

@@ -1,4 +1,4 @@
-"""What a driver is: the trainer under test, as a few verbs."""
+"""What a driver is: the trainer under test, as a few methods."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.world import World
 
-#: The verbs that are an optimizer step.
-STEP_VERBS = frozenset({"step", "overflow"})
+#: The actions that are an optimizer step.
+STEP_ACTIONS = frozenset({"step", "overflow"})
 
-#: The verbs that every driver has, or in place of the last four a ``train``.
+#: The actions that every driver has, or in place of the last four a ``train``.
 NEEDED = ("plain_model", "build", "step", "save", "load")
 
-#: Told after each verb: its name and, after a step, the loss on this rank.
+#: Told after each action: its name and, after a step, the loss on this rank.
 Seen = Callable[..., None]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one training has to do: ``verbs`` of ``build``, ``load``, ``step`` (``overflow``) and ``save``, in order.
+    """What one training has to do: ``actions`` of ``build``, ``load``, ``step`` (``overflow``) and ``save``, in order.
 
     ``first_step`` is the number of the first step. The directories exist and are the same for all ranks.
     """
 
-    verbs: tuple[str, ...]
+    actions: tuple[str, ...]
     first_step: int
     save_to: Path
     load_from: Path
@@ -43,18 +43,18 @@ class Plan:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The verbs that are a step."""
-        return tuple(verb for verb in self.verbs if verb in STEP_VERBS)
+        """The actions that are a step."""
+        return tuple(action for action in self.actions if action in STEP_ACTIONS)
 
 
-def _missing(driver: Driver, verb: str) -> str:
-    return f"{type(driver).__name__} has no {verb}(); a driver needs {', '.join(NEEDED)}"
+def _missing(driver: Driver, action: str) -> str:
+    return f"{type(driver).__name__} has no {action}(); a driver needs {', '.join(NEEDED)}"
 
 
 class Driver:
-    """The trainer under test. Subclass it, write five verbs, name the class ``module:attribute`` in your suite.
+    """The trainer under test. Subclass it, write five methods, name the class ``module:attribute`` in your suite.
 
-    Every rank makes one driver for each run and calls its verbs in order. After each verb a probe looks at
+    Every rank makes one driver for each run and calls its actions in order. After each action a probe looks at
     ``self.model``, ``self.optimizer`` and ``self.scheduler``: set them in ``build``, as your trainer has them (wrapped
     is fine; of several optimizers, as ``torch.optim.Muon`` wants them, a list). The probe reads, it never calls your code.
 
@@ -106,9 +106,9 @@ class Driver:
         return ""
 
     @classmethod
-    def can(cls, verb: str) -> bool:
-        """Whether the driver has that optional verb."""
-        return getattr(cls, verb) is not getattr(Driver, verb)
+    def can(cls, action: str) -> bool:
+        """Whether the driver has that optional methods."""
+        return getattr(cls, action) is not getattr(Driver, action)
 
     def plain_model(self) -> Module:
         """The model that a user hands to the trainer, unwrapped, on the CPU, in the precision's load dtype."""
@@ -135,24 +135,24 @@ class Driver:
         raise NotImplementedError(_missing(self, "load"))
 
     def train(self, model: Module, plan: Plan, seen: Seen) -> None:
-        """Do the plan's verbs in order and call ``seen(verb)``, after a step ``seen("step", loss)``, after each.
+        """Do the plan's actions in order and call ``seen(action)``, after a step ``seen("step", loss)``, after each.
 
-        For a trainer that does several verbs in one call, and tells of them by callbacks, override this instead of the
-        verbs themselves.
+        For a trainer that does several actions in one call, and tells of them by callbacks, override this instead of the
+        actions themselves.
         """
         number = plan.first_step
-        for verb in plan.verbs:
-            if verb in STEP_VERBS:
-                seen(verb, getattr(self, verb)(number))
+        for action in plan.actions:
+            if action in STEP_ACTIONS:
+                seen(action, getattr(self, action)(number))
                 number += 1
                 continue
-            if verb == "build":
+            if action == "build":
                 self.build(model)
-            elif verb == "save":
+            elif action == "save":
                 self.save(plan.save_to)
             else:
                 self.load(plan.load_from)
-            seen(verb)
+            seen(action)
 
     def export(self, directory: Path) -> None:
         """Write the trained weights for others to use: whole, under the plain model's names, no optimizer."""

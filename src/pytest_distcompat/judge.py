@@ -72,15 +72,15 @@ def _broken_off(check: Check, trace: Trace) -> RunFailure | None:
             continue
         if run.name in check.raises and run.end.kind != "raised":
             return run.end
-        places = [_place(run, verb, nth) for name, verb, nth in check.until if name == run.name]
+        places = [_place(run, action, nth) for name, action, nth in check.until if name == run.name]
         if places and (run.end.index < 0 or any(place < 0 or run.end.index <= place for place in places)):
             return run.end
     return None
 
 
-def _place(run: RunTrace, verb: str, nth: int) -> int:
-    """The index of the nth such verb in the run; -1 if no rank got there."""
-    snapshots = run.at(verb, nth)
+def _place(run: RunTrace, action: str, nth: int) -> int:
+    """The index of the nth such action in the run; -1 if no rank got there."""
+    snapshots = run.at(action, nth)
     return snapshots[0].index if snapshots else -1
 
 
@@ -109,8 +109,8 @@ def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: 
     if not refusal.matches(end.message + "\n" + end.text):
         text = f"refused with another message than {refusal.match!r}\n{said}\n\n{end.text}"
         return Verdict(check.name, cell.id, "failed", text, refusal.reason)
-    if end.verb not in {"plain", "build"}:
-        text = f"refused only at {end.verb!r}, after build; expected at build\n{said}\n\n{end.text}"
+    if end.action not in {"plain", "build"}:
+        text = f"refused only at {end.action!r}, after build; expected at build\n{said}\n\n{end.text}"
         return Verdict(check.name, cell.id, "late", text, refusal.reason)
     built = sorted(snapshot.rank for run in trace if run.end == end for snapshot in run.at("build"))
     if built:

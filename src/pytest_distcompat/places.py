@@ -38,7 +38,7 @@ class Places:
         cleared = directory / f"cleared-{os.environ['TORCHELASTIC_RUN_ID']}"
         if rank == 0:
             shutil.rmtree(self.save_to)
-            if "export" in run.verbs:
+            if "export" in run.actions:
                 shutil.rmtree(self.export, ignore_errors=True)
             if run.damage:
                 shutil.copytree(self.load_from, self.save_to)

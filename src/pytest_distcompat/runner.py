@@ -185,8 +185,8 @@ def count_runs(store: Path) -> int:
 
 def _left(earlier: RunTrace, run: Run) -> bool:
     """Whether a run that ended badly had done on every rank what the next one needs of it."""
-    verb = "export" if "reload" in run.verbs else "save"
-    return len(earlier.at(verb)) == earlier.world_size
+    action = "export" if "reload" in run.actions else "save"
+    return len(earlier.at(action)) == earlier.world_size
 
 
 def run_trace(name: str, ending: Ending, cell: Cell) -> RunTrace:
@@ -200,11 +200,11 @@ def _run_failure(ending: Ending) -> RunFailure:
     events = ending.events.get(ending.cause.rank, ()) if ending.cause else ()
     place: Mapping[str, Any] = {}
     if not any(event["event"] == "done" for event in events):
-        spoken = [event for event in events if event["event"] in {"verb", "snapshot"}]
-        # Only a verb that was begun and not finished was the place.
-        place = spoken[-1] if spoken and spoken[-1]["event"] == "verb" else {}
+        spoken = [event for event in events if event["event"] in {"action", "snapshot"}]
+        # Only an action that was begun and not finished was the place.
+        place = spoken[-1] if spoken and spoken[-1]["event"] == "action" else {}
     rank = ending.cause.rank if ending.cause and not ending.launch_error else None
-    where = {"verb": place.get("verb", ""), "index": int(place.get("index", -1)), "rank": rank}
+    where = {"action": place.get("action", ""), "index": int(place.get("index", -1)), "rank": rank}
     return RunFailure(ending.kind, ending.headline(), ending.text(), **where)
 
 

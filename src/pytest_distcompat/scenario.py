@@ -1,4 +1,4 @@
-"""What the ranks are told to do: a scenario is one or more runs, a run is a list of verbs."""
+"""What the ranks are told to do: a scenario is one or more runs, a run is a list of actions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_distcompat.cell import OPTIONS, Cell
 class Run:
     """One process group from start to end.
 
-    ``verbs`` are done in order on every rank:
+    ``actions`` are done in order on every rank:
 
     - ``plain`` makes the model, unwrapped; ``reload`` makes it from what ``export`` wrote;
     - ``build``, ``step`` (one optimizer step), ``overflow`` (one with infinite gradients on one rank), ``save``, ``load``,
@@ -29,7 +29,7 @@ class Run:
     """
 
     name: str
-    verbs: tuple[str, ...]
+    actions: tuple[str, ...]
     first_step: int = 0
     after: str = ""
     strategy: str = ""
@@ -97,7 +97,7 @@ REFERENCE_RUN = Run(
 )
 
 #: What rounding alone makes of that training, for a model that nobody has measured before.
-ROUNDED_RUN = dataclasses.replace(REFERENCE_RUN, name="rounded", verbs=("plain", *("rounded",) * STEPS))
+ROUNDED_RUN = dataclasses.replace(REFERENCE_RUN, name="rounded", actions=("plain", *("rounded",) * STEPS))
 
 #: What was exported, loaded by nothing but the model's own library.
 RELOAD_RUN = Run(

@@ -182,7 +182,7 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank's probe saw after one verb.
+    """What one rank's probe saw after one action.
 
     ``grad_norm`` is what the trainer says, before clipping. ``inputs`` are digests of what the model was fed, one a
     forward. ``rng`` is a digest of torch's random states. ``scaler`` holds the numbers of a gradient scaler.
@@ -194,7 +194,7 @@ class Snapshot:
 
     rank: int
     run: str
-    verb: str
+    action: str
     index: int
     seconds: float = 0.0
     loss: float | None = None
@@ -230,15 +230,15 @@ class Snapshot:
 class RunFailure:
     """How a run ended when it did not reach its end: what the reader sees, and how bad it is.
 
-    ``kind`` is ``raised``, ``crashed`` or ``hung``; ``verb`` the verb that the first failing rank was in ("" = outside
-    any verb, at start or at exit), ``index`` its place in the run; ``message`` the exception's one line; ``text`` the
+    ``kind`` is ``raised``, ``crashed`` or ``hung``; ``action`` the action that the first failing rank was in ("" = outside
+    any action, at start or at exit), ``index`` its place in the run; ``message`` the exception's one line; ``text`` the
     whole story, first cause first; ``rank`` that first failing rank, None where it was none of them.
     """
 
     kind: str
     message: str
     text: str
-    verb: str = ""
+    action: str = ""
     index: int = -1
     rank: int | None = None
 
@@ -253,15 +253,15 @@ class RunTrace:
     end: RunFailure | None = None
     cell: str = ""
 
-    def at(self, verb: str, nth: int = 0) -> tuple[Snapshot, ...]:
-        """The snapshots after the nth such verb, one a rank in rank order; empty if it was never reached."""
-        places = sorted({snapshot.index for snapshot in self.snapshots if snapshot.verb == verb})
+    def at(self, action: str, nth: int = 0) -> tuple[Snapshot, ...]:
+        """The snapshots after the nth such action, one a rank in rank order; empty if it was never reached."""
+        places = sorted({snapshot.index for snapshot in self.snapshots if snapshot.action == action})
         if not -len(places) <= nth < len(places):
             return ()
         return self.at_index(places[nth])
 
     def at_index(self, index: int) -> tuple[Snapshot, ...]:
-        """The snapshots after the verb in that place of the run."""
+        """The snapshots after the action in that place of the run."""
         return tuple(sorted((m for m in self.snapshots if m.index == index), key=lambda m: m.rank))
 
     @property
@@ -272,9 +272,9 @@ class RunTrace:
         rest = tuple(sorted(set(range(self.world_size)) - {rank for ranks in found for rank in ranks}))
         return (*sorted(found), rest) if rest else tuple(sorted(found))
 
-    def first(self, verb: str) -> Snapshot | None:
-        """What the lowest rank saw after the first such verb."""
-        snapshots = self.at(verb)
+    def first(self, action: str) -> Snapshot | None:
+        """What the lowest rank saw after the first such action."""
+        snapshots = self.at(action)
         return snapshots[0] if snapshots else None
 
 

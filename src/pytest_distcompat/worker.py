@@ -1,4 +1,4 @@
-"""What a rank of a suite does: the driver's verbs in order, the probe after each. Started by name, imported by nobody."""
+"""What a rank of a suite does: the driver's methods in order, the probe after each. Started by name, imported by nobody."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.driver import STEP_VERBS, Driver, Plan
+from pytest_distcompat.driver import STEP_ACTIONS, Driver, Plan
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.places import Places
 from pytest_distcompat.precisions import PRECISIONS
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.launch import RankLog
     from pytest_distcompat.probe import Observer
 
-#: The verbs that are the trainer's own, and may be one call to it.
-TRAINING = STEP_VERBS | {"build", "load", "save"}
+#: The actions that are the trainer's own, and may be one call to it.
+TRAINING = STEP_ACTIONS | {"build", "load", "save"}
 
 
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
@@ -37,7 +37,9 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     from pytest_distcompat.probe import Observer
 
     told = payload["run"]
-    run = Run(**{**told, "verbs": tuple(told["verbs"]), "only": None if told["only"] is None else tuple(told["only"])})
+    run = Run(
+        **{**told, "actions": tuple(told["actions"]), "only": None if told["only"] is None else tuple(told["only"])}
+    )
     world = World.from_environment(payload["device"])
     if world.shared:
         _meet_by_gloo(world)
@@ -64,7 +66,7 @@ _kept: list[object] = []
 
 
 class _Rank:
-    """The verbs of one run on one rank, each with what the probe sees after it."""
+    """The actions of one run on one rank, each with what the probe sees after it."""
 
     def __init__(self, driver: Driver, run: Run, places: Places, observer: Observer, log: RankLog) -> None:
         self.driver, self.run, self.places, self.observer, self.log = driver, run, places, observer, log
@@ -73,78 +75,78 @@ class _Rank:
         self.plain: Module | None = None
 
     def live(self) -> None:
-        """All verbs, to the end."""
+        """All actions, to the end."""
         self._begin()
-        while self.index < len(self.run.verbs):
-            if self.run.verbs[self.index] in TRAINING:
+        while self.index < len(self.run.actions):
+            if self.run.actions[self.index] in TRAINING:
                 self._train()
             else:
                 self._own()
 
     def _begin(self) -> None:
-        """Say which verb is next: if it hangs or dies, that is the last that is heard of this rank."""
+        """Say which action is next: if it hangs or dies, that is the last that is heard of this rank."""
         self.index += 1
-        if self.index < len(self.run.verbs):
-            self.log.write("verb", verb=self.run.verbs[self.index], index=self.index)
+        if self.index < len(self.run.actions):
+            self.log.write("action", action=self.run.actions[self.index], index=self.index)
         self.observer.restart()
         self.began = clock.now()
 
     def _end(self, infos: Mapping[str, Any], seconds: float) -> None:
-        verb = self.run.verbs[self.index]
-        snapshot = Snapshot(self.driver.world.rank, self.run.name, verb, self.index, seconds=seconds, **infos)
-        self.log.write("snapshot", verb=verb, index=self.index, snapshot=snapshot.to_json())
+        action = self.run.actions[self.index]
+        snapshot = Snapshot(self.driver.world.rank, self.run.name, action, self.index, seconds=seconds, **infos)
+        self.log.write("snapshot", action=action, index=self.index, snapshot=snapshot.to_json())
         self._begin()
 
     def _own(self) -> None:
-        infos = getattr(self, f"_{self.run.verbs[self.index]}")()
+        infos = getattr(self, f"_{self.run.actions[self.index]}")()
         self._end(infos, clock.now() - self.began)
 
     def _train(self) -> None:
-        """All of the trainer's own verbs up to the next that is not: one call. Files are read in between, by us."""
-        rest = self.run.verbs[self.index :]
-        length = next((n for n, verb in enumerate(rest) if verb not in TRAINING | {"files"}), len(rest))
-        verbs = tuple(verb for verb in rest[:length] if verb in TRAINING)
+        """All of the trainer's own methods up to the next that is not: one call. Files are read in between, by us."""
+        rest = self.run.actions[self.index :]
+        length = next((n for n, action in enumerate(rest) if action not in TRAINING | {"files"}), len(rest))
+        actions = tuple(action for action in rest[:length] if action in TRAINING)
         self.end = self.index + length
         plain, self.plain = self.plain, None
         found = self.places.save_to if self.run.damage else self.places.load_from
-        plan = Plan(verbs, self.number, self.places.save_to, found)
+        plan = Plan(actions, self.number, self.places.save_to, found)
         with self.observer.watching():
             self.observer.look_closely(on=self._closely)
             self.driver.train(plain, plan, self._seen)  # type: ignore[arg-type]  # a plan without build needs no model
         if self.index < self.end:
-            raise RuntimeError(f"the driver's train() came back before {self.run.verbs[self.index]!r} was seen")
+            raise RuntimeError(f"the driver's train() came back before {self.run.actions[self.index]!r} was seen")
 
     @property
     def _closely(self) -> bool:
-        """Whether single operators are to be seen in the next verb."""
-        following = self.run.verbs[self.index] if self.index < self.end else ""
-        if following not in STEP_VERBS or self.run.first_step:
+        """Whether single operators are to be seen in the next action."""
+        following = self.run.actions[self.index] if self.index < self.end else ""
+        if following not in STEP_ACTIONS or self.run.first_step:
             # A training that goes on is compared with one that never stopped: what it reduces shows in its values.
             return False
-        steps = sum(verb in STEP_VERBS for verb in self.run.verbs)
+        steps = sum(action in STEP_ACTIONS for action in self.run.actions)
         # What the check of accumulation counts in every step of an epoch, all others ask of one.
         return self.number == min(CLOSE, steps) - 1 or self.driver.cell.option("accumulate") != 1
 
-    def _seen(self, verb: str, loss: float | None = None) -> None:
-        """What ``Driver.train`` calls after each verb."""
+    def _seen(self, action: str, loss: float | None = None) -> None:
+        """What ``Driver.train`` calls after each action."""
         # Before we look: that is no time of the trainer's.
         seconds = clock.now() - self.began
-        expected = self.run.verbs[self.index] if self.index < self.end else ""
-        if verb != expected:
-            told = f"the next verb of the plan is {expected!r}" if expected else "the plan is done"
-            raise RuntimeError(f"the driver's train() told of {verb!r}; {told}")
+        expected = self.run.actions[self.index] if self.index < self.end else ""
+        if action != expected:
+            told = f"the next action of the plan is {expected!r}" if expected else "the plan is done"
+            raise RuntimeError(f"the driver's train() told of {action!r}; {told}")
         with self.observer.aside():
-            infos = self._look(whole=verb not in STEP_VERBS or self.number < self.run.first_step + WHOLE)
-        if verb in STEP_VERBS:
+            infos = self._look(whole=action not in STEP_ACTIONS or self.number < self.run.first_step + WHOLE)
+        if action in STEP_ACTIONS:
             driver = self.driver
             infos |= {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
             infos |= {"tokens": int(_number(driver.tokens, "tokens") or 0), **self.observer.infos()}
             self.number += 1
-        elif verb == "load":
+        elif action == "load":
             # A load that trains again reaches the same state: its steps alone tell.
             infos |= {"steps": tuple(self.observer.steps)}
         self._end(infos, seconds)
-        while self.index < len(self.run.verbs) and self.run.verbs[self.index] == "files":
+        while self.index < len(self.run.actions) and self.run.actions[self.index] == "files":
             # By now all ranks have left ``save``, for they took collective steps since.
             self._own()
         self.observer.look_closely(on=self._closely)

@@ -77,7 +77,7 @@ def name_of(driver: type[Driver]) -> str:
 
 
 class Torch(TorchDriver):
-    """The torch driver with the wrapping of the model as one more verb, to be got wrong."""
+    """The torch driver with the wrapping of the model as one more action, to be got wrong."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -95,7 +95,7 @@ class Torch(TorchDriver):
 
 
 class Accelerate(AccelerateDriver):
-    """The accelerate driver with the Accelerator's keyword arguments as one more verb, to be got wrong."""
+    """The accelerate driver with the Accelerator's keyword arguments as one more action, to be got wrong."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

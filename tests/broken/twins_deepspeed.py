@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeed(DeepSpeedDriver):
-    """The DeepSpeed driver with its JSON as one more verb, to be got wrong."""
+    """The DeepSpeed driver with its JSON as one more action, to be got wrong."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -18,7 +18,7 @@ _LATE = r"raised FileNotFoundError: .*trainer_state\.json"
 
 
 class Trainers(TrainerDriver):
-    """The trainer driver with the methods of Trainer as more verbs, to be got wrong: ``own`` are those of a subclass."""
+    """The trainer driver with the methods of Trainer as more actions, to be got wrong: ``own`` are those of a subclass."""
 
     def own(self) -> dict[str, Any]:
         raise NotImplementedError

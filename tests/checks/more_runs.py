@@ -46,9 +46,9 @@ class Claims(Driver):
     }
 
     @classmethod
-    def can(cls, verb: str) -> bool:
+    def can(cls, action: str) -> bool:
         """All of it."""
-        return bool(verb)
+        return bool(action)
 
 
 def trace_of(cell: Cell, check: str) -> Trace:
@@ -77,8 +77,8 @@ class Place:
     rank: int
 
     @property
-    def verb(self) -> str:
-        return self.run.verbs[self.index]
+    def action(self) -> str:
+        return self.run.actions[self.index]
 
     def live(self, name: str) -> str:
         """How a parameter of the plain model is called in this run."""
@@ -96,31 +96,31 @@ class Place:
 
 def _run(cell: Cell, run: Run) -> RunTrace:
     there, snapshots, done, end = run.cell(cell), [], 0, None
-    for index, verb in enumerate(run.verbs):
-        if verb == "load" and run.damage:
+    for index, action in enumerate(run.actions):
+        if action == "load" and run.damage:
             told = "FileNotFoundError: no such file: 'checkpoint/shard_0.pt'"
-            end = RunFailure("raised", f"rank 0 raised {told}", f"rank 0 raised {told}\n...", verb, index)
+            end = RunFailure("raised", f"rank 0 raised {told}", f"rank 0 raised {told}\n...", action, index)
             break
-        done = 20 if verb == "reload" else run.first_step if verb == "load" else done + (verb == "step")
+        done = 20 if action == "reload" else run.first_step if action == "load" else done + (action == "step")
         snapshots += [_snapshot(Place(there, run, index, done, rank)) for rank in range(there.world_size)]
     return RunTrace(run.name, there.world_size, tuple(snapshots), end, there.id)
 
 
 def _snapshot(place: Place) -> Snapshot:
     infos: dict[str, Any] = {}
-    if place.verb in {"plain", "reload"}:
+    if place.action in {"plain", "reload"}:
         infos["plain"] = _plain(place.done)
-    elif place.verb == "files":
+    elif place.action == "files":
         infos["files"] = _files() if place.rank == 0 else ()
-    elif place.verb == "damage":
+    elif place.action == "damage":
         infos["files"] = (FileInfo("checkpoint/shard_0.pt", "", place.run.damage, ()),) if place.rank == 0 else ()
-    elif place.verb == "evaluate":
+    elif place.action == "evaluate":
         infos["outputs"] = (0.25, -2.0, 1.5)
     else:
         infos |= {"model": _model(place), "optimizer": _optimizer(place), "scheduler": f"last_epoch={place.done}"}
-        if place.verb == "step":
+        if place.action == "step":
             infos["loss"] = 1 / place.done
-    return Snapshot(place.rank, place.run.name, place.verb, place.index, **infos)
+    return Snapshot(place.rank, place.run.name, place.action, place.index, **infos)
 
 
 def _plain(done: int) -> UnwrappedInfo:

@@ -58,8 +58,8 @@ def _wrapped_by_compile(cell: Cell) -> bool:
 
 def _run(cell: Cell, run: Run) -> RunTrace:
     there, snapshots, done = run.cell(cell), [], run.first_step
-    for index, verb in enumerate(run.verbs):
-        done += verb in {"step", "reference"}
+    for index, action in enumerate(run.actions):
+        done += action in {"step", "reference"}
         # The reference speaks for the ranks of the cell.
         told = cell if run == REFERENCE_RUN else there
         snapshots += [_snapshot(told, run, index, done, rank) for rank in range(there.world_size)]
@@ -68,24 +68,24 @@ def _run(cell: Cell, run: Run) -> RunTrace:
 
 def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapshot:
     """``done`` counts the optimizer steps so far; a run that resumes has none of its own until it loaded."""
-    verb = run.verbs[index]
-    if run.after and verb == "build":
+    action = run.actions[index]
+    if run.after and action == "build":
         done = 0
-    snapshot = Snapshot(rank, run.name, verb, index)
-    if verb == "plain":
+    snapshot = Snapshot(rank, run.name, action, index)
+    if action == "plain":
         return replace(snapshot, plain=_plain(cell))
-    if verb == "files":
+    if action == "files":
         return replace(snapshot, files=_files() if rank == 0 else ())
-    if verb in {"export", "evaluate"}:
+    if action in {"export", "evaluate"}:
         return snapshot
     optimizer = _optimizer(cell, done, rank)
-    if verb == "reference":
+    if action == "reference":
         # The mean of what the ranks say.
         loss = 1 / done + (cell.world_size - 1) / 2
         step = StepInfo("AdamW", ("float32",), ("float32",), ("float32",), square=1.0)
         return replace(snapshot, loss=loss, grad_norm=2.0, optimizer=optimizer, steps=(step,))
     snapshot = replace(snapshot, scheduler=f"last_epoch={done}", memory=2**20)
-    if verb == "step":
+    if action == "step":
         fed = tuple(f"batch {done}.{micro} of rank {rank}" for micro in range(_micros(cell, done)))
         snapshot = replace(snapshot, loss=1 / done + rank, grad_norm=2.0, inputs=fed, **_watched(cell, len(fed)))
         # Both factors of the product of two layers.

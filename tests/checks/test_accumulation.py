@@ -55,7 +55,7 @@ def test_norms_flags_and_padding_are_no_gradients(sound: Sound) -> None:
         few = CollectiveInfo("allreduce", "float32", 1, 3, 3)
         return replace(snapshot, collectives=(*snapshot.collectives, norm, flag, few))
 
-    assert sound("ddp-fp32-w2-accumulate_4").alter(more, verb="step").findings("accumulation") == []
+    assert sound("ddp-fp32-w2-accumulate_4").alter(more, action="step").findings("accumulation") == []
 
 
 @pytest.mark.parametrize(
@@ -132,4 +132,4 @@ def test_the_other_run_is_that_of_the_cell_without_the_option() -> None:
     cell = Cell.parse("fsdp2-bf16_mixed-w4-model_plain-accumulate_4-frozen")
     train, single = CHECKS.get("accumulation").runs(cell, Driver).runs
     assert single.cell(cell).id == "fsdp2-bf16_mixed-w4-model_plain-frozen"
-    assert (single.verbs, single.same_as) == (train.verbs, "train")
+    assert (single.actions, single.same_as) == (train.actions, "train")

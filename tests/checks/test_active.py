@@ -65,7 +65,7 @@ def test_no_check_of_these_runs_is_left_out(sound: Sound) -> None:
     ],
 )
 def test_the_wrapper(sound: Sound, cell: str, wrappers: dict[str, int], finding: str) -> None:
-    assert sound(cell).model({"wrappers": wrappers}, verb="build", rank=1).findings("active") == [finding]
+    assert sound(cell).model({"wrappers": wrappers}, action="build", rank=1).findings("active") == [finding]
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,11 @@ def test_the_wrapper(sound: Sound, cell: str, wrappers: dict[str, int], finding:
     ],
 )
 def test_stage_and_world(sound: Sound, cell: str, changes: dict[str, Any], finding: str) -> None:
-    assert sound(cell).model(changes, verb="build", rank=0).findings("active") == [finding]
+    assert sound(cell).model(changes, action="build", rank=0).findings("active") == [finding]
 
 
 def test_a_trainer_without_an_opinion_on_the_world_is_fine(sound: Sound) -> None:
-    assert sound("ddp-fp32-w2").model({"trainer_world_size": None}, verb="build").findings("active") == []
+    assert sound("ddp-fp32-w2").model({"trainer_world_size": None}, action="build").findings("active") == []
 
 
 @pytest.mark.parametrize(
@@ -104,16 +104,16 @@ def test_a_trainer_without_an_opinion_on_the_world_is_fine(sound: Sound) -> None
     ],
 )
 def test_the_kind_of_a_parameter(sound: Sound, cell: str, kind: str, finding: str) -> None:
-    story = sound(cell).parameters({"kind": kind}, only="outlet.weight", verb="build", rank=0)
+    story = sound(cell).parameters({"kind": kind}, only="outlet.weight", action="build", rank=0)
     assert story.findings("active") == [finding]
 
 
 def test_fsdp1_may_keep_flat_parameters(sound: Sound) -> None:
-    assert sound("fsdp1-fp32-w2").parameters({"kind": "FlatParameter"}, verb="build").findings("active") == []
+    assert sound("fsdp1-fp32-w2").parameters({"kind": "FlatParameter"}, action="build").findings("active") == []
 
 
 def test_no_live_parameter_at_all(sound: Sound) -> None:
-    assert sound("fsdp2-fp32-w2").model({"parameters": ()}, verb="build").findings("active") == [
+    assert sound("fsdp2-fp32-w2").model({"parameters": ()}, action="build").findings("active") == [
         "rank 0: 0 of 0 parameters are not of kind DTensor, there is none",
         "rank 1: 0 of 0 parameters are not of kind DTensor, there is none",
         "all ranks together store 0.00 copies of the parameters; expected 1, each rank its shard",
@@ -142,7 +142,7 @@ def test_no_model(sound: Sound) -> None:
 )
 def test_shards_are_shards_and_replicas_replicas(sound: Sound, cell: str, numel: int, finding: str) -> None:
     # The frozen parameter is half of the model.
-    story = sound(cell).parameters({"local_numel": numel}, only="frozen.weight", verb="build")
+    story = sound(cell).parameters({"local_numel": numel}, only="frozen.weight", action="build")
     assert story.findings("active") == [finding]
 
 
@@ -150,15 +150,15 @@ def test_shards_are_shards_and_replicas_replicas(sound: Sound, cell: str, numel:
 @pytest.mark.parametrize(("outlet", "frozen", "stored"), [(8, 8, 16), (3, 9, 6)])
 def test_each_parameter_is_sharded(sound: Sound, cell: str, outlet: int, frozen: int, stored: int) -> None:
     # In the sum over all parameters it does not show.
-    story = sound(cell).parameters({"local_numel": outlet}, only="outlet.weight", verb="build")
-    story = story.parameters({"local_numel": frozen}, only="frozen.weight", verb="build")
+    story = sound(cell).parameters({"local_numel": outlet}, only="outlet.weight", action="build")
+    story = story.parameters({"local_numel": frozen}, only="frozen.weight", action="build")
     assert story.findings("active") == [
         f"all ranks together store {stored} elements of 'outlet.weight', which has 8; expected each one once"
     ]
 
 
 def test_zero3_may_pad_its_shards(sound: Sound) -> None:
-    story = sound("zero3-fp32-w2").parameters({"local_numel": 6}, only="outlet.weight", verb="build")
+    story = sound("zero3-fp32-w2").parameters({"local_numel": 6}, only="outlet.weight", action="build")
     assert story.findings("active") == []
 
 
@@ -199,7 +199,7 @@ def test_one_rank_alone_reduces_nothing(sound: Sound) -> None:
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "zero1-fp32-w2"])
 def test_replicas_stay_equal(sound: Sound, cell: str) -> None:
-    story = sound(cell).parameters({"digest": "other"}, only="outlet.weight", verb="step", nth=2, rank=1)
+    story = sound(cell).parameters({"digest": "other"}, only="outlet.weight", action="step", nth=2, rank=1)
     assert story.findings("active") == [
         "rank 1: 1 parameters differ from rank 0's after three steps, first 'module.outlet.weight'; replicas must stay equal"
     ]
@@ -210,7 +210,7 @@ def test_copies_of_shards_stay_equal(sound: Sound, cell: str) -> None:
     story = sound(cell)
     shards = story.cell.world_size // 2
     for rank in range(story.cell.world_size):
-        found = story.parameters({"digest": "other"}, only="outlet.weight", verb="step", nth=2, rank=rank)
+        found = story.parameters({"digest": "other"}, only="outlet.weight", action="step", nth=2, rank=rank)
         # Told of the second copy: of two nobody knows which is right.
         of, peer = shards + rank % shards, rank % shards
         name = story.live("outlet.weight")
@@ -249,12 +249,12 @@ def test_who_holds_a_model_by_itself_holds_no_part_of_the_copies_of_others(sound
 
 
 def test_each_copy_is_one(sound: Sound) -> None:
-    story = sound("fsdp2-fp32-w4-replicate_2").parameters({"local_numel": 0}, verb="build", rank=3)
+    story = sound("fsdp2-fp32-w4-replicate_2").parameters({"local_numel": 0}, action="build", rank=3)
     assert story.findings("active") == [
         "ranks 2, 3 together store 0.50 copies of the parameters; expected 1, each rank its shard"
     ]
     story = sound("fsdp2-fp32-w4-replicate_2").parameters(
-        {"local_numel": 16}, only="outlet.weight", verb="build", rank=2
+        {"local_numel": 16}, only="outlet.weight", action="build", rank=2
     )
     assert story.findings("active") == [
         "ranks 2, 3 together store 20 elements of 'outlet.weight', which has 8; expected each one once"
@@ -262,16 +262,16 @@ def test_each_copy_is_one(sound: Sound) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "nth", "finding"),
+    ("action", "nth", "finding"),
     [("build", 0, "rank 1: no report after build"), ("step", 2, "rank 1: no report after three steps")],
 )
-def test_silence_is_no_proof(sound: Sound, verb: str, nth: int, finding: str) -> None:
-    assert finding in sound("fsdp2-fp32-w2").without(verb, nth=nth, rank=1).findings("active")
+def test_silence_is_no_proof(sound: Sound, action: str, nth: int, finding: str) -> None:
+    assert finding in sound("fsdp2-fp32-w2").without(action, nth=nth, rank=1).findings("active")
 
 
 def test_all_ranks_silent(sound: Sound) -> None:
     def nothing(snapshot: Snapshot) -> Snapshot | None:
-        return snapshot if snapshot.verb == "plain" else None
+        return snapshot if snapshot.action == "plain" else None
 
     assert sound("ddp-fp32-w2").alter(nothing).findings("active") == [
         "rank 0, 1: no report after build",
@@ -284,5 +284,5 @@ def test_findings_alike_are_one(sound: Sound) -> None:
     def double(snapshot: Snapshot) -> Snapshot:
         return replace(snapshot, rank=0, model=snapshot.model and replace(snapshot.model, zero_stage=1))
 
-    found = sound("ddp-fp32-w2").alter(double, verb="build").findings("active")
+    found = sound("ddp-fp32-w2").alter(double, action="build").findings("active")
     assert found == ["rank 1: no report after build", "rank 0: ZeRO stage 1 is running; expected None"]

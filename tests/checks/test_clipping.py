@@ -19,7 +19,7 @@ REPLICAS, PARTS = ("ddp-fp32-w2", "zero0-fp32-w2"), ("fsdp1-fp32-w2", "fsdp2-fp3
 @pytest.mark.parametrize("cell", REPLICAS)
 def test_each_replica_is_given_the_whole_gradient(sound: Sound, cell: str) -> None:
     # Not clipped: the norm is what it was.
-    story = sound(cell).stepped({"square": 4.0}, verb="step", nth=2, rank=1)
+    story = sound(cell).stepped({"square": 4.0}, action="step", nth=2, rank=1)
     assert story.findings("clipping") == [
         "step 3: rank 1: the gradients that the optimizer gets have norm 2; 1 in the reference (2e-04 allowed)"
     ]
@@ -28,22 +28,22 @@ def test_each_replica_is_given_the_whole_gradient(sound: Sound, cell: str) -> No
 @pytest.mark.parametrize("cell", PARTS)
 def test_parts_are_added_up(sound: Sound, cell: str) -> None:
     # Each clipped to 1 by the norm of its own part.
-    story = sound(cell).stepped({"square": 1.0}, verb="step")
+    story = sound(cell).stepped({"square": 1.0}, action="step")
     told = "all ranks together: the gradients that the optimizer gets have norm 1.41421"
     assert story.findings("clipping") == [f"step 1: {told}; 1 in the reference (2e-04 allowed)"]
     # Uneven parts are as good as even ones.
-    story = sound(cell).stepped({"square": 0.9}, verb="step", rank=0).stepped({"square": 0.1}, verb="step", rank=1)
+    story = sound(cell).stepped({"square": 0.9}, action="step", rank=0).stepped({"square": 0.1}, action="step", rank=1)
     assert story.findings("clipping") == []
 
 
 def test_parts_are_added_up_in_each_copy_of_hybrid_shards(sound: Sound) -> None:
     story = sound("fsdp2-fp32-w4-replicate_2")
     assert story.findings("clipping") == []
-    assert story.stepped({"square": 0.75}, verb="step", nth=2, rank=3).findings("clipping") == [
+    assert story.stepped({"square": 0.75}, action="step", nth=2, rank=3).findings("clipping") == [
         "step 3: ranks 2, 3 together: the gradients that the optimizer gets have norm 1.11803; 1 in the reference (2e-04 allowed)"
     ]
     # Enough in all, if copies were parts.
-    story = story.stepped({"square": 0.25}, verb="step")
+    story = story.stepped({"square": 0.25}, action="step")
     assert [finding[:38] for finding in story.findings("clipping")] == [
         f"step 1: ranks {ranks} together: the gradi" for ranks in ("0, 1", "2, 3")
     ]
@@ -54,23 +54,23 @@ def test_parts_are_added_up_in_each_copy_of_hybrid_shards(sound: Sound) -> None:
 def test_scaled_by_the_number_of_ranks(sound: Sound, cell: str, factor: float) -> None:
     story = sound(cell)
     square = story.trace.run().at("step", 0)[0].steps[0].square
-    found = story.stepped({"square": square * factor}, verb="step", nth=19).findings("clipping")
+    found = story.stepped({"square": square * factor}, action="step", nth=19).findings("clipping")
     assert found
     assert all(finding.startswith("step 20: ") for finding in found)
 
 
 def test_only_the_first_step_that_is_off_is_told(sound: Sound) -> None:
-    found = sound("ddp-fp32-w2").stepped({"square": 4.0}, verb="step").findings("clipping")
+    found = sound("ddp-fp32-w2").stepped({"square": 4.0}, action="step").findings("clipping")
     assert [finding.partition(":")[0] for finding in found] == ["step 1", "step 1"]
 
 
 def test_a_model_that_rounds_more_than_ours(sound: Sound) -> None:
-    story = sound("ddp-bf16_mixed-w2").stepped({"square": 1.1**2}, verb="step", nth=3)
+    story = sound("ddp-bf16_mixed-w2").stepped({"square": 1.1**2}, action="step", nth=3)
     exact = story.trace.run("reference")
     snapshots = tuple(
         replace(
             snapshot,
-            verb=snapshot.verb.replace("reference", "rounded"),
+            action=snapshot.action.replace("reference", "rounded"),
             steps=tuple(replace(s, square=1.06**2) for s in snapshot.steps),
         )
         for snapshot in exact.snapshots
@@ -82,7 +82,7 @@ def test_a_model_that_rounds_more_than_ours(sound: Sound) -> None:
 
 def test_the_precision_says_how_far_off_is_too_far(sound: Sound) -> None:
     def found(cell: str, square: float) -> list[str]:
-        return sound(cell).stepped({"square": square}, verb="step", nth=0).findings("clipping")
+        return sound(cell).stepped({"square": square}, action="step", nth=0).findings("clipping")
 
     assert found("ddp-fp32-w2", 1.0001) == []
     assert found("ddp-fp32-w2", 1.001) != []
@@ -102,20 +102,20 @@ def test_no_step_is_no_gradient(sound: Sound) -> None:
     ]
 
 
-@pytest.mark.parametrize(("run", "verb"), [("train", "step"), ("reference", "reference")])
-def test_silence_is_no_proof(sound: Sound, run: str, verb: str) -> None:
-    story = sound("ddp-fp32-w2").without(verb, run=run, nth=19)
+@pytest.mark.parametrize(("run", "action"), [("train", "step"), ("reference", "reference")])
+def test_silence_is_no_proof(sound: Sound, run: str, action: str) -> None:
+    story = sound("ddp-fp32-w2").without(action, run=run, nth=19)
     assert story.findings("clipping") == ["step 20: no reference to compare with"]
 
 
 def test_infinite_gradients_are_no_agreement(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").stepped({"square": math.inf}, run="reference", verb="reference", nth=1)
-    assert story.stepped({"square": math.inf}, verb="step", nth=1, rank=0).findings("clipping")[0] == (
+    story = sound("ddp-fp32-w2").stepped({"square": math.inf}, run="reference", action="reference", nth=1)
+    assert story.stepped({"square": math.inf}, action="step", nth=1, rank=0).findings("clipping")[0] == (
         "step 2: rank 0: the gradients that the optimizer gets have norm inf; inf in the reference (2e-04 allowed)"
     )
 
 
 def test_a_reference_of_zero(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").stepped({"square": 0.0}, run="reference", verb="reference", nth=1)
+    story = sound("ddp-fp32-w2").stepped({"square": 0.0}, run="reference", action="reference", nth=1)
     assert "have norm 1; 0 in the reference" in story.findings("clipping")[0]
-    assert story.stepped({"square": 1e-10}, verb="step", nth=1).findings("clipping") == []
+    assert story.stepped({"square": 1e-10}, action="step", nth=1).findings("clipping") == []

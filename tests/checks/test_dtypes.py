@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def test_storage(sound: Sound, cell: str, found: str, expected: str) -> None:
     story = sound(cell)
     name = story.live("outlet.weight")
-    wrong = story.parameters({"dtype": found}, only="outlet.weight", verb="step", nth=2, rank=1)
+    wrong = story.parameters({"dtype": found}, only="outlet.weight", action="step", nth=2, rank=1)
     assert wrong.findings("dtypes") == [
         f"rank 1: 1 of 2 trainable parameters are stored in {found}, first {name!r}; expected {expected}"
     ]
@@ -33,14 +33,14 @@ def test_storage(sound: Sound, cell: str, found: str, expected: str) -> None:
 
 @pytest.mark.parametrize(("only", "changes"), [("frozen.weight", {}), ("outlet.weight", {"local_numel": 0})])
 def test_what_is_frozen_or_empty_may_be_stored_otherwise(sound: Sound, only: str, changes: dict[str, Any]) -> None:
-    story = sound("fsdp2-bf16_mixed-w2").parameters({"dtype": "bfloat16", **changes}, only=only, verb="step")
+    story = sound("fsdp2-bf16_mixed-w2").parameters({"dtype": "bfloat16", **changes}, only=only, action="step")
     assert story.findings("dtypes") == []
 
 
 @pytest.mark.parametrize("cell", ["ddp-bf16_mixed-w2", "fsdp2-bf16_mixed-w2", "zero3-bf16_mixed-w2"])
 def test_a_frozen_parameter_that_is_wider_than_it_was_loaded(sound: Sound, cell: str) -> None:
     story = sound(cell)
-    wrong = story.parameters({"dtype": "float32"}, only="frozen.weight", verb="step", nth=2, rank=1)
+    wrong = story.parameters({"dtype": "float32"}, only="frozen.weight", action="step", nth=2, rank=1)
     name = story.live("frozen.weight")
     told = f"frozen parameters are stored in float32, first {name!r}; loaded in bfloat16"
     assert [text for text in wrong.findings("dtypes") if told in text and text.startswith("rank 1: 1 of ")]
@@ -48,8 +48,8 @@ def test_a_frozen_parameter_that_is_wider_than_it_was_loaded(sound: Sound, cell:
 
 
 def test_in_one_flat_parameter_all_have_the_dtype_of_what_is_trained(sound: Sound) -> None:
-    story = sound("fsdp1-bf16_mixed-w2").parameters({"dtype": "float32"}, only="frozen.weight", verb="step", nth=2)
-    assert story.model({"units": ("",)}, verb="step", nth=2).findings("dtypes") == []
+    story = sound("fsdp1-bf16_mixed-w2").parameters({"dtype": "float32"}, only="frozen.weight", action="step", nth=2)
+    assert story.model({"units": ("",)}, action="step", nth=2).findings("dtypes") == []
     # In a unit of its own it need not be.
     assert "frozen parameters are stored in float32" in story.findings("dtypes")[0]
 
@@ -64,9 +64,9 @@ def test_in_one_flat_parameter_all_have_the_dtype_of_what_is_trained(sound: Soun
 )
 def test_accumulation_of_gradients(sound: Sound, cell: str, found: str, expected: str) -> None:
     story = sound(cell)
-    wrong = story.optimizer({"accumulates": found}, verb="step", nth=2, rank=1)
+    wrong = story.optimizer({"accumulates": found}, action="step", nth=2, rank=1)
     assert wrong.findings("dtypes") == [f"rank 1: gradients are added up in {found}; expected {expected}"]
-    assert story.optimizer({"accumulates": expected}, verb="step", nth=2).findings("dtypes") == []
+    assert story.optimizer({"accumulates": expected}, action="step", nth=2).findings("dtypes") == []
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_accumulation_of_gradients(sound: Sound, cell: str, found: str, expected
 )
 def test_buffers(sound: Sound, cell: str, found: str, expected: str) -> None:
     story = sound(cell)
-    wrong = story.buffers({"dtype": found}, verb="step", nth=2, rank=0)
+    wrong = story.buffers({"dtype": found}, action="step", nth=2, rank=0)
     assert wrong.findings("dtypes") == [f"rank 0: 1 buffers are in {found}, first 'scale'; expected {expected}"]
 
 
@@ -173,12 +173,12 @@ def test_one_rank_alone_sends_nothing(sound: Sound) -> None:
     "cell", ["ddp-bf16_mixed-w2", "fsdp2-bf16_mixed-w2", "zero1-bf16_mixed-w2", "zero3-bf16_mixed-w2"]
 )
 def test_what_the_optimizer_works_in(sound: Sound, cell: str, part: str, text: str) -> None:
-    story = sound(cell).stepped({part: ("bfloat16",)}, verb="step", nth=2, rank=1)
+    story = sound(cell).stepped({part: ("bfloat16",)}, action="step", nth=2, rank=1)
     assert story.findings("dtypes") == [f"rank 1: {text}"]
 
 
 def test_two_dtypes_in_one_optimizer(sound: Sound) -> None:
-    story = sound("fsdp2-bf16_mixed-w2").stepped({"state": ("bfloat16", "float32")}, verb="step", nth=2, rank=0)
+    story = sound("fsdp2-bf16_mixed-w2").stepped({"state": ("bfloat16", "float32")}, action="step", nth=2, rank=0)
     assert story.findings("dtypes") == ["rank 0: AdamW keeps state in bfloat16 and float32; expected float32"]
 
 
@@ -190,7 +190,7 @@ def test_every_step_in_a_step_counts(sound: Sound) -> None:
 
 
 def test_a_rank_that_holds_nothing_steps_on_nothing(sound: Sound) -> None:
-    story = sound("fsdp2-fp32-w2").stepped({"master": (), "gradient": (), "state": ()}, verb="step", rank=1)
+    story = sound("fsdp2-fp32-w2").stepped({"master": (), "gradient": (), "state": ()}, action="step", rank=1)
     assert story.findings("dtypes") == [
         "rank 1: AdamW updates nothing; expected float32",
         "rank 1: AdamW is given gradients in nothing; expected float32",
@@ -202,7 +202,7 @@ def test_a_rank_that_holds_nothing_steps_on_nothing(sound: Sound) -> None:
 
 def test_pure_bfloat16_is_pure(sound: Sound) -> None:
     # The silent upcast: everything is right but the dtype of the masters.
-    story = sound("fsdp1-bf16_pure-w2").stepped({"master": ("float32",)}, verb="step", nth=2, rank=0)
+    story = sound("fsdp1-bf16_pure-w2").stepped({"master": ("float32",)}, action="step", nth=2, rank=0)
     assert story.findings("dtypes") == ["rank 0: AdamW updates float32 masters; expected bfloat16"]
 
 

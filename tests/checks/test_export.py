@@ -34,7 +34,7 @@ def with_file(story: Story, **changes: Any) -> Story:
         files = tuple(replace(f, **changes) if f.path == FILE else f for f in snapshot.files)
         return replace(snapshot, files=files)
 
-    return story.alter(change, verb="files", rank=0)
+    return story.alter(change, action="files", rank=0)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_another_shape(runs_of: RunsOf) -> None:
 def test_an_optimizer_in_it(runs_of: RunsOf) -> None:
     extra = FileInfo("export/optimizer.bin", "torch", "optimizer", ("inlet.weight",))
     story = runs_of("fsdp2-fp32-w2", "export").alter(
-        lambda snapshot: replace(snapshot, files=(*snapshot.files, extra)), verb="files", rank=0
+        lambda snapshot: replace(snapshot, files=(*snapshot.files, extra)), action="files", rank=0
     )
     assert story.findings("export") == [
         "file 'export/optimizer.bin' holds 1 keys of an optimizer; expected the model alone"
@@ -107,7 +107,7 @@ def reloaded(story: Story, **changes: dict[str, Any]) -> Story:
         }
         return replace(snapshot, plain=replace(snapshot.plain, **parts))
 
-    return story.alter(change, run="reload", verb="reload")
+    return story.alter(change, run="reload", action="reload")
 
 
 def test_a_buffer_is_not_the_trained_one(runs_of: RunsOf) -> None:
@@ -118,8 +118,8 @@ def test_a_buffer_is_not_the_trained_one(runs_of: RunsOf) -> None:
 def test_a_lower_dtype_is_compared_with_the_copies_in_that_dtype(runs_of: RunsOf) -> None:
     """Masters in float32, exported and reloaded in bfloat16: then the live bfloat16 copies are what was exported."""
     story = runs_of("zero1-fp32-w2", "export")
-    rounded = story.parameters({"dtype": "bfloat16"}, verb="export")
-    rounded = rounded.parameters({"digest": "14:1"}, only="outlet.weight", verb="export")
+    rounded = story.parameters({"dtype": "bfloat16"}, action="export")
+    rounded = rounded.parameters({"digest": "14:1"}, only="outlet.weight", action="export")
     assert rounded.findings("export") == []
     lower = reloaded(rounded, parameters={"dtype": "bfloat16", "digest": "14:1"})
     assert lower.findings("export") == []

@@ -24,8 +24,8 @@ def converted(story: Story, layers: int = CONVERTED, casts: int = 2 * CONVERTED)
     plain = story.trace.run().at("plain")[0].plain
     assert plain is not None
     story = story.snapshot("plain", {"plain": replace(plain, linears=LINEARS)})
-    for verb in ("build", "step"):
-        story = story.model({"float8": layers}, verb=verb)
+    for action in ("build", "step"):
+        story = story.model({"float8": layers}, action=action)
     return story.snapshot("step", {"float8": casts})
 
 
@@ -38,14 +38,14 @@ def test_all_but_the_first_and_the_last_are_enough(sound: Sound, cell: str) -> N
 @pytest.mark.parametrize("layers", [0, CONVERTED - 1])
 @pytest.mark.parametrize("cell", CELLS)
 def test_layers_that_are_not_converted(sound: Sound, cell: str, layers: int) -> None:
-    story = converted(sound(cell)).model({"float8": layers}, verb="build", rank=1)
+    story = converted(sound(cell)).model({"float8": layers}, action="build", rank=1)
     assert story.findings("float8") == [
         f"rank 1: {layers} of 5 linear layers are in 8 bits after build; expected all but the first and the last"
     ]
 
 
 def test_layers_that_do_not_stay_converted(sound: Sound) -> None:
-    story = converted(sound("ddp-fp8-w2")).model({"float8": 0}, verb="step", nth=2, rank=0)
+    story = converted(sound("ddp-fp8-w2")).model({"float8": 0}, action="step", nth=2, rank=0)
     assert story.findings("float8") == [
         "rank 0: 0 of 5 linear layers are in 8 bits after three steps; expected all but the first and the last"
     ]

@@ -31,7 +31,7 @@ CELLS = ("ddp-fp32-w2", "fsdp2-fp32-w2", "zero1-fp32-w2", "zero3-fp32-w2")
     ],
 )
 def test_a_live_name_that_maps_to_nothing(sound: Sound, cell: str, live: str, maps_to: str) -> None:
-    story = sound(cell).renamed("outlet.weight", live, verb="step", nth=2, rank=1)
+    story = sound(cell).renamed("outlet.weight", live, action="step", nth=2, rank=1)
     assert [finding for finding in story.findings("names") if finding.startswith("rank")] == [
         f"rank 1: live parameter {live!r} maps to {maps_to!r}, which is no name of the plain model",
         "rank 1: parameter 'outlet.weight' of the plain model has no live counterpart",
@@ -57,7 +57,7 @@ def test_a_tied_parameter_may_live_under_either_name(sound: Sound) -> None:
 
 
 def test_two_live_parameters_of_one_name(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").renamed("outlet.weight", "inlet.weight", verb="step", nth=2)
+    story = sound("ddp-fp32-w2").renamed("outlet.weight", "inlet.weight", action="step", nth=2)
     assert "rank 0: 2 live parameters map to 'inlet.weight'; expected one" in story.findings("names")
 
 
@@ -71,7 +71,7 @@ def test_a_live_parameter_is_missing(sound: Sound) -> None:
         assert snapshot.model is not None
         return replace(snapshot, model=replace(snapshot.model, parameters=snapshot.model.parameters[:2]))
 
-    assert sound("fsdp2-fp32-w2").alter(first, verb="step", nth=2, rank=0).findings("names") == [
+    assert sound("fsdp2-fp32-w2").alter(first, action="step", nth=2, rank=0).findings("names") == [
         "rank 0: parameter 'outlet.weight' of the plain model has no live counterpart"
     ]
 
@@ -95,8 +95,8 @@ def test_no_rank_keeps_state_for_a_parameter(sound: Sound, cell: str) -> None:
 
     story = sound(cell)
     # One rank may hold no element of it.
-    assert story.alter(without_outlet, verb="step", nth=2, rank=0).findings("names") == []
-    assert story.alter(without_outlet, verb="step", nth=2).findings("names") == [
+    assert story.alter(without_outlet, action="step", nth=2, rank=0).findings("names") == []
+    assert story.alter(without_outlet, action="step", nth=2).findings("names") == [
         "the optimizer of no rank keeps state for 'outlet.weight'"
     ]
 
@@ -105,8 +105,8 @@ def test_no_rank_keeps_state_for_a_parameter(sound: Sound, cell: str) -> None:
 def test_no_rank_holds_masters_of_a_parameter(sound: Sound, cell: str) -> None:
     masters = {"module.inlet.weight": 4, "module.outlet.weight": 0}
     story = sound(cell)
-    assert story.optimizer({"partitioned": masters}, verb="step", nth=2, rank=0).findings("names") == []
-    assert story.optimizer({"partitioned": masters}, verb="step", nth=2).findings("names") == [
+    assert story.optimizer({"partitioned": masters}, action="step", nth=2, rank=0).findings("names") == []
+    assert story.optimizer({"partitioned": masters}, action="step", nth=2).findings("names") == [
         "the optimizer of no rank keeps state for 'outlet.weight'"
     ]
 
@@ -114,7 +114,7 @@ def test_no_rank_holds_masters_of_a_parameter(sound: Sound, cell: str) -> None:
 def test_state_under_a_name_that_is_no_trainable_parameters(sound: Sound) -> None:
     story = sound("zero1-fp32-w2")
     masters = {**dict.fromkeys(map(story.live, ("inlet.weight", "outlet.weight")), 4), story.live("frozen.weight"): 16}
-    assert story.optimizer({"partitioned": masters}, verb="step", nth=2, rank=1).findings("names") == [
+    assert story.optimizer({"partitioned": masters}, action="step", nth=2, rank=1).findings("names") == [
         "the optimizer keeps state for 'frozen.weight', which is no trainable parameter of the plain model"
     ]
 
@@ -208,7 +208,7 @@ def test_a_saved_tensor_that_is_neither_parameter_nor_buffer(sound: Sound) -> No
         keys = (*snapshot.plain.state_dict, "outlet._extra_state")
         return replace(snapshot, plain=replace(snapshot.plain, state_dict=keys))
 
-    story = sound("ddp-fp32-w2").alter(with_extra, verb="plain")
+    story = sound("ddp-fp32-w2").alter(with_extra, action="plain")
     keys = ("inlet.weight", "frozen.weight", "outlet.weight", "scale", "outlet._extra_state")
     assert story.file(0, keys=keys).findings("names") == []
     assert story.file(0, keys=keys, shapes={"outlet._extra_state": (3,)}).findings("names") == []
@@ -217,7 +217,7 @@ def test_a_saved_tensor_that_is_neither_parameter_nor_buffer(sound: Sound) -> No
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_live_parameter_of_another_shape(sound: Sound, cell: str) -> None:
     story = sound(cell)
-    other = story.parameters({"shape": (1, 4)}, only="outlet.weight", verb="step", nth=2, rank=1)
+    other = story.parameters({"shape": (1, 4)}, only="outlet.weight", action="step", nth=2, rank=1)
     assert other.findings("names") == [
         f"rank 1: live parameter {story.live('outlet.weight')!r} has shape (1, 4); (2, 4) in the plain model"
     ]

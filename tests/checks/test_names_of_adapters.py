@@ -30,8 +30,10 @@ def with_loose_buffer(story: Story) -> Story:
     def live(model: ModelInfo) -> ModelInfo:
         return replace(model, buffers=(*model.buffers, loose))
 
-    story = story.alter(plain, verb="plain")
-    return story.alter(lambda snapshot: replace(snapshot, model=snapshot.model and live(snapshot.model)), verb="build")
+    story = story.alter(plain, action="plain")
+    return story.alter(
+        lambda snapshot: replace(snapshot, model=snapshot.model and live(snapshot.model)), action="build"
+    )
 
 
 def test_a_buffer_that_is_not_persistent_is_in_no_file(sound: Sound) -> None:
@@ -48,7 +50,7 @@ def live_buffers(story: Story, change: Callable[[ParameterInfo], ParameterInfo])
         assert snapshot.model is not None
         return replace(snapshot, model=replace(snapshot.model, buffers=tuple(map(change, snapshot.model.buffers))))
 
-    return story.alter(changed, verb="build", rank=1)
+    return story.alter(changed, action="build", rank=1)
 
 
 def test_buffers_keep_their_values_when_built(sound: Sound) -> None:
@@ -73,7 +75,7 @@ def test_what_is_exported_has_plain_names_too(sound: Sound) -> None:
         file = FileInfo("export/model.safetensors", "safetensors", "model", keys)
         story = sound("fsdp1-fp32-w2-compile")
         return story.alter(
-            lambda snapshot: replace(snapshot, files=(*snapshot.files, file)), verb="files", nth=1, rank=0
+            lambda snapshot: replace(snapshot, files=(*snapshot.files, file)), action="files", nth=1, rank=0
         ).findings("names")
 
     # What is not in it is the business of the check ``export``.
@@ -96,7 +98,7 @@ def adapted(sound: Sound) -> Story:
         known = (*LORA, "frozen.weight", "scale")
         return replace(snapshot, plain=replace(snapshot.plain, parameters=parameters, state_dict=known, tied=()))
 
-    story = story.alter(plain, verb="plain")
+    story = story.alter(plain, action="plain")
     story = story.file(0, keys=tuple(map(adapter_name, LORA)), shapes={adapter_name(LORA[0]): (4, 2)})
     return story.file(1, keys=LORA)
 

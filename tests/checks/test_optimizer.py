@@ -26,8 +26,8 @@ def test_no_optimizer_after_build(sound: Sound, cell: str, part: str) -> None:
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-fp32-w2"])
 def test_a_stale_optimizer(sound: Sound, cell: str) -> None:
     story = sound(cell)
-    stale = story.optimizer({"foreign": 2}, verb="build", rank=0)
-    stale = stale.parameters({"held": 0}, only="outlet.weight", verb="build", rank=0)
+    stale = story.optimizer({"foreign": 2}, action="build", rank=0)
+    stale = stale.parameters({"held": 0}, only="outlet.weight", action="build", rank=0)
     assert stale.findings("optimizer") == [
         "rank 0: 2 of 2 tensors in the optimizer are no parameters of the live model (stale)",
         f"rank 0: trainable parameter {story.live('outlet.weight')!r} is not in the optimizer; expected once",
@@ -35,7 +35,7 @@ def test_a_stale_optimizer(sound: Sound, cell: str) -> None:
 
 
 def test_a_parameter_in_two_groups(sound: Sound) -> None:
-    story = sound("fsdp2-fp32-w2").parameters({"held": 2}, only="outlet.weight", verb="build")
+    story = sound("fsdp2-fp32-w2").parameters({"held": 2}, only="outlet.weight", action="build")
     assert story.findings("optimizer") == [
         "rank 0: trainable parameter 'outlet.weight' is in the optimizer 2 times; expected once",
         "rank 1: trainable parameter 'outlet.weight' is in the optimizer 2 times; expected once",
@@ -43,7 +43,7 @@ def test_a_parameter_in_two_groups(sound: Sound) -> None:
 
 
 def test_a_frozen_parameter_may_be_in_the_optimizer(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").parameters({"held": 1}, only="frozen.weight", verb="build")
+    story = sound("ddp-fp32-w2").parameters({"held": 1}, only="frozen.weight", action="build")
     assert story.findings("optimizer") == []
 
 
@@ -51,7 +51,7 @@ def test_a_frozen_parameter_may_be_in_the_optimizer(sound: Sound) -> None:
 @pytest.mark.parametrize(("numel", "held"), [(0, 4), (8, 12)])
 def test_masters_hold_each_element_once(sound: Sound, cell: str, numel: int, held: int) -> None:
     partitioned = {"module.inlet.weight": 4, "module.outlet.weight": numel}
-    story = sound(cell).optimizer({"partitioned": partitioned}, verb="build", rank=1)
+    story = sound(cell).optimizer({"partitioned": partitioned}, action="build", rank=1)
     found = f"{held} of 8 elements of trainable parameter 'module.outlet.weight' are in the optimizer"
     assert story.findings("optimizer") == [f"all ranks together: {found}; expected each one once"]
 
@@ -60,7 +60,7 @@ def test_masters_may_be_split_unevenly(sound: Sound) -> None:
     story = sound("zero1-fp32-w2")
     for rank, (inlet, outlet) in enumerate([(8, 1), (0, 7)]):
         partitioned = {"module.inlet.weight": inlet, "module.outlet.weight": outlet}
-        story = story.optimizer({"partitioned": partitioned}, verb="build", rank=rank)
+        story = story.optimizer({"partitioned": partitioned}, action="build", rank=rank)
     assert story.findings("optimizer") == []
 
 
@@ -87,26 +87,26 @@ def test_without_a_plain_model_the_trainer_is_believed(sound: Sound) -> None:
 def test_thawed_by_the_trainer(sound: Sound) -> None:
     story = sound("fsdp2-fp32-w2").parameters({"trainable": True, "held": 1}, only="frozen.weight")
     assert story.findings("optimizer") == []
-    moved = story.parameters({"digest": "elsewhere"}, only="frozen.weight", verb="step")
+    moved = story.parameters({"digest": "elsewhere"}, only="frozen.weight", action="step")
     assert moved.findings("optimizer") == ["frozen parameter 'frozen.weight' moved"]
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
 def test_moved_by_weight_decay_alone(sound: Sound, cell: str) -> None:
     story = sound(cell)
-    zero = story.state("exp_avg", {"digest": "4:0"}, only="outlet.weight", verb="step", nth=2)
+    zero = story.state("exp_avg", {"digest": "4:0"}, only="outlet.weight", action="step", nth=2)
     assert zero.findings("optimizer") == []
-    zero = zero.state("exp_avg_sq", {"digest": "4:0"}, only="outlet.weight", verb="step", nth=2)
+    zero = zero.state("exp_avg_sq", {"digest": "4:0"}, only="outlet.weight", action="step", nth=2)
     found = f"trainable parameter {story.live('outlet.weight')!r} had no gradient in three steps"
     assert zero.findings("optimizer") == [f"{found}: its state in the optimizer is all zero"]
     # A rank may hold none of it, or none but padding.
-    one = story.state("", {"digest": "4:0"}, only="outlet.weight", verb="step", nth=2, rank=1)
+    one = story.state("", {"digest": "4:0"}, only="outlet.weight", action="step", nth=2, rank=1)
     assert one.findings("optimizer") == []
 
 
 @pytest.mark.parametrize("cell", ["zero1-fp32-w2", "zero3-fp32-w2"])
 def test_a_partition_without_a_gradient(sound: Sound, cell: str) -> None:
-    story = sound(cell).state("", {"digest": "4:0"}, verb="step", nth=2)
+    story = sound(cell).state("", {"digest": "4:0"}, action="step", nth=2)
     assert story.findings("optimizer") == [
         "partition 0 of the optimizer had no gradient in three steps: its state is all zero"
     ]
@@ -130,7 +130,7 @@ def test_one_rank_may_hold_none_of_it(sound: Sound, cell: str) -> None:
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_frozen_parameter_that_moves(sound: Sound, cell: str) -> None:
     story = sound(cell)
-    moved = story.parameters({"digest": "elsewhere"}, only="frozen.weight", verb="step", nth=2, rank=1)
+    moved = story.parameters({"digest": "elsewhere"}, only="frozen.weight", action="step", nth=2, rank=1)
     assert moved.findings("optimizer") == [f"frozen parameter {story.live('frozen.weight')!r} moved"]
 
 
@@ -149,7 +149,7 @@ def test_silence_hides_no_parameter_that_stays(sound: Sound) -> None:
 
 def with_masters(story: Story, *, still: str = "", unmoved: str = "") -> Story:
     """With what lies in flat masters: of all that is trained, but that of one name has no gradient, or does not change."""
-    for verb, nth, done in (("build", 0, 0), ("step", 2, 3)):
+    for action, nth, done in (("build", 0, 0), ("step", 2, 3)):
         masters = tuple(
             StateInfo(
                 story.live(name),
@@ -161,14 +161,14 @@ def with_masters(story: Story, *, still: str = "", unmoved: str = "") -> Story:
             for name in ("inlet.weight", "outlet.weight")
             for key in ("master", "exp_avg", "exp_avg_sq")
         )
-        story = story.optimizer({"masters": masters}, verb=verb, nth=nth)
+        story = story.optimizer({"masters": masters}, action=action, nth=nth)
     return story
 
 
 def coarse(story: Story, only: str = "") -> Story:
     """With copies of masters that do not change."""
-    for verb, nth in (("build", 0), ("step", 2)):
-        story = story.parameters({"digest": "one"}, only=only, verb=verb, nth=nth)
+    for action, nth in (("build", 0), ("step", 2)):
+        story = story.parameters({"digest": "one"}, only=only, action=action, nth=nth)
     return story
 
 

@@ -27,7 +27,7 @@ def scaled(story: Story, field: str, factor: float, **where: Any) -> Story:
     def change(snapshot: Snapshot) -> Snapshot:
         return replace(snapshot, **{field: getattr(snapshot, field) * factor})
 
-    return story.alter(change, verb="step", **where)
+    return story.alter(change, action="step", **where)
 
 
 def test_a_loss_that_is_off_from_the_first_step(sound: Sound) -> None:
@@ -53,7 +53,9 @@ def test_the_precision_says_how_far_off_is_too_far(sound: Sound, cell: str, fiel
 def rounding(story: Story, off: float, *, field: str = "loss", step: int = 11) -> Story:
     """The same with a run of the reference's own in the precision's dtype, in which one step is so much off."""
     exact = story.trace.run("reference")
-    snapshots = [replace(snapshot, verb=snapshot.verb.replace("reference", "rounded")) for snapshot in exact.snapshots]
+    snapshots = [
+        replace(snapshot, action=snapshot.action.replace("reference", "rounded")) for snapshot in exact.snapshots
+    ]
     snapshots[step] = replace(snapshots[step], **{field: getattr(snapshots[step], field) * (1 + off)})
     runs = {**story.trace.runs, "rounded": replace(exact, name="rounded", snapshots=tuple(snapshots))}
     return replace(story, trace=replace(story.trace, runs=runs))
@@ -109,8 +111,8 @@ def test_the_mean_over_the_ranks_is_what_counts(sound: Sound) -> None:
         assert snapshot.loss is not None
         return replace(snapshot, loss=snapshot.loss + (0.5 if snapshot.rank else -0.5))
 
-    assert sound("fsdp2-fp32-w2").alter(apart, verb="step").findings("parity") == []
-    found = sound("fsdp2-fp32-w2").alter(apart, verb="step", rank=1, nth=4).findings("parity")
+    assert sound("fsdp2-fp32-w2").alter(apart, action="step").findings("parity") == []
+    found = sound("fsdp2-fp32-w2").alter(apart, action="step", rank=1, nth=4).findings("parity")
     assert found == ["step 5: the loss is 0.95; 0.7 in the reference (3.6e-01 off, 2.0e-05 allowed)"]
 
 
@@ -141,7 +143,7 @@ def test_a_trainer_need_not_tell_a_norm(sound: Sound) -> None:
     ],
 )
 def test_a_learning_rate(sound: Sound, groups: tuple[dict[str, float], ...], told: str) -> None:
-    story = sound("ddp-fp32-w2").optimizer({"groups": groups}, verb="step", nth=9, rank=0)
+    story = sound("ddp-fp32-w2").optimizer({"groups": groups}, action="step", nth=9, rank=0)
     found = story.findings("parity")
     if len(groups) == 2:
         # The reference has one group; the first of both is its.
@@ -151,15 +153,15 @@ def test_a_learning_rate(sound: Sound, groups: tuple[dict[str, float], ...], tol
 
 
 def test_a_trainer_may_keep_more_groups_of_one_rate(sound: Sound) -> None:
-    story = sound("zero1-fp32-w2").optimizer({"groups": ({"lr": 0.1}, {"lr": 0.1})}, verb="step")
+    story = sound("zero1-fp32-w2").optimizer({"groups": ({"lr": 0.1}, {"lr": 0.1})}, action="step")
     assert story.findings("parity") == []
 
 
 def test_each_group_has_its_rate(sound: Sound) -> None:
-    where: dict[str, Any] = {"run": "reference", "verb": "reference"}
+    where: dict[str, Any] = {"run": "reference", "action": "reference"}
     story = sound("ddp-fp32-w2").optimizer({"groups": ({"lr": 0.1}, {"lr": 0.2})}, **where)
     assert story.findings("parity") == []
-    story = story.optimizer({"groups": ({"lr": 0.1}, {"lr": 0.3})}, verb="step", nth=0, rank=1)
+    story = story.optimizer({"groups": ({"lr": 0.1}, {"lr": 0.3})}, action="step", nth=0, rank=1)
     assert story.findings("parity") == ["step 1: rank 1: the learning rate is 0.1, 0.3; 0.1, 0.2 in the reference"]
 
 
@@ -169,9 +171,9 @@ def test_no_optimizer(sound: Sound) -> None:
     assert story.findings("parity") == []
 
 
-@pytest.mark.parametrize(("run", "verb"), [("train", "step"), ("reference", "reference")])
-def test_no_loss(sound: Sound, run: str, verb: str) -> None:
-    story = sound("ddp-fp32-w2").snapshot(verb, {"loss": None}, run=run, nth=3, rank=0)
+@pytest.mark.parametrize(("run", "action"), [("train", "step"), ("reference", "reference")])
+def test_no_loss(sound: Sound, run: str, action: str) -> None:
+    story = sound("ddp-fp32-w2").snapshot(action, {"loss": None}, run=run, nth=3, rank=0)
     assert story.findings("parity") == [
         "step 4: no loss to compare; expected step() to return it on every rank, and reference()"
     ]

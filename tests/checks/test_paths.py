@@ -33,12 +33,12 @@ def test_the_name_is_hostile() -> None:
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2", "zero3-fp32-w2"])
 def test_weights_that_did_not_come_back(runs_of: RunsOf, cell: str) -> None:
-    story = runs_of(cell, "paths").parameters({"digest": "1:1"}, run="reopened", verb="load")
+    story = runs_of(cell, "paths").parameters({"digest": "1:1"}, run="reopened", action="load")
     assert story.findings("paths") == [f"parameter 'frozen.weight' and 2 others: other values {WHEN}"]
 
 
 def test_an_optimizer_that_did_not_come_back(runs_of: RunsOf) -> None:
-    story = runs_of("fsdp2-fp32-w2", "paths").optimizer({"states": ()}, run="reopened", verb="load")
+    story = runs_of("fsdp2-fp32-w2", "paths").optimizer({"states": ()}, run="reopened", action="load")
     assert story.findings("paths") == [f"the optimizer's state is empty {WHEN}"]
 
 

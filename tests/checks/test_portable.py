@@ -32,7 +32,7 @@ def test_a_parameter_with_other_values(runs_of: RunsOf) -> None:
     # The live names are those of fsdp2.
     story = runs_of("fsdp1-fp32-w2", "portable")
     other = story.alter(
-        lambda snapshot: replace(snapshot, model=_other(snapshot, "outlet.weight")), run="port", verb="load", rank=0
+        lambda snapshot: replace(snapshot, model=_other(snapshot, "outlet.weight")), run="port", action="load", rank=0
     )
     assert other.findings("portable") == ["parameter 'outlet.weight': other values after the load under fsdp2"]
 
@@ -47,7 +47,7 @@ def _other(snapshot: Snapshot, name: str) -> ModelInfo:
 
 def test_shared_steps_count_several_times(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "portable")
-    twice = story.state("step", {"digest": "1:c0000000c"}, run="port", verb="step", nth=0)
+    twice = story.state("step", {"digest": "1:c0000000c"}, run="port", action="step", nth=0)
     assert twice.findings("portable") == [
         "step 'inlet.weight' and 1 others: other values one step after the load under fsdp2",
     ]
@@ -76,15 +76,15 @@ def test_no_loss(runs_of: RunsOf) -> None:
 def test_weights_that_are_not_the_masters(runs_of: RunsOf, cell: str) -> None:
     story = runs_of(cell, "portable")
     other = story.alter(
-        lambda snapshot: replace(snapshot, model=_other(snapshot, "inlet.weight")), run="port", verb="build", rank=1
+        lambda snapshot: replace(snapshot, model=_other(snapshot, "inlet.weight")), run="port", action="build", rank=1
     )
     assert other.findings("portable") == ["parameter 'inlet.weight': other values after the export and build"]
 
 
 def test_a_flat_source_has_no_names_but_steps_and_losses_tell(runs_of: RunsOf) -> None:
-    story = runs_of("fsdp1-fp32-w2", "portable").parameters({"kind": "FlatParameter", "digest": "9:9"}, verb="save")
+    story = runs_of("fsdp1-fp32-w2", "portable").parameters({"kind": "FlatParameter", "digest": "9:9"}, action="save")
     assert story.findings("portable") == []
-    twice = story.state("step", {"digest": "1:c0000000c"}, run="port", verb="step", nth=0)
+    twice = story.state("step", {"digest": "1:c0000000c"}, run="port", action="step", nth=0)
     assert twice.findings("portable") == [
         "step 'inlet.weight' and 1 others: other values one step after the load under fsdp2"
     ]
@@ -94,7 +94,7 @@ def test_a_flat_source_has_no_names_but_steps_and_losses_tell(runs_of: RunsOf) -
 
 def test_of_a_flat_source_losses_tell_in_lower_precision_too(runs_of: RunsOf) -> None:
     story = runs_of("fsdp1-bf16_mixed-w2-no_use_orig_params", "portable")
-    story = story.parameters({"kind": "FlatParameter", "digest": "9:9"}, verb="save")
+    story = story.parameters({"kind": "FlatParameter", "digest": "9:9"}, action="save")
     assert story.findings("portable") == []
     late = story.snapshot("step", {"loss": 7.0}, run="port", nth=1)
     assert [finding[:14] for finding in late.findings("portable")] == ["rank 0: loss 2", "rank 1: loss 2"]
@@ -132,7 +132,7 @@ def test_parts_that_make_up_no_whole(runs_of: RunsOf) -> None:
         )
         return replace(snapshot, model=replace(snapshot.model, parameters=held))
 
-    story = runs_of("zero3-fp32-w2", "portable").alter(cut, run="port", verb="build", rank=1)
+    story = runs_of("zero3-fp32-w2", "portable").alter(cut, run="port", action="build", rank=1)
     (found,) = story.findings("portable")
     assert found.startswith("parameter 'inlet.weight': the parts of all ranks are ")
     assert found.endswith(" after the export and build")

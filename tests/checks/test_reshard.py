@@ -39,7 +39,7 @@ def test_the_runs_go_up_and_back_and_to_one(runs_of: RunsOf) -> None:
 @pytest.mark.parametrize("cell", CELLS[:3])
 def test_one_shard_with_other_values(runs_of: RunsOf, cell: str) -> None:
     story = runs_of(cell, "reshard")
-    where = {"run": "back", "verb": "load", "rank": 1}
+    where = {"run": "back", "action": "load", "rank": 1}
     other = story.parameters({"digest": "3:1"}, only="outlet.weight", **where)
     ranks = story.cell.world_size
     title = "unlike from rank to rank" if cell.startswith("ddp") else "other values"
@@ -51,7 +51,7 @@ HYBRID = "fsdp2-fp32-w4-replicate_2"
 
 @pytest.mark.parametrize("what", ["parameter", "exp_avg"])
 def test_one_copy_of_hybrid_shards_with_other_values(runs_of: RunsOf, what: str) -> None:
-    where: dict[str, Any] = {"run": "back", "verb": "load", "rank": 2, "only": "outlet.weight"}
+    where: dict[str, Any] = {"run": "back", "action": "load", "rank": 2, "only": "outlet.weight"}
     story, other = runs_of(HYBRID, "reshard"), {"digest": "4:1"}
     story = story.parameters(other, **where) if what == "parameter" else story.state(what, other, **where)
     assert story.findings("reshard") == [f"{what} 'outlet.weight': unlike from rank to rank after the load at 4 ranks"]
@@ -61,7 +61,7 @@ def test_a_part_that_one_copy_of_hybrid_shards_lost(runs_of: RunsOf) -> None:
     def forgets(snapshot: Snapshot) -> Snapshot:
         return replace(snapshot, optimizer=snapshot.optimizer and replace(snapshot.optimizer, states=()))
 
-    where: dict[str, Any] = {"run": "back", "verb": "load"}
+    where: dict[str, Any] = {"run": "back", "action": "load"}
     story = runs_of(HYBRID, "reshard")
     lost = story.parameters({"local_numel": 1}, only="outlet.weight", rank=2, **where).findings("reshard")
     told = "the parts of ranks 2, 3 are {} elements; expected {} after the load at 4 ranks"
@@ -78,7 +78,7 @@ def test_a_number_beside_the_elements(runs_of: RunsOf, cell: str) -> None:
     for run in story.trace.runs:
         story = story.state("exp_avg", number, run=run)
     assert story.findings("reshard") == []
-    one: dict[str, Any] = {"run": "up", "verb": "load", "only": "outlet.weight"}
+    one: dict[str, Any] = {"run": "up", "action": "load", "only": "outlet.weight"}
     unlike = story.state("exp_avg", {"digest": "1:8"}, rank=1, **one).findings("reshard")
     assert unlike == ["exp_avg 'outlet.weight': unlike from rank to rank after the load at 4 ranks"]
     other = story.state("exp_avg", {"digest": "1:8"}, **one).findings("reshard")
@@ -97,7 +97,7 @@ def test_ranks_in_another_order(runs_of: RunsOf) -> None:
     swapped = story.alter(
         lambda snapshot: replace(snapshot, model=parts[{0: 1, 1: 0}.get(snapshot.rank, snapshot.rank)]),
         run="back",
-        verb="load",
+        action="load",
     )
     assert swapped.findings("reshard") == [
         "parameter 'frozen.weight' and 2 others: other values after the load at 4 ranks"
@@ -105,7 +105,7 @@ def test_ranks_in_another_order(runs_of: RunsOf) -> None:
 
 
 def test_a_part_that_nobody_holds(runs_of: RunsOf) -> None:
-    where = {"run": "one", "verb": "load"}
+    where = {"run": "one", "action": "load"}
     story = runs_of("fsdp2-fp32-w2", "reshard").parameters({"local_numel": 4}, only="inlet.weight", **where)
     assert story.findings("reshard") == [
         "parameter 'inlet.weight': the parts of all ranks are 4 elements; expected 9 after the load at 1 rank"
@@ -115,7 +115,7 @@ def test_a_part_that_nobody_holds(runs_of: RunsOf) -> None:
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
 def test_a_snapshot_with_other_values(runs_of: RunsOf, cell: str, key: str) -> None:
-    where = {"run": "up", "verb": "load"}
+    where = {"run": "up", "action": "load"}
     story = runs_of(cell, "reshard").state(key, {"digest": "3:1"}, only="outlet.weight", **where)
     assert story.findings("reshard") == [f"{key} 'outlet.weight': other values after the load at 4 ranks"]
 
@@ -131,19 +131,19 @@ def test_a_part_of_a_flat_master_with_other_values(runs_of: RunsOf, cell: str, k
         )
         return replace(snapshot, optimizer=replace(snapshot.optimizer, masters=masters))
 
-    story = runs_of(cell, "reshard").alter(other, run="up", verb="load", rank=0)
+    story = runs_of(cell, "reshard").alter(other, run="up", action="load", rank=0)
     assert story.findings("reshard") == [f"{key} 'inlet.weight': other values after the load at 4 ranks"]
 
 
 @pytest.mark.parametrize("cell", ["fsdp1-fp32-w2", "fsdp2-fp32-w2"])
 def test_the_optimizer_comes_back_empty(runs_of: RunsOf, cell: str) -> None:
-    story = runs_of(cell, "reshard").optimizer({"states": ()}, run="one", verb="load")
+    story = runs_of(cell, "reshard").optimizer({"states": ()}, run="one", action="load")
     assert story.findings("reshard") == ["the optimizer's state is empty after the load at 1 rank"]
 
 
 @pytest.mark.parametrize(("cell", "name"), [("fsdp2-fp32-w2", "inlet.weight"), ("zero3-fp32-w2", "partitions")])
 def test_one_step_counts_as_more_than_one(runs_of: RunsOf, cell: str, name: str) -> None:
-    story = runs_of(cell, "reshard").state("step", {"digest": "1:c0000000c"}, run="up", verb="step", nth=0)
+    story = runs_of(cell, "reshard").state("step", {"digest": "1:c0000000c"}, run="up", action="step", nth=0)
     found = story.findings("reshard")
     assert len(found) == 1
     assert found[0].startswith(f"step {name!r}")
@@ -165,13 +165,13 @@ def test_one_step_counts_as_more_than_one(runs_of: RunsOf, cell: str, name: str)
     ],
 )
 def test_scheduler_and_loss(runs_of: RunsOf, changes: dict[str, Any], told: str) -> None:
-    verb = "step" if "loss" in changes else "load"
-    story = runs_of("fsdp2-fp32-w2", "reshard").snapshot(verb, changes, run="one")
+    action = "step" if "loss" in changes else "load"
+    story = runs_of("fsdp2-fp32-w2", "reshard").snapshot(action, changes, run="one")
     assert story.findings("reshard") == [f"rank 0: {told}"]
 
 
 def test_the_numbers_of_the_groups(runs_of: RunsOf) -> None:
-    where = {"run": "one", "verb": "load"}
+    where = {"run": "one", "action": "load"}
     story = runs_of("fsdp2-fp32-w2", "reshard")
     assert story.optimizer({"groups": ({"lr": 0.1, "weight_decay": 0.01},)}, **where).findings("reshard") == [
         "rank 0: lr of the optimizer's group 0 is 0.1 after the load at 1 rank; 0.0125 was saved"
@@ -181,9 +181,9 @@ def test_the_numbers_of_the_groups(runs_of: RunsOf) -> None:
     ]
 
 
-@pytest.mark.parametrize(("run", "verb"), [("up", "save"), ("up", "load"), ("train", "save")])
-def test_a_silent_rank(runs_of: RunsOf, run: str, verb: str) -> None:
-    story = runs_of("ddp-fp32-w2", "reshard").without(verb, run=run, rank=1)
+@pytest.mark.parametrize(("run", "action"), [("up", "save"), ("up", "load"), ("train", "save")])
+def test_a_silent_rank(runs_of: RunsOf, run: str, action: str) -> None:
+    story = runs_of("ddp-fp32-w2", "reshard").without(action, run=run, rank=1)
     assert any(finding.startswith("rank 1: no report after") for finding in story.findings("reshard"))
 
 

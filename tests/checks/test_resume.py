@@ -21,7 +21,7 @@ CELLS = ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2", "zero1-bf16_mixed-w2", "zero3-fp3
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_parameter_with_other_values(sound: Sound, cell: str) -> None:
     story = sound(cell)
-    other = story.parameters({"digest": "other"}, only="outlet.weight", run="resume", verb="load", rank=1)
+    other = story.parameters({"digest": "other"}, only="outlet.weight", run="resume", action="load", rank=1)
     assert other.findings("resume") == [
         f"rank 1: parameter {story.live('outlet.weight')!r}: other values after the load"
     ]
@@ -33,7 +33,7 @@ def test_a_buffer_with_other_values(sound: Sound) -> None:
         buffers = tuple(replace(buffer, digest="doubled") for buffer in snapshot.model.buffers)
         return replace(snapshot, model=replace(snapshot.model, buffers=buffers))
 
-    story = sound("ddp-fp32-w2").alter(doubled, run="resume", verb="load", rank=0)
+    story = sound("ddp-fp32-w2").alter(doubled, run="resume", action="load", rank=0)
     assert story.findings("resume") == ["rank 0: buffer 'scale': other values after the load"]
 
 
@@ -46,7 +46,7 @@ def test_no_model_after_the_load(sound: Sound) -> None:
 
 
 def test_another_name_after_the_load(sound: Sound) -> None:
-    where = {"run": "resume", "verb": "load", "rank": 0}
+    where = {"run": "resume", "action": "load", "rank": 0}
     story = sound("fsdp2-fp32-w2").parameters({"name": "_orig_mod.outlet.weight"}, only="outlet.weight", **where)
     assert story.findings("resume") == [
         "rank 0: parameter 'outlet.weight': missing after the load",
@@ -59,7 +59,7 @@ def test_another_name_after_the_load(sound: Sound) -> None:
 def test_the_optimizer_comes_back_empty(sound: Sound, cell: str, tensors: int, part: str) -> None:
     story = sound(cell)
     if part == "states":
-        story = story.optimizer({"states": ()}, run="resume", verb="load", rank=1)
+        story = story.optimizer({"states": ()}, run="resume", action="load", rank=1)
     else:
         story = story.snapshot("load", {"optimizer": None}, run="resume", rank=1)
     assert story.findings("resume") == [
@@ -84,14 +84,14 @@ def test_one_tensor_of_the_state(sound: Sound, cell: str, owner: str, key: str, 
                 states.append(replace(state, digest="other"))
         return replace(snapshot, optimizer=replace(snapshot.optimizer, states=tuple(states)))
 
-    story = sound(cell).alter(change, run="resume", verb="load", rank=0)
+    story = sound(cell).alter(change, run="resume", action="load", rank=0)
     assert story.findings("resume") == [f"rank 0: optimizer state '{key} of {owner}': {fate} after the load"]
 
 
 def test_state_that_appears_from_nowhere(sound: Sound) -> None:
     story = sound("fsdp2-fp32-w2")
-    for verb, nth in (("step", 2), ("save", 0)):
-        story = story.optimizer({"states": ()}, verb=verb, nth=nth, rank=0)
+    for action, nth in (("step", 2), ("save", 0)):
+        story = story.optimizer({"states": ()}, action=action, nth=nth, rank=0)
     assert story.findings("resume") == [
         "rank 0: optimizer state 'exp_avg of inlet.weight' and 5 others: new after the load"
     ]
@@ -100,10 +100,10 @@ def test_state_that_appears_from_nowhere(sound: Sound) -> None:
 @pytest.mark.parametrize(("saved", "loaded", "told"), [("float32", "bfloat16", True), ("float", "float32", False)])
 def test_state_in_another_dtype(sound: Sound, saved: str, loaded: str, *, told: bool) -> None:
     story = sound("ddp-fp32-w2")
-    for verb, nth in (("step", 2), ("save", 0)):
-        story = story.state("exp_avg", {"dtype": saved}, only="inlet.weight", verb=verb, nth=nth)
-    story = story.state("exp_avg", {"dtype": loaded}, only="inlet.weight", run="resume", verb="load", rank=1)
-    story = story.state("exp_avg", {"dtype": saved}, only="inlet.weight", run="resume", verb="load", rank=0)
+    for action, nth in (("step", 2), ("save", 0)):
+        story = story.state("exp_avg", {"dtype": saved}, only="inlet.weight", action=action, nth=nth)
+    story = story.state("exp_avg", {"dtype": loaded}, only="inlet.weight", run="resume", action="load", rank=1)
+    story = story.state("exp_avg", {"dtype": saved}, only="inlet.weight", run="resume", action="load", rank=0)
     finding = "rank 1: optimizer state 'exp_avg of module.inlet.weight': another dtype after the load"
     assert story.findings("resume") == [finding] * told
 
@@ -111,7 +111,7 @@ def test_state_in_another_dtype(sound: Sound, saved: str, loaded: str, *, told: 
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_parameter_in_another_dtype(sound: Sound, cell: str) -> None:
     story = sound(cell)
-    other = story.parameters({"dtype": "float16"}, only="outlet.weight", run="resume", verb="load", rank=1)
+    other = story.parameters({"dtype": "float16"}, only="outlet.weight", run="resume", action="load", rank=1)
     assert other.findings("resume") == [
         f"rank 1: parameter {story.live('outlet.weight')!r}: another dtype after the load"
     ]
@@ -126,13 +126,13 @@ def test_a_parameter_in_another_dtype(sound: Sound, cell: str) -> None:
     ],
 )
 def test_a_number_of_a_group(sound: Sound, group: dict[str, float], finding: str) -> None:
-    story = sound("zero1-fp32-w2").optimizer({"groups": (group,)}, run="resume", verb="load", rank=0)
+    story = sound("zero1-fp32-w2").optimizer({"groups": (group,)}, run="resume", action="load", rank=0)
     assert story.findings("resume") == [f"rank 0: {finding}"]
 
 
 @pytest.mark.parametrize("groups", [(), ({"lr": 0.1}, {"lr": 0.2})])
 def test_another_number_of_groups(sound: Sound, groups: tuple[dict[str, float], ...]) -> None:
-    story = sound("ddp-fp32-w2").optimizer({"groups": groups}, run="resume", verb="load", rank=0)
+    story = sound("ddp-fp32-w2").optimizer({"groups": groups}, run="resume", action="load", rank=0)
     told = f"rank 0: the optimizer has {len(groups)} param groups after the load; 1 before"
     assert told in story.findings("resume")
 
@@ -142,11 +142,11 @@ def test_saving_changes_nothing(sound: Sound, cell: str) -> None:
     def both(part: str, changes: dict[str, Any]) -> list[str]:
         # What the save made of it is what the load then gives back.
         story = sound(cell)
-        for run, verb in (("train", "save"), ("resume", "load")):
+        for run, action in (("train", "save"), ("resume", "load")):
             if part == "parameter":
-                story = story.parameters(changes, only="outlet.weight", run=run, verb=verb, rank=0)
+                story = story.parameters(changes, only="outlet.weight", run=run, action=action, rank=0)
             else:
-                story = story.optimizer(changes, run=run, verb=verb, rank=0)
+                story = story.optimizer(changes, run=run, action=action, rank=0)
         return story.findings("resume")
 
     name = sound(cell).live("outlet.weight")
@@ -197,9 +197,11 @@ def test_no_loss(sound: Sound, run: str, nth: int) -> None:
     assert story.findings("resume") == ["rank 1: no loss to compare; expected step() to return it"]
 
 
-@pytest.mark.parametrize(("run", "verb"), [("train", "save"), ("resume", "load")])
-def test_a_rank_is_silent(sound: Sound, run: str, verb: str) -> None:
-    assert sound("ddp-fp32-w2").without(verb, run=run, rank=1).findings("resume") == [f"rank 1: no report after {verb}"]
+@pytest.mark.parametrize(("run", "action"), [("train", "save"), ("resume", "load")])
+def test_a_rank_is_silent(sound: Sound, run: str, action: str) -> None:
+    assert sound("ddp-fp32-w2").without(action, run=run, rank=1).findings("resume") == [
+        f"rank 1: no report after {action}"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_the_gradient_scaler_starts_again(sound: Sound) -> None:
 def test_of_a_checkpoint_of_the_model_alone_the_model_comes_back(sound: Sound) -> None:
     story = sound("ddp-fp32-w2-save_only_model").snapshot("load", {"optimizer": None, "scheduler": ""}, run="resume")
     assert story.findings("resume") == []
-    other = story.parameters({"digest": "other"}, only="outlet.weight", run="resume", verb="load", rank=1)
+    other = story.parameters({"digest": "other"}, only="outlet.weight", run="resume", action="load", rank=1)
     assert other.findings("resume") == ["rank 1: parameter 'module.outlet.weight': other values after the load"]
 
 
@@ -249,8 +251,8 @@ def test_state_of_no_element_is_no_state(sound: Sound) -> None:
 
     story = sound("fsdp2-fp32-w2").state("", {"numel": 0}, only="outlet.weight", run="resume", rank=1)
     assert story.state("", {"numel": 0}, only="outlet.weight", run="train", rank=1).findings("resume") == []
-    empty = story.state("", {"numel": 0}, only="outlet.weight", run="train", verb="step", rank=1)
-    assert empty.alter(gone, verb="save", rank=1).findings("resume") == []
+    empty = story.state("", {"numel": 0}, only="outlet.weight", run="train", action="step", rank=1)
+    assert empty.alter(gone, action="save", rank=1).findings("resume") == []
 
 
 @pytest.mark.parametrize("cell", CELLS)

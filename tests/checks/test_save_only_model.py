@@ -24,7 +24,7 @@ CELLS = tuple(f"{name}-fp32-w2-save_only_model" for name in ("ddp", "fsdp1", "fs
 
 
 def saved(runs_of: RunsOf, cell: str, *, values_of: str = "save", kind: str = "") -> tuple[Story, dict[str, str]]:
-    """The story, and what a checkpoint holds of what was trained at that verb, or of that kind of values."""
+    """The story, and what a checkpoint holds of what was trained at that action, or of that kind of values."""
     story = runs_of(cell, "save_only_model")
     run = story.trace.run()
     trained = values(run, run.at(values_of))
@@ -111,16 +111,16 @@ def test_it_is_for_cells_that_save_the_model_alone() -> None:
     assert check.applies(Cell.of("ddp", "fp32", save_only_model=True), Driver) == ""
 
 
-@pytest.mark.parametrize(("verb", "status"), [("build", "refused"), ("step", "late"), ("save", "late")])
-def test_refused_when_built_or_found_out_late(runs_of: RunsOf, verb: str, status: str) -> None:
+@pytest.mark.parametrize(("action", "status"), [("build", "refused"), ("step", "late"), ("save", "late")])
+def test_refused_when_built_or_found_out_late(runs_of: RunsOf, action: str, status: str) -> None:
     story = runs_of("fsdp2-fp32-w2-save_only_model", "save_only_model")
     run = story.trace.run()
-    index = run.at(verb)[0].index
+    index = run.at(action)[0].index
     told = "rank 0 raised ValueError: save_only_model option is not compatible with FSDP state dict type"
     broken = replace(
         run,
         snapshots=tuple(m for m in run.snapshots if m.index < index),
-        end=RunFailure("raised", told, told, verb, index),
+        end=RunFailure("raised", told, told, action, index),
     )
     expect = refuses(save_only_model=True, match=r"save_only_model .* not compatible")
     found = judge(CHECKS.get("save_only_model"), story.cell, Trace.of("hand-made", [broken]), [expect])

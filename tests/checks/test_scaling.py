@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
 
 CELLS = ("ddp-fp16_mixed-w2", "fsdp1-fp16_mixed-w2", "zero1-fp16_mixed-w2")
-#: The verb, the step of training that it looks like, and the scale after it.
-VERBS = (("step", 0, 1024.0), ("overflow", 0, 512.0), ("step", 1, 512.0))
+#: The action, the step of training that it looks like, and the scale after it.
+ACTIONS = (("step", 0, 1024.0), ("overflow", 0, 512.0), ("step", 1, 512.0))
 
 
 def overflowing(story: Story) -> Story:
     """The same training, with an overflow in the second step that all ranks skip."""
     train = story.trace.run()
     snapshots: list[Snapshot] = []
-    for index, (verb, nth, scale) in enumerate(VERBS):
-        seen: dict[str, Any] = {"run": "overflow", "verb": verb, "index": index, "scaler": {"scale": scale}}
+    for index, (action, nth, scale) in enumerate(ACTIONS):
+        seen: dict[str, Any] = {"run": "overflow", "action": action, "index": index, "scaler": {"scale": scale}}
         snapshots += [replace(snapshot, **seen) for snapshot in train.at("step", nth)]
     run = RunTrace("overflow", train.world_size, tuple(snapshots))
     return replace(story, trace=Trace.of("hand-made", [run]))
 
 
-def alter(story: Story, verb: str, changes: dict[str, Any], **where: Any) -> Story:
-    return story.snapshot(verb, changes, run="overflow", **where)
+def alter(story: Story, action: str, changes: dict[str, Any], **where: Any) -> Story:
+    return story.snapshot(action, changes, run="overflow", **where)
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -43,8 +43,8 @@ def test_sound(sound: Sound, cell: str) -> None:
 @pytest.mark.parametrize("cell", CELLS)
 def test_no_scaler(sound: Sound, cell: str) -> None:
     story = overflowing(sound(cell))
-    for verb in ("step", "overflow"):
-        story = alter(story, verb, {"scaler": {}})
+    for action in ("step", "overflow"):
+        story = alter(story, action, {"scaler": {}})
     assert story.findings("scaling") == [
         f"rank {rank}: nothing scales the loss; small gradients vanish in float16" for rank in (0, 1)
     ]
@@ -66,8 +66,8 @@ def test_a_scale_that_is_no_number(sound: Sound, scale: float) -> None:
 def bearing(story: Story, before: dict[str, float], after: dict[str, float]) -> list[str]:
     """What is said where the scale stays 1024, with that besides."""
     story = alter(story, "step", {"scaler": {"scale": 1024.0, **before}}, nth=0)
-    for verb, nth in (("overflow", 0), ("step", 1)):
-        story = alter(story, verb, {"scaler": {"scale": 1024.0, **after}}, nth=nth)
+    for action, nth in (("overflow", 0), ("step", 1)):
+        story = alter(story, action, {"scaler": {"scale": 1024.0, **after}}, nth=nth)
     return story.findings("scaling")
 
 
@@ -82,9 +82,9 @@ def test_a_scale_that_bears_an_overflow_first(sound: Sound) -> None:
         ]
 
 
-@pytest.mark.parametrize(("verb", "nth", "what"), [("overflow", 0, "the overflow"), ("step", 1, "the step after it")])
-def test_scales_that_part(sound: Sound, verb: str, nth: int, what: str) -> None:
-    story = alter(overflowing(sound("fsdp1-fp16_mixed-w2")), verb, {"scaler": {"scale": 256.0}}, nth=nth, rank=1)
+@pytest.mark.parametrize(("action", "nth", "what"), [("overflow", 0, "the overflow"), ("step", 1, "the step after it")])
+def test_scales_that_part(sound: Sound, action: str, nth: int, what: str) -> None:
+    story = alter(overflowing(sound("fsdp1-fp16_mixed-w2")), action, {"scaler": {"scale": 256.0}}, nth=nth, rank=1)
     assert story.findings("scaling") == [f"ranks scale the loss differently after {what}: by 256, 512"]
 
 
@@ -108,7 +108,7 @@ def test_a_rank_that_steps_while_the_others_skip(sound: Sound, cell: str) -> Non
 
 def test_a_master_alone_that_changes(sound: Sound) -> None:
     story = overflowing(sound("zero1-fp16_mixed-w2")).state(
-        "exp_avg", {"digest": "another"}, run="overflow", verb="overflow", rank=0
+        "exp_avg", {"digest": "another"}, run="overflow", action="overflow", rank=0
     )
     assert story.findings("scaling") == [
         "rank 0: exp_avg of 'partition 0' changed in a step whose gradients overflow; expected it to be skipped"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.trace import Snapshot
 
-LAST: dict[str, Any] = {"verb": "step", "nth": 2}
+LAST: dict[str, Any] = {"action": "step", "nth": 2}
 CUT = "expected 'inlet', 'outlet', the root, and none inside a block"
 
 
@@ -79,7 +79,7 @@ def with_inner(story: Story) -> Story:
         inner = tuple(replace(info, name=info.name.replace(".", ".inner.")) for info in snapshot.plain.parameters)
         return replace(snapshot, plain=replace(snapshot.plain, parameters=(*snapshot.plain.parameters, *inner)))
 
-    return story.alter(change, verb="plain")
+    return story.alter(change, action="plain")
 
 
 def test_recomputing_that_nobody_asked_for(sound: Sound) -> None:
@@ -140,7 +140,7 @@ def test_a_trained_layer_of_a_frozen_block_may_be_a_unit_apart(sound: Sound) -> 
     cut = live(story, "", "inlet", "inlet.inner", "outlet")
     told = f"FSDP's units are 'inlet', 'inlet.inner', 'outlet', the root; {CUT}"
     assert story.model({"units": cut}, **LAST, rank=0).findings("units") == [f"rank 0: {told}"]
-    assert story.alter(freeze, verb="plain").model({"units": cut}, **LAST).findings("units") == []
+    assert story.alter(freeze, action="plain").model({"units": cut}, **LAST).findings("units") == []
 
 
 def test_a_block_inside_a_block_is_one(sound: Sound) -> None:
@@ -186,7 +186,7 @@ def test_a_module_to_leave_out_that_nobody_knows(sound: Sound) -> None:
         assert snapshot.plain is not None
         return replace(snapshot, plain=replace(snapshot.plain, ignored=()))
 
-    story = sound("fsdp2-fp32-w2-ignored").alter(forget, verb="plain")
+    story = sound("fsdp2-fp32-w2-ignored").alter(forget, action="plain")
     assert story.findings("units") == ["it is not known which module was to be left out of the sharding"]
 
 
@@ -197,7 +197,7 @@ def with_blocks(story: Story, *blocks: str, classes: tuple[str, ...] = ()) -> St
         assert snapshot.plain is not None
         return replace(snapshot, plain=replace(snapshot.plain, blocks=blocks, block_classes=classes))
 
-    return story.alter(change, verb="plain")
+    return story.alter(change, action="plain")
 
 
 def test_silence_is_no_proof(sound: Sound) -> None:

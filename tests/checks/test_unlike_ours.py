@@ -82,12 +82,12 @@ def test_a_model_without_matrix_products(sound: Sound, products: int | None, sil
     def altered(snapshot: Snapshot) -> Snapshot:
         return replace(snapshot, plain=snapshot.plain and replace(snapshot.plain, products=products))
 
-    story = sound("ddp-fp32-w2").alter(altered, verb="plain").snapshot("step", {"compute": ()}, nth=2, rank=1)
+    story = sound("ddp-fp32-w2").alter(altered, action="plain").snapshot("step", {"compute": ()}, nth=2, rank=1)
     assert story.findings("dtypes") == ([] if silent else ["rank 1: matrix products ran in nothing; expected float32"])
 
 
 def test_a_dtype_that_nobody_knows_is_no_crash(sound: Sound) -> None:
-    story = sound("fsdp2-fp32-w2").parameters({"dtype": "uint4"}, only="frozen.weight", verb="step", nth=2)
+    story = sound("fsdp2-fp32-w2").parameters({"dtype": "uint4"}, only="frozen.weight", action="step", nth=2)
     assert story.findings("dtypes") == []
 
 
@@ -124,15 +124,15 @@ def test_statistics_that_each_rank_has_its_own_of(
 ) -> None:
     """As BatchNorm has: of several ranks one saves."""
     story = sound(cell)
-    for verb, nth in (("step", 2), ("save", 0)):
-        story = story.alter(buffers(("zero", "one")), verb=verb, nth=nth)
-    assert story.alter(buffers(loaded), run="resume", verb="load").findings("resume") == findings
+    for action, nth in (("step", 2), ("save", 0)):
+        story = story.alter(buffers(("zero", "one")), action=action, nth=nth)
+    assert story.alter(buffers(loaded), run="resume", action="load").findings("resume") == findings
 
 
 def test_a_save_that_changes_statistics(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").alter(buffers(("zero", "one")), verb="step", nth=2)
-    story = story.alter(buffers(("zero", "zero")), verb="save").alter(
-        buffers(("zero", "zero")), run="resume", verb="load"
+    story = sound("ddp-fp32-w2").alter(buffers(("zero", "one")), action="step", nth=2)
+    story = story.alter(buffers(("zero", "zero")), action="save").alter(
+        buffers(("zero", "zero")), run="resume", action="load"
     )
     assert story.findings("resume") == ["rank 1: buffer 'scale': other values after the save"]
 
@@ -153,20 +153,20 @@ def test_a_buffer_that_no_file_holds_may_be_another(sound: Sound, changed: dict[
         held = tuple(replace(info, **changed) for info in snapshot.model.buffers) if changed else ()
         return replace(snapshot, model=replace(snapshot.model, buffers=held))
 
-    story = sound("fsdp2-fp32-w2").alter(loose, verb="plain").alter(altered, run="resume", verb="load")
+    story = sound("fsdp2-fp32-w2").alter(loose, action="plain").alter(altered, run="resume", action="load")
     assert story.findings("resume") == []
 
 
 def test_a_learning_rate_that_begins_anew(sound: Sound) -> None:
     """Set at the end of each step, so that no loss of the first two tells of it."""
-    story = sound("ddp-fp32-w2").optimizer({"groups": ({"lr": 0.5},)}, run="resume", verb="step", nth=0, rank=1)
+    story = sound("ddp-fp32-w2").optimizer({"groups": ({"lr": 0.5},)}, run="resume", action="step", nth=0, rank=1)
     assert story.findings("resume") == [
         "rank 1: lr of the optimizer's group 0 is 0.5 after step 1 of the resumed run; 0.1 in the run that never stopped"
     ]
 
 
 def test_a_learning_rate_may_be_rounded(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").optimizer({"groups": ({"lr": 0.1 + 1e-16},)}, run="resume", verb="step", nth=0)
+    story = sound("ddp-fp32-w2").optimizer({"groups": ({"lr": 0.1 + 1e-16},)}, run="resume", action="step", nth=0)
     assert story.findings("resume") == []
 
 
@@ -185,7 +185,7 @@ def test_one_buffer_that_is_narrow_is_no_leave_for_another(sound: Sound) -> None
         )
         return replace(snapshot, model=replace(snapshot.model, buffers=held))
 
-    story = sound("fsdp2-fp32-w2").alter(both, verb="plain").alter(rounded, verb="step", nth=2, rank=0)
+    story = sound("fsdp2-fp32-w2").alter(both, action="plain").alter(rounded, action="step", nth=2, rank=0)
     assert story.findings("dtypes") == ["rank 0: 1 buffers are in bfloat16, first 'scale'; expected float32"]
 
 
@@ -196,4 +196,4 @@ def test_a_plain_buffer_on_the_meta_device_had_no_values(sound: Sound) -> None:
             snapshot, plain=plain and replace(plain, buffers=tuple(replace(one, digest="0:0") for one in plain.buffers))
         )
 
-    assert sound("fsdp2-fp32-w2").alter(meta, verb="plain").findings("names") == []
+    assert sound("fsdp2-fp32-w2").alter(meta, action="plain").findings("names") == []

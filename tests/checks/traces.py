@@ -13,14 +13,14 @@ from pytest_distcompat.trace import ParameterInfo, Snapshot, StateInfo, Trace
 
 
 class Able(Driver):
-    """Has every optional verb, and speaks every option."""
+    """Has every optional methods, and speaks every option."""
 
     name = "able"
     options = tuple(OPTIONS)
 
     @classmethod
-    def can(cls, verb: str) -> bool:
-        return bool(verb)
+    def can(cls, action: str) -> bool:
+        return bool(action)
 
 
 @dataclass(frozen=True)
@@ -48,29 +48,29 @@ class Story:
         change: Callable[[Snapshot], Snapshot | None],
         *,
         run: str = "train",
-        verb: str = "",
+        action: str = "",
         nth: int | None = None,
         rank: int | None = None,
     ) -> Story:
-        """Change the chosen snapshots (None takes one out); no verb means all, no ``nth`` every such verb."""
+        """Change the chosen snapshots (None takes one out); no action means all, no ``nth`` every such action."""
         old = self.trace.run(run)
         chosen = [
             snapshot
-            for snapshot in (old.at(verb, nth) if nth is not None else old.snapshots)
-            if verb in {"", snapshot.verb} and rank in {None, snapshot.rank}
+            for snapshot in (old.at(action, nth) if nth is not None else old.snapshots)
+            if action in {"", snapshot.action} and rank in {None, snapshot.rank}
         ]
         assert chosen, "a test that alters nothing tests nothing"
         snapshots = (change(snapshot) if snapshot in chosen else snapshot for snapshot in old.snapshots)
         new = replace(old, snapshots=tuple(snapshot for snapshot in snapshots if snapshot))
         return replace(self, trace=replace(self.trace, runs={**self.trace.runs, run: new}))
 
-    def without(self, verb: str, **where: Any) -> Story:
-        """The same, with the snapshots after that verb gone."""
-        return self.alter(lambda snapshot: None, verb=verb, **where)
+    def without(self, action: str, **where: Any) -> Story:
+        """The same, with the snapshots after that action gone."""
+        return self.alter(lambda snapshot: None, action=action, **where)
 
-    def snapshot(self, verb: str, changes: dict[str, Any], **where: Any) -> Story:
-        """The same, with other fields in the snapshots after that verb."""
-        return self.alter(lambda snapshot: replace(snapshot, **changes), verb=verb, **where)
+    def snapshot(self, action: str, changes: dict[str, Any], **where: Any) -> Story:
+        """The same, with other fields in the snapshots after that action."""
+        return self.alter(lambda snapshot: replace(snapshot, **changes), action=action, **where)
 
     def model(self, changes: dict[str, Any], **where: Any) -> Story:
         """The same, with other fields of the live model."""
@@ -129,7 +129,7 @@ class Story:
             files[position] = replace(files[position], **changes)
             return replace(snapshot, files=tuple(files))
 
-        return self.alter(change, verb="files", rank=0)
+        return self.alter(change, action="files", rank=0)
 
     def _part(self, name: str, change: Callable[[Any], Any], where: dict[str, Any]) -> Story:
         def altered(snapshot: Snapshot) -> Snapshot:

@@ -37,7 +37,7 @@ class Example:
 
 
 def _units(cell: str) -> Story:
-    return sound(cell).model({"units": ("",)}, verb="step", nth=2)
+    return sound(cell).model({"units": ("",)}, action="step", nth=2)
 
 
 def _masters_of_the_frozen(cell: str) -> Story:
@@ -56,7 +56,7 @@ def _export_of_a_wrapped_model(cell: str) -> Story:
             snapshot, files=tuple(replace(f, keys=keys) if "export" in f.path else f for f in snapshot.files)
         )
 
-    return runs_of(cell, "export").alter(change, verb="files", rank=0)
+    return runs_of(cell, "export").alter(change, action="files", rank=0)
 
 
 def _model_alone(cell: str) -> Story:
@@ -90,24 +90,24 @@ def _loss_doubled(snapshot: Snapshot) -> Snapshot:
 
 
 #: Where the optimizer's state is after a load.
-LOADED: Mapping[str, Any] = {"run": "resume", "verb": "load"}
+LOADED: Mapping[str, Any] = {"run": "resume", "action": "load"}
 
 EXAMPLES: Mapping[str, Example] = {
     "active": Example(
         "was told FSDP2 and got DDP",
         "fsdp2-fp32-w2",
-        lambda cell: sound(cell).model({"wrappers": {"DDP": 1}}, verb="build").parameters({"kind": "Parameter"}),
+        lambda cell: sound(cell).model({"wrappers": {"DDP": 1}}, action="build").parameters({"kind": "Parameter"}),
     ),
     "names": Example(
         "compiles the model in a cell without `compile`",
         "fsdp2-fp32-w2",
-        lambda cell: sound(cell).renamed("outlet.weight", "_orig_mod.outlet.weight", verb="step", nth=2),
+        lambda cell: sound(cell).renamed("outlet.weight", "_orig_mod.outlet.weight", action="step", nth=2),
     ),
     "optimizer": Example(
         "makes the optimizer before it wraps the model",
         "fsdp2-fp32-w2",
         lambda cell: (
-            sound(cell).parameters({"held": 0}, verb="build").parameters({"digest": "1:1"}, only="outlet.weight")
+            sound(cell).parameters({"held": 0}, action="build").parameters({"digest": "1:1"}, only="outlet.weight")
         ),
     ),
     "dtypes": Example(
@@ -115,8 +115,8 @@ EXAMPLES: Mapping[str, Example] = {
         "fsdp2-bf16_mixed-w2",
         lambda cell: (
             sound(cell)
-            .parameters({"dtype": "bfloat16"}, verb="step", nth=2)
-            .stepped({"master": ("bfloat16",), "state": ("bfloat16",)}, verb="step", nth=2)
+            .parameters({"dtype": "bfloat16"}, action="step", nth=2)
+            .stepped({"master": ("bfloat16",), "state": ("bfloat16",)}, action="step", nth=2)
         ),
     ),
     "resume": Example(
@@ -127,12 +127,12 @@ EXAMPLES: Mapping[str, Example] = {
     "parity": Example(
         "adds losses up that should be averaged",
         "ddp-fp32-w2",
-        lambda cell: sound(cell).alter(_loss_doubled, verb="step"),
+        lambda cell: sound(cell).alter(_loss_doubled, action="step"),
     ),
     "clipping": Example(
         "clips by the norm of each rank's own shard",
         "fsdp2-fp32-w2",
-        lambda cell: sound(cell).stepped({"square": 1.0}, verb="step"),
+        lambda cell: sound(cell).stepped({"square": 1.0}, action="step"),
     ),
     "units": Example("wraps the whole model in one unit", "fsdp2-fp32-w2", _units),
     "accumulation": Example("reduces gradients after each micro-batch", "ddp-fp32-w2-accumulate_2", _reduced_twice),
@@ -146,19 +146,19 @@ EXAMPLES: Mapping[str, Example] = {
         "pads its shards for one number of ranks",
         "fsdp2-fp32-w2",
         lambda cell: runs_of(cell, "reshard").parameters(
-            {"digest": "3:1"}, only="outlet.weight", run="up", verb="load", rank=3
+            {"digest": "3:1"}, only="outlet.weight", run="up", action="load", rank=3
         ),
     ),
     "portable": Example(
         "exports the weights of the step before",
         "zero3-fp32-w2",
-        lambda cell: runs_of(cell, "portable").parameters({"digest": "3:1"}, run="port", verb="build", rank=0),
+        lambda cell: runs_of(cell, "portable").parameters({"digest": "3:1"}, run="port", action="build", rank=0),
     ),
     "export": Example("exports the wrapped model's own state dict", "ddp-fp32-w2", _export_of_a_wrapped_model),
     "paths": Example(
         "looks for the word `optimizer` in a path",
         "fsdp2-fp32-w2",
-        lambda cell: runs_of(cell, "paths").optimizer({"states": ()}, run="reopened", verb="load"),
+        lambda cell: runs_of(cell, "paths").optimizer({"states": ()}, run="reopened", action="load"),
     ),
     "damage": Example("loads what is there and makes the rest anew", "ddp-fp32-w2", _loaded_though_spoilt),
     "save_only_model": Example("does not gather a block", "fsdp2-fp32-w2-save_only_model", _model_alone),

@@ -26,7 +26,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"(?<=<!-- made by tests/cli/generated.py: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 #: A cell of this, with the driver that can do most, tells which runs a check needs.
 CELL = Cell("fsdp2", "fp32")
-#: What a driver says of itself beside its verbs, in words.
+#: What a driver says of itself beside its actions, in words.
 CLAIMS: Mapping[str, str] = {
     "reshards": "Strategies whose checkpoints can be loaded at another world size.",
     "portable": "Strategy to the other one that can load its checkpoints.",
@@ -145,12 +145,12 @@ def cell_options() -> str:
     return table(("option", "values, the default first", "means", "drivers"), rows)
 
 
-#: Verbs that a driver need not have.
+#: Actions that a driver need not have.
 OPTIONAL = ("export", "reload", "evaluate", "reference", "overflow")
 
 
 class Able(Driver):
-    """Has every optional verb, and makes every claim."""
+    """Has every optional methods, and makes every claim."""
 
     name = "able"
     reshards = STRATEGIES.names()
@@ -158,15 +158,15 @@ class Able(Driver):
     lacks: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def can(cls, verb: str) -> bool:
-        return verb not in cls.lacks
+    def can(cls, action: str) -> bool:
+        return action not in cls.lacks
 
 
-def verbs() -> str:
-    """Which checks each optional verb or claim of a driver brings."""
+def actions() -> str:
+    """Which checks each optional methods or claim of a driver brings."""
     cells = (CELL, Cell("ddp", "fp16_mixed"))
     told: Mapping[str, dict[str, Any]] = {
-        **{verb: {"lacks": (verb,)} for verb in OPTIONAL},
+        **{action: {"lacks": (action,)} for action in OPTIONAL},
         "reshards": {"reshards": ()},
         "portable": {"portable": {}},
     }
@@ -192,7 +192,7 @@ def verbs() -> str:
         ]
         for name, missing in told.items()
     )
-    return table(("verb or claim", "is", "checks that it brings"), rows)
+    return table(("method or claim", "is", "checks that it brings"), rows)
 
 
 def example_driver() -> str:
@@ -209,7 +209,7 @@ MADE: Mapping[str, Callable[[], str]] = {
     "precisions": precisions,
     "dtypes": dtypes,
     "options": cell_options,
-    "verbs": verbs,
+    "actions": actions,
     "driver": example_driver,
 }
 

@@ -1,4 +1,4 @@
-"""Not collected here: test_suites.py copies it; suites whose trainers have a fault on one rank, in one verb."""
+"""Not collected here: test_suites.py copies it; suites whose trainers have a fault on one rank, in one action."""
 
 from __future__ import annotations
 

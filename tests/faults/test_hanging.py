@@ -157,11 +157,11 @@ def headline(name: str, run: Run) -> str:
         together.setdefault(said.format(0, *range(begun + 1, begun + 5)), []).append(rank)
     parts = []
     for said, ranks in together.items():
-        verb, _, rest = said.partition(" ")
+        action, _, rest = said.partition(" ")
         if len(ranks) == 1:
             parts.append(f"rank {ranks[0]} {said}")
         else:
-            many = {"waits": "wait", "is": "are"}[verb]
+            many = {"waits": "wait", "is": "are"}[action]
             parts.append(f"ranks {', '.join(map(str, ranks))} {many} {rest}")
     return f"time limit of 2 s: {PARTED.get(name, '')}{'; '.join(parts)}"
 

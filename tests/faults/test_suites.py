@@ -1,4 +1,4 @@
-"""Faults in the trainer of a suite: each check of the cell says which rank, in which verb, and nothing excuses a death."""
+"""Faults in the trainer of a suite: each check of the cell says which rank, in which action, and nothing excuses a death."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FAULTS: dict[tuple[str, str], tuple[str, list[int], set[int], str]] = {
     ("RefusesAlone", "names"): ("failed", [1], {0}, "refused on some ranks only; built on rank 0"),
     ("RefusesAlone", "resume"): ("failed", [1], {0}, "rank 1 raised ValueError: not with me"),
     ("Refuses", "resume"): ("failed", [0, 1], set(), "rank [01] raised ValueError: not with us"),
-    ("Killed", "names"): ("crashed", [1], {0}, "rank 1 was killed by SIGKILL in verb 'step'"),
-    ("Known", "names"): ("crashed", [1], {0}, "rank 1 was killed by SIGKILL in verb 'step'"),
-    ("Segfault", "resume"): ("crashed", [1], {0}, "rank 1 was killed by SIGSEGV in verb 'load'"),
-    ("ExitsWith0", "names"): ("crashed", [1], {0}, "rank 1 exited with code 0 without a report in verb 'save'"),
+    ("Killed", "names"): ("crashed", [1], {0}, "rank 1 was killed by SIGKILL during 'step'"),
+    ("Known", "names"): ("crashed", [1], {0}, "rank 1 was killed by SIGKILL during 'step'"),
+    ("Segfault", "resume"): ("crashed", [1], {0}, "rank 1 was killed by SIGSEGV during 'load'"),
+    ("ExitsWith0", "names"): ("crashed", [1], {0}, "rank 1 exited with code 0 without a report during 'save'"),
     ("Asleep", "names"): (
         "hung", [0, 1], set(),
         "time limit of 6 s: rank 0 waits in broadcast (default_pg, #*) at *; rank 1 is in step at *: time.sleep(600)",
@@ -40,7 +40,7 @@ FAULTS: dict[tuple[str, str], tuple[str, list[int], set[int], str]] = {
 
 #: On 4 ranks: a rank that is killed, one that sleeps, one in another collective. Of its peers one may be a broadcast ahead: they go down a tree.
 AT_4: dict[str, tuple[str, list[int], set[int], str]] = {
-    "Killed": ("crashed", [1], {0, 2, 3}, "rank 1 was killed by SIGKILL in verb 'step'"),
+    "Killed": ("crashed", [1], {0, 2, 3}, "rank 1 was killed by SIGKILL during 'step'"),
     "Asleep": (
         "hung", [0, 1, 2, 3], set(),
         "time limit of 6 s: rank*0* wait* in broadcast (default_pg, #*) at *; rank 1 is in step at *: time.sleep(600)*",

@@ -55,7 +55,7 @@ def verdicts(path: Path) -> tuple[dict[str, str], int]:
 
 def test_an_adopters_trainer_passes_and_its_defect_does_not(run: Run, concerned: Concerned) -> None:
     assert run.code == pytest.ExitCode.TESTS_FAILED
-    # A driver that has the five verbs and claims nothing more.
+    # A driver that has the five methods and claims nothing more.
     passed = [("TestMine", "ddp"), ("TestMine", "fsdp2"), ("TestForgetful", "ddp")]
     expected = {
         **{

@@ -92,19 +92,19 @@ def claim(cell: Cell, trace: Trace) -> Iterator[str]:
 def live(request: Request, ranks: FakeRanks) -> Ending:
     """What becomes of a run, by its cell."""
 
-    def verbs(*names: str, broken: str = "") -> list[dict[str, Any]]:
+    def actions(*names: str, broken: str = "") -> list[dict[str, Any]]:
         told = []
         for index, name in enumerate(names):
-            snapshot = {"rank": 0, "run": "train", "verb": name, "index": index}
-            told.append({"event": "verb", "verb": name, "index": index})
+            snapshot = {"rank": 0, "run": "train", "action": name, "index": index}
+            told.append({"event": "action", "action": name, "index": index})
             if name != broken:
-                told.append({"event": "snapshot", "verb": name, "index": index, "snapshot": snapshot})
+                told.append({"event": "snapshot", "action": name, "index": index, "snapshot": snapshot})
         return told
 
     def end(status: str, message: str, text: str, at: str, **more: Any) -> Ending:
-        verb = verbs("plain", "build", "step")[: {"build": 3, "step": 5}[at]]
+        action = actions("plain", "build", "step")[: {"build": 3, "step": 5}[at]]
         ends = RankEnd(0, status, message, text), RankEnd(1, "stopped", "was killed by SIGTERM")
-        return Ending(ends, {0: verb, 1: []}, command="torchrun ...", timeout=3, **more)
+        return Ending(ends, {0: action, 1: []}, command="torchrun ...", timeout=3, **more)
 
     cell = Cell.parse(request.payload["cell"])
     message = "raised ValueError: not supported"
@@ -117,7 +117,7 @@ def live(request: Request, ranks: FakeRanks) -> Ending:
     if (cell.strategy, cell.precision) == ("zero3", "bf16_mixed"):
         return end("stuck", "was still running at the time limit", "", "build", timed_out=True)
     ends = tuple(RankEnd(rank, "done") for rank in range(2))
-    return Ending(ends, {rank: [*verbs("plain", "build", "step"), {"event": "done"}] for rank in range(2)})
+    return Ending(ends, {rank: [*actions("plain", "build", "step"), {"event": "done"}] for rank in range(2)})
 
 
 @pytest.fixture

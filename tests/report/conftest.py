@@ -75,17 +75,17 @@ class Made(TorchrunLauncher):
             return Ending(tuple(RankEnd(rank, "done") for rank in ranks), {rank: phases for rank in ranks})
         told = RUNS.get(request.payload["cell"], "")
         events = []
-        for index, verb in enumerate(("plain", "build", "step")):
-            snapshot = {"rank": 0, "run": "train", "verb": verb, "index": index, "loss": 4.0 if verb == "step" else None}
-            RankLog(request.directory, 0).write("verb", verb=verb, index=index)
-            if verb == "step" and str(told).startswith("wait"):
+        for index, action in enumerate(("plain", "build", "step")):
+            snapshot = {"rank": 0, "run": "train", "action": action, "index": index, "loss": 4.0 if action == "step" else None}
+            RankLog(request.directory, 0).write("action", action=action, index=index)
+            if action == "step" and str(told).startswith("wait"):
                 (HERE / "waiting").touch()
                 time.sleep(float(told.split()[1]))
             # As a rank says it: reports are made of what stands in its log.
-            RankLog(request.directory, 0).write("snapshot", verb=verb, index=index, snapshot=snapshot)
-            events.append({"event": "snapshot", "verb": verb, "index": index, "snapshot": snapshot})
+            RankLog(request.directory, 0).write("snapshot", action=action, index=index, snapshot=snapshot)
+            events.append({"event": "snapshot", "action": action, "index": index, "snapshot": snapshot})
         if told == "killed":
-            ends = RankEnd(1, "killed", "was killed by SIGKILL in verb 'step'", output=WORDS), RankEnd(0, "stopped", "was killed by SIGTERM")
+            ends = RankEnd(1, "killed", "was killed by SIGKILL during 'step'", output=WORDS), RankEnd(0, "stopped", "was killed by SIGTERM")
             return Ending(ends, {0: events[:2], 1: []}, seconds=1.5, command="torchrun ...")
         if told == "raised":
             ends = RankEnd(1, "raised", "raised ValueError: no", "Traceback"), RankEnd(0, "stopped", "was killed by SIGTERM")

@@ -41,7 +41,7 @@ def hostile(real: Report) -> Report:
     }
     own = dataclasses.replace(row, place=HOSTILE, driver=HOSTILE, suite=HOSTILE, runs=["evil"], **more)
     told = {"message": HOSTILE, "text": HOSTILE}
-    run = {**real.runs[0], "id": "evil", "ending": "raised", "verb": HOSTILE, "ranks": [{"rank": 0, **told}], **told}
+    run = {**real.runs[0], "id": "evil", "ending": "raised", "action": HOSTILE, "ranks": [{"rank": 0, **told}], **told}
     run = {**real.session, "versions": {HOSTILE: HOSTILE}, "gpu": HOSTILE, "ending": HOSTILE, "device": HOSTILE}
     run["timeline"] = [{"device": HOSTILE, "who": evil.nodeid, "begin": 0.0, "end": 1.0, "worker": HOSTILE}]
     run["baseline"] = {"file": HOSTILE, "text": [HOSTILE], "broken": [], "fixed": [], "missing": []}

@@ -50,11 +50,11 @@ class Noted(WithoutProcesses):
         request.write()
         self.ran.append(Path(request.directory).name)
         ranks = range(request.world_size)
-        verbs = list(enumerate(request.payload["run"]["verbs"]))
+        actions = list(enumerate(request.payload["run"]["actions"]))
         events = {
             rank: [
-                {"event": "snapshot", "snapshot": {"rank": rank, "run": "", "verb": verb, "index": index}}
-                for index, verb in verbs
+                {"event": "snapshot", "snapshot": {"rank": rank, "run": "", "action": action, "index": index}}
+                for index, action in actions
             ]
             for rank in ranks
         }
@@ -111,8 +111,8 @@ SHARD = dataclasses.replace(
 STRAY = ParameterInfo("b.weight", (1,), "float32", local_numel=1)
 
 
-def snapshot(rank: int, verb: str, index: int, **infos: object) -> Snapshot:
-    return Snapshot(rank, "train", verb, index, **infos)  # type: ignore[arg-type]
+def snapshot(rank: int, action: str, index: int, **infos: object) -> Snapshot:
+    return Snapshot(rank, "train", action, index, **infos)  # type: ignore[arg-type]
 
 
 def run() -> RunTrace:
@@ -187,11 +187,11 @@ def test_curves_and_memory() -> None:
     json.dumps(dataclasses.asdict(shown), allow_nan=False)
 
 
-@pytest.mark.parametrize("verbs", [(), ("plain",), ("plain", "build"), ("plain", "build", "step")])
-def test_a_training_that_broke_off_shows_what_there_is(verbs: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("actions", [(), ("plain",), ("plain", "build"), ("plain", "build", "step")])
+def test_a_training_that_broke_off_shows_what_there_is(actions: tuple[str, ...]) -> None:
     whole = run()
-    part = RunTrace("train", 2, tuple(one for one in whole.snapshots if one.verb in verbs and one.index < 3))
+    part = RunTrace("train", 2, tuple(one for one in whole.snapshots if one.action in actions and one.index < 3))
     shown = training(CELL, part)
-    assert bool(shown.names) == ("plain" in verbs)
+    assert bool(shown.names) == ("plain" in actions)
     assert shown.dtypes == []
-    assert len(shown.steps.get("loss", ())) == ("step" in verbs)
+    assert len(shown.steps.get("loss", ())) == ("step" in actions)

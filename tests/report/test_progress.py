@@ -81,7 +81,7 @@ def test_on_a_terminal_the_running_run_is_told_and_leaves_no_trace(tmp_path: Pat
     written = on_a_terminal(tmp_path, *args)
     told = re.findall(r"ddp-fp32-w2 train: (\w+) (\d+)/(\d+), (\d+) s", written)
     assert told, written
-    assert {(verb, place) for verb, place, _, _ in told} == {("step", "3")}
+    assert {(action, place) for action, place, _, _ in told} == {("step", "3")}
     assert max(int(seconds) for *_, seconds in told) >= 1
     # Before pytest writes anything, the line is taken away, or renewed.
     drawn = re.findall(r"\n\x1b\[2K[^\x1b]+\x1b\[1A\x1b\[\d+G(\r?\n\x1b\[2K)?", written)
@@ -124,7 +124,7 @@ def test_the_shipped_heartbeat_is_no_spam() -> None:
 def make_run(store: Path, name: str, *, ended: bool = False, timeout: float = 300) -> Path:
     directory = store / name
     directory.mkdir(parents=True)
-    payload = {"driver": "mine", "cell": "ddp-fp32-w2", "run": {"name": "train", "verbs": ["plain", "build", "step"]}}
+    payload = {"driver": "mine", "cell": "ddp-fp32-w2", "run": {"name": "train", "actions": ["plain", "build", "step"]}}
     request = {"payload": payload, "timeout": timeout}
     (directory / "request.json").write_text(json.dumps(request), encoding="utf-8")
     if ended:
@@ -141,13 +141,14 @@ def test_which_runs_run(tmp_path: Path) -> None:
     (tmp_path / "one.lock").touch()
     (found,) = running(tmp_path, over)
     assert str(found) == "ddp-fp32-w2 train: starts, 0 s"
-    snapshot = json.dumps({"event": "snapshot", "verb": "plain", "index": 0, "snapshot": {"names": ["x" * 20000]}})
-    verbs = [
-        json.dumps({"event": "verb", "verb": verb, "index": index}) for index, verb in enumerate(("plain", "build"))
+    snapshot = json.dumps({"event": "snapshot", "action": "plain", "index": 0, "snapshot": {"names": ["x" * 20000]}})
+    actions = [
+        json.dumps({"event": "action", "action": action, "index": index})
+        for index, action in enumerate(("plain", "build"))
     ]
-    (run / "rank-0.jsonl").write_text("\n".join((verbs[0], snapshot, verbs[1])) + "\n", encoding="utf-8")
+    (run / "rank-0.jsonl").write_text("\n".join((actions[0], snapshot, actions[1])) + "\n", encoding="utf-8")
     (found,) = running(tmp_path, over)
-    assert (found.verb, found.place, found.verbs) == ("build", 2, 3)
+    assert (found.action, found.place, found.actions) == ("build", 2, 3)
     assert over == {"two"}
     assert list(running(tmp_path, over, since=time.time() + 60)) == []
 

@@ -84,7 +84,7 @@ def test_what_the_json_tells_of_a_crashed_cell(session: Session, tmp_path: Path)
     (run,) = [run for run in data["runs"] if run["id"] in cell["runs"]]
     assert (run["name"], run["ending"], run["seconds"]) == ("train", "crashed", 1.5)
     assert [(rank["rank"], rank["status"], rank["message"], rank["output"]) for rank in run["ranks"]] == [
-        (1, "killed", "was killed by SIGKILL in verb 'step'", "rank 0: the last words of rank 1"),
+        (1, "killed", "was killed by SIGKILL during 'step'", "rank 0: the last words of rank 1"),
         (0, "stopped", "was killed by SIGTERM", ""),
     ]
     other = next(found for found in data["cells"] if found["cell"] == "ddp-fp32-w2")

@@ -28,14 +28,14 @@ class Ranks:
         with (self.directory / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def started(self, *ranks: int, verb: str = "step") -> None:
+    def started(self, *ranks: int, action: str = "step") -> None:
         for rank in ranks:
             self.wrote(rank, "start", pid=1000 + rank)
-            self.wrote(rank, "verb", verb=verb, index=2)
+            self.wrote(rank, "action", action=action, index=2)
 
     def done(self, *ranks: int) -> None:
         for rank in ranks:
-            self.wrote(rank, "snapshot", verb="step", index=2, snapshot={})
+            self.wrote(rank, "snapshot", action="step", index=2, snapshot={})
             self.wrote(rank, "done")
 
     def raised(self, rank: int, message: str, *, lost: bool = False) -> None:

@@ -38,7 +38,7 @@ def test_what_ranks_wrote_is_kept(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.done(1)
     ending = ranks.end(0, 0, seconds=2.0, command="torchrun ...")
-    assert [event["event"] for event in ending.events[1]] == ["start", "verb", "snapshot", "done"]
+    assert [event["event"] for event in ending.events[1]] == ["start", "action", "snapshot", "done"]
     assert (ending.seconds, ending.command) == (2.0, "torchrun ...")
 
 
@@ -124,17 +124,17 @@ def test_a_lost_peer_that_nothing_explains_is_a_cause(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (-9, "rank 1 was killed by SIGKILL in verb 'save'"),
-        (-11, "rank 1 was killed by SIGSEGV in verb 'save'"),
-        (-60, "rank 1 was killed by signal 60 in verb 'save'"),
-        (3, "rank 1 exited with code 3 without a report in verb 'save'"),
+        (-9, "rank 1 was killed by SIGKILL during 'save'"),
+        (-11, "rank 1 was killed by SIGSEGV during 'save'"),
+        (-60, "rank 1 was killed by signal 60 during 'save'"),
+        (3, "rank 1 exited with code 3 without a report during 'save'"),
         # os._exit(0): the process went well, the rank did not.
-        (0, "rank 1 exited with code 0 without a report in verb 'save'"),
-        (None, "rank 1 ended without a report in verb 'save'"),
+        (0, "rank 1 exited with code 0 without a report during 'save'"),
+        (None, "rank 1 ended without a report during 'save'"),
     ],
 )
 def test_a_rank_without_a_report_crashed(ranks: Ranks, code: int | None, message: str) -> None:
-    ranks.started(0, 1, verb="save")
+    ranks.started(0, 1, action="save")
     ranks.printed(1, "terminate called\n")
     ranks.raised(0, PEER_GONE, lost=True)
     ending = ranks.end(1, code)
@@ -143,9 +143,9 @@ def test_a_rank_without_a_report_crashed(ranks: Ranks, code: int | None, message
     assert "consequences:\n  rank 0 raised" in ending.text()
 
 
-def test_between_verbs_no_verb_is_blamed(ranks: Ranks) -> None:
+def test_between_actions_no_action_is_blamed(ranks: Ranks) -> None:
     ranks.started(0)
-    ranks.wrote(0, "snapshot", verb="step", index=2, snapshot={})
+    ranks.wrote(0, "snapshot", action="step", index=2, snapshot={})
     assert ranks.end(-9).headline() == "rank 0 was killed by SIGKILL"
 
 
@@ -200,7 +200,7 @@ def test_the_time_limit_shows_stacks(ranks: Ranks) -> None:
         "time limit of 30 s: rank 0 gave no stack; rank 1 is in step at train.py:3",
     )
     text = ending.text()
-    assert "rank 0: was still running at the time limit in verb 'step'" in text
+    assert "rank 0: was still running at the time limit during 'step'" in text
     assert 'File "train.py", line 3 in step' in text
     # The way to the rank's own work is the same in every stack.
     assert "fork.py" not in text
@@ -227,7 +227,7 @@ def test_a_hang_after_all_is_done(ranks: Ranks) -> None:
 def test_a_crash_explains_the_hang_of_the_others(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ending = ranks.end(-9, -11, timed_out=True, ended_by_us=[0], timeout=5)
-    assert (ending.kind, ending.headline()) == ("crashed", "rank 1 was killed by SIGSEGV in verb 'step'")
+    assert (ending.kind, ending.headline()) == ("crashed", "rank 1 was killed by SIGSEGV during 'step'")
     assert "rank 0: was still running" in ending.text()
 
 
@@ -267,14 +267,14 @@ def test_sigterm_is_a_consequence_of_anything_else(ranks: Ranks) -> None:
     ranks.raised(1, "ValueError: the cause")
     ending = ranks.end(-15, 1)
     assert (ranks.statuses(ending), ending.kind) == (["stopped", "raised"], "raised")
-    assert ending.text().endswith("consequences:\n  rank 0 was killed by SIGTERM in verb 'step'")
+    assert ending.text().endswith("consequences:\n  rank 0 was killed by SIGTERM during 'step'")
 
 
 def test_sigterm_alone_is_a_cause(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.done(1)
     ending = ranks.end(-15, 0)
-    assert (ending.kind, ending.headline()) == ("crashed", "rank 0 was killed by SIGTERM in verb 'step'")
+    assert (ending.kind, ending.headline()) == ("crashed", "rank 0 was killed by SIGTERM during 'step'")
 
 
 def test_who_died_unseen_did_not_die_before_those_that_were_seen(ranks: Ranks) -> None:
@@ -289,7 +289,7 @@ def test_who_died_unseen_did_not_die_before_those_that_were_seen(ranks: Ranks) -
 def test_of_two_sigterms_the_first_is_the_cause(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ending = ranks.end(-15, -15, first=1)
-    assert ending.headline() == "rank 1 was killed by SIGTERM in verb 'step'"
+    assert ending.headline() == "rank 1 was killed by SIGTERM during 'step'"
     assert ranks.statuses(ending) == ["stopped", "killed"]
 
 
@@ -308,7 +308,7 @@ def test_who_outlived_a_failure_is_no_cause(ranks: Ranks) -> None:
     ranks.started(0)
     ranks.started(1)
     ending = ranks.end(-9, 0, ended_by_us=[0])
-    assert ending.headline() == "rank 1 exited with code 0 without a report in verb 'step'"
+    assert ending.headline() == "rank 1 exited with code 0 without a report during 'step'"
     assert "consequences:\n  rank 0 outlived another rank's failure and was killed" in ending.text()
 
 
@@ -317,7 +317,7 @@ def test_the_unfinished_line_of_a_dying_rank_is_dropped(ranks: Ranks) -> None:
     with (ranks.directory / "rank-0.jsonl").open("ab") as file:
         file.write(b'{"event": "done", "time": 3.0, "text": "\xc3')
     ending = ranks.end(-9)
-    assert ending.headline() == "rank 0 was killed by SIGKILL in verb 'step'"
+    assert ending.headline() == "rank 0 was killed by SIGKILL during 'step'"
     assert len(ending.events[0]) == 2
 
 

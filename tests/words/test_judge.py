@@ -23,10 +23,10 @@ REFUSED = refuses("toy", match="not supported", reason="by design")
 
 
 def lived(run: Run, end: RunFailure | None = None, *, together: bool = False) -> RunTrace:
-    """a run on two ranks; where it broke off, rank 0 had done the verb and rank 1 had not; ``together``: neither."""
+    """a run on two ranks; where it broke off, rank 0 had done the action and rank 1 had not; ``together``: neither."""
     snapshots = [
-        Snapshot(rank, run.name, verb, index)
-        for index, verb in enumerate(run.verbs)
+        Snapshot(rank, run.name, action, index)
+        for index, action in enumerate(run.actions)
         for rank in range(2)
         if end is None or index < end.index or (index == end.index and rank == 0 and not together)
     ]
@@ -37,10 +37,10 @@ def toy(*findings: str, until: tuple[str, int] = ("step", 2)) -> Check:
     return Check("toy", TRAIN, (("train", *until),), lambda cell, trace: findings)
 
 
-def ended(kind: str, verb: str = "", message: str = "boom", run: Run = TRAIN_RUN, nth: int = 0) -> RunFailure:
-    """Broken off in the nth such verb; outside of any without one."""
-    index = [place for place, name in enumerate(run.verbs) if name == verb][nth] if verb else -1
-    return RunFailure(kind, f"rank 1 raised {message}", f"the whole story of {message}", verb, index)
+def ended(kind: str, action: str = "", message: str = "boom", run: Run = TRAIN_RUN, nth: int = 0) -> RunFailure:
+    """Broken off in the nth such action; outside of any without one."""
+    index = [place for place, name in enumerate(run.actions) if name == action][nth] if action else -1
+    return RunFailure(kind, f"rank 1 raised {message}", f"the whole story of {message}", action, index)
 
 
 def verdict(check: Check, *declared: Expectation, end: RunFailure | None = None, together: bool = False) -> Verdict:
@@ -158,25 +158,25 @@ def test_an_exception_may_be_a_known_failure() -> None:
 
 @pytest.mark.parametrize("kind", ["crashed", "hung"])
 @pytest.mark.parametrize("declared", [(), (KNOWN,), (REFUSED,), (fails("*", reason="all is known"),)])
-@pytest.mark.parametrize("verb", ["", "build", "step"])
-def test_nothing_covers_a_crash_or_a_hang(kind: str, declared: Iterable[Expectation], verb: str) -> None:
-    found = verdict(toy(), *declared, end=ended(kind, verb, "not supported"))
+@pytest.mark.parametrize("action", ["", "build", "step"])
+def test_nothing_covers_a_crash_or_a_hang(kind: str, declared: Iterable[Expectation], action: str) -> None:
+    found = verdict(toy(), *declared, end=ended(kind, action, "not supported"))
     assert (found.status, found.message, found.ok) == (kind, "the whole story of not supported", False)
 
 
 @pytest.mark.parametrize("kind", ["raised", "crashed", "hung"])
 @pytest.mark.parametrize(
-    ("verb", "nth", "concerned"),
+    ("action", "nth", "concerned"),
     [("build", 0, True), ("step", 1, True), ("step", 2, True), ("save", 0, False), ("step", 3, False)],
 )
 def test_a_run_broken_off_after_the_evidence_does_not_concern_the_check(
-    kind: str, verb: str, nth: int, *, concerned: bool
+    kind: str, action: str, nth: int, *, concerned: bool
 ) -> None:
-    found = verdict(toy(until=("step", 2)), end=ended(kind, verb, nth=nth))
+    found = verdict(toy(until=("step", 2)), end=ended(kind, action, nth=nth))
     expected = {"raised": "failed"}.get(kind, kind) if concerned else "passed"
     assert found.status == expected
     # Evidence that was found before the end stays evidence.
-    assert verdict(toy("stale"), end=ended(kind, verb, nth=nth)).message.startswith(
+    assert verdict(toy("stale"), end=ended(kind, action, nth=nth)).message.startswith(
         "the whole" if concerned else "stale"
     )
 
@@ -188,7 +188,7 @@ def test_a_check_of_the_plain_model_needs_no_more() -> None:
 
 @pytest.mark.parametrize(("kind", "status"), [("raised", "failed"), ("crashed", "crashed"), ("hung", "hung")])
 @pytest.mark.parametrize("until", [("plain", 0), ("step", 2), ("files", 0)])
-def test_an_end_outside_of_any_verb_concerns_every_check(kind: str, status: str, until: tuple[str, int]) -> None:
+def test_an_end_outside_of_any_action_concerns_every_check(kind: str, status: str, until: tuple[str, int]) -> None:
     # All snapshots are there: it happened at exit.
     whole = RunTrace("train", 2, lived(TRAIN_RUN).snapshots, ended(kind))
     found = judge(toy(until=until), CELL, Trace.of("hand-made", [whole]))
@@ -215,9 +215,9 @@ def test_a_run_that_was_never_begun_for_the_one_before_it() -> None:
     assert judge(check, CELL, trace).status == "failed"
 
 
-@pytest.mark.parametrize("verb", ["plain", "build"])
-def test_refused_at_build_as_declared(verb: str) -> None:
-    found = verdict(toy(), REFUSED, end=ended("raised", verb, "ValueError: not supported"), together=True)
+@pytest.mark.parametrize("action", ["plain", "build"])
+def test_refused_at_build_as_declared(action: str) -> None:
+    found = verdict(toy(), REFUSED, end=ended("raised", action, "ValueError: not supported"), together=True)
     assert (found.status, found.message, found.reason) == (
         "refused",
         "rank 1 raised ValueError: not supported",
@@ -260,13 +260,13 @@ def test_refused_with_another_message() -> None:
     assert found.message.endswith("the whole story of boom")
 
 
-@pytest.mark.parametrize("verb", ["step", "save", "files"])
-def test_refused_late(verb: str) -> None:
-    # In any verb after build, whether or not the check itself has all it needs by then.
-    found = verdict(toy(), REFUSED, end=ended("raised", verb, "not supported"))
+@pytest.mark.parametrize("action", ["step", "save", "files"])
+def test_refused_late(action: str) -> None:
+    # In any action after build, whether or not the check itself has all it needs by then.
+    found = verdict(toy(), REFUSED, end=ended("raised", action, "not supported"))
     assert (found.status, found.ok) == ("late", False)
     assert found.message.startswith(
-        f"refused only at {verb!r}, after build; expected at build\ndeclared: {REFUSED}\n\n"
+        f"refused only at {action!r}, after build; expected at build\ndeclared: {REFUSED}\n\n"
     )
 
 

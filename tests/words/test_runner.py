@@ -19,7 +19,7 @@ from pytest_distcompat.scenario import DAMAGE, EXPORT, PARITY, RESUME, TRAIN, TR
 
 @dataclass
 class Ranks(WithoutProcesses):
-    """Every rank does all verbs, but in the run of that name all end with an exception in that verb."""
+    """Every rank does all actions, but in the run of that name all end with an exception in that action."""
 
     broken: dict[str, str] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Ranks(WithoutProcesses):
     def run(self, request: Request, keep: Keeping | None = None) -> Ending:
         self.requests.append(request)
         run = request.payload["run"]
-        if "save" in run["verbs"]:
+        if "save" in run["actions"]:
             (Path(request.payload["save_to"]) / "shard").write_text("whole", encoding="utf-8")
         broken = self.broken.get(run["name"], "")
         events = {rank: list(told(run, rank, broken)) for rank in range(request.world_size)}
@@ -44,12 +44,12 @@ class Ranks(WithoutProcesses):
 
 
 def told(run: dict[str, Any], rank: int, broken: str) -> Iterator[dict[str, Any]]:
-    for index, verb in enumerate(run["verbs"]):
-        yield {"event": "verb", "verb": verb, "index": index}
-        if verb == broken:
+    for index, action in enumerate(run["actions"]):
+        yield {"event": "action", "action": action, "index": index}
+        if action == broken:
             return
-        snapshot = {"rank": rank, "run": run["name"], "verb": verb, "index": index}
-        yield {"event": "snapshot", "verb": verb, "index": index, "snapshot": snapshot}
+        snapshot = {"rank": rank, "run": run["name"], "action": action, "index": index}
+        yield {"event": "snapshot", "action": action, "index": index, "snapshot": snapshot}
     yield {"event": "done"}
 
 
@@ -85,7 +85,7 @@ def test_another_process_reads_what_the_ranks_wrote(runner: Runner, ranks: Ranks
     ran = runner.trace("d", Cell.parse("fsdp2-fp32-w2"), TRAIN)
     read = Runner(runner.store, ranks, device="cpu", timeout=1).trace("d", Cell.parse("fsdp2-fp32-w2"), TRAIN)
     assert len(ranks.requests) == 1
-    assert len(ran.run().snapshots) == 2 * len(TRAIN_RUN.verbs)
+    assert len(ran.run().snapshots) == 2 * len(TRAIN_RUN.actions)
     assert read == ran
 
 
@@ -127,7 +127,7 @@ def test_a_reference_of_its_own_for_other_data_another_model_or_another_driver(r
 
 
 def test_a_run_that_others_know_under_another_name_runs_once(runner: Runner, ranks: Ranks) -> None:
-    alias = Run("baseline", TRAIN_RUN.verbs, strategy="ddp", only=(), same_as="train")
+    alias = Run("baseline", TRAIN_RUN.actions, strategy="ddp", only=(), same_as="train")
     runner.trace("d", Cell.parse("ddp-fp32-w2"), TRAIN)
     trace = runner.trace("d", Cell.parse("fsdp2-fp32-w2-compile"), Scenario("s", (TRAIN_RUN, alias)))
     assert ranks.ran == [("train", "ddp-fp32-w2"), ("train", "fsdp2-fp32-w2-compile")]
@@ -141,7 +141,7 @@ def test_what_was_saved_can_be_gone_on_from(runner: Runner, ranks: Ranks, broken
     assert [name for name, _ in ranks.ran] == ["train", "resume"][: 1 + resumed]
     train, resume = trace.run("train").end, trace.run("resume").end
     assert train is not None
-    assert (train.kind, train.verb) == ("raised", broken)
+    assert (train.kind, train.action) == ("raised", broken)
     assert resume == (None if resumed else train)
 
 

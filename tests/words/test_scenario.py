@@ -24,11 +24,11 @@ ALL = {
 def test_a_run_finds_what_one_before_it_left(scenario: Scenario) -> None:
     saved: set[tuple[str, str]] = set()
     for run in scenario.runs:
-        needs = {verb for verb in ("load", "reload") if verb in run.verbs}
+        needs = {action for action in ("load", "reload") if action in run.actions}
         assert bool(needs) == bool(run.after)
-        assert all((run.after, {"load": "save", "reload": "export"}[verb]) in saved for verb in needs)
-        assert run.verbs[0] in {"plain", "reload"}
-        saved |= {(run.name, verb) for verb in ("save", "export") if verb in run.verbs}
+        assert all((run.after, {"load": "save", "reload": "export"}[action]) in saved for action in needs)
+        assert run.actions[0] in {"plain", "reload"}
+        saved |= {(run.name, action) for action in ("save", "export") if action in run.actions}
 
 
 @pytest.mark.parametrize("scenario", [RESUME, PARITY, EXPORT], ids=lambda scenario: scenario.name)
@@ -38,9 +38,9 @@ def test_scenarios_that_begin_alike_share_their_runs(scenario: Scenario) -> None
 
 def test_a_resumed_run_takes_the_batches_that_the_first_took_after_saving() -> None:
     train, resume = RESUME.runs
-    before = train.verbs[: train.verbs.index("save")].count("step")
+    before = train.actions[: train.actions.index("save")].count("step")
     assert resume.first_step == train.first_step + before
-    assert resume.verbs.count("step") <= train.verbs.count("step") - before
+    assert resume.actions.count("step") <= train.actions.count("step") - before
 
 
 @pytest.mark.parametrize("name", CHECKS.names())
@@ -49,10 +49,10 @@ def test_what_a_check_waits_for_happens_in_its_scenario(name: str) -> None:
     for driver in DRIVERS.by_name.values():
         if check.applies(CELL, driver):
             continue
-        verbs = {run.name: run.verbs for run in check.runs(CELL, driver).runs}
+        actions = {run.name: run.actions for run in check.runs(CELL, driver).runs}
         assert check.until
-        for run, verb, nth in check.until:
-            assert verbs[run].count(verb) > nth
+        for run, action, nth in check.until:
+            assert actions[run].count(action) > nth
 
 
 def test_the_reference_runs_in_one_process_and_keeps_what_changes_the_training() -> None:

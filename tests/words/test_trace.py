@@ -62,7 +62,7 @@ def test_what_a_newer_probe_adds_is_passed_over() -> None:
 
 
 def run(*places: tuple[int, str, int]) -> RunTrace:
-    return RunTrace("train", 2, tuple(Snapshot(rank, "train", verb, index) for rank, verb, index in places))
+    return RunTrace("train", 2, tuple(Snapshot(rank, "train", action, index) for rank, action, index in places))
 
 
 #: Two ranks, of which the second wrote first and did not get to the last step.
@@ -70,7 +70,7 @@ TWO_RANKS = run((1, "build", 0), (0, "build", 0), (1, "step", 1), (0, "step", 1)
 
 
 @pytest.mark.parametrize(
-    ("verb", "nth", "ranks"),
+    ("action", "nth", "ranks"),
     [
         ("build", 0, [0, 1]),
         ("step", 0, [0, 1]),
@@ -82,10 +82,10 @@ TWO_RANKS = run((1, "build", 0), (0, "build", 0), (1, "step", 1), (0, "step", 1)
         ("load", 0, []),
     ],
 )
-def test_snapshots_are_found_by_verb_and_ordered_by_rank(verb: str, nth: int, ranks: list[int]) -> None:
-    snapshots = TWO_RANKS.at(verb, nth)
+def test_snapshots_are_found_by_action_and_ordered_by_rank(action: str, nth: int, ranks: list[int]) -> None:
+    snapshots = TWO_RANKS.at(action, nth)
     assert [snapshot.rank for snapshot in snapshots] == ranks
-    assert {snapshot.verb for snapshot in snapshots} <= {verb}
+    assert {snapshot.action for snapshot in snapshots} <= {action}
     assert len({snapshot.index for snapshot in snapshots}) <= 1
 
 

@@ -25,7 +25,7 @@ SHORT = Run("short", ("plain", "build", "step", "save", "files", "step", "export
 
 
 class Listens:
-    """Stands for the log and for the observer: notes verbs as they end."""
+    """Stands for the log and for the observer: notes actions as they end."""
 
     def __init__(self) -> None:
         self.snapshots: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ class Listens:
 
 
 class Five(Driver):
-    """The five verbs, which only note that they were called."""
+    """The five methods, which only note that they were called."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -88,23 +88,23 @@ class Five(Driver):
 
 
 class Callbacks(Five):
-    """A trainer that does all verbs in one call, and tells of ``told``."""
+    """A trainer that does all actions in one call, and tells of ``told``."""
 
     told: tuple[str, ...] = ()
     plans: tuple[Plan, ...] = ()
 
     def train(self, model: Any, plan: Plan, seen: Seen) -> None:
         self.plans = (*self.plans, plan)
-        for verb in self.told or plan.verbs:
-            seen(verb, 0.5) if verb == "step" else seen(verb)
+        for action in self.told or plan.actions:
+            seen(action, 0.5) if action == "step" else seen(action)
 
 
 @pytest.fixture
 def listens(monkeypatch: pytest.MonkeyPatch) -> Listens:
     """The probe sees nothing: there is no model to look at."""
     monkeypatch.setattr(_Rank, "_look", lambda self, whole: {"tokens": int(whole)})
-    for verb in ("_files", "_export", "_evaluate"):
-        monkeypatch.setattr(_Rank, verb, lambda self: {})
+    for action in ("_files", "_export", "_evaluate"):
+        monkeypatch.setattr(_Rank, action, lambda self: {})
     monkeypatch.setattr(_Rank, "_show", lambda self, model: {})
     return Listens()
 
@@ -118,26 +118,28 @@ def live(driver: type[Driver], run: Run, listens: Listens, **attributes: Any) ->
     return made
 
 
-def test_a_driver_of_five_verbs_is_called_verb_by_verb(listens: Listens) -> None:
+def test_a_driver_of_five_methods_is_called_one_by_one(listens: Listens) -> None:
     driver = live(Five, SHORT, listens)
     assert driver.calls == [("build", "plain"), ("step", 3), ("save", "new"), ("step", 4)]
-    assert [snapshot["verb"] for snapshot in listens.snapshots] == list(SHORT.verbs)
-    assert [snapshot["index"] for snapshot in listens.snapshots] == list(range(len(SHORT.verbs)))
-    assert [snapshot["loss"] for snapshot in listens.snapshots if snapshot["verb"] == "step"] == [1 / 3, 1 / 4]
+    assert [snapshot["action"] for snapshot in listens.snapshots] == list(SHORT.actions)
+    assert [snapshot["index"] for snapshot in listens.snapshots] == list(range(len(SHORT.actions)))
+    assert [snapshot["loss"] for snapshot in listens.snapshots if snapshot["action"] == "step"] == [1 / 3, 1 / 4]
 
 
 @pytest.mark.parametrize("tokens", [3, 3.0, torch.tensor(3), np.int64(3)])
 def test_tokens_are_told_as_the_trainer_has_them(listens: Listens, tokens: Any) -> None:
     """A tensor, which no line of JSON holds, ended the rank."""
     live(Five, SHORT, listens, tokens=tokens)
-    assert [snapshot["tokens"] for snapshot in listens.snapshots if snapshot["verb"] == "step"] == [3, 3]
+    assert [snapshot["tokens"] for snapshot in listens.snapshots if snapshot["action"] == "step"] == [3, 3]
 
 
-@pytest.mark.parametrize("verb", ["plain_model", "build", "step", "save", "load"])
-def test_a_verb_that_nobody_wrote_is_named(listens: Listens, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Five, verb, getattr(Driver, verb))
-    with pytest.raises(NotImplementedError, match=rf"^Five has no {verb}\(\); a driver needs plain_model, build, step"):
-        live(Five, RESUME_RUN if verb == "load" else SHORT, listens)
+@pytest.mark.parametrize("action", ["plain_model", "build", "step", "save", "load"])
+def test_a_method_that_nobody_wrote_is_named(listens: Listens, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Five, action, getattr(Driver, action))
+    with pytest.raises(
+        NotImplementedError, match=rf"^Five has no {action}\(\); a driver needs plain_model, build, step"
+    ):
+        live(Five, RESUME_RUN if action == "load" else SHORT, listens)
 
 
 def test_a_resumed_run_loads_where_it_is_told(listens: Listens) -> None:
@@ -148,16 +150,16 @@ def test_a_resumed_run_loads_where_it_is_told(listens: Listens) -> None:
 def test_all_of_a_training_is_one_plan(listens: Listens) -> None:
     driver = live(Callbacks, TRAIN_RUN, listens)
     (plan,) = driver.plans
-    assert plan.verbs == ("build", *("step",) * 3, "save", *("step",) * 17)
+    assert plan.actions == ("build", *("step",) * 3, "save", *("step",) * 17)
     assert (plan.first_step, plan.last_step, plan.save_to.name) == (0, 20, "new")
     # Files are read in between, without the trainer's doing.
-    assert [snapshot["verb"] for snapshot in listens.snapshots] == list(TRAIN_RUN.verbs)
+    assert [snapshot["action"] for snapshot in listens.snapshots] == list(TRAIN_RUN.actions)
     assert listens.watched == 1
 
 
 def test_the_first_steps_are_looked_at_in_full(listens: Listens) -> None:
     live(Callbacks, TRAIN_RUN, listens)
-    looked = [snapshot["tokens"] for snapshot in listens.snapshots if snapshot["verb"] == "build"]
+    looked = [snapshot["tokens"] for snapshot in listens.snapshots if snapshot["action"] == "build"]
     assert looked == [1]
 
 
@@ -178,18 +180,18 @@ def test_single_operators_are_seen_in_as_few_steps_as_will_do(
 ) -> None:
     # The loss of step number 0.
     live(driver, run, listens, cell=Cell.parse(cell), step=lambda number: 0.5)
-    taken = [snapshot["float8"] for snapshot in listens.snapshots if snapshot["verb"] == "step"]
+    taken = [snapshot["float8"] for snapshot in listens.snapshots if snapshot["action"] == "step"]
     assert [number for number, closely in enumerate(taken) if closely] == steps
-    others = [snapshot["float8"] for snapshot in listens.snapshots if snapshot["verb"] != "step"]
+    others = [snapshot["float8"] for snapshot in listens.snapshots if snapshot["action"] != "step"]
     assert not any(others), "nothing else is"
 
 
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        (("step",), "told of 'step'; the next verb of the plan is 'build'"),
-        (("build", "save"), "told of 'save'; the next verb of the plan is 'step'"),
-        (("build", "step", "step"), "told of 'step'; the next verb of the plan is 'save'"),
+        (("step",), "told of 'step'; the next action of the plan is 'build'"),
+        (("build", "save"), "told of 'save'; the next action of the plan is 'step'"),
+        (("build", "step", "step"), "told of 'step'; the next action of the plan is 'save'"),
         (("build", "step", "save", "step", "step"), "told of 'step'; the plan is done"),
         (("build", "step", "save", "step", "export"), "told of 'export'; the plan is done"),
         (("build", "step", "save"), "came back before 'step' was seen"),

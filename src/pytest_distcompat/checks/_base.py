@@ -32,7 +32,7 @@ def _everywhere(cell: Cell, driver: type[Driver]) -> str:
 class Check:
     """A claim with a stable name.
 
-    ``until`` names, for each run that it reads, the last verb whose snapshots it needs: (run, verb, nth). a run that
+    ``until`` names, for each run that it reads, the last action whose snapshots it needs: (run, action, nth). a run that
     broke off earlier leaves the check without its evidence, which is a failure; one that broke off later does not
     concern it. ``applies`` says why the claim says nothing in a cell: then there is no item, and the report has the reason.
     """

@@ -45,8 +45,8 @@ def _judged(run: RunTrace) -> Iterator[str]:
     spoilt = snapshot.files[0]
     what = f"file {spoilt.path!r} is {_DONE[spoilt.holds]}"
     end = run.end
-    if end is None or end.verb not in {"load", "build"}:
-        after = "went on" if end is None else f"failed in {end.verb!r} only: {_short(end.message)}"
+    if end is None or end.action not in {"load", "build"}:
+        after = "went on" if end is None else f"failed in {end.action!r} only: {_short(end.message)}"
         yield f"{what}: it was loaded without an error, and training {after}"
     elif PurePath(spoilt.path).name not in _FRAMES.sub("", end.text):
         yield f"{what}: the error does not name it: {_short(end.message)}"

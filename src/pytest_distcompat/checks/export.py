@@ -20,7 +20,7 @@ PREFIX = "export/"
 
 
 def _exports(cell: Cell, driver: type[Driver]) -> str:
-    missing = [verb for verb in ("export", "reload", "evaluate") if not driver.can(verb)]
+    missing = [action for action in ("export", "reload", "evaluate") if not driver.can(action)]
     return f"the driver has no {missing[0]}()" if missing else ""
 
 

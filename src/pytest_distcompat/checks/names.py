@@ -41,7 +41,7 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from oracle.live(snapshot)
     yield from every_rank(trained, cell.world_size, "three steps")
     yield from oracle.optimizer(trained)
-    places = sorted({snapshot.index for snapshot in run.snapshots if snapshot.verb == "files"})
+    places = sorted({snapshot.index for snapshot in run.snapshots if snapshot.action == "files"})
     written = [tuple(file for snapshot in run.at_index(place) for file in snapshot.files) for place in places]
     if written or trace.saves:
         yield from oracle.files(written[0] if written else ())

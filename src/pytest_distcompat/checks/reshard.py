@@ -97,7 +97,7 @@ def moved(source: RunTrace, run: RunTrace) -> Iterator[str]:
 def counted(source: RunTrace, run: RunTrace, when: str) -> Iterator[str]:
     """One step later the optimizer counts what the run that never stopped counts: state may be shared and count twice."""
     save = source.at("save")
-    later = [m for m in source.snapshots if save and m.verb == "step" and m.index == save[0].index + 1]
+    later = [m for m in source.snapshots if save and m.action == "step" and m.index == save[0].index + 1]
     expected, found = values(source, tuple(later)), values(run, run.at("step"))
     if found.of("step"):
         yield from compare("step", expected.of("step"), found.of("step"), f"one step {when}")

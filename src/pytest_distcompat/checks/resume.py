@@ -111,13 +111,13 @@ def _buffers(snapshots: tuple[Snapshot, ...]) -> _Buffers:
     return found
 
 
-def _same(before: Snapshot, after: Snapshot, verb: str, anywhere: _Buffers | None = None) -> Iterator[str]:
-    """Everything that training goes on from, before and after a verb that must not change it."""
-    yield from _model(before, after, verb, anywhere or {})
-    yield from _optimizer(before.optimizer, after.optimizer, f"rank {after.rank}", verb)
+def _same(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers | None = None) -> Iterator[str]:
+    """Everything that training goes on from, before and after an action that must not change it."""
+    yield from _model(before, after, action, anywhere or {})
+    yield from _optimizer(before.optimizer, after.optimizer, f"rank {after.rank}", action)
 
 
-def _model(before: Snapshot, after: Snapshot, verb: str, anywhere: _Buffers) -> Iterator[str]:
+def _model(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers) -> Iterator[str]:
     """``anywhere``: what counts as unchanged, of buffers, beside what the rank itself had."""
     old, new = before.model, after.model
     for what, was, now in (
@@ -128,35 +128,35 @@ def _model(before: Snapshot, after: Snapshot, verb: str, anywhere: _Buffers) -> 
         found = {info.name: (info.digest, info.dtype) for info in now or ()}
         if what == "buffer":
             found = {name: held.get(name, one) if one in anywhere.get(name, ()) else one for name, one in found.items()}
-        yield from _differences(f"rank {after.rank}: {what}", held, found, verb)
+        yield from _differences(f"rank {after.rank}: {what}", held, found, action)
 
 
-def _optimizer(before: OptimizerInfo | None, after: OptimizerInfo | None, where: str, verb: str) -> Iterator[str]:
+def _optimizer(before: OptimizerInfo | None, after: OptimizerInfo | None, where: str, action: str) -> Iterator[str]:
     was = {f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in (held_states(before) if before else ())}
     now = {f"{s.key} of {s.owner}": (s.digest, s.dtype) for s in (held_states(after) if after else ())}
     if was and not now:
-        held = f"{len(was)} tensors were saved" if verb == "load" else f"it held {len(was)} tensors before"
-        yield f"{where}: the optimizer's state is empty after the {verb}; {held}"
+        held = f"{len(was)} tensors were saved" if action == "load" else f"it held {len(was)} tensors before"
+        yield f"{where}: the optimizer's state is empty after the {action}; {held}"
         return
-    yield from _differences(f"{where}: optimizer state", was, now, verb)
-    yield from _groups(before, after, where, verb)
+    yield from _differences(f"{where}: optimizer state", was, now, action)
+    yield from _groups(before, after, where, action)
 
 
-def _groups(before: OptimizerInfo | None, after: OptimizerInfo | None, where: str, verb: str) -> Iterator[str]:
+def _groups(before: OptimizerInfo | None, after: OptimizerInfo | None, where: str, action: str) -> Iterator[str]:
     groups = (before.groups if before else (), after.groups if after else ())
     if len(groups[0]) != len(groups[1]):
-        yield f"{where}: the optimizer has {len(groups[1])} param groups after the {verb}; {len(groups[0])} before"
+        yield f"{where}: the optimizer has {len(groups[1])} param groups after the {action}; {len(groups[0])} before"
     for number, key, old, new in unlike(*groups):
-        yield f"{where}: {key} of the optimizer's group {number} is {new} after the {verb}; {old} before"
+        yield f"{where}: {key} of the optimizer's group {number} is {new} after the {action}; {old} before"
 
 
-def _differences(what: str, was: _Tensors, now: _Tensors, verb: str) -> Iterator[str]:
+def _differences(what: str, was: _Tensors, now: _Tensors, action: str) -> Iterator[str]:
     both = set(was) & set(now)
     for title, wrong in (
-        (f"missing after the {verb}", set(was) - set(now)),
-        (f"new after the {verb}", set(now) - set(was)),
-        (f"other values after the {verb}", {key for key in both if was[key][0] != now[key][0]}),
-        (f"another dtype after the {verb}", {key for key in both if not same_dtype(was[key][1], now[key][1])}),
+        (f"missing after the {action}", set(was) - set(now)),
+        (f"new after the {action}", set(now) - set(was)),
+        (f"other values after the {action}", {key for key in both if was[key][0] != now[key][0]}),
+        (f"another dtype after the {action}", {key for key in both if not same_dtype(was[key][1], now[key][1])}),
     ):
         if wrong:
             first, *others = sorted(wrong)

@@ -192,7 +192,7 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
             ("step", *names), [(n, *("" if v is None else v for v in step)) for n, step in enumerate(steps, 1)]
         )
     if run.end is not None:
-        yield from ("", f"{run.end.kind}{f' in {run.end.verb}' if run.end.verb else ''}: {run.end.text}")
+        yield from ("", f"{run.end.kind}{f' in {run.end.action}' if run.end.action else ''}: {run.end.text}")
 
 
 def _model(run: RunTrace) -> Iterator[str]:

@@ -15,7 +15,7 @@ class PlanDoneError(Exception):
 
 
 def tell(driver: Any, plan: Plan, seen: Seen) -> Any:
-    """The callback that tells of each verb, and asks for a checkpoint where the plan has one.
+    """The callback that tells of each action, and asks for a checkpoint where the plan has one.
 
     A step is told of from ``on_log``: the optimizer and the scheduler have stepped, the norm and the mean of all ranks'
     losses are known, and what is to be saved is not saved yet. ``build`` or ``load`` are told of at the beginning of the first
@@ -25,21 +25,21 @@ def tell(driver: Any, plan: Plan, seen: Seen) -> Any:
 
     # The steps after which the plan saves.
     done = {
-        dataclasses.replace(plan, verbs=plan.verbs[:place]).last_step
-        for place, verb in enumerate(plan.verbs)
-        if verb == "save"
+        dataclasses.replace(plan, actions=plan.actions[:place]).last_step
+        for place, action in enumerate(plan.actions)
+        if action == "save"
     }
 
     class _Tell(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
         def __init__(self) -> None:
-            self.first = "load" if "load" in plan.verbs else "build"
+            self.first = "load" if "load" in plan.actions else "build"
             self.step = contextlib.ExitStack()
 
         def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
             if self.first:
                 driver.look()
-                verb, self.first = self.first, ""
-                seen(verb)
+                action, self.first = self.first, ""
+                seen(action)
                 if not plan.steps:
                     raise PlanDoneError
             if plan.steps[state.global_step - plan.first_step] == "overflow":

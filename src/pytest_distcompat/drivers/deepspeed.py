@@ -62,7 +62,7 @@ class DeepSpeedDriver(TinyDriver):
 
     def train(self, model: Module, plan: Plan, seen: Seen) -> None:
         """A checkpoint of another world size is converted first: the engine is told when it is made what it will load."""
-        if "load" in plan.verbs and saved_ranks(plan.load_from) not in {0, self.world.size}:
+        if "load" in plan.actions and saved_ranks(plan.load_from) not in {0, self.world.size}:
             self.universal = plan.save_to.parent / "universal"
         super().train(model, plan, seen)
 

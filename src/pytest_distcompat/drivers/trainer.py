@@ -200,7 +200,7 @@ class TrainerDriver(TinyDriver):
         )
         self.trainer.remove_callback(PrinterCallback)
         checkpoint = None
-        if "load" in plan.verbs:
+        if "load" in plan.actions:
             self.model = model
             seen("build")
             checkpoint = get_last_checkpoint(str(plan.load_from))

@@ -106,11 +106,11 @@ def _reduced(snapshot: Snapshot) -> Iterable[str]:
     return [max(kinds, key=lambda dtype: kinds[dtype])] if kinds else []
 
 
-def _curves(run: RunTrace, verb: str) -> dict[str, list[float | None]]:
+def _curves(run: RunTrace, action: str) -> dict[str, list[float | None]]:
     """One number a step: the mean of the ranks' losses, the norm that rank 0 tells, the seconds of the slowest rank."""
     curves: dict[str, list[float | None]] = {}
-    for nth in range(len({snapshot.index for snapshot in run.snapshots if snapshot.verb == verb})):
-        snapshots = run.at(verb, nth)
+    for nth in range(len({snapshot.index for snapshot in run.snapshots if snapshot.action == action})):
+        snapshots = run.at(action, nth)
         losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
         curves.setdefault("loss", []).append(_short(sum(losses) / len(losses)) if losses else None)
         norm = snapshots[0].grad_norm

@@ -19,19 +19,19 @@ PATIENCE = 60.0
 
 @dataclass(frozen=True)
 class Running:
-    """One run that runs: ``verb`` is what rank 0 does, ``place`` which one of ``verbs`` that is, from 1; 0 before the first."""
+    """A run in progress: what rank 0 does (``action``), and which of ``actions`` it is, from 1; 0 before the first."""
 
     cell: str
     driver: str
     run: str
-    verb: str
+    action: str
     place: int
-    verbs: int
+    actions: int
     seconds: float
 
     def __str__(self) -> str:
         """As the user reads it: ``fsdp2-fp32-w2 train: step 7/27, 3 s``."""
-        where = f"{self.verb} {self.place}/{self.verbs}" if self.place else "starts"
+        where = f"{self.action} {self.place}/{self.actions}" if self.place else "starts"
         return f"{self.cell} {self.run}: {where}, {self.seconds:.0f} s"
 
 
@@ -59,18 +59,20 @@ def running(store: Path, over: set[str], since: float = 0.0) -> Iterator[Running
         seconds = max(0.0, clock.wall() - begun)
         # One whose pytest process died leaves no end.
         if begun >= since and seconds < request["timeout"] + PATIENCE:
-            payload, (verb, index) = request["payload"], _verb(directory / "rank-0.jsonl")
+            payload, (action, index) = request["payload"], _action(directory / "rank-0.jsonl")
             run = payload["run"]
-            yield Running(payload["cell"], payload["driver"], run["name"], verb, index + 1, len(run["verbs"]), seconds)
+            yield Running(
+                payload["cell"], payload["driver"], run["name"], action, index + 1, len(run["actions"]), seconds
+            )
 
 
-def _verb(log: Path) -> tuple[str, int]:
-    """The last verb that a rank said it begins, and its index; nothing and -1 if it said none yet."""
+def _action(log: Path) -> tuple[str, int]:
+    """The last action that a rank said it begins, and its index; nothing and -1 if it said none yet."""
     for line in reversed(read_end(log, TAIL).splitlines()):
-        if '"event": "verb"' in line:
+        if '"event": "action"' in line:
             try:
                 event = json.loads(line)
             except ValueError:
                 continue
-            return str(event["verb"]), int(event["index"])
+            return str(event["action"]), int(event["index"])
     return "", -1

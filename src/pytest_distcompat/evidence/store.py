@@ -65,7 +65,7 @@ class StoredRun:
             "world_size": self.world_size,
             "seconds": round(self.seconds, 3),
             "ending": end["kind"] if end else "ok" if self.done else "unfinished",
-            "verb": end.get("verb", ""),
+            "action": end.get("action", ""),
             "message": excerpt(first[0], 500) if first else "",
             "ranks": [
                 {**one, **{name: excerpt(one[name], most) for name, most in KEPT.items()}} for one in self.told[:RANKS]
@@ -97,7 +97,7 @@ def _stored(path: Path) -> StoredRun:
         directory=path.parent,
         driver=payload["driver"],
         cell=payload["cell"],
-        run=Run(**{**told, "verbs": tuple(told["verbs"]), "only": only}),
+        run=Run(**{**told, "actions": tuple(told["actions"]), "only": only}),
         ranks=payload["ranks"],
         world_size=request["world_size"],
         found=Path(payload["load_from"]),

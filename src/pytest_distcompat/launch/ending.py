@@ -264,9 +264,9 @@ def _rank_end(
 
 
 def _where(events: Sequence[Mapping[str, Any]]) -> str:
-    """The verb that a rank was in, where it said so."""
-    verbs = [event for event in events if event["event"] in {"verb", "snapshot"}]
-    return f" in verb {verbs[-1]['verb']!r}" if verbs and verbs[-1]["event"] == "verb" else ""
+    """The action that a rank was in, where it said so."""
+    actions = [event for event in events if event["event"] in {"action", "snapshot"}]
+    return f" during {actions[-1]['action']!r}" if actions and actions[-1]["event"] == "action" else ""
 
 
 def exit_name(code: int | None) -> str:

@@ -145,7 +145,7 @@ def _launcher(text: str) -> str:
     return _choice("warm", "torchrun")(text)
 
 
-# Help begins with a verb, says the unit, and names the default; the words are those of docs/architecture.md.
+# Help begins with an action, says the unit, and names the default; the words are those of docs/architecture.md.
 OPTIONS: dict[str, Option] = {
     option.name: option
     for option in (

@@ -1,6 +1,6 @@
 """The probe: reads the live model, the optimizer and the files on disk, never through the trainer's own code.
 
-It takes part in no collective and changes nothing, so that it can look after any verb on any rank, also when the others
+It takes part in no collective and changes nothing, so that it can look after any action on any rank, also when the others
 are elsewhere. It knows no driver: what it needs is a model, an optimizer and a directory.
 """
 

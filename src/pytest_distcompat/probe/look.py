@@ -1,4 +1,4 @@
-"""Everything that is read of a live trainer after a verb, as the fields of a Snapshot."""
+"""Everything that is read of a live trainer after an action, as the fields of a Snapshot."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class Observer:
             yield
 
     def restart(self) -> None:
-        """Forget what was seen: the next verb begins."""
+        """Forget what was seen: the next action begins."""
         self.steps.clear()
         self.compute.clear()
         self.collectives.clear()

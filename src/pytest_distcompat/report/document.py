@@ -81,7 +81,7 @@ class _Run(_NamedRun, total=False):
     world_size: int
     seconds: float
     ending: str
-    verb: str
+    action: str
     message: str
     ranks: list[dict[str, Any]]
     command: str

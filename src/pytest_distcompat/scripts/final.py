@@ -48,10 +48,10 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
     if first_snapshot is None or first_snapshot.plain is None:
         yield "the plain model was not seen"
         return
-    files = Snapshot.from_json({"rank": 0, "run": "", "verb": "", "index": 0, "files": read["files"]}).files
+    files = Snapshot.from_json({"rank": 0, "run": "", "action": "", "index": 0, "files": read["files"]}).files
     files = tuple(file.renamed(saved_name) for file in files)
     yield from names_in(cell, first_snapshot.plain, list(files))
-    last = max((m.index // STRIDE for m in run.snapshots if m.verb == "step"), default=0)
+    last = max((m.index // STRIDE for m in run.snapshots if m.action == "step"), default=0)
     trained = list(_trained(run, last))
     if len(trained) < run.world_size:
         seen = ", ".join(str(snapshot.rank) for snapshot in trained) or "none"
@@ -59,7 +59,7 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
         return
     written = [Snapshot(0, "train", "files", last * STRIDE + END + n, files=files) for n in (1, 2)]
     train = RunTrace("train", run.world_size, (first_snapshot, *trained, *written), cell=cell.id)
-    loaded = Snapshot.from_json({"rank": 0, "run": "reload", "verb": "reload", "index": 0, "plain": read["plain"]})
+    loaded = Snapshot.from_json({"rank": 0, "run": "reload", "action": "reload", "index": 0, "plain": read["plain"]})
     assert loaded.plain is not None
     if read["stored"]:  # as it stands in the files; what a library has loaded has its own names again
         named = (dataclasses.replace(info, name=saved_name(info.name)) for info in loaded.plain.parameters)
@@ -73,4 +73,4 @@ def _trained(run: RunTrace, last: int) -> Iterator[Snapshot]:
     for rank in range(run.world_size):
         seen = [m for m in run.snapshots if m.rank == rank and m.model is not None and m.index // STRIDE == last]
         if seen:
-            yield dataclasses.replace(max(seen, key=lambda one: one.index), verb="export", index=last * STRIDE + END)
+            yield dataclasses.replace(max(seen, key=lambda one: one.index), action="export", index=last * STRIDE + END)

@@ -1,6 +1,6 @@
-"""Turns what an unmodified script does into the snapshots that a driver's verbs would have left.
+"""Turns what an unmodified script does into the snapshots that a driver's methods would have left.
 
-A script has no verbs. What it calls anyway is told by ``points``: a model is about to be wrapped, an optimizer has stepped,
+A script has no actions. What it calls anyway is told by ``points``: a model is about to be wrapped, an optimizer has stepped,
 a checkpoint was written. From that: ``plain`` (the model before anything wrapped it), ``build`` (just before the first
 step, when nothing has moved yet), ``step`` (told when the next thing begins, for by then its scheduler has stepped too),
 ``save`` and ``load``. The place of a snapshot follows from how many steps were taken, not from how many snapshots there were,
@@ -69,8 +69,8 @@ class Recorder:
         from torch import distributed
 
         self.aside(self.close)
-        for verb, infos in {} if self._built else self._at_rest.items():
-            self._tell(verb, {"plain": PLAIN, "load": LOAD}[verb], **infos)
+        for action, infos in {} if self._built else self._at_rest.items():
+            self._tell(action, {"plain": PLAIN, "load": LOAD}[action], **infos)
         # Without its group a rank of ZeRO-3 cannot tell which part of a parameter is its own; it was looked at before that.
         if not self._grouped or distributed.is_initialized():
             self.aside(self.settled)
@@ -235,7 +235,7 @@ class Recorder:
         """A checkpoint is about to be written."""
         self.close()
         if everyone:
-            self.presence.log.write("verb", verb="save", index=self._place)
+            self.presence.log.write("action", action="save", index=self._place)
 
     def saved(self, path: Any, everyone: bool, model: bool) -> None:
         """A checkpoint was written; ``everyone``: by all ranks together; ``model``: the model is to be in it."""
@@ -290,6 +290,6 @@ class Recorder:
             whole=whole,
         )
 
-    def _tell(self, verb: str, index: int, **infos: Any) -> None:
-        snapshot = Snapshot(self.presence.rank, "train", verb, index, **infos)
-        self.presence.log.write("snapshot", verb=verb, index=index, snapshot=snapshot.to_json())
+    def _tell(self, action: str, index: int, **infos: Any) -> None:
+        snapshot = Snapshot(self.presence.rank, "train", action, index, **infos)
+        self.presence.log.write("snapshot", action=action, index=index, snapshot=snapshot.to_json())

@@ -21,7 +21,7 @@ from pytest_distcompat.scripts.reading import read_in_a_process
 from pytest_distcompat.scripts.sight import Sight
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace
 
-#: The checks that one run gives the evidence for. The others need runs that a script does not have, or verbs of a driver.
+#: The checks that one run gives the evidence for. The others need runs that a script does not have, or actions of a driver.
 CLAIMS = ("active", "names", "optimizer", "dtypes", "memory", "units", "float8")
 FINAL = "final_model_loadable"
 #: The step that they look at. In the first ones a warm-up may not have moved anything, a gradient scaler may have skipped them.
@@ -95,7 +95,7 @@ class ScriptRun:
             tuple(
                 m.loss
                 for m in sorted(self.trace.snapshots, key=lambda one: one.index)
-                if m.verb == "step" and m.rank == rank
+                if m.action == "step" and m.rank == rank
             )
             for rank in range(self.trace.world_size)
         )
@@ -196,7 +196,7 @@ class ScriptRun:
         watched = Sight.read(self.directory).steps
         if watched < JUDGED:
             return f"watch_steps={watched}: the check looks at step {JUDGED} in full; expected {JUDGED} or more"
-        taken = len({snapshot.index for snapshot in self.trace.snapshots if snapshot.verb == "step"})
+        taken = len({snapshot.index for snapshot in self.trace.snapshots if snapshot.action == "step"})
         if taken < JUDGED:
             steps = "1 optimizer step" if taken == 1 else f"{taken} optimizer steps"
             return f"the run took {steps}: the check looks at step {JUDGED}; let the script take {JUDGED} or more"
@@ -251,5 +251,5 @@ class ScriptRun:
 
 def _file(data: Mapping[str, Any]) -> FileInfo:
     """A FileInfo that went through JSON."""
-    found = Snapshot.from_json({"rank": 0, "run": "", "verb": "", "index": 0, "files": [data]}).files
+    found = Snapshot.from_json({"rank": 0, "run": "", "action": "", "index": 0, "files": [data]}).files
     return found[0]

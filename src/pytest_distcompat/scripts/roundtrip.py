@@ -224,7 +224,7 @@ def _filled(given: str | Path, words: Mapping[str, str]) -> str:
 
 
 def _taken(run: ScriptRun) -> int:
-    return max((snapshot.index // STRIDE for snapshot in run.trace.snapshots if snapshot.verb == "step"), default=0)
+    return max((snapshot.index // STRIDE for snapshot in run.trace.snapshots if snapshot.action == "step"), default=0)
 
 
 def _step(run: ScriptRun, nth: int) -> tuple[Snapshot, ...]:
@@ -233,7 +233,7 @@ def _step(run: ScriptRun, nth: int) -> tuple[Snapshot, ...]:
 
 def _at_rest(run: ScriptRun, save_at: int) -> tuple[Snapshot, ...]:
     """The snapshots of the save after that step; of a run that did not get there, those of its load."""
-    saved = [m for m in run.trace.snapshots if m.verb == "save" and m.index // STRIDE == save_at]
+    saved = [m for m in run.trace.snapshots if m.action == "save" and m.index // STRIDE == save_at]
     return run.trace.at_index(saved[0].index) if saved and not run.trace.at("load") else run.trace.at("load")
 
 

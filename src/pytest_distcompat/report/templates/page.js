@@ -161,7 +161,7 @@
       const summary = put(details, "summary");
       put(summary, "strong", run.name);
       put(summary, "span", ` ${run.cell}, ${number(run.seconds)} s: `);
-      put(summary, "span", run.ending + (run.verb ? ` in ${run.verb}` : ""), { class: bad(run) ? "bad" : "good" });
+      put(summary, "span", run.ending + (run.action ? ` in ${run.action}` : ""), { class: bad(run) ? "bad" : "good" });
       if (run.message) put(details, "p", run.message);
       for (const [index, rank] of run.ranks.entries()) {
         const one = put(details, "details", null, index ? {} : { open: "" });
