@@ -20,7 +20,7 @@ class FineTunerDriver(Driver):
     preload: ClassVar[tuple[str, ...]] = ("fine_tuner", "accelerate.utils.fsdp_utils", "torch._dynamo")
     blocks = ("Layer",)
 
-    def plain_model(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         import fine_tuner
         import torch
 

@@ -20,7 +20,7 @@ class LoopDriver(Driver):
     #: The last is what every ZeRO engine imports when it is made, seconds a run.
     preload: ClassVar[tuple[str, ...]] = ("deepspeed", "loop", "deepspeed.runtime.zero.muon.muon_optimizer")
 
-    def plain_model(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         import torch
         from torch import nn
 

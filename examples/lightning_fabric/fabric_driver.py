@@ -23,7 +23,7 @@ class FabricDriver(Driver):
     preload: ClassVar[tuple[str, ...]] = ("fabric_loop", "torch._dynamo")
     blocks = ("Linear",)
 
-    def plain_model(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         import torch
         from torch import nn
 

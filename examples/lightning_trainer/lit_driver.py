@@ -26,7 +26,7 @@ class LightningDriver(Driver):
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2")
     blocks = ("Linear",)
 
-    def plain_model(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         import torch
         from lit_model import LitModel
 

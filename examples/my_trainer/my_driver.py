@@ -21,7 +21,7 @@ class MyDriver(Driver):
     #: What FSDP is to cut the model into.
     blocks = ("Linear",)
 
-    def plain_model(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         import torch
         from torch import nn
 

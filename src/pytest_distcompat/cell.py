@@ -23,7 +23,7 @@ class Option:
         return self.values[0]
 
     def token(self, value: OptionValue) -> str:
-        """How the value reads in a cell's id: ``compile``, ``no_use_orig_params``, ``model_plain``."""
+        """How the value reads in a cell's id: ``compile``, ``no_use_orig_params``, ``model_mlp``."""
         if value is False:
             return f"no_{self.name}"
         return self.name if value is True else f"{self.name}_{value}"
@@ -32,7 +32,7 @@ class Option:
 OPTIONS: dict[str, Option] = {
     option.name: option
     for option in (
-        Option("model", ("llama", "llama_tied", "plain"), "which tiny model the built-in drivers train"),
+        Option("model", ("llama", "llama_tied", "mlp"), "which tiny model the built-in drivers train"),
         Option("state_dict", ("sharded", "full"), "the form in which FSDP writes a checkpoint"),
         Option(
             "compile",
@@ -119,7 +119,7 @@ class Cell:
 
     @classmethod
     def of(cls, strategy: str, precision: str, world_size: int = 2, **options: OptionValue) -> Cell:
-        """The same with options as keyword arguments: ``Cell.of("fsdp2", "fp32", model="plain")``."""
+        """The same with options as keyword arguments: ``Cell.of("fsdp2", "fp32", model="mlp")``."""
         return cls(strategy, precision, world_size, tuple(options.items()))
 
     @classmethod
@@ -155,12 +155,12 @@ class Cell:
 
     def facets(self) -> dict[str, OptionValue | int]:
         """Every facet with its value, options at their default included."""
-        plain: dict[str, OptionValue | int] = {
+        fixed: dict[str, OptionValue | int] = {
             "strategy": self.strategy,
             "precision": self.precision,
             "world_size": self.world_size,
         }
-        return plain | {name: self.option(name) for name in OPTIONS}
+        return fixed | {name: self.option(name) for name in OPTIONS}
 
     def __str__(self) -> str:
         return self.id

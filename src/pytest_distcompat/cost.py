@@ -55,8 +55,8 @@ def _cost(run: RunTrace | None, device: str) -> Cost | None:
     tokens = statistics.mean(snapshot.tokens for snapshots in steps for snapshot in snapshots)
     rate = tokens / seconds if seconds else 0.0
     peak = next((value for name, value in PEAK.items() if name in device), None)
-    first = run.first("plain")
-    size = sum(math.prod(info.shape) for info in first.plain.parameters) if first and first.plain else 0
+    first = run.first("build_model")
+    size = sum(math.prod(info.shape) for info in first.unwrapped.parameters) if first and first.unwrapped else 0
     memory = max((snapshot.memory for snapshots in steps for snapshot in snapshots), default=0)
     mfu = 6 * size * rate / peak if peak else None
     return Cost(seconds, rate, memory, state_bytes(run), mfu)
@@ -67,8 +67,8 @@ def state_bytes(run: RunTrace, nth: int = 2) -> float:
 
     https://huggingface.co/blog/deepspeed-to-fsdp-and-back: float32 masters and two moments are 12, which few ranks feel.
     """
-    snapshots, first = run.at("step", nth), run.first("plain")
-    trained = trained_elements(first.plain.parameters) if first and first.plain else 0
+    snapshots, first = run.at("step", nth), run.first("build_model")
+    trained = trained_elements(first.unwrapped.parameters) if first and first.unwrapped else 0
     held = sum(numel * BYTES.get(dtype, 4) for snapshot in snapshots for (_, dtype), numel in kept(snapshot).items())
     return held / trained if trained else 0.0
 
@@ -89,5 +89,5 @@ def kept(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
 
 
 def trained_elements(parameters: tuple[ParameterInfo, ...]) -> int:
-    """How many elements of the plain model are trained."""
+    """How many elements of the unwrapped model are trained."""
     return sum(math.prod(info.shape) for info in parameters if info.trainable)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 STEP_ACTIONS = frozenset({"step", "overflow"})
 
 #: The actions that every driver has, or in place of the last four a ``train``.
-NEEDED = ("plain_model", "build", "step", "save", "load")
+NEEDED = ("build_model", "build", "step", "save", "load")
 
 #: Told after each action: its name and, after a step, the loss on this rank.
 Seen = Callable[..., None]
@@ -61,7 +61,7 @@ class Driver:
     The class is imported in the parent too (to ask what it can do), so its module must not import torch at module level
     unless you can bear that cost at collection.
 
-    ``plain_model build step save load`` are needed; ``export reload evaluate reference overflow`` bring further checks,
+    ``build_model build step save load`` are needed; ``export reload evaluate reference overflow`` bring further checks,
     which without them are shown as not applicable.
     """
 
@@ -110,9 +110,9 @@ class Driver:
         """Whether the driver has that optional methods."""
         return getattr(cls, action) is not getattr(Driver, action)
 
-    def plain_model(self) -> Module:
+    def build_model(self) -> Module:
         """The model that a user hands to the trainer, unwrapped, on the CPU, in the precision's load dtype."""
-        raise NotImplementedError(_missing(self, "plain_model"))
+        raise NotImplementedError(_missing(self, "build_model"))
 
     def build(self, model: Module) -> None:
         """Make the trainer around the model: wrap it, make the optimizer and scheduler, set the three attributes."""
@@ -155,11 +155,11 @@ class Driver:
             seen(action)
 
     def export(self, directory: Path) -> None:
-        """Write the trained weights for others to use: whole, under the plain model's names, no optimizer."""
+        """Write the trained weights for others to use: whole, under the unwrapped model's names, no optimizer."""
         raise NotImplementedError
 
     def reload(self, directory: Path) -> Module:
-        """The plain model from what ``export`` wrote, as its users load it; in one process, without the trainer."""
+        """The unwrapped model from what ``export`` wrote, as its users load it; in one process, without the trainer."""
         raise NotImplementedError
 
     def evaluate(self, model: Module) -> torch.Tensor:
@@ -172,13 +172,13 @@ class Driver:
     def reference(self, model: Module, number: int, ranks: int) -> float:
         """Step ``number`` of the same training in one process, without the trainer: the loss.
 
-        ``model`` is the plain model, in float32; learn from the batches of all ``ranks``, the same numbers of them. Set
+        ``model`` is the unwrapped model, in float32; learn from the batches of all ``ranks``, the same numbers of them. Set
         ``optimizer`` and ``grad_norm`` as ever.
         """
         raise NotImplementedError
 
     def saved_name(self, key: str) -> str:
-        """Return the plain model's name of what the trainer saves under ``key``, where it maps names when it saves.
+        """Return the unwrapped model's name of what the trainer saves under ``key``, where it maps names when it saves.
 
         Called for each key of a model or an optimizer in each saved file.
         """

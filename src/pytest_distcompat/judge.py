@@ -109,7 +109,7 @@ def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: 
     if not refusal.matches(end.message + "\n" + end.text):
         text = f"refused with another message than {refusal.match!r}\n{said}\n\n{end.text}"
         return Verdict(check.name, cell.id, "failed", text, refusal.reason)
-    if end.action not in {"plain", "build"}:
+    if end.action not in {"build_model", "build"}:
         text = f"refused only at {end.action!r}, after build; expected at build\n{said}\n\n{end.text}"
         return Verdict(check.name, cell.id, "late", text, refusal.reason)
     built = sorted(snapshot.rank for run in trace if run.end == end for snapshot in run.at("build"))

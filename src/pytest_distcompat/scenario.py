@@ -63,14 +63,14 @@ STEPS = 20
 #: How many of them come before the save.
 SAVED = 3
 
-_PLAIN = ("plain", "build")
+_BUILD = ("build_model", "build")
 
 #: Three steps, a checkpoint, two more steps. Three, for the moments of Adam to differ from one another; two, because the
 #: first loss after a load tells of the parameters only and the second of the optimizer state. Then on to the end.
 TRAIN_RUN = Run(
     "train",
     (
-        *_PLAIN,
+        *_BUILD,
         *("step",) * SAVED,
         "save",
         *("step",) * 2,
@@ -83,13 +83,13 @@ TRAIN_RUN = Run(
 )
 
 #: A fresh process group loads what TRAIN_RUN saved and takes the same two steps.
-RESUME_RUN = Run("resume", (*_PLAIN, "load", "step", "step"), first_step=3, after="train")
+RESUME_RUN = Run("resume", (*_BUILD, "load", "step", "step"), first_step=3, after="train")
 
 #: The same training with no strategy at all: what the losses, norms and learning rates of the others are measured by.
 #: It learns from the batches of all ranks, whose number is that of the check's cell.
 REFERENCE_RUN = Run(
     "reference",
-    ("plain", *("reference",) * STEPS),
+    ("build_model", *("reference",) * STEPS),
     strategy="ddp",
     world_size=1,
     # With flat parameters a trainer may lose its groups.
@@ -97,7 +97,7 @@ REFERENCE_RUN = Run(
 )
 
 #: What rounding alone makes of that training, for a model that nobody has measured before.
-ROUNDED_RUN = dataclasses.replace(REFERENCE_RUN, name="rounded", actions=("plain", *("rounded",) * STEPS))
+ROUNDED_RUN = dataclasses.replace(REFERENCE_RUN, name="rounded", actions=("build_model", *("rounded",) * STEPS))
 
 #: What was exported, loaded by nothing but the model's own library.
 RELOAD_RUN = Run(
@@ -108,19 +108,19 @@ RELOAD_RUN = Run(
 #: (https://github.com/huggingface/accelerate/pull/4119); what is saved there is loaded there.
 NAMED_RUN = Run(
     "named",
-    (*_PLAIN, "step", "save", "step", "files"),
+    (*_BUILD, "step", "save", "step", "files"),
     directory="a run/of pytorch_model_fsdp and optimizer/größe é",
 )
-REOPENED_RUN = Run("reopened", (*_PLAIN, "load", "step"), first_step=1, after="named", directory=NAMED_RUN.directory)
+REOPENED_RUN = Run("reopened", (*_BUILD, "load", "step"), first_step=1, after="named", directory=NAMED_RUN.directory)
 
 #: A checkpoint with a file cut in half, or gone. Spoilt before ``build``, which all ranks leave together: none loads before.
 DAMAGED_RUNS = tuple(
-    Run(name, ("plain", "damage", "build", "load", "step"), first_step=3, after="train", damage=how)
+    Run(name, ("build_model", "damage", "build", "load", "step"), first_step=3, after="train", damage=how)
     for name, how in (("truncated", "truncate"), ("removed", "remove"))
 )
 
 #: Gradients overflow in the second of three steps, as they do in float16 until a scaler has found its scale.
-OVERFLOW_RUN = Run("overflow", (*_PLAIN, "step", "overflow", "step"))
+OVERFLOW_RUN = Run("overflow", (*_BUILD, "step", "overflow", "step"))
 
 TRAIN = Scenario("train", (TRAIN_RUN,))
 RESUME = Scenario("resume", (TRAIN_RUN, RESUME_RUN))
@@ -134,7 +134,7 @@ DAMAGE = Scenario("damage", (TRAIN_RUN, *DAMAGED_RUNS))
 
 def reshard(world_size: int) -> Scenario:
     """What was saved at a world size goes on at twice that, and from there back; and in one process."""
-    load = (*_PLAIN, "load")
+    load = (*_BUILD, "load")
     up = Run("up", (*load, *("step",) * 3, "save", "step"), first_step=3, after="train", world_size=2 * world_size)
     back = Run("back", (*load, "step"), first_step=6, after="up", world_size=world_size)
     # One rank holds one copy.
@@ -145,7 +145,7 @@ def reshard(world_size: int) -> Scenario:
 def port(strategy: str) -> Scenario:
     """What was saved under one strategy goes on under another; of options that split flat parameters the other knows nothing."""
     kept = without("use_orig_params", "replicate")
-    moved = Run("port", (*_PLAIN, "load", "step", "step"), first_step=3, after="train", strategy=strategy, only=kept)
+    moved = Run("port", (*_BUILD, "load", "step", "step"), first_step=3, after="train", strategy=strategy, only=kept)
     return Scenario("portable", (TRAIN_RUN, moved))
 
 

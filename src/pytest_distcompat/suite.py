@@ -42,7 +42,7 @@ class TestTorch(CompatSuite):
         ("fp32", "bf16_mixed"),
         extra=(
             Matrix(("fsdp2",), ("bf16_pure", "fp16_mixed", "fp8")),
-            Matrix(("fsdp1", "fsdp2"), ("bf16_mixed",), options=({"model": "llama_tied"}, {"model": "plain"})),
+            Matrix(("fsdp1", "fsdp2"), ("bf16_mixed",), options=({"model": "llama_tied"}, {"model": "mlp"})),
             Matrix(
                 ("fsdp2",),
                 ("fp32",),
@@ -59,11 +59,11 @@ class TestTorch(CompatSuite):
                     {"adapter": True},
                     {"groups": True},
                     {"save_only_model": True},
-                    {"ignored": True, "model": "plain"},
+                    {"ignored": True, "model": "mlp"},
                 ),
             ),
             Matrix(("fsdp1",), ("fp32",), options=({"state_dict": "full"}, {"use_orig_params": False})),
-            Matrix(("fsdp1", "fsdp2"), ("fp32",), world_sizes=(4,), options=({"replicate": 2, "model": "plain"},)),
+            Matrix(("fsdp1", "fsdp2"), ("fp32",), world_sizes=(4,), options=({"replicate": 2, "model": "mlp"},)),
             Matrix(("ddp",), ("fp32",), options=({"accumulate": 2},)),
         ),
     )
@@ -80,9 +80,9 @@ class TestAccelerate(CompatSuite):
             Matrix(
                 ("fsdp2",),
                 ("bf16_mixed",),
-                options=({"float32_norms": True}, {"reduce_dtype": "fp32", "model": "plain"}),
+                options=({"float32_norms": True}, {"reduce_dtype": "fp32", "model": "mlp"}),
             ),
-            Matrix(("fsdp1", "fsdp2", "zero3"), ("bf16_mixed",), options=({"model": "llama_tied"}, {"model": "plain"})),
+            Matrix(("fsdp1", "fsdp2", "zero3"), ("bf16_mixed",), options=({"model": "llama_tied"}, {"model": "mlp"})),
             Matrix(
                 ("fsdp2",),
                 ("fp32",),
@@ -98,13 +98,13 @@ class TestAccelerate(CompatSuite):
                     {"frozen": True},
                     {"adapter": True},
                     {"groups": True},
-                    {"ignored": True, "model": "plain"},
+                    {"ignored": True, "model": "mlp"},
                 ),
             ),
             Matrix(("fsdp1",), ("fp32",), options=({"activation_checkpointing": True}, {"use_orig_params": False})),
-            Matrix(("fsdp2",), ("bf16_mixed",), world_sizes=(4,), options=({"replicate": 2, "model": "plain"},)),
+            Matrix(("fsdp2",), ("bf16_mixed",), world_sizes=(4,), options=({"replicate": 2, "model": "mlp"},)),
             # Whoever compiles a whole Llama traces for seconds on every rank: once a strategy will do.
-            Matrix(("ddp",), ("fp32",), options=({"accumulate": 2}, {"compile": "aot_eager", "model": "plain"})),
+            Matrix(("ddp",), ("fp32",), options=({"accumulate": 2}, {"compile": "aot_eager", "model": "mlp"})),
             Matrix(("zero2",), ("fp32",), options=({"accumulate": 2}, {"activation_checkpointing": True})),
             Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True},)),
             Matrix(("zero3",), ("bf16_mixed",), options=({"offload": True}, {"conflict": True}, {"accumulate": 2})),
@@ -151,13 +151,11 @@ class TestDeepSpeed(CompatSuite):
             Matrix(("zero2",), ("bf16_pure", "fp16_mixed", "fp8")),
             # An overflow is one rank's alone where the optimizer is partitioned and the gradients are not.
             Matrix(("zero1",), ("fp16_mixed",)),
-            Matrix(
-                ("zero3",), ("bf16_mixed",), options=({"model": "plain"}, {"model": "llama_tied"}, {"offload": True})
-            ),
+            Matrix(("zero3",), ("bf16_mixed",), options=({"model": "mlp"}, {"model": "llama_tied"}, {"offload": True})),
             Matrix(
                 ("zero2",),
                 ("fp32",),
-                options=({"accumulate": 2}, {"compile": "aot_eager", "model": "plain"}, {"adapter": True}),
+                options=({"accumulate": 2}, {"compile": "aot_eager", "model": "mlp"}, {"adapter": True}),
             ),
             Matrix(("zero1",), ("bf16_mixed",), options=({"grad_accum_dtype": "fp32"}, {"reduce_dtype": "fp32"})),
             Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True}, {"accumulate": 2})),

@@ -206,7 +206,7 @@ class Snapshot:
     outputs: tuple[float, ...] = ()
     rng: str = ""
     scaler: Mapping[str, float] = field(default_factory=dict)
-    plain: UnwrappedInfo | None = None
+    unwrapped: UnwrappedInfo | None = None
     model: ModelInfo | None = None
     optimizer: OptimizerInfo | None = None
     scheduler: str = ""

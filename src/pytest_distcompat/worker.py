@@ -72,7 +72,7 @@ class _Rank:
         self.driver, self.run, self.places, self.observer, self.log = driver, run, places, observer, log
         self.index, self.end = -1, 0
         self.number = run.first_step
-        self.plain: Module | None = None
+        self.unwrapped: Module | None = None
 
     def live(self) -> None:
         """All actions, to the end."""
@@ -107,12 +107,12 @@ class _Rank:
         length = next((n for n, action in enumerate(rest) if action not in TRAINING | {"files"}), len(rest))
         actions = tuple(action for action in rest[:length] if action in TRAINING)
         self.end = self.index + length
-        plain, self.plain = self.plain, None
+        unwrapped, self.unwrapped = self.unwrapped, None
         found = self.places.save_to if self.run.damage else self.places.load_from
         plan = Plan(actions, self.number, self.places.save_to, found)
         with self.observer.watching():
             self.observer.look_closely(on=self._closely)
-            self.driver.train(plain, plan, self._seen)  # type: ignore[arg-type]  # a plan without build needs no model
+            self.driver.train(unwrapped, plan, self._seen)  # type: ignore[arg-type]  # a plan without build needs no model
         if self.index < self.end:
             raise RuntimeError(f"the driver's train() came back before {self.run.actions[self.index]!r} was seen")
 
@@ -151,19 +151,19 @@ class _Rank:
             self._own()
         self.observer.look_closely(on=self._closely)
 
-    def _plain(self) -> dict[str, Any]:
-        self.plain = self.driver.plain_model()
-        return self._show(self.plain)
+    def _build_model(self) -> dict[str, Any]:
+        self.unwrapped = self.driver.build_model()
+        return self._show(self.unwrapped)
 
     def _reload(self) -> dict[str, Any]:
-        self.plain = self.driver.reload(self.places.export)
-        return self._show(self.plain)
+        self.unwrapped = self.driver.reload(self.places.export)
+        return self._show(self.unwrapped)
 
     def _show(self, model: Module) -> dict[str, Any]:
-        from pytest_distcompat.probe import read_plain
+        from pytest_distcompat.probe import read_unwrapped
 
         driver = self.driver
-        infos = {"plain": read_plain(model, driver.blocks, driver.ignored, driver.options)}
+        infos = {"unwrapped": read_unwrapped(model, driver.blocks, driver.ignored, driver.options)}
         if not self.driver.cell.option("compile"):
             # A hook would break the graph that compile is to see.
             self.observer.attach(model)
@@ -195,14 +195,14 @@ class _Rank:
 
         if not self.driver.can("evaluate"):
             return {}
-        model = self.plain if self.plain is not None else self.driver.model
+        model = self.unwrapped if self.unwrapped is not None else self.driver.model
         with _uncompiled():
             return {"outputs": sample(self.driver.evaluate(model))}
 
     def _reference(self) -> dict[str, Any]:
         from pytest_distcompat.probe import read_optimizer
 
-        driver, model = self.driver, self.plain
+        driver, model = self.driver, self.unwrapped
         assert model is not None
         model.float()
         with self.observer.watching():

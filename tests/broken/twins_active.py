@@ -28,8 +28,8 @@ NO_ROOT = {"units": r"FSDP's units are 'blocks\.0', 'blocks\.1'; expected 'block
 
 @twin(
     "active",
-    "fsdp1-fp32-w2-model_plain",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp1-fp32-w2-model_mlp",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"DistributedDataParallel runs as DDP x 1; expected FSDP\d for fsdp\d",
     also={
         **CLIPPING,
@@ -40,8 +40,8 @@ NO_ROOT = {"units": r"FSDP's units are 'blocks\.0', 'blocks\.1'; expected 'block
 )
 @twin(
     "active",
-    "zero2-fp32-w2-model_plain",
-    "zero3-fp32-w2-model_plain",
+    "zero2-fp32-w2-model_mlp",
+    "zero3-fp32-w2-model_mlp",
     match=r"runs as DDP x 1; expected DeepSpeedEngine for zero\d(?s:.*)ZeRO stage None is running",
     also={**CLIPPING, **MEMORY, "optimizer": r"0 of \d+ elements of trainable parameter 'module\.inlet\.weight'"},
 )
@@ -55,8 +55,8 @@ class CpuFlag(Accelerate):
 
 @twin(
     "active",
-    "fsdp1-fp32-w2-model_plain",
-    "fsdp2-bf16_pure-w2-model_plain",
+    "fsdp1-fp32-w2-model_mlp",
+    "fsdp2-bf16_pure-w2-model_mlp",
     match=r"runs as a bare model; expected FSDP(?s:.*)the trainer believes in 1 ranks; expected 2",
     also={**PARITY, **CLIPPING, **MEMORY, **UNCUT, "dtypes": APART},
 )
@@ -73,8 +73,8 @@ class NoCpuFlag(Accelerate):
             super().save(directory)
 
 
-@twin("active", "zero2-fp32-w2-model_plain", match=r"ZeRO stage 1 is running; expected 2")
-@twin("active", "zero3-bf16_mixed-w2-model_plain", match=r"ZeRO stage 1 is running; expected 3(?s:.*)of kind ZeRO-3")
+@twin("active", "zero2-fp32-w2-model_mlp", match=r"ZeRO stage 1 is running; expected 2")
+@twin("active", "zero3-bf16_mixed-w2-model_mlp", match=r"ZeRO stage 1 is running; expected 3(?s:.*)of kind ZeRO-3")
 class LowerStage(Accelerate):
     """The stage of the DeepSpeed config is another one than the trainer was asked for."""
 
@@ -92,7 +92,7 @@ class LowerStage(Accelerate):
 
 @twin(
     "active",
-    "zero2-fp32-w2-model_plain",
+    "zero2-fp32-w2-model_mlp",
     match=r"ZeRO stage 0 is running; expected 2",
     also={**CLIPPING, **MEMORY, "optimizer": r"0 of \d+ elements of trainable parameter"},
 )
@@ -104,7 +104,7 @@ class StageNought(LowerStage):
 
 @twin(
     "active",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"runs as FSDP1 x 3; expected FSDP2(?s:.*)not of kind DTensor",
     also={
         "names": r"'_fsdp_wrapped_module\.\S+\.bias' maps to",
@@ -125,7 +125,7 @@ class OlderFsdp(Torch):
 
 @twin(
     "active",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^shards are in 2 copies \(rank 0; rank 1\); expected 1, of several ranks\n",
     also={**PARITY, **CLIPPING, **MEMORY, "dtypes": APART},
 )
@@ -154,7 +154,7 @@ class Mixed(Torch):
 
 @twin(
     "active",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"6 of 14 parameters are not of kind DTensor, 'inlet\.weight'",
     also={**PARITY, **CLIPPING, **MEMORY, **NO_ROOT},
 )
@@ -171,7 +171,7 @@ class RootForgotten(Mixed):
 
 @twin(
     "active",
-    "fsdp1-fp32-w2-model_plain",
+    "fsdp1-fp32-w2-model_mlp",
     match=r"store 2\.00 copies of the parameters; expected 1",
     also={**CLIPPING, **MEMORY, **UNCUT},
 )
@@ -188,7 +188,7 @@ class NoShard(Torch):
 
 @twin(
     "active",
-    "fsdp1-fp32-w2-model_plain",
+    "fsdp1-fp32-w2-model_mlp",
     match=r"all ranks together store 130 elements of 'outlet\.weight', which has 65",
     also={**PARITY, **CLIPPING, **UNCUT},
 )
@@ -203,7 +203,7 @@ class LayerLeftOut(Torch):
         )
 
 
-@twin("active", "fsdp2-fp32-w2-model_plain", match=r"rank 1: the trainer believes in 1 ranks; expected 2")
+@twin("active", "fsdp2-fp32-w2-model_mlp", match=r"rank 1: the trainer believes in 1 ranks; expected 2")
 class BelievesInOneRank(Torch):
     """A trainer that shards over two ranks and divides its batch, or its learning rate, by one."""
 
@@ -213,7 +213,7 @@ class BelievesInOneRank(Torch):
 
 @twin(
     "active",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"also wrapped by DDP; expected FSDP2 alone",
     also={**PARITY, **CLIPPING, **MEMORY, **NO_ROOT, "names": r"live parameter 'outlet\.module\.weight' maps to"},
 )

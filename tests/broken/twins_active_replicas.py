@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @twin(
     "active",
-    "ddp-fp32-w2-model_plain",
-    match=r"PlainModule runs as a bare model; expected DDP(?s:.*)no gradient was reduced(?s:.*)replicas must stay equal",
+    "ddp-fp32-w2-model_mlp",
+    match=r"MLP runs as a bare model; expected DDP(?s:.*)no gradient was reduced(?s:.*)replicas must stay equal",
     also={**PARITY, **CLIPPING, "dtypes": APART},
 )
 class Bare(Torch):
@@ -34,7 +34,7 @@ class Bare(Torch):
 
 @twin(
     "active",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"no gradient was reduced in a step(?s:.*)rank 1: \d+ parameters differ from rank 0's",
     also={**PARITY, **CLIPPING, "dtypes": APART},
 )
@@ -71,7 +71,7 @@ class OnlyMetricsMeet(NeverSyncs):
 
 @twin(
     "active",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"rank 1: 12 parameters differ from rank 0's after three steps, first 'module\.inlet",
     also={**PARITY, **CLIPPING},
 )
@@ -88,7 +88,7 @@ class LayerNotReduced(Torch):
 
 @twin(
     "active",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"rank 1: the process group has 1 ranks; expected 2(?s:.*)replicas must stay equal",
     also={**PARITY, **CLIPPING},
 )

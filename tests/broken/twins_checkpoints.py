@@ -37,8 +37,8 @@ class SpoilsAtFour(Torch):
 
 @twin(
     "reshard",
-    "ddp-fp32-w2-model_plain",
-    "fsdp2-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^the optimizer's state is empty after the load at 4 ranks\nstep 'blocks\.0\.linear\.bias' and 11 others: other values one",
 )
 class StateForTwoRanks(SpoilsAtFour):
@@ -50,7 +50,7 @@ class StateForTwoRanks(SpoilsAtFour):
 
 @twin(
     "reshard",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^exp_avg 'blocks\.0\.linear\.weight': other values after the load at 4 ranks$",
 )
 class OneShardStale(SpoilsAtFour):
@@ -64,7 +64,7 @@ class OneShardStale(SpoilsAtFour):
 
 @twin(
     "reshard",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"parameter 'blocks\.0\.linear\.bias' and 11 others: unlike from rank to rank after the load at 4 ranks",
 )
 class NewRanksLoadNothing(SpoilsAtFour):
@@ -79,7 +79,7 @@ class NewRanksLoadNothing(SpoilsAtFour):
 
 @twin(
     "reshard",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"^rank 0: lr of the optimizer's group 0 is [\d.]+ after the load at 4 ranks; 0\.\d+ was saved\nrank 1: lr",
 )
 class RateFollowsRanks(SpoilsAtFour):
@@ -101,7 +101,7 @@ class SpoilsElsewhere(Spoils):
 
 @twin(
     "portable",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"^exp_avg 'blocks\.0\.linear\.weight' and 1 others: other values after the load under fsdp2\nrank 0: loss 2",
 )
 class StateByPosition(SpoilsElsewhere):
@@ -114,7 +114,7 @@ class StateByPosition(SpoilsElsewhere):
 
 @twin(
     "portable",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"^step 'blocks\.0\.linear\.bias' and 11 others: other values one step after the load under fsdp2\nrank 0: loss 2",
 )
 class StepsShared(SpoilsElsewhere):
@@ -138,7 +138,7 @@ class NamesTheFile(Torch):
 
 @twin(
     "damage",
-    "fsdp2-fp32-w2-model_plain-state_dict_full",
+    "fsdp2-fp32-w2-model_mlp-state_dict_full",
     match=r"'checkpoint\.pt' is cut in half: it was loaded without an error, and training went on\nfile 'checkpoint\.pt' is gone",
     sound="broken.twins_checkpoints:NamesTheFile",
 )
@@ -152,7 +152,7 @@ class FreshWeights(Torch):
 
 @twin(
     "damage",
-    "fsdp1-fp32-w2-model_plain-state_dict_full",
+    "fsdp1-fp32-w2-model_mlp-state_dict_full",
     match=r"^file 'checkpoint\.pt' is cut in half: the error does not name it: rank \d raised RuntimeError: cannot resume\n"
     r"file 'checkpoint\.pt' is gone: the error does not name it",
     sound="broken.twins_checkpoints:NamesTheFile",
@@ -172,7 +172,7 @@ class HidesTheFile(Torch):
 
 @twin(
     "paths",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^the optimizer's state is empty after the load from 'a run/of pytorch_model_fsdp and optimizer/größe é'$",
 )
 class SearchesThePath(Torch):
@@ -184,7 +184,7 @@ class SearchesThePath(Torch):
             lose_state(self.optimizer)
 
 
-@twin("paths", "ddp-fp32-w2-model_plain", match=r"raised \S*(CheckpointException|FileNotFoundError|Error)")
+@twin("paths", "ddp-fp32-w2-model_mlp", match=r"raised \S*(CheckpointException|FileNotFoundError|Error)")
 class CleansTheName(Torch):
     """Saves under a name without spaces, and loads from the one it was given."""
 
@@ -198,7 +198,7 @@ class CleansTheName(Torch):
 
 @twin(
     "resume",
-    "ddp-fp16_mixed-w2-model_plain",
+    "ddp-fp16_mixed-w2-model_mlp",
     match=r"^rank 0: the gradient scaler is at \{'scale': 1024\.0, .*'_growth_tracker': 0\S*\}; saved at \{.*: 3\.0\}\nrank 1: the",
 )
 class ScalerNotLoaded(Torch):
@@ -212,7 +212,7 @@ class ScalerNotLoaded(Torch):
 
 @twin(
     "resume",
-    "ddp-fp32-w2-model_plain-save_only_model",
+    "ddp-fp32-w2-model_mlp-save_only_model",
     match=r"^rank 0: parameter 'module\.blocks\.0\.linear\.bias' and 11 others: other values after the load\nrank 1: [^\n]+$",
 )
 class ModelAloneNotLoaded(ModelNotLoaded):

@@ -35,7 +35,7 @@ class Exports(Torch):
     "ddp-fp32-w2",
     match=r"key 'module\.lm_head\.weight' and 20 others are none of the model's own; expected 'lm_head\.weight'\n"
     r"21 of 21 names stand in no exported file(?s:.*)parameter 'lm_head\.weight' and \d+ others: other values after the reload",
-    also={"names": r"key 'module\.lm_head\.weight' is no name of the plain model; expected 'lm_head\.weight'"},
+    also={"names": r"key 'module\.lm_head\.weight' is no name of the unwrapped model; expected 'lm_head\.weight'"},
 )
 class WrappersNamesExported(Exports):
     """transformers takes weights under such names for missing ones and makes new ones at random, with a warning."""
@@ -46,7 +46,7 @@ class WrappersNamesExported(Exports):
 
 @twin(
     "export",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^parameter 'blocks\.0\.linear\.bias' and 13 others: other values after the reload$",
 )
 class RoundedExport(Exports):
@@ -63,7 +63,7 @@ class RoundedExport(Exports):
 
 @twin(
     "export",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"^parameter 'blocks\.0\.linear\.bias' and 13 others: other values after the reload$",
 )
 class RoundsTheLiveModel(Torch):
@@ -78,7 +78,7 @@ class RoundsTheLiveModel(Torch):
 
 @twin(
     "export",
-    "fsdp1-fp32-w2-model_plain",
+    "fsdp1-fp32-w2-model_mlp",
     match=r"^buffer 'scale': other values after the reload\nrank 0: outputs of the trained and of the reloaded model are up to",
 )
 class BufferNotExported(Exports):
@@ -90,7 +90,7 @@ class BufferNotExported(Exports):
 
 @twin(
     "export",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^file 'export/optimizer\.pt' holds 12 keys of an optimizer; expected the model alone$",
 )
 class OptimizerExported(Exports):
@@ -107,7 +107,7 @@ class OptimizerExported(Exports):
 
 @twin(
     "export",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"^rank 0: outputs of the trained and of the reloaded model are up to [\d.e-]+ apart \(\S+ allowed, of \S+\)\nrank 1:",
 )
 class OtherModelReloaded(Torch):
@@ -121,7 +121,7 @@ class OtherModelReloaded(Torch):
 
 @twin(
     "names",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"^file '\.': holds 'offset', a buffer that is not persistent$",
 )
 class NonPersistentSaved(Torch):
@@ -135,9 +135,9 @@ class NonPersistentSaved(Torch):
 
 @twin(
     "names",
-    "ddp-fp32-w2-model_plain",
-    "fsdp2-fp32-w2-model_plain",
-    match=r"^rank 0: buffer 'offset' \(non-persistent\) has other values after build than in the plain model\nrank 1: [^\n]+$",
+    "ddp-fp32-w2-model_mlp",
+    "fsdp2-fp32-w2-model_mlp",
+    match=r"^rank 0: buffer 'offset' \(non-persistent\) has other values after build than in the unwrapped model\nrank 1: [^\n]+$",
 )
 class BufferNotFilled(Torch):
     """Made without memory and filled from a state dict, which has no such buffer: whatever memory held."""
@@ -152,7 +152,7 @@ class BufferNotFilled(Torch):
 
 @twin(
     "export",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"^1 of \d+ outputs of the reloaded model are infinite; expected finite numbers$",
 )
 class ReloadedOverflows(Torch):

@@ -27,19 +27,19 @@ class Rounds(AccelerateDriver):
 
 twin(
     "export",
-    "zero1-fp32-w2-model_plain",
+    "zero1-fp32-w2-model_mlp",
     match=r"^parameter 'blocks\.0\.linear\.bias' and 13 others: other values after the reload",
 )(Rounds)
 twin(
     "portable",
-    "zero3-fp32-w2-model_plain",
+    "zero3-fp32-w2-model_mlp",
     match=r"^parameter 'blocks\.0\.linear\.bias' and 13 others: other values after the export and build",
 )(Rounds)
 
 
 @twin(
     "paths",
-    "zero1-fp32-w2-model_plain",
+    "zero1-fp32-w2-model_mlp",
     match=r"^master 'blocks\.0\.linear\.bias' and 11 others: other values after the load from 'a run/(?s:.*)optimizer's state is empty|"
     r"^the optimizer's state is empty after the load from 'a run/",
 )
@@ -72,7 +72,7 @@ class NamesFiles(AccelerateDriver):
 # An empty AssertionError for the file that is gone, and an error of the zip reader for the other.
 twin(
     "damage",
-    "zero1-fp32-w2-model_plain",
+    "zero1-fp32-w2-model_mlp",
     match=r"model_states\.pt' is gone: the error does not name it: rank \d raised AssertionError$",
     sound="broken.twins_checkpoints_zero:NamesFiles",
 )(AccelerateDriver)
@@ -80,7 +80,7 @@ twin(
 
 @twin(
     "damage",
-    "zero2-fp32-w2-model_plain",
+    "zero2-fp32-w2-model_mlp",
     match=r"model_states\.pt' is cut in half: it was loaded without an error, and training went on(?s:.*)is gone: it was loaded",
     sound="broken.twins_checkpoints_zero:NamesFiles",
 )
@@ -94,7 +94,7 @@ class FreshWeightsZero(AccelerateDriver):
 
 @twin(
     "reshard",
-    "zero1-fp32-w2-model_plain",
+    "zero1-fp32-w2-model_mlp",
     match=r"^exp_avg_sq 'blocks\.0\.linear\.bias' and 11 others: other values after the load at 4 ranks$",
 )
 class MomentsForTwoRanks(DeepSpeedDriver):
@@ -109,7 +109,7 @@ class MomentsForTwoRanks(DeepSpeedDriver):
 
 @twin(
     "reshard",
-    "zero3-fp32-w2-model_plain",
+    "zero3-fp32-w2-model_mlp",
     match=r"^master 'blocks\.0\.linear\.bias' and 11 others: other values after the load at 1 rank",
 )
 class MastersForTwoRanks(DeepSpeedDriver):

@@ -38,8 +38,8 @@ class ByClosure(Torch):
 
 @twin(
     "clipping",
-    "ddp-fp32-w2-model_plain",
-    "fsdp2-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^step 1: .*the gradients that the optimizer gets have norm 1\.02\d+; 0\.999999 in the reference",
     also=PARITY,
     sound=SOUND,

@@ -13,13 +13,13 @@ from .twins_optimizer_frozen import Thawed
 # The same defects as elsewhere: what they cost is one more thing to see them by.
 twin(
     "memory",
-    "fsdp1-fp32-w2-model_plain",
+    "fsdp1-fp32-w2-model_mlp",
     match=r"^all ranks together keep 1180 elements of '\w+'; 590 elements are trained, expected 590",
     also={**CLIPPING, **UNCUT, "active": r"store 2\.00 copies of the parameters; expected 1"},
 )(NoShard)
 twin(
     "memory",
-    "zero1-fp32-w2-model_plain",
+    "zero1-fp32-w2-model_mlp",
     match=r"^all ranks together keep 772 elements of 'exp_avg'; 590 elements are trained, expected 590",
     also={
         **PARITY,
@@ -39,7 +39,7 @@ def dawdle(driver: Torch | AccelerateDriver, number: int) -> None:
 SLOW = r"tokens a second and rank, 0\.0\d of ddp's [\d.e+]+; expected at least 0\.1 of it"
 
 
-@twin("throughput", "fsdp2-fp32-w2-model_plain", match=SLOW)
+@twin("throughput", "fsdp2-fp32-w2-model_mlp", match=SLOW)
 class Slow(Torch):
     """Every step waits for something."""
 
@@ -48,7 +48,7 @@ class Slow(Torch):
         return super().step(number)
 
 
-@twin("throughput", "zero1-fp32-w2-model_plain", match=SLOW)
+@twin("throughput", "zero1-fp32-w2-model_mlp", match=SLOW)
 class SlowZero(AccelerateDriver):
     """The same with flat masters."""
 

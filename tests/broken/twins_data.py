@@ -26,7 +26,7 @@ OTHER = (
 RANDOM = r"^rank 0: torch's random state after the load is another than at the save\nrank 1: [^\n]+$"
 
 
-@twin("data", "ddp-fp32-w2-model_plain", "fsdp2-fp32-w2-model_plain", match=TWO_LIKE, also={**PARITY, **CLIPPING})
+@twin("data", "ddp-fp32-w2-model_mlp", "fsdp2-fp32-w2-model_mlp", match=TWO_LIKE, also={**PARITY, **CLIPPING})
 class SameData(Torch):
     """No distributed sampler: every rank learns from the batches of rank 0."""
 
@@ -34,7 +34,7 @@ class SameData(Torch):
         return super().batch_of(place, 0)
 
 
-@twin("data", "zero3-fp32-w2-model_plain", "ddp-fp32-w2-model_plain", match=TWO_LIKE, also={**PARITY, **CLIPPING})
+@twin("data", "zero3-fp32-w2-model_mlp", "ddp-fp32-w2-model_mlp", match=TWO_LIKE, also={**PARITY, **CLIPPING})
 class SameDataAccelerate(AccelerateDriver):
     """The same where the loader deals out what each rank would have loaded by itself."""
 
@@ -47,7 +47,7 @@ class SameDataAccelerate(AccelerateDriver):
 
 @twin(
     "data",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=OTHER,
     also={"resume": r"loss 1 after the load is"},
 )
@@ -66,8 +66,8 @@ class EpochBeginsAnew(Torch):
 
 @twin(
     "data",
-    "zero1-fp32-w2-model_plain",
-    "ddp-fp32-w2-model_plain",
+    "zero1-fp32-w2-model_mlp",
+    "ddp-fp32-w2-model_mlp",
     match=OTHER,
     also={"resume": r"loss 1 after the load is"},
 )
@@ -78,7 +78,7 @@ class EpochBeginsAnewAccelerate(AccelerateDriver):
         return super()._batches(0)
 
 
-@twin("data", "ddp-fp32-w2-model_plain", "fsdp1-fp32-w2-model_plain", match=RANDOM)
+@twin("data", "ddp-fp32-w2-model_mlp", "fsdp1-fp32-w2-model_mlp", match=RANDOM)
 class SeededAnew(Torch):
     """Dropout and shuffling after a load are those of the beginning."""
 
@@ -89,7 +89,7 @@ class SeededAnew(Torch):
         torch.manual_seed(0)
 
 
-@twin("data", "zero2-fp32-w2-model_plain", match=RANDOM)
+@twin("data", "zero2-fp32-w2-model_mlp", match=RANDOM)
 class SeededAnewZero(AccelerateDriver):
     """The same with flat masters."""
 
@@ -102,9 +102,9 @@ class SeededAnewZero(AccelerateDriver):
 
 @twin(
     "accumulation",
-    "ddp-fp32-w2-model_plain-accumulate_2",
-    "fsdp1-fp32-w2-model_plain-accumulate_2",
-    "fsdp2-fp32-w2-model_plain-accumulate_2",
+    "ddp-fp32-w2-model_mlp-accumulate_2",
+    "fsdp1-fp32-w2-model_mlp-accumulate_2",
+    "fsdp2-fp32-w2-model_mlp-accumulate_2",
     match=r"^step 1: rank 0: (1180|1612|1288) elements of gradients were reduced; expected (590|806|644) with one micro-batch",
 )
 class ReducesEach(Torch):
@@ -116,7 +116,7 @@ class ReducesEach(Torch):
 
 @twin(
     "accumulation",
-    "zero1-fp32-w2-model_plain-accumulate_2",
+    "zero1-fp32-w2-model_mlp-accumulate_2",
     match=r"^step 1: rank 0: 1181 elements of gradients were reduced; expected 591 with one micro-batch",
     also={"active": r"ZeRO stage 2 is running; expected 1"},
 )
@@ -128,7 +128,7 @@ class HigherStage(LowerStage):
 
 @twin(
     "accumulation",
-    "zero2-fp32-w2-model_plain-accumulate_2",
+    "zero2-fp32-w2-model_mlp-accumulate_2",
     match=r"^step 1: rank 0: 591 elements of gradients were reduced; expected 2 times 591, once a micro-batch",
     also={"active": r"ZeRO stage 1 is running; expected 2"},
 )
@@ -138,8 +138,8 @@ class KeepsWholeGradients(LowerStage):
 
 @twin(
     "accumulation",
-    "ddp-fp32-w2-model_plain-accumulate_2",
-    "zero2-fp32-w2-model_plain-accumulate_2",
+    "ddp-fp32-w2-model_mlp-accumulate_2",
+    "zero2-fp32-w2-model_mlp-accumulate_2",
     match=r"^step 1: rank 0: the optimizer stepped 2 times; 1 with one micro-batch",
     also={**PARITY, **CLIPPING},
 )
@@ -153,7 +153,7 @@ class StepsEach(AccelerateDriver):
 
 @twin(
     "accumulation",
-    "fsdp2-fp32-w2-model_plain-accumulate_2",
+    "fsdp2-fp32-w2-model_mlp-accumulate_2",
     match=r"^step 1: rank 0: fed 1 micro-batches; expected 2",
     also={**PARITY, **CLIPPING},
 )
@@ -166,7 +166,7 @@ class OneOfTwo(Torch):
 
 @twin(
     "accumulation",
-    "ddp-fp32-w2-model_plain-accumulate_2",
+    "ddp-fp32-w2-model_mlp-accumulate_2",
     match=r"^step 1: rank 0: 1 of 2 micro-batches are one that was fed before in the same step",
     also={**PARITY, **CLIPPING},
 )
@@ -180,7 +180,7 @@ class OneTwice(Torch):
 
 @twin(
     "accumulation",
-    "ddp-fp32-w2-model_plain-accumulate_2",
+    "ddp-fp32-w2-model_mlp-accumulate_2",
     match=r"^step 8: rank 0: 0 elements of gradients were reduced; expected 590 with one micro-batch",
     also={**PARITY, **CLIPPING},
 )

@@ -35,7 +35,7 @@ class DeepSpeed(DeepSpeedDriver):
 
 @twin(
     "active",
-    "zero2-fp32-w2-model_plain",
+    "zero2-fp32-w2-model_mlp",
     match=r"rank 1: ZeRO stage 1 is running; expected 2",
 )
 class AnotherStage(DeepSpeed):
@@ -49,7 +49,7 @@ class AnotherStage(DeepSpeed):
 
 @twin(
     "dtypes",
-    "zero1-bf16_mixed-w2-model_plain",
+    "zero1-bf16_mixed-w2-model_mlp",
     match=r"AdamW updates bfloat16 masters; expected float32(?s:.*)AdamW keeps state in bfloat16; expected float32",
     also={"parity": r"the loss is"},
 )
@@ -62,8 +62,8 @@ class NativeMastersInBfloat16(DeepSpeed):
 
 @twin(
     "clipping",
-    "zero0-fp32-w2-model_plain",
-    "zero3-fp32-w2-model_plain",
+    "zero0-fp32-w2-model_mlp",
+    "zero3-fp32-w2-model_mlp",
     match=r"^step 1: \S.*: the gradients that the optimizer gets have norm 1\.\d+; 0\.99\d* in the reference",
     also={"parity": r"step 3: the loss is"},
 )
@@ -76,8 +76,8 @@ class NativeNotClipped(DeepSpeed):
 
 @twin(
     "parity",
-    "zero0-fp32-w2-model_plain-accumulate_4",
-    "zero2-fp32-w2-model_plain-accumulate_4",
+    "zero0-fp32-w2-model_mlp-accumulate_4",
+    "zero2-fp32-w2-model_mlp-accumulate_4",
     match=r"^step 8: rank 0: the learning rate is",
     also={"clipping": r"^step [89]: "},
 )
@@ -96,7 +96,7 @@ class NoBoundary(DeepSpeedDriver):
 
 @twin(
     "parity",
-    "zero1-fp32-w2-model_plain-accumulate_2",
+    "zero1-fp32-w2-model_mlp-accumulate_2",
     match=r"^step 1: rank 0: the learning rate is 0\.0027\d*; 0\.00285 in the reference",
     also={"clipping": "the gradients that the optimizer gets have norm"},
 )
@@ -112,8 +112,8 @@ class SchedulerEachMicroBatch(DeepSpeedDriver):
 
 @twin(
     "resume",
-    "zero0-fp32-w2-model_plain",
-    "zero3-fp32-w2-model_plain",
+    "zero0-fp32-w2-model_mlp",
+    "zero3-fp32-w2-model_mlp",
     match=r"rank 1: (optimizer state|the optimizer's state).*(?s:.*)loss 2 after the load",
 )
 class NativeOptimizerNotLoaded(DeepSpeedDriver):
@@ -129,7 +129,7 @@ class NativeOptimizerNotLoaded(DeepSpeedDriver):
 
 @twin(
     "resume",
-    "zero2-fp32-w2-model_plain",
+    "zero2-fp32-w2-model_mlp",
     match=r"rank 1: scheduler is at 'last_epoch=0 .*; saved at 'last_epoch=3 ",
 )
 class NativeSchedulerNotLoaded(DeepSpeedDriver):
@@ -141,7 +141,7 @@ class NativeSchedulerNotLoaded(DeepSpeedDriver):
 
 @twin(
     "reshard",
-    "zero2-fp32-w2-model_plain",
+    "zero2-fp32-w2-model_mlp",
     match=r"exp_avg",
 )
 class UniversalWithoutMoments(DeepSpeedDriver):

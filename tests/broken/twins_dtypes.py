@@ -50,14 +50,14 @@ twin(
 )(TorchDriver)
 twin(
     "dtypes",
-    "ddp-bf16_mixed-w2-model_plain",
+    "ddp-bf16_mixed-w2-model_mlp",
     match=r"gradients were reduced in bfloat16; expected float32(?s:.*)AdamW updates bfloat16 masters; expected float32",
     also=PARITY,
     sound=SOUND,
 )(TorchDriver)
 twin(
     "dtypes",
-    "ddp-bf16_mixed-w2-model_plain",
+    "ddp-bf16_mixed-w2-model_mlp",
     match=r"AdamW updates bfloat16 masters; expected float32",
     also=PARITY,
     sound=SOUND,
@@ -66,8 +66,8 @@ twin(
 
 @twin(
     "dtypes",
-    "fsdp1-bf16_mixed-w2-model_plain",
-    "fsdp2-bf16_mixed-w2-model_plain",
+    "fsdp1-bf16_mixed-w2-model_mlp",
+    "fsdp2-bf16_mixed-w2-model_mlp",
     match=r"matrix products ran in float32; expected bfloat16(?s:.*)gradients were reduced in float32; expected bfloat16",
     sound=SOUND,
 )
@@ -78,9 +78,7 @@ class NoPolicy(Upcasts):
         return super().wrap(model.float(), PRECISIONS.get("fp32"), cell, device)
 
 
-@twin(
-    "dtypes", "ddp-bf16_mixed-w2-model_plain", match=r"matrix products ran in float32; expected bfloat16", sound=SOUND
-)
+@twin("dtypes", "ddp-bf16_mixed-w2-model_mlp", match=r"matrix products ran in float32; expected bfloat16", sound=SOUND)
 class NoAutocast(Upcasts):
     """DDP without autocast."""
 
@@ -111,7 +109,7 @@ class LastLayerInFloat32(Upcasts):
 
 @twin(
     "dtypes",
-    "fsdp2-bf16_mixed-w2-model_plain",
+    "fsdp2-bf16_mixed-w2-model_mlp",
     match=r"^rank 0: gradients were reduced in float32; expected bfloat16\nrank 1: gradients were reduced in float32; expected bfloat16$",
     sound=SOUND,
 )
@@ -146,7 +144,7 @@ def in_bfloat16(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @twin(
     "dtypes",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^rank 0: AdamW keeps state in bfloat16; expected float32\nrank 1: AdamW keeps state in bfloat16; expected float32$",
 )
 class StateInBfloat16(Torch):
@@ -158,7 +156,7 @@ class StateInBfloat16(Torch):
 
 @twin(
     "dtypes",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"rank 1: AdamW keeps state in bfloat16; expected float32",
     also={
         "optimizer": r"trainable parameter 'outlet\.bias' is not in the optimizer",
@@ -189,7 +187,7 @@ class SecondOptimizer(Torch):
 
 @twin(
     "dtypes",
-    "fsdp2-bf16_pure-w2-model_plain",
+    "fsdp2-bf16_pure-w2-model_mlp",
     match=r"stored in float32, first '\S+'; expected bfloat16(?s:.*)matrix products ran in float32"
     r"(?s:.*)reduced in float32(?s:.*)AdamW updates float32 masters; expected bfloat16",
     sound="torch",
@@ -212,8 +210,8 @@ class Said(Accelerate):
 
 @twin(
     "dtypes",
-    "zero2-bf16_mixed-w2-model_plain",
-    "zero3-bf16_mixed-w2-model_plain",
+    "zero2-bf16_mixed-w2-model_mlp",
+    "zero3-bf16_mixed-w2-model_mlp",
     match=r"AdamW updates bfloat16 masters; expected float32(?s:.*)AdamW keeps state in bfloat16; expected float32",
     also=PARITY,
 )
@@ -223,7 +221,7 @@ class MastersInBfloat16(Said):
     said = "bf16_pure"
 
 
-@twin("dtypes", "zero2-bf16_pure-w2-model_plain", match=r"AdamW updates float32 masters; expected bfloat16")
+@twin("dtypes", "zero2-bf16_pure-w2-model_mlp", match=r"AdamW updates float32 masters; expected bfloat16")
 class MastersInFloat32(Said):
     """Asked for its low-precision mode, DeepSpeed runs the usual one."""
 
@@ -232,7 +230,7 @@ class MastersInFloat32(Said):
 
 @twin(
     "dtypes",
-    "zero1-bf16_mixed-w2-model_plain",
+    "zero1-bf16_mixed-w2-model_mlp",
     match=r"stored in float32, first 'module\.inlet\.weight'; expected bfloat16(?s:.*)matrix products ran in float32"
     r"(?s:.*)reduced in float32; expected bfloat16",
 )

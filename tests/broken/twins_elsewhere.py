@@ -17,7 +17,7 @@ LATE = r"^rank 0: loss 1 after the load under fsdp2 is [\d.]+; [\d.]+ in the run
 
 @twin(
     "portable",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=LATE + r"\(4e-05 allowed\)",
     sound=SOUND,
 )
@@ -37,7 +37,7 @@ class OtherDataElsewhere(Upcasts):
 
 @twin(
     "portable",
-    "ddp-bf16_mixed-w2-model_plain",
+    "ddp-bf16_mixed-w2-model_mlp",
     match=r"^rank 0: the loss of step 1 after the load under fsdp2 is nan; expected a finite number\nrank 1: the loss",
     sound=SOUND,
 )
@@ -51,7 +51,7 @@ class MeanOfNothing(Upcasts):
 
 @twin(
     "portable",
-    "zero3-fp32-w2-model_plain",
+    "zero3-fp32-w2-model_mlp",
     match=r"^parameter 'outlet\.[a-z.]+': the parts of all ranks are \d+ elements; expected \d+ after the export and build",
 )
 class PadsElsewhere(AccelerateDriver):

@@ -81,7 +81,7 @@ class ByNameOnly(TorchDriver):
                 module.forward = functools.partial(Linear.forward, module)
 
 
-@twin("scaling", "ddp-fp16_mixed-w2-model_plain", "fsdp2-fp16_mixed-w2-model_plain", match=r"nothing scales the loss")
+@twin("scaling", "ddp-fp16_mixed-w2-model_mlp", "fsdp2-fp16_mixed-w2-model_mlp", match=r"nothing scales the loss")
 class NoScaler(TorchDriver):
     """Small gradients are zero in float16."""
 
@@ -91,7 +91,7 @@ class NoScaler(TorchDriver):
 
 @twin(
     "scaling",
-    "fsdp2-fp16_mixed-w2-model_plain",
+    "fsdp2-fp16_mixed-w2-model_mlp",
     match=r"^rank 0: the loss is scaled by 1; expected more than 1",
 )
 class ScaledByOne(TorchDriver):
@@ -105,7 +105,7 @@ class ScaledByOne(TorchDriver):
 
 @twin(
     "scaling",
-    "fsdp1-fp16_mixed-w2-model_plain",
+    "fsdp1-fp16_mixed-w2-model_mlp",
     match=r"changed in a step whose gradients overflow; expected it to be skipped",
 )
 class ScalerOfOneRank(TorchDriver):
@@ -138,7 +138,7 @@ class Bears(Half, DeepSpeed):
 
 @twin(
     "scaling",
-    "zero1-fp16_mixed-w2-model_plain",
+    "zero1-fp16_mixed-w2-model_mlp",
     match=r"rank 1: the scale is 1024 after an overflow at 1024; expected a smaller one",
     sound=name_of(Bears),
 )
@@ -150,7 +150,7 @@ class StaticScale(Bears):
 
 @twin(
     "scaling",
-    "zero0-fp16_mixed-w2-model_plain",
+    "zero0-fp16_mixed-w2-model_mlp",
     match=r"rank 1: .* changed in a step whose gradients overflow",
     also={"parity": "the gradient norm is 0", "clipping": "the gradients that the optimizer gets have norm"},
     sound=name_of(Half),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.precisions import Precision
 
-HYBRID = ("fsdp2-fp32-w4-model_plain-replicate_2", "fsdp1-fp32-w4-model_plain-replicate_2")
+HYBRID = ("fsdp2-fp32-w4-model_mlp-replicate_2", "fsdp1-fp32-w4-model_mlp-replicate_2")
 
 
 @twin("active", *HYBRID, match=r"^shards are in 1 copies \(all ranks\); expected 2$", also=MEMORY)

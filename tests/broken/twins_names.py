@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @twin(
     "names",
-    "ddp-fp32-w2-model_plain-compile_aot_eager",
-    match=r"key '_orig_mod\.module\.inlet\.weight' is no name of the plain model; expected 'inlet\.weight'",
+    "ddp-fp32-w2-model_mlp-compile_aot_eager",
+    match=r"key '_orig_mod\.module\.inlet\.weight' is no name of the unwrapped model; expected 'inlet\.weight'",
 )
 @twin(
     "names",
-    "fsdp2-fp32-w2-model_plain-compile_aot_eager",
-    match=r"key '_orig_mod\.inlet\.weight' is no name of the plain model; expected 'inlet\.weight'",
+    "fsdp2-fp32-w2-model_mlp-compile_aot_eager",
+    match=r"key '_orig_mod\.inlet\.weight' is no name of the unwrapped model; expected 'inlet\.weight'",
 )
 class CompiledNames(Torch):
     """A compiled model saved by its own ``state_dict()``, as accelerate saved one (#3554)."""
@@ -39,7 +39,7 @@ class CompiledNames(Torch):
 
 @twin(
     "names",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"live parameter '_orig_mod\.module\.(\S+)' maps to '_orig_mod\.module\.\1', which is no",
 )
 class CompiledUnasked(Torch):
@@ -55,7 +55,7 @@ class CompiledUnasked(Torch):
 
 
 @twin(
-    "names", "ddp-fp32-w2-model_plain", match=r"key 'module\.blocks\.0\.linear\.bias' is no name(?s:.*)expected 'blocks"
+    "names", "ddp-fp32-w2-model_mlp", match=r"key 'module\.blocks\.0\.linear\.bias' is no name(?s:.*)expected 'blocks"
 )
 class WrappersNames(Torch):
     """``ddp.state_dict()`` instead of ``ddp.module.state_dict()``."""
@@ -66,7 +66,7 @@ class WrappersNames(Torch):
 
 @twin(
     "names",
-    "fsdp1-fp32-w2-model_plain-state_dict_full",
+    "fsdp1-fp32-w2-model_mlp-state_dict_full",
     match=r"key '_fsdp_wrapped_module\.inlet\.weight' is no name(?s:.*)expected 'inlet\.weight'",
 )
 class LiveNames(Torch):
@@ -81,7 +81,7 @@ class LiveNames(Torch):
 
 @twin(
     "names",
-    "fsdp2-fp32-w2-model_plain-activation_checkpointing",
+    "fsdp2-fp32-w2-model_mlp-activation_checkpointing",
     match=r"key 'blocks\.0\._checkpoint_wrapped_module\.linear\.bias' is no name(?s:.*)expected 'blocks\.0\.linear\.bias'",
 )
 class CheckpointedNames(Torch):
@@ -104,18 +104,18 @@ class RecomputesInside(AccelerateDriver):
 # What DeepSpeed 0.19 does by itself to a model whose blocks are wrapped: the segment stays in ``param_shapes``.
 twin(
     "names",
-    "zero2-fp32-w2-model_plain-activation_checkpointing",
-    "zero3-fp32-w2-model_plain-activation_checkpointing",
-    match=r":param_shapes': key 'blocks\.0\._checkpoint_wrapped_module\.norm\.weight' is no name of the plain model",
+    "zero2-fp32-w2-model_mlp-activation_checkpointing",
+    "zero3-fp32-w2-model_mlp-activation_checkpointing",
+    match=r":param_shapes': key 'blocks\.0\._checkpoint_wrapped_module\.norm\.weight' is no name of the unwrapped model",
     sound="broken.twins_names:RecomputesInside",
 )(AccelerateDriver)
 
 
 @twin(
     "names",
-    "fsdp2-fp32-w2-model_plain",
-    "ddp-bf16_pure-w2-model_plain",
-    match=r"live parameter '(module\.)?head\.weight' maps to 'head\.weight'(?s:.*)'outlet\.weight' of the plain model has no",
+    "fsdp2-fp32-w2-model_mlp",
+    "ddp-bf16_pure-w2-model_mlp",
+    match=r"live parameter '(module\.)?head\.weight' maps to 'head\.weight'(?s:.*)'outlet\.weight' of the unwrapped model has no",
 )
 class Renamed(Torch):
     """The last layer is called otherwise once the trainer had its hands on it."""
@@ -129,7 +129,7 @@ class Renamed(Torch):
         return super().wrap(model, precision, cell, device)
 
 
-@twin("names", "fsdp2-fp32-w2-model_plain", match=r"1 of 14 parameters stand in no saved file, first 'outlet\.weight'")
+@twin("names", "fsdp2-fp32-w2-model_mlp", match=r"1 of 14 parameters stand in no saved file, first 'outlet\.weight'")
 class ParameterNotSaved(Torch):
     """The file lacks a parameter; a loader that is not strict will not mind."""
 
@@ -139,7 +139,7 @@ class ParameterNotSaved(Torch):
         return state
 
 
-@twin("names", "ddp-fp32-w2-model_plain", match=r"1 of 1 persistent buffers stand in no saved file, first 'scale'")
+@twin("names", "ddp-fp32-w2-model_mlp", match=r"1 of 1 persistent buffers stand in no saved file, first 'scale'")
 class BufferNotSaved(Torch):
     """The file has the parameters alone, and running statistics are lost."""
 
@@ -151,8 +151,8 @@ class BufferNotSaved(Torch):
 
 @twin(
     "names",
-    "zero1-fp32-w2-model_plain",
-    "zero3-bf16_mixed-w2-model_plain",
+    "zero1-fp32-w2-model_mlp",
+    "zero3-bf16_mixed-w2-model_mlp",
     match=r"2 of 14 parameters stand in no saved file, first 'frozen\.bias', 'frozen\.weight'",
 )
 class FrozenNotSaved(AccelerateDriver):
@@ -181,8 +181,8 @@ class Untied(Torch):
 
 @twin(
     "names",
-    "fsdp2-fp32-w2-model_plain",
-    match=r"key 'module\.blocks\.0\.linear\.bias' is no name of the plain model",
+    "fsdp2-fp32-w2-model_mlp",
+    match=r"key 'module\.blocks\.0\.linear\.bias' is no name of the unwrapped model",
 )
 class OptimizerPrefix(Torch):
     """Optimizer state saved under the names of a wrapper."""
@@ -193,7 +193,7 @@ class OptimizerPrefix(Torch):
         return {**state, "optimizer": {"state": {f"module.{name}": value for name, value in states.items()}}}
 
 
-@twin("names", "fsdp2-fp32-w2-model_plain", match=r"key '0' is no name of the plain model")
+@twin("names", "fsdp2-fp32-w2-model_mlp", match=r"key '0' is no name of the unwrapped model")
 class OptimizerNumbers(Torch):
     """Optimizer state saved by position, as accelerate saved it (#3971): another order is another model."""
 
@@ -205,7 +205,7 @@ class OptimizerNumbers(Torch):
 
 @twin(
     "names",
-    "fsdp1-fp32-w2-model_plain",
+    "fsdp1-fp32-w2-model_mlp",
     match=r"1 of 12 trainable parameters' optimizer states stand in no saved file, first 'outlet\.weight'",
 )
 class OptimizerStateNotSaved(Torch):
@@ -217,7 +217,7 @@ class OptimizerStateNotSaved(Torch):
         return state
 
 
-@twin("names", "zero3-fp32-w2-model_plain", match=r"'inlet\.weight' has shape \(0,\); \(13, 7\) in the plain model")
+@twin("names", "zero3-fp32-w2-model_mlp", match=r"'inlet\.weight' has shape \(0,\); \(13, 7\) in the unwrapped model")
 class PlaceholdersSaved(Accelerate):
     """Weights exported from ZeRO-3 without gathering them: every name is right and every tensor is empty."""
 
@@ -238,7 +238,7 @@ class PlaceholdersSaved(Accelerate):
 @twin(
     "names",
     "fsdp2-fp32-w2",
-    match=r"live parameter 'lm_head\.weight' has shape \(136, 32\); \(128, 32\) in the plain model",
+    match=r"live parameter 'lm_head\.weight' has shape \(136, 32\); \(128, 32\) in the unwrapped model",
     also={**PARITY, **MEMORY},
 )
 class PaddedVocabulary(Torch):

@@ -25,8 +25,8 @@ class WithProduct(Torch):
 
 @twin(
     "reshard",
-    "ddp-fp32-w2-model_plain",
-    "fsdp2-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"mu_product 'blocks\.0\.linear\.bias' and 11 others: other values after the load at 4 ranks",
     also={"paths": r"mu_product .* other values", "portable": r"mu_product .* other values"},
     sound=SOUND,

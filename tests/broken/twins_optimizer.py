@@ -32,7 +32,7 @@ IDLE = {
 
 @twin(
     "optimizer",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"rank 0: 12 of 12 tensors in the optimizer are no parameters of the live model \(stale\)"
     r"(?s:.*)'inlet\.weight' is not in the optimizer",
     also=IDLE,
@@ -52,7 +52,7 @@ class MadeBeforeSharding(Torch):
 
 @twin(
     "optimizer",
-    "fsdp1-fp32-w2-model_plain",
+    "fsdp1-fp32-w2-model_mlp",
     match=r"14 of 14 tensors in the optimizer are no parameters of the live model \(stale\)"
     r"(?s:.*)'_fsdp_wrapped_module\._flat_param' is not in the optimizer(?s:.*)did not move",
     also={**IDLE, **UNCUT},
@@ -86,7 +86,7 @@ class FlatTogether(Accelerate):
 
 @twin(
     "optimizer",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"12 of 12 tensors in the optimizer are no parameters(?s:.*)'module\.inlet\.weight' is not in the optimizer",
     also=IDLE,
 )
@@ -106,8 +106,8 @@ def without(optimizer: torch.optim.Optimizer, last: int) -> torch.optim.Optimize
 
 @twin(
     "optimizer",
-    "ddp-fp32-w2-model_plain",
-    "fsdp2-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"trainable parameter '(module\.)?outlet\.bias' is not in the optimizer; expected once(?s:.*)bias' did not move",
     also={**PARITY, **CLIPPING, **MEMORY, "names": r"the optimizer of no rank keeps state for 'outlet\.bias'"},
 )
@@ -126,13 +126,13 @@ NO_STATE = {"names": r"the optimizer of no rank keeps state for 'outlet\.bias'"}
 
 @twin(
     "optimizer",
-    "zero1-fp32-w2-model_plain",
-    "zero2-bf16_mixed-w2-model_plain",
+    "zero1-fp32-w2-model_mlp",
+    "zero2-bf16_mixed-w2-model_mlp",
     match=LAST_IS_OUT,
     also={**PARITY, **CLIPPING, **MEMORY, **NO_STATE},
 )
 # The shards of so small a parameter are rounded up by more than what is missing.
-@twin("optimizer", "zero3-fp32-w2-model_plain", match=LAST_IS_OUT, also={**PARITY, **CLIPPING, **NO_STATE})
+@twin("optimizer", "zero3-fp32-w2-model_mlp", match=LAST_IS_OUT, also={**PARITY, **CLIPPING, **NO_STATE})
 class OneForgottenZero(AccelerateDriver):
     """The same with flat masters."""
 
@@ -142,7 +142,7 @@ class OneForgottenZero(AccelerateDriver):
 
 @twin(
     "optimizer",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"trainable parameter '(module\.)?outlet\.bias' is in the optimizer 2 times; expected once",
     also={**PARITY, **CLIPPING},
 )
@@ -169,9 +169,9 @@ LAST_STOPS = (
 )
 
 
-@twin("optimizer", "fsdp1-fp32-w2-model_plain", match=LAST_STOPS, also={**PARITY, **CLIPPING})
+@twin("optimizer", "fsdp1-fp32-w2-model_mlp", match=LAST_STOPS, also={**PARITY, **CLIPPING})
 # In bfloat16 alone losses are too far from the reference to tell.
-@twin("optimizer", "fsdp2-bf16_pure-w2-model_plain", match=LAST_STOPS)
+@twin("optimizer", "fsdp2-bf16_pure-w2-model_mlp", match=LAST_STOPS)
 class NoLearningRate(Torch):
     """One group has learning rate 0: everything is in place and nothing happens."""
 
@@ -179,8 +179,8 @@ class NoLearningRate(Torch):
         return with_a_group_that_rests(super().make_optimizer(model))
 
 
-@twin("optimizer", "fsdp1-bf16_mixed-w2-model_plain", match=LAST_STOPS, also=PARITY)
-@twin("optimizer", "zero2-fp32-w2-model_plain", match=LAST_STOPS, also={**PARITY, **CLIPPING})
+@twin("optimizer", "fsdp1-bf16_mixed-w2-model_mlp", match=LAST_STOPS, also=PARITY)
+@twin("optimizer", "zero2-fp32-w2-model_mlp", match=LAST_STOPS, also={**PARITY, **CLIPPING})
 class NoLearningRateAccelerate(AccelerateDriver):
     """The same with flat masters, and with FSDP1 upcasting: a parameter whose dtype changes has not moved yet."""
 
@@ -190,7 +190,7 @@ class NoLearningRateAccelerate(AccelerateDriver):
 
 @twin(
     "optimizer",
-    "fsdp1-fp32-w2-model_plain",
+    "fsdp1-fp32-w2-model_mlp",
     match=r"'_fsdp_wrapped_module\.inlet\.weight' did not move in three steps, on any rank",
     also={
         **PARITY,
@@ -229,7 +229,7 @@ class ClearedTooSoon(Torch):
 
 @twin(
     "optimizer",
-    "zero2-fp32-w2-model_plain",
+    "zero2-fp32-w2-model_mlp",
     match=r"trainable parameter 'module\.inlet\.weight' had no gradient in three steps",
     also={**PARITY, **CLIPPING},
 )

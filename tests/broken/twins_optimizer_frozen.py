@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @twin(
     "optimizer",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"frozen parameter '(module\.)?frozen\.weight' moved",
     also={**PARITY, **CLIPPING},
 )
@@ -33,7 +33,7 @@ class FrozenDrifts(Torch):
 
 @twin(
     "optimizer",
-    "zero1-bf16_mixed-w2-model_plain",
+    "zero1-bf16_mixed-w2-model_mlp",
     match=r"frozen parameter 'module\.frozen\.weight' moved",
     also={
         **PARITY,
@@ -52,7 +52,7 @@ class Thawed(AccelerateDriver):
 
 @twin(
     "optimizer",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"frozen parameter 'module\.frozen\.weight' moved",
     also={
         **PARITY,
@@ -71,7 +71,7 @@ class ThawedTorch(Torch):
 
 @twin(
     "optimizer",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"trainable parameter 'outlet\.weight' is not in the optimizer(?s:.*)'outlet\.weight' did not move",
     also={**PARITY, **CLIPPING, **MEMORY, "names": r"the optimizer of no rank keeps state for 'outlet\.weight'"},
 )

@@ -17,8 +17,8 @@ ONE = "inlet.weight"
 
 @twin(
     "optimizer",
-    "zero1-fp32-w2-model_plain",
-    "zero3-fp32-w2-model_plain",
+    "zero1-fp32-w2-model_mlp",
+    "zero3-fp32-w2-model_mlp",
     match=r"^trainable parameter 'module\.inlet\.weight' had no gradient in three steps: its state in the optimizer is all zero$",
     also={**PARITY, **CLIPPING},
 )
@@ -34,7 +34,7 @@ class OneWithoutGradient(AccelerateDriver):
 
 @twin(
     "optimizer",
-    "zero1-bf16_mixed-w2-model_plain",
+    "zero1-bf16_mixed-w2-model_mlp",
     match=r"^trainable parameter 'module\.inlet\.weight' did not move in three steps, on any rank$",
     also={**PARITY, **CLIPPING},
 )

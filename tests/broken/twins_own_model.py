@@ -25,7 +25,7 @@ class SmallNet(Driver):
     preload: ClassVar[tuple[str, ...]] = ("torch._dynamo", "torch.distributed.fsdp")
     blocks = ("Linear",)
 
-    def plain_model(self) -> Module:
+    def build_model(self) -> Module:
         import torch
         from torch import nn
 

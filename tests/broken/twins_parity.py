@@ -37,8 +37,8 @@ def summed(driver: Any) -> None:
 
 @twin(
     "parity",
-    "ddp-fp32-w2-model_plain-accumulate_2",
-    "fsdp1-fp32-w2-model_plain-accumulate_2",
+    "ddp-fp32-w2-model_mlp-accumulate_2",
+    "fsdp1-fp32-w2-model_mlp-accumulate_2",
     match=LOSS,
     also=CLIPPING,
 )
@@ -50,7 +50,7 @@ class SumsMicroBatches(Torch):
         summed(self)
 
 
-@twin("parity", "zero2-fp32-w2-model_plain-accumulate_2", match=LOSS, also=CLIPPING)
+@twin("parity", "zero2-fp32-w2-model_mlp-accumulate_2", match=LOSS, also=CLIPPING)
 class SumsMicroBatchesZero(AccelerateDriver):
     """The same with flat masters."""
 
@@ -59,7 +59,7 @@ class SumsMicroBatchesZero(AccelerateDriver):
         summed(self)
 
 
-@twin("parity", "fsdp2-fp32-w2-model_plain-accumulate_2", match=RATE, also=CLIPPING)
+@twin("parity", "fsdp2-fp32-w2-model_mlp-accumulate_2", match=RATE, also=CLIPPING)
 class SchedulePerMicroBatch(Torch):
     """The learning rate decays with every micro-batch."""
 
@@ -69,7 +69,7 @@ class SchedulePerMicroBatch(Torch):
             self.scheduler.step()
 
 
-@twin("parity", "ddp-fp32-w2-model_plain", "zero3-fp32-w2-model_plain", match=RATE, also=CLIPPING)
+@twin("parity", "ddp-fp32-w2-model_mlp", "zero3-fp32-w2-model_mlp", match=RATE, also=CLIPPING)
 class SchedulePerRank(AccelerateDriver):
     """A schedule in optimizer steps, handed to accelerate, which takes a step of it for each rank."""
 
@@ -79,15 +79,15 @@ class SchedulePerRank(AccelerateDriver):
 
 # The case that the check grew from: over 20 steps the loss tells of the optimizer's precision.
 OWN_MASTERS = {"dtypes": r"AdamW updates bfloat16 masters; expected float32"}
-twin("parity", "fsdp2-bf16_mixed-w2-model_plain", match=LATER, also=OWN_MASTERS, sound="accelerate")(TorchDriver)
-twin("parity", "zero2-bf16_mixed-w2-model_plain", match=LATER, also=OWN_MASTERS)(MastersInBfloat16)
+twin("parity", "fsdp2-bf16_mixed-w2-model_mlp", match=LATER, also=OWN_MASTERS, sound="accelerate")(TorchDriver)
+twin("parity", "zero2-bf16_mixed-w2-model_mlp", match=LATER, also=OWN_MASTERS)(MastersInBfloat16)
 
 
 @twin(
     "parity",
-    "ddp-fp32-w2-model_plain",
-    "fsdp1-fp32-w2-model_plain",
-    "fsdp2-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
+    "fsdp1-fp32-w2-model_mlp",
+    "fsdp2-fp32-w2-model_mlp",
     match=NORM,
     also=CLIPPING,
 )
@@ -101,7 +101,7 @@ class SumsRanks(Torch):
         super().update()
 
 
-@twin("parity", "zero1-fp32-w2-model_plain", match=NORM, also=CLIPPING)
+@twin("parity", "zero1-fp32-w2-model_mlp", match=NORM, also=CLIPPING)
 class SumsRanksZero(AccelerateDriver):
     """The same with flat masters."""
 
@@ -113,7 +113,7 @@ class SumsRanksZero(AccelerateDriver):
 
 @twin(
     "parity",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^step 1: rank 0: the gradient norm is 0\.\d+; 1\.027\d+ in(?s:.*)\nstep 1: rank 1: the gradient norm is 0\.",
 )
 # Where least is demanded of a norm.
@@ -134,7 +134,7 @@ class NormOfTheShard(Torch):
 NOT_ONE = r"^step 1: .*the gradients that the optimizer gets have norm {}\d*; 0\.99999\d in the reference"
 
 
-@twin("clipping", "ddp-fp32-w2-model_plain", "fsdp2-fp32-w2-model_plain", match=NOT_ONE.format(r"1\.027"), also=PARITY)
+@twin("clipping", "ddp-fp32-w2-model_mlp", "fsdp2-fp32-w2-model_mlp", match=NOT_ONE.format(r"1\.027"), also=PARITY)
 class NeverClips(Torch):
     """The norm is measured and nothing follows from it."""
 
@@ -146,7 +146,7 @@ class NeverClips(Torch):
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-@twin("clipping", "ddp-fp32-w2-model_plain", match=NOT_ONE.format(r"1\.027"), also=PARITY)
+@twin("clipping", "ddp-fp32-w2-model_mlp", match=NOT_ONE.format(r"1\.027"), also=PARITY)
 class ClipsTheSmall(NeverClips):
     """``max`` where ``min`` belongs: large gradients stay, small ones grow."""
 
@@ -158,7 +158,7 @@ class ClipsTheSmall(NeverClips):
         return norm
 
 
-@twin("clipping", "fsdp1-fp32-w2-model_plain", match=NOT_ONE.format(r"1\.027"), also=PARITY)
+@twin("clipping", "fsdp1-fp32-w2-model_mlp", match=NOT_ONE.format(r"1\.027"), also=PARITY)
 class ClipsByTheShard(Torch):
     """``torch.nn.utils.clip_grad_norm_`` on FSDP1, which has its own: each rank clips by the norm of what it holds."""
 
@@ -168,7 +168,7 @@ class ClipsByTheShard(Torch):
         return float(clip_grad_norm_(self.model.parameters(), MAX_NORM))
 
 
-@twin("clipping", "fsdp2-fp32-w2-model_plain", match=NOT_ONE.format(r"0\.973"), also=PARITY)
+@twin("clipping", "fsdp2-fp32-w2-model_mlp", match=NOT_ONE.format(r"0\.973"), also=PARITY)
 class ClipsTwice(Torch):
     """The factor is applied twice: by the trainer, and by a callback that does not know of it."""
 
@@ -191,12 +191,12 @@ class Clips(Accelerate):
         return settings
 
 
-@twin("clipping", "zero2-fp32-w2-model_plain", match=NOT_ONE.format(r"1\.027"), also=PARITY)
+@twin("clipping", "zero2-fp32-w2-model_mlp", match=NOT_ONE.format(r"1\.027"), also=PARITY)
 class NeverClipsZero(Clips):
     """``gradient_clipping`` is missing from the config, and accelerate leaves clipping to the engine."""
 
 
-@twin("clipping", "zero3-fp32-w2-model_plain", match=NOT_ONE.format(r"0\.5"), also=PARITY)
+@twin("clipping", "zero3-fp32-w2-model_mlp", match=NOT_ONE.format(r"0\.5"), also=PARITY)
 class ClipsToHalf(Clips):
     """The config and the training loop disagree."""
 
@@ -205,7 +205,7 @@ class ClipsToHalf(Clips):
 
 @twin(
     "parity",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^step 1: rank 0: the loss of this step is inf; expected a finite number\nstep 1: rank 1: the loss of this step",
 )
 class LossAndReferenceOverflow(Torch):

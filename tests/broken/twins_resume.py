@@ -21,7 +21,7 @@ OTHER_DATA = {"data": r"step 1 after the load is fed other data than in the run 
 # accelerate 1.15 fills the state of a fresh optimizer, which is empty, from the checkpoint: with nothing.
 twin(
     "resume",
-    "fsdp1-fp32-w2-model_plain",
+    "fsdp1-fp32-w2-model_mlp",
     match=r"rank 0: the optimizer's state is empty after the load; 24 tensors were saved(?s:.*)loss 2 after the load",
     sound="torch",
 )(AccelerateDriver)
@@ -29,8 +29,8 @@ twin(
 
 @twin(
     "resume",
-    "ddp-fp32-w2-model_plain",
-    "fsdp2-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"rank 1: the optimizer's state is empty after the load; 36 tensors were saved(?s:.*)rank 0: loss 2 after",
 )
 class OptimizerNotLoaded(Torch):
@@ -45,7 +45,7 @@ class OptimizerNotLoaded(Torch):
 
 @twin(
     "resume",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"rank 0: parameter 'module\.blocks\.0\.linear\.bias' and 11 others: other values after(?s:.*)loss 1 after the load",
 )
 class ModelNotLoaded(Torch):
@@ -60,7 +60,7 @@ class ModelNotLoaded(Torch):
 
 @twin(
     "resume",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"^rank 1: parameter 'module\.blocks\.0\.linear\.bias' and 11 others: other values after the load",
 )
 class OneRankLoads(ModelNotLoaded):
@@ -75,7 +75,7 @@ class OneRankLoads(ModelNotLoaded):
 
 @twin(
     "resume",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"rank 1: scheduler is at 'last_epoch=0 lr=\[0\.003\]\S* \w+'; saved at 'last_epoch=3",
 )
 class SchedulerNotLoaded(Torch):
@@ -107,7 +107,7 @@ class Spoils(Torch):
 
 @twin(
     "resume",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^rank 0: optimizer state 'exp_avg_sq of inlet\.weight': other values after the load\nrank 1: optimizer",
 )
 class OneMomentLost(Spoils):
@@ -119,7 +119,7 @@ class OneMomentLost(Spoils):
 
 @twin(
     "resume",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^rank 0: parameter 'blocks\.0\.linear\.weight' and 1 others: other values after the load",
 )
 class Swapped(Spoils):
@@ -134,7 +134,7 @@ class Swapped(Spoils):
 
 @twin(
     "resume",
-    "fsdp1-fp32-w2-model_plain",
+    "fsdp1-fp32-w2-model_mlp",
     match=r"rank 1: optimizer state 'step of _fsdp_wrapped_module\.\S+' and \d+ others: other values after the load",
 )
 class CountsOneMore(Spoils):
@@ -147,7 +147,7 @@ class CountsOneMore(Spoils):
 
 @twin(
     "resume",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"rank 0: parameter '(module\.)?blocks\.0\.linear\.bias' and 11 others: other values after the load",
 )
 class LoadDecays(Spoils):
@@ -161,7 +161,7 @@ class LoadDecays(Spoils):
 
 @twin(
     "resume",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"rank 1: lr of the optimizer's group 0 is 0\.01 after the load; 0\.00257\d+ before",
 )
 class LearningRateLost(Spoils):
@@ -173,7 +173,7 @@ class LearningRateLost(Spoils):
 
 @twin(
     "resume",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"^rank 0: weight_decay of the optimizer's group 0 is 0\.0 after the load; 0\.01 before\nrank 1: \S+ of the[^\n]+$",
 )
 class DecayLost(Spoils):
@@ -185,7 +185,7 @@ class DecayLost(Spoils):
 
 @twin(
     "resume",
-    "ddp-bf16_pure-w2-model_plain",
+    "ddp-bf16_pure-w2-model_mlp",
     match=r"^rank 0: optimizer state 'exp_avg_sq of \S+' and 11 others: another dtype after the load",
 )
 class StateInFloat32(Spoils):
@@ -201,7 +201,7 @@ class StateInFloat32(Spoils):
 
 @twin(
     "resume",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"rank 1: buffer 'module\.scale': other values after the load",
     # The reference has no such statistic.
     also={**PARITY, **CLIPPING},
@@ -221,7 +221,7 @@ class BufferNotLoaded(Torch):
 
 @twin(
     "resume",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^rank 0: loss 1 after the load is [\d.]+; [\d.]+ in the run that never stopped",
     also=OTHER_DATA,
 )
@@ -237,7 +237,7 @@ class DataFromTheStart(Torch):
 
 @twin(
     "resume",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"^rank 0: lr of the optimizer's group 0 is [\d.e-]+ after step 1 of the resumed run; [\d.e-]+ in the run that never",
     also={**PARITY, **CLIPPING},
 )
@@ -261,7 +261,7 @@ def swap(states: dict[str, Any], one: str, other: str) -> dict[str, Any]:
 
 @twin(
     "resume",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^rank 0: optimizer state 'exp_avg of blocks\.0\.linear\.weight' and 3 others: other values after the load",
 )
 class SwappedMoments(Torch):
@@ -288,7 +288,7 @@ def halve(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 @twin(
     "resume",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^rank 0: parameter 'blocks\.0\.linear\.bias' and 11 others: other values after the save\nrank 1: [^\n]+$",
     also={**PARITY, **CLIPPING},
 )
@@ -302,8 +302,8 @@ class SaveChanges(Torch):
 
 @twin(
     "resume",
-    "ddp-fp32-w2-model_plain",
-    "fsdp2-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"^rank 0: the optimizer took 3 steps with gradients during the load; expected the state to be read from the ch",
 )
 class TrainsAgain(Torch):
@@ -316,7 +316,7 @@ class TrainsAgain(Torch):
 
 @twin(
     "resume",
-    "zero1-fp32-w2-model_plain",
+    "zero1-fp32-w2-model_mlp",
     match=r"^rank 0: the optimizer took 3 steps with gradients during the load",
 )
 class TrainsAgainZero(AccelerateDriver):
@@ -329,7 +329,7 @@ class TrainsAgainZero(AccelerateDriver):
 
 @twin(
     "resume",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"^rank 0: the loss of step 1 is inf; expected a finite number\nrank 1: the loss of step 1 is inf; [^\n]+$",
     also={"parity": r"^step 1: rank 0: the loss of this step is inf; expected a finite number"},
 )

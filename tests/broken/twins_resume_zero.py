@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @twin(
     "resume",
-    "zero1-fp32-w2-model_plain",
-    "zero3-bf16_mixed-w2-model_plain",
+    "zero1-fp32-w2-model_mlp",
+    "zero3-bf16_mixed-w2-model_mlp",
     match=r"rank 1: the optimizer's state is empty after the load; 4 tensors were saved(?s:.*)loss 2 after the load",
 )
 class OptimizerNotLoadedZero(AccelerateDriver):
@@ -30,7 +30,7 @@ class OptimizerNotLoadedZero(AccelerateDriver):
 
 
 @twin(
-    "resume", "zero2-fp32-w2-model_plain", match=r"rank 1: scheduler is at 'last_epoch=0(?s:.*); saved at 'last_epoch=6"
+    "resume", "zero2-fp32-w2-model_mlp", match=r"rank 1: scheduler is at 'last_epoch=0(?s:.*); saved at 'last_epoch=6"
 )
 class SchedulerNotLoadedZero(AccelerateDriver):
     """The learning rate starts again; accelerate steps the scheduler once for each rank."""
@@ -43,7 +43,7 @@ class SchedulerNotLoadedZero(AccelerateDriver):
 
 @twin(
     "resume",
-    "zero2-bf16_mixed-w2-model_plain",
+    "zero2-bf16_mixed-w2-model_mlp",
     match=r"^rank 0: loss 1 after the load is [\d.]+; [\d.]+ in the run",
     also=OTHER_DATA,
 )
@@ -59,7 +59,7 @@ class DataFromTheStartZero(AccelerateDriver):
 
 @twin(
     "resume",
-    "zero1-fp32-w2-model_plain",
+    "zero1-fp32-w2-model_mlp",
     match=r"^rank 0: parameter 'module\.\S+' and 11 others: other values after the save",
     also={**PARITY, **CLIPPING},
 )
@@ -79,7 +79,7 @@ def masters(engine: Module) -> list[torch.nn.Parameter]:
 
 @twin(
     "resume",
-    "zero2-bf16_mixed-w2-model_plain",
+    "zero2-bf16_mixed-w2-model_mlp",
     match=r"^rank 0: optimizer state 'master of partition 0': other values after the load",
 )
 class MastersRounded(AccelerateDriver):

@@ -54,7 +54,7 @@ class Two(Torch):
 
 @twin(
     "optimizer",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"trainable parameter 'inlet\.bias' did not move in three steps, on any rank",
     also={**PARITY, **CLIPPING, **MEMORY, "names": r"the optimizer of no rank keeps state for 'inlet\.bias'"},
     sound=SOUND,
@@ -70,7 +70,7 @@ class SecondNeverSteps(Two):
 
 @twin(
     "optimizer",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"rank 0: trainable parameter 'module\.inlet\.weight' is in the optimizer 2 times; expected once",
     also={**PARITY, **CLIPPING},
     sound=SOUND,
@@ -84,7 +84,7 @@ class MatricesInBoth(Two):
 
 @twin(
     "resume",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"rank 0: optimizer state 'exp_avg of blocks\.0\.linear\.bias' and 23 others: other values after the load",
     sound=SOUND,
 )

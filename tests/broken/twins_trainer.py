@@ -35,14 +35,14 @@ _NO_GRADIENTS = {"dtypes": r"AdamW is given gradients in nothing; expected float
 
 @twin(
     "optimizer",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=_STALE,
     # Of an optimizer that keeps nothing at all the names say nothing: it might be SGD.
     also={**PARITY, **CLIPPING, **_NO_GRADIENTS},
 )
 @twin(
     "optimizer",
-    "fsdp1-fp32-w2-model_plain",
+    "fsdp1-fp32-w2-model_mlp",
     match=_STALE,
     # It saves no state of a parameter that it does not know.
     also={**dict.fromkeys(("names", "parity", "clipping"), r"raised KeyError: tensor"), **_NO_GRADIENTS},
@@ -61,7 +61,7 @@ class OptimizerOfAnotherModel(Trainers):
 
 @twin(
     "optimizer",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=_STALE,
     also={**dict.fromkeys(("names", "parity", "clipping"), r"raised"), **_NO_GRADIENTS},
 )
@@ -87,7 +87,7 @@ def _stale(optimizer: Any) -> Any:
 
 @twin(
     "resume",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"rank 1: the optimizer's state is empty after the load; 36 tensors were saved(?s:.*)scheduler is at",
 )
 class OnlyTheModelComesBack(Trainers):
@@ -127,7 +127,7 @@ class MeanOfRanks(TrainerDriver):
 
 @twin(
     "active",
-    "zero2-fp32-w2-model_plain",
+    "zero2-fp32-w2-model_mlp",
     match=r"^rank 0: the trainer believes in 1 ranks?",
     also={**PARITY, **CLIPPING},
 )
@@ -140,12 +140,12 @@ class AloneUnderDeepSpeed(TrainerDriver):
 
 @twin(
     "save_only_model",
-    "ddp-fp32-w2-model_plain-save_only_model",
+    "ddp-fp32-w2-model_mlp-save_only_model",
     match=r"^state of an optimizer stands in 'checkpoint-3/optimizer\.pt'; .*\nstate of a scheduler stands in 'checkpoint-3/sched",
 )
 @twin(
     "save_only_model",
-    "zero2-fp32-w2-model_plain-save_only_model",
+    "zero2-fp32-w2-model_mlp-save_only_model",
     match=r"^state of an optimizer stands in 'checkpoint-3/global_step3/.*_optim_states\.pt'",
 )
 class SavesItAll(TrainerDriver):
@@ -173,8 +173,8 @@ class SavesOther(Trainers):
 
 @twin(
     "save_only_model",
-    "ddp-fp32-w2-model_plain-save_only_model",
-    "zero3-fp32-w2-model_plain-save_only_model",
+    "ddp-fp32-w2-model_mlp-save_only_model",
+    "zero3-fp32-w2-model_mlp-save_only_model",
     match=r"^1 of 15 weights are not saved, first 'outlet\.bias'$",
     also={"names": r"1 of 14 parameters stand in no saved file, first 'outlet\.bias'"},
 )
@@ -187,8 +187,8 @@ class LosesTheLast(SavesOther):
 
 @twin(
     "save_only_model",
-    "ddp-fp32-w2-model_plain-save_only_model",
-    "zero1-fp32-w2-model_plain-save_only_model",
+    "ddp-fp32-w2-model_mlp-save_only_model",
+    "zero1-fp32-w2-model_mlp-save_only_model",
     match=r"^1\d of 15 weights have other values in the checkpoint than at the save, first 'inlet\.weight'",
 )
 class RoundsOnTheWay(SavesOther):
@@ -200,8 +200,8 @@ class RoundsOnTheWay(SavesOther):
 
 @twin(
     "save_only_model",
-    "ddp-fp32-w2-model_plain-save_only_model",
-    "zero2-fp32-w2-model_plain-save_only_model",
+    "ddp-fp32-w2-model_mlp-save_only_model",
+    "zero2-fp32-w2-model_mlp-save_only_model",
     match=_LATE,
     also=dict.fromkeys(("names", "parity", "clipping"), _LATE),
 )
@@ -217,7 +217,7 @@ class NoticesAtTheFirstCheckpoint(Trainers):
 
 @twin(
     "save_only_model",
-    "fsdp2-fp32-w2-model_plain-save_only_model",
+    "fsdp2-fp32-w2-model_mlp-save_only_model",
     match=r"^12 of 15 weights have other values in the checkpoint than at the save, first 'inlet\.weight'",
 )
 class SavesTheWeightsOfBefore(Torch):

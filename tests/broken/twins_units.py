@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 UNCOMPILED = r"^rank 0: torch\.compile made no graph in three steps: the model runs uncompiled"
 
 
-@twin("units", "fsdp2-fp32-w2-model_plain", match=UNCUT["units"])
+@twin("units", "fsdp2-fp32-w2-model_mlp", match=UNCUT["units"])
 class OneUnit(Torch):
     """The policy names no class of the model: everything is gathered at once."""
 
@@ -33,7 +33,7 @@ class OneUnit(Torch):
         return model
 
 
-@twin("units", "fsdp1-fp32-w2-model_plain", match=UNCUT["units"])
+@twin("units", "fsdp1-fp32-w2-model_mlp", match=UNCUT["units"])
 class OneUnitAccelerate(Accelerate):
     """The same by accelerate's plugin, which then says nothing."""
 
@@ -46,7 +46,7 @@ class OneUnitAccelerate(Accelerate):
 
 @twin(
     "units",
-    "fsdp2-fp32-w2-model_plain",
+    "fsdp2-fp32-w2-model_mlp",
     match=r"FSDP's units are 'blocks\.0\.linear', 'blocks\.0\.norm', 'blocks\.1\.linear', 'blocks\.1\.norm', the root",
 )
 class ChildrenOneByOne(Torch):
@@ -64,8 +64,8 @@ class ChildrenOneByOne(Torch):
 
 @twin(
     "units",
-    "ddp-fp32-w2-model_plain-activation_checkpointing",
-    "fsdp2-fp32-w2-model_plain-activation_checkpointing",
+    "ddp-fp32-w2-model_mlp-activation_checkpointing",
+    "fsdp2-fp32-w2-model_mlp-activation_checkpointing",
     match=r"the activations are recomputed of 'blocks\.0\.linear', 'blocks\.0\.norm', [^;]*; expected 'blocks\.0', 'blocks\.1'",
 )
 class RecomputesChildren(Torch):
@@ -83,8 +83,8 @@ class RecomputesChildren(Torch):
 
 @twin(
     "units",
-    "zero1-fp32-w2-model_plain-activation_checkpointing",
-    "ddp-fp32-w2-model_plain-activation_checkpointing",
+    "zero1-fp32-w2-model_mlp-activation_checkpointing",
+    "ddp-fp32-w2-model_mlp-activation_checkpointing",
     match=r"^rank 0: the activations are recomputed of nothing; expected 'blocks\.0', 'blocks\.1'",
 )
 class NeverRecomputes(AccelerateDriver):
@@ -94,7 +94,7 @@ class NeverRecomputes(AccelerateDriver):
         pass
 
 
-@twin("units", "fsdp2-fp32-w2-model_plain", match=r"the activations of 'blocks\.0', 'blocks\.1' are recomputed; nobody")
+@twin("units", "fsdp2-fp32-w2-model_mlp", match=r"the activations of 'blocks\.0', 'blocks\.1' are recomputed; nobody")
 class RecomputesUnasked(Torch):
     """A third more to compute, and nobody asked for it."""
 
@@ -107,7 +107,7 @@ class RecomputesUnasked(Torch):
 
 @twin(
     "units",
-    "ddp-fp32-w2-model_plain-compile_aot_eager",
+    "ddp-fp32-w2-model_mlp-compile_aot_eager",
     match=UNCOMPILED + r"\nrank 0: nothing is wrapped by torch\.compile",
 )
 class CompilesNothing(Torch):
@@ -120,7 +120,7 @@ class CompilesNothing(Torch):
 
 @twin(
     "units",
-    "fsdp2-fp32-w2-model_plain-compile_aot_eager",
+    "fsdp2-fp32-w2-model_mlp-compile_aot_eager",
     match=UNCOMPILED + r"\nrank 1: torch\.compile made no[^\n]+$",
 )
 class FallsBack(Torch):
@@ -133,7 +133,7 @@ class FallsBack(Torch):
         super().build(model)
 
 
-@twin("units", "zero1-fp32-w2-model_plain-compile_aot_eager", match=UNCOMPILED)
+@twin("units", "zero1-fp32-w2-model_mlp-compile_aot_eager", match=UNCOMPILED)
 class FallsBackZero(AccelerateDriver):
     """The same with flat masters."""
 
@@ -146,7 +146,7 @@ class FallsBackZero(AccelerateDriver):
 
 @twin(
     "units",
-    "ddp-fp32-w2-model_plain-compile_regional",
+    "ddp-fp32-w2-model_mlp-compile_regional",
     match=r"what is compiled is 'blocks\.0'; expected each of 'blocks\.0', 'blocks\.1'",
 )
 class CompilesOneBlock(Torch):
@@ -160,13 +160,13 @@ class CompilesOneBlock(Torch):
 
 @twin(
     "units",
-    "fsdp1-fp32-w2-model_plain-ignored",
-    "fsdp2-fp32-w2-model_plain-ignored",
+    "fsdp1-fp32-w2-model_mlp-ignored",
+    "fsdp2-fp32-w2-model_mlp-ignored",
     match=r"rank 0: 'frozen\.weight' is sharded \((DTensor|FSDP1 shard), \S.*\); it was to be left out of the sharding",
 )
 class IgnoresNothing(Torch):
     """What is to be left out of the sharding is sharded like all else."""
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
-        asked = Cell.of(cell.strategy, cell.precision, cell.world_size, model="plain")
+        asked = Cell.of(cell.strategy, cell.precision, cell.world_size, model="mlp")
         return super().wrap(model, precision, asked, device)

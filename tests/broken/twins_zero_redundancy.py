@@ -58,7 +58,7 @@ class SharedOut(Torch):
 
 @twin(
     "memory",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"all ranks together keep 1180 elements of 'exp_avg'; 590 elements are trained, expected 590",
     sound=SOUND,
 )
@@ -73,7 +73,7 @@ class EachForItself(SharedOut):
 
 @twin(
     "resume",
-    "ddp-fp32-w2-model_plain",
+    "ddp-fp32-w2-model_mlp",
     match=r"rank 1: the optimizer's state is empty after the load; \d+ tensors were saved",
     sound=SOUND,
 )

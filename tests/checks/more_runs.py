@@ -81,7 +81,7 @@ class Place:
         return self.run.actions[self.index]
 
     def live(self, name: str) -> str:
-        """How a parameter of the plain model is called in this run."""
+        """How a parameter of the unwrapped model is called in this run."""
         front = {"fsdp1": "_fsdp_wrapped_module.", "fsdp2": ""}.get(self.cell.strategy, "module.")
         return front + name
 
@@ -108,8 +108,8 @@ def _run(cell: Cell, run: Run) -> RunTrace:
 
 def _snapshot(place: Place) -> Snapshot:
     infos: dict[str, Any] = {}
-    if place.action in {"plain", "reload"}:
-        infos["plain"] = _plain(place.done)
+    if place.action in {"build_model", "reload"}:
+        infos["unwrapped"] = _unwrapped(place.done)
     elif place.action == "files":
         infos["files"] = _files() if place.rank == 0 else ()
     elif place.action == "damage":
@@ -123,7 +123,7 @@ def _snapshot(place: Place) -> Snapshot:
     return Snapshot(place.rank, place.run.name, place.action, place.index, **infos)
 
 
-def _plain(done: int) -> UnwrappedInfo:
+def _unwrapped(done: int) -> UnwrappedInfo:
     parameters = (
         ParameterInfo(
             name,

@@ -44,7 +44,7 @@ def trace_of(cell: Cell) -> Trace:
 
 
 def live_name(cell: Cell, name: str) -> str:
-    """How a parameter or a module of the plain model is called in this cell."""
+    """How a parameter or a module of the unwrapped model is called in this cell."""
     front = {"ddp": "module.", "fsdp1": "_fsdp_wrapped_module.", "fsdp2": ""}.get(cell.strategy, "module.")
     module, _, last = name.partition(".")
     if cell.option("activation_checkpointing") and module in BLOCKS and last:
@@ -72,8 +72,8 @@ def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapsho
     if run.after and action == "build":
         done = 0
     snapshot = Snapshot(rank, run.name, action, index)
-    if action == "plain":
-        return replace(snapshot, plain=_plain(cell))
+    if action == "unwrapped":
+        return replace(snapshot, unwrapped=_unwrapped(cell))
     if action == "files":
         return replace(snapshot, files=_files() if rank == 0 else ())
     if action in {"export", "evaluate"}:
@@ -107,7 +107,7 @@ def _micros(cell: Cell, number: int) -> int:
     return 1 if number % 8 == 0 else int(cell.option("accumulate"))
 
 
-def _plain(cell: Cell) -> UnwrappedInfo:
+def _unwrapped(cell: Cell) -> UnwrappedInfo:
     load = PRECISIONS.get(cell.precision).load
     parameters = tuple(
         ParameterInfo(name, shape, load, name in TRAINABLE, local_numel=math.prod(shape))

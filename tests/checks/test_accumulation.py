@@ -129,7 +129,7 @@ def test_where_it_says_nothing() -> None:
 
 
 def test_the_other_run_is_that_of_the_cell_without_the_option() -> None:
-    cell = Cell.parse("fsdp2-bf16_mixed-w4-model_plain-accumulate_4-frozen")
+    cell = Cell.parse("fsdp2-bf16_mixed-w4-model_mlp-accumulate_4-frozen")
     train, single = CHECKS.get("accumulation").runs(cell, Driver).runs
-    assert single.cell(cell).id == "fsdp2-bf16_mixed-w4-model_plain-frozen"
+    assert single.cell(cell).id == "fsdp2-bf16_mixed-w4-model_mlp-frozen"
     assert (single.actions, single.same_as) == (train.actions, "train")

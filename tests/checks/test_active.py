@@ -162,10 +162,10 @@ def test_zero3_may_pad_its_shards(sound: Sound) -> None:
     assert story.findings("active") == []
 
 
-@pytest.mark.parametrize("plain", [None, UnwrappedInfo(())])
-def test_no_plain_model_to_compare_with(sound: Sound, plain: UnwrappedInfo | None) -> None:
-    story = sound("ddp-fp32-w2").snapshot("plain", {"plain": plain})
-    assert story.findings("active") == ["the plain model has no parameters, or was not seen"]
+@pytest.mark.parametrize("build_model", [None, UnwrappedInfo(())])
+def test_no_plain_model_to_compare_with(sound: Sound, unwrapped: UnwrappedInfo | None) -> None:
+    story = sound("ddp-fp32-w2").snapshot("build_model", {"unwrapped": unwrapped})
+    assert story.findings("active") == ["the unwrapped model has no parameters, or was not seen"]
 
 
 @pytest.mark.parametrize(
@@ -220,21 +220,21 @@ def test_copies_of_shards_stay_equal(sound: Sound, cell: str) -> None:
 
 
 def test_as_many_copies_of_shards_as_asked(sound: Sound) -> None:
-    asked, plain = sound("fsdp2-fp32-w4-replicate_2"), sound("fsdp2-fp32-w4")
-    others = [replace(asked, trace=plain.trace), replace(plain, trace=asked.trace)]
+    asked, unwrapped = sound("fsdp2-fp32-w4-replicate_2"), sound("fsdp2-fp32-w4")
+    others = [replace(asked, trace=unwrapped.trace), replace(unwrapped, trace=asked.trace)]
     assert [story.findings("active") for story in others] == [
         ["shards are in 1 copies (all ranks); expected 2"],
         ["shards are in 2 copies (ranks 0, 1; ranks 2, 3); expected 1"],
     ]
     # Whose driver does not speak of it may have copies.
     quiet = others[1].alter(
-        lambda snapshot: replace(snapshot, plain=snapshot.plain and replace(snapshot.plain, obeyed=()))
+        lambda snapshot: replace(snapshot, unwrapped=snapshot.unwrapped and replace(snapshot.unwrapped, obeyed=()))
     )
     assert quiet.findings("active") == []
     alone = sound("fsdp2-fp32-w2").alter(
         lambda snapshot: replace(
             snapshot,
-            plain=snapshot.plain and replace(snapshot.plain, obeyed=()),
+            unwrapped=snapshot.unwrapped and replace(snapshot.unwrapped, obeyed=()),
             model=snapshot.model and replace(snapshot.model, sharers=(snapshot.rank,)),
         )
     )
@@ -271,7 +271,7 @@ def test_silence_is_no_proof(sound: Sound, action: str, nth: int, finding: str) 
 
 def test_all_ranks_silent(sound: Sound) -> None:
     def nothing(snapshot: Snapshot) -> Snapshot | None:
-        return snapshot if snapshot.action == "plain" else None
+        return snapshot if snapshot.action == "build_model" else None
 
     assert sound("ddp-fp32-w2").alter(nothing).findings("active") == [
         "rank 0, 1: no report after build",

@@ -126,7 +126,9 @@ def test_who_was_not_asked_what_gradients_travel_in_may_take_more(sound: Sound, 
     story = story.snapshot("step", {"collectives": (CollectiveInfo("reduce_scatter_base", found, 1, 16),)}, nth=2)
     assert story.findings("dtypes")
     told = story.alter(
-        lambda snapshot: replace(snapshot, plain=snapshot.plain and replace(snapshot.plain, obeyed=("compile",)))
+        lambda snapshot: replace(
+            snapshot, unwrapped=snapshot.unwrapped and replace(snapshot.unwrapped, obeyed=("compile",))
+        )
     )
     assert (told.findings("dtypes") == []) == sound_then
     nothing = told.snapshot("step", {"collectives": ()}, nth=2, rank=0).findings("dtypes")
@@ -145,7 +147,7 @@ def test_metrics_are_no_gradients(sound: Sound, cell: str, numel: int) -> None:
 
 
 def test_without_a_plain_model_all_but_flags_are_gradients(sound: Sound) -> None:
-    story = sound("ddp-fp32-w2").without("plain")
+    story = sound("ddp-fp32-w2").without("build_model")
     assert story.findings("dtypes") == []
     metric = CollectiveInfo("allreduce", "bfloat16", 1, 2)
     assert story.snapshot("step", {"collectives": (metric,)}, nth=2, rank=0).findings("dtypes") == [

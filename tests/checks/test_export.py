@@ -68,7 +68,7 @@ def test_another_shape(runs_of: RunsOf) -> None:
     story = runs_of("fsdp2-fp32-w2", "export")
     shapes = {"outlet.weight": (1, 7)}
     assert with_file(story, shapes=shapes).findings("export") == [
-        f"file {FILE!r}: 'outlet.weight' has shape (1, 7); (2, 7) in the plain model"
+        f"file {FILE!r}: 'outlet.weight' has shape (1, 7); (2, 7) in the unwrapped model"
     ]
 
 
@@ -97,15 +97,15 @@ def reloaded(story: Story, **changes: dict[str, Any]) -> Story:
     """Other facts of ``outlet.weight`` or of the buffer in the reloaded model."""
 
     def change(snapshot: Snapshot) -> Snapshot:
-        assert snapshot.plain is not None
+        assert snapshot.unwrapped is not None
         parts: dict[str, Any] = {
             name: tuple(
                 replace(info, **more) if info.name in {"outlet.weight", "scale"} else info
-                for info in getattr(snapshot.plain, name)
+                for info in getattr(snapshot.unwrapped, name)
             )
             for name, more in changes.items()
         }
-        return replace(snapshot, plain=replace(snapshot.plain, **parts))
+        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, **parts))
 
     return story.alter(change, run="reload", action="reload")
 
@@ -147,7 +147,7 @@ def test_outputs(runs_of: RunsOf) -> None:
 
 def test_no_plain_model(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "export").without("reload", run="reload")
-    assert story.findings("export") == ["the plain model was not seen"]
+    assert story.findings("export") == ["the unwrapped model was not seen"]
 
 
 def test_where_it_says_nothing() -> None:

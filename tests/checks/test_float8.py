@@ -21,9 +21,9 @@ LINEARS, CONVERTED = 5, 3
 
 def converted(story: Story, layers: int = CONVERTED, casts: int = 2 * CONVERTED) -> Story:
     """The story of a model of which so many layers are in 8 bits."""
-    plain = story.trace.run().at("plain")[0].plain
-    assert plain is not None
-    story = story.snapshot("plain", {"plain": replace(plain, linears=LINEARS)})
+    unwrapped = story.trace.run().at("build_model")[0].unwrapped
+    assert unwrapped is not None
+    story = story.snapshot("build_model", {"unwrapped": replace(unwrapped, linears=LINEARS)})
     for action in ("build", "step"):
         story = story.model({"float8": layers}, action=action)
     return story.snapshot("step", {"float8": casts})
@@ -71,10 +71,10 @@ def test_a_loss_that_is_no_number(sound: Sound, loss: float | None) -> None:
 
 def test_nothing_to_convert(sound: Sound) -> None:
     story = converted(sound("ddp-fp8-w2"))
-    plain = story.trace.run().at("plain")[0].plain
-    assert plain is not None
-    assert story.snapshot("plain", {"plain": replace(plain, linears=0)}).findings("float8") == [
-        "the plain model has no linear layer whose sizes 16 divides: there is nothing to convert"
+    unwrapped = story.trace.run().at("build_model")[0].unwrapped
+    assert unwrapped is not None
+    assert story.snapshot("build_model", {"unwrapped": replace(unwrapped, linears=0)}).findings("float8") == [
+        "the unwrapped model has no linear layer whose sizes 16 divides: there is nothing to convert"
     ]
 
 

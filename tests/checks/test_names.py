@@ -1,4 +1,4 @@
-"""Does ``names`` see names that do not map back to the plain model's?"""
+"""Does ``names`` see names that do not map back to the unwrapped model's?"""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ CELLS = ("ddp-fp32-w2", "fsdp2-fp32-w2", "zero1-fp32-w2", "zero3-fp32-w2")
 def test_a_live_name_that_maps_to_nothing(sound: Sound, cell: str, live: str, maps_to: str) -> None:
     story = sound(cell).renamed("outlet.weight", live, action="step", nth=2, rank=1)
     assert [finding for finding in story.findings("names") if finding.startswith("rank")] == [
-        f"rank 1: live parameter {live!r} maps to {maps_to!r}, which is no name of the plain model",
-        "rank 1: parameter 'outlet.weight' of the plain model has no live counterpart",
+        f"rank 1: live parameter {live!r} maps to {maps_to!r}, which is no name of the unwrapped model",
+        "rank 1: parameter 'outlet.weight' of the unwrapped model has no live counterpart",
     ]
 
 
@@ -72,7 +72,7 @@ def test_a_live_parameter_is_missing(sound: Sound) -> None:
         return replace(snapshot, model=replace(snapshot.model, parameters=snapshot.model.parameters[:2]))
 
     assert sound("fsdp2-fp32-w2").alter(first, action="step", nth=2, rank=0).findings("names") == [
-        "rank 0: parameter 'outlet.weight' of the plain model has no live counterpart"
+        "rank 0: parameter 'outlet.weight' of the unwrapped model has no live counterpart"
     ]
 
 
@@ -82,8 +82,11 @@ def test_no_model(sound: Sound) -> None:
 
 
 def test_no_plain_model(sound: Sound) -> None:
-    for story in (sound("ddp-fp32-w2").without("plain"), sound("ddp-fp32-w2").snapshot("plain", {"plain": None})):
-        assert story.findings("names") == ["the plain model was not seen"]
+    for story in (
+        sound("ddp-fp32-w2").without("build_model"),
+        sound("ddp-fp32-w2").snapshot("build_model", {"unwrapped": None}),
+    ):
+        assert story.findings("names") == ["the unwrapped model was not seen"]
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
@@ -115,7 +118,7 @@ def test_state_under_a_name_that_is_no_trainable_parameters(sound: Sound) -> Non
     story = sound("zero1-fp32-w2")
     masters = {**dict.fromkeys(map(story.live, ("inlet.weight", "outlet.weight")), 4), story.live("frozen.weight"): 16}
     assert story.optimizer({"partitioned": masters}, action="step", nth=2, rank=1).findings("names") == [
-        "the optimizer keeps state for 'frozen.weight', which is no trainable parameter of the plain model"
+        "the optimizer keeps state for 'frozen.weight', which is no trainable parameter of the unwrapped model"
     ]
 
 
@@ -137,7 +140,7 @@ def test_no_optimizer(sound: Sound) -> None:
 def test_a_key_in_a_model_file(sound: Sound, cell: str, key: str, hint: str) -> None:
     story = sound(cell).file(0, keys=("inlet.weight", "frozen.weight", "scale", key))
     assert story.findings("names") == [
-        f"file 'model.safetensors': key {key!r} is no name of the plain model{hint}",
+        f"file 'model.safetensors': key {key!r} is no name of the unwrapped model{hint}",
         "1 of 3 parameters stand in no saved file, first 'outlet.weight'",
     ]
 
@@ -145,10 +148,13 @@ def test_a_key_in_a_model_file(sound: Sound, cell: str, key: str, hint: str) -> 
 @pytest.mark.parametrize(
     ("key", "finding"),
     [
-        ("module.outlet.weight", "key 'module.outlet.weight' is no name of the plain model; expected 'outlet.weight'"),
-        # Names of the plain model, but nothing that an optimizer has state of.
-        ("frozen.weight", "key 'frozen.weight' is no name of the plain model"),
-        ("scale", "key 'scale' is no name of the plain model"),
+        (
+            "module.outlet.weight",
+            "key 'module.outlet.weight' is no name of the unwrapped model; expected 'outlet.weight'",
+        ),
+        # Names of the unwrapped model, but nothing that an optimizer has state of.
+        ("frozen.weight", "key 'frozen.weight' is no name of the unwrapped model"),
+        ("scale", "key 'scale' is no name of the unwrapped model"),
     ],
 )
 def test_a_key_in_an_optimizer_file(sound: Sound, key: str, finding: str) -> None:
@@ -197,18 +203,18 @@ def test_state_of_a_parameter_was_not_saved(sound: Sound) -> None:
 def test_a_saved_tensor_of_another_shape(sound: Sound) -> None:
     story = sound("zero3-fp32-w2").file(0, shapes={"outlet.weight": (1, 4), "head.weight": (4, 2)})
     assert story.findings("names") == [
-        "file 'model.safetensors': 'outlet.weight' has shape (1, 4); (2, 4) in the plain model"
+        "file 'model.safetensors': 'outlet.weight' has shape (1, 4); (2, 4) in the unwrapped model"
     ]
 
 
 def test_a_saved_tensor_that_is_neither_parameter_nor_buffer(sound: Sound) -> None:
     # Module.get_extra_state() may return a tensor; state_dict() has it under "_extra_state".
     def with_extra(snapshot: Snapshot) -> Snapshot:
-        assert snapshot.plain is not None
-        keys = (*snapshot.plain.state_dict, "outlet._extra_state")
-        return replace(snapshot, plain=replace(snapshot.plain, state_dict=keys))
+        assert snapshot.unwrapped is not None
+        keys = (*snapshot.unwrapped.state_dict, "outlet._extra_state")
+        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, state_dict=keys))
 
-    story = sound("ddp-fp32-w2").alter(with_extra, action="plain")
+    story = sound("ddp-fp32-w2").alter(with_extra, action="build_model")
     keys = ("inlet.weight", "frozen.weight", "outlet.weight", "scale", "outlet._extra_state")
     assert story.file(0, keys=keys).findings("names") == []
     assert story.file(0, keys=keys, shapes={"outlet._extra_state": (3,)}).findings("names") == []
@@ -219,7 +225,7 @@ def test_a_live_parameter_of_another_shape(sound: Sound, cell: str) -> None:
     story = sound(cell)
     other = story.parameters({"shape": (1, 4)}, only="outlet.weight", action="step", nth=2, rank=1)
     assert other.findings("names") == [
-        f"rank 1: live parameter {story.live('outlet.weight')!r} has shape (1, 4); (2, 4) in the plain model"
+        f"rank 1: live parameter {story.live('outlet.weight')!r} has shape (1, 4); (2, 4) in the unwrapped model"
     ]
 
 

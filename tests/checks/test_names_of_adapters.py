@@ -23,14 +23,14 @@ def with_loose_buffer(story: Story) -> Story:
     """The same, with a buffer that the model makes by itself."""
     loose = ParameterInfo("offset", (4,), "float32", False, placement="non-persistent", digest="4:7")
 
-    def plain(snapshot: Snapshot) -> Snapshot:
-        assert snapshot.plain is not None
-        return replace(snapshot, plain=replace(snapshot.plain, buffers=(*snapshot.plain.buffers, loose)))
+    def unwrapped(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.unwrapped is not None
+        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, buffers=(*snapshot.unwrapped.buffers, loose)))
 
     def live(model: ModelInfo) -> ModelInfo:
         return replace(model, buffers=(*model.buffers, loose))
 
-    story = story.alter(plain, action="plain")
+    story = story.alter(unwrapped, action="build_model")
     return story.alter(
         lambda snapshot: replace(snapshot, model=snapshot.model and live(snapshot.model)), action="build"
     )
@@ -57,8 +57,8 @@ def test_buffers_keep_their_values_when_built(sound: Sound) -> None:
     story = with_loose_buffer(sound("fsdp2-bf16_mixed-w2"))
     other = live_buffers(story, lambda info: replace(info, digest="4:8"))
     assert other.findings("names") == [
-        "rank 1: buffer 'scale' (persistent) has other values after build than in the plain model",
-        "rank 1: buffer 'offset' (non-persistent) has other values after build than in the plain model",
+        "rank 1: buffer 'scale' (persistent) has other values after build than in the unwrapped model",
+        "rank 1: buffer 'offset' (non-persistent) has other values after build than in the unwrapped model",
     ]
     # In a lower dtype they cannot: that is what the check of dtypes is for.
     rounded = live_buffers(story, lambda info: replace(info, digest="4:8", dtype="bfloat16"))
@@ -67,7 +67,7 @@ def test_buffers_keep_their_values_when_built(sound: Sound) -> None:
 
 def test_a_buffer_is_gone(sound: Sound) -> None:
     story = live_buffers(sound("fsdp2-fp32-w2"), lambda info: replace(info, name="other"))
-    assert story.findings("names") == ["rank 1: buffer 'scale' of the plain model has no live counterpart"]
+    assert story.findings("names") == ["rank 1: buffer 'scale' of the unwrapped model has no live counterpart"]
 
 
 def test_what_is_exported_has_plain_names_too(sound: Sound) -> None:
@@ -92,13 +92,17 @@ def adapted(sound: Sound) -> Story:
     for old, new in names.items():
         story = story.renamed(old, new)
 
-    def plain(snapshot: Snapshot) -> Snapshot:
-        assert snapshot.plain is not None
-        parameters = tuple(replace(info, name=names.get(info.name, info.name)) for info in snapshot.plain.parameters)
+    def unwrapped(snapshot: Snapshot) -> Snapshot:
+        assert snapshot.unwrapped is not None
+        parameters = tuple(
+            replace(info, name=names.get(info.name, info.name)) for info in snapshot.unwrapped.parameters
+        )
         known = (*LORA, "frozen.weight", "scale")
-        return replace(snapshot, plain=replace(snapshot.plain, parameters=parameters, state_dict=known, tied=()))
+        return replace(
+            snapshot, unwrapped=replace(snapshot.unwrapped, parameters=parameters, state_dict=known, tied=())
+        )
 
-    story = story.alter(plain, action="plain")
+    story = story.alter(unwrapped, action="build_model")
     story = story.file(0, keys=tuple(map(adapter_name, LORA)), shapes={adapter_name(LORA[0]): (4, 2)})
     return story.file(1, keys=LORA)
 
@@ -113,7 +117,7 @@ def test_an_adapter_may_be_saved_alone_and_without_its_own_name(sound: Sound) ->
 def test_an_adapter_under_another_name(sound: Sound, key: str) -> None:
     story = adapted(sound).file(0, keys=(key, "outlet.lora_B.weight"), shapes={})
     assert story.findings("names") == [
-        f"file 'model.safetensors': key {key!r} is no name of the plain model",
+        f"file 'model.safetensors': key {key!r} is no name of the unwrapped model",
         f"1 of 2 parameters stand in no saved file, first {LORA[0]!r}",
     ]
 
@@ -121,5 +125,5 @@ def test_an_adapter_under_another_name(sound: Sound, key: str) -> None:
 def test_an_adapter_of_another_shape(sound: Sound) -> None:
     story = adapted(sound).file(0, shapes={"outlet.lora_A.weight": (8,)})
     assert story.findings("names") == [
-        "file 'model.safetensors': 'outlet.lora_A.weight' has shape (8,); (4, 2) in the plain model"
+        "file 'model.safetensors': 'outlet.lora_A.weight' has shape (8,); (4, 2) in the unwrapped model"
     ]

@@ -66,7 +66,7 @@ def test_masters_may_be_split_unevenly(sound: Sound) -> None:
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
 def test_frozen_by_the_trainer(sound: Sound, cell: str) -> None:
-    # The plain model says what is to be trained.
+    # The unwrapped model says what is to be trained.
     story = sound(cell)
     frozen = story.parameters({"trainable": False, "held": 0, "digest": "where it was"}, only="outlet.weight")
     name = story.live("outlet.weight")
@@ -78,7 +78,7 @@ def test_frozen_by_the_trainer(sound: Sound, cell: str) -> None:
 
 
 def test_without_a_plain_model_the_trainer_is_believed(sound: Sound) -> None:
-    story = sound("fsdp2-fp32-w2").without("plain")
+    story = sound("fsdp2-fp32-w2").without("build_model")
     assert story.findings("optimizer") == []
     frozen = story.parameters({"trainable": False, "held": 0, "digest": "where it was"}, only="outlet.weight")
     assert frozen.findings("optimizer") == []

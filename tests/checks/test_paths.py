@@ -57,7 +57,7 @@ def test_flat_parameters_have_no_names(runs_of: RunsOf) -> None:
     ("cell", "applies"),
     [
         ("fsdp2-fp32-w2", True),
-        ("fsdp2-fp32-w2-model_plain-state_dict_full", True),
+        ("fsdp2-fp32-w2-model_mlp-state_dict_full", True),
         ("fsdp2-bf16_mixed-w2", False),
         ("fsdp2-fp32-w2-compile", False),
     ],

@@ -75,11 +75,13 @@ def with_inner(story: Story) -> Story:
     """The same with a module inside each block."""
 
     def change(snapshot: Snapshot) -> Snapshot:
-        assert snapshot.plain is not None
-        inner = tuple(replace(info, name=info.name.replace(".", ".inner.")) for info in snapshot.plain.parameters)
-        return replace(snapshot, plain=replace(snapshot.plain, parameters=(*snapshot.plain.parameters, *inner)))
+        assert snapshot.unwrapped is not None
+        inner = tuple(replace(info, name=info.name.replace(".", ".inner.")) for info in snapshot.unwrapped.parameters)
+        return replace(
+            snapshot, unwrapped=replace(snapshot.unwrapped, parameters=(*snapshot.unwrapped.parameters, *inner))
+        )
 
-    return story.alter(change, action="plain")
+    return story.alter(change, action="build_model")
 
 
 def test_recomputing_that_nobody_asked_for(sound: Sound) -> None:
@@ -132,15 +134,15 @@ def test_a_trained_layer_of_a_frozen_block_may_be_a_unit_apart(sound: Sound) -> 
     """As PEFT wraps adapters under FSDP1; where all of a block is trained it would be a child for itself."""
 
     def freeze(snapshot: Snapshot) -> Snapshot:
-        assert snapshot.plain is not None
-        parameters = (replace(one, trainable=".inner" in one.name) for one in snapshot.plain.parameters)
-        return replace(snapshot, plain=replace(snapshot.plain, parameters=tuple(parameters)))
+        assert snapshot.unwrapped is not None
+        parameters = (replace(one, trainable=".inner" in one.name) for one in snapshot.unwrapped.parameters)
+        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, parameters=tuple(parameters)))
 
     story = with_inner(sound("fsdp1-fp32-w2"))
     cut = live(story, "", "inlet", "inlet.inner", "outlet")
     told = f"FSDP's units are 'inlet', 'inlet.inner', 'outlet', the root; {CUT}"
     assert story.model({"units": cut}, **LAST, rank=0).findings("units") == [f"rank 0: {told}"]
-    assert story.alter(freeze, action="plain").model({"units": cut}, **LAST).findings("units") == []
+    assert story.alter(freeze, action="build_model").model({"units": cut}, **LAST).findings("units") == []
 
 
 def test_a_block_inside_a_block_is_one(sound: Sound) -> None:
@@ -183,10 +185,10 @@ def test_a_block_that_stands_for_the_whole(sound: Sound) -> None:
 
 def test_a_module_to_leave_out_that_nobody_knows(sound: Sound) -> None:
     def forget(snapshot: Snapshot) -> Snapshot:
-        assert snapshot.plain is not None
-        return replace(snapshot, plain=replace(snapshot.plain, ignored=()))
+        assert snapshot.unwrapped is not None
+        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, ignored=()))
 
-    story = sound("fsdp2-fp32-w2-ignored").alter(forget, action="plain")
+    story = sound("fsdp2-fp32-w2-ignored").alter(forget, action="build_model")
     assert story.findings("units") == ["it is not known which module was to be left out of the sharding"]
 
 
@@ -194,15 +196,15 @@ def with_blocks(story: Story, *blocks: str, classes: tuple[str, ...] = ()) -> St
     """The same with these blocks."""
 
     def change(snapshot: Snapshot) -> Snapshot:
-        assert snapshot.plain is not None
-        return replace(snapshot, plain=replace(snapshot.plain, blocks=blocks, block_classes=classes))
+        assert snapshot.unwrapped is not None
+        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, blocks=blocks, block_classes=classes))
 
-    return story.alter(change, action="plain")
+    return story.alter(change, action="build_model")
 
 
 def test_silence_is_no_proof(sound: Sound) -> None:
-    assert sound("fsdp2-fp32-w2").snapshot("plain", {"plain": None}).findings("units") == [
-        "the plain model was not seen"
+    assert sound("fsdp2-fp32-w2").snapshot("build_model", {"unwrapped": None}).findings("units") == [
+        "the unwrapped model was not seen"
     ]
     assert sound("fsdp2-fp32-w2").snapshot("step", {"model": None}, nth=2, rank=0).findings("units") == [
         "rank 0: no model to read units from"

@@ -80,9 +80,9 @@ def test_factors_instead_of_moments(sound: Sound, cell: str) -> None:
 @pytest.mark.parametrize(("products", "silent"), [(0, True), (1, False), (None, False)])
 def test_a_model_without_matrix_products(sound: Sound, products: int | None, silent: bool) -> None:
     def altered(snapshot: Snapshot) -> Snapshot:
-        return replace(snapshot, plain=snapshot.plain and replace(snapshot.plain, products=products))
+        return replace(snapshot, unwrapped=snapshot.unwrapped and replace(snapshot.unwrapped, products=products))
 
-    story = sound("ddp-fp32-w2").alter(altered, action="plain").snapshot("step", {"compute": ()}, nth=2, rank=1)
+    story = sound("ddp-fp32-w2").alter(altered, action="build_model").snapshot("step", {"compute": ()}, nth=2, rank=1)
     assert story.findings("dtypes") == ([] if silent else ["rank 1: matrix products ran in nothing; expected float32"])
 
 
@@ -142,10 +142,11 @@ def test_a_buffer_that_no_file_holds_may_be_another(sound: Sound, changed: dict[
     """A rotary table that grew with the texts, or a cache that the first forward made."""
 
     def loose(snapshot: Snapshot) -> Snapshot:
-        plain = snapshot.plain
+        unwrapped = snapshot.unwrapped
         return replace(
             snapshot,
-            plain=plain and replace(plain, buffers=tuple(replace(info, placement="") for info in plain.buffers)),
+            unwrapped=unwrapped
+            and replace(unwrapped, buffers=tuple(replace(info, placement="") for info in unwrapped.buffers)),
         )
 
     def altered(snapshot: Snapshot) -> Snapshot:
@@ -153,7 +154,7 @@ def test_a_buffer_that_no_file_holds_may_be_another(sound: Sound, changed: dict[
         held = tuple(replace(info, **changed) for info in snapshot.model.buffers) if changed else ()
         return replace(snapshot, model=replace(snapshot.model, buffers=held))
 
-    story = sound("fsdp2-fp32-w2").alter(loose, action="plain").alter(altered, run="resume", action="load")
+    story = sound("fsdp2-fp32-w2").alter(loose, action="build_model").alter(altered, run="resume", action="load")
     assert story.findings("resume") == []
 
 
@@ -172,9 +173,9 @@ def test_a_learning_rate_may_be_rounded(sound: Sound) -> None:
 
 def test_one_buffer_that_is_narrow_is_no_leave_for_another(sound: Sound) -> None:
     def both(snapshot: Snapshot) -> Snapshot:
-        plain = snapshot.plain
-        narrow = plain and replace(plain.buffers[0], name="narrow", dtype="bfloat16")
-        return replace(snapshot, plain=plain and replace(plain, buffers=(*plain.buffers, narrow)))  # type: ignore[arg-type]
+        unwrapped = snapshot.unwrapped
+        narrow = unwrapped and replace(unwrapped.buffers[0], name="narrow", dtype="bfloat16")
+        return replace(snapshot, unwrapped=unwrapped and replace(unwrapped, buffers=(*unwrapped.buffers, narrow)))  # type: ignore[arg-type]
 
     def rounded(snapshot: Snapshot) -> Snapshot:
         assert snapshot.model is not None
@@ -185,15 +186,17 @@ def test_one_buffer_that_is_narrow_is_no_leave_for_another(sound: Sound) -> None
         )
         return replace(snapshot, model=replace(snapshot.model, buffers=held))
 
-    story = sound("fsdp2-fp32-w2").alter(both, action="plain").alter(rounded, action="step", nth=2, rank=0)
+    story = sound("fsdp2-fp32-w2").alter(both, action="build_model").alter(rounded, action="step", nth=2, rank=0)
     assert story.findings("dtypes") == ["rank 0: 1 buffers are in bfloat16, first 'scale'; expected float32"]
 
 
 def test_a_plain_buffer_on_the_meta_device_had_no_values(sound: Sound) -> None:
     def meta(snapshot: Snapshot) -> Snapshot:
-        plain = snapshot.plain
+        unwrapped = snapshot.unwrapped
         return replace(
-            snapshot, plain=plain and replace(plain, buffers=tuple(replace(one, digest="0:0") for one in plain.buffers))
+            snapshot,
+            unwrapped=unwrapped
+            and replace(unwrapped, buffers=tuple(replace(one, digest="0:0") for one in unwrapped.buffers)),
         )
 
-    assert sound("fsdp2-fp32-w2").alter(meta, action="plain").findings("names") == []
+    assert sound("fsdp2-fp32-w2").alter(meta, action="build_model").findings("names") == []

@@ -29,7 +29,7 @@ class Story:
 
     cell: Cell
     trace: Trace
-    #: How a parameter of the plain model is called in this cell.
+    #: How a parameter of the unwrapped model is called in this cell.
     live: Callable[[str], str]
 
     def judges(self, check: str) -> bool:
@@ -95,7 +95,7 @@ class Story:
         return self._each("steps", lambda step: replace(step, **changes), where)
 
     def parameters(self, changes: dict[str, Any], *, only: str = "", **where: Any) -> Story:
-        """The same, with other fields of one live parameter (by its plain name), or of all."""
+        """The same, with other fields of one live parameter (by its unwrapped name), or of all."""
         name = self.live(only) if only else ""
 
         def change(info: ParameterInfo) -> ParameterInfo:
@@ -112,7 +112,7 @@ class Story:
         )
 
     def renamed(self, old: str, new: str, **where: Any) -> Story:
-        """The same, with a live parameter (by its plain name) under another live name, in the optimizer too."""
+        """The same, with a live parameter (by its unwrapped name) under another live name, in the optimizer too."""
         name = self.live(old)
 
         def state(info: StateInfo) -> StateInfo:

@@ -16,11 +16,11 @@ class Quantized(AccelerateDriver):
     https://github.com/bitsandbytes-foundation/bitsandbytes/blob/main/bitsandbytes/nn/modules.py
     """
 
-    def plain_model(self) -> Module:
+    def build_model(self) -> Module:
         """With one more entry in its state dict."""
         import torch
 
-        model = super().plain_model()
+        model = super().build_model()
         layer: Any = model.get_submodule("model.layers.0.mlp.down_proj")
         layer.weight.quant_state = torch.ones(4)
         layer.register_state_dict_post_hook(_with_quantization)

@@ -15,7 +15,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "acc-3465-clip-norm": (Sighting("accelerate", "fsdp2-fp32-w2", "clipping", "has no attribute 'fsdp_version'"),),
     "acc-3528-no-dtype-attr": (
         Sighting(
-            "accelerate", "fsdp2-bf16_mixed-w2-model_plain", "active", "has no attribute '(dtype|_no_split_modules)'"
+            "accelerate", "fsdp2-bf16_mixed-w2-model_mlp", "active", "has no attribute '(dtype|_no_split_modules)'"
         ),
     ),
     "acc-3528-size-wrap": (Sighting("accelerate", "fsdp2-fp32-w2-wrap_size", "units", "has no attribute 'numel'"),),
@@ -28,7 +28,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
         Sighting("accelerate", "zero2-fp32-w2-accumulate_2", "active", "no_sync context manager is incompatible"),
     ),
     "acc-3731-ignored-modules": (
-        Sighting("accelerate", "fsdp2-fp32-w2-model_plain-ignored", "units", "left out of the sharding"),
+        Sighting("accelerate", "fsdp2-fp32-w2-model_mlp-ignored", "units", "left out of the sharding"),
     ),
     "acc-3904-dcp-optim": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", _LOAD_EMPTY),),
     "acc-3905-upcast-noop": (Sighting("accelerate", "fsdp2-bf16_mixed-w2", "dtypes", _MASTERS),),

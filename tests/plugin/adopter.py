@@ -26,7 +26,7 @@ class Mine(Driver):
             return f"my trainer has no {cell.strategy}"
         return super().unable(cell, device)
 
-    def plain_model(self) -> Module:
+    def build_model(self) -> Module:
         import torch
         from torch import nn
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from pytest_distcompat.launch import RankEnd
-from pytest_distcompat.plugin.nodeids import plain
+from pytest_distcompat.plugin.nodeids import strip_group
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import FakeRanks
@@ -38,9 +38,9 @@ class Config:
 )
 def test_only_the_groups_name_is_cut(nodeid: str, expected: str) -> None:
     for options in ({"dist": "loadgroup"}, {"dist": "no", "loadgroup": True}):
-        assert plain(cast("pytest.Config", Config(**options)), nodeid) == expected
-    assert plain(cast("pytest.Config", Config(dist="load", loadgroup=False)), nodeid) == nodeid
-    assert plain(cast("pytest.Config", Config()), nodeid) == nodeid
+        assert strip_group(cast("pytest.Config", Config(**options)), nodeid) == expected
+    assert strip_group(cast("pytest.Config", Config(dist="load", loadgroup=False)), nodeid) == nodeid
+    assert strip_group(cast("pytest.Config", Config()), nodeid) == nodeid
 
 
 def test_ranks_and_the_reproduce_command_know_the_test_without_it(

@@ -323,7 +323,7 @@ def test_a_smoke_run_asks_costly_checks_once_and_says_so(pytester: pytest.Pytest
         ("accelerate", "fsdp2-fp32-w2", "deepspeed", ""),
         ("trainer", "ddp-fp32-w2", "accelerate", "accelerate is not installed"),
         ("torch", "ddp-fp32-w2", "transformers", "transformers is not installed"),
-        ("torch", "ddp-fp32-w2-model_plain", "transformers", ""),
+        ("torch", "ddp-fp32-w2-model_mlp", "transformers", ""),
         ("torch", "ddp-fp32-w2-adapter", "peft", "peft is not installed"),
     ],
 )

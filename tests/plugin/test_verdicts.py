@@ -12,7 +12,7 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.launch import Ending, RankEnd, Request
-from pytest_distcompat.report import WORDS, Result, matrix_text, plain, versions
+from pytest_distcompat.report import WORDS, Result, matrix_text, plain_text, versions
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.trace import Trace
 
@@ -102,7 +102,7 @@ def live(request: Request, ranks: FakeRanks) -> Ending:
         return told
 
     def end(status: str, message: str, text: str, at: str, **more: Any) -> Ending:
-        action = actions("plain", "build", "step")[: {"build": 3, "step": 5}[at]]
+        action = actions("build_model", "build", "step")[: {"build": 3, "step": 5}[at]]
         ends = RankEnd(0, status, message, text), RankEnd(1, "stopped", "was killed by SIGTERM")
         return Ending(ends, {0: action, 1: []}, command="torchrun ...", timeout=3, **more)
 
@@ -117,7 +117,7 @@ def live(request: Request, ranks: FakeRanks) -> Ending:
     if (cell.strategy, cell.precision) == ("zero3", "bf16_mixed"):
         return end("stuck", "was still running at the time limit", "", "build", timed_out=True)
     ends = tuple(RankEnd(rank, "done") for rank in range(2))
-    return Ending(ends, {rank: [*actions("plain", "build", "step"), {"event": "done"}] for rank in range(2)})
+    return Ending(ends, {rank: [*actions("build_model", "build", "step"), {"event": "done"}] for rank in range(2)})
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_two_suites_of_one_name_do_not_hide_each_other(suite: pytest.Pytester) -
 
 
 def test_a_verdict_without_reason_is_still_shown() -> None:
-    lines = [plain(line) for line in matrix_text([Result("S", "d", "ddp-fp32-w2", "names", "refused")])]
+    lines = [plain_text(line) for line in matrix_text([Result("S", "d", "ddp-fp32-w2", "names", "refused")])]
     assert [line.strip() for line in lines[2:]] == ["ddp-fp32-w2  refused", "refused:  [ddp-fp32-w2:names]"]
 
 

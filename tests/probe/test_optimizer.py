@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_distcompat.probe import Observer, read_optimizer, read_plain, sample
+from pytest_distcompat.probe import Observer, read_optimizer, read_unwrapped, sample
 from pytest_distcompat.probe.live import read_model
 from pytest_distcompat.probe.look import look
 from pytest_distcompat.probe.optimizer import read_scheduler
@@ -30,8 +30,8 @@ def test_what_is_no_model_is_told(wrong: Any) -> None:
         TypeError, match=r"^the driver's self\.model is .*; expected a torch\.nn\.Module, build\(\) is to "
     ):
         look(wrong, None, device="cpu", whole=False)
-    with pytest.raises(TypeError, match=r"^the plain model is .*, which plain_model\(\) and reload\(\) return$"):
-        read_plain(wrong)
+    with pytest.raises(TypeError, match=r"^the unwrapped model is .*, which build_model\(\) and reload\(\) return$"):
+        read_unwrapped(wrong)
 
 
 def test_what_is_no_scheduler_is_told() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pytest_distcompat.probe import read_plain
+from pytest_distcompat.probe import read_unwrapped
 from pytest_distcompat.probe.parts import read_parts
 
 
@@ -13,7 +13,7 @@ def test_the_buffers_of_what_lies_above_the_blocks() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     model.register_buffer("table", torch.ones(2), persistent=False)
     model.register_buffer("scale", torch.ones(2))
-    found = read_parts(model, {id(model[0]): read_plain(model[0])})
+    found = read_parts(model, {id(model[0]): read_unwrapped(model[0])})
     assert {info.name: info.placement for info in found.buffers} == {"table": "non-persistent", "scale": "persistent"}
     assert set(found.state_dict) == set(model.state_dict())
-    assert found.products == read_plain(model).products == 1
+    assert found.products == read_unwrapped(model).products == 1

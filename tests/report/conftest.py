@@ -75,7 +75,7 @@ class Made(TorchrunLauncher):
             return Ending(tuple(RankEnd(rank, "done") for rank in ranks), {rank: phases for rank in ranks})
         told = RUNS.get(request.payload["cell"], "")
         events = []
-        for index, action in enumerate(("plain", "build", "step")):
+        for index, action in enumerate(("build_model", "build", "step")):
             snapshot = {"rank": 0, "run": "train", "action": action, "index": index, "loss": 4.0 if action == "step" else None}
             RankLog(request.directory, 0).write("action", action=action, index=index)
             if action == "step" and str(told).startswith("wait"):

@@ -30,7 +30,7 @@ def hostile(real: Report) -> Report:
     evil = Result(cell=result.cell, status="failed", nodeid=f"{HOSTILE}::test[x]", rank=0, **texts)
     row = next(row for row in real.rows if row.cell == result.cell)
     trained = next(row for row in real.rows if row.names)
-    names = [{**one, "plain": HOSTILE, "live": HOSTILE, "files": [HOSTILE]} for one in trained.names]
+    names = [{**one, "unwrapped": HOSTILE, "live": HOSTILE, "files": [HOSTILE]} for one in trained.names]
     dtypes = [{"kind": HOSTILE, "expected": HOSTILE, "seen": [HOSTILE]}]
     more: dict[str, Any] = {
         "names": names,

@@ -117,7 +117,9 @@ def snapshot(rank: int, action: str, index: int, **infos: object) -> Snapshot:
 
 def run() -> RunTrace:
     model = ModelInfo("M", {"FSDP2": 1}, (SHARD, STRAY))
-    snapshots = [snapshot(0, "plain", 0, plain=UnwrappedInfo((WHOLE, BIAS), state_dict=("a.weight", "a.bias")))]
+    snapshots = [
+        snapshot(0, "build_model", 0, unwrapped=UnwrappedInfo((WHOLE, BIAS), state_dict=("a.weight", "a.bias")))
+    ]
     for rank in range(2):
         snapshots.append(snapshot(rank, "build", 1, model=model, memory=10 + rank))
         for step in range(3):
@@ -145,9 +147,9 @@ CELL = Cell.of("fsdp2", "bf16_mixed", compile=True)
 
 
 def test_the_table_of_names() -> None:
-    names = {row.get("key") or row["plain"] or row["live"]: row for row in training(CELL, run()).names}
+    names = {row.get("key") or row["unwrapped"] or row["live"]: row for row in training(CELL, run()).names}
     assert names["a.weight"] == {
-        "plain": "a.weight",
+        "unwrapped": "a.weight",
         "shape": [4, 2],
         "loaded": "bfloat16",
         "live": "_orig_mod.a.weight",
@@ -159,8 +161,8 @@ def test_the_table_of_names() -> None:
         "files": ["model.safetensors"],
     }
     assert (names["a.bias"]["live"], names["a.bias"]["files"]) == ("", [])
-    assert (names["b.weight"]["plain"], names["b.weight"]["live"]) == ("", "b.weight")
-    assert (names["_orig_mod.a.bias"]["plain"], names["_orig_mod.a.bias"]["files"]) == ("", ["model.safetensors"])
+    assert (names["b.weight"]["unwrapped"], names["b.weight"]["live"]) == ("", "b.weight")
+    assert (names["_orig_mod.a.bias"]["unwrapped"], names["_orig_mod.a.bias"]["files"]) == ("", ["model.safetensors"])
 
 
 def test_the_table_of_dtypes() -> None:
@@ -187,11 +189,11 @@ def test_curves_and_memory() -> None:
     json.dumps(dataclasses.asdict(shown), allow_nan=False)
 
 
-@pytest.mark.parametrize("actions", [(), ("plain",), ("plain", "build"), ("plain", "build", "step")])
+@pytest.mark.parametrize("actions", [(), ("build_model",), ("build_model", "build"), ("build_model", "build", "step")])
 def test_a_training_that_broke_off_shows_what_there_is(actions: tuple[str, ...]) -> None:
     whole = run()
     part = RunTrace("train", 2, tuple(one for one in whole.snapshots if one.action in actions and one.index < 3))
     shown = training(CELL, part)
-    assert bool(shown.names) == ("plain" in actions)
+    assert bool(shown.names) == ("build_model" in actions)
     assert shown.dtypes == []
     assert len(shown.steps.get("loss", ())) == ("step" in actions)

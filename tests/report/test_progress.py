@@ -124,7 +124,11 @@ def test_the_shipped_heartbeat_is_no_spam() -> None:
 def make_run(store: Path, name: str, *, ended: bool = False, timeout: float = 300) -> Path:
     directory = store / name
     directory.mkdir(parents=True)
-    payload = {"driver": "mine", "cell": "ddp-fp32-w2", "run": {"name": "train", "actions": ["plain", "build", "step"]}}
+    payload = {
+        "driver": "mine",
+        "cell": "ddp-fp32-w2",
+        "run": {"name": "train", "actions": ["build_model", "build", "step"]},
+    }
     request = {"payload": payload, "timeout": timeout}
     (directory / "request.json").write_text(json.dumps(request), encoding="utf-8")
     if ended:
@@ -141,10 +145,12 @@ def test_which_runs_run(tmp_path: Path) -> None:
     (tmp_path / "one.lock").touch()
     (found,) = running(tmp_path, over)
     assert str(found) == "ddp-fp32-w2 train: starts, 0 s"
-    snapshot = json.dumps({"event": "snapshot", "action": "plain", "index": 0, "snapshot": {"names": ["x" * 20000]}})
+    snapshot = json.dumps(
+        {"event": "snapshot", "action": "build_model", "index": 0, "snapshot": {"names": ["x" * 20000]}}
+    )
     actions = [
         json.dumps({"event": "action", "action": action, "index": index})
-        for index, action in enumerate(("plain", "build"))
+        for index, action in enumerate(("build_model", "build"))
     ]
     (run / "rank-0.jsonl").write_text("\n".join((actions[0], snapshot, actions[1])) + "\n", encoding="utf-8")
     (found,) = running(tmp_path, over)

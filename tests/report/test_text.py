@@ -23,7 +23,7 @@ from pytest_distcompat.report import (
     causes_text,
     counts_text,
     matrix_text,
-    plain,
+    plain_text,
     rank_of_cause,
     runs_text,
     write_report,
@@ -40,12 +40,12 @@ def result(cell: str, check: str, status: str = "passed", message: str = "", rep
 
 def test_a_wide_matrix_goes_on_in_further_blocks(real: Report) -> None:
     width = 80
-    lines = [plain(line) for line in matrix_text(real.results, width=width)]
+    lines = [plain_text(line) for line in matrix_text(real.results, width=width)]
     matrix = lines[1 : next(number for number, line in enumerate(lines) if line.startswith("  known: "))]
     assert max(map(len, matrix)) <= width
     headers = [line.split() for line in matrix if line.startswith(" " * 20)]
     assert len(headers) > 1
-    wide = [plain(line) for line in matrix_text(real.results)][1].split()
+    wide = [plain_text(line) for line in matrix_text(real.results)][1].split()
     assert [check for header in headers for check in header] == wide
     # Every verdict stands under its check.
     found: dict[tuple[str, str], str] = {}
@@ -64,7 +64,8 @@ def test_a_wide_matrix_goes_on_in_further_blocks(real: Report) -> None:
 
 def test_a_narrow_terminal_shows_one_column_at_least() -> None:
     lines = [
-        plain(line) for line in matrix_text([result("ddp-fp32-w2", "active"), result("ddp-fp32-w2", "names")], width=5)
+        plain_text(line)
+        for line in matrix_text([result("ddp-fp32-w2", "active"), result("ddp-fp32-w2", "names")], width=5)
     ]
     assert [line.split() for line in lines[1:]] == [["active"], ["ddp-fp32-w2", "ok"], ["names"], ["ddp-fp32-w2", "ok"]]
 
@@ -100,7 +101,7 @@ def test_a_run_that_broke_off_is_one_cause_however_many_checks_tell_of_it() -> N
     ]
     found = causes(results)
     assert [len(cause.results) for cause in found] == [8, 1]
-    assert [plain(line) for line in causes_text(results)] == [
+    assert [plain_text(line) for line in causes_text(results)] == [
         "failures by cause",
         "  1. CRASH 8 verdicts in 2 cells: rank 1 was killed by SIGKILL",
         "     fsdp2-fp32-w2 (d): active, names, dtypes, data, units, paths and 1 more; zero3-fp32-w2 (d): names",
@@ -158,7 +159,7 @@ def test_there_are_no_causes_where_nothing_is_red() -> None:
 def test_a_thousand_causes_are_not_all_shown() -> None:
     words = ("one", "two", "three", "four", "five")
     results = [result("ddp-fp32-w2", f"{a}{b}", "failed", f"{a} {b}") for a in words for b in words]
-    lines = [plain(line) for line in causes_text(results)]
+    lines = [plain_text(line) for line in causes_text(results)]
     assert lines[-1] == "  and 5 more causes"
 
 
@@ -187,7 +188,7 @@ def test_counts_name_what_became_of_all(real: Report) -> None:
 def test_the_slowest_runs_and_the_devices() -> None:
     runs = [{"seconds": float(n), "cell": f"ddp-fp32-w{n}", "name": "train", "driver": "d"} for n in range(9)]
     timeline = [{"device": "GPU-a", "begin": 1.0, "end": 3.0}, {"device": "GPU-b", "begin": 1.0, "end": 5.0}]
-    assert [plain(line) for line in runs_text(runs, timeline)] == [
+    assert [plain_text(line) for line in runs_text(runs, timeline)] == [
         f"slowest runs: {', '.join(f'{n}.0 s ddp-fp32-w{n} train (d)' for n in (8, 7, 6, 5, 4))}",
         "devices in use, of 4 s: GPU-a 50%, GPU-b 100%",
     ]

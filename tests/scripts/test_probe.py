@@ -186,8 +186,8 @@ def test_a_failed_probe_passes_no_check(run: Launch, tmp_path: Path) -> None:
     broken = tmp_path / "sitecustomize.py"
     broken.write_text(
         "from pytest_distcompat.scripts.subjects import Subjects\n"
-        "def see_plain(self, model): raise RuntimeError('no such thing any more')\n"
-        "Subjects.see_plain = see_plain\n",
+        "def see_unwrapped(self, model): raise RuntimeError('no such thing any more')\n"
+        "Subjects.see_unwrapped = see_unwrapped\n",
         encoding="utf-8",
     )
     found = run(TORCH, strategy="ddp", environment={"PYTHONPATH": str(tmp_path)})

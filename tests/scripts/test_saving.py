@@ -38,7 +38,7 @@ def test_a_model_of_which_a_part_is_saved(run: Launch) -> None:
 
 
 def test_names_that_the_script_maps_when_it_saves(run: Launch) -> None:
-    with pytest.raises(Incompatible, match=r"key 'net\.layers\.0\.bias' is no name of the plain model"):
+    with pytest.raises(Incompatible, match=r"key 'net\.layers\.0\.bias' is no name of the unwrapped model"):
         saving(run, "renamed").check("names")
     mapped = saving(run, "renamed", output="{output}", saved_name=lambda key: key.removeprefix("net."))
     mapped.check("names", "final_model_loadable")

@@ -14,7 +14,7 @@ from pytest_distcompat.cell import FACETS, OPTIONS, Cell, Matrix
     [
         (Cell("ddp", "fp32"), "ddp-fp32-w2"),
         (Cell.of("fsdp2", "bf16_mixed", compile=True), "fsdp2-bf16_mixed-w2-compile"),
-        (Cell.of("zero3", "fp32", 4, model="plain"), "zero3-fp32-w4-model_plain"),
+        (Cell.of("zero3", "fp32", 4, model="mlp"), "zero3-fp32-w4-model_mlp"),
         # In the order of OPTIONS, whatever the order given.
         (
             Cell.of("fsdp1", "fp32", 2, offload=True, state_dict="full", model="llama_tied"),
@@ -62,7 +62,7 @@ def test_facets_are_all_there_is_to_say() -> None:
         ("fsdp2-fp32-w0", "world_size must be at least 1, got 0"),
         (
             "fsdp2-fp32-w2-fast",
-            "cell id 'fsdp2-fp32-w2-fast': unknown part 'fast'. Known: model_llama, model_llama_tied, model_plain,",
+            "cell id 'fsdp2-fp32-w2-fast': unknown part 'fast'. Known: model_llama, model_llama_tied, model_mlp,",
         ),
         ("-fp32-w2", "'-fp32-w2' is no cell id"),
         ("fsdp2-fp32-w²", "'fsdp2-fp32-w²' is no cell id"),
@@ -81,7 +81,7 @@ def test_what_is_no_cell_id(cell_id: str, message: str) -> None:
             {"zap": True},
             "no option named 'zap'. Known: " + ", ".join(OPTIONS),
         ),
-        ({"model": "gpt"}, "option 'model' has no value 'gpt'. Known: 'llama', 'llama_tied', 'plain'"),
+        ({"model": "gpt"}, "option 'model' has no value 'gpt'. Known: 'llama', 'llama_tied', 'mlp'"),
         (
             {"compile": "yes"},
             "option 'compile' has no value 'yes'. Known: False, True, 'aot_eager', 'regional', 'partial'",
@@ -156,7 +156,7 @@ def test_what_is_no_tuple_is_turned_away(name: str, value: Any) -> None:
 
 
 def test_a_matrix_beside_the_product_takes_the_runs_world_size_too() -> None:
-    beside = Matrix(("fsdp2",), ("bf16_mixed",), options=({"model": "plain"},))
+    beside = Matrix(("fsdp2",), ("bf16_mixed",), options=({"model": "mlp"},))
     matrix = Matrix(("ddp",), ("fp32",), extra=(beside, Cell("ddp", "fp32", 4), Cell("zero1", "fp32", 2)))
     found = [cell.id for cell in matrix.cells((), (), 4)]
-    assert found == ["ddp-fp32-w4", "fsdp2-bf16_mixed-w4-model_plain", "zero1-fp32-w2"]
+    assert found == ["ddp-fp32-w4", "fsdp2-bf16_mixed-w4-model_mlp", "zero1-fp32-w2"]

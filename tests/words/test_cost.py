@@ -19,7 +19,7 @@ from pytest_distcompat.trace import (
     UnwrappedInfo,
 )
 
-PLAIN = UnwrappedInfo(
+UNWRAPPED = UnwrappedInfo(
     (ParameterInfo("a", (4, 8), "bfloat16"), ParameterInfo("frozen", (8,), "bfloat16", trainable=False)),
 )
 
@@ -30,7 +30,7 @@ def run(name: str = "train", *, seconds: float = 0.5, ranks: int = 2, **states: 
         ("AdamW",), 1, states=tuple(StateInfo("a", key, "float32", numel, "d") for key, numel in states.items())
     )
     model = ModelInfo("Toy", {}, (ParameterInfo("a", (4, 8), "float32", local_numel=16, held=1),))
-    snapshots = [Snapshot(rank, name, "plain", 0, plain=PLAIN) for rank in range(ranks)]
+    snapshots = [Snapshot(rank, name, "build_model", 0, unwrapped=UNWRAPPED) for rank in range(ranks)]
     for index in range(1, STEPS + 1):
         # The first steps are slow, and rank 1 is always a little slower than rank 0.
         took = seconds * (20 if index < 5 else 1)

@@ -29,7 +29,7 @@ CELL = Cell.of("fsdp2", "bf16_mixed", 2, compile=True)
         ({"compile": (False, True)}, True),
         # An option that the cell does not name is at its default.
         ({"model": "llama"}, True),
-        ({"model": "plain"}, False),
+        ({"model": "mlp"}, False),
     ],
 )
 def test_an_expectation_covers_cells_by_their_facets(facets: dict[str, Any], *, covered: bool) -> None:
@@ -91,8 +91,8 @@ def make(kind: str, **facets: Any) -> Expectation:
             {"stratgy": "ddp"},
             f"no facet named 'stratgy'. Known: {', '.join(FACETS)}",
         ),
-        ({"model": "gpt"}, "model has no value 'gpt'. Known: 'llama', 'llama_tied', 'plain'"),
-        ({"model": ("llama", "gpt")}, "model has no value 'gpt'. Known: 'llama', 'llama_tied', 'plain'"),
+        ({"model": "gpt"}, "model has no value 'gpt'. Known: 'llama', 'llama_tied', 'mlp'"),
+        ({"model": ("llama", "gpt")}, "model has no value 'gpt'. Known: 'llama', 'llama_tied', 'mlp'"),
         ({"compile": "yes"}, "compile has no value 'yes'. Known: False, True, 'aot_eager', 'regional', 'partial'"),
         ({"match": "("}, "match='(' is no regular expression: missing ), unterminated subpattern at position 0"),
         ({"strategy": ["ddp", "fsdp2"]}, "strategy takes one value or a tuple of them, got ['ddp', 'fsdp2']"),

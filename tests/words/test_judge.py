@@ -182,12 +182,12 @@ def test_a_run_broken_off_after_the_evidence_does_not_concern_the_check(
 
 
 def test_a_check_of_the_plain_model_needs_no_more() -> None:
-    assert verdict(toy(until=("plain", 0)), end=ended("crashed", "build")).status == "passed"
-    assert verdict(toy(until=("plain", 0)), end=ended("crashed", "plain")).status == "crashed"
+    assert verdict(toy(until=("build_model", 0)), end=ended("crashed", "build")).status == "passed"
+    assert verdict(toy(until=("build_model", 0)), end=ended("crashed", "build_model")).status == "crashed"
 
 
 @pytest.mark.parametrize(("kind", "status"), [("raised", "failed"), ("crashed", "crashed"), ("hung", "hung")])
-@pytest.mark.parametrize("until", [("plain", 0), ("step", 2), ("files", 0)])
+@pytest.mark.parametrize("until", [("build_model", 0), ("step", 2), ("files", 0)])
 def test_an_end_outside_of_any_action_concerns_every_check(kind: str, status: str, until: tuple[str, int]) -> None:
     # All snapshots are there: it happened at exit.
     whole = RunTrace("train", 2, lived(TRAIN_RUN).snapshots, ended(kind))
@@ -215,7 +215,7 @@ def test_a_run_that_was_never_begun_for_the_one_before_it() -> None:
     assert judge(check, CELL, trace).status == "failed"
 
 
-@pytest.mark.parametrize("action", ["plain", "build"])
+@pytest.mark.parametrize("action", ["build_model", "build"])
 def test_refused_at_build_as_declared(action: str) -> None:
     found = verdict(toy(), REFUSED, end=ended("raised", action, "ValueError: not supported"), together=True)
     assert (found.status, found.message, found.reason) == (

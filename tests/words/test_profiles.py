@@ -65,7 +65,7 @@ def test_full_has_every_option_by_itself(driver: type[Driver]) -> None:
     found = {cell.id for cell in of("full", driver)}
     for strategy, precision in itertools.product(*NAMES):
         assert Cell(strategy, precision).id in found
-        assert Cell.of(strategy, precision, model="plain").id in found or "model" not in driver.options
+        assert Cell.of(strategy, precision, model="mlp").id in found or "model" not in driver.options
 
 
 def test_full_and_pairwise_put_nothing_together_that_the_matrix_has_apart() -> None:

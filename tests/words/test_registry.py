@@ -24,7 +24,7 @@ REGISTRIES: dict[str, tuple[Registry[Any], tuple[str, ...]]] = {
     "precision": (PRECISIONS, ("fp32", "bf16_mixed", "bf16_pure")),
     "driver": (DRIVERS, ("torch", "accelerate")),
     "check": (CHECKS, ("active", "names", "optimizer", "dtypes", "resume")),
-    "model": (MODELS, ("llama", "llama_tied", "plain")),
+    "model": (MODELS, ("llama", "llama_tied", "mlp")),
 }
 
 
@@ -107,7 +107,7 @@ def test_an_adopters_own_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "my_trainer", sys.modules[__name__])
     assert find_driver("my_trainer:MyDriver") is MyDriver
     assert find_driver("torch") is DRIVERS.get("torch")
-    cell = Cell.of("ddp", "fp32", model="plain")
+    cell = Cell.of("ddp", "fp32", model="mlp")
     assert MyDriver.unable(cell) == "the MyDriver driver does not speak option 'model'"
     assert MyDriver.unable(Cell("ddp", "fp32")) == ""
 

@@ -118,7 +118,7 @@ def test_one_reference_for_all_strategies(runner: Runner, ranks: Ranks) -> None:
 
 
 def test_a_reference_of_its_own_for_other_data_another_model_or_another_driver(runner: Runner, ranks: Ranks) -> None:
-    for cell in cells("ddp-fp32-w2", "ddp-fp32-w4", "ddp-bf16_mixed-w2", "ddp-fp32-w2-model_plain"):
+    for cell in cells("ddp-fp32-w2", "ddp-fp32-w4", "ddp-bf16_mixed-w2", "ddp-fp32-w2-model_mlp"):
         runner.trace("d", cell, PARITY)
     runner.trace("other", Cell.parse("ddp-fp32-w2"), PARITY)
     references = [request for request in ranks.requests if request.payload["run"]["name"] == "reference"]
@@ -169,7 +169,7 @@ def test_what_is_damaged_is_a_copy(runner: Runner, ranks: Ranks) -> None:
 
 
 def test_a_run_that_goes_on_elsewhere_belongs_to_where_it_comes_from(runner: Runner, ranks: Ranks) -> None:
-    port = Run("port", ("plain", "build", "load"), after="train", strategy="fsdp2")
+    port = Run("port", ("build_model", "build", "load"), after="train", strategy="fsdp2")
     for cell in cells("ddp-fp32-w2", "fsdp1-fp32-w2"):
         runner.trace("d", cell, Scenario("portable", (TRAIN_RUN, port)))
     ported = [request for request in ranks.requests if request.payload["run"]["name"] == "port"]

@@ -27,7 +27,7 @@ def test_a_run_finds_what_one_before_it_left(scenario: Scenario) -> None:
         needs = {action for action in ("load", "reload") if action in run.actions}
         assert bool(needs) == bool(run.after)
         assert all((run.after, {"load": "save", "reload": "export"}[action]) in saved for action in needs)
-        assert run.actions[0] in {"plain", "reload"}
+        assert run.actions[0] in {"build_model", "reload"}
         saved |= {(run.name, action) for action in ("save", "export") if action in run.actions}
 
 
@@ -56,11 +56,11 @@ def test_what_a_check_waits_for_happens_in_its_scenario(name: str) -> None:
 
 
 def test_the_reference_runs_in_one_process_and_keeps_what_changes_the_training() -> None:
-    cell = Cell.of("fsdp2", "bf16_mixed", 4, model="plain", accumulate=2, compile=True, state_dict="full")
-    assert REFERENCE_RUN.cell(cell).id == "ddp-bf16_mixed-w1-model_plain-accumulate_2"
+    cell = Cell.of("fsdp2", "bf16_mixed", 4, model="mlp", accumulate=2, compile=True, state_dict="full")
+    assert REFERENCE_RUN.cell(cell).id == "ddp-bf16_mixed-w1-model_mlp-accumulate_2"
 
 
 def test_a_run_runs_in_the_cell_of_its_check_where_it_says_nothing_else() -> None:
     cell = Cell.of("fsdp1", "fp32", 4, state_dict="full")
-    assert Run("one", ("plain",)).cell(cell) == cell
-    assert Run("one", ("plain",), strategy="ddp").cell(cell).id == "ddp-fp32-w4-state_dict_full"
+    assert Run("one", ("build_model",)).cell(cell) == cell
+    assert Run("one", ("build_model",), strategy="ddp").cell(cell).id == "ddp-fp32-w4-state_dict_full"

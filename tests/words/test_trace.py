@@ -31,7 +31,7 @@ FULL = Snapshot(
     4,
     seconds=0.5,
     loss=2.25,
-    plain=UnwrappedInfo((INFO,), (INFO,), ("a.weight", "b.weight"), (("a.weight", "b.weight"),)),
+    unwrapped=UnwrappedInfo((INFO,), (INFO,), ("a.weight", "b.weight"), (("a.weight", "b.weight"),)),
     model=ModelInfo("Toy", {"FSDP2": 3}, (INFO,), (), 2, None, "gloo", 3, ("x.a",), graphs=2),
     optimizer=OptimizerInfo(
         ("Outer", "AdamW"), 2, 1, (StateInfo("a.weight", "step", "float", 1, "d"),), {"a.weight": 3}
@@ -44,7 +44,9 @@ FULL = Snapshot(
 )
 
 
-@pytest.mark.parametrize("snapshot", [FULL, Snapshot(0, "train", "plain", 0), replace(FULL, model=None, loss=None)])
+@pytest.mark.parametrize(
+    "snapshot", [FULL, Snapshot(0, "train", "build_model", 0), replace(FULL, model=None, loss=None)]
+)
 def test_a_snapshot_comes_back_from_json(snapshot: Snapshot) -> None:
     assert Snapshot.from_json(json.loads(json.dumps(snapshot.to_json()))) == snapshot
 

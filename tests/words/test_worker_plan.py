@@ -21,7 +21,7 @@ from pytest_distcompat.world import World
 if TYPE_CHECKING:
     from pytest_distcompat.driver import Seen
 
-SHORT = Run("short", ("plain", "build", "step", "save", "files", "step", "export"), first_step=3)
+SHORT = Run("short", ("build_model", "build", "step", "save", "files", "step", "export"), first_step=3)
 
 
 class Listens:
@@ -70,8 +70,8 @@ class Five(Driver):
         super().__init__(*arguments)
         self.calls: list[Any] = []
 
-    def plain_model(self) -> Any:
-        return "plain"
+    def build_model(self) -> Any:
+        return "build_model"
 
     def build(self, model: Any) -> None:
         self.calls.append(("build", model))
@@ -120,7 +120,7 @@ def live(driver: type[Driver], run: Run, listens: Listens, **attributes: Any) ->
 
 def test_a_driver_of_five_methods_is_called_one_by_one(listens: Listens) -> None:
     driver = live(Five, SHORT, listens)
-    assert driver.calls == [("build", "plain"), ("step", 3), ("save", "new"), ("step", 4)]
+    assert driver.calls == [("build", "build_model"), ("step", 3), ("save", "new"), ("step", 4)]
     assert [snapshot["action"] for snapshot in listens.snapshots] == list(SHORT.actions)
     assert [snapshot["index"] for snapshot in listens.snapshots] == list(range(len(SHORT.actions)))
     assert [snapshot["loss"] for snapshot in listens.snapshots if snapshot["action"] == "step"] == [1 / 3, 1 / 4]
@@ -133,18 +133,18 @@ def test_tokens_are_told_as_the_trainer_has_them(listens: Listens, tokens: Any) 
     assert [snapshot["tokens"] for snapshot in listens.snapshots if snapshot["action"] == "step"] == [3, 3]
 
 
-@pytest.mark.parametrize("action", ["plain_model", "build", "step", "save", "load"])
+@pytest.mark.parametrize("action", ["build_model", "build", "step", "save", "load"])
 def test_a_method_that_nobody_wrote_is_named(listens: Listens, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Five, action, getattr(Driver, action))
     with pytest.raises(
-        NotImplementedError, match=rf"^Five has no {action}\(\); a driver needs plain_model, build, step"
+        NotImplementedError, match=rf"^Five has no {action}\(\); a driver needs build_model, build, step"
     ):
         live(Five, RESUME_RUN if action == "load" else SHORT, listens)
 
 
 def test_a_resumed_run_loads_where_it_is_told(listens: Listens) -> None:
     driver = live(Five, RESUME_RUN, listens)
-    assert driver.calls == [("build", "plain"), ("load", "old"), ("step", 3), ("step", 4)]
+    assert driver.calls == [("build", "build_model"), ("load", "old"), ("step", 3), ("step", 4)]
 
 
 def test_all_of_a_training_is_one_plan(listens: Listens) -> None:
@@ -220,7 +220,7 @@ def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatc
         return graph.forward
 
     class Compiles(Five):
-        def plain_model(self) -> Any:
+        def build_model(self) -> Any:
             return torch.compile(lambda x: x + 1, backend=backend)
 
         def evaluate(self, model: Any) -> Any:
@@ -228,10 +228,10 @@ def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatc
 
     listens = Listens()
     driver = Compiles(Cell.parse("fsdp2-fp32-w2-compile"), World(0, 1, 0, "cpu"))
-    run = Run("one", ("plain", "evaluate"))
+    run = Run("one", ("build_model", "evaluate"))
     rank = _Rank(driver, run, Places(tmp_path, tmp_path, tmp_path, 1), listens, listens)  # type: ignore[arg-type]
     rank.live()
     assert listens.snapshots[1]["outputs"] == (1.0, 1.0)
     assert not compiled
-    driver.evaluate(driver.plain_model())
+    driver.evaluate(driver.build_model())
     assert len(compiled) == 1, "it is compiled where nobody says otherwise"

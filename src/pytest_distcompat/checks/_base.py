@@ -106,9 +106,9 @@ def pairs(before: tuple[Snapshot, ...], after: tuple[Snapshot, ...]) -> Iterator
     return ((was[snapshot.rank], snapshot) for snapshot in after if snapshot.rank in was)
 
 
-def asked(cell: Cell, plain: UnwrappedInfo | None, option: str) -> bool:
+def asked(cell: Cell, unwrapped: UnwrappedInfo | None, option: str) -> bool:
     """Whether the trainer was told what the cell says of that option: it is in the cell, or the driver speaks it."""
-    return cell.option(option) != OPTIONS[option].default or (plain is not None and option in plain.obeyed)
+    return cell.option(option) != OPTIONS[option].default or (unwrapped is not None and option in unwrapped.obeyed)
 
 
 def named_ranks(ranks: Sequence[int], world_size: int) -> str:

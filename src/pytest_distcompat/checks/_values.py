@@ -1,4 +1,4 @@
-"""What a trainer holds, put together from all its ranks: values by the plain model's names, whatever strategy splits them.
+"""What a trainer holds, put together from all its ranks: values by the unwrapped model's names, whatever strategy splits them.
 
 Digests of the flat shards, in the order of the ranks, compose to that of the whole (``digests``), so that what 2 ranks saved
 can be compared with what 4 ranks loaded, or another strategy.
@@ -26,7 +26,7 @@ Kind = str
 
 @dataclass(frozen=True)
 class Values:
-    """Kind to plain name to the digests of the whole tensor: one, or several where ranks that hold all of it disagree.
+    """Kind to unwrapped name to the digests of the whole tensor: one, or several where ranks that hold all of it disagree.
 
     ``wrong`` says of what the parts do not make up the whole; ``dtypes`` what each is stored in; ``beside`` are the kinds that
     have no element for each of the parameter's, see ``kept_beside``.
@@ -58,15 +58,15 @@ class _Part:
 
 
 class _Names:
-    """The plain model's names for the live ones of a run, tied ones as one, and their sizes."""
+    """The unwrapped model's names for the live ones of a run, tied ones as one, and their sizes."""
 
-    def __init__(self, run: RunTrace, plain: UnwrappedInfo) -> None:
+    def __init__(self, run: RunTrace, unwrapped: UnwrappedInfo) -> None:
         self.cell = Cell.parse(run.cell)
         self.strategy = STRATEGIES.get(self.cell.strategy)
-        self.one = {name: group[0] for group in plain.tied for name in group}
-        self.sizes = {info.name: math.prod(info.shape) for info in (*plain.parameters, *plain.buffers)}
-        self.persistent = {info.name for info in plain.buffers if info.placement == "persistent"}
-        self.known = {*self.sizes, *plain.state_dict}
+        self.one = {name: group[0] for group in unwrapped.tied for name in group}
+        self.sizes = {info.name: math.prod(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
+        self.persistent = {info.name for info in unwrapped.buffers if info.placement == "persistent"}
+        self.known = {*self.sizes, *unwrapped.state_dict}
 
     def __call__(self, live: str) -> str:
         name = self.strategy.canonical(live, self.cell, self.known)
@@ -78,10 +78,10 @@ class _Names:
 
 def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
     """What all ranks together hold at these snapshots of that run."""
-    first = run.first("plain") or run.first("reload")
-    if first is None or first.plain is None:
-        return Values({}, ("the plain model was not seen",))
-    names = _Names(run, first.plain)
+    first = run.first("build_model") or run.first("reload")
+    if first is None or first.unwrapped is None:
+        return Values({}, ("the unwrapped model was not seen",))
+    names = _Names(run, first.unwrapped)
     parts: dict[tuple[Kind, str], list[_Part]] = defaultdict(list)
     for snapshot in snapshots:
         for kind, name, digest, numel, dtype in _held(snapshot, names):
@@ -126,7 +126,7 @@ def kept_beside(snapshots: tuple[Snapshot, ...]) -> frozenset[Kind]:
 
 
 def _held(snapshot: Snapshot, names: _Names) -> Iterator[tuple[Kind, str, str, int, str]]:
-    """Everything on one rank, by plain names. A flat partition has none but its count of steps."""
+    """Everything on one rank, by unwrapped names. A flat partition has none but its count of steps."""
     if snapshot.model is not None:
         for info in snapshot.model.parameters:
             yield "parameter", names(info.name), info.digest, info.local_numel, info.dtype
@@ -158,7 +158,7 @@ def _whole(held: list[_Part], numel: int | None, who: str) -> tuple[tuple[str, .
     """The digests of the whole, and what is wrong with its parts."""
     elements = sum(part.numel for part in held)
     if numel is None:
-        return tuple(sorted({part.digest for part in held})), "is no name of the plain model"
+        return tuple(sorted({part.digest for part in held})), "is no name of the unwrapped model"
     if elements == numel:
         return (combine(part.digest for part in sorted(held, key=lambda part: part.rank)),), ""
     if held and all(part.numel == numel for part in held):
@@ -253,7 +253,7 @@ def unlike(
 
 
 def flat_parameters(snapshots: tuple[Snapshot, ...]) -> bool:
-    """Whether the live parameters are FSDP1's flat ones, which have no plain names."""
+    """Whether the live parameters are FSDP1's flat ones, which have no unwrapped names."""
     return any(
         info.kind == "FlatParameter" for snapshot in snapshots if snapshot.model for info in snapshot.model.parameters
     )

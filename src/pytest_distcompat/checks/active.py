@@ -42,8 +42,8 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     trained = run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
     if cell.world_size > 1:
-        oracle = run.first("plain")
-        infos = oracle.plain.parameters if oracle and oracle.plain else ()
+        oracle = run.first("build_model")
+        infos = oracle.unwrapped.parameters if oracle and oracle.unwrapped else ()
         trainable = sum(math.prod(info.shape) for info in infos if info.trainable)
         for snapshot in trained:
             yield from _reduced(snapshot, trainable)
@@ -54,10 +54,10 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
 
 def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], bool]:
     """Whether a live parameter belongs to a module that was to be left out of the sharding; ``units`` speaks of those."""
-    first = run.first("plain")
-    plain = first.plain if first else None
-    names = {info.name for info in plain.parameters} if plain else set()
-    fronts = tuple(f"{module}." for module in plain.ignored) if plain else ()
+    first = run.first("build_model")
+    unwrapped = first.unwrapped if first else None
+    names = {info.name for info in unwrapped.parameters} if unwrapped else set()
+    fronts = tuple(f"{module}." for module in unwrapped.ignored) if unwrapped else ()
     return lambda live: bool(fronts) and strategy.canonical(live, cell, names).startswith(fronts)
 
 
@@ -92,11 +92,11 @@ def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
 
 def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
     """Sharded: all ranks together store each parameter about once. Replicated: each rank stores all of it."""
-    built, oracle, left_out = run.at("build"), run.first("plain"), _left_out(strategy, cell, run)
-    plain = oracle.plain if oracle else None
-    total = sum(math.prod(info.shape) for info in plain.parameters if not left_out(info.name)) if plain else 0
-    if not total or plain is None:
-        yield "the plain model has no parameters, or was not seen"
+    built, oracle, left_out = run.at("build"), run.first("build_model"), _left_out(strategy, cell, run)
+    unwrapped = oracle.unwrapped if oracle else None
+    total = sum(math.prod(info.shape) for info in unwrapped.parameters if not left_out(info.name)) if unwrapped else 0
+    if not total or unwrapped is None:
+        yield "the unwrapped model has no parameters, or was not seen"
         return
 
     def stored(ranks: tuple[int, ...]) -> float:
@@ -114,7 +114,7 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
         return
     expected, groups = cell.option("replicate"), run.copies
     alone = len(groups) == cell.world_size > 1
-    if alone or (asked(cell, plain, "replicate") and len(groups) != expected):
+    if alone or (asked(cell, unwrapped, "replicate") and len(groups) != expected):
         found = "; ".join(named_ranks(ranks, cell.world_size) for ranks in groups)
         more = ", of several ranks" if alone else ""
         yield f"shards are in {len(groups)} copies ({found}); expected {expected}{more}"
@@ -124,17 +124,17 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
         if not 0.99 <= copies < max(1.01, (1 + len(ranks)) / 2):
             yield f"{who} together store {copies:.2f} copies of the parameters; expected 1, each rank its shard"
         else:
-            yield from _each_once(strategy, cell, plain, [m for m in built if m.rank in ranks], left_out)
+            yield from _each_once(strategy, cell, unwrapped, [m for m in built if m.rank in ranks], left_out)
 
 
 def _each_once(
-    strategy: Strategy, cell: Cell, plain: UnwrappedInfo, built: list[Snapshot], left_out: Callable[[str], bool]
+    strategy: Strategy, cell: Cell, unwrapped: UnwrappedInfo, built: list[Snapshot], left_out: Callable[[str], bool]
 ) -> Iterator[str]:
     """The same for each parameter: one that was left out of the sharding hardly shows in the sum.
 
     Flat parameters have no names to tell by, and a parameter without a counterpart is what the names check speaks of.
     """
-    whole = {info.name: math.prod(info.shape) for info in plain.parameters}
+    whole = {info.name: math.prod(info.shape) for info in unwrapped.parameters}
     stored: Counter[str] = Counter()
     for snapshot in built:
         for info in snapshot.model.parameters if snapshot.model else ():

@@ -29,25 +29,25 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     strategy = STRATEGIES.get(cell.strategy)
     row = strategy.dtypes(PRECISIONS.get(cell.precision))
-    first, trained = trace.run().first("plain"), trace.run().at("step", 2)
-    plain = first.plain if first else None
+    first, trained = trace.run().first("build_model"), trace.run().at("step", 2)
+    unwrapped = first.unwrapped if first else None
     yield from every_rank(trained, cell.world_size, "three steps")
-    smallest = _smallest_gradient(cell, plain)
+    smallest = _smallest_gradient(cell, unwrapped)
     for snapshot in trained:
         yield from _stored(row, snapshot)
-        if plain and snapshot.model:
+        if unwrapped and snapshot.model:
             kept = (
-                _not_trained(strategy, cell, plain, snapshot.model),
-                _buffers(strategy, row, cell, plain, snapshot.model),
+                _not_trained(strategy, cell, unwrapped, snapshot.model),
+                _buffers(strategy, row, cell, unwrapped, snapshot.model),
             )
             yield from (f"rank {snapshot.rank}: {text}" for text in itertools.chain(*kept))
         # No hook can look inside a compiled graph, and none stays on a layer that another was put in the place of.
         watched = not cell.option("compile") and cell.option("fp8_backend") != "te"
         # A model without a layer that multiplies by a matrix has nothing to see.
-        if watched and not (plain and plain.products == 0):
+        if watched and not (unwrapped and unwrapped.products == 0):
             yield from _computed(row, snapshot)
         if cell.world_size > 1:
-            yield from _reduced(row, cell, snapshot, smallest, told=asked(cell, plain, "reduce_dtype"))
+            yield from _reduced(row, cell, snapshot, smallest, told=asked(cell, unwrapped, "reduce_dtype"))
         yield from _accumulated(row, cell, snapshot)
     yield from _stepped(row, trained)
 
@@ -64,9 +64,9 @@ def _stored(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
         )
 
 
-def _not_trained(strategy: Strategy, cell: Cell, plain: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
+def _not_trained(strategy: Strategy, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     """Masters are for what is trained: of a frozen base model they are memory for nothing."""
-    loaded = {info.name: info.dtype for info in plain.parameters}
+    loaded = {info.name: info.dtype for info in unwrapped.parameters}
     shared = {_unit(model, info) for info in model.parameters if info.trainable}
     frozen = [info for info in model.parameters if not info.trainable and info.local_numel]
     pairs = [(info, loaded.get(strategy.canonical(info.name, cell, loaded))) for info in frozen]
@@ -92,9 +92,11 @@ def _unit(model: ModelInfo, info: ParameterInfo) -> str:
     return max((unit for unit in model.units if not unit or info.name.startswith(f"{unit}.")), key=len, default="")
 
 
-def _buffers(strategy: Strategy, row: Dtypes, cell: Cell, plain: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
+def _buffers(strategy: Strategy, row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     """Each by its name: one in bfloat16 is no leave for the others to be rounded."""
-    expected = {info.name: row.buffer if row.buffer and "float" in info.dtype else info.dtype for info in plain.buffers}
+    expected = {
+        info.name: row.buffer if row.buffer and "float" in info.dtype else info.dtype for info in unwrapped.buffers
+    }
     pairs = [(info, expected.get(strategy.canonical(info.name, cell, expected), info.dtype)) for info in model.buffers]
     # That one is missing, or new, is the names' business.
     wrong = [(info, dtype) for info, dtype in pairs if info.dtype != dtype]
@@ -109,12 +111,12 @@ def _computed(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
         yield f"rank {snapshot.rank}: matrix products ran in {_list(found)}; expected {row.compute}"
 
 
-def _smallest_gradient(cell: Cell, plain: UnwrappedInfo | None) -> int:
+def _smallest_gradient(cell: Cell, unwrapped: UnwrappedInfo | None) -> int:
     """A reduction of fewer elements is a norm, a metric or a flag, no gradient.
 
     ZeRO reduces a parameter that lies across two partitions in slices, hence the division.
     """
-    sizes = (math.prod(info.shape) for info in (plain.parameters if plain else ()) if info.trainable)
+    sizes = (math.prod(info.shape) for info in (unwrapped.parameters if unwrapped else ()) if info.trainable)
     return max(2, min(sizes, default=0) // cell.world_size)
 
 

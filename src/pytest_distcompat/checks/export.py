@@ -26,7 +26,7 @@ def _exports(cell: Cell, driver: type[Driver]) -> str:
 
 @check(scenario=EXPORT, until=(("train", "files", 1), ("reload", "evaluate", 0)), order=13, applies=_exports)
 def export(cell: Cell, trace: Trace) -> Iterator[str]:
-    """The exported files hold the plain model's state dict under its own names (of tied names one is enough; of a model
+    """The exported files hold the unwrapped model's state dict under its own names (of tied names one is enough; of a model
     with an adapter the adapter alone, as PEFT names it), whole tensors, and nothing of an optimizer. Loaded by the model's
     own library in one process, every parameter and persistent buffer equals the trained one value by value (the masters, or
     the copies that the model computed with where the export is in a lower dtype), and on the same batch the outputs are
@@ -36,33 +36,33 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
     own ``state_dict()``: transformers' ``from_pretrained`` takes them for missing weights and makes new ones at random.
     """
     train, reload = trace.run("train"), trace.run("reload")
-    first, written, loaded = train.first("plain"), train.at("files", 1), reload.first("reload")
-    if first is None or first.plain is None or loaded is None or loaded.plain is None:
-        yield "the plain model was not seen"
+    first, written, loaded = train.first("build_model"), train.at("files", 1), reload.first("reload")
+    if first is None or first.unwrapped is None or loaded is None or loaded.unwrapped is None:
+        yield "the unwrapped model was not seen"
         return
     yield from every_rank(train.at("export"), cell.world_size, "export")
     files = [file for snapshot in written for file in snapshot.files if file.path.startswith(PREFIX)]
-    yield from names_in(cell, first.plain, files)
-    yield from same_values(train, reload, loaded.plain)
+    yield from names_in(cell, first.unwrapped, files)
+    yield from same_values(train, reload, loaded.unwrapped)
     yield from _outputs(cell, train.at("evaluate"), reload.at("evaluate"))
 
 
-def names_in(cell: Cell, plain: UnwrappedInfo, files: list[FileInfo]) -> Iterator[str]:
+def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Iterator[str]:
     """What is wrong with the names and shapes in exported files."""
     for file in files:
         if file.holds != "model":
             yield f"file {file.path!r} holds {len(file.keys)} keys of an {file.holds}; expected the model alone"
-    shapes = {info.name: tuple(info.shape) for info in (*plain.parameters, *plain.buffers)}
-    wanted = set(plain.state_dict)
+    shapes = {info.name: tuple(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
+    wanted = set(unwrapped.state_dict)
     if cell.option("adapter"):
-        shapes = {adapter_name(info.name): tuple(info.shape) for info in plain.parameters if info.trainable}
+        shapes = {adapter_name(info.name): tuple(info.shape) for info in unwrapped.parameters if info.trainable}
         wanted = set(shapes)
-    strategy, known = STRATEGIES.get(cell.strategy), wanted | set(plain.state_dict)
+    strategy, known = STRATEGIES.get(cell.strategy), wanted | set(unwrapped.state_dict)
     models = [file for file in files if file.holds == "model"]
     for file in models:
         for key in file.keys:
             if key in file.shapes and key in shapes and tuple(file.shapes[key]) != shapes[key]:
-                yield f"file {file.path!r}: {key!r} has shape {tuple(file.shapes[key])}; {shapes[key]} in the plain model"
+                yield f"file {file.path!r}: {key!r} has shape {tuple(file.shapes[key])}; {shapes[key]} in the unwrapped model"
         unknown = sorted(set(file.keys) - wanted)
         if unknown:
             key, *others = unknown
@@ -71,7 +71,7 @@ def names_in(cell: Cell, plain: UnwrappedInfo, files: list[FileInfo]) -> Iterato
             told = f"{key!r}{f' and {len(others)} others are' if others else ' is'} none of the model's own{hint}"
             yield f"file {file.path!r}: key {told}"
     found = {key for file in models for key in file.keys}
-    tied = {name: set(group) for group in plain.tied for name in group}
+    tied = {name: set(group) for group in unwrapped.tied for name in group}
     missing = sorted(name for name in wanted - found if not tied.get(name, set()) & found)
     if missing:
         shown = ", ".join(repr(name) for name in missing[:3])
@@ -97,7 +97,7 @@ def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[st
     trained = values(train, train.at("export"))
     loaded = reload.first("reload")
     model = next((snapshot.model for snapshot in train.at("export") if snapshot.model), None)
-    if not trained.of("master") or loaded is None or loaded.plain is None or model is None:
+    if not trained.of("master") or loaded is None or loaded.unwrapped is None or model is None:
         return trained.weights
     live = max(BYTES.get(info.dtype, 4) for info in model.parameters)
     # The file's own dtype: PEFT widens what it loads.
@@ -106,7 +106,7 @@ def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[st
     }
     told = {
         info.name: written.get(info.name) or written.get(adapter_name(info.name)) or info.dtype
-        for info in loaded.plain.parameters
+        for info in loaded.unwrapped.parameters
     }
     sizes = {name: BYTES.get(dtype, 4) for name, dtype in told.items()}
     copies = trained.of("parameter")

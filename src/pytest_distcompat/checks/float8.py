@@ -30,10 +30,10 @@ def float8(cell: Cell, trace: Trace) -> Iterator[str]:
     alone, then both; the check ``active`` tells whether the ZeRO stage is still the one asked for.
     """
     run = trace.run()
-    first = run.first("plain")
-    linears = first.plain.linears if first and first.plain else 0
+    first = run.first("build_model")
+    linears = first.unwrapped.linears if first and first.unwrapped else 0
     if not linears:
-        yield "the plain model has no linear layer whose sizes 16 divides: there is nothing to convert"
+        yield "the unwrapped model has no linear layer whose sizes 16 divides: there is nothing to convert"
         return
     for what, snapshots in (("build", run.at("build")), ("three steps", run.at("step", 2))):
         yield from every_rank(snapshots, cell.world_size, what)

@@ -30,13 +30,13 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     spare (https://github.com/deepspeedai/DeepSpeed/pull/8029). Too few, and a part of the model is not optimized.
     """
     run, strategy = trace.run(), STRATEGIES.get(cell.strategy)
-    first, snapshots = run.first("plain"), run.at("step", 2)
+    first, snapshots = run.first("build_model"), run.at("step", 2)
     yield from every_rank(snapshots, cell.world_size, "three steps")
-    trained = trained_elements(first.plain.parameters) if first and first.plain else 0
+    trained = trained_elements(first.unwrapped.parameters) if first and first.unwrapped else 0
     others = {key for snapshot in snapshots for key in _of_another_size(snapshot)}
     copies, padding = cell.world_size, 0
     if strategy.shards or strategy.flat_masters:
-        told = asked(cell, first.plain if first else None, "replicate")
+        told = asked(cell, first.unwrapped if first else None, "replicate")
         copies, padding = int(cell.option("replicate")) if told else len(run.copies), PADDING
     shared_out = any(SHARING_OUT in snapshot.optimizer.chain for snapshot in snapshots if snapshot.optimizer)
     found: Counter[str] = Counter()

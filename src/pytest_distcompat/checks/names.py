@@ -16,8 +16,8 @@ from pytest_distcompat.trace import FileInfo, Snapshot, Trace, UnwrappedInfo
 
 @check(scenario=TRAIN, until=(("train", "files", 0),), order=1)
 def names(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Live names, without the segments of the cell's own wrappers, equal the plain model's, one to one; so do the names
-    under which the optimizer keeps state; and every key in every saved file is a plain name, with nothing to take off.
+    """Live names, without the segments of the cell's own wrappers, equal the unwrapped model's, one to one; so do the names
+    under which the optimizer keeps state; and every key in every saved file is a unwrapped name, with nothing to take off.
     Under each name stands a tensor of the plain shape, and no parameter or persistent buffer is in no file. That goes for
     checkpoints, those of single steps too, and for what is exported at the end. Building leaves every buffer its values, and
     no file holds one that is not persistent. An adapter may be saved without the model below it, and then as PEFT names
@@ -30,11 +30,11 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
     inside it.
     """
     run = trace.run()
-    first = run.first("plain")
-    if first is None or first.plain is None:
-        yield "the plain model was not seen"
+    first = run.first("build_model")
+    if first is None or first.unwrapped is None:
+        yield "the unwrapped model was not seen"
         return
-    oracle = _Oracle(cell, first.plain)
+    oracle = _Oracle(cell, first.unwrapped)
     for snapshot in run.at("build"):
         yield from oracle.buffers(snapshot)
     for snapshot in (trained := run.at("step", 2)):
@@ -63,18 +63,18 @@ def adapter_name(name: str) -> str:
 
 
 class _Oracle:
-    """The plain model's names, tied ones as one."""
+    """The unwrapped model's names, tied ones as one."""
 
-    def __init__(self, cell: Cell, plain: UnwrappedInfo) -> None:
-        self.cell, self.plain = cell, plain
+    def __init__(self, cell: Cell, unwrapped: UnwrappedInfo) -> None:
+        self.cell, self.unwrapped = cell, unwrapped
         self.strategy = STRATEGIES.get(cell.strategy)
-        self.one: Mapping[str, str] = {name: group[0] for group in plain.tied for name in group}
-        self.parameters = {self.same(info.name) for info in plain.parameters}
-        self.trainable = {self.same(info.name) for info in plain.parameters if info.trainable}
-        self.saved = set(plain.state_dict)
-        self.shapes = {info.name: tuple(info.shape) for info in (*plain.parameters, *plain.buffers)}
-        self.kept = {info.name for info in plain.buffers if info.placement == "persistent"}
-        self.loose = {info.name for info in plain.buffers} - self.kept
+        self.one: Mapping[str, str] = {name: group[0] for group in unwrapped.tied for name in group}
+        self.parameters = {self.same(info.name) for info in unwrapped.parameters}
+        self.trainable = {self.same(info.name) for info in unwrapped.parameters if info.trainable}
+        self.saved = set(unwrapped.state_dict)
+        self.shapes = {info.name: tuple(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
+        self.kept = {info.name for info in unwrapped.buffers if info.placement == "persistent"}
+        self.loose = {info.name for info in unwrapped.buffers} - self.kept
         if cell.option("adapter"):
             self.one = {**self.one, **{adapter_name(name): name for name in self.trainable}}
             self.saved |= set(self.one)
@@ -96,29 +96,30 @@ class _Oracle:
         found = Counter(self.canonical(info.name) for info in snapshot.model.parameters)
         raw = {self.canonical(info.name): info.name for info in snapshot.model.parameters}
         for name in sorted(set(found) - self.parameters):
-            yield f"{where}: live parameter {raw[name]!r} maps to {name!r}, which is no name of the plain model"
+            yield f"{where}: live parameter {raw[name]!r} maps to {name!r}, which is no name of the unwrapped model"
         for name in sorted(self.parameters - set(found)):
-            yield f"{where}: parameter {name!r} of the plain model has no live counterpart"
+            yield f"{where}: parameter {name!r} of the unwrapped model has no live counterpart"
         for name in sorted(name for name, count in found.items() if count > 1):
             yield f"{where}: {found[name]} live parameters map to {name!r}; expected one"
         for info in snapshot.model.parameters:
             expected = self.shape(info.name)
             # A shard of FSDP1 has only its own shape.
             if info.kind != "FSDP1 shard" and expected not in {None, tuple(info.shape)}:
-                yield f"{where}: live parameter {info.name!r} has shape {info.shape}; {expected} in the plain model"
+                yield f"{where}: live parameter {info.name!r} has shape {info.shape}; {expected} in the unwrapped model"
 
     def buffers(self, snapshot: Snapshot) -> Iterator[str]:
         """After build, before anything may have changed them; one in another dtype is the dtypes' business."""
         where, live = f"rank {snapshot.rank}", snapshot.model.buffers if snapshot.model else ()
         found = {self.canonical(info.name): info for info in live}
-        for plain in self.plain.buffers:
-            info = found.get(self.same(plain.name))
+        for unwrapped in self.unwrapped.buffers:
+            info = found.get(self.same(unwrapped.name))
             if info is None:
-                yield f"{where}: buffer {plain.name!r} of the plain model has no live counterpart"
-            elif plain.digest == EMPTY and 0 not in plain.shape:
+                yield f"{where}: buffer {unwrapped.name!r} of the unwrapped model has no live counterpart"
+            elif unwrapped.digest == EMPTY and 0 not in unwrapped.shape:
                 continue  # on the meta device it had no values yet
-            elif info.dtype == plain.dtype and info.digest != plain.digest:
-                yield f"{where}: buffer {plain.name!r} ({plain.placement}) has other values after build than in the plain model"
+            elif info.dtype == unwrapped.dtype and info.digest != unwrapped.digest:
+                which = f"buffer {unwrapped.name!r} ({unwrapped.placement})"
+                yield f"{where}: {which} has other values after build than in the unwrapped model"
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """That of the plain parameter or buffer; None if there is none."""
@@ -139,7 +140,7 @@ class _Oracle:
         for name in sorted(self.trainable - found):
             yield f"the optimizer of no rank keeps state for {name!r}"
         for name in sorted(found - self.trainable):
-            yield f"the optimizer keeps state for {name!r}, which is no trainable parameter of the plain model"
+            yield f"the optimizer keeps state for {name!r}, which is no trainable parameter of the unwrapped model"
 
     def files(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
         """Keys, and what no file holds; of a model with an adapter, only the adapter must be there."""
@@ -157,7 +158,7 @@ class _Oracle:
             yield from _missing("trainable parameters' optimizer states", self.trainable, optimized)
 
     def keys(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
-        """Every key is a plain name, with a tensor of the plain shape."""
+        """Every key is a unwrapped name, with a tensor of the plain shape."""
         for file in files:
             known = self.saved | self.parameters if file.holds == "model" else self.trainable | set(self.one)
             for key in file.keys:
@@ -166,12 +167,12 @@ class _Oracle:
                 elif key not in known:
                     closest = self.canonical(key)
                     hint = f"; expected {closest!r}" if closest in known else ""
-                    yield f"file {file.path!r}: key {key!r} is no name of the plain model{hint}"
+                    yield f"file {file.path!r}: key {key!r} is no name of the unwrapped model{hint}"
                 elif key in file.shapes:
                     found, expected = tuple(file.shapes[key]), self.shape(key)
                     # Extra state is in the plain state dict and is neither parameter nor buffer: it has no plain shape.
                     if expected is not None and found != expected:
-                        yield f"file {file.path!r}: {key!r} has shape {found}; {expected} in the plain model"
+                        yield f"file {file.path!r}: {key!r} has shape {found}; {expected} in the unwrapped model"
 
 
 def _has_state(snapshots: tuple[Snapshot, ...]) -> bool:

@@ -16,7 +16,7 @@ from pytest_distcompat.trace import RunTrace, Snapshot, StateInfo, Trace
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=2)
 def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Every parameter that is trainable in the plain model is in the optimizer exactly once, as the very tensor that
+    """Every parameter that is trainable in the unwrapped model is in the optimizer exactly once, as the very tensor that
     the model holds now (or, under ZeRO, with each of its elements in one rank's flat master); each one moves in three
     steps, by a gradient and not by weight decay alone, and no frozen one does.
 
@@ -35,15 +35,17 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _trainable(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) -> Mapping[str, bool]:
-    """Live name -> whether it is to be trained: as in the plain model, for a trainer may freeze or thaw by mistake.
+    """Live name -> whether it is to be trained: as in the unwrapped model, for a trainer may freeze or thaw by mistake.
 
     Of a live parameter that has no counterpart there (a flat one, a renamed one) only the trainer can tell.
     """
-    first = run.first("plain")
-    plain = {info.name: info.trainable for info in (first.plain.parameters if first and first.plain else ())}
+    first = run.first("build_model")
+    unwrapped = {
+        info.name: info.trainable for info in (first.unwrapped.parameters if first and first.unwrapped else ())
+    }
     strategy = STRATEGIES.get(cell.strategy)
     return {
-        info.name: plain.get(strategy.canonical(info.name, cell, plain), info.trainable)
+        info.name: unwrapped.get(strategy.canonical(info.name, cell, unwrapped), info.trainable)
         for snapshot in built
         for info in (snapshot.model.parameters if snapshot.model else ())
     }

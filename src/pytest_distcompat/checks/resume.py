@@ -90,9 +90,9 @@ _Buffers = Mapping[str, Collection[tuple[str, str]]]
 
 def _without_loose(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
     """Without the buffers that no checkpoint holds: a fresh process makes them anew, a rotary table may have grown since."""
-    first = run.first("plain")
-    plain = first.plain.buffers if first and first.plain else ()
-    known = {info.name: info.placement == "persistent" for info in plain}
+    first = run.first("build_model")
+    unwrapped = first.unwrapped.buffers if first and first.unwrapped else ()
+    known = {info.name: info.placement == "persistent" for info in unwrapped}
     canonical = STRATEGIES.get(cell.strategy).canonical
 
     def kept(model: ModelInfo) -> ModelInfo:

@@ -19,7 +19,7 @@ def _asked(cell: Cell, driver: type[Driver]) -> str:
 
 @check(scenario=TRAIN, until=(("train", "files", 0),), order=15, applies=_asked)
 def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
-    """A checkpoint saved with save_only_model holds every parameter and every persistent buffer under the plain model's name
+    """A checkpoint saved with save_only_model holds every parameter and every persistent buffer under the unwrapped model's name
     (of tied names one is enough; of an adapter PEFT's names), equal bit by bit to what was trained at the save (flat
     masters, or the copies that the model computes with), and no state of an optimizer or a scheduler.
 
@@ -30,26 +30,26 @@ def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
     values are those of another step, or went through a lower dtype; optimizer state makes the checkpoint three times as large.
     """
     run = trace.run()
-    first, seen, written = run.first("plain"), run.at("save"), run.first("files")
+    first, seen, written = run.first("build_model"), run.at("save"), run.first("files")
     yield from every_rank(seen, cell.world_size, "save")
-    if first is None or first.plain is None or written is None:
+    if first is None or first.unwrapped is None or written is None:
         yield "the saved files were not read"
         return
     for what, holds in (("an optimizer", "optimizer"), ("a scheduler", "scheduler")):
         paths = [repr(file.path) for file in written.saved if file.holds == holds]
         if paths:
             yield f"state of {what} stands in {', '.join(paths[:3])}; the checkpoint is of the model alone"
-    plain = first.plain
-    names = _to_stand(cell, plain)
+    unwrapped = first.unwrapped
+    names = _to_stand(cell, unwrapped)
     saved: dict[str, set[str]] = {}
     for key, digest in (pair for file in written.saved for pair in file.digests.items()):
         saved.setdefault(key, set()).add(digest)
-    weights = {name: saved[key] for key, name in _keys(plain, names) if key in saved}
+    weights = {name: saved[key] for key, name in _keys(unwrapped, names) if key in saved}
     missing = [name for name in names if name not in weights]
     if missing:
         yield f"{len(missing)} of {len(names)} weights are not saved, first {', '.join(map(repr, missing[:3]))}"
     if flat_parameters(seen):
-        return  # flat parameters have no values of their own under plain names
+        return  # flat parameters have no values of their own under unwrapped names
     trained = values(run, seen)
     yield from trained.wrong
     held = [trained.of(kind) for kind in ("parameter", "buffer", "master")]
@@ -60,16 +60,16 @@ def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
         yield f"{len(wrong)} of {len(names)} weights have other values in the checkpoint than at the save, first {shown}"
 
 
-def _to_stand(cell: Cell, plain: UnwrappedInfo) -> list[str]:
+def _to_stand(cell: Cell, unwrapped: UnwrappedInfo) -> list[str]:
     """What is to be saved, tied names as one: parameters and persistent buffers, or the trained part of an adapter."""
     if cell.option("adapter"):
-        return [info.name for info in plain.parameters if info.trainable]
-    buffers = (info.name for info in plain.buffers if info.placement == "persistent")
-    return [*(info.name for info in plain.parameters), *buffers]
+        return [info.name for info in unwrapped.parameters if info.trainable]
+    buffers = (info.name for info in unwrapped.buffers if info.placement == "persistent")
+    return [*(info.name for info in unwrapped.parameters), *buffers]
 
 
-def _keys(plain: UnwrappedInfo, names: list[str]) -> Iterator[tuple[str, str]]:
+def _keys(unwrapped: UnwrappedInfo, names: list[str]) -> Iterator[tuple[str, str]]:
     """Every key under which a weight may stand, with the weight's name: its own, that of one tied to it, or PEFT's."""
     yield from ((adapter_name(name), name) for name in names)
-    yield from ((name, group[0]) for group in plain.tied for name in group if group[0] in names)
+    yield from ((name, group[0]) for group in unwrapped.tied for name in group if group[0] in names)
     yield from ((name, name) for name in names)

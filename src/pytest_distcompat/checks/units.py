@@ -34,11 +34,11 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
     child for a unit costs a collective each; recomputing children keeps the activations between them.
     """
     run = trace.run()
-    first = run.first("plain")
-    if first is None or first.plain is None:
-        yield "the plain model was not seen"
+    first = run.first("build_model")
+    if first is None or first.unwrapped is None:
+        yield "the unwrapped model was not seen"
         return
-    unknown = _unknown(cell, first.plain)
+    unknown = _unknown(cell, first.unwrapped)
     if unknown:
         yield unknown
         return
@@ -48,113 +48,113 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
         if snapshot.model is None:
             yield f"rank {snapshot.rank}: no model to read units from"
             continue
-        found = [*_cut(cell, first.plain, snapshot.model), *_recomputed(cell, first.plain, snapshot.model)]
-        found += [*_compiled(cell, first.plain, snapshot.model), *_left_out(cell, first.plain, snapshot.model)]
+        found = [*_cut(cell, first.unwrapped, snapshot.model), *_recomputed(cell, first.unwrapped, snapshot.model)]
+        found += [*_compiled(cell, first.unwrapped, snapshot.model), *_left_out(cell, first.unwrapped, snapshot.model)]
         yield from (f"rank {snapshot.rank}: {text}" for text in found)
 
 
-def _unknown(cell: Cell, plain: UnwrappedInfo) -> str:
+def _unknown(cell: Cell, unwrapped: UnwrappedInfo) -> str:
     """Why it cannot be said what is right, if so; empty otherwise. Never a pass."""
-    if cell.option("ignored") and not plain.ignored:
+    if cell.option("ignored") and not unwrapped.ignored:
         return "it is not known which module was to be left out of the sharding"
     cut = STRATEGIES.get(cell.strategy).wrapper in _CUTS and cell.option("wrap") != "size"
     one_by_one = cut or cell.option("activation_checkpointing") or cell.option("compile") in {"regional", "partial"}
     if not one_by_one:
         return ""
-    classes = " or ".join(map(repr, plain.block_classes))
-    if "" in plain.blocks:
+    classes = " or ".join(map(repr, unwrapped.block_classes))
+    if "" in unwrapped.blocks:
         return f"the whole model that was seen is one block, a {classes}: nothing wraps what is around it"
-    if plain.blocks:
+    if unwrapped.blocks:
         return ""
     why = f"no module of it is a {classes}" if classes else "it declares none (_no_split_modules)"
     return f"the model's blocks are not known: {why}; name their classes by blocks= of launch, or blocks of the driver"
 
 
-def _names(cell: Cell, plain: UnwrappedInfo, live: Collection[str]) -> set[str]:
-    """Names of modules as the plain model has them; the root is the empty name, whatever wraps it."""
+def _names(cell: Cell, unwrapped: UnwrappedInfo, live: Collection[str]) -> set[str]:
+    """Names of modules as the unwrapped model has them; the root is the empty name, whatever wraps it."""
     strategy = STRATEGIES.get(cell.strategy)
-    known = {info.name.rpartition(".")[0] for info in plain.parameters} | set(plain.blocks)
+    known = {info.name.rpartition(".")[0] for info in unwrapped.parameters} | set(unwrapped.blocks)
     return {strategy.canonical(name, cell, known) for name in live}
 
 
-def _cut(cell: Cell, plain: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
+def _cut(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     if STRATEGIES.get(cell.strategy).wrapper not in _CUTS:
         return
-    found = _names(cell, plain, model.units)
+    found = _names(cell, unwrapped, model.units)
     if cell.option("wrap") == "size":
         if len(found) < 2:
             yield "FSDP has one unit for the whole model; expected one for each part that is large enough"
         return
     # A model may declare a part of a block to be a block too.
-    inside = {name for name in found if _under(name, plain.blocks)} - set(plain.blocks) - _adapted(plain)
+    inside = {name for name in found if _under(name, unwrapped.blocks)} - set(unwrapped.blocks) - _adapted(unwrapped)
     # Embeddings and heads may be units of their own.
-    if inside or not {"", *plain.blocks} <= found:
-        expected = _list({"", *plain.blocks})
+    if inside or not {"", *unwrapped.blocks} <= found:
+        expected = _list({"", *unwrapped.blocks})
         yield f"FSDP's units are {_list(found)}; expected {expected}, and none inside a block"
 
 
-def _adapted(plain: UnwrappedInfo) -> set[str]:
+def _adapted(unwrapped: UnwrappedInfo) -> set[str]:
     """The trained layers of blocks that are frozen otherwise.
 
     PEFT's policy for FSDP1 makes a unit of each, apart from the frozen ones: https://huggingface.co/docs/peft/accelerate/fsdp.
     """
     owners: set[str] = set()
-    for block in plain.blocks:
-        held = [info for info in plain.parameters if info.name.startswith(f"{block}.")]
+    for block in unwrapped.blocks:
+        held = [info for info in unwrapped.parameters if info.name.startswith(f"{block}.")]
         if not all(info.trainable for info in held):
             owners |= {info.name.rpartition(".")[0] for info in held if info.trainable}
     return owners
 
 
-def _recomputed(cell: Cell, plain: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    found = _names(cell, plain, model.checkpointed) & _inside(plain)
+def _recomputed(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
+    found = _names(cell, unwrapped, model.checkpointed) & _inside(unwrapped)
     if not cell.option("activation_checkpointing"):
         # A script may ask for it by itself; of a driver that speaks the option it is known what it was told.
-        if found and asked(cell, plain, "activation_checkpointing"):
+        if found and asked(cell, unwrapped, "activation_checkpointing"):
             yield f"the activations of {_list(found)} are recomputed; nobody asked for it"
         return
-    yield from _compare("the activations are recomputed of", found, set(plain.blocks))
+    yield from _compare("the activations are recomputed of", found, set(unwrapped.blocks))
 
 
-def _inside(plain: UnwrappedInfo) -> set[str]:
+def _inside(unwrapped: UnwrappedInfo) -> set[str]:
     """Blocks and all modules inside them: what stands above a block may be told of recomputing and do none itself."""
-    owners = {info.name.rpartition(".")[0] for info in plain.parameters}
-    inside = {owner for owner in owners if any(owner.startswith(f"{block}.") for block in plain.blocks)}
+    owners = {info.name.rpartition(".")[0] for info in unwrapped.parameters}
+    inside = {owner for owner in owners if any(owner.startswith(f"{block}.") for block in unwrapped.blocks)}
     parents = {".".join(owner.split(".")[:n]) for owner in inside for n in range(1, owner.count(".") + 1)}
-    return set(plain.blocks) | inside | {parent for parent in parents if _under(parent, plain.blocks)}
+    return set(unwrapped.blocks) | inside | {parent for parent in parents if _under(parent, unwrapped.blocks)}
 
 
 def _under(name: str, blocks: Collection[str]) -> bool:
     return any(name.startswith(f"{block}.") for block in blocks)
 
 
-def _compiled(cell: Cell, plain: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
+def _compiled(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     how = cell.option("compile")
     if not how:
         return
     if not model.graphs:
         yield "torch.compile made no graph in three steps: the model runs uncompiled"
-    found = _names(cell, plain, model.compiled)
-    if how == "partial" and not any(_under(name, plain.blocks) or name in plain.blocks for name in found):
+    found = _names(cell, unwrapped, model.compiled)
+    if how == "partial" and not any(_under(name, unwrapped.blocks) or name in unwrapped.blocks for name in found):
         yield f"what is compiled is {_list(found)}; expected one of the blocks"
-    elif how == "regional" and not set(plain.blocks) <= found:
-        yield f"what is compiled is {_list(found)}; expected each of {_list(set(plain.blocks))}"
+    elif how == "regional" and not set(unwrapped.blocks) <= found:
+        yield f"what is compiled is {_list(found)}; expected each of {_list(set(unwrapped.blocks))}"
     elif how in {True, "aot_eager"} and not model.compiled:
         yield "nothing is wrapped by torch.compile"
 
 
-def _left_out(cell: Cell, plain: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
+def _left_out(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     strategy = STRATEGIES.get(cell.strategy)
-    names = {info.name for info in plain.parameters}
+    names = {info.name for info in unwrapped.parameters}
     for info in model.parameters:
         name = strategy.canonical(info.name, cell, names)
-        inside = any(name.startswith(f"{module}.") for module in plain.ignored)
-        if inside and info.kind == strategy.kind != "Tensor" and info.local_numel != _numel(plain, name):
+        inside = any(name.startswith(f"{module}.") for module in unwrapped.ignored)
+        if inside and info.kind == strategy.kind != "Tensor" and info.local_numel != _numel(unwrapped, name):
             yield f"{name!r} is sharded ({info.kind}, {info.placement}); it was to be left out of the sharding"
 
 
-def _numel(plain: UnwrappedInfo, name: str) -> int:
-    return next((info.local_numel for info in plain.parameters if info.name == name), 0)
+def _numel(unwrapped: UnwrappedInfo, name: str) -> int:
+    return next((info.local_numel for info in unwrapped.parameters if info.name == name), 0)
 
 
 def _compare(what: str, found: set[str], expected: set[str]) -> Iterator[str]:

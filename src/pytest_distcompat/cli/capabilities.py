@@ -43,9 +43,9 @@ class Capability:
     def lines(self, *, whole: bool) -> Iterator[str]:
         """Strategies by precisions, without options; then the reasons, each with how many cells have it."""
         yield f"{self.driver}: {self.able} of the {len(self.reasons)} cells of the full profile"
-        plain = {(cell.strategy, cell.precision): self.word(cell) for cell in self.reasons if not cell.options}
+        words = {(cell.strategy, cell.precision): self.word(cell) for cell in self.reasons if not cell.options}
         names = PRECISIONS.names()
-        yield from table(("", *names), [(one, *(plain[one, name] for name in names)) for one in STRATEGIES.names()])
+        yield from table(("", *names), [(one, *(words[one, name] for name in names)) for one in STRATEGIES.names()])
         why: dict[str, list[Cell]] = {}
         for cell, reason in self.reasons.items():
             if reason:

@@ -145,7 +145,7 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
     if shown.names:
         local = _local(run)
         heads = (
-            "plain name",
+            "unwrapped name",
             "shape",
             "live name",
             "loaded",
@@ -158,9 +158,9 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
         )
         rows = [
             (
-                row["plain"] or "none",
+                row["unwrapped"] or "none",
                 " x ".join(map(str, row["shape"])),
-                "=" if row["live"] == row["plain"] else row["live"] or row.get("key", "none"),
+                "=" if row["live"] == row["unwrapped"] else row["live"] or row.get("key", "none"),
                 row["loaded"],
                 row["dtype"],
                 row["kind"],
@@ -173,7 +173,7 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
         ]
         yield from (
             "",
-            "names and placements (= the plain name; held: how often by the optimizer; files: how many have the name)",
+            "names and placements (= the unwrapped name; held: how often by the optimizer; files: how many have the name)",
         )
         yield from table(heads, rows)
     if shown.dtypes:

@@ -96,7 +96,7 @@ class TinyDriver(Driver):
         found += ["peft"] if cell.option("adapter") else []
         return (*found, *MODELS.get(str(cell.option("model"))).preload, *_releases.needed(cell, cls.libraries))
 
-    def plain_model(self) -> Module:
+    def build_model(self) -> Module:
         """The tiny model from a fixed seed, in the precision's load dtype (buffers keep their own)."""
         import torch
 

@@ -74,7 +74,7 @@ class TrainerDriver(TinyDriver):
             return "TrainingArguments have no word for FSDP's policy of dtypes"
         if cell.option("fp8_backend") == "te":
             return "Trainer hands accelerate no recipe for Transformer Engine"
-        if cell.option("activation_checkpointing") and cell.option("model") == "plain" and "fsdp" not in cell.strategy:
+        if cell.option("activation_checkpointing") and cell.option("model") == "mlp" and "fsdp" not in cell.strategy:
             return "Trainer has the model recompute, and the plain one has no gradient_checkpointing_enable()"
         return _options.unable_by_accelerate(cell, device) or super().unable(cell, device)
 

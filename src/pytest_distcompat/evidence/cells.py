@@ -42,15 +42,15 @@ def training(cell: Cell, run: RunTrace, reference: RunTrace | None = None) -> Tr
 
 
 def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
-    """The plain model's parameters, each with its live counterpart on rank 0 and the saved files that know it by that name.
+    """The unwrapped model's parameters, each with its live counterpart on rank 0 and the saved files that know it by that name.
 
-    A live parameter or a key of a model's file that maps to no plain name has a row of its own, without one.
+    A live parameter or a key of a model's file that maps to no unwrapped name has a row of its own, without one.
     """
-    first, trained = run.first("plain"), run.first("build")
-    if first is None or first.plain is None:
+    first, trained = run.first("build_model"), run.first("build")
+    if first is None or first.unwrapped is None:
         return []
-    plain = {info.name: info for info in first.plain.parameters}
-    saved = {*plain, *first.plain.state_dict}
+    unwrapped = {info.name: info for info in first.unwrapped.parameters}
+    saved = {*unwrapped, *first.unwrapped.state_dict}
     strategy = STRATEGIES.get(cell.strategy)
     live = {}
     for info in trained.model.parameters if trained and trained.model else ():
@@ -61,9 +61,9 @@ def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
         for key in file.keys:
             keys.setdefault(key, []).append(path)
     rows = []
-    for name in dict.fromkeys((*plain, *live, *(key for key in keys if key not in saved))):
-        one, other = plain.get(name), live.get(name)
-        row: dict[str, Any] = {"plain": name if one else "", "shape": list(one.shape) if one else []}
+    for name in dict.fromkeys((*unwrapped, *live, *(key for key in keys if key not in saved))):
+        one, other = unwrapped.get(name), live.get(name)
+        row: dict[str, Any] = {"unwrapped": name if one else "", "shape": list(one.shape) if one else []}
         row |= {"loaded": one.dtype if one else "", "live": other.name if other else ""}
         row |= {"dtype": other.dtype if other else "", "kind": other.kind if other else ""}
         row |= {"placement": other.placement if other else ""}

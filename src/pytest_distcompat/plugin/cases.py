@@ -23,7 +23,7 @@ from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.plugin import scripted
 from pytest_distcompat.plugin.declared import declared_of
-from pytest_distcompat.plugin.nodeids import plain
+from pytest_distcompat.plugin.nodeids import strip_group
 from pytest_distcompat.plugin.outcome import disagreement
 from pytest_distcompat.plugin.representation import represent
 from pytest_distcompat.plugin.results import ATTRIBUTE
@@ -175,7 +175,7 @@ class BoundCase:
             "status": verdict.status,
             "message": verdict.message,
             "reason": verdict.reason,
-            "nodeid": plain(self.item.config, self.item.nodeid),
+            "nodeid": strip_group(self.item.config, self.item.nodeid),
             "rank": self._rank,
             "reproduce": self.item.config.stash[SESSION].reproduce(self.item),
             "blanks": dict(case.blanks),
@@ -203,11 +203,11 @@ class BoundCase:
         found = cost(trace, session.gpu_name)
         self._cost = dataclasses.asdict(found) if found else {}
         # What the suite itself declares comes first.
-        known = session.known_of(concerned(driver), plain(self.item.config, self.item.nodeid))
+        known = session.known_of(concerned(driver), strip_group(self.item.config, self.item.nodeid))
         expected = (*case.suite.expect, *(one for issue in known for one in issue.expectations))
         verdict = judge(case.check, case.cell, trace, expected)
         # Two measurements of one number differ anyway.
-        if not case.check.limit and session.verifies(plain(self.item.config, self.item.nodeid)):
+        if not case.check.limit and session.verifies(strip_group(self.item.config, self.item.nodeid)):
             cold = judge(
                 case.check, case.cell, session.cold_runner.trace(case.suite.driver, case.cell, scenario), expected
             )

@@ -13,7 +13,7 @@ import pytest
 from pytest_distcompat.failures import DistcompatError
 from pytest_distcompat.plugin.marked import MARK, OUTCOME, cell_of
 from pytest_distcompat.plugin.narrowed import partial
-from pytest_distcompat.plugin.nodeids import plain
+from pytest_distcompat.plugin.nodeids import strip_group
 from pytest_distcompat.plugin.outcome import RankFailure
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
@@ -116,7 +116,7 @@ class Declared:
         item.stash[WEIGHED] = weighed = Weighed()
         if report.skipped or hasattr(report, "wasxfail"):
             return
-        nodeid = plain(item.config, item.nodeid)
+        nodeid = strip_group(item.config, item.nodeid)
         found = [(issue.where, issue.expected_of(nodeid, cell)) for issue in self._in_force]
         covering = {where: expected for where, expected in found if expected is not None}
         weighed.covering.extend(covering)

@@ -14,7 +14,7 @@ import pytest
 
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
 from pytest_distcompat.plugin.conditions import leave_to_ranks
-from pytest_distcompat.plugin.nodeids import plain
+from pytest_distcompat.plugin.nodeids import strip_group
 from pytest_distcompat.plugin.outcome import UNCAPTURED, Outcome, RankFailure, disagreement, merge, unexcused
 from pytest_distcompat.plugin.representation import represent
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
@@ -188,8 +188,8 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
     request = Request(
         target=rank_session.RUN,
         payload={
-            "nodeid": plain(item.config, item.nodeid),
-            "next": plain(item.config, following.nodeid) if following is not None else None,
+            "nodeid": strip_group(item.config, item.nodeid),
+            "next": strip_group(item.config, following.nodeid) if following is not None else None,
             "device": session.device,
             "directory": str(directory),
             "world_size": world_size,
@@ -203,7 +203,7 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
     )
     ending = session.launcher.run(request, keep)
     outcome = merge(ending)
-    if session.verifies(plain(item.config, item.nodeid)):
+    if session.verifies(strip_group(item.config, item.nodeid)):
         outcome = _verified(outcome, request, session, item)
     if item.config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(item.config, "workerinput"):
         outcome = _printed(outcome)

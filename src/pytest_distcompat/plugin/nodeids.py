@@ -10,7 +10,7 @@ import pytest
 _GROUPED = re.compile(r"(?P<item>[^\[@]*(\[.*\])?)@.*", re.DOTALL)
 
 
-def plain(config: pytest.Config, nodeid: str) -> str:
+def strip_group(config: pytest.Config, nodeid: str) -> str:
     """Without the ``@group`` that xdist adds, in its workers, to tests with ``xdist_group`` under ``--dist loadgroup``.
 
     Ranks, reports and the user's next command line know the test without it.

@@ -91,13 +91,13 @@ def phase_of(report: pytest.TestReport, ran: Sequence[Phase] = ()) -> Phase:
     if subtest:
         text = excerpt(text, LARGEST)
         return Phase(str(report.when), outcome, message, text, location, sections, subtest=subtest, lost=lost)
-    properties = tuple((name, _travelling(value)) for name, value in report.user_properties if _is_plain(value))
+    properties = tuple((name, _travelling(value)) for name, value in report.user_properties if _is_builtin(value))
     phase = Phase(str(report.when), outcome, message, text, location, sections, properties, lost=lost)
     phase = with_subtests(phase, ran)
     return dataclasses.replace(phase, text=excerpt(phase.text, LARGEST))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_builtin(value: Any) -> bool:
     return isinstance(value, (str, int, float, bool, type(None)))
 
 

@@ -42,8 +42,8 @@ class Phase:
     def to_json(self) -> dict[str, Any]:
         """Plain data. Lone surrogates, which a text may hold, are escaped: one in a report ends a whole run of xdist."""
         # Without ``dataclasses.asdict``, which copies each text by functions that a test may patch.
-        plain: dict[str, Any] = _encodable(vars(self))
-        return plain
+        data: dict[str, Any] = _encodable(vars(self))
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Phase:
@@ -75,7 +75,7 @@ def _encodable(value: Any) -> Any:
 
 
 def fields_of(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Of plain data what a Phase or an Outcome is made of, with tuples for JSON's lists."""
+    """Return the fields of a Phase or an Outcome as they were before JSON: with tuples for JSON's lists."""
     known = {field.name: data[field.name] for field in dataclasses.fields(kind) if field.name in data}
     location = tuple(known["location"]) if known.get("location") else None
     pairs = {name: tuple((a, b) for a, b in known[name]) for name in ("sections", "properties")}

@@ -78,10 +78,10 @@ def describe(config: pytest.Config) -> dict[str, Any]:
     Raises:
         pytest.UsageError: An option has a value that cannot be handed to another process.
     """
-    plain, objects = {}, {}
+    values, objects = {}, {}
     for name, value in vars(config.option).items():
-        if _is_plain(value):
-            plain[name] = value
+        if _is_builtin(value):
+            values[name] = value
             continue
         try:
             objects[name] = base64.b64encode(pickle.dumps(value)).decode()
@@ -96,7 +96,7 @@ def describe(config: pytest.Config) -> dict[str, Any]:
         name: value for name, value in getattr(config, "workerinput", {}).items() if isinstance(value, (str, int))
     }
     return {
-        "options": base64.b64encode(pickle.dumps(plain)).decode(),
+        "options": base64.b64encode(pickle.dumps(values)).decode(),
         "objects": objects,
         "args": [str(argument) for argument in config.args],
         "argv": list(sys.argv),
@@ -106,12 +106,12 @@ def describe(config: pytest.Config) -> dict[str, Any]:
     }
 
 
-def _is_plain(value: object) -> bool:
+def _is_builtin(value: object) -> bool:
     """Return whether a value is made of Python's own types alone, for which no module of the user's has to be imported."""
     if isinstance(value, (list, tuple, set)):
-        return type(value) in {list, tuple, set} and all(map(_is_plain, value))
+        return type(value) in {list, tuple, set} and all(map(_is_builtin, value))
     if isinstance(value, dict):
-        return type(value) is dict and all(_is_plain(one) for pair in value.items() for one in pair)
+        return type(value) is dict and all(_is_builtin(one) for pair in value.items() for one in pair)
     return type(value) in {str, int, float, bool, bytes, type(None)}
 
 

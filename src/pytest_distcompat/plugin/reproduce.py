@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.plugin.nodeids import plain
+from pytest_distcompat.plugin.nodeids import strip_group
 from pytest_distcompat.plugin.options import OPTIONS
 
 #: Under what an xdist worker is told the arguments of the run: its own are options by value.
@@ -42,7 +42,7 @@ _OF_THE_RUN = {
 def command(config: pytest.Config, item: pytest.Function) -> str:
     """The command that runs that one item again, as it was run, from the same directory."""
     here = config.invocation_params.dir
-    _, _, inside = plain(config, item.nodeid).partition("::")
+    _, _, inside = strip_group(config, item.nodeid).partition("::")
     flags = [
         f"{option.flag}={config.getoption(name)}"
         for name, option in OPTIONS.items()

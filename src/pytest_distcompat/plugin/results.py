@@ -15,7 +15,7 @@ from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.narrowed import narrowed
-from pytest_distcompat.plugin.nodeids import plain
+from pytest_distcompat.plugin.nodeids import strip_group
 from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.plugin.progress import Progress
 from pytest_distcompat.plugin.session import DistcompatSession
@@ -75,7 +75,7 @@ class Results:
         self._watch()
 
     def _ask(self, nodeids: Any) -> None:
-        found = (plain(self.session.config, nodeid) for nodeid in nodeids)
+        found = (strip_group(self.session.config, nodeid) for nodeid in nodeids)
         self.asked.update((nodeid, None) for nodeid in found if _item(nodeid))
 
     @pytest.hookimpl(tryfirst=True)
@@ -98,7 +98,7 @@ class Results:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the verdict that a report carries, and put into the report what JUnit and report logs are to have of it."""
         data = getattr(report, ATTRIBUTE, None)
-        nodeid = plain(self.session.config, report.nodeid)
+        nodeid = strip_group(self.session.config, report.nodeid)
         if data is not None:
             self._keep(data, report)
         elif _item(nodeid) and (report.failed or report.skipped):

@@ -5,7 +5,7 @@ are elsewhere. It knows no driver: what it needs is a model, an optimizer and a 
 """
 
 from pytest_distcompat.probe.files import read_files
-from pytest_distcompat.probe.live import read_model, read_plain
+from pytest_distcompat.probe.live import read_model, read_unwrapped
 from pytest_distcompat.probe.numbers import peak_memory, read_rng, read_scaler, sample
 from pytest_distcompat.probe.observe import Observer
 from pytest_distcompat.probe.optimizer import read_optimizer, read_scheduler, torch_optimizer
@@ -17,11 +17,11 @@ __all__ = [
     "read_files",
     "read_model",
     "read_optimizer",
-    "read_plain",
     "read_rng",
     "read_saved",
     "read_scaler",
     "read_scheduler",
+    "read_unwrapped",
     "sample",
     "torch_optimizer",
 ]

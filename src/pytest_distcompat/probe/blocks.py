@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks, and what they are called in the plain model, whatever wraps them by now."""
+"""Which modules of a model are its blocks, and what they are called in the unwrapped model, whatever wraps them by now."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def as_module(model: object, what: str, how: str) -> None:
         raise TypeError(f"{what} is {told}; expected a torch.nn.Module, {how}")
 
 
-def read_plain(
+def read_unwrapped(
     model: Module, blocks: tuple[str, ...] = (), ignored: tuple[str, ...] = (), obeyed: tuple[str, ...] = ()
 ) -> UnwrappedInfo:
     """Names, shapes and dtypes of a model that nothing has wrapped; groups of names that are one tied parameter.
@@ -33,15 +33,15 @@ def read_plain(
     ``blocks`` are class names, where none are given those that the model declares: the names of the modules that have one
     of them go into the trace.
     """
-    as_module(model, "the plain model", "which plain_model() and reload() return")
+    as_module(model, "the unwrapped model", "which build_model() and reload() return")
     classes = blocks or declared_blocks(model)
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    parameters = tuple(_plain(name, parameter) for name, parameter in model.named_parameters())
+    parameters = tuple(_unwrapped(name, parameter) for name, parameter in model.named_parameters())
     state_dict = tuple(model.state_dict())
     buffers = tuple(
-        _plain(name, buffer, placement="persistent" if name in state_dict else "non-persistent")
+        _unwrapped(name, buffer, placement="persistent" if name in state_dict else "non-persistent")
         for name, buffer in model.named_buffers()
     )
     tied = tuple(tuple(group) for group in names.values() if len(group) > 1)
@@ -64,7 +64,7 @@ def _for_8_bits(linear: torch.nn.Linear) -> bool:
     return not (linear.in_features % 16 or linear.out_features % 16)
 
 
-def _plain(name: str, tensor: torch.Tensor, placement: str = "") -> ParameterInfo:
+def _unwrapped(name: str, tensor: torch.Tensor, placement: str = "") -> ParameterInfo:
     return ParameterInfo(
         name=name,
         shape=tuple(tensor.shape),
@@ -94,7 +94,7 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
         _live(name, parameter, wrappers, held=None if flat else held[id(parameter)])
         for name, parameter in model.named_parameters()
     )
-    buffers = tuple(_plain(name, buffer) for name, buffer in model.named_buffers())
+    buffers = tuple(_unwrapped(name, buffer) for name, buffer in model.named_buffers())
     ready = distributed.is_available() and distributed.is_initialized()
     return ModelInfo(
         type=type(model).__name__,

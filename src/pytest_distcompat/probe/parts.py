@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.probe.blocks import declared_blocks, join, named_blocks, unwrapped
-from pytest_distcompat.probe.live import _plain, read_plain
+from pytest_distcompat.probe.live import _unwrapped, read_unwrapped
 from pytest_distcompat.probe.tensors import dtype_name
 from pytest_distcompat.trace import ParameterInfo, UnwrappedInfo
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 def read_parts(model: Module, known: Mapping[int, UnwrappedInfo], blocks: tuple[str, ...] = ()) -> UnwrappedInfo:
-    """The plain model, with ``known`` (by ``id`` of the module) for the parts that have been wrapped since.
+    """The unwrapped model, with ``known`` (by ``id`` of the module) for the parts that have been wrapped since.
 
     ``fully_shard`` is called for blocks before it is for the root, and FSDP1 may be too. ``blocks`` are their class names.
     """
     if not any(id(part) in known for part in model.modules()):
-        return _partitioned(model, read_plain(model, blocks))
+        return _partitioned(model, read_unwrapped(model, blocks))
     found = UnwrappedInfo(())
     for name, part in _parts(model, "", known):
         info = known.get(id(part)) or (
-            _own(part) if any(id(one) in known for one in part.modules()) else read_plain(part)
+            _own(part) if any(id(one) in known for one in part.modules()) else read_unwrapped(part)
         )
         found = UnwrappedInfo(
             (*found.parameters, *(_under(name, one) for one in info.parameters)),
@@ -59,10 +59,10 @@ def _parts(module: Module, name: str, known: Mapping[int, UnwrappedInfo]) -> Ite
 
 def _own(module: Module) -> UnwrappedInfo:
     """What the module has by itself, without its children."""
-    parameters = tuple(_plain(name, one) for name, one in module.named_parameters(recurse=False))
+    parameters = tuple(_unwrapped(name, one) for name, one in module.named_parameters(recurse=False))
     loose = _not_saved(module)
     buffers = tuple(
-        _plain(name, one, placement="non-persistent" if name in loose else "persistent")
+        _unwrapped(name, one, placement="non-persistent" if name in loose else "persistent")
         for name, one in module.named_buffers(recurse=False)
     )
     return UnwrappedInfo(
@@ -88,7 +88,7 @@ def _under(prefix: str, info: ParameterInfo) -> ParameterInfo:
     return dataclasses.replace(info, name=join(prefix, info.name))
 
 
-def _partitioned(model: Module, plain: UnwrappedInfo) -> UnwrappedInfo:
+def _partitioned(model: Module, unwrapped: UnwrappedInfo) -> UnwrappedInfo:
     """A model made under ``deepspeed.zero.Init`` is partitioned from the start: its parameters tell what they are elsewhere."""
     whole: dict[str, Any] = {name: p for name, p in model.named_parameters() if hasattr(p, "ds_shape")}
     infos = tuple(
@@ -101,6 +101,6 @@ def _partitioned(model: Module, plain: UnwrappedInfo) -> UnwrappedInfo:
         )
         if info.name in whole
         else info
-        for info in plain.parameters
+        for info in unwrapped.parameters
     )
-    return dataclasses.replace(plain, parameters=infos)
+    return dataclasses.replace(unwrapped, parameters=infos)

@@ -5,7 +5,7 @@ from pytest_distcompat.report.compare import Change, Comparison, compare
 from pytest_distcompat.report.document import FORMAT, Report, counts, facets
 from pytest_distcompat.report.merge import merge
 from pytest_distcompat.report.result import RED, WORDS, Result, Row
-from pytest_distcompat.report.text import Line, causes_text, counts_text, matrix_text, plain, runs_text
+from pytest_distcompat.report.text import Line, causes_text, counts_text, matrix_text, plain_text, runs_text
 from pytest_distcompat.report.versions import versions
 from pytest_distcompat.report.write import FORMATS, append_summary, replace_file, write_report
 
@@ -30,7 +30,7 @@ __all__ = [
     "facets",
     "matrix_text",
     "merge",
-    "plain",
+    "plain_text",
     "rank_of_cause",
     "replace_file",
     "runs_text",

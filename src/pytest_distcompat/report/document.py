@@ -196,8 +196,8 @@ def facets(cell: str) -> dict[str, Any]:
         found = Cell.parse(cell)
     except ValueError:
         return {}
-    plain = {"strategy": found.strategy, "precision": found.precision, "world_size": found.world_size}
-    return plain | dict(found.options)
+    fixed = {"strategy": found.strategy, "precision": found.precision, "world_size": found.world_size}
+    return fixed | dict(found.options)
 
 
 def _result(result: Result) -> dict[str, Any]:

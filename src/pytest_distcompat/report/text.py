@@ -27,7 +27,7 @@ def cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-def plain(line: Line) -> str:
+def plain_text(line: Line) -> str:
     """The line without its styles."""
     return "".join(text for text, _ in line)
 

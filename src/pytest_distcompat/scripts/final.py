@@ -44,13 +44,13 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
         if read[title]:
             first, *others = read[title]
             yield f"from_pretrained: {title} key {first!r}{f' and {len(others)} others' if others else ''}"
-    first_snapshot = run.first("plain")
-    if first_snapshot is None or first_snapshot.plain is None:
-        yield "the plain model was not seen"
+    first_snapshot = run.first("build_model")
+    if first_snapshot is None or first_snapshot.unwrapped is None:
+        yield "the unwrapped model was not seen"
         return
     files = Snapshot.from_json({"rank": 0, "run": "", "action": "", "index": 0, "files": read["files"]}).files
     files = tuple(file.renamed(saved_name) for file in files)
-    yield from names_in(cell, first_snapshot.plain, list(files))
+    yield from names_in(cell, first_snapshot.unwrapped, list(files))
     last = max((m.index // STRIDE for m in run.snapshots if m.action == "step"), default=0)
     trained = list(_trained(run, last))
     if len(trained) < run.world_size:
@@ -59,13 +59,15 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
         return
     written = [Snapshot(0, "train", "files", last * STRIDE + END + n, files=files) for n in (1, 2)]
     train = RunTrace("train", run.world_size, (first_snapshot, *trained, *written), cell=cell.id)
-    loaded = Snapshot.from_json({"rank": 0, "run": "reload", "action": "reload", "index": 0, "plain": read["plain"]})
-    assert loaded.plain is not None
+    loaded = Snapshot.from_json(
+        {"rank": 0, "run": "reload", "action": "reload", "index": 0, "unwrapped": read["unwrapped"]}
+    )
+    assert loaded.unwrapped is not None
     if read["stored"]:  # as it stands in the files; what a library has loaded has its own names again
-        named = (dataclasses.replace(info, name=saved_name(info.name)) for info in loaded.plain.parameters)
-        loaded = dataclasses.replace(loaded, plain=dataclasses.replace(loaded.plain, parameters=tuple(named)))
-    assert loaded.plain is not None
-    yield from same_values(train, RunTrace("reload", 1, (loaded,), cell=cell.id), loaded.plain)
+        named = (dataclasses.replace(info, name=saved_name(info.name)) for info in loaded.unwrapped.parameters)
+        loaded = dataclasses.replace(loaded, unwrapped=dataclasses.replace(loaded.unwrapped, parameters=tuple(named)))
+    assert loaded.unwrapped is not None
+    yield from same_values(train, RunTrace("reload", 1, (loaded,), cell=cell.id), loaded.unwrapped)
 
 
 def _trained(run: RunTrace, last: int) -> Iterator[Snapshot]:

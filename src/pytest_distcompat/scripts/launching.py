@@ -88,7 +88,7 @@ def launch(
     ``timeout`` is in seconds, from the start of the launcher. ``environment`` is added to this process's.
 
     ``blocks`` are class names of the modules that are to be sharded, recomputed and compiled one by one; models of transformers
-    declare their own. ``saved_name`` gives the plain name of a key in a saved file, for libraries that map names when they save.
+    declare their own. ``saved_name`` gives the unwrapped name of a saved key, for libraries that map names on save.
     ``watch_steps`` is how many optimizer steps the probe looks at in full, 0 for no probe; ``stop_after``
     has all ranks leave after the checkpoint of that step, as if they had been preempted. ``bridge=False`` leaves accelerate
     and transformers alone on the CPU: there they refuse FSDP, or drop it without a word. ``host`` says where it runs: on all

@@ -67,28 +67,28 @@ def _files(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _final(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """What loads of what a run left, as a plain model; ``problem`` says what does not."""
+    """What loads of what a run left, as a unwrapped model; ``problem`` says what does not."""
     from pytest_distcompat.checks.export import PREFIX
-    from pytest_distcompat.probe import read_files, read_plain
+    from pytest_distcompat.probe import read_files, read_unwrapped
 
     path, checkpoints = Path(wanted["path"]), [Path(one) for one in wanted["checkpoints"]]
     directory = path if path.is_dir() else path.parent
     files = _left(read_files(directory, PREFIX), path, checkpoints)
-    found: dict[str, Any] = {"problem": "", "missing": [], "unexpected": [], "mismatched": [], "plain": None}
+    found: dict[str, Any] = {"problem": "", "missing": [], "unexpected": [], "mismatched": [], "unwrapped": None}
     found["stored"] = not (directory / "config.json").exists()
     found["files"] = [dataclasses.asdict(info) for info in files]
     if not any(info.holds == "model" for info in files):
         there = sorted(str(one.relative_to(directory)) for one in directory.rglob("*") if one.is_file())
         return {**found, "problem": f"holds no weights (files: {', '.join(there) or 'none'})"}
     if found["stored"]:
-        return {**found, "plain": dataclasses.asdict(_stored(path, checkpoints))}
+        return {**found, "unwrapped": dataclasses.asdict(_stored(path, checkpoints))}
     try:
         model, told = _model_class(directory).from_pretrained(directory, output_loading_info=True)
     except Exception as error:
         return {**found, "problem": f"from_pretrained raised {type(error).__name__}: {error}"}
     for title in ("missing", "unexpected", "mismatched"):
         found[title] = sorted(str(key[0] if isinstance(key, tuple) else key) for key in told[f"{title}_keys"])
-    return {**found, "plain": dataclasses.asdict(read_plain(model))}
+    return {**found, "unwrapped": dataclasses.asdict(read_unwrapped(model))}
 
 
 def _left(infos: Iterable[FileInfo], path: Path, checkpoints: Collection[Path]) -> list[FileInfo]:

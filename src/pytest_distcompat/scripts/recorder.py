@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: Places in the run between two steps.
 STRIDE = 100
-PLAIN, BUILD, LOAD, SAVE, END = 0, 1, 2, 10, 90
+BUILD_MODEL, BUILD, LOAD, SAVE, END = 0, 1, 2, 10, 90
 
 
 class Recorder:
@@ -70,7 +70,7 @@ class Recorder:
 
         self.aside(self.close)
         for action, infos in {} if self._built else self._at_rest.items():
-            self._tell(action, {"plain": PLAIN, "load": LOAD}[action], **infos)
+            self._tell(action, {"build_model": BUILD_MODEL, "load": LOAD}[action], **infos)
         # Without its group a rank of ZeRO-3 cannot tell which part of a parameter is its own; it was looked at before that.
         if not self._grouped or distributed.is_initialized():
             self.aside(self.settled)
@@ -112,7 +112,7 @@ class Recorder:
 
     def about_to_wrap(self, model: Module) -> None:
         """A model is what its author made, for the last time."""
-        self.subjects.see_plain(model)
+        self.subjects.see_unwrapped(model)
 
     def made(self, value: Any) -> None:
         """A model or an optimizer as the trainer has it, until something is wrapped around it."""
@@ -189,7 +189,7 @@ class Recorder:
             self.presence.log.write("unseen model", optimizer=type(optimizer).__name__)
             return
         self._model = weakref.ref(model)
-        self._tell("plain", PLAIN, plain=self.subjects.plain_of(model))
+        self._tell("build_model", BUILD_MODEL, unwrapped=self.subjects.unwrapped_of(model))
         infos = self._look(whole=True)
         self._tell("build", BUILD, **infos)
         if self._loaded:
@@ -263,7 +263,10 @@ class Recorder:
             self._optimizer = self.subjects.together(last, model) if last is not None else None
             if model is not None:
                 self._model = weakref.ref(model)
-                self._at_rest = {"plain": {"plain": self.subjects.plain_of(model)}, "load": self._look(whole=True)}
+                self._at_rest = {
+                    "build_model": {"unwrapped": self.subjects.unwrapped_of(model)},
+                    "load": self._look(whole=True),
+                }
 
     def settled(self) -> None:
         """Training may be over: what is trained is looked at once more, if it was not since the last step."""

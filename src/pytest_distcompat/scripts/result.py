@@ -37,7 +37,7 @@ class ScriptRun:
     """One run of a script on all its ranks.
 
     ``cell`` is what was to be running, None where nobody said; ``directory`` holds logs and what the ranks wrote; ``output`` is
-    where the script was to leave its model, if that was said; ``saved_name`` gives the plain name of a key in its files.
+    where the script was to leave its model, if that was said; ``saved_name`` gives the unwrapped name of a key in its files.
     """
 
     ending: Ending

@@ -25,22 +25,22 @@ class Subjects:
         #: Torch's own, in the order they were made; ``optimizers`` are as a trainer has them.
         self.made: list[weakref.ref[Any]] = []
         self.accelerator: weakref.ref[Any] | None = None
-        self._plain: dict[int, tuple[weakref.ref[Module], UnwrappedInfo]] = {}
+        self._unwrapped: dict[int, tuple[weakref.ref[Module], UnwrappedInfo]] = {}
 
-    def see_plain(self, model: Module) -> None:
+    def see_unwrapped(self, model: Module) -> None:
         """Read a model that is about to be wrapped, once; of its parts that were wrapped before, what they were then counts."""
         from pytest_distcompat.probe.blocks import unwrapped
         from pytest_distcompat.probe.parts import read_parts
 
         model = unwrapped(model)
-        known = {key: info for key, (there, info) in self._plain.items() if there() is not None}
+        known = {key: info for key, (there, info) in self._unwrapped.items() if there() is not None}
         if id(model) not in known:
-            self._plain[id(model)] = weakref.ref(model), read_parts(model, known, self._blocks)
+            self._unwrapped[id(model)] = weakref.ref(model), read_parts(model, known, self._blocks)
 
-    def plain_of(self, model: Module) -> UnwrappedInfo | None:
+    def unwrapped_of(self, model: Module) -> UnwrappedInfo | None:
         """Of the models that were seen unwrapped, the largest inside of this one."""
         inside = {id(module) for module in model.modules()}
-        found = [info for key, (there, info) in self._plain.items() if key in inside and there() is not None]
+        found = [info for key, (there, info) in self._unwrapped.items() if key in inside and there() is not None]
         return max(found, key=lambda info: len(info.parameters), default=None)
 
     def model_of(self, optimizer: Any) -> Module | None:

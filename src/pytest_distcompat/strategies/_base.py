@@ -83,13 +83,13 @@ class Strategy:
     options: Mapping[str, str] = field(default_factory=dict)
     order: int = 0
 
-    def canonical(self, name: str, cell: Cell, plain: Iterable[str]) -> str:
-        """The plain model's name for a live one: without the segments that the cell's wrappers are known to put in.
+    def canonical(self, name: str, cell: Cell, unwrapped: Iterable[str]) -> str:
+        """The unwrapped model's name for a live one: without the segments that the cell's wrappers are known to put in.
 
         Only those: a wrapper that the cell does not ask for leaves its segment in the name, which is then no plain
-        name. A segment that the plain model has itself (a submodule called ``module``) stays.
+        name. A segment that the unwrapped model has itself (a submodule called ``module``) stays.
         """
-        known = set(plain)
+        known = set(unwrapped)
         removable = set(self.wrappers)
         removable |= {segment for option, segment in OPTION_WRAPPERS.items() if cell.option(option)}
         segments = [segment for segment in name.split(".") if segment not in removable]

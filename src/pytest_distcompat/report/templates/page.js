@@ -204,16 +204,16 @@
 
   const names = (row) => {
     if (!row.names.length) return;
-    const odd = (one) => !one.plain || !one.live;
+    const odd = (one) => !one.unwrapped || !one.live;
     const details = put(dialog, "details", null, row.names.some(odd) ? { open: "" } : {});
-    put(details, "summary", `Names: ${row.names.length} parameters, plain and live on rank 0; = is the plain name`);
-    const body = table(["plain name", "shape", "live name", "dtype", "kind", "here", "held", "in files"], details);
+    put(details, "summary", `Names: ${row.names.length} parameters, unwrapped and live on rank 0; = is the unwrapped name`);
+    const body = table(["unwrapped name", "shape", "live name", "dtype", "kind", "here", "held", "in files"], details);
     for (const one of [...row.names.filter(odd), ...row.names.filter((other) => !odd(other))]) {
       const line = put(body, "tr");
-      dotted(line, one.plain || "none", one.plain ? "name" : "name wrong");
+      dotted(line, one.unwrapped || "none", one.unwrapped ? "name" : "name wrong");
       put(line, "td", one.shape.join(" x "));
       // What is only in a file is no parameter: nothing is stored or held of it.
-      const same = one.live === one.plain;
+      const same = one.live === one.unwrapped;
       dotted(line, one.live ? (same ? "=" : one.live) : one.key ? `key ${one.key}` : "none", one.live ? "name" : "name wrong");
       put(line, "td", one.loaded && one.dtype && one.loaded !== one.dtype ? `${one.loaded} -> ${one.dtype}` : one.dtype);
       put(line, "td", one.placement ? `${one.kind}, ${one.placement}` : one.kind);

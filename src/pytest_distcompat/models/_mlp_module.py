@@ -20,7 +20,7 @@ class Block(nn.Module):
         return x + y
 
 
-class PlainModule(nn.Module):
+class MLP(nn.Module):
     """(batch, features) -> (batch, classes). Buffers are cast where they are used, as a careful author does: neither
     FSDP2 nor DeepSpeed casts them (a bfloat16 activation times a float32 buffer would turn the next product away).
     """

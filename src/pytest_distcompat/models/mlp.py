@@ -17,9 +17,9 @@ FEATURES, WIDTH, CLASSES = 7, 13, 5
 
 
 def _make() -> Module:
-    from pytest_distcompat.models._plain_module import PlainModule
+    from pytest_distcompat.models._mlp_module import MLP
 
-    return PlainModule(FEATURES, WIDTH, CLASSES)
+    return MLP(FEATURES, WIDTH, CLASSES)
 
 
 def _batch(step: int, rank: int) -> Batch:
@@ -62,8 +62,8 @@ def _reload(directory: Path) -> Module:
     return model
 
 
-PLAIN = TinyModel(
-    "plain",
+MLP_MODEL = TinyModel(
+    "mlp",
     ("Block",),
     _make,
     _batch,
@@ -77,6 +77,6 @@ PLAIN = TinyModel(
     in_8_bits=False,
     # 1.3e-3 seen in bf16_mixed (autocast over float32 masters under DDP), 2.7e-3 with bfloat16 masters.
     spread=1.7,
-    preload=("pytest_distcompat.models._plain_module", "safetensors.torch"),
+    preload=("pytest_distcompat.models._mlp_module", "safetensors.torch"),
     order=2,
 )
