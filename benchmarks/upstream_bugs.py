@@ -37,7 +37,7 @@ GOOD = {"passed", "known", "refused"}
 def cells(profile: str, driver: str) -> list[Cell]:
     """Those of the profile that can be run here."""
     kind = find_driver(driver)
-    return [cell for cell in profiled.cells(profile, driver) if not kind.unable(cell, "cpu")]
+    return [cell for cell in profiled.cells(profile, driver) if not kind.unsupported_reason(cell, "cpu")]
 
 
 def alike(wanted: Cell, cell: Cell) -> tuple[int, ...]:
@@ -51,7 +51,9 @@ def seen(sound: Stack, mutated: Stack, sighting: Sighting, among: list[Cell]) ->
     """(cell, check) that fails on the mutant and not on the sound stack."""
     kind = find_driver(sighting.driver)
     for cell in among:
-        names = [name for name, check in CHECKS.by_name.items() if not check.limit and not check.applies(cell, kind)]
+        names = [
+            name for name, check in CHECKS.by_name.items() if not check.limit and not check.not_applicable(cell, kind)
+        ]
         for name in sorted(names, key=lambda name: (name != sighting.check, CHECKS.get(name).costly)):
             wrong = mutated.verdict(sighting.driver, cell.id, name).status not in GOOD
             if wrong and sound.verdict(sighting.driver, cell.id, name).status in GOOD:

@@ -98,12 +98,12 @@ class Driver:
         self.world = world
 
     @classmethod
-    def unable(cls, cell: Cell, device: str = "cpu") -> str:  # noqa: ARG003 - for those who override it
-        """Why this driver cannot run the cell on that device (``cpu``, ``cuda``), as one sentence; empty if it can."""
+    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:  # noqa: ARG003 - for those who override it
+        """Why this driver cannot run the cell on that device (``cpu``, ``cuda``), as one sentence; None if it can."""
         for name, _ in cell.options:
             if name not in cls.options:
                 return f"the {cls.name or cls.__name__} driver does not speak option {name!r}"
-        return ""
+        return None
 
     @classmethod
     def can(cls, action: str) -> bool:

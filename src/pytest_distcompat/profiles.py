@@ -50,10 +50,10 @@ def cells(
     Raises UsageProblem where ``pairwise`` is asked for without the library that it needs.
     """
     # Not for who only names the profiles.
-    from pytest_distcompat.drivers._declared import unable
+    from pytest_distcompat.drivers._declared import unsupported_reason
 
     def able(cell: Cell) -> bool:
-        return not unable(driver, cell, device)
+        return not unsupported_reason(driver, cell, device)
 
     own = list(matrix.cells(*names, world_size))
     if profile == "default":

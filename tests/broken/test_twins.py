@@ -50,7 +50,7 @@ def bystanders(twin: Twin) -> Iterable[Check]:
     driver = find_driver(twin.driver)
     here = {TRAIN_RUN, REFERENCE_RUN, *CHECKS.get(twin.check).runs(twin.cell, driver).runs}
     for check in CHECKS.by_name.values():
-        if check.name == twin.check or check.applies(twin.cell, driver):
+        if check.name == twin.check or check.not_applicable(twin.cell, driver):
             continue
         if here.issuperset(check.runs(twin.cell, driver).runs):
             yield check
@@ -100,4 +100,4 @@ def test_every_check_has_twins_with_and_without_flat_masters(check: str) -> None
 def concerned(check: str) -> Iterable[Cell]:
     """Ordinary cells in which the check says something: to some checks a strategy without units is nothing."""
     cells = (Cell(strategy, "fp32") for strategy in STRATEGIES.names())
-    return (cell for cell in cells if not CHECKS.get(check).applies(cell, AccelerateDriver))
+    return (cell for cell in cells if not CHECKS.get(check).not_applicable(cell, AccelerateDriver))

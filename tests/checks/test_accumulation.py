@@ -123,9 +123,9 @@ def test_silence_is_no_proof(sound: Sound, run: str, nth: int, told: str) -> Non
 
 
 def test_where_it_says_nothing() -> None:
-    applies = CHECKS.get("accumulation").applies
-    assert applies(Cell.parse("ddp-fp32-w2"), Driver) == "there is one micro-batch a step"
-    assert applies(Cell.parse("ddp-fp32-w2-accumulate_4"), Driver) == ""
+    not_applicable = CHECKS.get("accumulation").not_applicable
+    assert not_applicable(Cell.parse("ddp-fp32-w2"), Driver) == "there is one micro-batch a step"
+    assert not_applicable(Cell.parse("ddp-fp32-w2-accumulate_4"), Driver) is None
 
 
 def test_the_other_run_is_that_of_the_cell_without_the_option() -> None:

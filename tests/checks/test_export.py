@@ -151,6 +151,6 @@ def test_no_plain_model(runs_of: RunsOf) -> None:
 
 
 def test_where_it_says_nothing() -> None:
-    applies = CHECKS.get("export").applies
-    assert applies(Cell.parse("ddp-fp32-w2"), TorchDriver) == ""
-    assert applies(Cell.parse("ddp-fp32-w2"), Driver) == "the driver has no export()"
+    not_applicable = CHECKS.get("export").not_applicable
+    assert not_applicable(Cell.parse("ddp-fp32-w2"), TorchDriver) is None
+    assert not_applicable(Cell.parse("ddp-fp32-w2"), Driver) == "the driver has no export()"

@@ -227,5 +227,6 @@ def test_without_a_reference_there_is_nothing_to_measure_by(sound: Sound) -> Non
     cell = sound("ddp-fp32-w2").cell
     for check in ("parity", "clipping"):
         assert (
-            CHECKS.get(check).applies(cell, Driver) == "the driver has no reference(): there is nothing to measure by"
+            CHECKS.get(check).not_applicable(cell, Driver)
+            == "the driver has no reference(): there is nothing to measure by"
         )

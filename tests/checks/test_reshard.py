@@ -198,5 +198,6 @@ def test_a_silent_rank(runs_of: RunsOf, run: str, action: str) -> None:
 )
 def test_where_it_says_nothing(cell: str, reason: str) -> None:
     driver = AccelerateDriver if cell.startswith("zero") else TorchDriver
-    found = CHECKS.get("reshard").applies(Cell.parse(cell), driver)
-    assert (reason in found) if reason else not found
+    found = CHECKS.get("reshard").not_applicable(Cell.parse(cell), driver)
+    assert reason in (found or "")
+    assert bool(found) == bool(reason)

@@ -225,4 +225,4 @@ def test_silence_is_no_proof(sound: Sound) -> None:
     ],
 )
 def test_where_it_says_nothing(sound: Sound, cell: str, reason: str) -> None:
-    assert CHECKS.get("units").applies(sound(cell).cell, Driver) == reason
+    assert CHECKS.get("units").not_applicable(sound(cell).cell, Driver) == reason

@@ -35,7 +35,7 @@ class Story:
     def judges(self, check: str) -> bool:
         """Whether the check says something in this cell, of runs that the story has."""
         found = CHECKS.get(check)
-        if found.applies(self.cell, Able):
+        if found.not_applicable(self.cell, Able):
             return False
         return {run.name for run in found.runs(self.cell, Able).runs} <= set(self.trace.runs)
 

@@ -98,7 +98,7 @@ def strategies() -> str:
         able = (
             driver.name
             for driver in DRIVERS.by_name.values()
-            if any(not driver.unable(Cell(name, precision), "cuda") for precision in PRECISIONS.names())
+            if any(not driver.unsupported_reason(Cell(name, precision), "cuda") for precision in PRECISIONS.names())
         )
         return code(able)
 
@@ -175,7 +175,7 @@ def actions() -> str:
         return code(
             one.name
             for one in CHECKS.by_name.values()
-            if any(one.applies(cell, without) and not one.applies(cell, Able) for cell in cells)
+            if any(one.not_applicable(cell, without) and not one.not_applicable(cell, Able) for cell in cells)
         )
 
     def called(name: str) -> str:

@@ -159,7 +159,7 @@ class Able(Driver):
     name = "able"
 
     @classmethod
-    def unable(cls, cell: Any, device: str = "cpu") -> str:
+    def unsupported_reason(cls, cell: Any, device: str = "cpu") -> str:
         return "needs a GPU" if device == "cpu" else ""
 
 

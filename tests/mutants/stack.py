@@ -29,7 +29,7 @@ class Stack:
     def verdict(self, driver: str, cell_id: str, check: str) -> Verdict:
         """What the built-in suite says of that check in that cell."""
         cell, kind, wanted = Cell.parse(cell_id), find_driver(driver), CHECKS.get(check)
-        reason = kind.unable(cell, "cpu") or wanted.applies(cell, kind)
+        reason = kind.unsupported_reason(cell, "cpu") or wanted.not_applicable(cell, kind)
         if reason:
             return skipped(check, cell, reason)
         trace = self.runner.trace(driver, cell, wanted.runs(cell, kind))

@@ -21,10 +21,10 @@ class Mine(Driver):
     blocks = ("Linear",)
 
     @classmethod
-    def unable(cls, cell: Cell, device: str = "cpu") -> str:
+    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
         if cell.strategy not in {"ddp", "fsdp2"}:
             return f"my trainer has no {cell.strategy}"
-        return super().unable(cell, device)
+        return super().unsupported_reason(cell, device)
 
     def build_model(self) -> Module:
         import torch

@@ -142,7 +142,7 @@ def _concerned(driver: type[Driver], cell: str) -> list[str]:
     return [
         name
         for name, check in CHECKS.by_name.items()
-        if not check.limit and not check.applies(Cell.parse(cell), driver)
+        if not check.limit and not check.not_applicable(Cell.parse(cell), driver)
     ]
 
 

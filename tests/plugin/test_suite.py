@@ -186,7 +186,7 @@ def test_a_reason_that_is_no_sentence_is_a_collection_error(body: str, said: str
 
         class Mine(Driver):
             @classmethod
-            def unable(cls, cell, device="cpu"):
+            def unsupported_reason(cls, cell, device="cpu"):
                 {body}
 
         class TestX(CompatSuite):
@@ -196,7 +196,7 @@ def test_a_reason_that_is_no_sentence_is_a_collection_error(body: str, said: str
     )
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines([f"*:Mine': unable(ddp-fp32-w2, 'cpu') {said}"])
+    result.stdout.fnmatch_lines([f"*:Mine': unsupported_reason(ddp-fp32-w2, 'cpu') {said}"])
 
 
 @pytest.mark.parametrize("profile", ["pairwise", "full"])
@@ -209,7 +209,7 @@ def test_so_it_is_of_a_cell_that_only_the_profile_has(profile: str, pytester: py
             options = ("compile",)
 
             @classmethod
-            def unable(cls, cell, device="cpu"):
+            def unsupported_reason(cls, cell, device="cpu"):
                 return True if cell.option("compile") else ""
 
         class TestX(CompatSuite):
@@ -220,7 +220,7 @@ def test_so_it_is_of_a_cell_that_only_the_profile_has(profile: str, pytester: py
     result = pytester.runpytest_inprocess(f"--distcompat-profile={profile}")
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(
-        ["*:Mine': unable(ddp-fp32-w2-compile*, 'cpu') returned True; expected the reason as one*"]
+        ["*:Mine': unsupported_reason(ddp-fp32-w2-compile*, 'cpu') returned True; expected the reason as one*"]
     )
 
 
@@ -334,7 +334,7 @@ def test_what_is_not_installed_is_a_reason(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == library else there(name, *rest)
     )
-    assert DRIVERS.get(driver).unable(Cell.parse(cell), "cpu") == reason
+    assert DRIVERS.get(driver).unsupported_reason(Cell.parse(cell), "cpu") == reason
 
 
 @pytest.mark.parametrize(
@@ -356,4 +356,4 @@ def test_what_is_not_installed_is_a_reason(
     ],
 )
 def test_where_it_can_be_said_what_gradients_travel_in(driver: str, cell: str, reason: str) -> None:
-    assert DRIVERS.get(driver).unable(Cell.parse(cell), "cpu") == reason
+    assert DRIVERS.get(driver).unsupported_reason(Cell.parse(cell), "cpu") == reason

@@ -26,7 +26,7 @@ class Mine(Driver):
     name = "mine"
 
     @classmethod
-    def unable(cls, cell, device="cpu"):
+    def unsupported_reason(cls, cell, device="cpu"):
         return "mine has no bf16_pure" if cell.precision == "bf16_pure" else ""
 """
 SUITE = """

@@ -81,7 +81,7 @@ def test_a_cell_has_the_runs_that_its_checks_read_and_no_other(tmp_path: Path) -
         runner.read = set()
         for check in CHECKS.by_name.values():
             # One with a limit compares with another cell's training, which is that cell's.
-            if not check.limit and not check.applies(cell, driver):
+            if not check.limit and not check.not_applicable(cell, driver):
                 runner.trace("torch", cell, check.runs(cell, driver))
         wanted[cell.id] = runner.read
     report = Report(rows=[Row("S", "torch", cell) for cell in CELLS] + [Row("S", "accelerate", CELLS[0])])

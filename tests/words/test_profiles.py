@@ -41,7 +41,7 @@ def test_default_is_the_matrix() -> None:
 
 def test_smoke_has_each_strategy_and_each_precision_that_can_be_run(driver: type[Driver]) -> None:
     found = of("smoke", driver)
-    able = [Cell(s, p) for s, p in itertools.product(*NAMES) if not driver.unable(Cell(s, p), "cpu")]
+    able = [Cell(s, p) for s, p in itertools.product(*NAMES) if not driver.unsupported_reason(Cell(s, p), "cpu")]
     assert {cell.strategy for cell in found} == {cell.strategy for cell in able}
     assert {cell.precision for cell in found} == {cell.precision for cell in able}
     assert not any(cell.options for cell in found)
@@ -88,11 +88,11 @@ def pairs(cell: Cell) -> set[tuple[object, object]]:
 
 def test_pairwise_covers_every_pair_that_can_be_run(driver: type[Driver]) -> None:
     found = of("pairwise", driver)
-    assert all(not driver.unable(cell, "cpu") for cell in found if cell not in of("default", driver))
+    assert all(not driver.unsupported_reason(cell, "cpu") for cell in found if cell not in of("default", driver))
     covered = set().union(*(pairs(cell) for cell in found))
     for cell in of("full", driver):
         # With one option at most: what of that can be run must be there, in some cell, pair by pair.
-        if not driver.unable(cell, "cpu"):
+        if not driver.unsupported_reason(cell, "cpu"):
             missing = {pair for pair in pairs(cell) if None not in pair and "none" not in pair} - covered
             assert not missing, f"{cell}: {missing}"
     assert len(found) < len(of("full", driver)) / 4

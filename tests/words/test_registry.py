@@ -108,8 +108,8 @@ def test_an_adopters_own_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_driver("my_trainer:MyDriver") is MyDriver
     assert find_driver("torch") is DRIVERS.get("torch")
     cell = Cell.of("ddp", "fp32", model="mlp")
-    assert MyDriver.unable(cell) == "the MyDriver driver does not speak option 'model'"
-    assert MyDriver.unable(Cell("ddp", "fp32")) == ""
+    assert MyDriver.unsupported_reason(cell) == "the MyDriver driver does not speak option 'model'"
+    assert MyDriver.unsupported_reason(Cell("ddp", "fp32")) is None
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,11 @@ def test_what_is_no_driver(monkeypatch: pytest.MonkeyPatch, name: str, message: 
         ("options", ("compil",), "options: no option named 'compil'. Known: model, "),
         ("reshards", ("fspd2",), "reshards: no strategy named 'fspd2'. Known: ddp, "),
         ("portable", {"ddp": "fspd2"}, "portable: no strategy named 'fspd2'. Known: ddp, "),
-        ("unable", lambda self, cell, device="cpu": "", "unable is no classmethod; expected unable(cls, cell, device)"),
+        (
+            "unsupported_reason",
+            lambda self, cell, device="cpu": "",
+            "unable is no classmethod; expected unsupported_reason(cls, cell, device)",
+        ),
     ],
 )
 def test_what_a_driver_says_of_itself_wrongly(

@@ -102,19 +102,20 @@ def test_a_release_that_cannot_say_a_cell_does_not_run_it(
 ) -> None:
     last, first = releases.split()
     installed({package: last})
-    reason = driver.unable(Cell.parse(cell))
+    reason = driver.unsupported_reason(Cell.parse(cell))
+    assert reason is not None
     assert reason.startswith(f"{package}>=")
     assert reason.endswith(f"is needed to say this, {last} is installed")
     installed({package: first})
-    assert driver.unable(Cell.parse(cell)) == ""
+    assert driver.unsupported_reason(Cell.parse(cell)) is None
 
 
 def test_nor_is_its_checkpoint_loaded_by_what_it_cannot_say(installed: Callable[..., None]) -> None:
-    cell, applies = Cell.parse("fsdp1-fp32-w2"), CHECKS.get("portable").applies
-    assert applies(cell, TrainerDriver) == ""
+    cell, not_applicable = Cell.parse("fsdp1-fp32-w2"), CHECKS.get("portable").not_applicable
+    assert not_applicable(cell, TrainerDriver) is None
     installed({"transformers": "4.50.3"})
     told = "fsdp2 cannot go on from it: transformers>=4.51 is needed to say this, 4.50.3 is installed"
-    assert applies(cell, TrainerDriver) == told
+    assert not_applicable(cell, TrainerDriver) == told
 
 
 def test_what_an_old_release_can_say_is_run(installed: Callable[..., None]) -> None:
@@ -125,7 +126,7 @@ def test_what_an_old_release_can_say_is_run(installed: Callable[..., None]) -> N
         (TrainerDriver, "fsdp1-fp32-w2"),
         (DeepSpeedDriver, "zero2-bf16_mixed-w2"),
     ]:
-        assert driver.unable(Cell.parse(cell)) == ""
+        assert driver.unsupported_reason(Cell.parse(cell)) is None
 
 
 def test_what_is_not_installed_is_named() -> None:

@@ -16,7 +16,7 @@ ALL = {
     f"{name}-{driver.name}": check.runs(CELL, driver)
     for name, check in CHECKS.by_name.items()
     for driver in DRIVERS.by_name.values()
-    if not check.applies(CELL, driver)
+    if not check.not_applicable(CELL, driver)
 }
 
 
@@ -47,7 +47,7 @@ def test_a_resumed_run_takes_the_batches_that_the_first_took_after_saving() -> N
 def test_what_a_check_waits_for_happens_in_its_scenario(name: str) -> None:
     check = CHECKS.get(name)
     for driver in DRIVERS.by_name.values():
-        if check.applies(CELL, driver):
+        if check.not_applicable(CELL, driver):
             continue
         actions = {run.name: run.actions for run in check.runs(CELL, driver).runs}
         assert check.until

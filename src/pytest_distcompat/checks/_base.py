@@ -16,7 +16,7 @@ from pytest_distcompat.trace import Snapshot, Trace, UnwrappedInfo
 
 Claim = Callable[[Cell, Trace], Iterable[str]]
 #: (cell, driver) -> why the claim says nothing there; empty if it does.
-Applies = Callable[[Cell, type[Driver]], str]
+NotApplicable = Callable[[Cell, type[Driver]], str | None]
 #: The runs that a claim is about; where they depend on the cell or on what the driver can do, a function of both.
 Runs = Scenario | Callable[[Cell, type[Driver]], Scenario]
 
@@ -24,17 +24,20 @@ Runs = Scenario | Callable[[Cell, type[Driver]], Scenario]
 SHOWN = 12
 
 
-def _everywhere(cell: Cell, driver: type[Driver]) -> str:
-    return ""
+def _everywhere(cell: Cell, driver: type[Driver]) -> str | None:
+    return None
 
 
 @dataclass(frozen=True)
 class Check:
     """A claim with a stable name.
 
-    ``until`` names, for each run that it reads, the last action whose snapshots it needs: (run, action, nth). a run that
-    broke off earlier leaves the check without its evidence, which is a failure; one that broke off later does not
-    concern it. ``applies`` says why the claim says nothing in a cell: then there is no item, and the report has the reason.
+    Attributes:
+        until: For each run that the claim reads, the last action whose snapshots it needs: (run, action, nth). A run that
+            broke off earlier leaves the check without its evidence, which is a failure; one that broke off later does
+            not concern it.
+        not_applicable: Returns the reason why the claim says nothing in a cell, or None. Then there is no item, and the
+            report has the reason.
     """
 
     name: str
@@ -42,7 +45,7 @@ class Check:
     until: tuple[tuple[str, str, int], ...]
     claim: Claim
     order: int = 0
-    applies: Applies = _everywhere
+    not_applicable: NotApplicable = _everywhere
     #: The limit that the user must give for there to be anything to assert: ``--distcompat-<limit>``.
     limit: str = ""
     #: The runs that are to end in an exception: a crash or a hang there is the verdict, whenever it came.
@@ -79,7 +82,7 @@ def check(
     scenario: Runs,
     until: tuple[tuple[str, str, int], ...],
     order: int = 0,
-    applies: Applies = _everywhere,
+    not_applicable: NotApplicable = _everywhere,
     limit: str = "",
     raises: tuple[str, ...] = (),
     costly: bool = False,
@@ -87,7 +90,7 @@ def check(
     """Make a Check of a function whose name is the check's and whose docstring is its claim."""
 
     def make(claim: Claim) -> Check:
-        return Check(claim.__name__.rstrip("_"), scenario, until, claim, order, applies, limit, raises, costly)
+        return Check(claim.__name__.rstrip("_"), scenario, until, claim, order, not_applicable, limit, raises, costly)
 
     return make
 

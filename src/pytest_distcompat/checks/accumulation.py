@@ -20,15 +20,15 @@ _BOTH = Scenario("accumulation", (TRAIN_RUN, SINGLE_RUN))
 FULL = 3
 
 
-def _accumulates(cell: Cell, driver: type[Driver]) -> str:
-    return "" if cell.option("accumulate") != 1 else "there is one micro-batch a step"
+def _accumulates(cell: Cell, driver: type[Driver]) -> str | None:
+    return None if cell.option("accumulate") != 1 else "there is one micro-batch a step"
 
 
 @check(
     scenario=_BOTH,
     until=(("train", "step", STEPS - 1), ("single", "step", FULL - 1)),
     order=8,
-    applies=_accumulates,
+    not_applicable=_accumulates,
 )
 def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
     """Of N micro-batches a step each rank is fed N, each one once; fewer at the end of an epoch only. The optimizer steps as

@@ -22,7 +22,7 @@ _DONE = {"truncate": "cut in half", "remove": "gone"}
     costly=True,
     until=(("truncated", "damage", 0), ("removed", "damage", 0)),
     order=15,
-    applies=only_where_it_differs,
+    not_applicable=only_where_it_differs,
     raises=("truncated", "removed"),
 )
 def damage(cell: Cell, trace: Trace) -> Iterator[str]:

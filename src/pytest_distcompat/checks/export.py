@@ -19,12 +19,12 @@ from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace, Unwrapp
 PREFIX = "export/"
 
 
-def _exports(cell: Cell, driver: type[Driver]) -> str:
+def _exports(cell: Cell, driver: type[Driver]) -> str | None:
     missing = [action for action in ("export", "reload", "evaluate") if not driver.can(action)]
-    return f"the driver has no {missing[0]}()" if missing else ""
+    return f"the driver has no {missing[0]}()" if missing else None
 
 
-@check(scenario=EXPORT, until=(("train", "files", 1), ("reload", "evaluate", 0)), order=13, applies=_exports)
+@check(scenario=EXPORT, until=(("train", "files", 1), ("reload", "evaluate", 0)), order=13, not_applicable=_exports)
 def export(cell: Cell, trace: Trace) -> Iterator[str]:
     """The exported files hold the unwrapped model's state dict under its own names (of tied names one is enough; of a model
     with an adapter the adapter alone, as PEFT names it), whole tensors, and nothing of an optimizer. Loaded by the model's

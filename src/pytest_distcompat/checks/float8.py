@@ -16,11 +16,11 @@ from pytest_distcompat.trace import Snapshot, Trace
 KEPT = 2
 
 
-def _asked(cell: Cell, driver: type[Driver]) -> str:
-    return "" if PRECISIONS.get(cell.precision).float8 else f"{cell.precision} asks for no 8 bits"
+def _asked(cell: Cell, driver: type[Driver]) -> str | None:
+    return None if PRECISIONS.get(cell.precision).float8 else f"{cell.precision} asks for no 8 bits"
 
 
-@check(scenario=TRAIN, until=(("train", "step", 2),), order=18, applies=_asked)
+@check(scenario=TRAIN, until=(("train", "step", 2),), order=18, not_applicable=_asked)
 def float8(cell: Cell, trace: Trace) -> Iterator[str]:
     """On every rank all linear layers whose sizes 16 divides are converted, the first and the last perhaps left out, from
     build on; in a step the factors of their products are made in 8 bits; and the loss is a number.

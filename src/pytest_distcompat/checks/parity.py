@@ -22,9 +22,9 @@ RATE_TOLERANCE = 1e-9
 _WHOLE = (("train", "step", STEPS - 1), ("reference", "reference", STEPS - 1))
 
 
-def has_reference(cell: Cell, driver: type[Driver]) -> str:
+def has_reference(cell: Cell, driver: type[Driver]) -> str | None:
     """Why there is nothing to measure by; empty if there is."""
-    return "" if driver.can("reference") else "the driver has no reference(): there is nothing to measure by"
+    return None if driver.can("reference") else "the driver has no reference(): there is nothing to measure by"
 
 
 def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
@@ -33,7 +33,7 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
     return ROUNDED_PARITY if own else PARITY
 
 
-@check(scenario=_runs, until=_WHOLE, order=5, applies=has_reference)
+@check(scenario=_runs, until=_WHOLE, order=5, not_applicable=has_reference)
 def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     """Over 20 steps each loss is a finite number, and the loss (the mean over the ranks), the gradient norm that the trainer
     reports and the learning rate equal those of one process that trains in float32 on the same batches, within the precision's
@@ -136,7 +136,7 @@ def _list(rates: list[float | None]) -> str:
     return ", ".join(f"{rate:.6g}" if rate is not None else "none" for rate in dict.fromkeys(rates)) or "none"
 
 
-@check(scenario=_runs, until=_WHOLE, order=6, applies=has_reference)
+@check(scenario=_runs, until=_WHOLE, order=6, not_applicable=has_reference)
 def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     """What the optimizer is given has the norm that the reference's clipped gradients have, over all ranks together.
 

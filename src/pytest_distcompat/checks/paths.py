@@ -12,12 +12,12 @@ from pytest_distcompat.scenario import NAMED_RUN, PATHS
 from pytest_distcompat.trace import Trace
 
 
-def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str:
+def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
     """Why the claim is tested elsewhere: files are found the same way in all precisions and with most options."""
     others = [name for name, _ in cell.options if name not in {"model", "state_dict"}]
     if cell.precision != "fp32" or others:
         return "files are found as they are in fp32 without that option, and it is tested there"
-    return ""
+    return None
 
 
 @check(
@@ -25,7 +25,7 @@ def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str:
     costly=True,
     until=(("named", "step", 1), ("reopened", "step", 0)),
     order=14,
-    applies=only_where_it_differs,
+    not_applicable=only_where_it_differs,
 )
 def paths(cell: Cell, trace: Trace) -> Iterator[str]:
     """A run directory whose name has spaces, slashes of its parents, letters beyond ASCII, ``pytorch_model_fsdp`` and

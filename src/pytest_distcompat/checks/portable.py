@@ -18,7 +18,7 @@ from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunTrace, Trace
 
 
-def _claimed(cell: Cell, driver: type[Driver]) -> str:
+def _claimed(cell: Cell, driver: type[Driver]) -> str | None:
     target = driver.portable.get(cell.strategy)
     if target is None:
         return f"the driver does not claim that another strategy loads a checkpoint of {cell.strategy}"
@@ -32,8 +32,10 @@ def _claimed(cell: Cell, driver: type[Driver]) -> str:
         return elsewhere
     there = _runs(cell, driver).runs[-1].cell(cell)
     # Which device it will be is not known here: what neither can.
-    problem = STRATEGIES.get(target).refuses(there) or (driver.unable(there, "cpu") and driver.unable(there, "cuda"))
-    return f"{target} cannot go on from it: {problem}" if problem else ""
+    problem = STRATEGIES.get(target).unsupported_reason(there) or (
+        driver.unsupported_reason(there, "cpu") and driver.unsupported_reason(there, "cuda")
+    )
+    return f"{target} cannot go on from it: {problem}" if problem else None
 
 
 def _by_weights(cell: Cell) -> bool:
@@ -49,7 +51,7 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
 _UNTIL = (("train", "step", SAVED + 1), ("port", "step", 0))
 
 
-@check(scenario=_runs, until=_UNTIL, order=12, applies=_claimed, costly=True)
+@check(scenario=_runs, until=_UNTIL, order=12, not_applicable=_claimed, costly=True)
 def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     """Loaded under another strategy at the same world size, all ranks together hold bit by bit what was saved: parameters,
     the optimizer's state of each, step counts, learning rate, scheduler. One more step counts one more step, and in float32,

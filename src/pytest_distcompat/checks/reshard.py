@@ -52,7 +52,7 @@ def has_names(cell: Cell) -> str:
     return ""
 
 
-def _claimed(cell: Cell, driver: type[Driver]) -> str:
+def _claimed(cell: Cell, driver: type[Driver]) -> str | None:
     if cell.strategy not in driver.reshards:
         return f"the driver does not claim that {cell.strategy} loads a checkpoint of another world size"
     return has_names(cell) or saved_as_elsewhere(cell)
@@ -65,7 +65,7 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
 _UNTIL = (("train", "step", SAVED), ("up", "step", 3), ("up", "save", 0), ("back", "step", 0), ("one", "step", 0))
 
 
-@check(scenario=_runs, until=_UNTIL, order=11, applies=_claimed, costly=True)
+@check(scenario=_runs, until=_UNTIL, order=11, not_applicable=_claimed, costly=True)
 def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     """Loaded at twice the world size, in one process, and back at the first world size from twice, all ranks together hold
     bit by bit what all ranks together saved: parameters, the optimizer's state of each, its step counts, its learning rate,

@@ -13,11 +13,11 @@ from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.trace import Trace, UnwrappedInfo
 
 
-def _asked(cell: Cell, driver: type[Driver]) -> str:
-    return "" if cell.option("save_only_model") else "the cell saves the optimizer too"
+def _asked(cell: Cell, driver: type[Driver]) -> str | None:
+    return None if cell.option("save_only_model") else "the cell saves the optimizer too"
 
 
-@check(scenario=TRAIN, until=(("train", "files", 0),), order=15, applies=_asked)
+@check(scenario=TRAIN, until=(("train", "files", 0),), order=15, not_applicable=_asked)
 def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
     """A checkpoint saved with save_only_model holds every parameter and every persistent buffer under the unwrapped model's name
     (of tied names one is enough; of an adapter PEFT's names), equal bit by bit to what was trained at the save (flat

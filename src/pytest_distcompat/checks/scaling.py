@@ -13,19 +13,19 @@ from pytest_distcompat.scenario import OVERFLOW
 from pytest_distcompat.trace import Snapshot, Trace
 
 
-def _scaled(cell: Cell, driver: type[Driver]) -> str:
+def _scaled(cell: Cell, driver: type[Driver]) -> str | None:
     if not PRECISIONS.get(cell.precision).scaled:
         return f"{cell.precision} needs no scaled loss"
     if cell.option("compile"):
         return "a hook that makes gradients overflow would break the graph that compile is to see"
-    return "" if driver.can("overflow") else "the driver has no overflow(): no gradients can be made to"
+    return None if driver.can("overflow") else "the driver has no overflow(): no gradients can be made to"
 
 
 @check(
     scenario=OVERFLOW,
     until=(("overflow", "step", 0), ("overflow", "overflow", 0), ("overflow", "step", 1)),
     order=17,
-    applies=_scaled,
+    not_applicable=_scaled,
 )
 def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
     """A scaler with a scale above 1 is there, and its scale is the same on all ranks after every step. In a step in which

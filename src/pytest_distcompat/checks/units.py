@@ -15,15 +15,15 @@ from pytest_distcompat.trace import ModelInfo, Trace, UnwrappedInfo
 _CUTS = frozenset({"FSDP1", "FSDP2"})
 
 
-def _something_asked(cell: Cell, driver: type[Driver]) -> str:
+def _something_asked(cell: Cell, driver: type[Driver]) -> str | None:
     if STRATEGIES.get(cell.strategy).wrapper in _CUTS:
-        return ""
+        return None
     if cell.option("activation_checkpointing") or cell.option("compile"):
-        return ""
+        return None
     return f"{cell.strategy} cuts no units, and nothing is recomputed or compiled"
 
 
-@check(scenario=TRAIN, until=(("train", "step", 2),), order=7, applies=_something_asked)
+@check(scenario=TRAIN, until=(("train", "step", 2),), order=7, not_applicable=_something_asked)
 def units(cell: Cell, trace: Trace) -> Iterator[str]:
     """Each block is a unit of FSDP's and so is the root: not the whole model in one, nor the children of blocks one by one.
     Activation checkpointing recomputes each block as a whole, torch.compile really makes graphs, of what it was told to,

@@ -10,7 +10,7 @@ from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.cli.tables import table
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.drivers._declared import unable
+from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.known import KnownIssue, applying, concerned
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
@@ -22,13 +22,13 @@ REASONS = 3
 
 @dataclass(frozen=True)
 class Capability:
-    """What one driver can run: ``reasons`` maps every cell of the full profile to why it cannot be run, empty if it can.
+    """What one driver can run: ``reasons`` maps each cell of the full profile to why it cannot be run, None if it can.
 
     ``known`` are the cells that can be run and are known to be refused, or to fail in everything.
     """
 
     driver: str
-    reasons: dict[Cell, str] = field(default_factory=dict)
+    reasons: dict[Cell, str | None] = field(default_factory=dict)
     known: frozenset[Cell] = frozenset()
 
     @property
@@ -72,7 +72,7 @@ def capability(
     """Every strategy in every precision with every value of every option that the driver speaks."""
     names = (STRATEGIES.names(), PRECISIONS.names())
     cells = profiles.cells("full", Matrix(), driver=driver, names=names, world_size=world_size, device=device)
-    reasons = {cell: unable(driver, cell, device) for cell in cells}
+    reasons = {cell: unsupported_reason(driver, cell, device) for cell in cells}
     wholly = [one for one in applying(issues, concerned(driver), device) if one.check == "*"]
     known = (cell for cell in cells if not reasons[cell] and any(one.covers(cell, "active") for one in wholly))
     return Capability(name, reasons, frozenset(known))

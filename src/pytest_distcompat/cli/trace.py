@@ -66,7 +66,7 @@ def _trace(told: argparse.Namespace) -> int:
 
 def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: list[Any], store: Path) -> int:
     from pytest_distcompat.drivers import preload_of
-    from pytest_distcompat.drivers._declared import unable
+    from pytest_distcompat.drivers._declared import unsupported_reason
     from pytest_distcompat.judge import judge
     from pytest_distcompat.known import applying, concerned, shipped
     from pytest_distcompat.launch import WarmLauncher, Warmth
@@ -81,11 +81,11 @@ def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
     STRATEGIES.get(cell.strategy)
     PRECISIONS.get(cell.precision)
     # Where the suite has no item, there is nothing to ask.
-    blank = {check.name: check.applies(cell, driver) or (_LIMIT if check.limit else "") for check in checks}
+    blank = {check.name: check.not_applicable(cell, driver) or (_LIMIT if check.limit else "") for check in checks}
     scenarios = [TRAIN, *(check.runs(cell, driver) for check in checks if not blank[check.name])]
     most = max(run.cell(cell).world_size for scenario in scenarios for run in scenario.runs)
     device = _device(told.device, most)
-    reason = unable(driver, cell, device)
+    reason = unsupported_reason(driver, cell, device)
     if reason:
         raise UsageProblem(f"{cell.id}: {reason}")
     warmth = Warmth(preload_of(driver, [cell]), path=import_path())

@@ -31,9 +31,9 @@ def check_declared(driver: type[Driver], name: str) -> None:
         raise UsageProblem(
             f"driver {name!r}: portable is {driver.portable!r:.200}; expected a mapping of strategy to strategy"
         )
-    if not isinstance(inspect.getattr_static(driver, "unable"), (classmethod, staticmethod)):
+    if not isinstance(inspect.getattr_static(driver, "unsupported_reason"), (classmethod, staticmethod)):
         # It would take the cell for itself.
-        raise UsageProblem(f"driver {name!r}: unable is no classmethod; expected unable(cls, cell, device)")
+        raise UsageProblem(f"driver {name!r}: unable is no classmethod; expected unsupported_reason(cls, cell, device)")
     for option in driver.options:
         if option not in OPTIONS:
             raise UsageProblem(f"driver {name!r}: options: no option named {option!r}. Known: {', '.join(OPTIONS)}")
@@ -46,16 +46,20 @@ def check_declared(driver: type[Driver], name: str) -> None:
                 raise UsageProblem(f"driver {name!r}: {attribute}: {problem}") from None
 
 
-def unable(driver: type[Driver], cell: Cell, device: str) -> str:
-    """What the driver says of that in its own ``unable``. Raises UsageProblem if that is no sentence, or if it raises."""
-    asked = f"driver '{driver.__module__}:{driver.__qualname__}': unable({cell.id}, {device!r})"
-    ask: Callable[[Cell, str], Any] = driver.unable
+def unsupported_reason(driver: type[Driver], cell: Cell, device: str) -> str | None:
+    """Return why the driver cannot run the cell on that device, as its own ``unsupported_reason`` says; None if it can.
+
+    Raises:
+        UsageProblem: If the driver's method raises, or returns something else than a text or None.
+    """
+    asked = f"driver '{driver.__module__}:{driver.__qualname__}': unsupported_reason({cell.id}, {device!r})"
+    ask: Callable[[Cell, str], Any] = driver.unsupported_reason
     try:
         found = ask(cell, device)
     except Exception as error:
         raise UsageProblem(f"{asked} raised {type(error).__name__}: {error}") from error
     if found is not None and not isinstance(found, str):
         raise UsageProblem(
-            f"{asked} returned {found!r:.200}; expected the reason as one sentence, an empty one if the driver is able"
+            f"{asked} returned {found!r:.200}; expected the reason as one sentence, None if the driver supports the cell"
         )
-    return found or ""
+    return found or None

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
 
 
-def unable_by_accelerate(cell: Cell, device: str) -> str:
-    """What accelerate, and Trainer by it, cannot do with FSDP; empty for all else."""
+def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
+    """What accelerate, and Trainer by it, cannot do with FSDP; None for all else."""
     if cell.strategy == "fsdp1" and cell.option("activation_checkpointing") and cell.option("wrap") == "size":
         # It would hang: no verdict could be had of it, and a known issue never covers a hang.
         return (
@@ -23,7 +23,7 @@ def unable_by_accelerate(cell: Cell, device: str) -> str:
     if cell.strategy == "fsdp1" and cell.option("replicate") != 1:
         return "accelerate's ParallelismConfig is for FSDP2; FSDP1's hybrid shards are those of a machine, of which there is one"
     if device != "cpu":
-        return ""
+        return None
     if cell.strategy == "fsdp1" and cell.option("state_dict") == "full":
         return (
             "accelerate gathers FSDP1's full state dict with offload to the CPU, which on CPU ranks is a segmentation "
@@ -31,7 +31,7 @@ def unable_by_accelerate(cell: Cell, device: str) -> str:
         )
     if cell.strategy == "fsdp2" and cell.option("offload"):
         return "accelerate offloads through pinned memory, which needs a GPU"
-    return ""
+    return None
 
 
 def recompute_by_model(model: Any, blocks: Iterable[Module]) -> None:

@@ -54,15 +54,15 @@ class TinyDriver(Driver):
         return [module for module in model.modules() if type(module).__name__ in self.blocks]
 
     @classmethod
-    def unable(cls, cell: Cell, device: str = "cpu") -> str:
+    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
         """An option the driver does not speak, one that makes no sense for the strategy, the precision or the model, or a
         library that is not there.
         """
         problem = (
-            super().unable(cell, device)
+            super().unsupported_reason(cell, device)
             or _releases.missing(cls.needs(cell))
-            or STRATEGIES.get(cell.strategy).refuses(cell)
-            or PRECISIONS.get(cell.precision).unable(cell, device)
+            or STRATEGIES.get(cell.strategy).unsupported_reason(cell)
+            or PRECISIONS.get(cell.precision).unsupported_reason(cell, device)
         )
         if problem:
             return problem

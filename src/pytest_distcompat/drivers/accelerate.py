@@ -59,13 +59,13 @@ class AccelerateDriver(TinyDriver):
     _stream: Iterator[Batch] | None = None
 
     @classmethod
-    def unable(cls, cell: Cell, device: str = "cpu") -> str:
+    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
         """The strategies without an accelerate dialect, and what crashes the interpreter on this device."""
         if STRATEGIES.get(cell.strategy).accelerate is None:
             return f"accelerate has no {cell.strategy}"
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute == "float32":
             return "to accelerate fp32 means that nothing was said, so that no JSON contradicts it"
-        return _options.unable_by_accelerate(cell, device) or super().unable(cell, device)
+        return _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
 
     def build(self, model: Module) -> None:
         """One Accelerator, then data, model, optimizer and scheduler together through ``prepare``."""

@@ -50,7 +50,7 @@ class DeepSpeedDriver(TinyDriver):
     universal: Path | None = None
 
     @classmethod
-    def unable(cls, cell: Cell, device: str = "cpu") -> str:
+    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
         """The strategies that are torch's own."""
         if STRATEGIES.get(cell.strategy).deepspeed is None:
             return f"native DeepSpeed is driven for ZeRO; {cell.strategy} is a strategy of torch"
@@ -58,7 +58,7 @@ class DeepSpeedDriver(TinyDriver):
             return "Transformer Engine is driven through accelerate"
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute != "bfloat16":
             return "two precisions in one JSON are a contradiction, float16 alone is none"
-        return super().unable(cell, device)
+        return super().unsupported_reason(cell, device)
 
     def train(self, model: Module, plan: Plan, seen: Seen) -> None:
         """A checkpoint of another world size is converted first: the engine is told when it is made what it will load."""

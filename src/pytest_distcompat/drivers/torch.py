@@ -55,7 +55,7 @@ class TorchDriver(TinyDriver):
     wrapped: Any = None
 
     @classmethod
-    def unable(cls, cell: Cell, device: str = "cpu") -> str:
+    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
         """The strategies that torch itself does not have."""
         if STRATEGIES.get(cell.strategy).torch is None:
             return f"plain torch has no {cell.strategy}; it is a strategy of DeepSpeed"
@@ -63,7 +63,7 @@ class TorchDriver(TinyDriver):
             return "Transformer Engine is driven through accelerate"
         if cell.strategy == "fsdp1" and cell.option("replicate") != 1 and not cell.option("reshard_after_forward"):
             return "FSDP1 has hybrid shards that stay gathered under a private name only"
-        return super().unable(cell, device)
+        return super().unsupported_reason(cell, device)
 
     def build(self, model: Module) -> None:
         """Process group, wrapper, optimizer, in the order that torch's documentation gives."""

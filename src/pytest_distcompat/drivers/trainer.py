@@ -64,7 +64,7 @@ class TrainerDriver(TinyDriver):
     trainer: Any = None
 
     @classmethod
-    def unable(cls, cell: Cell, device: str = "cpu") -> str:
+    def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
         """The strategies without a dialect, what TrainingArguments cannot say, and what crashes on this device."""
         if STRATEGIES.get(cell.strategy).transformers is None:
             return f"Trainer has no {cell.strategy}"
@@ -76,7 +76,7 @@ class TrainerDriver(TinyDriver):
             return "Trainer hands accelerate no recipe for Transformer Engine"
         if cell.option("activation_checkpointing") and cell.option("model") == "mlp" and "fsdp" not in cell.strategy:
             return "Trainer has the model recompute, and the plain one has no gradient_checkpointing_enable()"
-        return _options.unable_by_accelerate(cell, device) or super().unable(cell, device)
+        return _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
 
     def groups(self, model: Module) -> Any:
         """Trainer's own two groups, for the reference: norms and biases without weight decay."""

@@ -16,7 +16,7 @@ from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver, preload_of
-from pytest_distcompat.drivers._declared import unable
+from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
 from pytest_distcompat.judge import Verdict, judge, skipped
@@ -127,7 +127,7 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         if not (strategies and cell.strategy not in strategies)
         and not (precisions and cell.precision not in precisions)
     }
-    able = {cell: not unable(driver, cell, session.device) for cell in empty}
+    able = {cell: not unsupported_reason(driver, cell, session.device) for cell in empty}
     asked = {cell: [name for name in CHECKS.names() if name not in empty[cell]] for cell in empty if able[cell]}
     costly = [name for name, check in CHECKS.by_name.items() if check.costly]
     for (cell, check), reason in profiles.left_out(profile, asked, costly).items():
@@ -141,7 +141,7 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
 
 def blanks(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict[str, str]:
     """The checks that have no item in a cell, with the reason."""
-    found = {name: check.applies(cell, driver) for name, check in CHECKS.by_name.items()}
+    found = {name: check.not_applicable(cell, driver) for name, check in CHECKS.by_name.items()}
     for name, check in CHECKS.by_name.items():
         if check.limit and check.limit not in session.limits:
             found[name] = f"no limit was given: --distcompat-{check.limit}"
@@ -194,7 +194,7 @@ class BoundCase:
         driver = find_driver(case.suite.driver)
         scenario = case.check.runs(case.cell, driver)
         largest = max(run.cell(case.cell).world_size for run in scenario.runs)
-        reason = unable(driver, case.cell, session.device) or session.too_large(largest)
+        reason = unsupported_reason(driver, case.cell, session.device) or session.too_large(largest)
         if reason:
             return skipped(case.check.name, case.cell, reason), ""
         trace = session.runner.trace(case.suite.driver, case.cell, scenario)

@@ -43,17 +43,17 @@ class Precision:
         """Whether small gradients would vanish without a scaled loss."""
         return self.compute == "float16"
 
-    def unable(self, cell: Cell, device: str) -> str:
+    def unsupported_reason(self, cell: Cell, device: str) -> str | None:
         """Why the cell cannot be run on that device: what its 8 bits need is not installed, or is for GPUs only."""
         if not self.float8:
-            return "option fp8_backend is for precision fp8" if cell.option("fp8_backend") == "te" else ""
+            return "option fp8_backend is for precision fp8" if cell.option("fp8_backend") == "te" else None
         te = cell.option("fp8_backend") == "te"
         package, module = ("Transformer Engine", "transformer_engine") if te else ("torchao", "torchao")
         if not installed(module):
             return f"fp8 needs {package}, which is not installed"
         if te and device == "cpu" and not stand_in(module):
             return "Transformer Engine needs a GPU"
-        return ""
+        return None
 
 
 def installed(module: str) -> bool:

@@ -59,8 +59,8 @@ def write_configuration(cell: Cell, directory: Path, blocks: Sequence[str] = ())
     return path
 
 
-def unwritten(cell: Cell) -> str:
-    """Why no file can say the cell, as one sentence; empty if one can."""
+def unwritten(cell: Cell) -> str | None:
+    """Why no file can say the cell, as one sentence; None if one can."""
     strategy, precision = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision)
     if precision.float8 and strategy.zero_stage is not None:
         return "accelerate takes fp8 under DeepSpeed from Accelerator(mixed_precision='fp8') only, not from a file"
@@ -68,7 +68,7 @@ def unwritten(cell: Cell) -> str:
         return "accelerate's file has no word for FSDP's policy of dtypes: the script gives its plugin one"
     if cell.option("replicate") != 1 and cell.strategy == "fsdp1":
         return "accelerate's file has a parallelism_config for FSDP2 only"
-    return strategy.refuses(cell)
+    return strategy.unsupported_reason(cell)
 
 
 def _settings(cell: Cell, path: Path, blocks: Sequence[str]) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def _cell(strategy: str, precision: str, world_size: int, options: Mapping[str, 
         cell = Cell(strategy or "ddp", precision, world_size, tuple(options.items()))
     except ValueError as error:
         raise UsageProblem(str(error)) from None
-    problem = STRATEGIES.get(cell.strategy).refuses(cell)
+    problem = STRATEGIES.get(cell.strategy).unsupported_reason(cell)
     if problem:
         raise UsageProblem(f"{cell.id}: {problem}")
     return cell

@@ -152,7 +152,7 @@ class ScriptRun:
             )
             return Verdict(name, cell.id, "failed" if found else "passed", "\n".join(found))
         check = CHECKS.get(name)
-        reason = check.applies(cell, Driver)
+        reason = check.not_applicable(cell, Driver)
         if reason:
             return skipped(name, cell, f"the check says nothing here: {reason}")
         short = self._too_short()

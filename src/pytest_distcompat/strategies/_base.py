@@ -98,8 +98,8 @@ class Strategy:
                 segments = segments[1:]
         return ".".join(segments)
 
-    def refuses(self, cell: Cell) -> str:
-        """Why this strategy cannot be run with the cell's options; empty if it can.
+    def unsupported_reason(self, cell: Cell) -> str | None:
+        """Why this strategy cannot be run with the cell's options; None if it can.
 
         ``options`` maps an option's token ("state_dict_full") to the reason it makes no sense here.
         """
@@ -110,4 +110,4 @@ class Strategy:
         copies = int(cell.option("replicate"))
         if copies > 1 and (cell.world_size % copies or cell.world_size < 2 * copies):
             return f"{copies} copies of two shards at least: that is for {2 * copies} ranks, or more by {copies}"
-        return ""
+        return None
