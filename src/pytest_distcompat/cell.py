@@ -40,11 +40,13 @@ OPTIONS: dict[str, Option] = {
             "torch.compile: the whole model by inductor (True) or aot_eager, each block by itself, or one block only",
         ),
         Option("activation_checkpointing", (False, True), "recompute activations in the backward pass"),
-        Option("accumulate", (1, 2, 4), "micro-batches an optimizer step"),
-        Option("offload", (False, True), "keep optimizer state (and shards, where the strategy can) in host memory"),
+        Option("grad_accum", (1, 2, 4), "micro-batches an optimizer step"),
+        Option(
+            "cpu_offload", (False, True), "keep optimizer state (and shards, where the strategy can) in host memory"
+        ),
         Option("reshard_after_forward", (True, False), "free gathered parameters between forward and backward (FSDP)"),
         Option(
-            "replicate",
+            "dp_replicate",
             (1, 2),
             "copies of the shards: hybrid sharding (HSDP), in groups of ranks that hold a copy each",
         ),
@@ -52,13 +54,17 @@ OPTIONS: dict[str, Option] = {
         Option("cpu_ram_efficient_loading", (False, True), "only rank 0 holds the weights before they are sharded"),
         Option("meta_init", (False, True), "the model is made without memory and filled after sharding"),
         Option(
-            "wrap", ("blocks", "size"), "what becomes a unit of FSDP: the model's blocks, or whatever is large enough"
+            "wrap_policy",
+            ("blocks", "size"),
+            "what becomes a unit of FSDP: the model's blocks, or whatever is large enough",
         ),
-        Option("ignored", (False, True), "a frozen module is excluded from sharding"),
+        Option("ignored_modules", (False, True), "a frozen module is excluded from sharding"),
         Option("frozen", (False, True), "a part of the model is not trained"),
-        Option("adapter", (False, True), "a PEFT LoRA adapter is trained, nothing else"),
+        Option("lora", (False, True), "a PEFT LoRA adapter is trained, nothing else"),
         Option(
-            "groups", (False, True), "two groups of parameters: with weight decay, and without for norms and biases"
+            "param_groups",
+            (False, True),
+            "two groups of parameters: with weight decay, and without for norms and biases",
         ),
         Option("save_only_model", (False, True), "checkpoints hold the model alone"),
         Option("fp8_backend", ("torchao", "te"), "which library converts layers to 8 bits"),

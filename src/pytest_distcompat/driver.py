@@ -91,7 +91,7 @@ class Driver:
     #: Class names of the modules that are to be sharded, checkpointed and compiled one by one.
     blocks: tuple[str, ...] = ()
     #: Names of the modules that are to be left out of the sharding.
-    ignored: tuple[str, ...] = ()
+    ignored_modules: tuple[str, ...] = ()
 
     def __init__(self, cell: Cell, world: World) -> None:
         self.cell = cell

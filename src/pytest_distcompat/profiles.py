@@ -22,12 +22,12 @@ PROFILES = {
 KEEPING = (
     "model",
     "state_dict",
-    "offload",
+    "cpu_offload",
     "reshard_after_forward",
     "use_orig_params",
     "cpu_ram_efficient_loading",
     "meta_init",
-    "wrap",
+    "wrap_policy",
     "save_only_model",
     "float32_norms",
 )
@@ -99,7 +99,7 @@ def _choices(driver: type[Driver], of: Callable[[str], bool] = lambda name: True
 
 def _cell(strategy: str, precision: str, world_size: int, *choices: Choice) -> Cell:
     options = tuple(choice for choice in choices if choice is not None)
-    copies = int(dict(options).get("replicate", 1))
+    copies = int(dict(options).get("dp_replicate", 1))
     # Two shards a copy are the least that is one.
     return Cell(strategy, precision, world_size if copies == 1 else max(world_size, 2 * copies), options)
 

@@ -93,16 +93,14 @@ REFERENCE_RUN = Run(
     strategy="ddp",
     world_size=1,
     # With flat parameters a trainer may lose its groups.
-    only=("model", "accumulate", "frozen", "adapter", "groups", "use_orig_params"),
+    only=("model", "grad_accum", "frozen", "lora", "param_groups", "use_orig_params"),
 )
 
 #: What rounding alone makes of that training, for a model that nobody has measured before.
 ROUNDED_RUN = dataclasses.replace(REFERENCE_RUN, name="rounded", actions=("build_model", *("rounded",) * STEPS))
 
 #: What was exported, loaded by nothing but the model's own library.
-RELOAD_RUN = Run(
-    "reload", ("reload", "evaluate"), after="train", strategy="ddp", world_size=1, only=("model", "adapter")
-)
+RELOAD_RUN = Run("reload", ("reload", "evaluate"), after="train", strategy="ddp", world_size=1, only=("model", "lora"))
 
 #: A run directory with everything in its name that a path may have and that paths were told apart by
 #: (https://github.com/huggingface/accelerate/pull/4119); what is saved there is loaded there.
@@ -138,18 +136,18 @@ def reshard(world_size: int) -> Scenario:
     up = Run("up", (*load, *("step",) * 3, "save", "step"), first_step=3, after="train", world_size=2 * world_size)
     back = Run("back", (*load, "step"), first_step=6, after="up", world_size=world_size)
     # One rank holds one copy.
-    one = Run("one", (*load, "step"), first_step=3, after="train", world_size=1, only=without("replicate"))
+    one = Run("one", (*load, "step"), first_step=3, after="train", world_size=1, only=without("dp_replicate"))
     return Scenario("reshard", (TRAIN_RUN, up, back, one) if world_size > 1 else (TRAIN_RUN, up, back))
 
 
 def port(strategy: str) -> Scenario:
     """What was saved under one strategy goes on under another; of options that split flat parameters the other knows nothing."""
-    kept = without("use_orig_params", "replicate")
+    kept = without("use_orig_params", "dp_replicate")
     moved = Run("port", (*_BUILD, "load", "step", "step"), first_step=3, after="train", strategy=strategy, only=kept)
     return Scenario("portable", (TRAIN_RUN, moved))
 
 
 def port_weights(strategy: str) -> Scenario:
     """What was exported under one strategy is trained on under another, by a new optimizer."""
-    moved = Run("port", ("reload", "build", "step"), after="train", strategy=strategy, only=("model", "adapter"))
+    moved = Run("port", ("reload", "build", "step"), after="train", strategy=strategy, only=("model", "lora"))
     return Scenario("portable", (TRAIN_RUN, moved))

@@ -38,7 +38,7 @@ class ParameterInfo:
 class UnwrappedInfo:
     """The model before anything wrapped it: the oracle for names, shapes and what is trainable.
 
-    ``blocks`` (of ``block_classes``) are to be wrapped one by one, ``ignored`` to stay whole; 8 bits are for ``linears``.
+    ``blocks`` (of ``block_classes``) are to be wrapped one by one, ``ignored_modules`` to stay whole; 8 bits are for ``linears``.
     ``products`` counts the modules that multiply by a matrix, None where nobody has counted. ``obeyed`` are the options of a
     cell that the driver speaks: only of these is known what it asks the trainer for.
     """
@@ -49,7 +49,7 @@ class UnwrappedInfo:
     tied: tuple[tuple[str, ...], ...] = ()
     blocks: tuple[str, ...] = ()
     block_classes: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
+    ignored_modules: tuple[str, ...] = ()
     linears: int = 0
     products: int | None = None
     obeyed: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class ModelInfo:
     trainer believes. ``units`` are the live names of the modules that FSDP wraps, ``checkpointed`` of those whose
     activations are recomputed, ``compiled`` of those that torch.compile wraps (the root is ``""``). ``float8`` counts
     the layers that compute in 8 bits. ``graphs`` is how many graphs torch.compile has made so far in this process.
-    ``sharers`` are the ranks that hold a copy of the model together with this one, in the order of their shards: under hybrid
+    ``shard_group`` are the ranks that hold a copy of the model together with this one, in the order of their shards: under hybrid
     sharding not all of them. It is empty where nobody shards.
     """
 
@@ -81,7 +81,7 @@ class ModelInfo:
     compiled: tuple[str, ...] = ()
     float8: int = 0
     graphs: int = 0
-    sharers: tuple[int, ...] = ()
+    shard_group: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class OptimizerInfo:
 
     ``foreign`` counts entries that are no live parameter of the model (a stale optimizer has nothing but these).
     ``partitioned`` maps a live parameter's name to how many of its elements this rank's flat master holds (ZeRO);
-    ``masters`` are these parts. ``accumulates`` is what ZeRO adds gradients up in; ``groups`` each group's numbers: ``lr``.
+    ``masters`` are these parts. ``accumulates`` is what ZeRO adds gradients up in; ``param_groups`` each group's numbers: ``lr``.
     """
 
     chain: tuple[str, ...]
@@ -111,7 +111,7 @@ class OptimizerInfo:
     partitioned: Mapping[str, int] = field(default_factory=dict)
     masters: tuple[StateInfo, ...] = ()
     accumulates: str = ""
-    groups: tuple[Mapping[str, float], ...] = ()
+    param_groups: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -265,9 +265,11 @@ class RunTrace:
         return tuple(sorted((m for m in self.snapshots if m.index == index), key=lambda m: m.rank))
 
     @property
-    def copies(self) -> tuple[tuple[int, ...], ...]:
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that hold a copy of the model among them, for each copy; without hybrid sharding all of them, once."""
-        found = {snapshot.model.sharers for snapshot in self.snapshots if snapshot.model and snapshot.model.sharers}
+        found = {
+            snapshot.model.shard_group for snapshot in self.snapshots if snapshot.model and snapshot.model.shard_group
+        }
         # Whoever holds a model by itself, or none, holds no part of the others' copies.
         rest = tuple(sorted(set(range(self.world_size)) - {rank for ranks in found for rank in ranks}))
         return (*sorted(found), rest) if rest else tuple(sorted(found))

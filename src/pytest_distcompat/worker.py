@@ -125,7 +125,7 @@ class _Rank:
             return False
         steps = sum(action in STEP_ACTIONS for action in self.run.actions)
         # What the check of accumulation counts in every step of an epoch, all others ask of one.
-        return self.number == min(CLOSE, steps) - 1 or self.driver.cell.option("accumulate") != 1
+        return self.number == min(CLOSE, steps) - 1 or self.driver.cell.option("grad_accum") != 1
 
     def _seen(self, action: str, loss: float | None = None) -> None:
         """What ``Driver.train`` calls after each action."""
@@ -163,7 +163,7 @@ class _Rank:
         from pytest_distcompat.probe import read_unwrapped
 
         driver = self.driver
-        infos = {"unwrapped": read_unwrapped(model, driver.blocks, driver.ignored, driver.options)}
+        infos = {"unwrapped": read_unwrapped(model, driver.blocks, driver.ignored_modules, driver.options)}
         if not self.driver.cell.option("compile"):
             # A hook would break the graph that compile is to see.
             self.observer.attach(model)

@@ -102,9 +102,9 @@ class SeededAnewZero(AccelerateDriver):
 
 @twin(
     "accumulation",
-    "ddp-fp32-w2-model_mlp-accumulate_2",
-    "fsdp1-fp32-w2-model_mlp-accumulate_2",
-    "fsdp2-fp32-w2-model_mlp-accumulate_2",
+    "ddp-fp32-w2-model_mlp-grad_accum_2",
+    "fsdp1-fp32-w2-model_mlp-grad_accum_2",
+    "fsdp2-fp32-w2-model_mlp-grad_accum_2",
     match=r"^step 1: rank 0: (1180|1612|1288) elements of gradients were reduced; expected (590|806|644) with one micro-batch",
 )
 class ReducesEach(Torch):
@@ -116,7 +116,7 @@ class ReducesEach(Torch):
 
 @twin(
     "accumulation",
-    "zero1-fp32-w2-model_mlp-accumulate_2",
+    "zero1-fp32-w2-model_mlp-grad_accum_2",
     match=r"^step 1: rank 0: 1181 elements of gradients were reduced; expected 591 with one micro-batch",
     also={"active": r"ZeRO stage 2 is running; expected 1"},
 )
@@ -128,7 +128,7 @@ class HigherStage(LowerStage):
 
 @twin(
     "accumulation",
-    "zero2-fp32-w2-model_mlp-accumulate_2",
+    "zero2-fp32-w2-model_mlp-grad_accum_2",
     match=r"^step 1: rank 0: 591 elements of gradients were reduced; expected 2 times 591, once a micro-batch",
     also={"active": r"ZeRO stage 1 is running; expected 2"},
 )
@@ -138,8 +138,8 @@ class KeepsWholeGradients(LowerStage):
 
 @twin(
     "accumulation",
-    "ddp-fp32-w2-model_mlp-accumulate_2",
-    "zero2-fp32-w2-model_mlp-accumulate_2",
+    "ddp-fp32-w2-model_mlp-grad_accum_2",
+    "zero2-fp32-w2-model_mlp-grad_accum_2",
     match=r"^step 1: rank 0: the optimizer stepped 2 times; 1 with one micro-batch",
     also={**PARITY, **CLIPPING},
 )
@@ -153,7 +153,7 @@ class StepsEach(AccelerateDriver):
 
 @twin(
     "accumulation",
-    "fsdp2-fp32-w2-model_mlp-accumulate_2",
+    "fsdp2-fp32-w2-model_mlp-grad_accum_2",
     match=r"^step 1: rank 0: fed 1 micro-batches; expected 2",
     also={**PARITY, **CLIPPING},
 )
@@ -166,7 +166,7 @@ class OneOfTwo(Torch):
 
 @twin(
     "accumulation",
-    "ddp-fp32-w2-model_mlp-accumulate_2",
+    "ddp-fp32-w2-model_mlp-grad_accum_2",
     match=r"^step 1: rank 0: 1 of 2 micro-batches are one that was fed before in the same step",
     also={**PARITY, **CLIPPING},
 )
@@ -180,7 +180,7 @@ class OneTwice(Torch):
 
 @twin(
     "accumulation",
-    "ddp-fp32-w2-model_mlp-accumulate_2",
+    "ddp-fp32-w2-model_mlp-grad_accum_2",
     match=r"^step 8: rank 0: 0 elements of gradients were reduced; expected 590 with one micro-batch",
     also={**PARITY, **CLIPPING},
 )

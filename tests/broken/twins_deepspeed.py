@@ -76,8 +76,8 @@ class NativeNotClipped(DeepSpeed):
 
 @twin(
     "parity",
-    "zero0-fp32-w2-model_mlp-accumulate_4",
-    "zero2-fp32-w2-model_mlp-accumulate_4",
+    "zero0-fp32-w2-model_mlp-grad_accum_4",
+    "zero2-fp32-w2-model_mlp-grad_accum_4",
     match=r"^step 8: rank 0: the learning rate is",
     also={"clipping": r"^step [89]: "},
 )
@@ -96,7 +96,7 @@ class NoBoundary(DeepSpeedDriver):
 
 @twin(
     "parity",
-    "zero1-fp32-w2-model_mlp-accumulate_2",
+    "zero1-fp32-w2-model_mlp-grad_accum_2",
     match=r"^step 1: rank 0: the learning rate is 0\.0027\d*; 0\.00285 in the reference",
     also={"clipping": "the gradients that the optimizer gets have norm"},
 )

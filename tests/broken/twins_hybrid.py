@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.precisions import Precision
 
-HYBRID = ("fsdp2-fp32-w4-model_mlp-replicate_2", "fsdp1-fp32-w4-model_mlp-replicate_2")
+HYBRID = ("fsdp2-fp32-w4-model_mlp-dp_replicate_2", "fsdp1-fp32-w4-model_mlp-dp_replicate_2")
 
 
 @twin("active", *HYBRID, match=r"^shards are in 1 copies \(all ranks\); expected 2$", also=MEMORY)
@@ -22,7 +22,7 @@ class SharesWithAll(Torch):
     """The copies are asked for and forgotten: shards over all ranks, across machines, where links are slow."""
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
-        return super().wrap(model, precision, cell.without("replicate"), device)
+        return super().wrap(model, precision, cell.without("dp_replicate"), device)
 
 
 @twin(
@@ -39,7 +39,7 @@ class CopiesOnTheirOwn(Torch):
         from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-        mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+        mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp_replicate", "shard"))["shard"]
         blocks = self.tiny.block_modules(model)
         if cell.strategy == "fsdp1":
             return FullyShardedDataParallel(

@@ -37,8 +37,8 @@ def summed(driver: Any) -> None:
 
 @twin(
     "parity",
-    "ddp-fp32-w2-model_mlp-accumulate_2",
-    "fsdp1-fp32-w2-model_mlp-accumulate_2",
+    "ddp-fp32-w2-model_mlp-grad_accum_2",
+    "fsdp1-fp32-w2-model_mlp-grad_accum_2",
     match=LOSS,
     also=CLIPPING,
 )
@@ -50,7 +50,7 @@ class SumsMicroBatches(Torch):
         summed(self)
 
 
-@twin("parity", "zero2-fp32-w2-model_mlp-accumulate_2", match=LOSS, also=CLIPPING)
+@twin("parity", "zero2-fp32-w2-model_mlp-grad_accum_2", match=LOSS, also=CLIPPING)
 class SumsMicroBatchesZero(AccelerateDriver):
     """The same with flat masters."""
 
@@ -59,7 +59,7 @@ class SumsMicroBatchesZero(AccelerateDriver):
         summed(self)
 
 
-@twin("parity", "fsdp2-fp32-w2-model_mlp-accumulate_2", match=RATE, also=CLIPPING)
+@twin("parity", "fsdp2-fp32-w2-model_mlp-grad_accum_2", match=RATE, also=CLIPPING)
 class SchedulePerMicroBatch(Torch):
     """The learning rate decays with every micro-batch."""
 

@@ -102,7 +102,7 @@ class OnlyTheModelComesBack(Trainers):
 
 @twin(
     "parity",
-    "ddp-fp32-w2-accumulate_2",
+    "ddp-fp32-w2-grad_accum_2",
     match=r"^step 1: the loss is 4\.\d+; 4\.\d+ in the reference",
     also=CLIPPING,
 )

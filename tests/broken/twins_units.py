@@ -160,8 +160,8 @@ class CompilesOneBlock(Torch):
 
 @twin(
     "units",
-    "fsdp1-fp32-w2-model_mlp-ignored",
-    "fsdp2-fp32-w2-model_mlp-ignored",
+    "fsdp1-fp32-w2-model_mlp-ignored_modules",
+    "fsdp2-fp32-w2-model_mlp-ignored_modules",
     match=r"rank 0: 'frozen\.weight' is sharded \((DTensor|FSDP1 shard), \S.*\); it was to be left out of the sharding",
 )
 class IgnoresNothing(Torch):

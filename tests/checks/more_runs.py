@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tests.checks.sound_runs import shared_by, sharers
+from tests.checks.sound_runs import shard_group, shared_by
 
 from pytest_distcompat import digests
 from pytest_distcompat.cell import Cell
@@ -171,7 +171,7 @@ def _model(place: Place) -> ModelInfo:
         tuple(parameters),
         (_scale(),),
         world_size=place.cell.world_size,
-        sharers=sharers(place.cell, place.rank) if strategy.shards else (),
+        shard_group=shard_group(place.cell, place.rank) if strategy.shards else (),
     )
 
 
@@ -193,8 +193,8 @@ def _optimizer(place: Place) -> OptimizerInfo:
     if strategy.flat_masters:
         states.append(StateInfo("partition 0", "step", "float32", **_as_state(steps)))
     if not place.done:
-        return OptimizerInfo(("AdamW",), 2, groups=groups)
-    return OptimizerInfo(("AdamW",), 2, states=tuple(states), masters=tuple(masters), groups=groups)
+        return OptimizerInfo(("AdamW",), 2, param_groups=groups)
+    return OptimizerInfo(("AdamW",), 2, states=tuple(states), masters=tuple(masters), param_groups=groups)
 
 
 def _as_state(part: dict[str, Any]) -> dict[str, Any]:

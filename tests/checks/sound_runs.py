@@ -39,7 +39,7 @@ RUNS = (TRAIN_RUN, RESUME_RUN, REFERENCE_RUN)
 
 def trace_of(cell: Cell) -> Trace:
     """The three runs; where gradients are accumulated, a fourth in which they are not."""
-    runs = (*RUNS, SINGLE_RUN) if cell.option("accumulate") != 1 else RUNS
+    runs = (*RUNS, SINGLE_RUN) if cell.option("grad_accum") != 1 else RUNS
     return Trace.of("hand-made", [_run(cell, run) for run in runs])
 
 
@@ -91,12 +91,12 @@ def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapsho
         # Both factors of the product of two layers.
         eight_bits = 4 if PRECISIONS.get(cell.precision).float8 else 0
         snapshot = replace(snapshot, tokens=8 * len(fed), float8=eight_bits * len(fed))
-        if run.first_step or (done != CLOSE and cell.option("accumulate") == 1):
+        if run.first_step or (done != CLOSE and cell.option("grad_accum") == 1):
             # Of others the probe sees no single operators.
             snapshot = replace(snapshot, float8=0, collectives=())
         if done > run.first_step + WHOLE:
             # Of later steps the probe reads numbers only.
-            return replace(snapshot, optimizer=OptimizerInfo(("AdamW",), 0, groups=optimizer.groups))
+            return replace(snapshot, optimizer=OptimizerInfo(("AdamW",), 0, param_groups=optimizer.param_groups))
     scaler = {"scale": 1024.0} if PRECISIONS.get(cell.precision).scaled else {}
     model = _model(cell, done, rank)
     return replace(snapshot, model=model, optimizer=optimizer, rng=f"random after {done}", scaler=scaler)
@@ -104,7 +104,7 @@ def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapsho
 
 def _micros(cell: Cell, number: int) -> int:
     """Micro-batches of a step, counted from 1; every eighth is the end of an epoch."""
-    return 1 if number % 8 == 0 else int(cell.option("accumulate"))
+    return 1 if number % 8 == 0 else int(cell.option("grad_accum"))
 
 
 def _unwrapped(cell: Cell) -> UnwrappedInfo:
@@ -113,9 +113,16 @@ def _unwrapped(cell: Cell) -> UnwrappedInfo:
         ParameterInfo(name, shape, load, name in TRAINABLE, local_numel=math.prod(shape))
         for name, shape in SHAPES.items()
     )
-    ignored = IGNORED if cell.option("ignored") else ()
+    ignored = IGNORED if cell.option("ignored_modules") else ()
     return UnwrappedInfo(
-        parameters, (_scale(),), SAVED, (TIED,), blocks=BLOCKS, ignored=ignored, linears=3, obeyed=tuple(OPTIONS)
+        parameters,
+        (_scale(),),
+        SAVED,
+        (TIED,),
+        blocks=BLOCKS,
+        ignored_modules=ignored,
+        linears=3,
+        obeyed=tuple(OPTIONS),
     )
 
 
@@ -132,7 +139,7 @@ def _model(cell: Cell, done: int, rank: int) -> ModelInfo:
         train = name in TRAINABLE
         storage = row.storage if train else precision.load
         info = ParameterInfo(live_name(cell, name), shape, storage, train, strategy.kind, held=int(train))
-        shards = strategy.shards and not (cell.option("ignored") and name.partition(".")[0] in IGNORED)
+        shards = strategy.shards and not (cell.option("ignored_modules") and name.partition(".")[0] in IGNORED)
         part = f" of rank {rank % shared_by(cell)}" if shards else ""
         info = replace(
             info,
@@ -157,16 +164,16 @@ def _model(cell: Cell, done: int, rank: int) -> ModelInfo:
         compiled=("",) if _wrapped_by_compile(cell) else blocks[: {"regional": 2, "partial": 1}.get(str(how), 0)],
         float8=2 if PRECISIONS.get(cell.precision).float8 else 0,
         graphs=int(bool(how)),
-        sharers=sharers(cell, rank) if strategy.shards else (),
+        shard_group=shard_group(cell, rank) if strategy.shards else (),
     )
 
 
 def shared_by(cell: Cell) -> int:
     """How many ranks hold a copy."""
-    return cell.world_size // int(cell.option("replicate"))
+    return cell.world_size // int(cell.option("dp_replicate"))
 
 
-def sharers(cell: Cell, rank: int) -> tuple[int, ...]:
+def shard_group(cell: Cell, rank: int) -> tuple[int, ...]:
     """They: neighbours, as a mesh of copies and shards has them."""
     first = rank - rank % shared_by(cell)
     return tuple(range(first, first + shared_by(cell)))
@@ -191,7 +198,9 @@ def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerInfo:
         if done
     ]
     partitioned = dict.fromkeys(names, 8 // cell.world_size) if strategy.flat_masters else {}
-    return OptimizerInfo(("AdamW",), len(owners), states=tuple(states), partitioned=partitioned, groups=({"lr": 0.1},))
+    return OptimizerInfo(
+        ("AdamW",), len(owners), states=tuple(states), partitioned=partitioned, param_groups=({"lr": 0.1},)
+    )
 
 
 def _watched(cell: Cell, micros: int) -> dict[str, Any]:

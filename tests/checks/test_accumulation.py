@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.trace import Snapshot
 
-ONCE = tuple(f"{one}-fp32-w2-accumulate_2" for one in ("ddp", "fsdp1", "fsdp2", "zero0", "zero1"))
-EACH = tuple(f"{one}-fp32-w2-accumulate_2" for one in ("zero2", "zero3"))
+ONCE = tuple(f"{one}-fp32-w2-grad_accum_2" for one in ("ddp", "fsdp1", "fsdp2", "zero0", "zero1"))
+EACH = tuple(f"{one}-fp32-w2-grad_accum_2" for one in ("zero2", "zero3"))
 
 
 def reduced(elements: int, calls: int = 1, dtype: str = "float32") -> dict[str, tuple[CollectiveInfo, ...]]:
@@ -55,7 +55,7 @@ def test_norms_flags_and_padding_are_no_gradients(sound: Sound) -> None:
         few = CollectiveInfo("allreduce", "float32", 1, 3, 3)
         return replace(snapshot, collectives=(*snapshot.collectives, norm, flag, few))
 
-    assert sound("ddp-fp32-w2-accumulate_4").alter(more, action="step").findings("accumulation") == []
+    assert sound("ddp-fp32-w2-grad_accum_4").alter(more, action="step").findings("accumulation") == []
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_is_fed(sound: Sound, cell: str, fed: tuple[str, ...], nth: int, fi
 
 
 def test_an_epoch_may_end_anywhere_but_at_its_beginning(sound: Sound) -> None:
-    assert sound("ddp-fp32-w2-accumulate_4").snapshot("step", {"inputs": ("a",)}, nth=3).findings("accumulation") == []
+    assert sound("ddp-fp32-w2-grad_accum_4").snapshot("step", {"inputs": ("a",)}, nth=3).findings("accumulation") == []
 
 
 @pytest.mark.parametrize("cell", [*ONCE, *EACH])
@@ -89,7 +89,7 @@ def test_the_optimizer_steps_once(sound: Sound, cell: str, times: int) -> None:
 
 def test_two_optimizers_step_once_each(sound: Sound) -> None:
     step = StepInfo("AdamW", ("float32",), ("float32",), ("float32",))
-    story = sound("ddp-fp32-w2-accumulate_2")
+    story = sound("ddp-fp32-w2-grad_accum_2")
     for run in ("train", "single"):
         story = story.snapshot("step", {"steps": (step, step)}, run=run)
     assert story.findings("accumulation") == []
@@ -97,7 +97,7 @@ def test_two_optimizers_step_once_each(sound: Sound) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_in_a_compiled_graph_nobody_sees_what_is_fed(sound: Sound, strategy: str) -> None:
-    story = sound(f"{strategy}-fp32-w2-accumulate_2-compile")
+    story = sound(f"{strategy}-fp32-w2-grad_accum_2-compile")
     for run in ("train", "single"):
         story = story.snapshot("step", {"inputs": ()}, run=run)
     assert story.findings("accumulation") == []
@@ -108,7 +108,7 @@ def test_in_a_compiled_graph_nobody_sees_what_is_fed(sound: Sound, strategy: str
 
 
 def test_one_rank_alone_reduces_nothing(sound: Sound) -> None:
-    story = sound("ddp-fp32-w1-accumulate_2")
+    story = sound("ddp-fp32-w1-grad_accum_2")
     for run in ("train", "single"):
         story = story.snapshot("step", {"collectives": ()}, run=run)
     assert story.findings("accumulation") == []
@@ -118,18 +118,18 @@ def test_one_rank_alone_reduces_nothing(sound: Sound) -> None:
     ("run", "nth", "told"), [("train", 6, "step 7"), ("single", 2, "three steps of one micro-batch")]
 )
 def test_silence_is_no_proof(sound: Sound, run: str, nth: int, told: str) -> None:
-    story = sound("fsdp2-fp32-w2-accumulate_2").without("step", run=run, nth=nth, rank=1)
+    story = sound("fsdp2-fp32-w2-grad_accum_2").without("step", run=run, nth=nth, rank=1)
     assert story.findings("accumulation") == [f"rank 1: no report after {told}"]
 
 
 def test_where_it_says_nothing() -> None:
     not_applicable = CHECKS.get("accumulation").not_applicable
     assert not_applicable(Cell.parse("ddp-fp32-w2"), Driver) == "there is one micro-batch a step"
-    assert not_applicable(Cell.parse("ddp-fp32-w2-accumulate_4"), Driver) is None
+    assert not_applicable(Cell.parse("ddp-fp32-w2-grad_accum_4"), Driver) is None
 
 
 def test_the_other_run_is_that_of_the_cell_without_the_option() -> None:
-    cell = Cell.parse("fsdp2-bf16_mixed-w4-model_mlp-accumulate_4-frozen")
+    cell = Cell.parse("fsdp2-bf16_mixed-w4-model_mlp-grad_accum_4-frozen")
     train, single = CHECKS.get("accumulation").runs(cell, Driver).runs
     assert single.cell(cell).id == "fsdp2-bf16_mixed-w4-model_mlp-frozen"
     assert (single.actions, single.same_as) == (train.actions, "train")

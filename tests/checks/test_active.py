@@ -19,16 +19,16 @@ CELLS = [f"{strategy}-{precision}-w2" for strategy in STRATEGIES.names() for pre
 OTHERS = [
     f"{strategy}-fp32-{rest}"
     for strategy, options in {
-        "ddp": ("compile", "compile_regional", "activation_checkpointing", "accumulate_4"),
-        "fsdp1": ("compile_aot_eager", "activation_checkpointing", "ignored", "accumulate_2"),
-        "fsdp2": ("compile", "compile_partial", "activation_checkpointing", "ignored", "accumulate_2"),
-        "zero1": ("accumulate_2",),
-        "zero3": ("compile", "accumulate_2"),
+        "ddp": ("compile", "compile_regional", "activation_checkpointing", "grad_accum_4"),
+        "fsdp1": ("compile_aot_eager", "activation_checkpointing", "ignored_modules", "grad_accum_2"),
+        "fsdp2": ("compile", "compile_partial", "activation_checkpointing", "ignored_modules", "grad_accum_2"),
+        "zero1": ("grad_accum_2",),
+        "zero3": ("compile", "grad_accum_2"),
     }.items()
     for rest in ("w1", "w4", *(f"w2-{option}" for option in options))
 ]
 #: Hybrid shards: ranks 0 and 1 hold a copy, and 2 and 3.
-HYBRID = ["fsdp1-fp32-w4-replicate_2", "fsdp2-bf16_mixed-w4-replicate_2", "fsdp2-fp32-w8-replicate_2"]
+HYBRID = ["fsdp1-fp32-w4-dp_replicate_2", "fsdp2-bf16_mixed-w4-dp_replicate_2", "fsdp2-fp32-w8-dp_replicate_2"]
 
 
 @pytest.mark.parametrize("check", CHECKS.names())
@@ -220,7 +220,7 @@ def test_copies_of_shards_stay_equal(sound: Sound, cell: str) -> None:
 
 
 def test_as_many_copies_of_shards_as_asked(sound: Sound) -> None:
-    asked, unwrapped = sound("fsdp2-fp32-w4-replicate_2"), sound("fsdp2-fp32-w4")
+    asked, unwrapped = sound("fsdp2-fp32-w4-dp_replicate_2"), sound("fsdp2-fp32-w4")
     others = [replace(asked, trace=unwrapped.trace), replace(unwrapped, trace=asked.trace)]
     assert [story.findings("active") for story in others] == [
         ["shards are in 1 copies (all ranks); expected 2"],
@@ -235,25 +235,25 @@ def test_as_many_copies_of_shards_as_asked(sound: Sound) -> None:
         lambda snapshot: replace(
             snapshot,
             unwrapped=snapshot.unwrapped and replace(snapshot.unwrapped, obeyed=()),
-            model=snapshot.model and replace(snapshot.model, sharers=(snapshot.rank,)),
+            model=snapshot.model and replace(snapshot.model, shard_group=(snapshot.rank,)),
         )
     )
     assert alone.findings("active")[0] == "shards are in 2 copies (rank 0; rank 1); expected 1, of several ranks"
 
 
 def test_who_holds_a_model_by_itself_holds_no_part_of_the_copies_of_others(sound: Sound) -> None:
-    story = sound("fsdp2-fp32-w4").model({"sharers": (0, 1)}, rank=0).model({"sharers": (0, 1)}, rank=1)
-    story = story.model({"sharers": ()}, rank=2).model({"sharers": ()}, rank=3)
-    assert story.trace.run().copies == ((0, 1), (2, 3))
+    story = sound("fsdp2-fp32-w4").model({"shard_group": (0, 1)}, rank=0).model({"shard_group": (0, 1)}, rank=1)
+    story = story.model({"shard_group": ()}, rank=2).model({"shard_group": ()}, rank=3)
+    assert story.trace.run().replicas == ((0, 1), (2, 3))
     assert story.findings("active")[0] == "shards are in 2 copies (ranks 0, 1; ranks 2, 3); expected 1"
 
 
 def test_each_copy_is_one(sound: Sound) -> None:
-    story = sound("fsdp2-fp32-w4-replicate_2").parameters({"local_numel": 0}, action="build", rank=3)
+    story = sound("fsdp2-fp32-w4-dp_replicate_2").parameters({"local_numel": 0}, action="build", rank=3)
     assert story.findings("active") == [
         "ranks 2, 3 together store 0.50 copies of the parameters; expected 1, each rank its shard"
     ]
-    story = sound("fsdp2-fp32-w4-replicate_2").parameters(
+    story = sound("fsdp2-fp32-w4-dp_replicate_2").parameters(
         {"local_numel": 16}, only="outlet.weight", action="build", rank=2
     )
     assert story.findings("active") == [

@@ -37,7 +37,7 @@ def test_parts_are_added_up(sound: Sound, cell: str) -> None:
 
 
 def test_parts_are_added_up_in_each_copy_of_hybrid_shards(sound: Sound) -> None:
-    story = sound("fsdp2-fp32-w4-replicate_2")
+    story = sound("fsdp2-fp32-w4-dp_replicate_2")
     assert story.findings("clipping") == []
     assert story.stepped({"square": 0.75}, action="step", nth=2, rank=3).findings("clipping") == [
         "step 3: ranks 2, 3 together: the gradients that the optimizer gets have norm 1.11803; 1 in the reference (2e-04 allowed)"

@@ -26,7 +26,7 @@ def test_the_same_data_on_two_ranks(sound: Sound, cell: str, nth: int) -> None:
 
 def test_one_of_several_micro_batches(sound: Sound) -> None:
     fed = ("batch 2.0 of rank 3", "batch 2.0 of rank 1")
-    story = sound("ddp-fp32-w4-accumulate_2").snapshot("step", {"inputs": fed}, nth=1, rank=3)
+    story = sound("ddp-fp32-w4-grad_accum_2").snapshot("step", {"inputs": fed}, nth=1, rank=3)
     assert story.findings("data") == ["ranks 1 and 3 are fed the same batch in step 2"]
 
 
@@ -63,7 +63,7 @@ def test_the_epoch_begins_anew(sound: Sound, cell: str) -> None:
 
 def test_micro_batches_in_another_order(sound: Sound) -> None:
     fed = ("batch 4.1 of rank 0", "batch 4.0 of rank 0")
-    story = sound("fsdp1-fp32-w2-accumulate_2").snapshot("step", {"inputs": fed}, run="resume", nth=0, rank=0)
+    story = sound("fsdp1-fp32-w2-grad_accum_2").snapshot("step", {"inputs": fed}, run="resume", nth=0, rank=0)
     assert story.findings("data") == [
         "rank 0: step 1 after the load is fed other data than in the run that never stopped"
     ]

@@ -87,7 +87,7 @@ def test_what_is_exported_has_plain_names_too(sound: Sound) -> None:
 
 def adapted(sound: Sound) -> Story:
     """A model whose two trained parameters are an adapter's, saved as PEFT saves it: without all else."""
-    story = sound("fsdp2-fp32-w2-adapter")
+    story = sound("fsdp2-fp32-w2-lora")
     names = dict(zip(("inlet.weight", "outlet.weight"), LORA, strict=True))
     for old, new in names.items():
         story = story.renamed(old, new)

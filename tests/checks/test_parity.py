@@ -135,17 +135,17 @@ def test_a_trainer_need_not_tell_a_norm(sound: Sound) -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "told"),
+    ("param_groups", "told"),
     [
         (({"lr": 0.05},), "0.05"),
         (({"lr": 0.1}, {"lr": 0.2}), "0.1, 0.2"),
         (({"weight_decay": 0.1},), "none"),
     ],
 )
-def test_a_learning_rate(sound: Sound, groups: tuple[dict[str, float], ...], told: str) -> None:
-    story = sound("ddp-fp32-w2").optimizer({"groups": groups}, action="step", nth=9, rank=0)
+def test_a_learning_rate(sound: Sound, param_groups: tuple[dict[str, float], ...], told: str) -> None:
+    story = sound("ddp-fp32-w2").optimizer({"param_groups": param_groups}, action="step", nth=9, rank=0)
     found = story.findings("parity")
-    if len(groups) == 2:
+    if len(param_groups) == 2:
         # The reference has one group; the first of both is its.
         assert found == []
     else:
@@ -153,15 +153,15 @@ def test_a_learning_rate(sound: Sound, groups: tuple[dict[str, float], ...], tol
 
 
 def test_a_trainer_may_keep_more_groups_of_one_rate(sound: Sound) -> None:
-    story = sound("zero1-fp32-w2").optimizer({"groups": ({"lr": 0.1}, {"lr": 0.1})}, action="step")
+    story = sound("zero1-fp32-w2").optimizer({"param_groups": ({"lr": 0.1}, {"lr": 0.1})}, action="step")
     assert story.findings("parity") == []
 
 
 def test_each_group_has_its_rate(sound: Sound) -> None:
     where: dict[str, Any] = {"run": "reference", "action": "reference"}
-    story = sound("ddp-fp32-w2").optimizer({"groups": ({"lr": 0.1}, {"lr": 0.2})}, **where)
+    story = sound("ddp-fp32-w2").optimizer({"param_groups": ({"lr": 0.1}, {"lr": 0.2})}, **where)
     assert story.findings("parity") == []
-    story = story.optimizer({"groups": ({"lr": 0.1}, {"lr": 0.3})}, action="step", nth=0, rank=1)
+    story = story.optimizer({"param_groups": ({"lr": 0.1}, {"lr": 0.3})}, action="step", nth=0, rank=1)
     assert story.findings("parity") == ["step 1: rank 1: the learning rate is 0.1, 0.3; 0.1, 0.2 in the reference"]
 
 

@@ -22,7 +22,9 @@ RunsOf = Callable[[str, str], "Story"]
 CELLS = ("ddp-fp32-w2", "fsdp1-fp32-w4", "fsdp2-fp32-w2", "zero1-fp32-w2", "zero3-fp32-w2")
 
 
-@pytest.mark.parametrize("cell", [*CELLS, "fsdp2-fp32-w1", "fsdp1-fp32-w4-replicate_2", "fsdp2-fp32-w4-replicate_2"])
+@pytest.mark.parametrize(
+    "cell", [*CELLS, "fsdp2-fp32-w1", "fsdp1-fp32-w4-dp_replicate_2", "fsdp2-fp32-w4-dp_replicate_2"]
+)
 def test_sound(runs_of: RunsOf, cell: str) -> None:
     assert runs_of(cell, "reshard").findings("reshard") == []
 
@@ -46,7 +48,7 @@ def test_one_shard_with_other_values(runs_of: RunsOf, cell: str) -> None:
     assert other.findings("reshard") == [f"parameter 'outlet.weight': {title} after the load at {ranks} ranks"]
 
 
-HYBRID = "fsdp2-fp32-w4-replicate_2"
+HYBRID = "fsdp2-fp32-w4-dp_replicate_2"
 
 
 @pytest.mark.parametrize("what", ["parameter", "exp_avg"])
@@ -173,10 +175,10 @@ def test_scheduler_and_loss(runs_of: RunsOf, changes: dict[str, Any], told: str)
 def test_the_numbers_of_the_groups(runs_of: RunsOf) -> None:
     where = {"run": "one", "action": "load"}
     story = runs_of("fsdp2-fp32-w2", "reshard")
-    assert story.optimizer({"groups": ({"lr": 0.1, "weight_decay": 0.01},)}, **where).findings("reshard") == [
+    assert story.optimizer({"param_groups": ({"lr": 0.1, "weight_decay": 0.01},)}, **where).findings("reshard") == [
         "rank 0: lr of the optimizer's group 0 is 0.1 after the load at 1 rank; 0.0125 was saved"
     ]
-    assert story.optimizer({"groups": ()}, **where).findings("reshard") == [
+    assert story.optimizer({"param_groups": ()}, **where).findings("reshard") == [
         "rank 0: the optimizer has 0 param groups after the load at 1 rank; 1 were saved"
     ]
 

@@ -126,14 +126,14 @@ def test_a_parameter_in_another_dtype(sound: Sound, cell: str) -> None:
     ],
 )
 def test_a_number_of_a_group(sound: Sound, group: dict[str, float], finding: str) -> None:
-    story = sound("zero1-fp32-w2").optimizer({"groups": (group,)}, run="resume", action="load", rank=0)
+    story = sound("zero1-fp32-w2").optimizer({"param_groups": (group,)}, run="resume", action="load", rank=0)
     assert story.findings("resume") == [f"rank 0: {finding}"]
 
 
-@pytest.mark.parametrize("groups", [(), ({"lr": 0.1}, {"lr": 0.2})])
-def test_another_number_of_groups(sound: Sound, groups: tuple[dict[str, float], ...]) -> None:
-    story = sound("ddp-fp32-w2").optimizer({"groups": groups}, run="resume", action="load", rank=0)
-    told = f"rank 0: the optimizer has {len(groups)} param groups after the load; 1 before"
+@pytest.mark.parametrize("param_groups", [(), ({"lr": 0.1}, {"lr": 0.2})])
+def test_another_number_of_groups(sound: Sound, param_groups: tuple[dict[str, float], ...]) -> None:
+    story = sound("ddp-fp32-w2").optimizer({"param_groups": param_groups}, run="resume", action="load", rank=0)
+    told = f"rank 0: the optimizer has {len(param_groups)} param groups after the load; 1 before"
     assert told in story.findings("resume")
 
 
@@ -151,7 +151,7 @@ def test_saving_changes_nothing(sound: Sound, cell: str) -> None:
 
     name = sound(cell).live("outlet.weight")
     assert both("parameter", {"digest": "other"}) == [f"rank 0: parameter {name!r}: other values after the save"]
-    assert both("optimizer", {"groups": ({"lr": 0.0},)}) == [
+    assert both("optimizer", {"param_groups": ({"lr": 0.0},)}) == [
         "rank 0: lr of the optimizer's group 0 is 0.0 after the save; 0.1 before"
     ]
 

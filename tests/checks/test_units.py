@@ -49,7 +49,7 @@ def test_what_is_no_block_may_be_a_unit_too(sound: Sound, cell: str) -> None:
 
 @pytest.mark.parametrize(("modules", "fine"), [(("",), False), (("", "frozen"), True)])
 def test_units_by_size(sound: Sound, modules: tuple[str, ...], *, fine: bool) -> None:
-    story = sound("fsdp2-fp32-w2-wrap_size")
+    story = sound("fsdp2-fp32-w2-wrap_policy_size")
     found = story.model({"units": modules}, **LAST, rank=0).findings("units")
     told = "rank 0: FSDP has one unit for the whole model; expected one for each part that is large enough"
     assert found == [told] * (not fine)
@@ -172,7 +172,7 @@ def test_blocks_that_nobody_knows(sound: Sound, cell: str, classes: tuple[str, .
 
 
 def test_where_no_block_is_asked_for_none_need_be_known(sound: Sound) -> None:
-    for cell in ("fsdp2-fp32-w2-wrap_size", "ddp-fp32-w2-compile"):
+    for cell in ("fsdp2-fp32-w2-wrap_policy_size", "ddp-fp32-w2-compile"):
         assert with_blocks(sound(cell)).findings("units") == []
 
 
@@ -186,9 +186,9 @@ def test_a_block_that_stands_for_the_whole(sound: Sound) -> None:
 def test_a_module_to_leave_out_that_nobody_knows(sound: Sound) -> None:
     def forget(snapshot: Snapshot) -> Snapshot:
         assert snapshot.unwrapped is not None
-        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, ignored=()))
+        return replace(snapshot, unwrapped=replace(snapshot.unwrapped, ignored_modules=()))
 
-    story = sound("fsdp2-fp32-w2-ignored").alter(forget, action="build_model")
+    story = sound("fsdp2-fp32-w2-ignored_modules").alter(forget, action="build_model")
     assert story.findings("units") == ["it is not known which module was to be left out of the sharding"]
 
 

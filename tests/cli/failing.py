@@ -135,7 +135,7 @@ EXAMPLES: Mapping[str, Example] = {
         lambda cell: sound(cell).stepped({"square": 1.0}, action="step"),
     ),
     "units": Example("wraps the whole model in one unit", "fsdp2-fp32-w2", _units),
-    "accumulation": Example("reduces gradients after each micro-batch", "ddp-fp32-w2-accumulate_2", _reduced_twice),
+    "accumulation": Example("reduces gradients after each micro-batch", "ddp-fp32-w2-grad_accum_2", _reduced_twice),
     "memory": Example("keeps masters of frozen parameters", "fsdp2-fp32-w2", _masters_of_the_frozen),
     "data": Example(
         "shuffles every rank's data alike",

@@ -18,17 +18,19 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
             "accelerate", "fsdp2-bf16_mixed-w2-model_mlp", "active", "has no attribute '(dtype|_no_split_modules)'"
         ),
     ),
-    "acc-3528-size-wrap": (Sighting("accelerate", "fsdp2-fp32-w2-wrap_size", "units", "has no attribute 'numel'"),),
+    "acc-3528-size-wrap": (
+        Sighting("accelerate", "fsdp2-fp32-w2-wrap_policy_size", "units", "has no attribute 'numel'"),
+    ),
     "acc-3554-compile-names": (
         Sighting("accelerate", "fsdp2-fp32-w2-compile_aot_eager", "names", "KeyError|FSDP2 mapping failed"),
     ),
-    "acc-3630-ds-boundary": (Sighting("accelerate", "zero2-fp32-w2-accumulate_2", "parity", r"step \d+: "),),
+    "acc-3630-ds-boundary": (Sighting("accelerate", "zero2-fp32-w2-grad_accum_2", "parity", r"step \d+: "),),
     "acc-3638-ds-gas-auto": (Sighting("accelerate", "zero1-fp32-w2", "active", "TypeError"),),
     "acc-3656-ds-no-sync": (
-        Sighting("accelerate", "zero2-fp32-w2-accumulate_2", "active", "no_sync context manager is incompatible"),
+        Sighting("accelerate", "zero2-fp32-w2-grad_accum_2", "active", "no_sync context manager is incompatible"),
     ),
     "acc-3731-ignored-modules": (
-        Sighting("accelerate", "fsdp2-fp32-w2-model_mlp-ignored", "units", "left out of the sharding"),
+        Sighting("accelerate", "fsdp2-fp32-w2-model_mlp-ignored_modules", "units", "left out of the sharding"),
     ),
     "acc-3904-dcp-optim": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", _LOAD_EMPTY),),
     "acc-3905-upcast-noop": (Sighting("accelerate", "fsdp2-bf16_mixed-w2", "dtypes", _MASTERS),),
@@ -45,7 +47,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "acc-4172-ac-children": (
         Sighting("accelerate", "fsdp2-fp32-w2-activation_checkpointing", "units", "the activations are recomputed of"),
     ),
-    "acc-999-sched-gas": (Sighting("accelerate", "ddp-fp32-w2-accumulate_2", "parity", "the learning rate is"),),
+    "acc-999-sched-gas": (Sighting("accelerate", "ddp-fp32-w2-grad_accum_2", "parity", "the learning rate is"),),
     "ds-5150-clip": (
         Sighting("deepspeed", "zero0-fp32-w2", "clipping", "the gradients that the optimizer gets have norm"),
     ),
@@ -68,7 +70,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     "ds-8029-frozen-masters": (Sighting("deepspeed", "zero0-bf16_mixed-w2-frozen", "memory", "elements are trained"),),
     "pt-125708-init-optim-lr": (Sighting("accelerate", "fsdp2-fp32-w2", "resume", "other values after the"),),
     "tr-25852-fsdp-optim-name": (Sighting("trainer", "fsdp2-fp32-w2-state_dict_full", "resume", "after the load"),),
-    "tr-34191-ga-token-mean": (Sighting("trainer", "ddp-fp32-w2-accumulate_2", "parity", "in the reference"),),
+    "tr-34191-ga-token-mean": (Sighting("trainer", "ddp-fp32-w2-grad_accum_2", "parity", "in the reference"),),
     "tr-34242-ddp-token-mean": (Sighting("trainer", "ddp-fp32-w2", "parity", "in the reference"),),
     "tr-36627-save-only": (
         Sighting("trainer", "fsdp2-fp32-w2-save_only_model", "save_only_model", "refused only at|another message"),

@@ -324,7 +324,7 @@ def test_a_smoke_run_asks_costly_checks_once_and_says_so(pytester: pytest.Pytest
         ("trainer", "ddp-fp32-w2", "accelerate", "accelerate is not installed"),
         ("torch", "ddp-fp32-w2", "transformers", "transformers is not installed"),
         ("torch", "ddp-fp32-w2-model_mlp", "transformers", ""),
-        ("torch", "ddp-fp32-w2-adapter", "peft", "peft is not installed"),
+        ("torch", "ddp-fp32-w2-lora", "peft", "peft is not installed"),
     ],
 )
 def test_what_is_not_installed_is_a_reason(

@@ -62,7 +62,7 @@ def test_several_optimizers_are_what_they_are_together() -> None:
     for given in (two, tuple(two), dict.fromkeys(two)):
         found = read_optimizer(model, given)
         assert (found.chain, found.entries, found.foreign) == (("SGD + AdamW",), 3, 1)
-        assert [group["lr"] for group in found.groups] == [0.5, 0.25]
+        assert [group["lr"] for group in found.param_groups] == [0.5, 0.25]
         assert {state.owner for state in found.states} == {"bias"}
     held = {info.name: info.held for info in read_model(model, two, None).parameters}
     assert held == {"weight": 1, "bias": 1}

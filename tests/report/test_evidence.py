@@ -35,8 +35,8 @@ CELLS = (
     "fsdp2-fp32-w2",
     "fsdp2-fp32-w4",
     "fsdp1-bf16_mixed-w2",
-    "fsdp2-fp32-w2-groups",
-    "fsdp2-fp32-w2-offload",
+    "fsdp2-fp32-w2-param_groups",
+    "fsdp2-fp32-w2-cpu_offload",
 )
 
 

@@ -141,7 +141,7 @@ def test_the_process_that_writes_a_file_imports_no_trainer(tmp_path: Path) -> No
     code = (
         "import sys, pathlib; from pytest_distcompat.cell import Cell\n"
         "from pytest_distcompat.scripts import write_configuration\n"
-        f"path = write_configuration(Cell.of('fsdp2', 'fp32', 4, replicate=2), pathlib.Path({str(tmp_path)!r}))\n"
+        f"path = write_configuration(Cell.of('fsdp2', 'fp32', 4, dp_replicate=2), pathlib.Path({str(tmp_path)!r}))\n"
         "assert 'parallelism_config_dp_replicate_size: 2' in path.read_text()\n"
         "print(sorted({'torch', 'accelerate', 'transformers'} & set(sys.modules)))"
     )

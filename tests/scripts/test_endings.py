@@ -188,7 +188,7 @@ def test_the_users_own_sitecustomize_still_comes(host: Host, tmp_path: Path) -> 
         ({"launcher": "mpirun"}, "no launcher named 'mpirun'. Known: torchrun, accelerate, cli"),
         ({"strategy": "zero9"}, "zero9"),
         ({"precision": "fp64"}, "fp64"),
-        ({"strategy": "ddp", "options": {"offload": True}}, "DDP has nothing to offload"),
+        ({"strategy": "ddp", "options": {"cpu_offload": True}}, "DDP has nothing to offload"),
         ({"strategy": "ddp", "options": {"colour": 1}}, "no option named 'colour'. Known: model"),
         ({"options": "compile"}, "options='compile': expected a mapping of names to values"),
         ({"timeout": 0}, "timeout=0: expected a number of seconds above 0"),

@@ -170,14 +170,14 @@ def test_layers_in_8_bits_that_are_not_trained(run: Launch) -> None:
 def test_hybrid_shards(run: Launch) -> None:
     """Two copies of two shards, by the file that accelerate is given; a checkpoint, and the weights at the end."""
     saving = ("--save-at", "2", "--output", "{output}")
-    settings = {"options": {"replicate": 2, "state_dict": "full"}, "output": "{output}/final", "world_size": 4}
+    settings = {"options": {"dp_replicate": 2, "state_dict": "full"}, "output": "{output}/final", "world_size": 4}
     found = accelerated(run, "fsdp2", *saving, **settings)
     found.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
 
 
 @nightly
 def test_hybrid_shards_that_are_asked_for_and_not_there(run: Launch) -> None:
-    found = cut(run, "blocks", "--declares", options={"replicate": 2}, world_size=4)
+    found = cut(run, "blocks", "--declares", options={"dp_replicate": 2}, world_size=4)
     with pytest.raises(Incompatible, match=r"shards are in 1 copies \(all ranks\); expected 2"):
         found.check("active")
 
@@ -188,4 +188,4 @@ def test_hybrid_shards_that_are_asked_for_and_not_there(run: Launch) -> None:
 )
 def test_hybrid_shards_that_no_file_can_say(tmp_path: Path, strategy: str, ranks: int, reason: str) -> None:
     with pytest.raises(UsageProblem, match=reason):
-        write_configuration(Cell.of(strategy, "fp32", ranks, replicate=2), tmp_path)
+        write_configuration(Cell.of(strategy, "fp32", ranks, dp_replicate=2), tmp_path)

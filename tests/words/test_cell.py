@@ -17,8 +17,8 @@ from pytest_distcompat.cell import FACETS, OPTIONS, Cell, Matrix
         (Cell.of("zero3", "fp32", 4, model="mlp"), "zero3-fp32-w4-model_mlp"),
         # In the order of OPTIONS, whatever the order given.
         (
-            Cell.of("fsdp1", "fp32", 2, offload=True, state_dict="full", model="llama_tied"),
-            "fsdp1-fp32-w2-model_llama_tied-state_dict_full-offload",
+            Cell.of("fsdp1", "fp32", 2, cpu_offload=True, state_dict="full", model="llama_tied"),
+            "fsdp1-fp32-w2-model_llama_tied-state_dict_full-cpu_offload",
         ),
     ],
 )

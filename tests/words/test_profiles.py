@@ -100,9 +100,9 @@ def test_pairwise_covers_every_pair_that_can_be_run(driver: type[Driver]) -> Non
 
 def test_pairwise_has_the_suites_own_cells_too() -> None:
     # No pair: one of a strategy, a precision and an option together.
-    matrix = Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True, "accumulate": 4},))
+    matrix = Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True, "grad_accum": 4},))
     found = of("pairwise", DRIVERS.get("deepspeed"), matrix)
-    assert found[0].id == "zero0-bf16_mixed-w2-accumulate_4-frozen"
+    assert found[0].id == "zero0-bf16_mixed-w2-grad_accum_4-frozen"
 
 
 def test_pairwise_without_its_library_says_how_to_get_it() -> None:

@@ -47,7 +47,7 @@ def test_no_other_strategy_has_words(release: str) -> None:
         ("fsdp1-fp32-w2", "full_shard auto_wrap"),
         ("fsdp2-fp32-w2-no_reshard_after_forward", "shard_grad_op auto_wrap"),
         ("fsdp1-fp32-w2-no_reshard_after_forward", "shard_grad_op auto_wrap"),
-        ("fsdp1-fp32-w2-offload", "full_shard auto_wrap offload"),
+        ("fsdp1-fp32-w2-cpu_offload", "full_shard auto_wrap offload"),
     ],
 )
 @pytest.mark.parametrize("release", ["4.57.6", "5.0.0", "5.9.0"])
@@ -84,11 +84,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 #: Driver, cell, package, the last release that cannot say it and the first that can.
 FIRST = [
-    (AccelerateDriver, "fsdp2-fp32-w4-replicate_2", "accelerate", "1.9.0 1.10.0"),
+    (AccelerateDriver, "fsdp2-fp32-w4-dp_replicate_2", "accelerate", "1.9.0 1.10.0"),
     (AccelerateDriver, "fsdp2-fp32-w2-compile_regional", "accelerate", "1.6.0 1.7.0"),
     (AccelerateDriver, "fsdp2-fp32-w2-state_dict_full", "accelerate", "1.6.0 1.7.0"),
-    (TrainerDriver, "fsdp2-fp32-w4-replicate_2", "accelerate", "1.9.0 1.10.0"),
-    (TrainerDriver, "fsdp2-fp32-w4-replicate_2", "transformers", "4.55.4 4.56.0"),
+    (TrainerDriver, "fsdp2-fp32-w4-dp_replicate_2", "accelerate", "1.9.0 1.10.0"),
+    (TrainerDriver, "fsdp2-fp32-w4-dp_replicate_2", "transformers", "4.55.4 4.56.0"),
     (TrainerDriver, "fsdp2-fp32-w2", "transformers", "4.50.3 4.51.0"),
     (DeepSpeedDriver, "zero2-bf16_pure-w2", "deepspeed", "0.18.2 0.18.3"),
     (DeepSpeedDriver, "zero0-bf16_mixed-w2", "deepspeed", "0.17.5 0.17.6"),

@@ -168,10 +168,10 @@ def test_the_first_steps_are_looked_at_in_full(listens: Listens) -> None:
     ("run", "cell", "steps"),
     [
         (TRAIN_RUN, "ddp-fp32-w2", [2]),
-        (TRAIN_RUN, "ddp-fp32-w2-accumulate_4", list(range(20))),
+        (TRAIN_RUN, "ddp-fp32-w2-grad_accum_4", list(range(20))),
         (dataclasses.replace(SHORT, first_step=0), "ddp-fp32-w2", [1]),
         (RESUME_RUN, "ddp-fp32-w2", []),
-        (RESUME_RUN, "ddp-fp32-w2-accumulate_4", []),
+        (RESUME_RUN, "ddp-fp32-w2-grad_accum_4", []),
     ],
     ids=["new", "accumulates", "short", "goes on", "goes on and accumulates"],
 )

@@ -87,7 +87,7 @@ def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
         for kind, name, digest, numel, dtype in _held(snapshot, names):
             parts[kind, name].append(_Part(snapshot.rank, digest, numel, dtype))
     found: dict[Kind, dict[str, tuple[str, ...]]] = defaultdict(dict)
-    wrong, copies, beside = [], run.copies, kept_beside(snapshots)
+    wrong, copies, beside = [], run.replicas, kept_beside(snapshots)
     for (kind, name), held in sorted(parts.items()):
         if kind in beside:
             found[kind][name] = tuple(sorted({part.digest for part in held}))
@@ -233,7 +233,7 @@ def settings(saved: tuple[Snapshot, ...], loaded: tuple[Snapshot, ...], when: st
         where = f"rank {snapshot.rank}"
         if snapshot.scheduler != before.scheduler:
             yield f"{where}: scheduler is at {snapshot.scheduler!r} {when}; saved at {before.scheduler!r}"
-        was, now = (one.optimizer.groups if one.optimizer else () for one in (before, snapshot))
+        was, now = (one.optimizer.param_groups if one.optimizer else () for one in (before, snapshot))
         if len(was) != len(now):
             yield f"{where}: the optimizer has {len(now)} param groups {when}; {len(was)} were saved"
         for number, key, old, new in unlike(was, now):

@@ -14,14 +14,14 @@ from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Snapshot, Trace
 
 #: The same training with one micro-batch a step: the very run of the cell without the option.
-SINGLE_RUN = dataclasses.replace(TRAIN_RUN, name="single", only=without("accumulate"), same_as=TRAIN_RUN.name)
+SINGLE_RUN = dataclasses.replace(TRAIN_RUN, name="single", only=without("grad_accum"), same_as=TRAIN_RUN.name)
 _BOTH = Scenario("accumulation", (TRAIN_RUN, SINGLE_RUN))
 #: Steps that surely are no end of an epoch, which may be cut short.
 FULL = 3
 
 
 def _accumulates(cell: Cell, driver: type[Driver]) -> str | None:
-    return None if cell.option("accumulate") != 1 else "there is one micro-batch a step"
+    return None if cell.option("grad_accum") != 1 else "there is one micro-batch a step"
 
 
 @check(
@@ -39,7 +39,7 @@ def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: reduced too often, ``no_sync`` or ``set_requires_gradient_sync(False)`` is missing, or wraps the backward
     pass of another model; not at all, and the last micro-batch of a short step is not taken for the last.
     """
-    many = int(cell.option("accumulate"))
+    many = int(cell.option("grad_accum"))
     trained, single = trace.run("train"), trace.run("single")
     alone = {snapshot.rank: snapshot for snapshot in single.at("step", FULL - 1)}
     each = STRATEGIES.get(cell.strategy).reduces_each_micro_batch

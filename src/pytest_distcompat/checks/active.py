@@ -48,7 +48,7 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         for snapshot in trained:
             yield from _reduced(snapshot, trainable)
         # Replicas hold all, each by itself.
-        copies = run.copies if strategy.shards else tuple((rank,) for rank in range(cell.world_size))
+        copies = run.replicas if strategy.shards else tuple((rank,) for rank in range(cell.world_size))
         yield from _same_everywhere(trained, copies)
 
 
@@ -57,7 +57,7 @@ def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], 
     first = run.first("build_model")
     unwrapped = first.unwrapped if first else None
     names = {info.name for info in unwrapped.parameters} if unwrapped else set()
-    fronts = tuple(f"{module}." for module in unwrapped.ignored) if unwrapped else ()
+    fronts = tuple(f"{module}." for module in unwrapped.ignored_modules) if unwrapped else ()
     return lambda live: bool(fronts) and strategy.canonical(live, cell, names).startswith(fronts)
 
 
@@ -112,9 +112,9 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
         if abs((copies := stored(tuple(range(cell.world_size)))) - cell.world_size) > 0.01:
             yield f"all ranks together store {copies:.2f} copies of the parameters; expected {cell.world_size}, one a rank"
         return
-    expected, groups = cell.option("replicate"), run.copies
+    expected, groups = cell.option("dp_replicate"), run.replicas
     alone = len(groups) == cell.world_size > 1
-    if alone or (asked(cell, unwrapped, "replicate") and len(groups) != expected):
+    if alone or (asked(cell, unwrapped, "dp_replicate") and len(groups) != expected):
         found = "; ".join(named_ranks(ranks, cell.world_size) for ranks in groups)
         more = ", of several ranks" if alone else ""
         yield f"shards are in {len(groups)} copies ({found}); expected {expected}{more}"

@@ -54,7 +54,7 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
             yield f"file {file.path!r} holds {len(file.keys)} keys of an {file.holds}; expected the model alone"
     shapes = {info.name: tuple(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
     wanted = set(unwrapped.state_dict)
-    if cell.option("adapter"):
+    if cell.option("lora"):
         shapes = {adapter_name(info.name): tuple(info.shape) for info in unwrapped.parameters if info.trainable}
         wanted = set(shapes)
     strategy, known = STRATEGIES.get(cell.strategy), wanted | set(unwrapped.state_dict)

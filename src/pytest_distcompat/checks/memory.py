@@ -36,8 +36,8 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     others = {key for snapshot in snapshots for key in _of_another_size(snapshot)}
     copies, padding = cell.world_size, 0
     if strategy.shards or strategy.flat_masters:
-        told = asked(cell, first.unwrapped if first else None, "replicate")
-        copies, padding = int(cell.option("replicate")) if told else len(run.copies), PADDING
+        told = asked(cell, first.unwrapped if first else None, "dp_replicate")
+        copies, padding = int(cell.option("dp_replicate")) if told else len(run.replicas), PADDING
     shared_out = any(SHARING_OUT in snapshot.optimizer.chain for snapshot in snapshots if snapshot.optimizer)
     found: Counter[str] = Counter()
     tensors: Counter[str] = Counter()

@@ -75,7 +75,7 @@ class _Oracle:
         self.shapes = {info.name: tuple(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
         self.kept = {info.name for info in unwrapped.buffers if info.placement == "persistent"}
         self.loose = {info.name for info in unwrapped.buffers} - self.kept
-        if cell.option("adapter"):
+        if cell.option("lora"):
             self.one = {**self.one, **{adapter_name(name): name for name in self.trainable}}
             self.saved |= set(self.one)
 
@@ -149,7 +149,7 @@ class _Oracle:
         optimized: set[str] = set()
         for file in files:
             (covered if file.holds == "model" else optimized).update(self.same(key) for key in file.keys)
-        adapted = bool(self.cell.option("adapter"))
+        adapted = bool(self.cell.option("lora"))
         yield from _missing("parameters", self.trainable if adapted else self.parameters, covered)
         yield from _missing("persistent buffers", set() if adapted else self.kept, covered)
         if not covered:

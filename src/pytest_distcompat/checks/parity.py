@@ -120,9 +120,9 @@ def _expected(here: float, there: float, tolerance: float, largest: float) -> st
 
 
 def _rates(here: tuple[Snapshot, ...], there: Snapshot) -> Iterator[str]:
-    expected = [group.get("lr") for group in there.optimizer.groups] if there.optimizer else []
+    expected = [group.get("lr") for group in there.optimizer.param_groups] if there.optimizer else []
     for snapshot in here:
-        found = [group.get("lr") for group in snapshot.optimizer.groups] if snapshot.optimizer else []
+        found = [group.get("lr") for group in snapshot.optimizer.param_groups] if snapshot.optimizer else []
         if len(set(expected)) == 1 and len(set(found)) == 1:
             # A trainer may keep parameters in more groups than it was given.
             pairs = [(found[0], expected[0])]
@@ -145,7 +145,7 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     strategy, table = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision).norm_tolerance
     tolerances = _allowed(table, trace, lambda snapshot: math.sqrt(_square(snapshot)))
-    shared, copies = strategy.shards or strategy.flat_masters, trace.run("train").copies
+    shared, copies = strategy.shards or strategy.flat_masters, trace.run("train").replicas
     largest = 0.0
     for step in range(STEPS):
         here, there = trace.run("train").at("step", step), trace.run("reference").at("reference", step)

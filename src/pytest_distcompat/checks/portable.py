@@ -26,7 +26,7 @@ def _claimed(cell: Cell, driver: type[Driver]) -> str | None:
         return "checkpoints hold the model alone: there is no training to go on with"
     if _by_weights(cell) and not (driver.can("export") and driver.can("reload")):
         return "of DeepSpeed's checkpoints weights alone can be moved, and the driver has no export() and reload()"
-    if _by_weights(cell) and cell.option("adapter"):
+    if _by_weights(cell) and cell.option("lora"):
         return "an adapter is reloaded to be used: frozen, as PEFT has it"
     if elsewhere := saved_as_elsewhere(cell):
         return elsewhere

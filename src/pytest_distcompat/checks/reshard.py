@@ -18,13 +18,13 @@ SAVING = frozenset(
         "model",
         "state_dict",
         "use_orig_params",
-        "offload",
-        "groups",
+        "cpu_offload",
+        "param_groups",
         "frozen",
-        "adapter",
+        "lora",
         "save_only_model",
         "float32_norms",
-        "replicate",
+        "dp_replicate",
     }
 )
 

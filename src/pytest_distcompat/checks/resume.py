@@ -143,7 +143,7 @@ def _optimizer(before: OptimizerInfo | None, after: OptimizerInfo | None, where:
 
 
 def _groups(before: OptimizerInfo | None, after: OptimizerInfo | None, where: str, action: str) -> Iterator[str]:
-    groups = (before.groups if before else (), after.groups if after else ())
+    groups = (before.param_groups if before else (), after.param_groups if after else ())
     if len(groups[0]) != len(groups[1]):
         yield f"{where}: the optimizer has {len(groups[1])} param groups after the {action}; {len(groups[0])} before"
     for number, key, old, new in unlike(*groups):
@@ -183,7 +183,7 @@ def _numbers(nth: int, whole: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...
     """Each loss tells of the learning rate of the step before it: what is set in the last one shows here only."""
     when = f"after step {nth + 1} of the resumed run"
     for expected, found in pairs(whole, resumed):
-        was, now = (one.optimizer.groups if one.optimizer else () for one in (expected, found))
+        was, now = (one.optimizer.param_groups if one.optimizer else () for one in (expected, found))
         for number, key, old, new in unlike(was, now, ROUNDING):
             if old is not None and new is not None:
                 told = f"{key} of the optimizer's group {number} is {new:.6g} {when}"

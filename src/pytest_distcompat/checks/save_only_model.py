@@ -62,7 +62,7 @@ def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
 
 def _to_stand(cell: Cell, unwrapped: UnwrappedInfo) -> list[str]:
     """What is to be saved, tied names as one: parameters and persistent buffers, or the trained part of an adapter."""
-    if cell.option("adapter"):
+    if cell.option("lora"):
         return [info.name for info in unwrapped.parameters if info.trainable]
     buffers = (info.name for info in unwrapped.buffers if info.placement == "persistent")
     return [*(info.name for info in unwrapped.parameters), *buffers]

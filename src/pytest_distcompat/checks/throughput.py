@@ -26,7 +26,7 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
     import dataclasses
 
     # The very run that the baseline's own cell runs: it costs nothing where the matrix has that cell.
-    baseline = dataclasses.replace(TRAIN_RUN, strategy=_baseline(cell, driver), only=("model", "accumulate"))
+    baseline = dataclasses.replace(TRAIN_RUN, strategy=_baseline(cell, driver), only=("model", "grad_accum"))
     return Scenario("throughput", (TRAIN_RUN, dataclasses.replace(baseline, name="baseline", same_as=TRAIN_RUN.name)))
 
 

@@ -55,9 +55,9 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
 
 def _unknown(cell: Cell, unwrapped: UnwrappedInfo) -> str:
     """Why it cannot be said what is right, if so; empty otherwise. Never a pass."""
-    if cell.option("ignored") and not unwrapped.ignored:
+    if cell.option("ignored_modules") and not unwrapped.ignored_modules:
         return "it is not known which module was to be left out of the sharding"
-    cut = STRATEGIES.get(cell.strategy).wrapper in _CUTS and cell.option("wrap") != "size"
+    cut = STRATEGIES.get(cell.strategy).wrapper in _CUTS and cell.option("wrap_policy") != "size"
     one_by_one = cut or cell.option("activation_checkpointing") or cell.option("compile") in {"regional", "partial"}
     if not one_by_one:
         return ""
@@ -81,7 +81,7 @@ def _cut(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str
     if STRATEGIES.get(cell.strategy).wrapper not in _CUTS:
         return
     found = _names(cell, unwrapped, model.units)
-    if cell.option("wrap") == "size":
+    if cell.option("wrap_policy") == "size":
         if len(found) < 2:
             yield "FSDP has one unit for the whole model; expected one for each part that is large enough"
         return
@@ -148,7 +148,7 @@ def _left_out(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterato
     names = {info.name for info in unwrapped.parameters}
     for info in model.parameters:
         name = strategy.canonical(info.name, cell, names)
-        inside = any(name.startswith(f"{module}.") for module in unwrapped.ignored)
+        inside = any(name.startswith(f"{module}.") for module in unwrapped.ignored_modules)
         if inside and info.kind == strategy.kind != "Tensor" and info.local_numel != _numel(unwrapped, name):
             yield f"{name!r} is sharded ({info.kind}, {info.placement}); it was to be left out of the sharding"
 

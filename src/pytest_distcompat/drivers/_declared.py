@@ -16,7 +16,7 @@ from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.strategies import STRATEGIES
 
 #: The attributes that hold names.
-_NAMES = ("preload", "options", "libraries", "reshards", "blocks", "ignored")
+_NAMES = ("preload", "options", "libraries", "reshards", "blocks", "ignored_modules")
 
 
 def check_declared(driver: type[Driver], name: str) -> None:

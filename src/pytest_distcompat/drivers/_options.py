@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
     """What accelerate, and Trainer by it, cannot do with FSDP; None for all else."""
-    if cell.strategy == "fsdp1" and cell.option("activation_checkpointing") and cell.option("wrap") == "size":
+    if cell.strategy == "fsdp1" and cell.option("activation_checkpointing") and cell.option("wrap_policy") == "size":
         # It would hang: no verdict could be had of it, and a known issue never covers a hang.
         return (
             "recomputed modules then hold several of FSDP1's units: one rank gathers for the recomputation while another "
             "reduces gradients, and both wait (docs/upstream.md)"
         )
-    if cell.strategy == "fsdp1" and cell.option("replicate") != 1:
+    if cell.strategy == "fsdp1" and cell.option("dp_replicate") != 1:
         return "accelerate's ParallelismConfig is for FSDP2; FSDP1's hybrid shards are those of a machine, of which there is one"
     if device != "cpu":
         return None
@@ -29,7 +29,7 @@ def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
             "accelerate gathers FSDP1's full state dict with offload to the CPU, which on CPU ranks is a segmentation "
             "fault in torch (https://github.com/pytorch/pytorch/issues/188989)"
         )
-    if cell.strategy == "fsdp2" and cell.option("offload"):
+    if cell.strategy == "fsdp2" and cell.option("cpu_offload"):
         return "accelerate offloads through pinned memory, which needs a GPU"
     return None
 

@@ -34,7 +34,7 @@ def needed(cell: Cell, libraries: Collection[str]) -> Iterator[str]:
         # https://github.com/huggingface/transformers/pull/37147: Trainer before it prepares the model without its optimizer.
         if cell.strategy == "fsdp2":
             yield "transformers>=4.51"
-        if cell.option("replicate") != 1:
+        if cell.option("dp_replicate") != 1:
             yield "transformers>=4.56"
     precision = PRECISIONS.get(cell.precision)
     if STRATEGIES.get(cell.strategy).zero_stage and precision.master == "bfloat16":
@@ -46,7 +46,7 @@ def needed(cell: Cell, libraries: Collection[str]) -> Iterator[str]:
 
 
 def _of_accelerate(cell: Cell) -> Iterator[str]:
-    if cell.option("replicate") != 1:
+    if cell.option("dp_replicate") != 1:
         # ParallelismConfig: https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism.
         yield "accelerate>=1.10"
     if cell.option("compile") == "regional":

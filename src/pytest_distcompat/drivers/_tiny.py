@@ -45,9 +45,9 @@ class TinyDriver(Driver):
         self.tiny: TinyModel = MODELS.get(str(cell.option("model")))
         # A driver of another model names its own.
         self.blocks = type(self).blocks or self.tiny.blocks
-        self.accumulate = int(cell.option("accumulate"))
-        if cell.option("ignored"):
-            self.ignored = (self.tiny.ignored,)
+        self.accumulate = int(cell.option("grad_accum"))
+        if cell.option("ignored_modules"):
+            self.ignored_modules = (self.tiny.ignored_module,)
 
     def block_modules(self, model: Module) -> list[Module]:
         """Return the modules of the model that are wrapped, recomputed and compiled one by one."""
@@ -67,14 +67,14 @@ class TinyDriver(Driver):
         if problem:
             return problem
         tiny = MODELS.get(str(cell.option("model")))
-        if cell.option("ignored") and not tiny.ignored:
+        if cell.option("ignored_modules") and not tiny.ignored_module:
             return f"the model {tiny.name} has no frozen module to leave out of the sharding"
-        if cell.option("adapter") and not tiny.adapted:
+        if cell.option("lora") and not tiny.adapted:
             return f"PEFT is for transformers' models, {tiny.name} is none"
         if cell.precision == "fp8" and not tiny.in_8_bits:
             return f"the model {tiny.name} has no layer whose sizes 16 divides: nothing would be in 8 bits"
         precision = PRECISIONS.get(cell.precision)
-        if cell.option("ignored") and precision.compute != precision.load:
+        if cell.option("ignored_modules") and precision.compute != precision.load:
             return f"a module that is left out computes in {precision.load}, as it was loaded, the others in {precision.compute}"
         if cell.option("float32_norms") and (precision.load == "float32" or not precision.mixed):
             return f"{cell.precision} has one dtype for all that is loaded"
@@ -82,9 +82,9 @@ class TinyDriver(Driver):
             return f"{cell.precision} has no gradients in bfloat16 beside float32 masters, which could be added up in either"
         if cell.option("reduce_dtype") == "fp32" and not (precision.mixed and precision.compute != "float32"):
             return f"{cell.precision} has one dtype for products and optimizer, in which gradients travel"
-        if cell.option("groups") and not cell.option("use_orig_params"):
+        if cell.option("param_groups") and not cell.option("use_orig_params"):
             return "a flat parameter belongs to one group as a whole"
-        if cell.option("adapter") and cell.option("frozen"):
+        if cell.option("lora") and cell.option("frozen"):
             return "with an adapter all else is frozen anyway"
         return ""
 
@@ -93,7 +93,7 @@ class TinyDriver(Driver):
         """The modules without which the cell cannot be run, and releases from which on they can say it (PEP 508)."""
         zero = STRATEGIES.get(cell.strategy).zero_stage is not None
         found = [module for module in cls.libraries if module != "deepspeed" or zero]
-        found += ["peft"] if cell.option("adapter") else []
+        found += ["peft"] if cell.option("lora") else []
         return (*found, *MODELS.get(str(cell.option("model"))).preload, *_releases.needed(cell, cls.libraries))
 
     def build_model(self) -> Module:
@@ -109,7 +109,7 @@ class TinyDriver(Driver):
         if self.cell.option("frozen"):
             for name in self.tiny.part:
                 model.get_submodule(name).requires_grad_(requires_grad=False)
-        return self._adapted(model) if self.cell.option("adapter") else model
+        return self._adapted(model) if self.cell.option("lora") else model
 
     def _adapted(self, model: Module) -> Module:
         from peft import LoraConfig, get_peft_model
@@ -119,7 +119,7 @@ class TinyDriver(Driver):
         return adapted
 
     def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
-        """AdamW on the trainable parameters; with the option ``groups``, those of one dimension without weight decay.
+        """AdamW on the trainable parameters; with the option ``param_groups``, those of one dimension without weight decay.
 
         Fused, as transformers.Trainer has it by default. One by one its operations are a fifth of a suite on the CPU: torch
         works out for each, and for each shape of a DTensor, anew in every process, what becomes of the placements.
@@ -134,7 +134,7 @@ class TinyDriver(Driver):
         """What an optimizer is made of: parameters, or groups of them."""
         # Who freezes a part of a model hands ``model.parameters()`` over all the same.
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad or self.cell.option("frozen")]
-        if not self.cell.option("groups"):
+        if not self.cell.option("param_groups"):
             return [p for _, p in trained]
         # By name: FSDP1 makes every shard one-dimensional.
         free = [p for name, p in trained if name.endswith("bias") or "norm" in name]
@@ -212,7 +212,7 @@ class TinyDriver(Driver):
 
     def reload(self, directory: Path) -> Module:
         """``from_pretrained`` for transformers' models; a plain module's state dict."""
-        if not self.cell.option("adapter"):
+        if not self.cell.option("lora"):
             return self.tiny.reload(directory)
         from peft import PeftModel
 

@@ -33,17 +33,17 @@ class AccelerateDriver(TinyDriver):
         "state_dict",
         "compile",
         "activation_checkpointing",
-        "accumulate",
-        "offload",
+        "grad_accum",
+        "cpu_offload",
         "reshard_after_forward",
-        "replicate",
+        "dp_replicate",
         "use_orig_params",
         "cpu_ram_efficient_loading",
-        "wrap",
-        "ignored",
+        "wrap_policy",
+        "ignored_modules",
         "frozen",
-        "adapter",
-        "groups",
+        "lora",
+        "param_groups",
         "fp8_backend",
         "float32_norms",
         "grad_accum_dtype",
@@ -181,7 +181,7 @@ class AccelerateDriver(TinyDriver):
         """``save_model``; for FSDP1 on CPU ranks, where gathering crashes torch, the documented merge of a sharded checkpoint."""
         unwrapped = self.accelerator.unwrap_model(self.model)
         main = self.accelerator.is_main_process
-        if self.cell.option("adapter"):
+        if self.cell.option("lora"):
             unwrapped.save_pretrained(directory, is_main_process=main, state_dict=self._whole_state())
             return
         if self.cell.strategy == "fsdp1" and self.world.device == "cpu":

@@ -32,16 +32,16 @@ class TorchDriver(TinyDriver):
         "state_dict",
         "compile",
         "activation_checkpointing",
-        "accumulate",
-        "offload",
+        "grad_accum",
+        "cpu_offload",
         "reshard_after_forward",
-        "replicate",
+        "dp_replicate",
         "use_orig_params",
         "meta_init",
-        "ignored",
+        "ignored_modules",
         "frozen",
-        "adapter",
-        "groups",
+        "lora",
+        "param_groups",
         "save_only_model",
         "float32_norms",
         "reduce_dtype",
@@ -61,7 +61,7 @@ class TorchDriver(TinyDriver):
             return f"plain torch has no {cell.strategy}; it is a strategy of DeepSpeed"
         if cell.precision == "fp8" and cell.option("fp8_backend") == "te":
             return "Transformer Engine is driven through accelerate"
-        if cell.strategy == "fsdp1" and cell.option("replicate") != 1 and not cell.option("reshard_after_forward"):
+        if cell.strategy == "fsdp1" and cell.option("dp_replicate") != 1 and not cell.option("reshard_after_forward"):
             return "FSDP1 has hybrid shards that stay gathered under a private name only"
         return super().unsupported_reason(cell, device)
 

@@ -41,15 +41,15 @@ class TrainerDriver(TinyDriver):
         "state_dict",
         "compile",
         "activation_checkpointing",
-        "accumulate",
-        "offload",
+        "grad_accum",
+        "cpu_offload",
         "reshard_after_forward",
-        "replicate",
+        "dp_replicate",
         "use_orig_params",
         "cpu_ram_efficient_loading",
-        "wrap",
+        "wrap_policy",
         "frozen",
-        "adapter",
+        "lora",
         "save_only_model",
         "float32_norms",
         "grad_accum_dtype",
@@ -68,7 +68,7 @@ class TrainerDriver(TinyDriver):
         """The strategies without a dialect, what TrainingArguments cannot say, and what crashes on this device."""
         if STRATEGIES.get(cell.strategy).transformers is None:
             return f"Trainer has no {cell.strategy}"
-        if cell.option("groups"):
+        if cell.option("param_groups"):
             return "Trainer makes these two groups of parameters anyway"
         if cell.option("reduce_dtype") != "auto" and "fsdp" in cell.strategy:
             return "TrainingArguments have no word for FSDP's policy of dtypes"
@@ -253,7 +253,7 @@ class TrainerDriver(TinyDriver):
     def _gather(self, directory: Path) -> None:
         accelerator, model = self.trainer.accelerator, self.trainer.model_wrapped
         unwrapped, main = accelerator.unwrap_model(self.trainer.model), self.world.rank == 0
-        if self.cell.option("adapter"):
+        if self.cell.option("lora"):
             unwrapped.save_pretrained(directory, is_main_process=main, state_dict=_options.whole_state(model))
             return
         _options.merge_shards(accelerator, self.trainer.model, directory)

@@ -72,7 +72,7 @@ MLP_MODEL = TinyModel(
     _outputs,
     _reload,
     part=("inlet",),
-    ignored="frozen",
+    ignored_module="frozen",
     unit_size=200,
     in_8_bits=False,
     # 1.3e-3 seen in bf16_mixed (autocast over float32 masters under DDP), 2.7e-3 with bfloat16 masters.

@@ -26,7 +26,7 @@ def as_module(model: object, what: str, how: str) -> None:
 
 
 def read_unwrapped(
-    model: Module, blocks: tuple[str, ...] = (), ignored: tuple[str, ...] = (), obeyed: tuple[str, ...] = ()
+    model: Module, blocks: tuple[str, ...] = (), ignored_modules: tuple[str, ...] = (), obeyed: tuple[str, ...] = ()
 ) -> UnwrappedInfo:
     """Names, shapes and dtypes of a model that nothing has wrapped; groups of names that are one tied parameter.
 
@@ -52,7 +52,7 @@ def read_unwrapped(
         tied,
         blocks=named_blocks(model, classes),
         block_classes=classes,
-        ignored=ignored,
+        ignored_modules=ignored_modules,
         obeyed=obeyed,
         linears=sum(isinstance(module, torch.nn.Linear) and _for_8_bits(module) for module in model.modules()),
         products=sum(multiplies(module) for module in model.modules()),
@@ -111,11 +111,11 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
         compiled=tuple(compiled_modules(model)),
         float8=sum("Float8" in type(module).__name__ or _of_te(module) for module in model.modules()),
         graphs=_graphs(),
-        sharers=tuple(_sharers(model)),
+        shard_group=tuple(_shard_group(model)),
     )
 
 
-def _sharers(model: Module) -> list[int]:
+def _shard_group(model: Module) -> list[int]:
     """The ranks that hold this copy of the model: a row of the mesh that parameters are sharded on, or FSDP1's group."""
     from torch import distributed
     from torch.distributed.fsdp import FullyShardedDataParallel

@@ -103,7 +103,7 @@ def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> Opti
     shown = types[0] if len(types) == 1 else (" + ".join(map(" > ".join, types)),)
     groups = tuple(_numbers(group) for one in inner for group in one.param_groups)
     if not whole:
-        return OptimizerInfo(shown, 0, groups=groups)
+        return OptimizerInfo(shown, 0, param_groups=groups)
     live = {id(parameter): name for name, parameter in model.named_parameters()}
     owners = live | {copy: live[id(low)] for copy, low in copied(optimizer).items() if id(low) in live}
     held = entries(optimizer)
@@ -123,7 +123,7 @@ def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> Opti
         # DeepSpeed's, whose engines have one optimizer.
         masters=tuple(info for one in stepping[:1] for info in _masters(model, one)),
         accumulates=_accumulates(optimizer),
-        groups=groups,
+        param_groups=groups,
     )
 
 

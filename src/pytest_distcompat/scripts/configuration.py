@@ -66,7 +66,7 @@ def unwritten(cell: Cell) -> str | None:
         return "accelerate takes fp8 under DeepSpeed from Accelerator(mixed_precision='fp8') only, not from a file"
     if cell.option("reduce_dtype") != "auto" and "fsdp" in cell.strategy:
         return "accelerate's file has no word for FSDP's policy of dtypes: the script gives its plugin one"
-    if cell.option("replicate") != 1 and cell.strategy == "fsdp1":
+    if cell.option("dp_replicate") != 1 and cell.strategy == "fsdp1":
         return "accelerate's file has a parallelism_config for FSDP2 only"
     return strategy.unsupported_reason(cell)
 
@@ -118,11 +118,11 @@ def _fsdp(cell: Cell, blocks: Sequence[str]) -> dict[str, Any]:
     strategy = STRATEGIES.get(cell.strategy)
     assert strategy.transformers is not None
     # Of copies this process would have to import accelerate to speak, and they stand beside it.
-    alone = cell.without("replicate")
+    alone = cell.without("dp_replicate")
     told: Mapping[str, Any] = strategy.transformers(PRECISIONS.get(cell.precision), alone)["fsdp_config"]
     renamed = ((_RENAMED.get(name, name), value) for name, value in told.items())
     found = {f"fsdp_{name}": value for name, value in renamed if name}
-    if blocks and cell.option("wrap") != "size":
+    if blocks and cell.option("wrap_policy") != "size":
         found["fsdp_transformer_layer_cls_to_wrap"] = ",".join(blocks)
     if cell.strategy == "fsdp1":
         found["fsdp_reshard_after_forward"] = str(found["fsdp_reshard_after_forward"]).upper()

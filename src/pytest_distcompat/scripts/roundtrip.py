@@ -249,7 +249,7 @@ def _of(what: str, snapshot: Snapshot) -> Any:
     if what == "optimizer":
         states = (*optimizer.states, *optimizer.masters) if optimizer else ()
         held = {f"{state.key} of {state.owner}": (state.digest, _dtype(state)) for state in states}
-        return held, optimizer and optimizer.groups
+        return held, optimizer and optimizer.param_groups
     if what == "scheduler":
         return snapshot.scheduler
     return snapshot.rng if what == "rng" else snapshot.inputs

@@ -107,7 +107,7 @@ class Strategy:
             reason = self.options.get(OPTIONS[name].token(value))
             if reason:
                 return reason
-        copies = int(cell.option("replicate"))
+        copies = int(cell.option("dp_replicate"))
         if copies > 1 and (cell.world_size % copies or cell.world_size < 2 * copies):
             return f"{copies} copies of two shards at least: that is for {2 * copies} ranks, or more by {copies}"
         return None

@@ -51,12 +51,12 @@ def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
     sizes = parallelism(cell)
     if not sizes:
         return init_device_mesh(device.type, (cell.world_size,))
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=("dp_replicate", "shard"))
 
 
 def parallelism(cell: Cell) -> dict[str, int]:
     """Copies, and shards of each, in the words of accelerate's ParallelismConfig; nothing where there is one copy."""
-    copies = int(cell.option("replicate"))
+    copies = int(cell.option("dp_replicate"))
     return {"dp_replicate_size": copies, "dp_shard_size": cell.world_size // copies} if copies > 1 else {}
 
 
@@ -72,16 +72,16 @@ def plugin(version: int, precision: Precision, cell: Cell) -> dict[str, Any]:
         "fsdp_version": version,
         "state_dict_type": form,
         "cpu_ram_efficient_loading": bool(cell.option("cpu_ram_efficient_loading")),
-        "cpu_offload": bool(cell.option("offload")),
+        "cpu_offload": bool(cell.option("cpu_offload")),
         "activation_checkpointing": bool(cell.option("activation_checkpointing")),
         "reshard_after_forward": bool(cell.option("reshard_after_forward")),
     }
-    if cell.option("wrap") == "size":
+    if cell.option("wrap_policy") == "size":
         settings |= {"auto_wrap_policy": "size_based_wrap", "min_num_params": tiny.unit_size}
     else:
         settings |= {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": list(tiny.blocks)}
-    if cell.option("ignored"):
-        settings["ignored_modules"] = tiny.ignored
+    if cell.option("ignored_modules"):
+        settings["ignored_modules"] = tiny.ignored_module
     if cell.option("reduce_dtype") != "auto":
         # accelerate makes one of its own where none is given.
         settings["mixed_precision_policy"] = policy(version, precision, cell)
@@ -114,14 +114,14 @@ def arguments(version: int, cell: Cell) -> dict[str, Any]:
         "version": version,
         "state_dict_type": FORMS[str(cell.option("state_dict"))],
         "cpu_ram_efficient_loading": bool(cell.option("cpu_ram_efficient_loading")),
-        "cpu_offload": bool(cell.option("offload")),
+        "cpu_offload": bool(cell.option("cpu_offload")),
         "activation_checkpointing": bool(cell.option("activation_checkpointing")),
         "reshard_after_forward": reshard,
         # Synchronising module states needs a GPU; the ranks start from the same seed anyway. For FSDP2 it means nothing, yet
         # transformers 4 does it unless told.
         "sync_module_states": False,
     }
-    if cell.option("wrap") == "size":
+    if cell.option("wrap_policy") == "size":
         settings |= {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": tiny.unit_size}
     else:
         settings |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": list(tiny.blocks)}
@@ -144,6 +144,6 @@ def ignored_modules(model: Module, cell: Cell) -> list[Module]:
     """The modules that the cell leaves out of the sharding."""
     from pytest_distcompat.models import MODELS
 
-    if not cell.option("ignored"):
+    if not cell.option("ignored_modules"):
         return []
-    return [model.get_submodule(MODELS.get(str(cell.option("model"))).ignored)]
+    return [model.get_submodule(MODELS.get(str(cell.option("model"))).ignored_module)]

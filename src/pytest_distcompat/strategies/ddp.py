@@ -51,18 +51,18 @@ DDP = Strategy(
     transformers=_transformers,
     options={
         "state_dict_full": "DDP has one form of state dict, the full one",
-        "offload": "DDP has nothing to offload",
+        "cpu_offload": "DDP has nothing to offload",
         "reduce_dtype_fp32": "gradients travel in the dtype that they are stored in",
         **OF_DEEPSPEED,
         **dict.fromkeys(
             (
                 "no_reshard_after_forward",
-                "replicate_2",
+                "dp_replicate_2",
                 "no_use_orig_params",
                 "cpu_ram_efficient_loading",
                 "meta_init",
-                "wrap_size",
-                "ignored",
+                "wrap_policy_size",
+                "ignored_modules",
             ),
             NO_SHARDS,
         ),

@@ -26,7 +26,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
 
     blocks = MODELS.get(str(cell.option("model"))).block_modules(model)
     how = ShardingStrategy.FULL_SHARD if cell.option("reshard_after_forward") else ShardingStrategy.SHARD_GRAD_OP
-    hybrid = cell.option("replicate") != 1
+    hybrid = cell.option("dp_replicate") != 1
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks}),
@@ -67,7 +67,7 @@ FSDP1 = Strategy(
     transformers=_transformers,
     options={
         "meta_init": "FSDP1 fills what was made on the meta device by synchronising module states, which needs a GPU",
-        "offload": "FSDP1 offloads from an accelerator to the CPU, and there is none",
+        "cpu_offload": "FSDP1 offloads from an accelerator to the CPU, and there is none",
         "cpu_ram_efficient_loading": "FSDP1 then synchronises module states, which needs a GPU",
         **OF_DEEPSPEED,
     },

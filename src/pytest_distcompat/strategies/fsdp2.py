@@ -33,7 +33,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         "reshard_after_forward": bool(cell.option("reshard_after_forward")),
         # Pinned memory needs a GPU that it is pinned for.
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        if cell.option("offload")
+        if cell.option("cpu_offload")
         else OffloadPolicy(),
         "ignored_params": ignored or None,
     }
@@ -42,7 +42,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         fully_shard(block, **settings)
     fully_shard(model, **settings)
     if whole is not None:
-        _give_weights(model, whole, torch.device("cpu") if cell.option("offload") else device)
+        _give_weights(model, whole, torch.device("cpu") if cell.option("cpu_offload") else device)
     return model
 
 

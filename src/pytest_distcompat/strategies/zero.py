@@ -35,11 +35,11 @@ def config(stage: int, precision: Precision, cell: Cell, micro_batch: int = 2) -
         "stage3_param_persistence_threshold": 0,
         "stage3_gather_16bit_weights_on_model_save": True,
     }
-    if cell.option("offload"):
+    if cell.option("cpu_offload"):
         zero["offload_optimizer"] = {"device": "cpu"}
     written: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": cell.option("accumulate"),
+        "gradient_accumulation_steps": cell.option("grad_accum"),
         "gradient_clipping": MAX_NORM,
         "zero_optimization": zero,
         "bf16": bf16,
@@ -99,11 +99,11 @@ _NOT_OURS = {
     **dict.fromkeys(
         (
             "no_reshard_after_forward",
-            "replicate_2",
+            "dp_replicate_2",
             "no_use_orig_params",
             "cpu_ram_efficient_loading",
-            "wrap_size",
-            "ignored",
+            "wrap_policy_size",
+            "ignored_modules",
         ),
         "it is an option of FSDP",
     ),
@@ -141,7 +141,7 @@ ZERO0 = _zero(
     "nothing partitioned, plain data parallel",
     _whole(0)
     | {
-        "offload": "without ZeRO DeepSpeed offloads nothing",
+        "cpu_offload": "without ZeRO DeepSpeed offloads nothing",
         "grad_accum_dtype_fp32": "without ZeRO DeepSpeed refuses to add gradients up in another dtype than the parameters'",
     },
 )
