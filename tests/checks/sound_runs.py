@@ -72,7 +72,7 @@ def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapsho
     if run.after and action == "build":
         done = 0
     snapshot = Snapshot(rank, run.name, action, index)
-    if action == "unwrapped":
+    if action == "build_model":
         return replace(snapshot, unwrapped=_unwrapped(cell))
     if action == "files":
         return replace(snapshot, files=_files() if rank == 0 else ())
