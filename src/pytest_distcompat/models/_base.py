@@ -24,10 +24,10 @@ class TinyModel:
 
     ``in_8_bits`` says whether it has layers whose sizes 16 divides, as products in 8 bits need.
 
-    ``blocks`` names the classes that FSDP wraps one by one, ``unit_size`` how many parameters option
-    ``wrap_policy`` makes a unit of, ``part`` the modules that option ``frozen`` freezes, ``ignored_module`` the one, of frozen
-    weights, that option ``ignored_modules`` leaves out of the sharding, ``adapted`` the modules
-    that LoRA adapts. ``spread`` is how much further its loss may be off a reference than a precision below float32 allows: the fewer are averaged, the more rounding shows.
+    ``blocks`` names the classes that FSDP wraps one by one, ``unit_size`` how many parameters option ``wrap_policy`` makes a
+    unit of, ``part`` the modules that option ``frozen`` freezes, ``ignored_module`` the one, of frozen weights, that option
+    ``ignored_modules`` leaves out of the sharding, ``adapted`` the modules that LoRA adapts. ``spread`` is how much further its
+    loss may be off a reference than a precision below float32 allows: the fewer are averaged, the more rounding shows.
     """
 
     name: str
