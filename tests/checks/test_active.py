@@ -162,8 +162,8 @@ def test_zero3_may_pad_its_shards(sound: Sound) -> None:
     assert story.findings("active") == []
 
 
-@pytest.mark.parametrize("build_model", [None, UnwrappedInfo(())])
-def test_no_plain_model_to_compare_with(sound: Sound, unwrapped: UnwrappedInfo | None) -> None:
+@pytest.mark.parametrize("unwrapped", [None, UnwrappedInfo(())])
+def test_no_unwrapped_model_to_compare_with(sound: Sound, unwrapped: UnwrappedInfo | None) -> None:
     story = sound("ddp-fp32-w2").snapshot("build_model", {"unwrapped": unwrapped})
     assert story.findings("active") == ["the unwrapped model has no parameters, or was not seen"]
 
