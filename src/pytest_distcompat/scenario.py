@@ -17,7 +17,7 @@ class Run:
     - ``plain`` makes the model, unwrapped; ``reload`` makes it from what ``export`` wrote;
     - ``build``, ``step`` (one optimizer step), ``overflow`` (one with infinite gradients on one rank), ``save``, ``load``,
       ``export``: the trainer's own;
-    - ``files`` (rank 0 reads what was saved), ``damage`` (rank 0 spoils the checkpoint that is to be loaded), ``evaluate``
+    - ``files`` (rank 0 reads what was saved), ``damage`` (rank 0 corrupts the checkpoint that is to be loaded), ``evaluate``
       (the model computes on a fixed batch);
     - ``reference`` is one step of the same training in one process, in float32, unwrapped; ``rounded`` the same with its
       products in the precision's dtype.

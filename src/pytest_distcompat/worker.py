@@ -11,8 +11,8 @@ from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import STEP_ACTIONS, Driver, Plan
 from pytest_distcompat.drivers import find_driver
-from pytest_distcompat.places import Places
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.run_paths import RunPaths
 from pytest_distcompat.scenario import Run
 from pytest_distcompat.trace import Snapshot
 from pytest_distcompat.world import World
@@ -44,10 +44,10 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     if world.shared:
         _meet_by_gloo(world)
     driver = find_driver(payload["driver"])(Cell.parse(payload["cell"]), world)
-    places = Places.told(payload)
+    run_paths = RunPaths.told(payload)
     if log.by_hand:
-        places.clear(run, world.rank, log.path.parent)
-    rank = _Rank(driver, run, places, Observer(), log)
+        run_paths.clear(run, world.rank, log.path.parent)
+    rank = _Rank(driver, run, run_paths, Observer(), log)
     rank.live()
     _leave(driver)
 
@@ -68,8 +68,8 @@ _kept: list[object] = []
 class _Rank:
     """The actions of one run on one rank, each with what the probe sees after it."""
 
-    def __init__(self, driver: Driver, run: Run, places: Places, observer: Observer, log: RankLog) -> None:
-        self.driver, self.run, self.places, self.observer, self.log = driver, run, places, observer, log
+    def __init__(self, driver: Driver, run: Run, run_paths: RunPaths, observer: Observer, log: RankLog) -> None:
+        self.driver, self.run, self.run_paths, self.observer, self.log = driver, run, run_paths, observer, log
         self.index, self.end = -1, 0
         self.number = run.first_step
         self.unwrapped: Module | None = None
@@ -108,8 +108,8 @@ class _Rank:
         actions = tuple(action for action in rest[:length] if action in TRAINING)
         self.end = self.index + length
         unwrapped, self.unwrapped = self.unwrapped, None
-        found = self.places.save_to if self.run.damage else self.places.load_from
-        plan = Plan(actions, self.number, self.places.save_to, found)
+        found = self.run_paths.save_to if self.run.damage else self.run_paths.load_from
+        plan = Plan(actions, self.number, self.run_paths.save_to, found)
         with self.observer.watching():
             self.observer.look_closely(on=self._closely)
             self.driver.train(unwrapped, plan, self._seen)  # type: ignore[arg-type]  # a plan without build needs no model
@@ -156,7 +156,7 @@ class _Rank:
         return self._show(self.unwrapped)
 
     def _reload(self) -> dict[str, Any]:
-        self.unwrapped = self.driver.reload(self.places.export)
+        self.unwrapped = self.driver.reload(self.run_paths.export)
         return self._show(self.unwrapped)
 
     def _show(self, model: Module) -> dict[str, Any]:
@@ -175,10 +175,10 @@ class _Rank:
 
         if self.driver.world.rank:
             return {}
-        exported = read_files(self.places.export, "export/")
-        found = {"files": read_files(self.places.save_to) + exported}
+        exported = read_files(self.run_paths.export, "export/")
+        found = {"files": read_files(self.run_paths.save_to) + exported}
         if self.driver.cell.option("save_only_model"):
-            found["saved"] = read_saved(self.places.save_to)
+            found["saved"] = read_saved(self.run_paths.save_to)
         return {what: tuple(info.renamed(self.driver.saved_name) for info in infos) for what, infos in found.items()}
 
     def _export(self) -> dict[str, Any]:
@@ -186,8 +186,8 @@ class _Rank:
             return {}
         # What was trained: an export that rounds the live model, and then writes it, is to be seen.
         infos = self._look(whole=True)
-        self.places.export.mkdir(parents=True, exist_ok=True)
-        self.driver.export(self.places.export)
+        self.run_paths.export.mkdir(parents=True, exist_ok=True)
+        self.driver.export(self.run_paths.export)
         return infos
 
     def _evaluate(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class _Rank:
         assert model is not None
         model.float()
         with self.observer.watching():
-            loss = driver.reference(model, self.number, self.places.ranks)
+            loss = driver.reference(model, self.number, self.run_paths.ranks)
         whole = self.number < WHOLE
         self.number += 1
         infos = {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
@@ -227,14 +227,14 @@ class _Rank:
         return {}
 
     def _damage(self) -> dict[str, Any]:
-        from pytest_distcompat.probe.damage import spoil
+        from pytest_distcompat.corrupt import corrupt
 
         if self.driver.world.rank:
             return {}
-        return {"files": (spoil(self.places.save_to, self.run.damage),)}
+        return {"files": (corrupt(self.run_paths.save_to, self.run.damage),)}
 
     def _look(self, *, whole: bool) -> dict[str, Any]:
-        from pytest_distcompat.probe.look import look
+        from pytest_distcompat.probe.snapshot import look
 
         driver = self.driver
         return look(

@@ -1,5 +1,5 @@
 """Trainers whose checkpoints go on elsewhere as something else: at another world size, under another strategy, from a
-directory with another name, from a spoilt file."""
+directory with another name, from a corrupted file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def lose_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 class SpoilsAtFour(Torch):
-    """Loads soundly at any world size; at four ranks it then spoils one thing."""
+    """Loads soundly at any world size; at four ranks it then corrupts one thing."""
 
-    def spoil(self) -> None:
+    def corrupt(self) -> None:
         raise NotImplementedError
 
     def load(self, directory: Path) -> None:
@@ -32,7 +32,7 @@ class SpoilsAtFour(Torch):
         super().load(directory)
         if self.world.size == 4:
             with torch.no_grad():
-                self.spoil()
+                self.corrupt()
 
 
 @twin(
@@ -44,7 +44,7 @@ class SpoilsAtFour(Torch):
 class StateForTwoRanks(SpoilsAtFour):
     """Optimizer state that fits only the number of ranks that saved it is dropped without a word."""
 
-    def spoil(self) -> None:
+    def corrupt(self) -> None:
         lose_state(self.optimizer)
 
 
@@ -56,7 +56,7 @@ class StateForTwoRanks(SpoilsAtFour):
 class OneShardStale(SpoilsAtFour):
     """The last rank has the state of one parameter of its own making."""
 
-    def spoil(self) -> None:
+    def corrupt(self) -> None:
         if self.world.rank == 3:
             state = self.optimizer.state[self.model.get_parameter("blocks.0.linear.weight")]
             state["exp_avg"].to_local().zero_()
@@ -70,7 +70,7 @@ class OneShardStale(SpoilsAtFour):
 class NewRanksLoadNothing(SpoilsAtFour):
     """Only the ranks that there were at the save load a file of theirs; what they learn the others are not told."""
 
-    def spoil(self) -> None:
+    def corrupt(self) -> None:
         if self.world.rank == 3:
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
@@ -85,12 +85,12 @@ class NewRanksLoadNothing(SpoilsAtFour):
 class RateFollowsRanks(SpoilsAtFour):
     """The learning rate is scaled with the number of ranks, by a schedule that nobody asked for."""
 
-    def spoil(self) -> None:
+    def corrupt(self) -> None:
         self.optimizer.param_groups[0]["lr"] *= 2
 
 
 class SpoilsElsewhere(Spoils):
-    """Loads soundly; under the strategy that a checkpoint of DDP is carried to it then spoils one thing."""
+    """Loads soundly; under the strategy that a checkpoint of DDP is carried to it then corrupts one thing."""
 
     def load(self, directory: Path) -> None:
         if self.cell.strategy == "fsdp2":
@@ -107,7 +107,7 @@ class SpoilsElsewhere(Spoils):
 class StateByPosition(SpoilsElsewhere):
     """The other strategy keeps its parameters in another order, and state is handed out by number."""
 
-    def spoil(self) -> None:
+    def corrupt(self) -> None:
         one, other = (self.state_of(f"blocks.{n}.linear.weight") for n in (0, 1))
         one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
 
@@ -120,7 +120,7 @@ class StateByPosition(SpoilsElsewhere):
 class StepsShared(SpoilsElsewhere):
     """All parameters share one count of steps, which each of them counts up: what FSDP1's flat full state loads as."""
 
-    def spoil(self) -> None:
+    def corrupt(self) -> None:
         shared = self.state_of("blocks.0.linear.weight")["step"]
         for state in self.optimizer.state.values():
             state["step"] = shared

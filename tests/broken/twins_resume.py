@@ -88,9 +88,9 @@ class SchedulerNotLoaded(Torch):
 
 
 class Spoils(Torch):
-    """Loads soundly, then spoils one thing."""
+    """Loads soundly, then corrupts one thing."""
 
-    def spoil(self) -> None:
+    def corrupt(self) -> None:
         raise NotImplementedError
 
     def load(self, directory: Path) -> None:
@@ -98,7 +98,7 @@ class Spoils(Torch):
 
         super().load(directory)
         with torch.no_grad():
-            self.spoil()
+            self.corrupt()
 
     def state_of(self, name: str) -> dict[str, Any]:
         state: dict[str, Any] = self.optimizer.state[self.model.get_parameter(name)]
@@ -113,7 +113,7 @@ class Spoils(Torch):
 class OneMomentLost(Spoils):
     """One tensor of hundreds is zero."""
 
-    def spoil(self) -> None:
+    def corrupt(self) -> None:
         self.state_of("inlet.weight")["exp_avg_sq"].zero_()
 
 
@@ -125,7 +125,7 @@ class OneMomentLost(Spoils):
 class Swapped(Spoils):
     """Two parameters of one shape change places, as when names and tensors are paired by position (accelerate #3982)."""
 
-    def spoil(self) -> None:
+    def corrupt(self) -> None:
         one, other = (self.model.get_parameter(f"blocks.{n}.linear.weight") for n in (0, 1))
         kept = one.clone()
         one.copy_(other)
@@ -140,7 +140,7 @@ class Swapped(Spoils):
 class CountsOneMore(Spoils):
     """A load that takes a step of its own: Adam's bias correction is off by one."""
 
-    def spoil(self) -> None:
+    def corrupt(self) -> None:
         for state in self.optimizer.state.values():
             state["step"] += 1
 
@@ -153,7 +153,7 @@ class CountsOneMore(Spoils):
 class LoadDecays(Spoils):
     """A load that makes room for the optimizer's state by a step with zero gradients: weight decay (torch #125708)."""
 
-    def spoil(self) -> None:
+    def corrupt(self) -> None:
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.mul_(0.99)
@@ -167,7 +167,7 @@ class LoadDecays(Spoils):
 class LearningRateLost(Spoils):
     """The scheduler knows where it is, the optimizer does not."""
 
-    def spoil(self) -> None:
+    def corrupt(self) -> None:
         self.optimizer.param_groups[0]["lr"] = 0.01
 
 
@@ -179,7 +179,7 @@ class LearningRateLost(Spoils):
 class DecayLost(Spoils):
     """A setting of the optimizer falls back: five steps are too few for a loss to tell."""
 
-    def spoil(self) -> None:
+    def corrupt(self) -> None:
         self.optimizer.param_groups[0]["weight_decay"] = 0.0
 
 
@@ -194,7 +194,7 @@ class StateInFloat32(Spoils):
     # A fused optimizer would refuse them.
     fused = False
 
-    def spoil(self) -> None:
+    def corrupt(self) -> None:
         for state in self.optimizer.state.values():
             state["exp_avg_sq"] = state["exp_avg_sq"].float()
 

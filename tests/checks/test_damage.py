@@ -1,4 +1,4 @@
-"""Does ``damage`` see a checkpoint that was loaded though it was spoilt?"""
+"""Does ``damage`` see a checkpoint that was loaded though it was corrupted?"""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_crash_or_a_hang_is_no_known_failure(runs_of: RunsOf, kind: str) -> No
         assert (verdict.status, verdict.message) == (kind, "all of it")
 
 
-def test_nothing_was_spoilt(runs_of: RunsOf) -> None:
+def test_nothing_was_corrupted(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "damage").snapshot("damage", {"files": ()}, run="removed")
     assert story.findings("damage") == ["removed: nothing was spoilt"]
     gone = runs_of("ddp-fp32-w2", "damage").without("damage", run="removed")

@@ -76,7 +76,7 @@ def _nothing_converted(cell: str) -> Story:
     return test_float8.converted(sound(cell), 0, 0)
 
 
-def _loaded_though_spoilt(cell: str) -> Story:
+def _loaded_though_corrupted(cell: str) -> Story:
     return test_damage.ending(runs_of(cell, "damage"), "removed", None)
 
 
@@ -160,7 +160,7 @@ EXAMPLES: Mapping[str, Example] = {
         "fsdp2-fp32-w2",
         lambda cell: runs_of(cell, "paths").optimizer({"states": ()}, run="reopened", action="load"),
     ),
-    "damage": Example("loads what is there and makes the rest anew", "ddp-fp32-w2", _loaded_though_spoilt),
+    "damage": Example("loads what is there and makes the rest anew", "ddp-fp32-w2", _loaded_though_corrupted),
     "save_only_model": Example("does not gather a block", "fsdp2-fp32-w2-save_only_model", _model_alone),
     "scaling": Example("looks for infinities on each rank by itself", "fsdp1-fp16_mixed-w2", _overflow_on_one_rank),
     "float8": Example("converts no layer", "zero2-fp8-w2", _nothing_converted),

@@ -37,9 +37,9 @@ FLOORS = {
         ],
         0,
     ),
-    **dict.fromkeys(["precisions", "models", "launch", "report", "driver", "lease", "places"], 1),
+    **dict.fromkeys(["precisions", "models", "launch", "report", "driver", "lease", "run_paths"], 1),
     **dict.fromkeys(["strategies", "runner", "leased", "probe", "cost", "known"], 2),
-    **dict.fromkeys(["checks", "drivers"], 3),
+    **dict.fromkeys(["checks", "drivers", "corrupt"], 3),
     **dict.fromkeys(["judge", "suite", "worker", "profiles", "evidence"], 4),
     **dict.fromkeys(["scripts"], 5),
     **dict.fromkeys(["plugin", "__init__", "cli"], 6),
@@ -53,7 +53,7 @@ WORDS = ["failures", "cell", "digests", "decode", "trace", "scenario", "registry
 BY_NAME = {
     "worker",
     "launch.server",
-    "scripts.keeper",
+    "scripts.supervisor",
     "cli.torch_facts",
     "scripts.site.sitecustomize",
 }

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pytest_distcompat.checks.names import READ
+from pytest_distcompat.corrupt import corrupt
 from pytest_distcompat.probe import read_files, read_saved
-from pytest_distcompat.probe.damage import spoil
 from pytest_distcompat.probe.files import MODEL, PICKLED
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def test_what_torch_saved(
     assert held(tmp_path) == [NAMES]
     assert [info.keys for info in read_saved(tmp_path) if info.holds == "model"] == [NAMES]
     assert any(info.holds == "optimizer" for info in read_saved(tmp_path)) == bool(part)
-    assert spoil(tmp_path, "truncate").path == f"last.{suffix}"
+    assert corrupt(tmp_path, "truncate").path == f"last.{suffix}"
     assert held(tmp_path) == []
 
 

@@ -10,8 +10,8 @@ import torch
 
 from pytest_distcompat.probe import Observer, read_optimizer, read_unwrapped, sample
 from pytest_distcompat.probe.live import read_model
-from pytest_distcompat.probe.look import look
 from pytest_distcompat.probe.optimizer import read_scheduler
+from pytest_distcompat.probe.snapshot import look
 from pytest_distcompat.probe.tensors import digest
 
 

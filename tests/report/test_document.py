@@ -63,7 +63,7 @@ def test_a_real_report_is_as_the_schema_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "corrupt",
     [
         lambda data: data.pop("runs"),
         lambda data: data.update(format=2),
@@ -75,9 +75,9 @@ def test_a_real_report_is_as_the_schema_says() -> None:
         lambda data: data["runs"][0].update(ending="good"),
     ],
 )
-def test_the_schema_refuses_what_is_wrong(spoil: Any) -> None:
+def test_the_schema_refuses_what_is_wrong(corrupt: Any) -> None:
     data = deepcopy(json.loads(REAL.read_text(encoding="utf-8")))
-    spoil(data)
+    corrupt(data)
     assert problems(data)
 
 

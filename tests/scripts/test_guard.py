@@ -16,7 +16,7 @@ from pytest_distcompat.judge import Verdict
 from pytest_distcompat.launch.ending import conclude
 from pytest_distcompat.scripts import ScriptRun
 from pytest_distcompat.scripts.environment import with_probe
-from pytest_distcompat.scripts.sight import Sight
+from pytest_distcompat.scripts.probe_config import ProbeConfig
 
 from .conftest import PROGRAMS, Launch
 
@@ -79,25 +79,25 @@ LIBRARIES = {
 DOORS = {
     "guard.attempt",
     "guard.door",
-    "around.wrapper",
+    "wrappers.wrapper",
     "closure.evaluated",
-    "arrivals.exec_module",
-    "arrivals.find_spec",
+    "import_hooks.exec_module",
+    "import_hooks.find_spec",
     "observe.__call__",
     "observe.__torch_dispatch__",
-    "points.init_process_group",
-    "presence.excepthook",
-    "presence.exit_",
+    "instrumentation.init_process_group",
+    "hosted_rank.excepthook",
+    "hosted_rank.exit_",
     "recorder.hook",
     "sitecustomize.find_spec",
-    "trainer_points.on_step_begin",
-    "trainer_points.on_train_end",
+    "trainer_instrumentation.on_step_begin",
+    "trainer_instrumentation.on_train_end",
 }
 
 
 def broken(directory: Path, part: str, *places: str) -> dict[str, dict[str, Any]]:
     """By place, of these or of all, what came of a training in which the probe raised there; in "" it did not."""
-    Sight().write(directory)
+    ProbeConfig().write(directory)
     environment = with_probe({**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, directory)
     command = [sys.executable, str(PROGRAMS / "faulty_probe.py"), str(directory), part, *places]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
@@ -183,7 +183,7 @@ def test_a_release_in_which_nothing_is_where_the_probe_looks(name: str, tmp_path
     file.write_text("here = True\n", encoding="utf-8")
     for above in list(file.parents)[: name.count(".")]:
         (above / "__init__.py").touch()
-    Sight().write(tmp_path)
+    ProbeConfig().write(tmp_path)
     environment = {**os.environ, "RANK": "0", "DISTCOMPAT_ON_CPU": "1", "PYTHONPATH": str(tmp_path / "libraries")}
     code = f"import {name} as module; print(module.here)"
     command = [sys.executable, "-c", code]
@@ -202,9 +202,9 @@ def test_a_probe_that_fails_in_a_process_that_is_no_rank(run: Launch, tmp_path: 
     """The launcher imports torch too."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
-        "from pytest_distcompat.scripts import guard, points\n"
+        "from pytest_distcompat.scripts import guard, instrumentation\n"
         "def broken(torch): raise RuntimeError('no such thing any more')\n"
-        "if 'RANK' not in os.environ: points.when('torch', broken)\n",
+        "if 'RANK' not in os.environ: instrumentation.on_import('torch', broken)\n",
         encoding="utf-8",
     )
     found = run("ends.py", "well", environment={"PYTHONPATH": str(tmp_path)})

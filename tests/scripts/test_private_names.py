@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_distcompat.scripts import trainer_points
+from pytest_distcompat.scripts import trainer_instrumentation
 
 
 def test_trainer_still_writes_its_checkpoints_in_one_method() -> None:
     transformers = pytest.importorskip("transformers")
-    assert callable(getattr(transformers.Trainer, trainer_points.SAVE, None)), "scripts/trainer_points.py: SAVE"
+    assert callable(getattr(transformers.Trainer, trainer_instrumentation.SAVE, None)), (
+        "scripts/trainer_instrumentation.py: SAVE"
+    )
 
 
 def test_accelerate_still_has_one_state_for_all() -> None:
@@ -42,11 +44,11 @@ def test_models_still_declare_their_blocks() -> None:
         "num_attention_heads": 2,
     }
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    around = torch.nn.ModuleDict({"inside": model, "head": torch.nn.Linear(8, 1)})
+    wrappers = torch.nn.ModuleDict({"inside": model, "head": torch.nn.Linear(8, 1)})
     assert declared_blocks(model) == ("LlamaDecoderLayer",), "probe/blocks.py: declared_blocks"
-    assert declared_blocks(around) == ("LlamaDecoderLayer",)
-    assert declared_blocks(around["head"]) == ()
-    assert named_blocks(around, ("LlamaDecoderLayer",)) == ("inside.model.layers.0", "inside.model.layers.1")
+    assert declared_blocks(wrappers) == ("LlamaDecoderLayer",)
+    assert declared_blocks(wrappers["head"]) == ()
+    assert named_blocks(wrappers, ("LlamaDecoderLayer",)) == ("inside.model.layers.0", "inside.model.layers.1")
     model.model.layers[0] = torch.compile(model.model.layers[0])
     assert named_blocks(model, ("LlamaDecoderLayer",)) == ("model.layers.0", "model.layers.1")
 

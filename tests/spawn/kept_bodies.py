@@ -64,7 +64,7 @@ def shared_group(payload: Mapping[str, Any], log: RankLog) -> None:
         distributed.all_reduce(torch.full((), 7.0), async_op=True)
 
 
-def spoil(payload: Mapping[str, Any], log: RankLog) -> None:
+def corrupt(payload: Mapping[str, Any], log: RankLog) -> None:
     """Use the group that outlives requests, then do to it what ``payload["what"]`` says."""
     import torch
     from torch import distributed

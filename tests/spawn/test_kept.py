@@ -23,7 +23,7 @@ Ask = Callable[..., Ending]
 
 
 @pytest.fixture(scope="module")
-def keeper() -> Iterator[WarmLauncher]:
+def supervisor() -> Iterator[WarmLauncher]:
     modules = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._inductor.config", "numpy.polynomial")
     launcher = WarmLauncher(Warmth(modules=modules))
     yield launcher
@@ -31,18 +31,18 @@ def keeper() -> Iterator[WarmLauncher]:
 
 
 @pytest.fixture
-def ask(keeper: WarmLauncher, tmp_path: Path, importable: None) -> Iterator[Ask]:
+def ask(supervisor: WarmLauncher, tmp_path: Path, importable: None) -> Iterator[Ask]:
     asked: list[Ending] = []
 
     def ask(body: str, world_size: int = 2, *, timeout: float = 30.0, keep: Any = (), **payload: Any) -> Ending:
         where = tmp_path / str(len(asked))
         keeping = keep if keep is None else Keeping(**{"scope": f"{world_size}", "uses": 100, **dict(keep)})
         module = "" if ":" in body else "kept_bodies:"
-        asked.append(keeper.run(Request(f"{module}{body}", payload, world_size, str(where), timeout), keeping))
+        asked.append(supervisor.run(Request(f"{module}{body}", payload, world_size, str(where), timeout), keeping))
         return asked[-1]
 
     yield ask
-    assert not keeper.retire()
+    assert not supervisor.retire()
 
 
 def said(ending: Ending, event: str, key: str) -> list[Any]:
@@ -50,11 +50,11 @@ def said(ending: Ending, event: str, key: str) -> list[Any]:
     return [one[key] for events in ending.events.values() for one in events if one["event"] == event]
 
 
-def test_requests_share_ranks(ask: Ask, keeper: WarmLauncher) -> None:
+def test_requests_share_ranks(ask: Ask, supervisor: WarmLauncher) -> None:
     first, second = (said(ask("look"), "seen", "pid") for _ in range(2))
     assert first == second
     assert len(set(first)) == 2
-    assert keeper.keeping == "2"
+    assert supervisor.keeping == "2"
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_requests_of_others_do_not(ask: Ask, then: dict[str, Any]) -> None:
     assert not set(again) & {*first, *other}
 
 
-def test_the_last_request_ends_them(ask: Ask, keeper: WarmLauncher) -> None:
+def test_the_last_request_ends_them(ask: Ask, supervisor: WarmLauncher) -> None:
     first = said(ask("look"), "seen", "pid")
     assert said(ask("look", keep={"last": True}), "seen", "pid") == first
-    assert not keeper.keeping
+    assert not supervisor.keeping
 
 
 def test_they_do_so_many_requests_and_no_more(ask: Ask) -> None:
@@ -104,9 +104,9 @@ def test_each_draws_random_numbers_of_its_own(ask: Ask) -> None:
         assert len(set(kind)) == 6
 
 
-def test_a_process_group_may_be_made_again_and_again(ask: Ask, keeper: WarmLauncher) -> None:
+def test_a_process_group_may_be_made_again_and_again(ask: Ask, supervisor: WarmLauncher) -> None:
     assert [said(ask("own_group"), "sum", "value") for _ in range(3)] == [[2.0, 2.0]] * 3
-    assert keeper.keeping
+    assert supervisor.keeping
 
 
 def test_the_shared_group_stays(ask: Ask) -> None:
@@ -115,10 +115,10 @@ def test_the_shared_group_stays(ask: Ask) -> None:
     assert said(second, "sum", "value") == [2.0, 2.0]
 
 
-def test_a_collective_that_one_rank_left_half_done_ends_them(ask: Ask, keeper: WarmLauncher) -> None:
+def test_a_collective_that_one_rank_left_half_done_ends_them(ask: Ask, supervisor: WarmLauncher) -> None:
     ending = ask("shared_group", half=True)
     assert "the process group" in ending.left, ending.text()
-    assert not keeper.keeping
+    assert not supervisor.keeping
     assert said(ask("shared_group"), "sum", "value") == [2.0, 2.0]
 
 
@@ -134,26 +134,26 @@ def test_a_collective_that_one_rank_left_half_done_ends_them(ask: Ask, keeper: W
     ],
 )
 def test_a_group_that_is_no_longer_sound_ends_them_and_their_request_passes(
-    what: str, ask: Ask, keeper: WarmLauncher
+    what: str, ask: Ask, supervisor: WarmLauncher
 ) -> None:
     # The limit is that of the request; what is left of its group must not use it up.
-    ending = ask("spoil", what=what, timeout=4.0)
+    ending = ask("corrupt", what=what, timeout=4.0)
     assert ending.kind == "ok", ending.text()
     assert "the process group" in ending.left, ending.left
-    assert not keeper.keeping
+    assert not supervisor.keeping
     assert said(ask("shared_group"), "sum", "value") == [2.0, 2.0]
 
 
 def test_a_group_that_cannot_be_destroyed_is_told_and_not_waited_for(ask: Ask) -> None:
-    assert ask("spoil", what="a group below it").kind == "ok"
+    assert ask("corrupt", what="a group below it").kind == "ok"
     ending = ask("no_group")
     assert "an earlier test left a collective unfinished" in ending.headline(), ending.text()
     assert ending.seconds < 10
 
 
-def test_nor_is_it_when_they_leave(ask: Ask, keeper: WarmLauncher) -> None:
-    assert ask("spoil", what="a group below it").kind == "ok"
-    assert not keeper.retire()
+def test_nor_is_it_when_they_leave(ask: Ask, supervisor: WarmLauncher) -> None:
+    assert ask("corrupt", what="a group below it").kind == "ok"
+    assert not supervisor.retire()
 
 
 def test_what_fails_between_requests_is_told(ask: Ask) -> None:
@@ -161,15 +161,15 @@ def test_what_fails_between_requests_is_told(ask: Ask) -> None:
     assert "rank 0 raised ZeroDivisionError" in ending.headline(), ending.text()
 
 
-def test_leaving_has_the_time_limit_of_the_last_request(ask: Ask, keeper: WarmLauncher) -> None:
+def test_leaving_has_the_time_limit_of_the_last_request(ask: Ask, supervisor: WarmLauncher) -> None:
     ask("sleep_at_end", timeout=1.0)
     began = time.monotonic()
-    assert "time limit of 1 s" in keeper.retire()
+    assert "time limit of 1 s" in supervisor.retire()
     assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_a_request_leaves_changed_ends_them_and_is_named(what: str, ask: Ask, keeper: WarmLauncher) -> None:
+def test_what_a_request_leaves_changed_ends_them_and_is_named(what: str, ask: Ask, supervisor: WarmLauncher) -> None:
     if what.startswith("accelerate"):
         pytest.importorskip("accelerate")
     first = ask("look")
@@ -177,7 +177,7 @@ def test_what_a_request_leaves_changed_ends_them_and_is_named(what: str, ask: As
     assert ending.kind == "ok", ending.text()
     assert ending.left.startswith("on rank 1 it left "), ending.left
     assert what.partition(":")[0] in ending.left
-    assert not keeper.keeping
+    assert not supervisor.keeping
     assert not set(said(ask("look"), "seen", "pid")) & set(said(first, "seen", "pid"))
 
 
@@ -205,13 +205,13 @@ def test_settings_of_a_library_count_from_the_request_after_the_one_that_importe
     ],
 )
 def test_a_failure_is_told_as_ever_and_ends_them(
-    acts: dict[str, str], kind: str, headline: str, ask: Ask, keeper: WarmLauncher
+    acts: dict[str, str], kind: str, headline: str, ask: Ask, supervisor: WarmLauncher
 ) -> None:
     ask("look")
     ending = ask("bodies:act", acts=acts)
     assert ending.kind == kind, ending.text()
     assert fnmatch(ending.headline(), headline), ending.text()
-    assert not keeper.keeping
+    assert not supervisor.keeping
     assert ask("look").kind == "ok"
 
 
@@ -246,7 +246,7 @@ def test_what_fails_when_they_leave_is_a_failure_of_the_last_request(ask: Ask) -
     assert ending.headline().endswith("raised KeyError: 'no such fixture'"), ending.text()
 
 
-def test_what_fails_when_they_leave_unasked_is_told(ask: Ask, keeper: WarmLauncher) -> None:
+def test_what_fails_when_they_leave_unasked_is_told(ask: Ask, supervisor: WarmLauncher) -> None:
     ask("at_end")
-    assert "KeyError: 'no such fixture'" in keeper.retire()
-    assert not keeper.retire()
+    assert "KeyError: 'no such fixture'" in supervisor.retire()
+    assert not supervisor.retire()

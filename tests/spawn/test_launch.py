@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from pytest_distcompat.launch import Ending, TorchrunLauncher, WarmLauncher, supervise
+from pytest_distcompat.launch import Ending, TorchrunLauncher, WarmLauncher, watchdog
 from pytest_distcompat.launch.request import read_events
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ def test_a_hang_shows_where_each_rank_is(run: Run, launcher: str, request: pytes
 def test_a_rank_that_ignores_sigterm_is_no_cause(
     run: Run, monkeypatch: pytest.MonkeyPatch, fault: str, kind: str, status: str
 ) -> None:
-    monkeypatch.setattr(supervise, "FAILED_AFTER", 0.5)
-    monkeypatch.setattr(supervise, "VANISHED_AFTER", 0.5)
+    monkeypatch.setattr(watchdog, "FAILED_AFTER", 0.5)
+    monkeypatch.setattr(watchdog, "VANISHED_AFTER", 0.5)
     ending = run("act_alone", acts={"0": "deaf", "1": f"{fault}, once 0 is deaf"})
     assert verdict(ending) == (kind, 1, ("consequence", status)), ending.text()
     assert "rank 0 outlived another rank's failure and was killed" in ending.text()

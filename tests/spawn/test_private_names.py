@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.launch import Ending, Request, WarmLauncher, settings
-from pytest_distcompat.launch.surroundings import _at_exit
+from pytest_distcompat.launch import Ending, Request, WarmLauncher, library_state
+from pytest_distcompat.launch.process_state import _at_exit
 from pytest_distcompat.probe.parts import _not_saved
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def test_the_singletons_of_accelerate() -> None:
     state = pytest.importorskip("accelerate.state")
     for kind in (state.PartialState, state.AcceleratorState, state.GradientState):
         assert isinstance(getattr(kind, "_shared_state", None), dict), (
-            f"{kind.__name__}._shared_state is not what it was: see launch/settings.py:_accelerate"
+            f"{kind.__name__}._shared_state is not what it was: see launch/library_state.py:_accelerate"
         )
 
 
@@ -233,23 +233,25 @@ def test_the_singletons_of_accelerate() -> None:
 def test_the_hooks_of_all_modules_and_optimizers(name: str) -> None:
     of_modules = importlib.import_module("torch.nn.modules.module")
     of_optimizers = importlib.import_module("torch.optim.optimizer")
-    before = settings._hooks()
+    before = library_state._hooks()
     handle = getattr(of_optimizers if "optimizer" in name else of_modules, name)(lambda *_: None)
-    after = settings._hooks()
+    after = library_state._hooks()
     handle.remove()
-    assert sum(after) == sum(before) + 1, f"{name} keeps its functions elsewhere: see launch/settings.py:_hook_dicts"
-    assert settings._hooks() == before
+    assert sum(after) == sum(before) + 1, (
+        f"{name} keeps its functions elsewhere: see launch/library_state.py:_hook_dicts"
+    )
+    assert library_state._hooks() == before
 
 
 def test_the_modes_that_were_entered() -> None:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    before = settings._modes()
+    before = library_state._modes()
     with torch.overrides.TorchFunctionMode(), TorchDispatchMode():  # type: ignore[no-untyped-call]
-        assert settings._modes() == (before[0] + 1, before[1] + 1), (
+        assert library_state._modes() == (before[0] + 1, before[1] + 1), (
             "torch.overrides._get_current_function_mode_stack or torch.utils._python_dispatch."
-            "_get_current_dispatch_mode_stack is not what it was: see launch/settings.py:_modes"
+            "_get_current_dispatch_mode_stack is not what it was: see launch/library_state.py:_modes"
         )
 
 
@@ -258,12 +260,12 @@ def test_the_modes_that_were_entered() -> None:
 )
 def test_the_digest_of_what_torch_compile_is_told(module: str, setting: str) -> None:
     config: Any = importlib.import_module(module)
-    before = settings._asked(module, "get_hash")
+    before = library_state._asked(module, "get_hash")
     with config.patch({setting: not getattr(config, setting)}):
-        assert settings._asked(module, "get_hash") != before, (
-            f"{module}.get_hash does not tell of {setting}: see launch/settings.py:SETTINGS"
+        assert library_state._asked(module, "get_hash") != before, (
+            f"{module}.get_hash does not tell of {setting}: see launch/library_state.py:SETTINGS"
         )
-    assert settings._asked(module, "get_hash") == before
+    assert library_state._asked(module, "get_hash") == before
 
 
 def test_how_many_functions_wait_for_the_exit() -> None:
@@ -275,7 +277,7 @@ def test_how_many_functions_wait_for_the_exit() -> None:
     finalizer.cancel()
     assert after == (before[0] + 1, before[1] + 1), (
         "atexit._ncallbacks or multiprocessing.util._finalizer_registry is not what it was: see "
-        "launch/surroundings.py:_at_exit"
+        "launch/process_state.py:_at_exit"
     )
 
 

@@ -85,11 +85,11 @@ def test_a_child_is_buried_though_ctrl_c_came_while_it_was_polled(interrupted: b
     if interrupted:
         lock: Any = vars(child)["_waitpid_lock"]
         assert lock.acquire(blocking=False)
-    process.bury(child)
+    process.kill_and_wait(child)
     assert child.returncode == -signal.SIGKILL
     with pytest.raises(ChildProcessError):
         os.waitpid(child.pid, os.WNOHANG)
     # Twice is once.
-    process.bury(child)
+    process.kill_and_wait(child)
     assert child.stdin is not None
     child.stdin.close()

@@ -159,7 +159,7 @@ def test_each_is_compared_or_the_page_says_that_it_is_not(found: list[str]) -> N
     patterns = [*COMPARED, *NOT_SEEN, *OF_ITS_ARGUMENTS]
     unknown = [name for name in found if not any(fnmatchcase(name, pattern) for pattern in patterns)]
     assert not unknown, (
-        "compare what they set in launch/surroundings.py or settings.py, or say on the page that it is not seen"
+        "compare what they set in launch/process_state.py or settings.py, or say on the page that it is not seen"
     )
 
 

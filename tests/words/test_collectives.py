@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.launch.collectives import Standing, parting, standing, told
-from pytest_distcompat.launch.recorder import END, record_file
+from pytest_distcompat.launch.flight_recorder import END, record_file
 
 PACKAGES = sysconfig.get_path("purelib")
 STANDARD = sysconfig.get_path("stdlib")

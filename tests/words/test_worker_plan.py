@@ -13,7 +13,7 @@ import torch
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver, Plan
-from pytest_distcompat.places import Places
+from pytest_distcompat.run_paths import RunPaths
 from pytest_distcompat.scenario import RESUME_RUN, TRAIN_RUN, Run
 from pytest_distcompat.worker import _Rank
 from pytest_distcompat.world import World
@@ -113,8 +113,8 @@ def live(driver: type[Driver], run: Run, listens: Listens, **attributes: Any) ->
     """The driver after a run of it, on rank 0 of 2."""
     made = driver(Cell.parse("ddp-fp32-w2"), World(0, 2, 0, "cpu"))
     vars(made).update(attributes)
-    places = Places(Path("new"), Path("old"), Path("whole"), 2)
-    _Rank(made, run, places, listens, listens).live()  # type: ignore[arg-type]  # stands for both
+    run_paths = RunPaths(Path("new"), Path("old"), Path("whole"), 2)
+    _Rank(made, run, run_paths, listens, listens).live()  # type: ignore[arg-type]  # stands for both
     return made
 
 
@@ -229,7 +229,7 @@ def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatc
     listens = Listens()
     driver = Compiles(Cell.parse("fsdp2-fp32-w2-compile"), World(0, 1, 0, "cpu"))
     run = Run("one", ("build_model", "evaluate"))
-    rank = _Rank(driver, run, Places(tmp_path, tmp_path, tmp_path, 1), listens, listens)  # type: ignore[arg-type]
+    rank = _Rank(driver, run, RunPaths(tmp_path, tmp_path, tmp_path, 1), listens, listens)  # type: ignore[arg-type]
     rank.live()
     assert listens.snapshots[1]["outputs"] == (1.0, 1.0)
     assert not compiled

@@ -1,4 +1,4 @@
-"""Is a spoilt checkpoint an error that names the file?"""
+"""Is a corrupted checkpoint an error that names the file?"""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def _judged(run: RunTrace) -> Iterator[str]:
     if snapshot is None or not snapshot.files:
         yield f"{run.name}: nothing was spoilt"
         return
-    spoilt = snapshot.files[0]
-    what = f"file {spoilt.path!r} is {_DONE[spoilt.holds]}"
+    corrupted = snapshot.files[0]
+    what = f"file {corrupted.path!r} is {_DONE[corrupted.holds]}"
     end = run.end
     if end is None or end.action not in {"load", "build"}:
         after = "went on" if end is None else f"failed in {end.action!r} only: {_short(end.message)}"
         yield f"{what}: it was loaded without an error, and training {after}"
-    elif PurePath(spoilt.path).name not in _FRAMES.sub("", end.text):
+    elif PurePath(corrupted.path).name not in _FRAMES.sub("", end.text):
         yield f"{what}: the error does not name it: {_short(end.message)}"
 
 

@@ -39,9 +39,9 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
     (https://github.com/deepspeedai/DeepSpeed/pull/7580): FSDP1 has ShardedGradScaler for that.
     """
     run = trace.run("overflow")
-    before, spoilt, after = run.at("step", 0), run.at("overflow"), run.at("step", 1)
+    before, corrupted, after = run.at("step", 0), run.at("overflow"), run.at("step", 1)
     yield from every_rank(before, cell.world_size, "the first step")
-    yield from every_rank(spoilt, cell.world_size, "the step that overflows")
+    yield from every_rank(corrupted, cell.world_size, "the step that overflows")
     yield from every_rank(after, cell.world_size, "the step after the overflow")
     for snapshot in before:
         scale = snapshot.scaler.get("scale")
@@ -51,14 +51,14 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
             yield f"rank {snapshot.rank}: the loss is scaled by {scale:g}; expected more than 1"
         elif not math.isfinite(scale):
             yield f"rank {snapshot.rank}: the loss is scaled by {scale:g}; expected a finite number"
-    for what, snapshots in (("the first step", before), ("the overflow", spoilt), ("the step after it", after)):
+    for what, snapshots in (("the first step", before), ("the overflow", corrupted), ("the step after it", after)):
         scales = {snapshot.scaler["scale"] for snapshot in snapshots if "scale" in snapshot.scaler}
         if len(scales) > 1:
             listed = ", ".join(f"{scale:g}" for scale in sorted(scales))
             yield f"ranks scale the loss differently after {what}: by {listed}"
-    for old, new in pairs(before, spoilt):
+    for old, new in pairs(before, corrupted):
         yield from _skipped(old, new)
-    for old, new in pairs(spoilt, after):
+    for old, new in pairs(corrupted, after):
         if new.optimizer and new.optimizer.states and _values(old) == _values(new):
             yield f"rank {new.rank}: nothing changed in the step after the overflow; expected training to go on"
 

@@ -11,8 +11,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat.cli.pytest_settings import relative
 from pytest_distcompat.cli.repository import DRIVERS, Class, Repository, look_at
-from pytest_distcompat.cli.settings import relative
 from pytest_distcompat.failures import UsageProblem
 
 #: Who installed the package has no docs/.

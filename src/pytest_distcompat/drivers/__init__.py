@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers._declared import check_declared
+from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.registry import Registry
 
 DRIVERS: Registry[type[Driver]] = Registry(__name__, Driver, "driver")  # type: ignore[arg-type]  # holds the classes themselves
 
-__all__ = ["DRIVERS", "Driver", "find_driver", "preload_of"]
+__all__ = ["DRIVERS", "Driver", "TinyDriver", "find_driver", "preload_of"]
 
 
 def find_driver(name: str) -> type[Driver]:
@@ -46,6 +47,6 @@ def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
     of_models = (module for model in models for module in MODELS.get(model).preload)
     more = COMPILE if any(cell.option("compile") for cell in asked) else ()
     own = (module for registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in registry.modules)
-    ours = (WORKER, "pytest_distcompat.probe", "pytest_distcompat.probe.look", *own)
+    ours = (WORKER, "pytest_distcompat.probe", "pytest_distcompat.probe.snapshot", *own)
     # Not the driver's own module, unless it says so: at import it may ask which rank it is on.
     return tuple(dict.fromkeys((*driver.preload, *of_models, *more, *ours)))

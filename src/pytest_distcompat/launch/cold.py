@@ -12,9 +12,9 @@ from pytest_distcompat import clock
 from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.ending import Ending, conclude
 from pytest_distcompat.launch.kept import Keeping
-from pytest_distcompat.launch.process import bury, descendants, kill, on_device
+from pytest_distcompat.launch.process import descendants, kill, kill_and_wait, on_device
 from pytest_distcompat.launch.request import Request, Warmth, interpreter, read_events
-from pytest_distcompat.launch.supervise import Watch
+from pytest_distcompat.launch.watchdog import Watchdog
 
 #: A failed rank as torchrun's final report shows it.
 FAILURE = re.compile(r"rank\s+:\s+(\d+)\s+\(local_rank.*?exitcode\s+:\s+(-?\d+)", re.DOTALL)
@@ -66,7 +66,7 @@ class TorchrunLauncher:
         # By itself torchrun starts its ranks without the flags that this interpreter was given.
         rank = ["--no-python", *interpreter(), "-u", "-m", "pytest_distcompat.launch.rank", str(path)]
         command += ["--log-dir", str(logs), "--redirects", "3", *rank]
-        watch = Watch(request)
+        watch = Watchdog(request)
         output = Path(request.directory) / "torchrun.log"
         with output.open("wb") as log:
             self._process = subprocess.Popen(
@@ -111,7 +111,7 @@ class TorchrunLauncher:
         if self._process is not None:
             if self._process.poll() is None:
                 kill(descendants(self._process.pid))
-            bury(self._process)
+            kill_and_wait(self._process)
             self._process = None
 
 

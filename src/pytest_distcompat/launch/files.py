@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_distcompat.launch.recorder import record_file
+from pytest_distcompat.launch.flight_recorder import record_file
 from pytest_distcompat.launch.request import read_end
 from pytest_distcompat.launch.stacks import stack_file, without_launcher_in_crash
 

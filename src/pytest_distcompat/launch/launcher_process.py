@@ -25,9 +25,9 @@ from pytest_distcompat.launch.forking import LIBRARIES, LOGS, SESSION
 from pytest_distcompat.launch.process import (
     alive,
     await_exit,
-    bury,
     descendants,
     kill,
+    kill_and_wait,
     kill_named,
     let_tidy_up,
     tidies_up,
@@ -190,11 +190,11 @@ class LauncherProcess:
             # They wait for the launcher process too.
             tidy = [process for process in below if tidies_up(process)]
             kill(below)
-            bury(self._process)
+            kill_and_wait(self._process)
             let_tidy_up(tidy)
         finally:
             # Ctrl-C may come while we are at it, as in a worker of xdist that is done when others are not. What is below it
             # dies with it.
-            bury(self._process)
+            kill_and_wait(self._process)
             self._channel.close()
             self._directory.remove()

@@ -138,7 +138,7 @@ def tidies_up(process: psutil.Process) -> bool:
     return False
 
 
-def bury(process: subprocess.Popen[Any]) -> None:
+def kill_and_wait(process: subprocess.Popen[Any]) -> None:
     """SIGKILL a child of ours and wait for it.
 
     Not by Popen's own ``kill`` and ``wait``: where Ctrl-C comes just as ``poll`` has taken Popen's lock the lock stays taken, and

@@ -20,7 +20,7 @@ import psutil
 
 from pytest_distcompat import clock
 from pytest_distcompat.excerpt import explained
-from pytest_distcompat.launch import randomness, recorder, unpatched
+from pytest_distcompat.launch import flight_recorder, pristine_builtins, randomness
 from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent, run_exit_functions
 from pytest_distcompat.launch.request import RankLog, Request, extend_import_path, has_ended, read_events
@@ -42,7 +42,7 @@ def main(path: str, *, by_hand: bool = False) -> None:
     # Whoever asks for stacks again empties it before.
     stacks = stack_file(request.directory, number).open("a", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
-    recorder.answer(request.directory, number)
+    flight_recorder.answer(request.directory, number)
     # multiprocessing hands its own start method down; a rank of torchrun has Python's default.
     multiprocessing.set_start_method(None, force=True)
     prepare(request)
@@ -77,18 +77,18 @@ def perform(request: Request, *, by_hand: bool = False) -> None:
     """Do what the request asks for. A failure is reported and ends this process."""
     number = int(os.environ["RANK"])
     with contextlib.closing(RankLog(request.directory, number, by_hand=by_hand)) as log:
-        own = unpatched.own_pid()
+        own = pristine_builtins.own_pid()
         log.write("start", pid=own)
         try:
             module, _, function = request.target.partition(":")
             getattr(importlib.import_module(module), function)(request.payload, log)
         except BaseException as error:  # SystemExit and KeyboardInterrupt end a rank like any other error
             fail(request, log, error)
-        if unpatched.own_pid() != own:
+        if pristine_builtins.own_pid() != own:
             # A child that the target forked and that came back in its place. The rank may be gone: its last word is its own, as
             # are the answers to whoever waits for it.
             flush()
-            unpatched.leave(0)
+            pristine_builtins.leave(0)
         log.write("done", pid=own)
 
 
@@ -124,18 +124,18 @@ def leave_failed(directory: str | Path, world_size: int) -> NoReturn:
         lambda: all(has_ended(read_events(directory, rank)) for rank in range(world_size)), GRACE, every=0.01
     )
     flush()
-    unpatched.leave(1)
+    pristine_builtins.leave(1)
 
 
 def tell(log: RankLog, error: BaseException) -> None:
     """Report that error."""
-    text = "".join(unpatched.format_exception(error))
+    text = "".join(pristine_builtins.format_exception(error))
     log.error(type(error).__name__, message_of(error), text, lost=lost_peer(error))
 
 
 def message_of(error: BaseException) -> str:
     """What it says in one line, or in as many as a SyntaxError has."""
-    return explained("".join(unpatched.format_exception_only(error)).strip())
+    return explained("".join(pristine_builtins.format_exception_only(error)).strip())
 
 
 def flush() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import clock
-from pytest_distcompat.launch import unpatched
+from pytest_distcompat.launch import pristine_builtins
 
 
 @dataclass(frozen=True)
@@ -160,27 +160,29 @@ class RankLog:
         self._terminal = os.dup(2) if by_hand else None
         if by_hand:
             self.path.unlink(missing_ok=True)
-        self._file = unpatched.open_descriptor(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = pristine_builtins.open_descriptor(
+            self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+        )
 
     def write(self, event: str, **data: Any) -> None:
         """Append one event."""
-        line = unpatched.encode({"event": event, "rank": self.rank, "time": clock.now(), **data}) + "\n"
+        line = pristine_builtins.encode({"event": event, "rank": self.rank, "time": clock.now(), **data}) + "\n"
         raw = line.encode("utf-8", "surrogatepass")
         while raw:
-            raw = raw[unpatched.write_to(self._file, raw) :]
+            raw = raw[pristine_builtins.write_to(self._file, raw) :]
 
     def error(self, kind: str, message: str, text: str, **data: Any) -> None:
         """The last thing a failing rank says: the exception's type, its message, and the whole text to show."""
         self.write("error", kind=kind, message=message, text=text, **data)
         if self._terminal is not None:
             shown = f"\nrank {self.rank}: {message}\n{text}\n".encode("utf-8", "replace")
-            unpatched.write_to(self._terminal, shown)
+            pristine_builtins.write_to(self._terminal, shown)
 
     def close(self) -> None:
         """Nothing more is to be said."""
         for descriptor in (self._file, self._terminal):
             if descriptor is not None:
-                unpatched.close_descriptor(descriptor)
+                pristine_builtins.close_descriptor(descriptor)
 
 
 def read_events(directory: str | Path, rank: int, *, but: str = "") -> list[dict[str, Any]]:
@@ -189,18 +191,18 @@ def read_events(directory: str | Path, rank: int, *, but: str = "") -> list[dict
     Events called ``but`` are passed over unread: who looks five times a second need not decode what a probe saw.
     """
     try:
-        with unpatched.open_file(f"{directory}/rank-{rank}.jsonl", encoding="utf-8", errors="replace") as file:
+        with pristine_builtins.open_file(f"{directory}/rank-{rank}.jsonl", encoding="utf-8", errors="replace") as file:
             raw = file.read()
     except FileNotFoundError:
         return []
     # As ``RankLog.write`` begins it.
-    passed = unpatched.encode({"event": but})[:-1] if but else "\n"
+    passed = pristine_builtins.encode({"event": but})[:-1] if but else "\n"
     events: list[dict[str, Any]] = []
     for line in raw.splitlines():
         if line.startswith(passed):
             continue
         with contextlib.suppress(ValueError):
-            event = unpatched.decode(line)
+            event = pristine_builtins.decode(line)
             if isinstance(event, dict) and isinstance(event.get("event"), str):
                 events.append(event)
     return [event for event in events if _of_the_rank(event, events[0])]

@@ -13,9 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.launch import randomness, rank, unpatched
+from pytest_distcompat.launch import pristine_builtins, randomness, rank
+from pytest_distcompat.launch.process_state import ProcessState, Sizes
 from pytest_distcompat.launch.request import RankLog, Request
-from pytest_distcompat.launch.surroundings import Sizes, Surroundings
 
 #: How long a process group may take to prove that it is as sound as before, in seconds, and which part of its request's
 #: time limit at most: it must not look as if the request hung.
@@ -208,7 +208,7 @@ def _serve(kept: Kept, place: str, number: int, asked: list[Request]) -> None:
         for line in channel.makefile("r", encoding="utf-8"):
             asked[:] = [Request.from_line(line)]
             changed = _one(kept, asked[-1])
-            channel.sendall(f"{unpatched.encode({'rank': number, 'changed': changed})}\n".encode())
+            channel.sendall(f"{pristine_builtins.encode({'rank': number, 'changed': changed})}\n".encode())
             # For the next one; now, for nobody waits for it.
             randomness.renew()
     for call in reversed(kept.at_end):
@@ -222,7 +222,7 @@ class Looks:
     def __init__(self) -> None:
         self._sizes = Sizes()
         self._wanted: tuple[object, ...] = ()
-        self._before = Surroundings.now()
+        self._before = ProcessState.now()
 
     def begin(self, request: Request) -> None:
         """Look at how this process is, which ``rank.prepare`` has brought to where the request wants it.
@@ -231,15 +231,15 @@ class Looks:
         """
         wanted = (request.set, request.unset, request.cwd, request.import_path)
         if wanted != self._wanted:
-            self._wanted, self._before = wanted, Surroundings.now()
+            self._wanted, self._before = wanted, ProcessState.now()
 
     def start_again(self) -> None:
         """Look again, for something else than a test has changed this process."""
-        self._before = Surroundings.now()
+        self._before = ProcessState.now()
 
     def changes(self) -> list[str]:
         """The names of what is not as it was, and of what has grown too much."""
-        return Surroundings.now().changes(self._before) + self._sizes.grown()
+        return ProcessState.now().changes(self._before) + self._sizes.grown()
 
 
 def _one(kept: Kept, request: Request) -> list[str]:

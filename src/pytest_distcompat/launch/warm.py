@@ -12,7 +12,7 @@ from pytest_distcompat.launch.ending import Ending, conclude
 from pytest_distcompat.launch.kept import Keeping, KeptRanks
 from pytest_distcompat.launch.launcher_process import LauncherProcess
 from pytest_distcompat.launch.request import Request, Warmth
-from pytest_distcompat.launch.supervise import Watch
+from pytest_distcompat.launch.watchdog import Watchdog
 
 #: How long the agent may take to notice that its ranks are gone.
 AGENT_TIME = 5.0
@@ -62,7 +62,7 @@ class WarmLauncher:
                 return self._share(self._process, request, keep)
             self.retire()
             request = self._brought(request, self._process.base)
-            watch = Watch(request)
+            watch = Watchdog(request)
             self._process.send(request)
             return self._conclude(self._process, request, watch, self._wait(self._process, watch))
         except BaseException:
@@ -81,7 +81,7 @@ class WarmLauncher:
             return ""
         # What goes wrong then is told where the last request's fixtures are, which have as long as it had.
         request = self._kept.asked
-        ending = self._leave(self._process, self._kept, request, Watch(request, self._kept.files))
+        ending = self._leave(self._process, self._kept, request, Watchdog(request, self._kept.files))
         return ending.text() if ending.failed else ""
 
     def _share(self, process: LauncherProcess, request: Request, keep: Keeping) -> Ending:
@@ -97,7 +97,7 @@ class WarmLauncher:
             process.send(kept.request)
         request = self._brought(request, kept.environment)
         kept.ask(request)
-        watch = Watch(request, kept.files)
+        watch = Watchdog(request, kept.files)
         answer = self._wait(process, watch, kept)
         if answer is not None or watch.acted:
             self._kept = None
@@ -117,10 +117,10 @@ class WarmLauncher:
         if not self._kept.lost:
             return ""
         request = self._kept.request
-        ending = self._leave(process, self._kept, request, Watch(request))
+        ending = self._leave(process, self._kept, request, Watchdog(request))
         return f"between two tests {ending.headline()}; new ranks were started"
 
-    def _leave(self, process: LauncherProcess, kept: KeptRanks, request: Request, watch: Watch) -> Ending:
+    def _leave(self, process: LauncherProcess, kept: KeptRanks, request: Request, watch: Watchdog) -> Ending:
         """The end of ranks that were kept, as the end of that request."""
         self._kept = None
         kept.leave()
@@ -131,7 +131,7 @@ class WarmLauncher:
         wanted = environment.of_ranks(os.environ, self._device, request.world_size)
         return environment.brought_to(wanted, request.from_here(), base)
 
-    def _wait(self, process: LauncherProcess, watch: Watch, kept: KeptRanks | None = None) -> dict[str, Any] | None:
+    def _wait(self, process: LauncherProcess, watch: Watchdog, kept: KeptRanks | None = None) -> dict[str, Any] | None:
         """What the agent answers in the end; None if it does not, or if ranks that are kept all have replied before it."""
         acted: float | None = None
         told = False
@@ -157,7 +157,7 @@ class WarmLauncher:
         self,
         process: LauncherProcess,
         request: Request,
-        watch: Watch,
+        watch: Watchdog,
         answer: Mapping[str, Any] | None,
         **more: Any,
     ) -> Ending:
@@ -169,7 +169,7 @@ class WarmLauncher:
         return ending
 
     def _ended(
-        self, process: LauncherProcess, request: Request, watch: Watch, answer: Mapping[str, Any], **more: Any
+        self, process: LauncherProcess, request: Request, watch: Watchdog, answer: Mapping[str, Any], **more: Any
     ) -> Ending:
         more["notice"] = more.get("notice") or self._notice(process, request)
         return conclude(

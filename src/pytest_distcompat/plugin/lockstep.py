@@ -16,13 +16,13 @@ from typing import Any
 from pytest_distcompat import clock
 from pytest_distcompat.launch import connections
 from pytest_distcompat.launch.collectives import standing
+from pytest_distcompat.launch.flight_recorder import dumps
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.launch.rank import GRACE
-from pytest_distcompat.launch.recorder import dumps
 from pytest_distcompat.launch.standstill import Standstill, in_torch, waits_for_a_thread
 from pytest_distcompat.plugin.agreement import STUCK, Said, agree
-from pytest_distcompat.plugin.board import POLL, Board
 from pytest_distcompat.plugin.outcome import Outcome
+from pytest_distcompat.plugin.store_client import POLL, StoreClient
 from pytest_distcompat.plugin.termination import Termination
 
 #: How long ranks may take to say something after they should have, in seconds: they may be busy, or dying.
@@ -66,7 +66,7 @@ class Lockstep:
         self._overrun = overrun
         self._host = socket.gethostname()
         self._port = int(os.environ["MASTER_PORT"])
-        self._board = Board(rank, size)
+        self._store_client = StoreClient(rank, size)
         self._ours = connections.of_store(self._port)
         self._lock = threading.Lock()
         self._step: Step | None = None
@@ -83,7 +83,7 @@ class Lockstep:
     def meet(self, about: Any, timeout: float) -> dict[int, Any]:
         """What every rank has to say of itself. Raises Gone after ``timeout`` seconds."""
         own = {"pid": os.getpid(), "host": self._host, "about": about}
-        self._board.put(f"meet/{self.rank}", json.dumps(own))
+        self._store_client.put(f"meet/{self.rank}", json.dumps(own))
         self._watcher.start()
         found = {}
         deadline = clock.now() + timeout
@@ -101,7 +101,7 @@ class Lockstep:
     def leave(self, status: int) -> int:
         """The end of the session: this rank's exit status made no better than any other's."""
         self._closing.set()
-        self._board.put(f"left/{self.rank}", str(status))
+        self._store_client.put(f"left/{self.rank}", str(status))
         deadline = clock.now() + PATIENCE
         found = [self._await(f"left/{rank}", deadline, of=rank) for rank in range(self.size)]
         return status or next((int(text or 1) for text in found if text != "0"), 0)
@@ -110,7 +110,7 @@ class Lockstep:
         """The last thing that is done: wait until rank 0 has told all it knows. From then on this process ends by itself."""
         self.termination.ignore()
         if self.rank == 0:
-            self._board.put("told", "")
+            self._store_client.put("told", "")
         else:
             self._await("told", clock.now() + TELLING, of=0)
 
@@ -154,7 +154,7 @@ class Lockstep:
         assert step is not None
         key = f"{step.number}/told"
         if self.rank == 0:
-            self._board.put(key, make())
+            self._store_client.put(key, make())
         text = self._await(key, step.deadline, of=0)
         if text is None:
             raise Gone("rank 0 does not answer any more")
@@ -167,8 +167,8 @@ class Lockstep:
                 return False
             step.said = True
             if said.bad:
-                self._board.put(f"{step.number}/bad", said.bad)
-            self._board.put(f"{step.number}/{self.rank}", dataclasses.replace(said, cut=step.cut).to_text())
+                self._store_client.put(f"{step.number}/bad", said.bad)
+            self._store_client.put(f"{step.number}/{self.rank}", dataclasses.replace(said, cut=step.cut).to_text())
         return True
 
     def _conclude(self, step: Step) -> dict[str, Any]:
@@ -176,12 +176,14 @@ class Lockstep:
         said: dict[int, Said] = {}
         while len(said) < self.size:
             for rank in set(range(self.size)) - set(said):
-                if text := self._board.get(f"{step.number}/{rank}"):
+                if text := self._store_client.get(f"{step.number}/{rank}"):
                     said[rank] = Said(**json.loads(text))
             missing = set(range(self.size)) - set(said)
             late = clock.now() > step.deadline + PATIENCE or self.termination.since > LEAVING / 2
-            gone = [rank for rank in missing if self._is_gone(rank) or self._board.get(f"left/{rank}") is not None]
-            if late or self._board.lost or (gone and len(gone) == len(missing)):
+            gone = [
+                rank for rank in missing if self._is_gone(rank) or self._store_client.get(f"left/{rank}") is not None
+            ]
+            if late or self._store_client.lost or (gone and len(gone) == len(missing)):
                 break
             clock.sleep(POLL)
         lost = {rank: one.place for rank, one in said.items() if one.place != step.place}
@@ -194,10 +196,10 @@ class Lockstep:
             )
         over = bool(lost) or len(said) < self.size or any(one.stuck for one in said.values())
         if not any(one.group for one in said.values()):
-            self._board.clear()
+            self._store_client.clear()
         answer = {"outcome": outcome.to_json(), "over": over, "cut": any(one.cut for one in said.values())}
-        self._board.put(f"{step.number}/out", json.dumps(answer))
-        self._board.forget(f"{step.number - 1}/{name}" for name in self._names)
+        self._store_client.put(f"{step.number}/out", json.dumps(answer))
+        self._store_client.forget(f"{step.number - 1}/{name}" for name in self._names)
         return answer
 
     def _await(self, key: str, deadline: float, *, of: int | None = None, patience: float = PATIENCE) -> str | None:
@@ -206,7 +208,7 @@ class Lockstep:
         def hopeless() -> bool:
             return self.termination.since > patience or (of is not None and self._is_gone(of))
 
-        return self._board.wait(key, deadline, hopeless)
+        return self._store_client.wait(key, deadline, hopeless)
 
     def _is_gone(self, rank: int) -> bool:
         return self._hosts.get(rank) == self._host and not alive(self.pids[rank])
@@ -222,7 +224,7 @@ class Lockstep:
                     self._overrun(None)
                 continue
             leaving = self.termination.since > LEAVING
-            why = self._board.get(f"{step.number}/bad")
+            why = self._store_client.get(f"{step.number}/bad")
             if why in EXCUSED and self._all_stand(step):
                 self._release(step)
             elif why is not None and why not in {STUCK, *EXCUSED}:
@@ -238,7 +240,7 @@ class Lockstep:
         if self.rank == 0:
             self._overrun(Outcome.from_json(self._conclude(step)["outcome"]))
         self._await(f"{step.number}/out", clock.now() + 2 * PATIENCE, of=0)
-        self._board.put(f"left/{self.rank}", "1")
+        self._store_client.put(f"left/{self.rank}", "1")
         self.close()
         self._overrun(None)
 
@@ -250,10 +252,10 @@ class Lockstep:
         stands = step.standstill.look([os.getpid()], _waits_in_torch)
         if stands != step.stands:
             step.stands = stands
-            self._board.put(f"{step.number}/stands/{self.rank}", "yes" if stands else "")
+            self._store_client.put(f"{step.number}/stands/{self.rank}", "yes" if stands else "")
         others = set(range(self.size)) - {self.rank}
         return stands and all(
-            self._board.get(f"{step.number}/{rank}") or self._board.get(f"{step.number}/stands/{rank}")
+            self._store_client.get(f"{step.number}/{rank}") or self._store_client.get(f"{step.number}/stands/{rank}")
             for rank in others
         )
 

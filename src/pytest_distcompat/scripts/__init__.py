@@ -1,7 +1,7 @@
 """Runs unmodified scripts and command lines on ranks, with the probe put into them by the environment alone.
 
 ``command`` says how a launcher is called, ``hosting`` runs it and says how it ended, ``launching`` puts both together;
-``presence``, ``points``, ``recorder`` and ``bridge`` live in the ranks, let in by ``site/sitecustomize.py``.
+``hosted_rank``, ``instrumentation``, ``recorder`` and ``bridge`` run in the ranks, let in by ``site/sitecustomize.py``.
 
 Every Python process of a launched script imports this package: what it holds is loaded when it is first asked for.
 """

@@ -14,19 +14,19 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from pytest_distcompat.scripts.arrivals import when
-from pytest_distcompat.scripts.presence import present
+from pytest_distcompat.scripts.hosted_rank import current_rank
+from pytest_distcompat.scripts.import_hooks import on_import
 
 
 def install() -> None:
     """Wait for the libraries; nothing is imported."""
-    when("accelerate.state", _accelerate)
-    when("transformers.training_args", _transformers)
-    when("deepspeed.ops", _deepspeed)
+    on_import("accelerate.state", _accelerate)
+    on_import("transformers.training_args", _transformers)
+    on_import("deepspeed.ops", _deepspeed)
 
 
 def _tell(what: str) -> None:
-    found = present()
+    found = current_rank()
     if found is not None:
         found.log.write("bridge", what=what)
 

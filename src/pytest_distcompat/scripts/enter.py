@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from pytest_distcompat.scripts import bridge, points
+from pytest_distcompat.scripts import bridge, instrumentation
 from pytest_distcompat.scripts.environment import ON_CPU, RUN
-from pytest_distcompat.scripts.presence import claim
+from pytest_distcompat.scripts.hosted_rank import claim
 
 
 def enter() -> None:
@@ -14,6 +14,6 @@ def enter() -> None:
     if os.environ.get(RUN):
         if os.environ.get("RANK", "").isdecimal():
             claim(int(os.environ["RANK"]))
-        points.install()
+        instrumentation.install()
     if os.environ.get(ON_CPU) == "1":
         bridge.install()

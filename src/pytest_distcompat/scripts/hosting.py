@@ -1,7 +1,7 @@
 """Runs a launcher that is not ours, watches the ranks that it starts, and says how they ended: one verdict from all.
 
 The verdict is put together by ``launch.ending``, as for ranks of our own. What differs: who starts the ranks is unknown, so
-they announce themselves (``presence``); their exit codes are the launcher's to know, so they are read from torchrun's
+they announce themselves (``hosted_rank``); their exit codes are the launcher's to know, so they are read from torchrun's
 report, or from what the ranks left; and the launcher itself can fail.
 """
 
@@ -22,9 +22,9 @@ from pytest_distcompat import clock
 from pytest_distcompat.launch.cold import ENDED, FAILURE
 from pytest_distcompat.launch.ending import Ending, conclude, exit_name
 from pytest_distcompat.launch.files import CRASH
-from pytest_distcompat.launch.process import alive, await_end, await_exit, bury, descendants, kill, kill_named
+from pytest_distcompat.launch.process import alive, await_end, await_exit, descendants, kill, kill_and_wait, kill_named
 from pytest_distcompat.launch.request import Request, read_end, read_events
-from pytest_distcompat.launch.supervise import Watch
+from pytest_distcompat.launch.watchdog import Watchdog
 
 #: How long a launcher may take to notice that its ranks are gone, and ranks to leave once their launcher has.
 PATIENCE = 5.0
@@ -52,14 +52,14 @@ class Hosted:
 
     def run(self) -> Ending:
         """Start it, wait until it ended or was ended; never raises for what it does."""
-        keeper = _Keeper(self)
+        supervisor = _Supervisor(self)
         try:
-            return _watch(self, keeper)
+            return _watch(self, supervisor)
         finally:
-            keeper.close()
+            supervisor.close()
 
 
-class _Keeper:
+class _Supervisor:
     """The process below which the launcher and all its ranks are, see ``keeper``."""
 
     def __init__(self, hosted: Hosted) -> None:
@@ -77,7 +77,7 @@ class _Keeper:
         path.write_text(json.dumps(wanted), encoding="utf-8")
         with (directory / "keeper.log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pytest_distcompat.scripts.keeper", str(path)],
+                [sys.executable, "-m", "pytest_distcompat.scripts.supervisor", str(path)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -106,7 +106,7 @@ class _Keeper:
         assert self._process.stdin is not None
         self._process.stdin.close()
         if not await_exit(self._process, PATIENCE):
-            bury(self._process)
+            kill_and_wait(self._process)
 
 
 class _Deaths:
@@ -127,11 +127,11 @@ class _Deaths:
                 self.at[rank] = clock.now()
 
 
-def _watch(hosted: Hosted, keeper: _Keeper) -> Ending:
-    watch = Watch(Request("", {}, hosted.world_size, str(hosted.directory), hosted.timeout))
+def _watch(hosted: Hosted, supervisor: _Supervisor) -> Ending:
+    watch = Watchdog(Request("", {}, hosted.world_size, str(hosted.directory), hosted.timeout))
     deaths = _Deaths(hosted)
     acted: float | None = None
-    while (ended := keeper.ended()) is None:
+    while (ended := supervisor.ended()) is None:
         clock.sleep(0.02)
         watch.look()
         deaths.look()
@@ -139,10 +139,10 @@ def _watch(hosted: Hosted, keeper: _Keeper) -> Ending:
             acted = acted or clock.now()
             if clock.now() > acted + PATIENCE:
                 break
-    outlived = _outlived(keeper, deaths, watch)
-    left_over = _clear_up(keeper, watch)
+    outlived = _outlived(supervisor, deaths, watch)
+    left_over = _clear_up(supervisor, watch)
     deaths.look()
-    text = read_end(keeper.output, READ)
+    text = read_end(supervisor.output, READ)
     first = FAILURE.search(text, max(0, text.find("Root Cause")))
     codes = [_exit_code(hosted, rank, text, deaths.pids.get(rank)) for rank in range(hosted.world_size)]
     known: dict[str, Any] = {
@@ -163,16 +163,16 @@ def _watch(hosted: Hosted, keeper: _Keeper) -> Ending:
     return ending
 
 
-def _outlived(keeper: _Keeper, deaths: _Deaths, watch: Watch) -> list[int]:
+def _outlived(supervisor: _Supervisor, deaths: _Deaths, watch: Watchdog) -> list[int]:
     """Ranks that run on though their launcher is gone. They get a moment to leave, and are then killed."""
-    await_end(keeper.below(), TIDY if not watch.acted else 0.0)
+    await_end(supervisor.below(), TIDY if not watch.acted else 0.0)
     deaths.look()
     return [rank for rank, pid in deaths.pids.items() if alive(pid) and rank not in watch.ended_by_us]
 
 
-def _clear_up(keeper: _Keeper, watch: Watch) -> list[str]:
+def _clear_up(supervisor: _Supervisor, watch: Watchdog) -> list[str]:
     """Kill what is left below the keeper; who it was, of a run that was not ended by us."""
-    names = kill_named(keeper.below())
+    names = kill_named(supervisor.below())
     return [] if watch.acted else names
 
 

@@ -24,8 +24,8 @@ from pytest_distcompat.scripts import command as commands
 from pytest_distcompat.scripts.configuration import find_configuration
 from pytest_distcompat.scripts.environment import ON_CPU, with_probe
 from pytest_distcompat.scripts.hosting import Hosted
+from pytest_distcompat.scripts.probe_config import ProbeConfig
 from pytest_distcompat.scripts.result import ScriptRun
-from pytest_distcompat.scripts.sight import Sight
 from pytest_distcompat.strategies import STRATEGIES
 
 
@@ -72,7 +72,7 @@ def launch(
     cwd: str | Path | None = None,
     blocks: Sequence[str] = (),
     saved_name: Callable[[str], str] | None = None,
-    watch_steps: int = Sight.steps,
+    watch_steps: int = ProbeConfig.steps,
     stop_after: int = 0,
     bridge: bool = True,
     allow_failure: bool = False,
@@ -141,7 +141,7 @@ def launch(
         directory=directory,
         configuration=file,
     )
-    Sight(watch_steps, where.device, stop_after, classes).write(directory)
+    ProbeConfig(watch_steps, where.device, stop_after, classes).write(directory)
     ours = {**command.environment, **(environment or {})}
     if bridge and where.device == "cpu":
         ours[ON_CPU] = "1"

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.scripts import guard
-from pytest_distcompat.scripts.presence import Presence, before_end
-from pytest_distcompat.scripts.sight import Sight
+from pytest_distcompat.scripts.hosted_rank import HostedRank, before_end
+from pytest_distcompat.scripts.probe_config import ProbeConfig
 from pytest_distcompat.scripts.stopping import leave_together
 from pytest_distcompat.scripts.subjects import Subjects
 from pytest_distcompat.trace import Snapshot
@@ -38,15 +38,17 @@ BUILD_MODEL, BUILD, LOAD, SAVE, END = 0, 1, 2, 10, 90
 class Recorder:
     """What one rank's probe knows of the training that it is put into."""
 
-    def __init__(self, presence: Presence, sight: Sight) -> None:
+    def __init__(self, rank: HostedRank, config: ProbeConfig) -> None:
         from pytest_distcompat.probe import Observer
 
-        self.presence, self.sight = presence, sight
+        self.rank, self.config = rank, config
         self.observer = Observer(guard.guarded)
-        self.device = sight.device if sight.device == "cpu" else f"{sight.device}:{os.environ.get('LOCAL_RANK', '0')}"
+        self.device = (
+            config.device if config.device == "cpu" else f"{config.device}:{os.environ.get('LOCAL_RANK', '0')}"
+        )
         self.steps = 0
         self.depth = self._quiet = 0
-        self.subjects = Subjects(sight.blocks)
+        self.subjects = Subjects(config.blocks)
         self._root: weakref.ref[Module] | None = None
         self._model: weakref.ref[Module] | None = None
         #: Inside of an engine's step the model is not what it is before and after.
@@ -78,11 +80,11 @@ class Recorder:
     @property
     def whole(self) -> bool:
         """Whether the step that goes on is looked at in full."""
-        return self.steps < self.sight.steps
+        return self.steps < self.config.steps
 
     def aside(self, function: Callable[..., None], *args: Any) -> None:
         """Call what is ours in the midst of what is not: what it computes is no business of the script's."""
-        if self.presence.here():
+        if self.rank.here():
             with self.observer.aside():
                 function(*args)
 
@@ -186,7 +188,7 @@ class Recorder:
         model = engine if engine is not None else self.subjects.model_of(optimizer)
         self._optimizer = engine.optimizer if engine is not None else self.subjects.together(optimizer, model)
         if model is None:
-            self.presence.log.write("unseen model", optimizer=type(optimizer).__name__)
+            self.rank.log.write("unseen model", optimizer=type(optimizer).__name__)
             return
         self._model = weakref.ref(model)
         self._tell("build_model", BUILD_MODEL, unwrapped=self.subjects.unwrapped_of(model))
@@ -235,21 +237,21 @@ class Recorder:
         """A checkpoint is about to be written."""
         self.close()
         if everyone:
-            self.presence.log.write("action", action="save", index=self._place)
+            self.rank.log.write("action", action="save", index=self._place)
 
     def saved(self, path: Any, everyone: bool, model: bool) -> None:
         """A checkpoint was written; ``everyone``: by all ranks together; ``model``: the model is to be in it."""
         place = self._place
-        self.presence.log.write("saved", path=str(Path(path).resolve()), index=place, everyone=everyone, model=model)
+        self.rank.log.write("saved", path=str(Path(path).resolve()), index=place, everyone=everyone, model=model)
         if everyone and self._model is not None:
             self._saves += 1
             self._tell("save", place, **self._look(whole=True))
-            self._stops = self.steps == self.sight.stop_after
+            self._stops = self.steps == self.config.stop_after
 
     def _go_on(self) -> None:
         self.close()
         if self._stops:
-            leave_together(self.presence)
+            leave_together(self.rank)
 
     def loaded(self) -> None:
         """A checkpoint was read, maybe a part of it: what counts is what is there when training begins, or if it never does."""
@@ -277,7 +279,7 @@ class Recorder:
             self._tell("export", self.steps * STRIDE + END, **self._look(whole=True))
 
     def _look(self, *, whole: bool) -> dict[str, Any]:
-        from pytest_distcompat.probe.look import look
+        from pytest_distcompat.probe.snapshot import look
 
         model = self._model() if self._model is not None else None
         if model is None:
@@ -294,5 +296,5 @@ class Recorder:
         )
 
     def _tell(self, action: str, index: int, **infos: Any) -> None:
-        snapshot = Snapshot(self.presence.rank, "train", action, index, **infos)
-        self.presence.log.write("snapshot", action=action, index=index, snapshot=snapshot.to_json())
+        snapshot = Snapshot(self.rank.rank, "train", action, index, **infos)
+        self.rank.log.write("snapshot", action=action, index=index, snapshot=snapshot.to_json())

@@ -17,8 +17,8 @@ from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.launch import Ending
 from pytest_distcompat.runner import run_trace
 from pytest_distcompat.scripts import final
+from pytest_distcompat.scripts.probe_config import ProbeConfig
 from pytest_distcompat.scripts.reading import read_in_a_process
-from pytest_distcompat.scripts.sight import Sight
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace
 
 #: The checks that one run gives the evidence for. The others need runs that a script does not have, or actions of a driver.
@@ -166,7 +166,7 @@ class ScriptRun:
         """Why there is nothing to judge, if so; empty otherwise. One that ``trains`` is to take a step."""
         if failure := self._probe_failure():
             return failure
-        if not Sight.read(self.directory).steps:
+        if not ProbeConfig.read(self.directory).steps:
             return "nothing to probe: watch_steps=0 leaves the probe out"
         if trains and not self.trace.at("build"):
             events = (event for events in self.ending.events.values() for event in events)
@@ -193,7 +193,7 @@ class ScriptRun:
 
     def _too_short(self) -> str:
         """Why the step that checks look at was not seen in full; empty if it was."""
-        watched = Sight.read(self.directory).steps
+        watched = ProbeConfig.read(self.directory).steps
         if watched < JUDGED:
             return f"watch_steps={watched}: the check looks at step {JUDGED} in full; expected {JUDGED} or more"
         taken = len({snapshot.index for snapshot in self.trace.snapshots if snapshot.action == "step"})

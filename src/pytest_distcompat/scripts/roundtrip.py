@@ -99,12 +99,12 @@ class RoundTrip:
         if not loaded:
             yield "the resumed run read no checkpoint by any of the calls that are known"
         elif explain or self.resharded or self.stopped.device != "cpu" or not self.left:
-            states, when = "optimizer" in self.same, f"after the load at {self.resumed.trace.world_size} ranks"
+            states, on_import = "optimizer" in self.same, f"after the load at {self.resumed.trace.world_size} ranks"
             was, now = values(self.stopped.trace, saved), values(self.resumed.trace, loaded)
-            yield from differences(was, now, when, states=states)
-            yield from other_dtypes(was, now, when, states=states)
+            yield from differences(was, now, on_import, states=states)
+            yield from other_dtypes(was, now, on_import, states=states)
             if not self.left and not self.resharded and "scheduler" in self.same:
-                yield from settings(saved, loaded, when)
+                yield from settings(saved, loaded, on_import)
 
     def _steps(self) -> Iterator[str]:
         """Step by step what the run that never stopped had; of each kind the first difference on each rank."""

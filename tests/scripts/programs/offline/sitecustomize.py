@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from pytest_distcompat.scripts.arrivals import when
+from pytest_distcompat.scripts.import_hooks import on_import
 
 FAULT = os.environ.get("FAULT", "")
 
@@ -24,4 +24,4 @@ def _break(module: Any) -> None:
 
 
 if FAULT:
-    when("accelerate.accelerator", _break)
+    on_import("accelerate.accelerator", _break)

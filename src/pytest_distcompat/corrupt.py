@@ -1,4 +1,4 @@
-"""Spoils a checkpoint, as a full disk or a lost file does."""
+"""Corrupts a checkpoint, as a full disk or a lost file does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pytest_distcompat.trace import FileInfo
 HEAVY = PICKLED | {".safetensors", ".distcp"}
 
 
-def spoil(directory: Path, how: str) -> FileInfo:
+def corrupt(directory: Path, how: str) -> FileInfo:
     """Do ``how`` to the file with the most in it: ``truncate`` it to half, or ``remove`` it. Which file it was.
 
     Raises FileNotFoundError where nothing is saved.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.scripts import around, guard
-from pytest_distcompat.scripts.around import Arguments, Keywords, Steps
+from pytest_distcompat.scripts import guard, wrappers
 from pytest_distcompat.scripts.recorder import Recorder
+from pytest_distcompat.scripts.wrappers import Arguments, Keywords, Steps
 
 #: The method that writes ``checkpoint-N``. Private, but the hook ``on_save`` comes when all is written: what other
 #: libraries wrote before would have been taken for checkpoints of their own.
@@ -17,19 +17,19 @@ SAVE = "_save_checkpoint"
 
 def wrap(trainer: Any) -> None:
     """Put each wrapper in its place, in the class ``Trainer``."""
-    around.put(trainer, "__init__", _constructor)
-    around.put(
+    wrappers.put(trainer, "__init__", _constructor)
+    wrappers.put(
         trainer,
         SAVE,
-        around.saves(
+        wrappers.saves(
             lambda _result, args, _kwargs: Path(args[0].args.output_dir, f"checkpoint-{args[0].state.global_step}")
         ),
     )
     # What a run leaves for others: no checkpoint to go on from.
-    around.put(
+    wrappers.put(
         trainer,
         "save_model",
-        around.saves(
+        wrappers.saves(
             lambda _result, args, kwargs: next(iter((*args[1:2], *kwargs.values())), None) or args[0].args.output_dir,
             everyone=False,
         ),
@@ -39,7 +39,7 @@ def wrap(trainer: Any) -> None:
 def _constructor(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a point
     yield
     trainer = args[0]
-    found.presence.log.write("output", path=str(Path(trainer.args.output_dir).resolve()))
+    found.rank.log.write("output", path=str(Path(trainer.args.output_dir).resolve()))
     trainer.add_callback(_callback(found))
 
 

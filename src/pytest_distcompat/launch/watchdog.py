@@ -12,8 +12,8 @@ import psutil
 from pytest_distcompat import clock
 from pytest_distcompat.launch.collectives import standing
 from pytest_distcompat.launch.files import Files
+from pytest_distcompat.launch.flight_recorder import END, RECORDER_SIGNAL
 from pytest_distcompat.launch.process import alive, ask_for_stack, descendants, kill
-from pytest_distcompat.launch.recorder import END, RECORDER_SIGNAL
 from pytest_distcompat.launch.request import Request, has_ended, is_excused, pids_of, read_events
 from pytest_distcompat.launch.standstill import Standstill, in_torch, waits_for_a_thread
 
@@ -29,7 +29,7 @@ STACK_TIME = 1.0
 RECORD_TIME = 1.0
 
 
-class Watch:
+class Watchdog:
     """One run's watch. Call ``look`` now and then; it kills what must be killed and remembers why.
 
     Once it has ``acted`` no rank is left, as far as it can know.

@@ -40,8 +40,8 @@ from typing import Any
 import psutil
 
 from pytest_distcompat.launch.differences import described, signal_names
+from pytest_distcompat.launch.library_state import SETTINGS, SINGLETONS, Known
 from pytest_distcompat.launch.process import children
-from pytest_distcompat.launch.settings import SETTINGS, SINGLETONS, Known
 
 #: How much more memory a rank may use than at its beginning, in bytes, before it leaves.
 GROWTH = 256 * 2**20
@@ -73,13 +73,13 @@ _rounding = ctypes.CDLL("libm.so.6").fegetround
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProcessState:
     """What must be the same after a test as before it, by name."""
 
     same: dict[str, Any]
 
     @classmethod
-    def now(cls) -> Surroundings:
+    def now(cls) -> ProcessState:
         """Of this process."""
         same: dict[str, Any] = {
             "the environment": dict(os.environ),
@@ -132,7 +132,7 @@ class Surroundings:
         same["context variables"] = contextvars.copy_context()
         return cls(same)
 
-    def changes(self, before: Surroundings) -> list[str]:
+    def changes(self, before: ProcessState) -> list[str]:
         """What is not as it was, and which of it. Of a library that came meanwhile ``before`` is told."""
         # What its settings were at first, nobody knows. But of what is made by use there was nothing.
         then = {**self.same, **dict.fromkeys(SINGLETONS, False), **before.same}

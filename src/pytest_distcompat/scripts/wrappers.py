@@ -17,28 +17,28 @@ from typing import Any
 
 from pytest_distcompat.scripts import guard
 from pytest_distcompat.scripts.environment import RUN
-from pytest_distcompat.scripts.presence import claim, present
+from pytest_distcompat.scripts.hosted_rank import claim, current_rank
+from pytest_distcompat.scripts.probe_config import ProbeConfig
 from pytest_distcompat.scripts.recorder import Recorder
-from pytest_distcompat.scripts.sight import Sight
 
 Arguments = tuple[Any, ...]
 Keywords = Mapping[str, Any]
 Steps = Generator[None, Any, None]
 #: (recorder, positional arguments, keyword arguments) -> what is done before and after the call.
-Point = Callable[[Recorder, Arguments, Keywords], Steps]
+Wrapper = Callable[[Recorder, Arguments, Keywords], Steps]
 
 
-def sight() -> Sight:
+def probe_config() -> ProbeConfig:
     """How much the probe is to look at in this run."""
-    return Sight.read(Path(os.environ[RUN]))
+    return ProbeConfig.read(Path(os.environ[RUN]))
 
 
 @functools.cache
 def _recorder_of(pid: int) -> Recorder | None:
     """One for each process that is a rank. One that calls a point and is none yet is the only one: its RANK is 0."""
     del pid
-    presence, seen = present() or claim(0), sight()
-    return Recorder(presence, seen) if presence is not None and seen.steps else None
+    rank, config = current_rank() or claim(0), probe_config()
+    return Recorder(rank, config) if rank is not None and config.steps else None
 
 
 def recorder() -> Recorder | None:
@@ -46,7 +46,7 @@ def recorder() -> Recorder | None:
     return _recorder_of(os.getpid())
 
 
-def put(owner: Any, name: str, point: Point) -> None:
+def put(owner: Any, name: str, point: Wrapper) -> None:
     """Wrap ``owner.name``, if there is such a thing, in the point; without a recorder nothing changes."""
     original = getattr(owner, name, None)
     if original is None:
@@ -67,7 +67,7 @@ def put(owner: Any, name: str, point: Point) -> None:
     setattr(owner, name, wrapper)
 
 
-def _begin(point: Point, args: Arguments, kwargs: Keywords) -> Steps | None:
+def _begin(point: Wrapper, args: Arguments, kwargs: Keywords) -> Steps | None:
     found = recorder()
     if found is None:
         return None
@@ -96,7 +96,7 @@ def models(values: Iterable[Any]) -> Iterator[Any]:
     yield from (value for value in values if isinstance(value, torch.nn.Module))
 
 
-def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, compiles: bool = False) -> Point:
+def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, compiles: bool = False) -> Wrapper:
     """A call that makes a model the trainer's: the models among its arguments are plain for the last time.
 
     ``made`` picks what holds the model from then on, of the result and the arguments.
@@ -127,7 +127,7 @@ def constructs(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
         found.aside(found.made, args[0])
 
 
-def trains(loss: Callable[[Arguments, Keywords], Any]) -> Point:
+def trains(loss: Callable[[Arguments, Keywords], Any]) -> Wrapper:
     """A call that computes gradients of the loss that ``loss`` picks of its arguments."""
 
     def point(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
@@ -139,7 +139,7 @@ def trains(loss: Callable[[Arguments, Keywords], Any]) -> Point:
     return point
 
 
-def saves(where: Callable[[Any, Arguments, Keywords], Any], *, everyone: bool = True, model: bool = True) -> Point:
+def saves(where: Callable[[Any, Arguments, Keywords], Any], *, everyone: bool = True, model: bool = True) -> Wrapper:
     """A call that writes a checkpoint to the path that ``where`` picks of its result and arguments, None for no path.
 
     ``everyone``: on all ranks, and training can go on from it; the others are but files. ``model``: the model is to be in it;

@@ -11,7 +11,7 @@ _FILE = "probe.json"
 
 
 @dataclass(frozen=True)
-class Sight:
+class ProbeConfig:
     """``steps``: so many optimizer steps, from the first, are looked at in full: values, dtypes, collectives, inputs. Of later
     ones only losses and learning rates are written down, so that a long run is not slowed down. 0: the probe stays out, and
     ranks only say how they ended. ``device`` is ``cpu`` or ``cuda``. ``stop_after``: all ranks leave once a checkpoint was
@@ -29,7 +29,7 @@ class Sight:
         (directory / _FILE).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, directory: Path) -> Sight:
+    def read(cls, directory: Path) -> ProbeConfig:
         """What the parent wrote."""
         told = json.loads((directory / _FILE).read_text(encoding="utf-8"))
         return cls(**{**told, "blocks": tuple(told["blocks"])})

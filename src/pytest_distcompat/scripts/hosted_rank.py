@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _OUTERMOST = frozenset({"<module>", "_run_module_as_main"})
 
 
-class Presence:
+class HostedRank:
     """One rank's word to the parent."""
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -168,22 +168,22 @@ def finish() -> None:
         guard.attempt("the end of the process", _before_end.pop())
 
 
-_present: Presence | None = None
+_present: HostedRank | None = None
 
 
-def present() -> Presence | None:
+def current_rank() -> HostedRank | None:
     """This process's, if it is a rank."""
     return _present if _present is not None and _present.here() else None
 
 
-def claim(rank: int) -> Presence | None:
+def claim(rank: int) -> HostedRank | None:
     """Be that rank; None if this process is the child of one, or another process is it already.
 
     One process may follow another as the same rank (a shell script that prepares, then trains): the last one counts,
     if all before it ended well. So does a program that follows another in the same process (``os.execv``).
     """
     global _present  # noqa: PLW0603 - a process is one rank
-    if present() is not None:
+    if current_rank() is not None:
         return _present
     if os.environ.get(RANK_PID, "") not in {"", str(os.getpid())}:
         return None
@@ -199,7 +199,7 @@ def claim(rank: int) -> Presence | None:
     with os.fdopen(descriptor, "w") as file:
         file.write(str(os.getpid()))
     os.environ[RANK_PID] = str(os.getpid())
-    _present = Presence(directory, rank)
+    _present = HostedRank(directory, rank)
     _present.begin()
     return _present
 

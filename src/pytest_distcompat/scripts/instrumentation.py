@@ -9,18 +9,18 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from pytest_distcompat.scripts import around, guard, lightning_points, trainer_points
-from pytest_distcompat.scripts.around import Arguments, Keywords, Steps, put
-from pytest_distcompat.scripts.arrivals import when
-from pytest_distcompat.scripts.presence import claim, present
+from pytest_distcompat.scripts import guard, lightning_instrumentation, trainer_instrumentation, wrappers
+from pytest_distcompat.scripts.hosted_rank import claim, current_rank
+from pytest_distcompat.scripts.import_hooks import on_import
 from pytest_distcompat.scripts.recorder import Recorder
 from pytest_distcompat.scripts.subjects import Subjects
+from pytest_distcompat.scripts.wrappers import Arguments, Keywords, Steps, put
 
 
 def install() -> None:
     """Have the points wrapped when their libraries are imported; nothing is imported for that."""
-    when("torch", _groups)
-    if not around.sight().steps:
+    on_import("torch", _groups)
+    if not wrappers.probe_config().steps:
         return
     for name, wrap in (
         ("torch", _torch),
@@ -31,11 +31,14 @@ def install() -> None:
         ("deepspeed", _deepspeed),
         ("safetensors.torch", _safetensors),
         ("transformers.modeling_utils", lambda module: put(module.PreTrainedModel, "save_pretrained", _exports)),
-        ("transformers.trainer", lambda module: trainer_points.wrap(module.Trainer)),
-        *((f"{package}.trainer", lightning_points.trainer) for package in lightning_points.PACKAGES),
-        *((f"{package}.strategies", lightning_points.strategies) for package in lightning_points.PACKAGES),
+        ("transformers.trainer", lambda module: trainer_instrumentation.wrap(module.Trainer)),
+        *((f"{package}.trainer", lightning_instrumentation.trainer) for package in lightning_instrumentation.PACKAGES),
+        *(
+            (f"{package}.strategies", lightning_instrumentation.strategies)
+            for package in lightning_instrumentation.PACKAGES
+        ),
     ):
-        when(name, wrap)
+        on_import(name, wrap)
 
 
 def _groups(torch: ModuleType) -> None:
@@ -46,7 +49,7 @@ def _groups(torch: ModuleType) -> None:
 
     def joined() -> None:
         if claim(torch.distributed.get_rank()) is not None:
-            around.recorder()
+            wrappers.recorder()
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
@@ -61,32 +64,34 @@ def _torch(torch: ModuleType) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     def before(optimizer: Any, *_: Any) -> None:
-        if (found := around.recorder()) is not None:
+        if (found := wrappers.recorder()) is not None:
             found.aside(found.about_to_step, optimizer)
 
     def after(*_: Any) -> None:
-        if (found := around.recorder()) is not None:
+        if (found := wrappers.recorder()) is not None:
             found.aside(found.stepped)
 
     register_optimizer_step_pre_hook(guard.guarded("before an optimizer's step", before))
     register_optimizer_step_post_hook(guard.guarded("after an optimizer's step", after))
     # What ``loss.backward()`` calls.
-    put(torch.autograd, "backward", around.trains(_first))
-    put(torch, "compile", around.wraps(lambda result, _args: around.models([result]), compiles=True))
-    put(torch.nn.Module, "compile", around.wraps(lambda _result, _args: (), compiles=True))
+    put(torch.autograd, "backward", wrappers.trains(_first))
+    put(torch, "compile", wrappers.wraps(lambda result, _args: wrappers.models([result]), compiles=True))
+    put(torch.nn.Module, "compile", wrappers.wraps(lambda _result, _args: (), compiles=True))
     put(
         torch,
         "save",
-        around.saves(lambda _result, args, kwargs: _file(args[1:2] or (kwargs.get("f"),)), everyone=False, model=False),
+        wrappers.saves(
+            lambda _result, args, kwargs: _file(args[1:2] or (kwargs.get("f"),)), everyone=False, model=False
+        ),
     )
-    put(torch.nn.parallel.DistributedDataParallel, "__init__", around.constructs)
+    put(torch.nn.parallel.DistributedDataParallel, "__init__", wrappers.constructs)
     put(torch.optim.Optimizer, "__init__", _noted(lambda subjects: subjects.made))
     put(torch.optim.lr_scheduler.LRScheduler, "__init__", _noted(lambda subjects: subjects.schedulers))
     if torch.distributed.is_available():
-        put(torch.distributed, "destroy_process_group", around.settles)
-    if present() is not None:
+        put(torch.distributed, "destroy_process_group", wrappers.settles)
+    if current_rank() is not None:
         # Now, for it hangs hooks into torch too, which must not happen while such are being called.
-        around.recorder()
+        wrappers.recorder()
 
 
 def _first(args: Arguments, kwargs: Keywords) -> Any:
@@ -103,8 +108,8 @@ def _safetensors(module: ModuleType) -> None:
     def where(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
         return _second(args, kwargs, "filename")
 
-    put(module, "save_file", around.saves(where, everyone=False, model=False))
-    put(module, "save_model", around.saves(where, everyone=False))
+    put(module, "save_file", wrappers.saves(where, everyone=False, model=False))
+    put(module, "save_model", wrappers.saves(where, everyone=False))
 
 
 def _second(args: Arguments, kwargs: Keywords, name: str) -> Any:
@@ -116,10 +121,10 @@ def _exports(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
     if not found.depth:
         found.aside(found.settled)
     path = _second(args, kwargs, "save_directory") if kwargs.get("is_main_process", True) else None
-    yield from around.saves(lambda *_: path, everyone=False)(found, args, kwargs)
+    yield from wrappers.saves(lambda *_: path, everyone=False)(found, args, kwargs)
 
 
-def _noted(where: Callable[[Subjects], list[weakref.ref[Any]]]) -> around.Point:
+def _noted(where: Callable[[Subjects], list[weakref.ref[Any]]]) -> wrappers.Wrapper:
     """An ``__init__`` whose objects are noted in the order they are made."""
 
     def point(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a point
@@ -130,12 +135,14 @@ def _noted(where: Callable[[Subjects], list[weakref.ref[Any]]]) -> around.Point:
 
 
 def _fsdp(fsdp: ModuleType) -> None:
-    put(fsdp.FullyShardedDataParallel, "__init__", around.constructs)
+    put(fsdp.FullyShardedDataParallel, "__init__", wrappers.constructs)
     # In place: of one module, or of each in a list.
     put(
         fsdp,
         "fully_shard",
-        around.wraps(lambda _result, args: around.models(args[0] if isinstance(args[0], (list, tuple)) else args[:1])),
+        wrappers.wraps(
+            lambda _result, args: wrappers.models(args[0] if isinstance(args[0], (list, tuple)) else args[:1])
+        ),
     )
 
 
@@ -146,20 +153,20 @@ def _checkpoints(checkpoint: ModuleType) -> None:
 
     # Where they are defined too, for those who import them from there.
     for module in (checkpoint, checkpoint.state_dict_saver):
-        put(module, "save", around.saves(where))
-        put(module, "async_save", around.saves(where))
+        put(module, "save", wrappers.saves(where))
+        put(module, "async_save", wrappers.saves(where))
     for module in (checkpoint, checkpoint.state_dict_loader):
-        put(module, "load", around.loads)
+        put(module, "load", wrappers.loads)
 
 
 def _state_dicts(module: ModuleType) -> None:
     """Of a fresh optimizer these take a step on no gradients (https://github.com/pytorch/pytorch/pull/125708)."""
     for name in ("get_state_dict", "get_optimizer_state_dict", "set_state_dict", "set_optimizer_state_dict"):
-        put(module, name, around.hides)
+        put(module, name, wrappers.hides)
 
 
 def _accelerate(module: ModuleType) -> None:
-    made = around.wraps(lambda result, _args: result if isinstance(result, (tuple, list)) else (result,))
+    made = wrappers.wraps(lambda result, _args: result if isinstance(result, (tuple, list)) else (result,))
 
     def prepares(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
         found.subjects.accelerator = weakref.ref(args[0])
@@ -169,11 +176,11 @@ def _accelerate(module: ModuleType) -> None:
     for name in ("prepare", "prepare_model"):
         put(accelerator, name, prepares)
     for name in ("get_state_dict", "save_model", "end_training"):
-        put(accelerator, name, around.settles)
+        put(accelerator, name, wrappers.settles)
     # The loss before it is divided or scaled.
-    put(accelerator, "backward", around.trains(lambda args, kwargs: _first(args[1:], kwargs)))
-    put(accelerator, "save_state", around.saves(lambda result, _args, _kwargs: result))
-    put(accelerator, "load_state", around.loads)
+    put(accelerator, "backward", wrappers.trains(lambda args, kwargs: _first(args[1:], kwargs)))
+    put(accelerator, "save_state", wrappers.saves(lambda result, _args, _kwargs: result))
+    put(accelerator, "load_state", wrappers.loads)
 
 
 def _deepspeed(deepspeed: ModuleType) -> None:
@@ -190,8 +197,8 @@ def _deepspeed(deepspeed: ModuleType) -> None:
             found.aside(found.stepped)
 
     engine = deepspeed.DeepSpeedEngine
-    put(deepspeed, "initialize", around.wraps(lambda result, _args: result[:1]))
-    put(engine, "backward", around.trains(lambda args, kwargs: _first(args[1:], kwargs)))
+    put(deepspeed, "initialize", wrappers.wraps(lambda result, _args: result[:1]))
+    put(engine, "backward", wrappers.trains(lambda args, kwargs: _first(args[1:], kwargs)))
     put(engine, "step", steps)
-    put(engine, "save_checkpoint", around.saves(lambda _result, args, kwargs: _first(args[1:], kwargs)))
-    put(engine, "load_checkpoint", around.loads)
+    put(engine, "save_checkpoint", wrappers.saves(lambda _result, args, kwargs: _first(args[1:], kwargs)))
+    put(engine, "load_checkpoint", wrappers.loads)

@@ -11,14 +11,14 @@ from typing import Any
 
 from pytest_distcompat.scripts import guard
 
-Arrived = Callable[[ModuleType], None]
+OnImport = Callable[[ModuleType], None]
 
 
-class _Arrivals(importlib.abc.MetaPathFinder):
+class _ImportHook(importlib.abc.MetaPathFinder):
     """Finds nothing itself: it asks the others, and has the loader tell when it is done."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, list[Arrived]] = {}
+        self.waiting: dict[str, list[OnImport]] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -50,18 +50,18 @@ class _Arrivals(importlib.abc.MetaPathFinder):
         loader.exec_module = exec_module
 
 
-_arrivals = _Arrivals()
+_import_hook = _ImportHook()
 
 
-def when(name: str, function: Arrived) -> None:
+def on_import(name: str, function: OnImport) -> None:
     """Call ``function(module)`` once the module of that name is imported; now, if it is."""
     module = sys.modules.get(name)
     if module is not None and not _arriving(module):
         guard.attempt(f"the import of {name}", function, module)
         return
-    if _arrivals not in sys.meta_path:
-        sys.meta_path.insert(0, _arrivals)
-    _arrivals.waiting.setdefault(name, []).append(function)
+    if _import_hook not in sys.meta_path:
+        sys.meta_path.insert(0, _import_hook)
+    _import_hook.waiting.setdefault(name, []).append(function)
 
 
 def _arriving(module: ModuleType) -> bool:

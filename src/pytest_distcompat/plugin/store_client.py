@@ -16,7 +16,7 @@ PREFIX = "distcompat/"
 POLL = 0.01
 
 
-class Board:
+class StoreClient:
     """Texts by key, for all threads of this rank. ``lost``: the store is gone with the process that had it."""
 
     def __init__(self, rank: int, size: int) -> None:

@@ -14,7 +14,7 @@ from pytest_distcompat.scenario import Run
 
 
 @dataclass(frozen=True)
-class Places:
+class RunPaths:
     """The directories of one run, and for how many ranks a reference stands."""
 
     save_to: Path
@@ -24,7 +24,7 @@ class Places:
     ranks: int
 
     @classmethod
-    def told(cls, payload: Mapping[str, Any]) -> Places:
+    def told(cls, payload: Mapping[str, Any]) -> RunPaths:
         """As the request has them."""
         save_to, load_from, export = (Path(payload[name]) for name in ("save_to", "load_from", "export"))
         return cls(save_to, load_from, export, payload["ranks"])

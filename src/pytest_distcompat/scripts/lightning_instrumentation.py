@@ -8,8 +8,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from pytest_distcompat.scripts import around
-from pytest_distcompat.scripts.around import Arguments, Keywords
+from pytest_distcompat.scripts import wrappers
+from pytest_distcompat.scripts.wrappers import Arguments, Keywords
 
 #: Lightning comes under two names, each with classes of its own.
 PACKAGES = ("pytorch_lightning", "lightning.pytorch")
@@ -17,14 +17,14 @@ PACKAGES = ("pytorch_lightning", "lightning.pytorch")
 
 def trainer(module: ModuleType) -> None:
     """``Trainer.save_checkpoint``, which all ranks call, callbacks of Lightning's own too."""
-    around.put(module.Trainer, "save_checkpoint", around.saves(_path))
+    wrappers.put(module.Trainer, "save_checkpoint", wrappers.saves(_path))
 
 
 def strategies(module: ModuleType) -> None:
     """``Strategy.load_checkpoint``, by which ``fit(ckpt_path=...)`` reads: of each strategy that has one of its own."""
     for kind in vars(module).values():
         if isinstance(kind, type) and "load_checkpoint" in vars(kind):
-            around.put(kind, "load_checkpoint", around.loads)
+            wrappers.put(kind, "load_checkpoint", wrappers.loads)
 
 
 def _path(_result: Any, args: Arguments, kwargs: Keywords) -> Any:

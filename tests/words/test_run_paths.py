@@ -1,0 +1,70 @@
+"""What ranks find that are started again by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent import futures
+from pathlib import Path
+
+import pytest
+
+from pytest_distcompat.run_paths import RunPaths
+from pytest_distcompat.scenario import DAMAGED_RUNS, RELOAD_RUN, RESUME_RUN, TRAIN_RUN, Run
+
+
+def files(directory: Path) -> dict[str, str]:
+    found = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_text(encoding="utf-8") for path in found}
+
+
+@pytest.fixture
+def run_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
+    """As a run left them: each has a file of it."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
+    found = RunPaths(tmp_path / "run" / "saved", tmp_path / "earlier" / "saved", tmp_path / "run" / "export", 2)
+    for directory in (found.save_to, found.load_from, found.export):
+        directory.mkdir(parents=True)
+        (directory / "shard").write_text(directory.parent.name, encoding="utf-8")
+    return found
+
+
+def both(run_paths: RunPaths, run: Run) -> None:
+    """Rank 1 comes first."""
+    directory = run_paths.save_to.parent
+    with futures.ThreadPoolExecutor() as ranks:
+        waits = ranks.submit(run_paths.clear, run, 1, directory)
+        with pytest.raises(futures.TimeoutError):
+            waits.result(0.1)
+        run_paths.clear(run, 0, directory)
+        waits.result(10)
+
+
+def test_what_a_run_writes_is_gone_before_any_rank_goes_on(run_paths: RunPaths) -> None:
+    both(run_paths, TRAIN_RUN)
+    assert run_paths.save_to.is_dir()
+    assert files(run_paths.save_to) == files(run_paths.export) == {}
+    assert files(run_paths.load_from) == {"shard": "earlier"}
+
+
+@pytest.mark.parametrize("run", [RESUME_RUN, RELOAD_RUN], ids=lambda run: run.name)
+def test_what_another_run_wrote_stays(run_paths: RunPaths, run: Run) -> None:
+    both(run_paths, run)
+    assert files(run_paths.load_from) == {"shard": "earlier"}
+    assert files(run_paths.export) == {"shard": "run"}
+
+
+@pytest.mark.parametrize("run", DAMAGED_RUNS, ids=lambda run: run.name)
+def test_what_is_damaged_is_a_copy_again(run_paths: RunPaths, run: Run) -> None:
+    both(run_paths, run)
+    assert files(run_paths.save_to) == files(run_paths.load_from) == {"shard": "earlier"}
+
+
+def test_a_run_that_loads_what_it_saved(run_paths: RunPaths) -> None:
+    both(dataclasses.replace(run_paths, load_from=run_paths.save_to), TRAIN_RUN)
+    assert files(run_paths.save_to) == {}
+
+
+def test_each_start_waits_for_its_own(run_paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    both(run_paths, TRAIN_RUN)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "third")
+    both(run_paths, TRAIN_RUN)
