@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from pytest_distcompat import clock
+from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.cold import ENDED, FAILURE
 from pytest_distcompat.launch.ending import Ending, conclude, exit_name
 from pytest_distcompat.launch.files import CRASH
@@ -52,6 +53,9 @@ class Hosted:
 
     def run(self) -> Ending:
         """Start it, wait until it ended or was ended; never raises for what it does."""
+        # A launcher tries for minutes, and then says what it could not connect to.
+        if problem := loopback.problem():
+            return conclude(self.directory, self.world_size, None, launch_error=problem)
         keeper = _Keeper(self)
         try:
             return _watch(self, keeper)
