@@ -226,13 +226,14 @@ def test_xfail_and_wait_for_work(rank: int, process_group: Any) -> None:
 
 
 @two
-def test_xfail_and_own_store(rank: int) -> None:
+def test_xfail_and_own_store(rank: int, shared_dir: Path) -> None:
     """Whom torch.distributed cannot reach here is none of the ranks."""
     from torch import distributed
 
     if rank == 0:
         pytest.xfail("not yet")
     if rank == 1:
+        await_error(0, shared_dir)
         late = timedelta(seconds=0.1)
         distributed.TCPStore("127.0.0.1", 1, is_master=False, timeout=late)  # type: ignore[attr-defined]
 
