@@ -156,8 +156,12 @@ class _Rank:
         return self._show(self.plain)
 
     def _reload(self) -> dict[str, Any]:
-        self.plain = self.driver.reload(self.places.export)
-        return self._show(self.plain)
+        from pytest_distcompat.probe.files import readable
+
+        # The file descriptor closes after the model is shown, in case it is loaded only as it is used.
+        with readable(self.places.export) as there:
+            self.plain = self.driver.reload(there)
+            return self._show(self.plain)
 
     def _show(self, model: Module) -> dict[str, Any]:
         from pytest_distcompat.probe import read_plain
