@@ -156,8 +156,12 @@ class _Rank:
         return self._show(self.unwrapped)
 
     def _reload(self) -> dict[str, Any]:
-        self.unwrapped = self.driver.reload(self.run_paths.export)
-        return self._show(self.unwrapped)
+        from pytest_distcompat.probe.files import readable
+
+        # The file descriptor closes after the model is shown, in case it is loaded only as it is used.
+        with readable(self.run_paths.export) as there:
+            self.unwrapped = self.driver.reload(there)
+            return self._show(self.unwrapped)
 
     def _show(self, model: Module) -> dict[str, Any]:
         from pytest_distcompat.probe import read_unwrapped

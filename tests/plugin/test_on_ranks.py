@@ -169,6 +169,8 @@ def test_properties_and_messages_reach_junit_xml(run: Run) -> None:
     properties = [(p.get("name"), p.get("value")) for p in cases["test_property"].iter("property")]
     assert [(name, value) for name, value in properties if "distcompat" not in str(name)] == [
         ("of rank", "0"),
+        ("shape", "(2, 3)"),
+        ("no text", "NoText, whose text cannot be made: OSError"),
         ("of rank (rank 1)", "1"),
     ]
     failure = cases["test_killed"].find("failure")
