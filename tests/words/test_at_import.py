@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import importlib
 import importlib.machinery
+import importlib.util
 import io
 import os
 import random
@@ -218,6 +219,41 @@ def test_a_library_may_read_the_clock_but_not_which_rank_it_is_on(here: Path, mo
     sys.modules.pop("library")
     found = imported(here, "import library\n")
     assert found.reads == {"RANK": {EVERY_TEST: f"{site / 'library.py'} reads RANK at import"}}
+
+
+def test_what_lies_beside_installed_libraries_is_the_users_own(here: Path) -> None:
+    """``pip install --target .`` in the project's own directory."""
+    at_import._installed_in.cache_clear()
+    (here / "library-1.0.dist-info").mkdir()
+    (here / "library-1.0.dist-info" / "RECORD").write_text(
+        "library.py,sha256=x,1\nlibrary-1.0.dist-info/RECORD,,\n../../bin/library,,\nhelper/__init__.py,,\n",
+        encoding="utf-8",
+    )
+    text = "import time\nNOW = time.time()\n"
+    assert list(imported(here, "import library\n" + text, library=text).made) == [str(here / f"{NAME}.py")]
+    watch = Watch()
+    own = {
+        name: watch.is_own(str(here / name)) for name in ("library.py", "helper/one.py", "helpers/one.py", f"{NAME}.py")
+    }
+    assert own == {"library.py": False, "helper/one.py": False, "helpers/one.py": True, f"{NAME}.py": True}
+
+
+def test_tests_that_are_installed_are_the_users_own(here: Path) -> None:
+    """``pytest --pyargs library``, and the same of a conftest there."""
+    at_import._installed_in.cache_clear()
+    (here / f"{NAME}-1.0.dist-info").mkdir()
+    (here / f"{NAME}.py").write_text("import time\nNOW = time.time()\n", encoding="utf-8")
+
+    class Loader(importlib.machinery.SourceFileLoader):
+        pass
+
+    for patterns, expected in ((("test_*.py",), 0), (("conftest.py", f"{NAME[:6]}*.py"), 1)):
+        with Watch() as watch:
+            watch.watch_loader(Loader, patterns)
+            spec = importlib.util.spec_from_loader(NAME, Loader(NAME, str(here / f"{NAME}.py")))
+            assert spec is not None
+            Loader(NAME, str(here / f"{NAME}.py")).exec_module(importlib.util.module_from_spec(spec))
+        assert len(watch.findings.made) == expected
 
 
 def test_what_was_installed_of_the_project_under_test_is_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

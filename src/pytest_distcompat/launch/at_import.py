@@ -14,6 +14,7 @@ import builtins
 import contextlib
 import datetime as dt
 import dis
+import fnmatch
 import functools
 import importlib.machinery
 import io
@@ -104,7 +105,7 @@ class Watch:
         self._libraries: list[str] = []
         #: The packages among them that read which rank they are on, or import one that does.
         self._ranked: set[str] = set()
-        self._own = frozenset(map(os.path.realpath, own))
+        self._own = set(map(os.path.realpath, own))
         self._importing: list[_Importing] = []
         self._seeded: set[int] = set()
         self._generators: Mapping[str, Any] = {}
@@ -136,13 +137,20 @@ class Watch:
         """The modules of libraries that were imported and that any process may import for ranks, in order."""
         return [name for name in self._libraries if name.partition(".")[0] not in self._ranked]
 
-    def watch_loader(self, kind: type[Any]) -> None:
-        """Watch the modules that loaders of this class execute."""
+    def watch_loader(self, kind: type[Any], own: Sequence[str] = ()) -> None:
+        """Watch the modules that loaders of this class execute.
+
+        Args:
+            kind: The class.
+            own: Patterns of the names of files that are the user's own code wherever they lie: tests may be installed too.
+        """
         execute, inherited = kind.exec_module, "exec_module" not in vars(kind)
 
         @functools.wraps(execute)
         def exec_module(loader: Any, module: Any) -> None:
             file = str(getattr(module, "__file__", None) or "")
+            if any(fnmatch.fnmatch(Path(file).name, pattern) for pattern in own):
+                self._own.add(os.path.realpath(file))
             with self._running(_Importing(module.__name__, os.path.realpath(file), self.is_own(file))):
                 execute(loader, module)
 
@@ -177,7 +185,7 @@ class Watch:
         """Return whether that is a file of the user's own code, not of an installed library or of this package."""
         if not file.endswith(".py") or file.startswith("<"):
             return False
-        return os.path.realpath(file) in self._own or not _is_installed(file.rpartition(os.sep)[0])
+        return os.path.realpath(file) in self._own or not _is_installed(file)
 
     @contextlib.contextmanager
     def _running(self, what: _Importing) -> Iterator[None]:
@@ -490,15 +498,37 @@ def _shared_memory() -> frozenset[str]:
 
 
 @functools.cache
-def _is_installed(directory: str) -> bool:
-    """Return whether libraries are installed in that directory: Python's own, a site's, the user's, one of ``pip --target``."""
-    return f"{os.path.realpath(directory)}{os.sep}".startswith(_installed_in(tuple(sys.path)))
+def _is_installed(file: str) -> bool:
+    """Return whether that file is of an installed library: of Python's own, a site's, the user's, of ``pip --target``."""
+    return os.path.realpath(file).startswith(_installed_in(tuple(sys.path)))
 
 
 @functools.lru_cache(maxsize=4)
 def _installed_in(path: tuple[str, ...]) -> tuple[str, ...]:
-    # A directory of ``pip install --target`` has the descriptions of what was installed there beside it.
-    targets = [entry for entry in path if entry and any(Path(entry).glob("*.dist-info"))]
     known = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    everywhere = (*known, *site.getsitepackages(), site.getusersitepackages(), Path(__file__).parents[1], *targets)
-    return tuple(f"{os.path.realpath(str(one))}{os.sep}" for one in everywhere)
+    everywhere = (*known, *site.getsitepackages(), site.getusersitepackages(), Path(__file__).parents[1])
+    found = [f"{os.path.realpath(str(one))}{os.sep}" for one in everywhere]
+    for entry in map(Path, filter(None, path)):
+        if f"{os.path.realpath(entry)}{os.sep}" in found:
+            continue
+        # A directory of ``pip install --target`` has the descriptions of what was installed there beside it. It may be the
+        # project's own directory, so that only what they list is installed.
+        for description in entry.glob("*.dist-info"):
+            found += _listed(description)
+    return tuple(found)
+
+
+def _listed(description: Path) -> Iterator[str]:
+    """What a distribution has installed beside its description, packages with a separator behind them; without a list, all.
+
+    https://packaging.python.org/en/latest/specifications/recording-installed-packages/#the-record-file
+    """
+    place = Path(os.path.realpath(description.parent))
+    try:
+        lines = (description / "RECORD").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        yield f"{place}{os.sep}"
+        return
+    for name, inside in {line.split(",")[0].strip('"').partition("/")[:2] for line in lines}:
+        if name and name != "..":
+            yield f"{place / name}{os.sep if inside else ''}"

@@ -106,6 +106,7 @@ def describe(config: pytest.Config) -> dict[str, Any]:
         "worker": worker,
         "cwd": str(config.invocation_params.dir),
         "markers": list(config.getini("markers")),
+        "files": list(config.getini("python_files")),
     }
 
 
@@ -180,7 +181,7 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     # Hooks may run in this one, and pytest cannot be told of them before it has a configuration.
     with watch.hook("a conftest.py") if watch is not None else contextlib.nullcontext():
         if watch is not None:
-            watch.watch_loader(AssertionRewritingHook)
+            watch.watch_loader(AssertionRewritingHook, ("conftest.py", *payload["files"]))
         config = pytest.Config.fromdictargs(options, ["-p", "no:terminal", *quiet, *payload["args"]])
     if watch is not None:
         _watch_hooks(config, watch)
