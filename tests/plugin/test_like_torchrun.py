@@ -50,12 +50,65 @@ def test_ranks_do_not_share_what_they_would_make_themselves(run_pytest: RunPytes
     assert result.outcomes == {f"test_{name}": "passed" for name in cases}, result.out
 
 
-def test_a_file_opened_at_import_has_an_offset_for_each_rank_and_test(run_pytest: RunPytest, tmp_path: Path) -> None:
-    (tmp_path / "rows.txt").write_text("first\nsecond\n", encoding="utf-8")
-    body = "    assert ROWS.readline() == 'first\\n'\n"
-    source = (
-        f"import pytest\nfrom pathlib import Path\nROWS = Path(__file__).with_name('rows.txt').open()\n{TEST}{body}"
+NEIGHBOURS = "    assert seen[0] != seen[1] != seen[3] != seen[2] != seen[0]\n"
+
+
+def test_nor_do_those_who_are_neighbours_in_a_mesh(run_pytest: RunPytest, tmp_path: Path) -> None:
+    """Of two rows and two columns: ranks 0 and 2 too, which a hook's random numbers reach from numpy and torch."""
+    conftest = "import numpy, pytest, torch\ndef pytest_configure(config):\n    pytest.drawn = numpy.random.rand()\n"
+    conftest += "    pytest.weight = torch.nn.Linear(1, 1).weight.item()\n"
+    (tmp_path / "conftest.py").write_text(conftest, encoding="utf-8")
+    source = "import pytest\n"
+    for name, value in {"drawn": "pytest.drawn", "weight": "pytest.weight", "hash": "hash('name')"}.items():
+        source += TEST.replace("test_it", f"test_{name}").replace("size=2", "size=4")
+        source += SAME.replace("[None, None]", "[None] * 4").format(value=value) + NEIGHBOURS
+    (tmp_path / "test_it.py").write_text(source, encoding="utf-8")
+    result = run_pytest(tmp_path)
+    assert result.outcomes == dict.fromkeys(("test_drawn", "test_weight", "test_hash"), "passed"), result.out
+
+
+def test_what_is_made_while_tests_are_collected_is_made_by_each_rank(run_pytest: RunPytest, tmp_path: Path) -> None:
+    """By a generator of parameters, and by a collector of the project's own."""
+    conftest = "import os, pytest\nclass Own(pytest.Module):\n    def collect(self):\n"
+    conftest += "        self.obj.RANK = os.environ.get('RANK')\n        return super().collect()\n"
+    conftest += (
+        "def pytest_pycollect_makemodule(module_path, parent):\n    return Own.from_parent(parent, path=module_path)\n"
     )
+    lazy = "import os, pytest\ndef ranks():\n    yield pytest.param(os.environ.get('RANK'), id='rank')\n\n"
+    lazy += "@pytest.mark.parametrize('known', ranks())"
+    test = f"{TEST.lstrip().replace('shared_dir', 'known')}    assert known == str(rank)\n"
+    modules = {
+        "lazy": ("", f"{lazy}\n{test}"),
+        "own": (conftest, f"import pytest\nRANK = None\n{TEST}    assert RANK == str(rank)\n"),
+    }
+    for name, (of_conftest, source) in modules.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "conftest.py").write_text(of_conftest, encoding="utf-8")
+        (tmp_path / name / f"test_{name}.py").write_text(source, encoding="utf-8")
+        # pytest 9.1 warns of values that can be read once.
+        result = run_pytest(tmp_path / name, "-W", "ignore::pytest.PytestWarning")
+        assert set(result.outcomes.values()) == {"passed"}, result.out
+
+
+def test_the_start_method_that_a_module_sets_is_that_of_its_ranks(run_pytest: RunPytest, tmp_path: Path) -> None:
+    source = "import multiprocessing, pytest\nmultiprocessing.set_start_method('spawn', force=True)\n"
+    told = "    assert multiprocessing.get_start_method() == 'spawn'\n    assert multiprocessing.current_process().name == 'MainProcess'\n"
+    (tmp_path / "test_it.py").write_text(f"{source}{TEST}{told}", encoding="utf-8")
+    result = run_pytest(tmp_path)
+    assert result.outcomes == {"test_it": "passed"}, result.out
+
+
+@pytest.mark.parametrize("where", ["module", "hook"])
+def test_a_file_opened_at_import_has_an_offset_for_each_rank_and_test(
+    run_pytest: RunPytest, tmp_path: Path, where: str
+) -> None:
+    (tmp_path / "rows.txt").write_text("first\nsecond\n", encoding="utf-8")
+    opened = "    pytest.rows = Path(__file__).with_name('rows.txt').open()\n"
+    head = "import pytest\nfrom pathlib import Path\n"
+    hook = f"{head}def pytest_configure(config):\n{opened}" if where == "hook" else ""
+    (tmp_path / "conftest.py").write_text(hook, encoding="utf-8")
+    body = "    assert pytest.rows.readline() == 'first\\n'\n"
+    source = f"{head}{opened.lstrip() if where == 'module' else ''}{TEST}{body}"
     (tmp_path / "test_it.py").write_text(f"{source}{TEST.replace('test_it', 'test_next')}{body}", encoding="utf-8")
     result = run_pytest(tmp_path)
     assert result.outcomes == {"test_it": "passed", "test_next": "passed"}, result.out
@@ -123,6 +176,7 @@ class Closed:
 def pytest_addoption(parser):
     parser.addoption("--mode", type=Mode, default=Mode.FAST)
     parser.addoption("--closed", type=Closed, default=Closed("none"))
+    parser.addoption("--of-text", type=Closed, default="none")
 
 @pytest.fixture
 def mode(request):
@@ -148,9 +202,10 @@ def test_an_option_that_cannot_be_handed_to_ranks_is_an_error_that_names_it(
 ) -> None:
     (tmp_path / "conftest.py").write_text(OPTIONS, encoding="utf-8")
     (tmp_path / "test_it.py").write_text(f"import pytest{TEST}    pass\n", encoding="utf-8")
-    result = run_pytest(tmp_path, "--closed=yes")
-    assert result.code == pytest.ExitCode.USAGE_ERROR, result.out
-    assert "the option 'closed' has a value that cannot be handed to ranks" in result.out
+    for name in ("closed", "of_text"):
+        result = run_pytest(tmp_path, f"--{name.replace('_', '-')}=none")
+        assert result.code == pytest.ExitCode.USAGE_ERROR, result.out
+        assert f"the option {name!r} has a value that cannot be handed to ranks" in result.out
     assert run_pytest(tmp_path).code == pytest.ExitCode.OK, "its default is made anew on ranks"
 
 
@@ -163,7 +218,8 @@ def test_the_command_line_and_the_interpreters_flags_reach_ranks(
     )
     (tmp_path / "test_it.py").write_text(
         "import sys, warnings\nimport pytest\nRUN_SLOW = '--slow' in sys.argv\nFLAGS = sys.flags.dev_mode, sys.flags.optimize\n"
-        f"{TEST}    assert RUN_SLOW\n    assert '--slow' in sys.argv\n    assert FLAGS == (True, 0)\n"
+        f"{TEST.replace('rank,', 'rank, request,')}    assert RUN_SLOW\n    assert '--slow' in sys.argv\n"
+        "    assert '--slow' in request.config.invocation_params.args\n    assert FLAGS == (True, 0)\n"
         "    assert 'error::ResourceWarning' in sys.warnoptions\n",
         encoding="utf-8",
     )

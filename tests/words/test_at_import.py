@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import importlib
 import importlib.machinery
+import importlib.util
 import io
 import os
 import random
@@ -57,6 +58,8 @@ def imported(here: Path, text: str, **others: str) -> Findings:
         ("'MASTER_ADDR' in os.environ", "MASTER_ADDR"),
         ("os.environ['WORLD_SIZE']", "WORLD_SIZE"),
         ("os.environb.get(b'RANK')", "RANK"),
+        ("os.environ.setdefault('RANK', '0')", "RANK"),
+        ("int(os.environ.setdefault('WORLD_SIZE', '1'))", "WORLD_SIZE"),
         ("max(int(os.environ.get(name, -1)) for name in ['RANK'])", "RANK"),
         ("(lambda: os.environ.get('RANK'))()", "RANK"),
         ("__import__('torch.distributed').distributed.is_torchelastic_launched()", "TORCHELASTIC_RUN_ID"),
@@ -80,6 +83,8 @@ def test_each_way_to_read_a_variable_is_seen(here: Path, line: str, name: str) -
         ("{**os.environ}", "reads the whole environment"),
         ("os.environ.copy()", "reads the whole environment"),
         ("list(os.environ.items())", "reads the whole environment"),
+        ("copy.deepcopy(os.environ)", "reads the whole environment"),
+        ("repr(os.environ)", "reads the whole environment"),
         ("time.time()", "reads the clock"),
         ("time.time_ns()", "reads the clock"),
         ("time.strftime('%H')", "reads the clock"),
@@ -94,6 +99,13 @@ def test_each_way_to_read_a_variable_is_seen(here: Path, line: str, name: str) -
         ("numpy.random.rand()", "draws random numbers of numpy"),
         ("torch.randn(2)", "draws random numbers of torch"),
         ("torch.nn.Linear(2, 2)", "draws random numbers of torch"),
+        ("random.getstate()", "makes something random"),
+        ("torch.seed()", "makes something random"),
+        ("torch.initial_seed()", "makes something random"),
+        ("torch.get_rng_state()", "makes something random"),
+        ("torch.Generator().seed()", "makes something random"),
+        ("ssl.RAND_bytes(4)", "makes something random"),
+        ("sqlite3.connect(HERE + '/made')", "opens a database"),
         ("tempfile.mkdtemp(dir=HERE)", "asks for the number of its process"),
         ("os.getpid()", "asks for the number of its process"),
         ("os.mkdir(HERE + '/made')", "calls os.mkdir"),
@@ -108,7 +120,7 @@ def test_each_way_to_read_a_variable_is_seen(here: Path, line: str, name: str) -
     ],
 )
 def test_what_ranks_would_make_for_themselves_is_seen(here: Path, line: str, what: str) -> None:
-    modules = "datetime, os, pathlib, random, secrets, socket, subprocess, tempfile, time, uuid, numpy, torch"
+    modules = "copy, datetime, os, pathlib, random, secrets, socket, sqlite3, ssl, subprocess, tempfile, time, uuid, numpy, torch"
     found = imported(here, f"import {modules}\nHERE = {str(here)!r}\nMADE = {line}\n")
     (sentence,) = found.made.values()
     assert list(found.made) == [str(here / f"{NAME}.py")]
@@ -122,13 +134,15 @@ def test_what_ranks_would_make_for_themselves_is_seen(here: Path, line: str, wha
     [
         "def rank(): return os.environ['RANK'], time.time(), random.random()",
         "os.environ.setdefault('RANK', '0')",
-        "os.environ['RANK'] = '0'",
+        "for name in ['RANK']: os.environ.setdefault(name, '0')",
         "os.environ.get('HOME')",
         "random.seed(7); DATA = [random.random() for _ in range(3)]",
         "DATA = random.Random(7).sample(range(9), 3)",
         "numpy.random.seed(7); DATA = numpy.random.rand(3)",
         "DATA = numpy.random.default_rng(7).random(3)",
+        "random.seed(7); STATE = random.getstate()",
         "torch.manual_seed(7); DATA = torch.randn(3)",
+        "torch.manual_seed(8); SEED = torch.initial_seed()",
         "DATA = torch.randn(3, generator=torch.Generator().manual_seed(7))",
         "open(__file__).read(); pathlib.Path(__file__).read_bytes()",
         "logging.getLogger(__name__).warning('hello')",
@@ -146,6 +160,28 @@ def test_what_is_the_same_on_all_ranks_is_not(here: Path, line: str) -> None:
     found = imported(here, f"import {modules}\n{line}\n", helper="VALUE = 1\n")
     assert found.made == {}
     assert not [name for name in found.reads if "RANK" in name]
+
+
+@pytest.mark.parametrize(
+    "line", ["os.environ['RANK'] = '0'", "os.environ.update(RANK='0')", "os.environb[b'RANK'] = b'0'"]
+)
+def test_a_variable_of_the_agents_that_is_set_concerns_them_all(here: Path, line: str) -> None:
+    """Ranks that are forked get the agent's value after it, and those of torchrun before it."""
+    file = here / f"{NAME}.py"
+    assert imported(here, f"import os\n{line}\n").made == {EVERY_TEST: f"{file}:2 sets RANK at import"}
+    assert imported(here, "import os\nos.environ['RANKS'] = '0'\n").made == {}
+
+
+def test_memory_that_a_fork_would_share_concerns_them_all(here: Path) -> None:
+    (sentence,) = imported(here, "import mmap\nBUFFER = mmap.mmap(-1, 64)\n").made.values()
+    assert sentence.startswith("memory that processes share (/dev/zero (deleted) at ")
+
+
+def test_how_many_threads_torch_uses_matters_where_ranks_have_another_number(here: Path) -> None:
+    """Ranks are brought to ``OMP_NUM_THREADS`` after the fork, which would undo what the module did."""
+    found = imported(here, "import torch\ntorch.set_num_threads(torch.get_num_threads())\n")
+    sentence = f"{here / NAME}.py:2 sets how many threads torch uses at import"
+    assert found == Findings({}, {"OMP_NUM_THREADS": {EVERY_TEST: sentence}})
 
 
 def test_a_module_that_tests_import_concerns_them_all(here: Path) -> None:
@@ -183,6 +219,41 @@ def test_a_library_may_read_the_clock_but_not_which_rank_it_is_on(here: Path, mo
     sys.modules.pop("library")
     found = imported(here, "import library\n")
     assert found.reads == {"RANK": {EVERY_TEST: f"{site / 'library.py'} reads RANK at import"}}
+
+
+def test_what_lies_beside_installed_libraries_is_the_users_own(here: Path) -> None:
+    """``pip install --target .`` in the project's own directory."""
+    at_import._installed_in.cache_clear()
+    (here / "library-1.0.dist-info").mkdir()
+    (here / "library-1.0.dist-info" / "RECORD").write_text(
+        "library.py,sha256=x,1\nlibrary-1.0.dist-info/RECORD,,\n../../bin/library,,\nhelper/__init__.py,,\n",
+        encoding="utf-8",
+    )
+    text = "import time\nNOW = time.time()\n"
+    assert list(imported(here, "import library\n" + text, library=text).made) == [str(here / f"{NAME}.py")]
+    watch = Watch()
+    own = {
+        name: watch.is_own(str(here / name)) for name in ("library.py", "helper/one.py", "helpers/one.py", f"{NAME}.py")
+    }
+    assert own == {"library.py": False, "helper/one.py": False, "helpers/one.py": True, f"{NAME}.py": True}
+
+
+def test_tests_that_are_installed_are_the_users_own(here: Path) -> None:
+    """``pytest --pyargs library``, and the same of a conftest there."""
+    at_import._installed_in.cache_clear()
+    (here / f"{NAME}-1.0.dist-info").mkdir()
+    (here / f"{NAME}.py").write_text("import time\nNOW = time.time()\n", encoding="utf-8")
+
+    class Loader(importlib.machinery.SourceFileLoader):
+        pass
+
+    for patterns, expected in ((("test_*.py",), 0), (("conftest.py", f"{NAME[:6]}*.py"), 1)):
+        with Watch() as watch:
+            watch.watch_loader(Loader, patterns)
+            spec = importlib.util.spec_from_loader(NAME, Loader(NAME, str(here / f"{NAME}.py")))
+            assert spec is not None
+            Loader(NAME, str(here / f"{NAME}.py")).exec_module(importlib.util.module_from_spec(spec))
+        assert len(watch.findings.made) == expected
 
 
 def test_what_was_installed_of_the_project_under_test_is_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

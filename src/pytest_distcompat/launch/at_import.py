@@ -13,6 +13,8 @@ import _socket
 import builtins
 import contextlib
 import datetime as dt
+import dis
+import fnmatch
 import functools
 import importlib.machinery
 import io
@@ -71,11 +73,12 @@ class Findings:
 
 
 class _Importing(NamedTuple):
-    """A module whose code runs, or a hook, which has no file."""
+    """A module whose code runs, or a hook, which has no file; ``alone`` where no code of others runs beside it."""
 
     name: str
     file: str
     own: bool
+    alone: bool = True
 
 
 #: The watch that is on in this process, for whoever knows of more to watch.
@@ -102,18 +105,20 @@ class Watch:
         self._libraries: list[str] = []
         #: The packages among them that read which rank they are on, or import one that does.
         self._ranked: set[str] = set()
-        self._own = frozenset(map(os.path.realpath, own))
+        self._own = set(map(os.path.realpath, own))
         self._importing: list[_Importing] = []
         self._seeded: set[int] = set()
         self._generators: Mapping[str, Any] = {}
         self._open: frozenset[tuple[int, str]] = frozenset()
+        self._shared: frozenset[str] = frozenset()
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Watch:  # noqa: PYI034 - Self is not in Python 3.10
         global active  # noqa: PLW0603 - a process has one
         active = self
         self._compare(report=False)
-        self._undo.enter_context(environment_read(self._variable_read))
+        self._shared = _shared_memory()
+        self._undo.enter_context(environment_read(self._variable_read, self._variable_written))
         for module in (builtins, io, os):
             self._watch_open(module)
         self.watch_loader(importlib.machinery.SourceFileLoader)
@@ -124,19 +129,28 @@ class Watch:
         global active  # noqa: PLW0603 - a process has one
         active = None
         self._undo.close()
+        for one in sorted(_shared_memory() - self._shared):
+            self.findings.made.setdefault(EVERY_TEST, f"memory that processes share ({one}) is mapped at import")
 
     @property
     def libraries(self) -> list[str]:
         """The modules of libraries that were imported and that any process may import for ranks, in order."""
         return [name for name in self._libraries if name.partition(".")[0] not in self._ranked]
 
-    def watch_loader(self, kind: type[Any]) -> None:
-        """Watch the modules that loaders of this class execute."""
+    def watch_loader(self, kind: type[Any], own: Sequence[str] = ()) -> None:
+        """Watch the modules that loaders of this class execute.
+
+        Args:
+            kind: The class.
+            own: Patterns of the names of files that are the user's own code wherever they lie: tests may be installed too.
+        """
         execute, inherited = kind.exec_module, "exec_module" not in vars(kind)
 
         @functools.wraps(execute)
         def exec_module(loader: Any, module: Any) -> None:
             file = str(getattr(module, "__file__", None) or "")
+            if any(fnmatch.fnmatch(Path(file).name, pattern) for pattern in own):
+                self._own.add(os.path.realpath(file))
             with self._running(_Importing(module.__name__, os.path.realpath(file), self.is_own(file))):
                 execute(loader, module)
 
@@ -146,7 +160,11 @@ class Watch:
             self._undo.callback(setattr, kind, "exec_module", execute)
 
     def hook(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Watch a function of the user's own that is called while tests are collected. What it reads concerns every test."""
+        """Watch a hook that functions of the user's own are called by, beside others. What they read concerns every test."""
+        return self._running(_Importing(name, "", own=True, alone=False))
+
+    def function(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Watch one such function alone: what it draws and leaves open is found too."""
         return self._running(_Importing(name, "", own=True))
 
     def at_end(self, undo: Callable[[], object]) -> None:
@@ -167,7 +185,7 @@ class Watch:
         """Return whether that is a file of the user's own code, not of an installed library or of this package."""
         if not file.endswith(".py") or file.startswith("<"):
             return False
-        return os.path.realpath(file) in self._own or not _is_installed(file.rpartition(os.sep)[0])
+        return os.path.realpath(file) in self._own or not _is_installed(file)
 
     @contextlib.contextmanager
     def _running(self, what: _Importing) -> Iterator[None]:
@@ -193,8 +211,7 @@ class Watch:
         """Find what the code that ran since the last time left open, and from which generators it drew."""
         files, generators = _open_files(), randomness.states()
         known = self._generators
-        # In a hook others than the user's run too.
-        if report and self._importing[-1].file:
+        if report and self._importing[-1].alone:
             drawn = [name for name in known if randomness.drawn(name, known[name], generators[name])]
             left = [path for _, path in sorted(files - self._open)]
             for what in [
@@ -210,8 +227,8 @@ class Watch:
         places = self.findings.reads.setdefault(variable, {}) if variable else self.findings.made
         places.setdefault(file, sentence)
 
-    def _found(self, what: str, frame: FrameType | None, variable: str = "") -> bool:
-        """Add what was read from that frame, if the user's own code did it."""
+    def _found(self, what: str, frame: FrameType | None, variable: str = "", *, everywhere: bool = False) -> bool:
+        """Add what was read from that frame, if the user's own code did it; ``everywhere``: it concerns every test."""
         if not self._importing or not self._importing[-1].own:
             return False
         now = self._importing[-1]
@@ -222,6 +239,7 @@ class Watch:
             if self.is_own(path):
                 # What a function of another module read may be kept there, and what a module of a module's is not its alone.
                 alone = os.path.realpath(path) == now.file and not any(one.own for one in self._importing[:-1])
+                alone = alone and not everywhere
                 self._add(what, now.file if alone else EVERY_TEST, f"{path}:{frame.f_lineno}", variable)
                 return True
             frame = frame.f_back
@@ -229,18 +247,23 @@ class Watch:
 
     def _profile(self, frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call" and (what := self._read_by(function, frame)):
-            self._found(what, frame)
+            variable = _DECIDED_BY.get(what, "")
+            self._found(what, frame, variable, everywhere=bool(variable))
 
     def _read_by(self, function: Any, frame: FrameType) -> str:
         """Return what a function in C that is about to be called reads or changes; empty for what is the same everywhere."""
         instance = getattr(function, "__self__", None)
         if isinstance(instance, _random.Random):
             return self._drawn(function.__name__, instance, frame)
+        if type(instance).__module__ == "torch._C" and type(instance).__name__ == "Generator":
+            return self._asked(function.__name__, instance)
         if isinstance(instance, _socket.socket):
             return "uses a socket"
         if isinstance(instance, type):
             return "reads the clock" if function.__name__ in _NOW and issubclass(instance, dt.date) else ""
-        return _READ_BY.get(function, "") if isinstance(function, BuiltinFunctionType) else ""
+        if not isinstance(function, BuiltinFunctionType):
+            return ""
+        return _READ_BY.get(function) or _READ_BY_NAME.get((function.__module__, function.__name__), "")
 
     def _drawn(self, name: str, generator: _random.Random, frame: FrameType) -> str:
         """A generator that was given a seed draws the same on every rank."""
@@ -249,11 +272,24 @@ class Watch:
             return ""
         if name == "seed":
             self._seeded.discard(id(generator))
-        return "" if id(generator) in self._seeded or name in {"getstate", "setstate"} else _RANDOM
+        return "" if id(generator) in self._seeded or name == "setstate" else _RANDOM
+
+    def _asked(self, name: str, generator: Any) -> str:
+        """Return what a method of a generator of torch's tells; what is drawn from it is found by its state."""
+        if name == "manual_seed":
+            self._seeded.add(id(generator))
+        if name == "seed":
+            self._seeded.discard(id(generator))
+            return _RANDOM
+        # Each process has another seed in this one, and all have the same in any other.
+        default = generator is sys.modules["torch"].default_generator
+        return (
+            _RANDOM if default and name in {"initial_seed", "get_state"} and id(generator) not in self._seeded else ""
+        )
 
     def _variable_read(self, name: str, frame: FrameType | None) -> None:
-        while frame is not None and frame.f_globals.get("__name__") in {"os", "collections.abc", __name__}:
-            if frame.f_code.co_name == "setdefault":
+        while frame is not None and frame.f_globals.get("__name__") in _OF_THE_ENVIRONMENT:
+            if frame.f_code.co_name == "setdefault" and _is_discarded(frame.f_back):
                 # Who only sees to it that there is a value keeps none.
                 return
             frame = frame.f_back
@@ -263,6 +299,15 @@ class Watch:
         if OF_THE_AGENT.fullmatch(name) and not now.own:
             self._ranked |= {one.name.partition(".")[0] for one in self._importing if not one.own}
             self._add(f"reads {name}", EVERY_TEST, "", variable=name)
+
+    def _variable_written(self, name: str, frame: FrameType | None) -> None:
+        """Add that a variable of the agent's was set: the agent's value overrides it on ranks that are forked afterwards."""
+        by_default = False
+        while frame is not None and frame.f_globals.get("__name__") in _OF_THE_ENVIRONMENT:
+            by_default = by_default or frame.f_code.co_name == "setdefault"
+            frame = frame.f_back
+        if OF_THE_AGENT.fullmatch(name) and not by_default:
+            self._found(f"sets {name}", frame, everywhere=True)
 
     def _watch_open(self, module: Any) -> None:
         ordinary = module.open
@@ -286,20 +331,21 @@ class Watch:
         return False
 
 
-@contextlib.contextmanager
-def environment_read(read: Callable[[str, FrameType | None], None]) -> Iterator[None]:
-    """Call ``read`` for each variable of the environment that is read in the block.
+#: What is told of a variable of the environment: its name, empty where the whole environment is read, and the frame.
+_Tell = Callable[[str, "FrameType | None"], None]
 
-    It gets the name, empty where the whole environment is read, and the frame that reads.
-    """
+
+@contextlib.contextmanager
+def environment_read(read: _Tell, written: _Tell = lambda _, __: None) -> Iterator[None]:
+    """Call ``read`` for each variable of the environment that the block reads, ``written`` for each that it sets or removes."""
     with contextlib.ExitStack() as undo:
         for environ in (os.environ, os.environb):
-            _watch_environment(environ, read)
+            _watch_environment(environ, read, written)
             undo.callback(setattr, environ, "__class__", type(environ).__base__)
         yield
 
 
-def _watch_environment(environ: Any, read: Callable[[str, FrameType | None], None]) -> None:
+def _watch_environment(environ: Any, read: _Tell, written: _Tell) -> None:
     ordinary = type(environ)
 
     class Watched(ordinary):  # type: ignore[misc, valid-type]  # os.environ's own class
@@ -315,8 +361,42 @@ def _watch_environment(environ: Any, read: Callable[[str, FrameType | None], Non
             read("", _caller())
             return iter(super().__iter__())
 
+        def __len__(self) -> int:
+            read("", _caller())
+            return len(self._data)
+
+        def __repr__(self) -> str:
+            read("", _caller())
+            return str(super().__repr__())
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            # Of ``copy``, whose copies outlive this class.
+            read("", _caller())
+            make, (_, *arguments), *more = super().__reduce_ex__(protocol)
+            return make, (ordinary, *arguments), *more
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            written(os.fsdecode(key), _caller())
+            super().__setitem__(key, value)
+
+        def __delitem__(self, key: Any) -> None:
+            written(os.fsdecode(key), _caller())
+            super().__delitem__(key)
+
     Watched.__name__ = Watched.__qualname__ = ordinary.__name__
     environ.__class__ = Watched
+
+
+#: Modules whose functions read the environment for whoever calls them.
+_OF_THE_ENVIRONMENT = frozenset({"os", "collections.abc", __name__})
+
+
+def _is_discarded(frame: FrameType | None) -> bool:
+    """Return whether that frame throws away what the call that it is in returns."""
+    if frame is None:
+        return False
+    after = (one for one in dis.get_instructions(frame.f_code) if one.offset > frame.f_lasti and one.opname != "CACHE")
+    return next(after).opname == "POP_TOP"
 
 
 def _caller() -> FrameType | None:
@@ -334,6 +414,7 @@ _READ_BY: dict[Any, str] = {
         for name, function in vars(time).items()
         if isinstance(function, BuiltinFunctionType) and name not in _NO_CLOCK
     },
+    os.times: "reads the clock",
     **dict.fromkeys((os.getpid, os.getppid, threading.get_native_id), "asks for the number of its process"),
     **dict.fromkeys((os.urandom, os.getrandom), _RANDOM),
     **{
@@ -365,6 +446,15 @@ with contextlib.suppress(ImportError):
     import _uuid  # type: ignore[import-not-found]  # typeshed has it not
 
     _READ_BY[_uuid.generate_time_safe] = "reads the clock"
+#: The same of modules that are not to be imported for it.
+_READ_BY_NAME = {
+    **dict.fromkeys((("_ssl", name) for name in ("RAND_bytes", "RAND_pseudo_bytes")), _RANDOM),
+    **dict.fromkeys(((module, "connect") for module in ("sqlite3", "_sqlite3")), "opens a database"),
+}
+_THREADS = "sets how many threads torch uses"
+_READ_BY_NAME["torch", "set_num_threads"] = _THREADS
+#: What matters only where ranks have another value of a variable, by which they are brought to it after the fork.
+_DECIDED_BY = {_THREADS: "OMP_NUM_THREADS"}
 _NOW = frozenset({"now", "utcnow", "today"})
 #: Modules that read the clock and write files for what they tell or import, not for who calls them.
 _PASSING = frozenset({"importlib", "_frozen_importlib", "_frozen_importlib_external", "logging", "warnings"}) | {
@@ -395,16 +485,50 @@ def _open_files() -> frozenset[tuple[int, str]]:
     return frozenset(found)
 
 
+def _shared_memory() -> frozenset[str]:
+    """The mappings of memory that a fork would share and other processes would not: no file keeps what is written there."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    found = (line.split(maxsplit=5) for line in lines if " rw-s " in line)
+    names = {(where, path) for where, _, _, _, _, *rest in found for path in ("".join(rest),)}
+    return frozenset(
+        f"{path} at {where}"
+        for where, path in names
+        if path.startswith(("/dev/zero", "/dev/shm/", "/memfd:", "/SYSV")) or path.endswith(" (deleted)")  # noqa: S108 - as there
+    )
+
+
 @functools.cache
-def _is_installed(directory: str) -> bool:
-    """Return whether libraries are installed in that directory: Python's own, a site's, the user's, one of ``pip --target``."""
-    return f"{os.path.realpath(directory)}{os.sep}".startswith(_installed_in(tuple(sys.path)))
+def _is_installed(file: str) -> bool:
+    """Return whether that file is of an installed library: of Python's own, a site's, the user's, of ``pip --target``."""
+    return os.path.realpath(file).startswith(_installed_in(tuple(sys.path)))
 
 
 @functools.lru_cache(maxsize=4)
 def _installed_in(path: tuple[str, ...]) -> tuple[str, ...]:
-    # A directory of ``pip install --target`` has the descriptions of what was installed there beside it.
-    targets = [entry for entry in path if entry and any(Path(entry).glob("*.dist-info"))]
     known = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    everywhere = (*known, *site.getsitepackages(), site.getusersitepackages(), Path(__file__).parents[1], *targets)
-    return tuple(f"{os.path.realpath(str(one))}{os.sep}" for one in everywhere)
+    everywhere = (*known, *site.getsitepackages(), site.getusersitepackages(), Path(__file__).parents[1])
+    found = [f"{os.path.realpath(str(one))}{os.sep}" for one in everywhere]
+    for entry in map(Path, filter(None, path)):
+        if f"{os.path.realpath(entry)}{os.sep}" in found:
+            continue
+        # A directory of ``pip install --target`` has the descriptions of what was installed there beside it. It may be the
+        # project's own directory, so that only what they list is installed.
+        for description in entry.glob("*.dist-info"):
+            found += _listed(description)
+    return tuple(found)
+
+
+def _listed(description: Path) -> Iterator[str]:
+    """What a distribution has installed beside its description, packages with a separator behind them; without a list, all.
+
+    https://packaging.python.org/en/latest/specifications/recording-installed-packages/#the-record-file
+    """
+    place = Path(os.path.realpath(description.parent))
+    try:
+        lines = (description / "RECORD").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        yield f"{place}{os.sep}"
+        return
+    for name, inside in {line.split(",")[0].strip('"').partition("/")[:2] for line in lines}:
+        if name and name != "..":
+            yield f"{place / name}{os.sep if inside else ''}"

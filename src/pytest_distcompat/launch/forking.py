@@ -1,8 +1,10 @@
 """The fork servers from which warm ranks are started: multiprocessing's own, several of them, started our way.
 
 Ranks of torchrun are processes that were started one by one: each has its own hash seed and its own layout of memory. So there
-are two interpreters (``SIDES``) from which ranks come in turn, and the next run starts with the other one. What goes by the order
-of a set of strings then differs between the ranks of a group, and between the run that saves and the one that loads.
+are two interpreters (``SIDES``) from which ranks come, and the next run starts with the other one. What goes by the order
+of a set of strings then differs between the ranks of a group, and between the run that saves and the one that loads. Ranks whose
+numbers differ in one binary digit come from different interpreters: neighbours along each dimension of a mesh of 2 x 2 or
+2 x 4 ranks, where ranks that come strictly in turn would agree along one of them.
 
 Each interpreter has a server that has imported libraries. Where tests are collected beforehand, another server, forked from the
 first, has imported the user's modules too.
@@ -10,6 +12,7 @@ first, has imported the user's modules too.
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -82,7 +85,6 @@ class ForkServers:
         # Ranks are handed its descriptor.
         multiprocessing.resource_tracker.ensure_running()
         self._servers = {kind: [ForkServer(f"{kind}-{side}") for side in range(SIDES)] for kind in kinds}
-        self._next: list[ForkServer] = []
         self._runs = 0
         #: The processes that were started here; those of the sessions are their children.
         self.pids: list[int] = []
@@ -126,7 +128,7 @@ class ForkServers:
         return [{kind: servers[side].status() for kind, servers in self._servers.items()} for side in range(SIDES)]
 
     def choose(self, kind: str, turn: int | None) -> None:
-        """Have the ranks that multiprocessing starts from now on forked from servers of that kind, in turn.
+        """Have the ranks that multiprocessing starts from now on, rank 0 first, forked from servers of that kind.
 
         Args:
             kind: ``LIBRARIES`` or ``SESSION``.
@@ -140,13 +142,12 @@ class ForkServers:
         servers = self._servers[kind]
         first = self._runs if turn is None else turn
         self._runs += 1
-        self._next = [servers[(first + number) % SIDES] for number in range(SIDES)]
+        started = itertools.count()
         module: Any = multiprocessing.forkserver
         known = module._forkserver  # noqa: SLF001 - see the docstring
 
         def connect(descriptors: Sequence[int]) -> Any:
-            server = self._next.pop(0)
-            self._next.append(server)
+            server = servers[(first + next(started).bit_count()) % SIDES]
             known._forkserver_address = server.address  # noqa: SLF001
             known._forkserver_alive_fd = server.alive  # noqa: SLF001
             return type(known).connect_to_new_process(known, descriptors)

@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import sys
 import traceback
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import clock
-from pytest_distcompat.launch import randomness
+from pytest_distcompat.launch import randomness, rank
 from pytest_distcompat.launch.at_import import Watch
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.launch.environment import OF_THE_AGENT
@@ -130,6 +131,7 @@ def collect(wanted: Mapping[str, Any], late: float) -> dict[str, Any]:
     except BaseException:  # a conftest may raise anything; the ranks will meet it again and report it
         status["error"] = traceback.format_exc()
     os.close(log)
+    rank.start_method = multiprocessing.get_start_method(allow_none=True)
     randomness.remember_seeds(before)
     _freeze()
     findings, unfit = watch.findings, _unfit(threads)

@@ -31,6 +31,8 @@ from pytest_distcompat.launch.waited import ask_where
 GRACE = 0.3
 
 _THREADS = "OMP_NUM_THREADS"
+#: The start method of multiprocessing that modules set in the fork server that imported them.
+start_method: str | None = None
 
 
 def main(path: str, *, by_hand: bool = False) -> None:
@@ -43,8 +45,8 @@ def main(path: str, *, by_hand: bool = False) -> None:
     stacks = stack_file(request.directory, number).open("a", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     flight_recorder.answer(request.directory, number)
-    # multiprocessing hands its own start method down; a rank of torchrun has Python's default.
-    multiprocessing.set_start_method(None, force=True)
+    # multiprocessing hands its own start method down; a rank of torchrun has Python's default, or what a module sets.
+    multiprocessing.set_start_method(start_method, force=True)
     prepare(request)
     randomness.renew()
     perform(request, by_hand=by_hand)
@@ -55,6 +57,8 @@ def forked(path: str) -> None:
     """Run one request on a forked rank. It ends by ``os._exit``, so what waits for its interpreter's end is called before."""
     # Not here: torch's agent waits for what this function returns, and what is called may end the process.
     multiprocessing.util.Finalize(None, run_exit_functions, exitpriority=-1)
+    # By this name code tells a process that somebody started from one of multiprocessing's workers.
+    multiprocessing.current_process().name = "MainProcess"
     main(path)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -11,6 +13,7 @@ import json
 import math
 import os
 import pickle
+import shlex
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -86,8 +89,7 @@ def describe(config: pytest.Config) -> dict[str, Any]:
         try:
             objects[name] = base64.b64encode(pickle.dumps(value)).decode()
         except Exception as error:
-            # One that nobody gave has the same default on ranks.
-            if value is not _default(config, name):
+            if not _is_default(config, name, value):
                 raise pytest.UsageError(
                     f"the option {name!r} has a value that cannot be handed to ranks: {value!r:.200} "
                     f"({type(error).__name__}: {error}); expected one that can be pickled"
@@ -100,9 +102,11 @@ def describe(config: pytest.Config) -> dict[str, Any]:
         "objects": objects,
         "args": [str(argument) for argument in config.args],
         "argv": list(sys.argv),
+        "given": [str(argument) for argument in config.invocation_params.args],
         "worker": worker,
         "cwd": str(config.invocation_params.dir),
         "markers": list(config.getini("markers")),
+        "files": list(config.getini("python_files")),
     }
 
 
@@ -115,12 +119,28 @@ def _is_builtin(value: object) -> bool:
     return type(value) in {str, int, float, bool, bytes, type(None)}
 
 
-def _default(config: pytest.Config, name: str) -> object:
-    """Return the default of an option.
+def _is_default(config: pytest.Config, name: str, value: object) -> bool:
+    """Return whether an option has its default, which it has on ranks too: nobody gave it, and no hook set it.
+
+    A default that is a text is converted each time anew, so that it is not the same object.
+    """
+    default = _default(config, name)
+    if value is default or type(value) is not type(default):
+        return value is default
+    given = [*config.getini("addopts"), *shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))]
+    given += map(str, config.invocation_params.args)
+    unset = object()
+    return _default(config, name, given, argparse.Namespace(**{name: unset})) is unset
+
+
+def _default(
+    config: pytest.Config, name: str, given: Sequence[str] = (), before: argparse.Namespace | None = None
+) -> object:
+    """Return the value of an option where these arguments are given; without any its default.
 
     The parser is private to the configuration; ``tests/plugin/test_private_names.py`` says when it goes away.
     """
-    return getattr(config._parser.parse_known_args([]), name, None)  # noqa: SLF001 - see the docstring
+    return getattr(config._parser.parse_known_args([*given], before), name, None)  # noqa: SLF001 - see the docstring
 
 
 def own_files(config: pytest.Config) -> tuple[str, ...]:
@@ -161,10 +181,12 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     # Hooks may run in this one, and pytest cannot be told of them before it has a configuration.
     with watch.hook("a conftest.py") if watch is not None else contextlib.nullcontext():
         if watch is not None:
-            watch.watch_loader(AssertionRewritingHook)
+            watch.watch_loader(AssertionRewritingHook, ("conftest.py", *payload["files"]))
         config = pytest.Config.fromdictargs(options, ["-p", "no:terminal", *quiet, *payload["args"]])
     if watch is not None:
         _watch_hooks(config, watch)
+    # What a conftest may look for an option in.
+    config.invocation_params = dataclasses.replace(config.invocation_params, args=tuple(payload["given"]))
     for name, value in payload["objects"].items():
         # Now: its type may be from a conftest.py, which pytest imports in its own way.
         setattr(config.option, name, pickle.loads(base64.b64decode(value)))
@@ -185,6 +207,20 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     return session
 
 
+#: Hooks that are called once a session, so that it costs little to look what a function left open.
+_ONCE = frozenset({"pytest_configure", "pytest_sessionstart", "pytest_collection", "pytest_collection_finish"}) | {
+    "pytest_collection_modifyitems"
+}
+
+
+def _is_lazy(mark: pytest.Mark) -> bool:
+    """Return whether a mark has values or ids of parameters that are made only while tests are collected."""
+    if mark.name != "parametrize":
+        return False
+    values = (*mark.args[1:2], mark.kwargs.get("argvalues"), mark.kwargs.get("ids"))
+    return any(not isinstance(one, (list, tuple, set, frozenset, dict, range, str, type(None))) for one in values)
+
+
 def _watch_hooks(config: pytest.Config, watch: Watch) -> None:
     """Watch the hooks of the user's own plugins, conftest.py files above all."""
 
@@ -192,15 +228,34 @@ def _watch_hooks(config: pytest.Config, watch: Watch) -> None:
         code = getattr(inspect.unwrap(function), "__code__", None)
         return code is not None and watch.is_own(code.co_filename)
 
-    def before(name: str, implementations: Sequence[Any], _: Mapping[str, Any]) -> None:
-        own = any(is_own(one.function) for one in implementations)
-        running.append(watch.hook(name) if own else contextlib.nullcontext())
-        running[-1].__enter__()
+    def calls_own(name: str, arguments: Mapping[str, Any]) -> bool:
+        """Return whether pytest's own function for that hook calls one of the user's."""
+        if name == "pytest_make_collect_report":
+            return is_own(type(arguments["collector"]).collect)
+        return name == "pytest_generate_tests" and any(map(_is_lazy, arguments["metafunc"].definition.iter_markers()))
+
+    def watched(name: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            with watch.function(name):
+                return function(*arguments)
+
+        return call
+
+    def before(name: str, implementations: Sequence[Any], arguments: Mapping[str, Any]) -> None:
+        own = [one for one in implementations if is_own(one.function)]
+        block = contextlib.ExitStack()
+        if own or calls_own(name, arguments):
+            block.enter_context(watch.hook(name))
+        for one in own if name in _ONCE else ():
+            if not (one.wrapper or one.hookwrapper):
+                block.callback(setattr, one, "function", one.function)
+                one.function = watched(name, one.function)
+        running.append(block)
 
     def after(*_: Any) -> None:
-        running.pop().__exit__(None, None, None)
+        running.pop().close()
 
-    running: list[contextlib.AbstractContextManager[None]] = []
+    running: list[contextlib.ExitStack] = []
     watch.at_end(config.pluginmanager.add_hookcall_monitoring(before, after))
 
 
