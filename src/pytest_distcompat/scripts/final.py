@@ -9,8 +9,9 @@ from typing import Any
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks.export import names_in, same_values
+from pytest_distcompat.checks.names import adapter_name
 from pytest_distcompat.scripts.recorder import END, STRIDE
-from pytest_distcompat.trace import LifeTrace, Moment
+from pytest_distcompat.trace import LifeTrace, Moment, PlainFact
 
 
 def findings(
@@ -62,10 +63,23 @@ def _compare(life: LifeTrace, cell: Cell, read: Mapping[str, Any], saved_name: C
     loaded = Moment.from_json({"rank": 0, "life": "reload", "verb": "reload", "index": 0, "plain": read["plain"]})
     assert loaded.plain is not None
     if read["stored"]:  # as it stands in the files; what a library has loaded has its own names again
-        named = (dataclasses.replace(fact, name=saved_name(fact.name)) for fact in loaded.plain.parameters)
-        loaded = dataclasses.replace(loaded, plain=dataclasses.replace(loaded.plain, parameters=tuple(named)))
+        loaded = dataclasses.replace(loaded, plain=_renamed(loaded.plain, saved_name))
     assert loaded.plain is not None
-    yield from same_values(train, LifeTrace("reload", 1, (loaded,), cell=cell.id), loaded.plain)
+    only = None
+    if read["stored"] and cell.option(
+        "adapter"
+    ):  # the adapter alone, as PEFT names it; the model below it was there before
+        trainable = {adapter_name(fact.name): fact.name for fact in first_moment.plain.parameters if fact.trainable}
+        loaded = dataclasses.replace(loaded, plain=_renamed(loaded.plain, lambda key: trainable.get(key, key)))
+        only = set(trainable.values())
+    assert loaded.plain is not None
+    yield from same_values(train, LifeTrace("reload", 1, (loaded,), cell=cell.id), loaded.plain, only=only)
+
+
+def _renamed(plain: PlainFact, name: Callable[[str], str]) -> PlainFact:
+    """Return the model with other names for its parameters."""
+    parameters = tuple(dataclasses.replace(fact, name=name(fact.name)) for fact in plain.parameters)
+    return dataclasses.replace(plain, parameters=parameters)
 
 
 def _trained(life: LifeTrace, last: int) -> Iterator[Moment]:
