@@ -213,6 +213,24 @@ def test_a_probe_that_fails_in_a_process_that_is_no_rank(run: Launch, tmp_path: 
     assert "no such thing any more" in found.text()
 
 
+def test_a_disk_on_which_ranks_cannot_write(run: Launch, tmp_path: Path) -> None:
+    """What is said of the CPU bridge is the first that a rank says in the midst of its script."""
+    pytest.importorskip("accelerate")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "for name in os.listdir('/proc/self/fd') if 'RANK' in os.environ else ():\n"
+        "    path = f'/proc/self/fd/{name}'\n"
+        "    if os.path.exists(path) and os.readlink(path).endswith('.jsonl'):\n"
+        "        os.dup2(os.open('/dev/full', os.O_WRONLY), int(name))\n",
+        encoding="utf-8",
+    )
+    found = run("prepared_twice.py", "--steps", "3", strategy="ddp", environment={"PYTHONPATH": str(tmp_path)})
+    assert found.failed
+    assert "the probe failed in a process of the run" in found.text()
+    assert "No space left on device" in found.text()
+    assert [found.output_of(rank).count("trained to the end") for rank in (0, 1)] == [1, 1]
+
+
 def test_a_model_that_is_prepared_twice(run: Launch) -> None:
     """More steps than are looked at in full: then hooks are taken off while torch goes through them."""
     pytest.importorskip("accelerate")

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from pytest_distcompat.scripts import guard
 from pytest_distcompat.scripts.arrivals import when
 from pytest_distcompat.scripts.presence import present
 
@@ -28,7 +29,7 @@ def install() -> None:
 def _tell(what: str) -> None:
     found = present()
     if found is not None:
-        found.log.write("bridge", what=what)
+        guard.attempt("the CPU bridge", found.log.write, "bridge", what=what, always=True)
 
 
 def _is(name: str) -> bool:
