@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -44,6 +45,35 @@ def test_names_that_the_script_maps_when_it_saves(run: Launch) -> None:
     mapped.check("names", "final_model_loadable")
     with pytest.raises(UsageProblem, match="saved_name='net': expected a function of a key in a saved file"):
         saving(run, "renamed", saved_name="net")
+
+
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+
+
+def test_names_of_a_part_that_its_library_loads_by_itself(run: Launch) -> None:
+    """The same names stand in the files and in the model that ``from_pretrained`` makes of them."""
+    pytest.importorskip("accelerate")
+    told = ("--inside", "--output", "{output}", "--steps", "4")
+    settings: dict[str, Any] = {"launcher": "accelerate", "strategy": "ddp", "output": "{output}/final"}
+    mapped = run("accelerate_loop.py", *told, **settings, saved_name=lambda key: f"inner.{key}")
+    mapped.check("names", "final_model_loadable")
+
+
+ADAPTER: dict[str, Any] = {"options": {"adapter": True}, "output": "{output}"}
+
+
+@needs_peft
+def test_an_adapter_and_a_layer_that_is_trained_beside_it(run: Launch) -> None:
+    """PEFT saves these alone: neither under the names that they have in the model, nor with the model below them."""
+    checks = ("active", "names", "optimizer", "dtypes", "final_model_loadable")
+    saving(run, "adapter", "--adapter", **ADAPTER).check(*checks)
+
+
+@needs_peft
+@pytest.mark.nightly
+def test_an_adapter_that_is_not_what_was_trained(run: Launch) -> None:
+    with pytest.raises(Incompatible, match=r"parameter '[\w.]+' and 3 others: other values after the reload"):
+        saving(run, "adapter of the start", "--adapter", **ADAPTER).check("names", "final_model_loadable")
 
 
 def test_an_optimizer_that_keeps_all_under_one_parameter(run: Launch) -> None:

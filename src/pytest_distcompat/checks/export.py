@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
@@ -78,15 +78,21 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
         yield f"{len(missing)} of {len(wanted)} names stand in no exported file, first {shown}"
 
 
-def same_values(train: RunTrace, reload: RunTrace, loaded: UnwrappedInfo) -> Iterator[str]:
-    """What of the model that was reloaded is not what was trained."""
+def same_values(
+    train: RunTrace, reload: RunTrace, loaded: UnwrappedInfo, *, only: Collection[str] | None = None
+) -> Iterator[str]:
+    """Compare the model that was reloaded with what was trained; ``only`` these of its names, if they are given."""
     if flat_parameters(train.at("export")):
         return  # a flat parameter has no names; what the exported model computes tells
     now = {info.name: (info.digest,) for info in loaded.parameters}
-    yield from compare("parameter", exported_weights(train, reload), now, "after the reload")
+    yield from compare("parameter", _chosen(exported_weights(train, reload), only), now, "after the reload")
     kept = {info.name: (info.digest,) for info in loaded.buffers if info.placement == "persistent"}
     was = values(train, train.at("export")).of("buffer")
-    yield from compare("buffer", was, kept, "after the reload")
+    yield from compare("buffer", _chosen(was, only), kept, "after the reload")
+
+
+def _chosen(found: Mapping[str, tuple[str, ...]], only: Collection[str] | None) -> Mapping[str, tuple[str, ...]]:
+    return found if only is None else {name: value for name, value in found.items() if name in only}
 
 
 def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[str, ...]]:

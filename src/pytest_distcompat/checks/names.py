@@ -58,8 +58,11 @@ READ = (
 
 
 def adapter_name(name: str) -> str:
-    """A parameter of an adapter as PEFT saves it; the loader gives it the adapter's name anew."""
-    return name.replace(".default.", ".")
+    """Return the key under which PEFT saves a parameter of an adapter; the loader gives it the adapter's name anew.
+
+    Layers that are trained as a whole beside it (``modules_to_save``) are saved under the names that they had before.
+    """
+    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
 
 
 class _Oracle:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from pytest_distcompat.scripts import guard
 from pytest_distcompat.scripts.hosted_rank import current_rank
 from pytest_distcompat.scripts.import_hooks import on_import
 
@@ -28,7 +29,7 @@ def install() -> None:
 def _tell(what: str) -> None:
     found = current_rank()
     if found is not None:
-        found.log.write("bridge", what=what)
+        guard.attempt("the CPU bridge", found.log.write, "bridge", what=what, always=True)
 
 
 def _is(name: str) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks.export import names_in, same_values
+from pytest_distcompat.checks.names import adapter_name
 from pytest_distcompat.scripts.recorder import END, STRIDE
-from pytest_distcompat.trace import RunTrace, Snapshot
+from pytest_distcompat.trace import RunTrace, Snapshot, UnwrappedInfo
 
 
 def findings(
@@ -63,11 +64,31 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
         {"rank": 0, "run": "reload", "action": "reload", "index": 0, "unwrapped": read["unwrapped"]}
     )
     assert loaded.unwrapped is not None
-    if read["stored"]:  # as it stands in the files; what a library has loaded has its own names again
-        named = (dataclasses.replace(info, name=saved_name(info.name)) for info in loaded.unwrapped.parameters)
-        loaded = dataclasses.replace(loaded, unwrapped=dataclasses.replace(loaded.unwrapped, parameters=tuple(named)))
+    # A library may load names that it has mapped when it saved; what it still calls otherwise is a part of the model by itself.
+    known = {info.name for info in (*first_snapshot.unwrapped.parameters, *first_snapshot.unwrapped.buffers)}
+    kept = frozenset() if read["stored"] else known
+    loaded = dataclasses.replace(
+        loaded, unwrapped=_renamed(loaded.unwrapped, lambda key: key if key in kept else saved_name(key))
+    )
     assert loaded.unwrapped is not None
-    yield from same_values(train, RunTrace("reload", 1, (loaded,), cell=cell.id), loaded.unwrapped)
+    only = None
+    if read["stored"] and cell.option(
+        "lora"
+    ):  # the adapter alone, as PEFT names it; the model below it was there before
+        trainable = {
+            adapter_name(info.name): info.name for info in first_snapshot.unwrapped.parameters if info.trainable
+        }
+        loaded = dataclasses.replace(loaded, unwrapped=_renamed(loaded.unwrapped, lambda key: trainable.get(key, key)))
+        only = set(trainable.values())
+    assert loaded.unwrapped is not None
+    yield from same_values(train, RunTrace("reload", 1, (loaded,), cell=cell.id), loaded.unwrapped, only=only)
+
+
+def _renamed(unwrapped: UnwrappedInfo, name: Callable[[str], str]) -> UnwrappedInfo:
+    """Return the model with other names for its parameters and buffers."""
+    parameters = tuple(dataclasses.replace(info, name=name(info.name)) for info in unwrapped.parameters)
+    buffers = tuple(dataclasses.replace(info, name=name(info.name)) for info in unwrapped.buffers)
+    return dataclasses.replace(unwrapped, parameters=parameters, buffers=buffers)
 
 
 def _trained(run: RunTrace, last: int) -> Iterator[Snapshot]:

@@ -18,4 +18,5 @@ for step in range(arguments.steps):
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
+print("trained to the end", flush=True)
 accelerator.end_training()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 
 parser = argparse.ArgumentParser()
@@ -14,6 +14,7 @@ parser.add_argument("--saves", default="nothing")
 parser.add_argument("--output", type=Path)
 parser.add_argument("--lbfgs", action="store_true")
 parser.add_argument("--recompute", action="store_true")
+parser.add_argument("--adapter", action="store_true")
 arguments = parser.parse_args()
 
 
@@ -41,7 +42,12 @@ class Net(torch.nn.Module):
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = torch.nn.parallel.DistributedDataParallel(Net())
+net: Any = Net()
+if arguments.adapter:
+    from peft import LoraConfig, get_peft_model
+
+    net = get_peft_model(net, LoraConfig(target_modules=["layers.0"], modules_to_save=["layers.1"]))
+model = torch.nn.parallel.DistributedDataParallel(net)
 optimizer: Any = (
     torch.optim.LBFGS(model.parameters(), max_iter=2)
     if arguments.lbfgs
@@ -76,6 +82,12 @@ if arguments.output and dist.get_rank() == 0:
             torch.save(own, arguments.output / f"layer-{part}.pt")
     if arguments.saves == "one part":
         torch.save({name: state[name] for name in list(state)[:2]}, arguments.output / "layer.pt")
+    if arguments.saves == "adapter":
+        net.save_pretrained(arguments.output)
+    if arguments.saves == "adapter of the start":
+        path = arguments.output / "adapter_model.safetensors"
+        net.save_pretrained(arguments.output)
+        save_file({name: torch.zeros_like(value) for name, value in load_file(path).items()}, path)
     if arguments.saves == "renamed":
         save_file({f"net.{name}": value for name, value in state.items()}, arguments.output / "model.safetensors")
     if arguments.saves == "renamed at once":
