@@ -23,6 +23,26 @@ Runs = Scenario | Callable[[Cell, type[Driver]], Scenario]
 #: How many findings a message shows; a model that is all wrong has hundreds alike.
 SHOWN = 12
 
+#: Collectives that add gradients up.
+REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor",
+                        "reduce_scatter_tensor_coalesced", "allreduce_coalesced", "all_reduce"})  # fmt: skip
+
+#: Options that change what a checkpoint holds, or how.
+SAVING = frozenset(
+    {
+        "model",
+        "state_dict",
+        "use_orig_params",
+        "cpu_offload",
+        "param_groups",
+        "frozen",
+        "lora",
+        "save_only_model",
+        "float32_norms",
+        "dp_replicate",
+    }
+)
+
 
 def _everywhere(cell: Cell, driver: type[Driver]) -> str | None:
     return None
@@ -150,3 +170,23 @@ def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> It
         if steps and steps >= before[snapshot.rank]:
             told = f"the optimizer took {steps} steps with gradients during the load"
             yield f"rank {snapshot.rank}: {told}; expected the state to be read from the checkpoint, not trained again"
+
+
+def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
+    """Why the claim is tested elsewhere: files are found the same way in all precisions and with most options."""
+    others = [name for name, _ in cell.options if name not in {"model", "state_dict"}]
+    if cell.precision != "fp32" or others:
+        return "files are found as they are in fp32 without that option, and it is tested there"
+    return None
+
+
+def saved_as_elsewhere(cell: Cell) -> str:
+    """Why the claim is tested elsewhere; empty if it is tested here. Runs at other world sizes are the dearest there are."""
+    others = [name for name, _ in cell.options if name not in SAVING]
+    if others:
+        return (
+            f"{others[0]} changes how the model is trained, not what is saved, and what is saved is tested without it"
+        )
+    if cell.precision not in {"fp32", "bf16_mixed"}:
+        return f"a checkpoint in {cell.precision} is put together as those in fp32 and bf16_mixed are"
+    return ""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import named_ranks
+from pytest_distcompat.cost import BYTES
 from pytest_distcompat.digests import combine
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import OptimizerInfo, RunTrace, Snapshot, StateInfo, UnwrappedInfo
@@ -257,3 +258,44 @@ def flat_parameters(snapshots: tuple[Snapshot, ...]) -> bool:
     return any(
         info.kind == "FlatParameter" for snapshot in snapshots if snapshot.model for info in snapshot.model.parameters
     )
+
+
+def counted(source: RunTrace, run: RunTrace, when: str) -> Iterator[str]:
+    """One step later the optimizer counts what the run that never stopped counts: state may be shared and count twice."""
+    save = source.at("save")
+    later = [m for m in source.snapshots if save and m.action == "step" and m.index == save[0].index + 1]
+    expected, found = values(source, tuple(later)), values(run, run.at("step"))
+    if found.of("step"):
+        yield from compare("step", expected.of("step"), found.of("step"), f"one step {when}")
+
+
+def adapter_name(name: str) -> str:
+    """A parameter of an adapter as PEFT saves it; the loader gives it the adapter's name anew."""
+    return name.replace(".default.", ".")
+
+
+def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[str, ...]]:
+    """What the export stands for: the masters, or, of what was reloaded in a lower dtype, the copies in that dtype.
+
+    By each tensor's own dtype: trained weights may be exported in float32 beside frozen ones in bfloat16.
+    """
+    trained = values(train, train.at("export"))
+    loaded = reload.first("reload")
+    model = next((snapshot.model for snapshot in train.at("export") if snapshot.model), None)
+    if not trained.of("master") or loaded is None or loaded.unwrapped is None or model is None:
+        return trained.weights
+    live = max(BYTES.get(info.dtype, 4) for info in model.parameters)
+    # The file's own dtype: PEFT widens what it loads.
+    written = {
+        key: dtype for snapshot in train.at("files", 1) for file in snapshot.files for key, dtype in file.dtypes.items()
+    }
+    told = {
+        info.name: written.get(info.name) or written.get(adapter_name(info.name)) or info.dtype
+        for info in loaded.unwrapped.parameters
+    }
+    sizes = {name: BYTES.get(dtype, 4) for name, dtype in told.items()}
+    copies = trained.of("parameter")
+    return {
+        name: copies[name] if name in copies and sizes.get(name, 4) <= live < BYTES["float32"] else master
+        for name, master in trained.weights.items()
+    }

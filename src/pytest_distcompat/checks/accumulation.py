@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
-from pytest_distcompat.checks.active import REDUCTIONS
+from pytest_distcompat.checks._base import REDUCTIONS, check, every_rank
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import STEPS, TRAIN_RUN, Scenario, without
 from pytest_distcompat.strategies import STRATEGIES

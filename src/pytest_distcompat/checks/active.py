@@ -7,14 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import asked, check, every_rank, named_ranks
+from pytest_distcompat.checks._base import REDUCTIONS, asked, check, every_rank, named_ranks
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
 from pytest_distcompat.trace import ModelInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
 
-#: Collectives that add gradients up.
-REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor",
-                        "reduce_scatter_tensor_coalesced", "allreduce_coalesced", "all_reduce"})  # fmt: skip
 #: Fewer than this part of the trainable elements are metrics or norms; compressed and unused gradients are more.
 LEAST_REDUCED = 0.1
 

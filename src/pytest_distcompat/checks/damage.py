@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check
-from pytest_distcompat.checks.paths import only_where_it_differs
+from pytest_distcompat.checks._base import check, only_where_it_differs
 from pytest_distcompat.scenario import DAMAGE
 from pytest_distcompat.trace import RunTrace, Trace
 

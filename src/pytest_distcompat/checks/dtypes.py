@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import asked, check, every_rank
-from pytest_distcompat.checks.active import REDUCTIONS
+from pytest_distcompat.checks._base import REDUCTIONS, asked, check, every_rank
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
-from pytest_distcompat.checks._values import compare, flat_parameters, values
-from pytest_distcompat.checks.names import adapter_name
-from pytest_distcompat.cost import BYTES
+from pytest_distcompat.checks._values import adapter_name, compare, exported_weights, flat_parameters, values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import EXPORT
@@ -87,33 +85,6 @@ def same_values(train: RunTrace, reload: RunTrace, loaded: UnwrappedInfo) -> Ite
     kept = {info.name: (info.digest,) for info in loaded.buffers if info.placement == "persistent"}
     was = values(train, train.at("export")).of("buffer")
     yield from compare("buffer", was, kept, "after the reload")
-
-
-def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[str, ...]]:
-    """What the export stands for: the masters, or, of what was reloaded in a lower dtype, the copies in that dtype.
-
-    By each tensor's own dtype: trained weights may be exported in float32 beside frozen ones in bfloat16.
-    """
-    trained = values(train, train.at("export"))
-    loaded = reload.first("reload")
-    model = next((snapshot.model for snapshot in train.at("export") if snapshot.model), None)
-    if not trained.of("master") or loaded is None or loaded.unwrapped is None or model is None:
-        return trained.weights
-    live = max(BYTES.get(info.dtype, 4) for info in model.parameters)
-    # The file's own dtype: PEFT widens what it loads.
-    written = {
-        key: dtype for snapshot in train.at("files", 1) for file in snapshot.files for key, dtype in file.dtypes.items()
-    }
-    told = {
-        info.name: written.get(info.name) or written.get(adapter_name(info.name)) or info.dtype
-        for info in loaded.unwrapped.parameters
-    }
-    sizes = {name: BYTES.get(dtype, 4) for name, dtype in told.items()}
-    copies = trained.of("parameter")
-    return {
-        name: copies[name] if name in copies and sizes.get(name, 4) <= live < BYTES["float32"] else master
-        for name, master in trained.weights.items()
-    }
 
 
 def _outputs(cell: Cell, trained: tuple[Snapshot, ...], reloaded: tuple[Snapshot, ...]) -> Iterator[str]:

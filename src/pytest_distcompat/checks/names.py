@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
-from pytest_distcompat.checks._values import flat_parameters
+from pytest_distcompat.checks._values import adapter_name, flat_parameters
 from pytest_distcompat.digests import EMPTY
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -55,11 +55,6 @@ READ = (
     "(.pt, .pth, .bin, .ckpt, .tar): a state dict by itself, or under 'model', 'model_state_dict', 'state_dict', 'model_state' "
     "or 'module'"
 )
-
-
-def adapter_name(name: str) -> str:
-    """A parameter of an adapter as PEFT saves it; the loader gives it the adapter's name anew."""
-    return name.replace(".default.", ".")
 
 
 class _Oracle:

@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import check, every_rank, only_where_it_differs
 from pytest_distcompat.checks._values import differences, flat_parameters, settings, values
-from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import NAMED_RUN, PATHS
 from pytest_distcompat.trace import Trace
-
-
-def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
-    """Why the claim is tested elsewhere: files are found the same way in all precisions and with most options."""
-    others = [name for name, _ in cell.options if name not in {"model", "state_dict"}]
-    if cell.precision != "fp32" or others:
-        return "files are found as they are in fp32 without that option, and it is tested there"
-    return None
 
 
 @check(

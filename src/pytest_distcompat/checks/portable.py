@@ -7,10 +7,16 @@ from collections.abc import Iterator
 
 from pytest_distcompat import scenario
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, finite_losses, trained_again
-from pytest_distcompat.checks._values import compare, differences, flat_parameters, settings, values
-from pytest_distcompat.checks.export import exported_weights
-from pytest_distcompat.checks.reshard import counted, saved_as_elsewhere
+from pytest_distcompat.checks._base import check, every_rank, finite_losses, saved_as_elsewhere, trained_again
+from pytest_distcompat.checks._values import (
+    compare,
+    counted,
+    differences,
+    exported_weights,
+    flat_parameters,
+    settings,
+    values,
+)
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import SAVED, Scenario

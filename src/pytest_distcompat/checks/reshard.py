@@ -6,39 +6,11 @@ from collections.abc import Iterator
 
 from pytest_distcompat import scenario
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, finite_losses
-from pytest_distcompat.checks._values import compare, differences, settings, values
+from pytest_distcompat.checks._base import check, every_rank, finite_losses, saved_as_elsewhere
+from pytest_distcompat.checks._values import counted, differences, settings, values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import SAVED, Scenario
 from pytest_distcompat.trace import RunTrace, Trace
-
-#: Options that change what a checkpoint holds, or how.
-SAVING = frozenset(
-    {
-        "model",
-        "state_dict",
-        "use_orig_params",
-        "cpu_offload",
-        "param_groups",
-        "frozen",
-        "lora",
-        "save_only_model",
-        "float32_norms",
-        "dp_replicate",
-    }
-)
-
-
-def saved_as_elsewhere(cell: Cell) -> str:
-    """Why the claim is tested elsewhere; empty if it is tested here. Runs at other world sizes are the dearest there are."""
-    others = [name for name, _ in cell.options if name not in SAVING]
-    if others:
-        return (
-            f"{others[0]} changes how the model is trained, not what is saved, and what is saved is tested without it"
-        )
-    if cell.precision not in {"fp32", "bf16_mixed"}:
-        return f"a checkpoint in {cell.precision} is put together as those in fp32 and bf16_mixed are"
-    return ""
 
 
 def has_names(cell: Cell) -> str:
@@ -92,12 +64,3 @@ def moved(source: RunTrace, run: RunTrace) -> Iterator[str]:
     yield from settings(saved, loaded, when)
     yield from counted(source, run, when)
     yield from finite_losses(run.at("step"), f"the first step {when}")
-
-
-def counted(source: RunTrace, run: RunTrace, when: str) -> Iterator[str]:
-    """One step later the optimizer counts what the run that never stopped counts: state may be shared and count twice."""
-    save = source.at("save")
-    later = [m for m in source.snapshots if save and m.action == "step" and m.index == save[0].index + 1]
-    expected, found = values(source, tuple(later)), values(run, run.at("step"))
-    if found.of("step"):
-        yield from compare("step", expected.of("step"), found.of("step"), f"one step {when}")

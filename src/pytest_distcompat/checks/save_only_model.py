@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
-from pytest_distcompat.checks._values import flat_parameters, values
-from pytest_distcompat.checks.names import adapter_name
+from pytest_distcompat.checks._values import adapter_name, flat_parameters, values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.trace import Trace, UnwrappedInfo
