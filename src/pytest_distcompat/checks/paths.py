@@ -19,10 +19,11 @@ from pytest_distcompat.trace import Trace
     not_applicable=only_where_it_differs,
 )
 def paths(cell: Cell, trace: Trace) -> Iterator[str]:
-    """A run directory whose name has spaces, slashes of its parents, letters beyond ASCII, ``pytorch_model_fsdp`` and
-    ``optimizer`` in it is saved to and loaded from like any other: everything comes back bit by bit.
+    """Check that saving to and loading from a directory with an unusual name restores everything bit by bit.
 
-    If it fails: the place of a file is probably found by searching its path for a word, which may stand anywhere in it
+    The name has spaces, parent directories, letters beyond ASCII, ``pytorch_model_fsdp`` and ``optimizer`` in it.
+
+    If it fails: a file is probably found by searching its path for a word, which may be anywhere in the path
     (https://github.com/huggingface/accelerate/pull/4119).
     """
     named, reopened = trace.run("named"), trace.run("reopened")
