@@ -146,7 +146,7 @@ def test_what_is_no_driver(monkeypatch: pytest.MonkeyPatch, name: str, message: 
         (
             "unsupported_reason",
             lambda self, cell, device="cpu": "",
-            "unable is no classmethod; expected unsupported_reason(cls, cell, device)",
+            "unsupported_reason is no classmethod; expected unsupported_reason(cls, cell, device)",
         ),
     ],
 )

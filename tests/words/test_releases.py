@@ -26,7 +26,7 @@ def said(cell: str, release: str) -> tuple[dict[str, Any], dict[str, str]]:
     strategy = STRATEGIES.get(parsed.strategy)
     assert strategy.transformers is not None
     settings = dict(strategy.transformers(PRECISIONS.get(parsed.precision), parsed))
-    return _releases.fsdp_words(settings, Version(release))
+    return _releases.fsdp_for_release(settings, Version(release))
 
 
 @pytest.mark.parametrize("release", ["5.10.1", "5.23.0", "6.0"])
