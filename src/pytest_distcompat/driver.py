@@ -109,7 +109,7 @@ class Driver:
         """
         for name, _ in cell.options:
             if name not in cls.options:
-                return f"the {cls.name or cls.__name__} driver does not speak option {name!r}"
+                return f"the {cls.name or cls.__name__} driver does not support option {name!r}"
         return None
 
     @classmethod

@@ -124,10 +124,10 @@ def check(
 
 def message(findings: list[str]) -> str:
     """Return the first findings, one a line, and how many more there are."""
-    shown = findings[:FINDINGS_SHOWN]
+    lines = findings[:FINDINGS_SHOWN]
     if len(findings) > FINDINGS_SHOWN:
-        shown.append(f"... and {len(findings) - FINDINGS_SHOWN} more")
-    return "\n".join(shown)
+        lines.append(f"... and {len(findings) - FINDINGS_SHOWN} more")
+    return "\n".join(lines)
 
 
 def pairs(before: tuple[Snapshot, ...], after: tuple[Snapshot, ...]) -> Iterator[tuple[Snapshot, Snapshot]]:
@@ -187,8 +187,8 @@ def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
     return None
 
 
-def saved_as_elsewhere(cell: Cell) -> str:
-    """Return why another cell tests the claim; empty if this one does.
+def saved_as_elsewhere(cell: Cell) -> str | None:
+    """Return why another cell tests the claim; None if this one does.
 
     Runs at other world sizes are the most expensive ones.
     """
@@ -198,5 +198,5 @@ def saved_as_elsewhere(cell: Cell) -> str:
             f"{others[0]} changes how the model is trained, not what is saved, and what is saved is tested without it"
         )
     if cell.precision not in {"fp32", "bf16_mixed"}:
-        return f"a checkpoint in {cell.precision} is put together as those in fp32 and bf16_mixed are"
-    return ""
+        return f"a checkpoint in {cell.precision} is combined like those in fp32 and bf16_mixed, where it is tested"
+    return None

@@ -39,7 +39,7 @@ def damage(cell: Cell, trace: Trace) -> Iterator[str]:
 def _judged(run: RunTrace) -> Iterator[str]:
     snapshot = run.first("damage")
     if snapshot is None or not snapshot.files:
-        yield f"{run.name}: nothing was spoilt"
+        yield f"{run.name}: no file was corrupted"
         return
     corrupted = snapshot.files[0]
     damaged = f"file {corrupted.path!r} is {_CORRUPTIONS[corrupted.holds]}"

@@ -14,7 +14,7 @@ from pytest_distcompat.trace import RunTrace, Trace
 def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
     if cell.option("compile"):
         return "a hook that sees what the model is fed would break the graph that compile is to see"
-    return "no optimizer state, so no going on" if cell.option("save_only_model") else None
+    return "checkpoints hold no optimizer state, so training cannot resume" if cell.option("save_only_model") else None
 
 
 @check(
@@ -51,7 +51,7 @@ def _apart(run: RunTrace, nth: int) -> Iterator[str]:
         if not snapshot.inputs:
             yield f"rank {snapshot.rank}: the model was fed nothing in step {nth + 1}"
         elif "" in snapshot.inputs:
-            yield f"rank {snapshot.rank}: no tensor is seen in what the model was fed in step {nth + 1}: it may be anybody's"
+            yield f"rank {snapshot.rank}: no tensor was found in the inputs of step {nth + 1}, so ranks cannot be compared"
         for batch in set(snapshot.inputs) - {""}:
             other = fed.setdefault(batch, snapshot.rank)
             if other != snapshot.rank:

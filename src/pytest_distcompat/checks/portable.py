@@ -29,11 +29,11 @@ def _not_portable(cell: Cell, driver: type[Driver]) -> str | None:
     if target is None:
         return f"the driver does not claim that another strategy loads a checkpoint of {cell.strategy}"
     if cell.option("save_only_model"):
-        return "checkpoints hold the model alone: there is no training to go on with"
+        return "checkpoints hold the model alone: there is no training to resume"
     if _by_weights(cell) and not (driver.can("export") and driver.can("reload")):
-        return "of DeepSpeed's checkpoints weights alone can be moved, and the driver has no export() and reload()"
+        return "only weights can be moved from DeepSpeed's checkpoints, and the driver has no export() and reload()"
     if _by_weights(cell) and cell.option("lora"):
-        return "an adapter is reloaded to be used: frozen, as PEFT has it"
+        return "PEFT loads an exported adapter frozen, so it cannot be trained on"
     if elsewhere := saved_as_elsewhere(cell):
         return elsewhere
     there = _runs(cell, driver).runs[-1].cell(cell)

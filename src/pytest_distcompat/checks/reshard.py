@@ -13,15 +13,15 @@ from pytest_distcompat.scenario import SAVED, Scenario
 from pytest_distcompat.trace import RunTrace, Trace
 
 
-def _not_by_name(cell: Cell) -> str:
-    """Return why shards cannot be combined by name and trained on; empty if they can."""
+def _not_by_name(cell: Cell) -> str | None:
+    """Return why shards cannot be combined by name and trained on; None if they can."""
     if cell.option("save_only_model"):
-        return "checkpoints hold the model alone: there is no training to go on with"
+        return "checkpoints hold the model alone: there is no training to resume"
     if not cell.option("use_orig_params"):
         return (
             "FSDP1 keeps flat parameters: they have no names by which the shards of two world sizes could be compared"
         )
-    return ""
+    return None
 
 
 def _not_resharded(cell: Cell, driver: type[Driver]) -> str | None:

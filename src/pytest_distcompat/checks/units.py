@@ -55,8 +55,8 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from (f"rank {snapshot.rank}: {text}" for text in found)
 
 
-def _unknown(cell: Cell, unwrapped: UnwrappedInfo) -> str:
-    """Return a finding if the expected units are not known, so that the check cannot pass; empty otherwise."""
+def _unknown(cell: Cell, unwrapped: UnwrappedInfo) -> str | None:
+    """Return a finding if the expected units are not known, so that the check cannot pass; None otherwise."""
     if cell.option("ignored_modules") and not unwrapped.ignored_modules:
         return "it is not known which module was to be left out of the sharding"
     sharded_by_block = STRATEGIES.get(cell.strategy).wrapper in _WITH_UNITS and cell.option("wrap_policy") != "size"
@@ -64,12 +64,12 @@ def _unknown(cell: Cell, unwrapped: UnwrappedInfo) -> str:
         sharded_by_block or cell.option("activation_checkpointing") or cell.option("compile") in {"regional", "partial"}
     )
     if not by_block:
-        return ""
+        return None
     classes = " or ".join(map(repr, unwrapped.block_classes))
     if "" in unwrapped.blocks:
         return f"the whole model that was seen is one block, a {classes}: nothing wraps what is around it"
     if unwrapped.blocks:
-        return ""
+        return None
     reason = f"no module of it is a {classes}" if classes else "it declares none (_no_split_modules)"
     return (
         f"the model's blocks are not known: {reason}; name their classes by blocks= of launch, or blocks of the driver"
@@ -138,17 +138,17 @@ def _under(name: str, blocks: Collection[str]) -> bool:
 
 
 def _compiled(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    how = cell.option("compile")
-    if not how:
+    mode = cell.option("compile")
+    if not mode:
         return
     if not model.graphs:
         yield "torch.compile made no graph in three steps: the model runs uncompiled"
     found = _names(cell, unwrapped, model.compiled)
-    if how == "partial" and not any(_under(name, unwrapped.blocks) or name in unwrapped.blocks for name in found):
+    if mode == "partial" and not any(_under(name, unwrapped.blocks) or name in unwrapped.blocks for name in found):
         yield f"what is compiled is {_list(found)}; expected one of the blocks"
-    elif how == "regional" and not set(unwrapped.blocks) <= found:
+    elif mode == "regional" and not set(unwrapped.blocks) <= found:
         yield f"what is compiled is {_list(found)}; expected each of {_list(set(unwrapped.blocks))}"
-    elif how in {True, "aot_eager"} and not model.compiled:
+    elif mode in {True, "aot_eager"} and not model.compiled:
         yield "nothing is wrapped by torch.compile"
 
 
@@ -172,5 +172,5 @@ def _compare(subject: str, found: set[str], expected: set[str]) -> Iterator[str]
 
 
 def _list(names: Collection[str]) -> str:
-    shown = sorted(repr(name) if name else "the root" for name in names)
-    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "") if shown else "nothing"
+    quoted = sorted(repr(name) if name else "the root" for name in names)
+    return ", ".join(quoted[:6]) + (f" and {len(quoted) - 6} more" if len(quoted) > 6 else "") if quoted else "nothing"

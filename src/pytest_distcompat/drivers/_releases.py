@@ -55,21 +55,21 @@ def _required_of_accelerate(cell: Cell) -> Iterator[str]:
         yield "accelerate>=1.7"
 
 
-def missing(requirements: Iterable[str]) -> str:
-    """Return the first of the requirements that is not installed, as one sentence; empty if all are."""
-    return next(filter(None, map(_missing, dict.fromkeys(requirements))), "")
+def missing(requirements: Iterable[str]) -> str | None:
+    """Return the first of the requirements that is not installed, as one sentence; None if all are."""
+    return next(filter(None, map(_missing, dict.fromkeys(requirements))), None)
 
 
-def _missing(requirement_text: str) -> str:
+def _missing(requirement_text: str) -> str | None:
     requirement = _parsed(requirement_text)
     # A requirement may name a module; what is installed is its package.
     package = requirement.name.partition(".")[0]
     if not installed(package):
         return f"{package} is not installed"
     if not requirement.specifier:
-        return ""
+        return None
     version = release(package)
-    return "" if fits(requirement, version) else f"{requirement} is needed to say this, {version} is installed"
+    return None if fits(requirement, version) else f"{requirement} is needed for this cell, {version} is installed"
 
 
 @cache

@@ -68,22 +68,22 @@ class TinyDriver(Driver):
         if cell.option("ignored_modules") and not tiny.ignored_module:
             return f"the model {tiny.name} has no frozen module to leave out of the sharding"
         if cell.option("lora") and not tiny.lora_targets:
-            return f"PEFT is for transformers' models, {tiny.name} is none"
+            return f"PEFT is for transformers' models, and {tiny.name} is not one"
         if cell.precision == "fp8" and not tiny.in_8_bits:
             return f"the model {tiny.name} has no layer whose sizes 16 divides: nothing would be in 8 bits"
         precision = PRECISIONS.get(cell.precision)
         if cell.option("ignored_modules") and precision.compute != precision.load:
             return f"a module that is left out computes in {precision.load}, as it was loaded, the others in {precision.compute}"
         if cell.option("float32_norms") and (precision.load == "float32" or not precision.mixed):
-            return f"{cell.precision} has one dtype for all that is loaded"
+            return f"{cell.precision} has one dtype for all parameters"
         if cell.option("grad_accum_dtype") == "fp32" and not (precision.mixed and precision.compute == "bfloat16"):
-            return f"{cell.precision} has no gradients in bfloat16 beside float32 masters, which could be added up in either"
+            return f"{cell.precision} has no bfloat16 gradients with float32 masters, so there is no other dtype to sum them in"
         if cell.option("reduce_dtype") == "fp32" and not (precision.mixed and precision.compute != "float32"):
             return f"{cell.precision} has one dtype for products and optimizer, in which gradients travel"
         if cell.option("param_groups") and not cell.option("use_orig_params"):
-            return "a flat parameter belongs to one group as a whole"
+            return "a flat parameter cannot be split into param groups"
         if cell.option("lora") and cell.option("frozen"):
-            return "with an adapter all else is frozen anyway"
+            return "with an adapter the base model is frozen anyway"
         return None
 
     @classmethod

@@ -64,7 +64,7 @@ class AccelerateDriver(TinyDriver):
         if STRATEGIES.get(cell.strategy).accelerate is None:
             return f"accelerate has no {cell.strategy}"
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute == "float32":
-            return "to accelerate fp32 means that nothing was said, so that no JSON contradicts it"
+            return "accelerate sets no precision for fp32, so the JSON cannot contradict it"
         return _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
 
     def build(self, model: Module) -> None:

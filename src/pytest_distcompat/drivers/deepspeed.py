@@ -57,7 +57,7 @@ class DeepSpeedDriver(TinyDriver):
         if cell.precision == "fp8" and cell.option("fp8_backend") == "te":
             return "Transformer Engine is driven through accelerate"
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute != "bfloat16":
-            return "two precisions in one JSON are a contradiction, float16 alone is none"
+            return "the conflict is between float16 in the JSON and a precision in bfloat16"
         return super().unsupported_reason(cell, device)
 
     def train(self, model: Module, plan: Plan, report: Report) -> None:

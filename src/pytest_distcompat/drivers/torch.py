@@ -62,7 +62,7 @@ class TorchDriver(TinyDriver):
         if cell.precision == "fp8" and cell.option("fp8_backend") == "te":
             return "Transformer Engine is driven through accelerate"
         if cell.strategy == "fsdp1" and cell.option("dp_replicate") != 1 and not cell.option("reshard_after_forward"):
-            return "FSDP1 has hybrid shards that stay gathered under a private name only"
+            return "FSDP1's hybrid sharding without resharding after forward has a private name only"
         return super().unsupported_reason(cell, device)
 
     def build(self, model: Module) -> None:

@@ -69,13 +69,13 @@ class TrainerDriver(TinyDriver):
         if STRATEGIES.get(cell.strategy).transformers is None:
             return f"Trainer has no {cell.strategy}"
         if cell.option("param_groups"):
-            return "Trainer makes these two groups of parameters anyway"
+            return "Trainer makes these two param groups anyway"
         if cell.option("reduce_dtype") != "auto" and "fsdp" in cell.strategy:
             return "TrainingArguments have no word for FSDP's policy of dtypes"
         if cell.option("fp8_backend") == "te":
-            return "Trainer hands accelerate no recipe for Transformer Engine"
+            return "Trainer passes no recipe for Transformer Engine to accelerate"
         if cell.option("activation_checkpointing") and cell.option("model") == "mlp" and "fsdp" not in cell.strategy:
-            return "Trainer has the model recompute, and the plain one has no gradient_checkpointing_enable()"
+            return "Trainer has the model recompute, and model mlp has no gradient_checkpointing_enable()"
         return _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
 
     def groups(self, model: Module) -> Any:

@@ -41,9 +41,9 @@ class Dtypes:
 MAX_NORM = 1.0
 
 #: Options that only DeepSpeed's strategies have -> why torch's strategies have none.
-DEEPSPEED_OPTIONS = dict.fromkeys(("conflict", "grad_accum_dtype_fp32"), "there is no DeepSpeed JSON to say it in")
+DEEPSPEED_OPTIONS = dict.fromkeys(("conflict", "grad_accum_dtype_fp32"), "only DeepSpeed's JSON has this option")
 #: Why a strategy without sharded parameters has no options for them.
-NO_SHARDS = "there are no shards of parameters that it could be about"
+NO_SHARDS = "parameters are not sharded"
 
 #: Option -> the segment that it, and not a strategy, puts into live names.
 OPTION_WRAPPERS = {"compile": "_orig_mod", "activation_checkpointing": "_checkpoint_wrapped_module"}
@@ -128,5 +128,5 @@ class Strategy:
                 return reason
         copies = int(cell.option("dp_replicate"))
         if copies > 1 and (cell.world_size % copies or cell.world_size < 2 * copies):
-            return f"{copies} copies of two shards at least: that is for {2 * copies} ranks, or more by {copies}"
+            return f"{copies} replicas of at least two shards need a multiple of {copies} ranks, {2 * copies} or more"
         return None
