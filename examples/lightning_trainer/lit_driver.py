@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from pytest_distcompat.driver import Plan, Seen
+    from pytest_distcompat.driver import Plan, Report
 
 #: Cell to Trainer.
 PRECISIONS: dict[str, Any] = {"fp32": "32-true", "bf16_mixed": "bf16-mixed", "bf16_pure": "bf16-true"}
@@ -63,7 +63,7 @@ class LightningDriver(Driver):
             enable_model_summary=False,
         )
 
-    def train(self, model: nn.Module, plan: Plan, seen: Seen) -> None:
+    def train(self, model: nn.Module, plan: Plan, report: Report) -> None:
         """All of it is one call of ``fit``. Where a checkpoint is loaded, what comes before its first step is the load."""
         from lit_model import Rows
         from pytorch_lightning.callbacks import LambdaCallback
@@ -73,22 +73,22 @@ class LightningDriver(Driver):
 
         def started(trainer: Any, _module: Any) -> None:
             self.model, self.optimizer = trainer.strategy.model, trainer.optimizers[0]
-            seen("load" if loaded else "build")
+            report("load" if loaded else "build")
             save_until_the_next_step(trainer)
 
         def stepped(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
             self.grad_norm = module.norm
-            seen("step", float(outputs["loss"]))
+            report("step", float(outputs["loss"]))
             save_until_the_next_step(trainer)
 
         def save_until_the_next_step(trainer: Any) -> None:
             while next(todo, "step") == "save":
                 trainer.save_checkpoint(plan.save_to / "last.ckpt")
-                seen("save")
+                report("save")
 
         if loaded:
             self.model = model
-            seen("build")
+            report("build")
         rows = Rows([self.batch(number, self.world.rank) for number in range(plan.last_step)])
         checkpoint = str(plan.load_from / "last.ckpt") if loaded else None
         self.trainer(plan.last_step, LambdaCallback(on_train_start=started, on_train_batch_end=stepped)).fit(

@@ -1,4 +1,4 @@
-"""Corrupts a checkpoint, as a full disk or a lost file does."""
+"""Corruption of a checkpoint, as by a full disk or a lost file."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ from pathlib import Path
 from pytest_distcompat.probe.files import PICKLED
 from pytest_distcompat.trace import FileInfo
 
-#: Files that hold weights or optimizer state, by suffix; the others are settings and metadata.
-HEAVY = PICKLED | {".safetensors", ".distcp"}
+#: Suffixes of files that hold weights or optimizer state; the others hold settings and metadata.
+TENSOR_SUFFIXES = PICKLED | {".safetensors", ".distcp"}
 
 
 def corrupt(directory: Path, how: str) -> FileInfo:
-    """Do ``how`` to the file with the most in it: ``truncate`` it to half, or ``remove`` it. Which file it was.
+    """Corrupt the largest file of a checkpoint.
 
-    Raises FileNotFoundError where nothing is saved.
+    Args:
+        directory: The checkpoint.
+        how: ``truncate`` cuts the file to half its size, ``remove`` deletes it.
+
+    Returns:
+        The corrupted file: its path relative to ``directory``, and ``how`` as its ``holds``.
+
+    Raises:
+        FileNotFoundError: If the directory has no file with weights or optimizer state.
     """
-    heavy = (path for path in directory.rglob("*") if path.suffix in HEAVY)
-    files = sorted(heavy, key=lambda path: (path.stat().st_size, path))
+    candidates = (path for path in directory.rglob("*") if path.suffix in TENSOR_SUFFIXES)
+    files = sorted(candidates, key=lambda path: (path.stat().st_size, path))
     if not files:
-        raise FileNotFoundError(f"{directory}: there is no checkpoint to spoil")
+        raise FileNotFoundError(f"{directory}: there is no checkpoint to corrupt")
     largest = files[-1]
     if how == "remove":
         largest.unlink()

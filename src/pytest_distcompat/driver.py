@@ -1,4 +1,4 @@
-"""What a driver is: the trainer under test, as a few methods."""
+"""Base class of drivers: the trainer under test, as a few methods."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ if TYPE_CHECKING:
 #: The actions that are an optimizer step.
 STEP_ACTIONS = frozenset({"step", "overflow"})
 
-#: The actions that every driver has, or in place of the last four a ``train``.
-NEEDED = ("build_model", "build", "step", "save", "load")
+#: The methods that every driver must have; a driver with its own ``train`` needs ``build_model`` alone.
+REQUIRED_METHODS = ("build_model", "build", "step", "save", "load")
 
-#: Told after each action: its name and, after a step, the loss on this rank.
-Seen = Callable[..., None]
+#: Called after each action with the action's name and, after a step, the loss on this rank.
+Report = Callable[..., None]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one training has to do: ``actions`` of ``build``, ``load``, ``step`` (``overflow``) and ``save``, in order.
+    """Actions of one training, in order.
 
-    ``first_step`` is the number of the first step. The directories exist and are the same for all ranks.
+    Attributes:
+        actions: Names out of ``build``, ``load``, ``step``, ``overflow`` and ``save``.
+        first_step: The number of the first step.
+        save_to: The directory to save into; it exists and is the same for all ranks.
+        load_from: The directory to load from; it exists and is the same for all ranks.
     """
 
     actions: tuple[str, ...]
@@ -38,44 +42,44 @@ class Plan:
 
     @property
     def last_step(self) -> int:
-        """How many steps have been taken when the plan is done, those before it included."""
+        """Return how many steps have been taken when the plan is done, including those before it."""
         return self.first_step + len(self.steps)
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The actions that are a step."""
+        """Return the actions that are a step."""
         return tuple(action for action in self.actions if action in STEP_ACTIONS)
 
 
 def _missing(driver: Driver, action: str) -> str:
-    return f"{type(driver).__name__} has no {action}(); a driver needs {', '.join(NEEDED)}"
+    return f"{type(driver).__name__} has no {action}(); a driver needs {', '.join(REQUIRED_METHODS)}"
 
 
 class Driver:
-    """The trainer under test. Subclass it, write five methods, name the class ``module:attribute`` in your suite.
+    """The trainer under test: subclass it, write five methods and name the class ``module:attribute`` in your suite.
 
-    Every rank makes one driver for each run and calls its actions in order. After each action a probe looks at
-    ``self.model``, ``self.optimizer`` and ``self.scheduler``: set them in ``build``, as your trainer has them (wrapped
-    is fine; of several optimizers, as ``torch.optim.Muon`` wants them, a list). The probe reads, it never calls your code.
+    Every rank makes one driver for each run and calls its methods in order. After each action a probe reads
+    ``self.model``, ``self.optimizer`` and ``self.scheduler``. Set them in ``build``, as your trainer has them: the model
+    may be wrapped, and several optimizers (``torch.optim.Muon`` needs a second one) are a list. The probe only reads; it
+    never calls your code.
 
-    The class is imported in the parent too (to ask what it can do), so its module must not import torch at module level
-    unless you can bear that cost at collection.
+    pytest imports the class too, to find out what it supports. Importing torch at module level makes collection slower.
 
-    ``build_model build step save load`` are needed; ``export reload evaluate reference overflow`` bring further checks,
-    which without them are shown as not applicable.
+    ``build_model``, ``build``, ``step``, ``save`` and ``load`` are required. ``export``, ``reload``, ``evaluate``,
+    ``reference`` and ``overflow`` enable further checks, which are reported as not applicable without them.
     """
 
-    #: The driver's name on its registry.
+    #: The driver's name in its registry.
     name: ClassVar[str] = ""
-    #: Modules that the fork server imports before the first rank starts; the heavier, the more it saves.
+    #: Modules that the fork server imports before the first rank starts, so that ranks need not import them.
     preload: ClassVar[tuple[str, ...]] = ()
-    #: The options of a cell that this driver obeys; a cell with another one is shown as not run, with that reason.
+    #: The options of a cell that this driver supports; a cell with another option is not run, and the report says why.
     options: ClassVar[tuple[str, ...]] = ()
     #: The libraries whose known issues concern this driver: ``("accelerate", "torch")``.
     libraries: ClassVar[tuple[str, ...]] = ()
     #: Strategies whose checkpoints can be loaded at another world size.
     reshards: ClassVar[tuple[str, ...]] = ()
-    #: Strategy to the other one that can load its checkpoints.
+    #: Strategy -> the other strategy that can load its checkpoints.
     portable: ClassVar[Mapping[str, str]] = {}
     order: ClassVar[int] = 100
 
@@ -84,13 +88,13 @@ class Driver:
     scheduler: Any = None
     #: The gradient scaler of fp16, where there is one.
     scaler: Any = None
-    #: The gradient norm of the last step, before clipping, if the trainer tells it.
+    #: The gradient norm of the last step, before clipping, if the trainer reports it.
     grad_norm: float | None = None
-    #: How many tokens (or samples) this rank learned from in the last step.
+    #: How many tokens (or samples) this rank trained on in the last step.
     tokens: int = 0
-    #: Class names of the modules that are to be sharded, checkpointed and compiled one by one.
+    #: Class names of the modules to shard, checkpoint and compile one by one.
     blocks: tuple[str, ...] = ()
-    #: Names of the modules that are to be left out of the sharding.
+    #: Names of the modules to leave out of the sharding.
     ignored_modules: tuple[str, ...] = ()
 
     def __init__(self, cell: Cell, world: World) -> None:
@@ -99,51 +103,59 @@ class Driver:
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:  # noqa: ARG003 - for those who override it
-        """Why this driver cannot run the cell on that device (``cpu``, ``cuda``), as one sentence; None if it can."""
+        """Return why this driver cannot run the cell on that device (``cpu``, ``cuda``); None if it can.
+
+        The reason is one sentence; reports show it.
+        """
         for name, _ in cell.options:
             if name not in cls.options:
-                return f"the {cls.name or cls.__name__} driver does not speak option {name!r}"
+                return f"the {cls.name or cls.__name__} driver does not support option {name!r}"
         return None
 
     @classmethod
     def can(cls, action: str) -> bool:
-        """Whether the driver has that optional methods."""
+        """Tell whether the driver has that optional method."""
         return getattr(cls, action) is not getattr(Driver, action)
 
     def build_model(self) -> Module:
-        """The model that a user hands to the trainer, unwrapped, on the CPU, in the precision's load dtype."""
+        """Return the model that a user hands to the trainer: unwrapped, on the CPU, in the precision's load dtype."""
         raise NotImplementedError(_missing(self, "build_model"))
 
     def build(self, model: Module) -> None:
-        """Make the trainer around the model: wrap it, make the optimizer and scheduler, set the three attributes."""
+        """Build the trainer: wrap the model, make the optimizer and the scheduler, and set the three attributes."""
         raise NotImplementedError(_missing(self, "build"))
 
     def step(self, number: int) -> float:
-        """One optimizer step on batch ``number`` of this rank; the loss on this rank."""
+        """Take one optimizer step on batch ``number`` of this rank and return this rank's loss."""
         raise NotImplementedError(_missing(self, "step"))
 
     def overflow(self, number: int) -> float:
-        """The same as ``step``, but on the highest rank alone gradients of the first layer, and of no other, are infinite."""
+        """Do a ``step`` in which the gradients of the first layer alone are infinite, on the highest rank alone."""
         raise NotImplementedError
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint that training can go on from. The directory exists and is the same for all ranks."""
+        """Write a checkpoint to resume from; the directory exists and is the same for all ranks."""
         raise NotImplementedError(_missing(self, "save"))
 
     def load(self, directory: Path) -> None:
-        """Go on from a checkpoint that ``save`` wrote in another process group."""
+        """Load a checkpoint that ``save`` wrote in another process group."""
         raise NotImplementedError(_missing(self, "load"))
 
-    def train(self, model: Module, plan: Plan, seen: Seen) -> None:
-        """Do the plan's actions in order and call ``seen(action)``, after a step ``seen("step", loss)``, after each.
+    def train(self, model: Module, plan: Plan, report: Report) -> None:
+        """Do the plan's actions in order and report each when it is done.
 
-        For a trainer that does several actions in one call, and tells of them by callbacks, override this instead of the
-        actions themselves.
+        Override this instead of the single methods for a trainer that does several actions in one call and reports them
+        by callbacks.
+
+        Args:
+            model: The model that ``build_model`` returned.
+            plan: The actions to do, and where to save and load.
+            report: Called as ``report(action)`` after each action, after a step as ``report("step", loss)``.
         """
         number = plan.first_step
         for action in plan.actions:
             if action in STEP_ACTIONS:
-                seen(action, getattr(self, action)(number))
+                report(action, getattr(self, action)(number))
                 number += 1
                 continue
             if action == "build":
@@ -152,38 +164,42 @@ class Driver:
                 self.save(plan.save_to)
             else:
                 self.load(plan.load_from)
-            seen(action)
+            report(action)
 
     def export(self, directory: Path) -> None:
-        """Write the trained weights for others to use: whole, under the unwrapped model's names, no optimizer."""
+        """Write the trained weights for use elsewhere: whole tensors, the unwrapped model's names, no optimizer."""
         raise NotImplementedError
 
     def reload(self, directory: Path) -> Module:
-        """The unwrapped model from what ``export`` wrote, as its users load it; in one process, without the trainer."""
+        """Load what ``export`` wrote as users do, in one process without the trainer; return the unwrapped model."""
         raise NotImplementedError
 
     def evaluate(self, model: Module) -> torch.Tensor:
-        """What the model (trained or reloaded) computes on one fixed batch, the same on every rank; any shape.
+        """Return what the model, trained or reloaded, computes on one fixed batch, the same on every rank; any shape.
 
-        What ``torch.compile`` wraps runs as it is written here.
+        A model that ``torch.compile`` wraps is run uncompiled here.
         """
         raise NotImplementedError
 
     def reference(self, model: Module, number: int, ranks: int) -> float:
-        """Step ``number`` of the same training in one process, without the trainer: the loss.
+        """Take step ``number`` of the same training in one process, without the trainer, and return the loss.
 
-        ``model`` is the unwrapped model, in float32; learn from the batches of all ``ranks``, the same numbers of them. Set
-        ``optimizer`` and ``grad_norm`` as ever.
+        Set ``self.optimizer`` and ``self.grad_norm`` as in ``step``.
+
+        Args:
+            model: The unwrapped model, in float32.
+            number: The number of the step; train on batch ``number`` of every rank.
+            ranks: How many ranks the compared run has.
         """
         raise NotImplementedError
 
     def saved_name(self, key: str) -> str:
-        """Return the unwrapped model's name of what the trainer saves under ``key``, where it maps names when it saves.
+        """Return the unwrapped model's name for ``key`` of a saved file, for a trainer that renames keys when it saves.
 
         Called for each key of a model or an optimizer in each saved file.
         """
         return key
 
     def trainer_world_size(self) -> int | None:
-        """How many ranks the trainer believes there are; None where it has no opinion."""
+        """Return how many ranks the trainer assumes there are; None if it does not say."""
         return None

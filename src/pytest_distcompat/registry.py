@@ -20,11 +20,11 @@ class Registry(Generic[T]):
     Args:
         package: The full name of the package.
         kind: The class of the items: an item is an instance of it, or a subclass that a module defines.
-        word: What error messages call an item.
+        item_name: What error messages call an item.
     """
 
-    def __init__(self, package: str, kind: type[T], word: str) -> None:
-        self._package, self._kind, self._word = package, kind, word
+    def __init__(self, package: str, kind: type[T], item_name: str) -> None:
+        self._package, self._kind, self._item_name = package, kind, item_name
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ class Registry(Generic[T]):
             for item in here:
                 name = getattr(item, "name")  # noqa: B009 - T is any class with a name
                 if found.setdefault(name, item) is not item:
-                    raise TypeError(f"{module.__name__} holds a second {self._word} named {name!r}")
+                    raise TypeError(f"{module.__name__} holds a second {self._item_name} named {name!r}")
         return dict(sorted(found.items(), key=lambda pair: (getattr(pair[1], "order", 0), pair[0])))
 
     def _belongs(self, value: object, module: str) -> bool:
@@ -72,4 +72,4 @@ class Registry(Generic[T]):
             return self.by_name[name]
         except KeyError:
             known = ", ".join(self.by_name)
-            raise UsageProblem(f"no {self._word} named {name!r}. Known: {known}.") from None
+            raise UsageProblem(f"no {self._item_name} named {name!r}. Known: {known}.") from None

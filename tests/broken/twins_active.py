@@ -115,9 +115,9 @@ class OlderFsdp(Torch):
     """FSDP2 is asked for, FSDP1 is built, as Trainer did when it left ``fsdp_config["version"]`` unread."""
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
-        dialect = STRATEGIES.get("fsdp1").torch
-        assert dialect is not None
-        return dialect(model, precision, cell, device)
+        wrap = STRATEGIES.get("fsdp1").torch
+        assert wrap is not None
+        return wrap(model, precision, cell, device)
 
     def _clip(self) -> float:
         return float(self.wrapped.clip_grad_norm_(MAX_NORM))

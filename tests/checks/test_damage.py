@@ -80,7 +80,7 @@ def test_a_crash_or_a_hang_is_no_known_failure(runs_of: RunsOf, kind: str) -> No
 
 def test_nothing_was_corrupted(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "damage").snapshot("damage", {"files": ()}, run="removed")
-    assert story.findings("damage") == ["removed: nothing was spoilt"]
+    assert story.findings("damage") == ["removed: no file was corrupted"]
     gone = runs_of("ddp-fp32-w2", "damage").without("damage", run="removed")
-    assert gone.findings("damage") == ["removed: nothing was spoilt"]
+    assert gone.findings("damage") == ["removed: no file was corrupted"]
     assert judge(CHECKS.get("damage"), gone.cell, gone.trace).status == "failed"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.checks.names import READ
+from pytest_distcompat.checks.names import NO_READABLE_FILE
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound
@@ -173,7 +173,7 @@ def test_nothing_was_saved(sound: Sound, cell: str) -> None:
         assert story.findings("names") == [
             "3 of 3 parameters stand in no saved file, first 'frozen.weight', 'inlet.weight', 'outlet.weight'",
             "1 of 1 persistent buffers stand in no saved file, first 'scale'",
-            READ,
+            NO_READABLE_FILE,
         ]
 
 
@@ -181,7 +181,7 @@ def test_an_optimizer_file_holds_no_model(sound: Sound) -> None:
     assert sound("ddp-fp32-w2").file(0, keys=("outlet.weight",), holds="optimizer").findings("names") == [
         "3 of 3 parameters stand in no saved file, first 'frozen.weight', 'inlet.weight', 'outlet.weight'",
         "1 of 1 persistent buffers stand in no saved file, first 'scale'",
-        READ,
+        NO_READABLE_FILE,
     ]
 
 

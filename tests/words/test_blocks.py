@@ -20,7 +20,7 @@ def test_trainer_is_told_of_them(strategy: str) -> None:
     class Other(TrainerDriver):
         blocks = ("BertLayer", "BertPooler")
 
-    told = Other(Cell(strategy, "fp32", 2), WORLD)._dialect()[0]
+    told = Other(Cell(strategy, "fp32", 2), WORLD)._backend_config()[0]
     assert told["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["BertLayer", "BertPooler"]
 
 

@@ -108,7 +108,7 @@ def test_an_adopters_own_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_driver("my_trainer:MyDriver") is MyDriver
     assert find_driver("torch") is DRIVERS.get("torch")
     cell = Cell.of("ddp", "fp32", model="mlp")
-    assert MyDriver.unsupported_reason(cell) == "the MyDriver driver does not speak option 'model'"
+    assert MyDriver.unsupported_reason(cell) == "the MyDriver driver does not support option 'model'"
     assert MyDriver.unsupported_reason(Cell("ddp", "fp32")) is None
 
 
@@ -146,7 +146,7 @@ def test_what_is_no_driver(monkeypatch: pytest.MonkeyPatch, name: str, message: 
         (
             "unsupported_reason",
             lambda self, cell, device="cpu": "",
-            "unable is no classmethod; expected unsupported_reason(cls, cell, device)",
+            "unsupported_reason is no classmethod; expected unsupported_reason(cls, cell, device)",
         ),
     ],
 )

@@ -26,7 +26,7 @@ def said(cell: str, release: str) -> tuple[dict[str, Any], dict[str, str]]:
     strategy = STRATEGIES.get(parsed.strategy)
     assert strategy.transformers is not None
     settings = dict(strategy.transformers(PRECISIONS.get(parsed.precision), parsed))
-    return _releases.fsdp_words(settings, Version(release))
+    return _releases.fsdp_for_release(settings, Version(release))
 
 
 @pytest.mark.parametrize("release", ["5.10.1", "5.23.0", "6.0"])
@@ -105,7 +105,7 @@ def test_a_release_that_cannot_say_a_cell_does_not_run_it(
     reason = driver.unsupported_reason(Cell.parse(cell))
     assert reason is not None
     assert reason.startswith(f"{package}>=")
-    assert reason.endswith(f"is needed to say this, {last} is installed")
+    assert reason.endswith(f"is needed for this cell, {last} is installed")
     installed({package: first})
     assert driver.unsupported_reason(Cell.parse(cell)) is None
 
@@ -114,7 +114,7 @@ def test_nor_is_its_checkpoint_loaded_by_what_it_cannot_say(installed: Callable[
     cell, not_applicable = Cell.parse("fsdp1-fp32-w2"), CHECKS.get("portable").not_applicable
     assert not_applicable(cell, TrainerDriver) is None
     installed({"transformers": "4.50.3"})
-    told = "fsdp2 cannot go on from it: transformers>=4.51 is needed to say this, 4.50.3 is installed"
+    told = "fsdp2 cannot go on from it: transformers>=4.51 is needed for this cell, 4.50.3 is installed"
     assert not_applicable(cell, TrainerDriver) == told
 
 
@@ -131,4 +131,4 @@ def test_what_an_old_release_can_say_is_run(installed: Callable[..., None]) -> N
 
 def test_what_is_not_installed_is_named() -> None:
     assert _releases.missing(["torch", "no_such_library.part"]) == "no_such_library is not installed"
-    assert _releases.missing(["torch>=2"]) == ""
+    assert _releases.missing(["torch>=2"]) is None

@@ -1,4 +1,4 @@
-"""The registry of checks: each a claim, as a pure function of (cell, trace) that yields what it finds wrong."""
+"""Registry of checks: each is a claim, as a pure function of (cell, trace) that yields findings."""
 
 from pytest_distcompat.checks._base import Check, check
 from pytest_distcompat.registry import Registry

@@ -1,7 +1,7 @@
-"""What a trainer holds, put together from all its ranks: values by the unwrapped model's names, whatever strategy splits them.
+"""Values of a trainer, put together from all its ranks under the unwrapped model's names, and their comparison.
 
-Digests of the flat shards, in the order of the ranks, compose to that of the whole (``digests``), so that what 2 ranks saved
-can be compared with what 4 ranks loaded, or another strategy.
+The digests of flat shards, in the order of the ranks, combine to the digest of the whole tensor (``digests``). So what 2
+ranks saved can be compared with what 4 ranks loaded, or with another strategy.
 """
 
 from __future__ import annotations
@@ -13,43 +13,49 @@ from dataclasses import dataclass, field
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import named_ranks
+from pytest_distcompat.cost import BYTES
 from pytest_distcompat.digests import combine
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import OptimizerInfo, RunTrace, Snapshot, StateInfo, UnwrappedInfo
 
-#: Factors of a moment: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html, and those of transformers'.
+#: State keys that hold the factors of a moment: torch's Adafactor, then transformers'.
+#: https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html
 FACTORS = frozenset({"row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"})
 
-#: What is compared, and the names that stand under it: ``parameter``, ``buffer``, ``master``, ``exp_avg``, ``step``.
+#: A kind of value: ``parameter``, ``buffer``, ``master``, or a key of optimizer state such as ``exp_avg`` or ``step``.
 Kind = str
 
 
 @dataclass(frozen=True)
 class Values:
-    """Kind to unwrapped name to the digests of the whole tensor: one, or several where ranks that hold all of it disagree.
+    """Digests of whole tensors, by kind and unwrapped name.
 
-    ``wrong`` says of what the parts do not make up the whole; ``dtypes`` what each is stored in; ``beside`` are the kinds that
-    have no element for each of the parameter's, see ``kept_beside``.
+    Attributes:
+        digests: Kind -> unwrapped name -> digests of the whole tensor: one, or several where ranks that each hold all of
+            it disagree.
+        wrong: Findings: the tensors whose parts do not add up to the whole.
+        not_elementwise: The kinds that do not have one element for each of the parameter's, see ``not_elementwise_kinds``.
+        dtypes: Kind -> unwrapped name -> the dtypes that it is stored in.
     """
 
-    found: Mapping[Kind, Mapping[str, tuple[str, ...]]]
+    digests: Mapping[Kind, Mapping[str, tuple[str, ...]]]
     wrong: tuple[str, ...] = ()
-    beside: frozenset[Kind] = frozenset()
+    not_elementwise: frozenset[Kind] = frozenset()
     dtypes: Mapping[Kind, Mapping[str, frozenset[str]]] = field(default_factory=dict)
 
     def of(self, kind: Kind) -> Mapping[str, tuple[str, ...]]:
-        """The names and digests of one kind."""
-        return self.found.get(kind, {})
+        """Return the digests of one kind by unwrapped name."""
+        return self.digests.get(kind, {})
 
     @property
     def weights(self) -> Mapping[str, tuple[str, ...]]:
-        """What is optimized: flat masters where there are, else the live parameters."""
+        """Return what is optimized: flat masters where there are some, else the live parameters."""
         return {**self.of("parameter"), **self.of("master")}
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank holds of a tensor."""
+    """One rank's part of a tensor."""
 
     rank: int
     digest: str
@@ -58,26 +64,26 @@ class _Part:
 
 
 class _Names:
-    """The unwrapped model's names for the live ones of a run, tied ones as one, and their sizes."""
+    """Map from live names of a run to those of the unwrapped model, one for tied names, with their sizes."""
 
     def __init__(self, run: RunTrace, unwrapped: UnwrappedInfo) -> None:
         self.cell = Cell.parse(run.cell)
         self.strategy = STRATEGIES.get(self.cell.strategy)
-        self.one = {name: group[0] for group in unwrapped.tied for name in group}
+        self.tied_to = {name: group[0] for group in unwrapped.tied for name in group}
         self.sizes = {info.name: math.prod(info.shape) for info in (*unwrapped.parameters, *unwrapped.buffers)}
         self.persistent = {info.name for info in unwrapped.buffers if info.placement == "persistent"}
         self.known = {*self.sizes, *unwrapped.state_dict}
 
     def __call__(self, live: str) -> str:
         name = self.strategy.canonical(live, self.cell, self.known)
-        return self.one.get(name, name)
+        return self.tied_to.get(name, name)
 
     def numel(self, name: str) -> int | None:
         return self.sizes.get(name)
 
 
 def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
-    """What all ranks together hold at these snapshots of that run."""
+    """Return what all ranks together hold at these snapshots of that run."""
     first = run.first("build_model") or run.first("reload")
     if first is None or first.unwrapped is None:
         return Values({}, ("the unwrapped model was not seen",))
@@ -86,31 +92,31 @@ def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
     for snapshot in snapshots:
         for kind, name, digest, numel, dtype in _held(snapshot, names):
             parts[kind, name].append(_Part(snapshot.rank, digest, numel, dtype))
-    found: dict[Kind, dict[str, tuple[str, ...]]] = defaultdict(dict)
-    wrong, copies, beside = [], run.replicas, kept_beside(snapshots)
+    digests: dict[Kind, dict[str, tuple[str, ...]]] = defaultdict(dict)
+    wrong, not_elementwise = [], not_elementwise_kinds(snapshots)
     for (kind, name), held in sorted(parts.items()):
-        if kind in beside:
-            found[kind][name] = tuple(sorted({part.digest for part in held}))
+        if kind in not_elementwise:
+            digests[kind][name] = tuple(sorted({part.digest for part in held}))
             continue
         size, wholes = 1 if kind == "step" else names.numel(name), set[str]()
-        for ranks in copies:
+        for ranks in run.replicas:
             own = [part for part in held if part.rank in ranks]
             whole, problem = _whole(own, size, named_ranks(ranks, run.world_size))
             wholes |= set(whole)
             if problem:
                 wrong.append(f"{kind} {name!r}: {problem}")
-        found[kind][name] = tuple(sorted(wholes))
+        digests[kind][name] = tuple(sorted(wholes))
     dtypes: dict[Kind, dict[str, frozenset[str]]] = defaultdict(dict)
     for (kind, name), held in parts.items():
         dtypes[kind][name] = frozenset(part.dtype for part in held)
-    return Values(found, tuple(wrong), beside, dtypes)
+    return Values(digests, tuple(wrong), not_elementwise, dtypes)
 
 
-def kept_beside(snapshots: tuple[Snapshot, ...]) -> frozenset[Kind]:
-    """The kinds of state of which no parameter's has as many elements as the rank holds of the parameter.
+def not_elementwise_kinds(snapshots: tuple[Snapshot, ...]) -> frozenset[Kind]:
+    """Return the kinds of state that never have as many elements as the rank holds of the parameter.
 
-    A number that counts beside it (NAdam's ``mu_product``, ASGD's ``eta``), or a factor of a moment (Adafactor). What has one
-    element itself tells nothing.
+    Such state is a number for the whole parameter (NAdam's ``mu_product``, ASGD's ``eta``), or a factor of a moment
+    (Adafactor). Parameters of one element are passed over: for them the sizes always agree.
     """
     states: set[Kind] = set()
     by_element: set[Kind] = set()
@@ -126,7 +132,7 @@ def kept_beside(snapshots: tuple[Snapshot, ...]) -> frozenset[Kind]:
 
 
 def _held(snapshot: Snapshot, names: _Names) -> Iterator[tuple[Kind, str, str, int, str]]:
-    """Everything on one rank, by unwrapped names. A flat partition has none but its count of steps."""
+    """Yield (kind, unwrapped name, digest, numel, dtype) of what a rank holds; of flat partitions only step counts."""
     if snapshot.model is not None:
         for info in snapshot.model.parameters:
             yield "parameter", names(info.name), info.digest, info.local_numel, info.dtype
@@ -142,10 +148,10 @@ def _held(snapshot: Snapshot, names: _Names) -> Iterator[tuple[Kind, str, str, i
 
 
 def held_states(optimizer: OptimizerInfo) -> Iterator[StateInfo]:
-    """A rank's states, those aside of parameters of which it holds no element.
+    """Yield a rank's optimizer states, without those of parameters of which it holds no element.
 
-    Such may be there or not, at any count of steps: torch makes them when it first saves
-    (``torch.distributed.checkpoint.state_dict``, a step of a fresh optimizer).
+    Whether those exist, and at which step count, says nothing: torch creates them at the first save, by a step of a fresh
+    optimizer (``torch.distributed.checkpoint.state_dict``).
     """
     empty: dict[str, bool] = {}
     for state in optimizer.states:
@@ -154,8 +160,8 @@ def held_states(optimizer: OptimizerInfo) -> Iterator[StateInfo]:
     return (state for state in optimizer.states if not empty.get(state.owner))
 
 
-def _whole(held: list[_Part], numel: int | None, who: str) -> tuple[tuple[str, ...], str]:
-    """The digests of the whole, and what is wrong with its parts."""
+def _whole(held: list[_Part], numel: int | None, holders: str) -> tuple[tuple[str, ...], str]:
+    """Return the digests of the whole tensor, and what is wrong with its parts; empty if nothing is."""
     elements = sum(part.numel for part in held)
     if numel is None:
         return tuple(sorted({part.digest for part in held})), "is no name of the unwrapped model"
@@ -163,29 +169,36 @@ def _whole(held: list[_Part], numel: int | None, who: str) -> tuple[tuple[str, .
         return (combine(part.digest for part in sorted(held, key=lambda part: part.rank)),), ""
     if held and all(part.numel == numel for part in held):
         return tuple(sorted({part.digest for part in held})), ""
-    return (), f"the parts of {who} are {elements} elements; expected {numel}"
+    return (), f"the parts of {holders} are {elements} elements; expected {numel}"
 
 
 def differences(saved: Values, loaded: Values, when: str, *, states: bool = True) -> Iterator[str]:
-    """What is not equal bit by bit; without ``states``, parameters and buffers only. ``when``: "after the load at 4 ranks"."""
+    """Yield a finding for everything that is not equal bit by bit.
+
+    Args:
+        saved: The values before.
+        loaded: The values after.
+        when: When the values after were read: "after the load at 4 ranks".
+        states: Whether to compare masters and optimizer state too, not parameters and buffers alone.
+    """
     yield from (f"{text} {when}" for text in loaded.wrong)
     yield from (f"{text} before" for text in saved.wrong)
-    kinds = [kind for kind in saved.found if states or kind in {"parameter", "buffer"}]
-    snapshots = [kind for kind in kinds if kind not in {"parameter", "buffer", "master"}]
-    if snapshots and not any(loaded.of(kind) for kind in snapshots):
+    kinds = [kind for kind in saved.digests if states or kind in {"parameter", "buffer"}]
+    state_kinds = [kind for kind in kinds if kind not in {"parameter", "buffer", "master"}]
+    if state_kinds and not any(loaded.of(kind) for kind in state_kinds):
         yield f"the optimizer's state is empty {when}"
-        kinds = [kind for kind in kinds if kind not in snapshots]
+        kinds = [kind for kind in kinds if kind not in state_kinds]
     for kind in kinds:
         was, now = saved.of(kind), loaded.of(kind)
-        if kind in saved.beside:
-            # Of its own shard each rank may have kept another number: whose comes back to whom is not said.
+        if kind in saved.not_elementwise:
+            # Each rank may keep another number for its own shard; which rank gets which one back is not defined.
             apart = {name for name, digests in was.items() if len(digests) > 1}
             was, now = ({name: one[name] for name in one.keys() - apart} for one in (was, now))
         yield from compare(kind, was, now, when)
 
 
 def other_dtypes(saved: Values, loaded: Values, when: str, *, states: bool = True) -> Iterator[str]:
-    """What is stored in another dtype than before, the names that changed alike as one finding; ``states`` as above."""
+    """Yield a finding for each change of dtype; names that changed alike share one. Arguments as of ``differences``."""
     for kind, was in saved.dtypes.items():
         if not states and kind not in {"parameter", "buffer"}:
             continue
@@ -200,23 +213,23 @@ def other_dtypes(saved: Values, loaded: Values, when: str, *, states: bool = Tru
 
 
 def same_dtype(was: str, now: str) -> bool:
-    """Whether the dtypes are the same; a number may come back as a tensor, and has none."""
+    """Tell whether the dtypes are the same; a Python number, which has none, may come back as a tensor."""
     return was == now or "int" in {was, now} or "float" in {was, now}
 
 
 def compare(
     kind: Kind, was: Mapping[str, tuple[str, ...]], now: Mapping[str, tuple[str, ...]], when: str
 ) -> Iterator[str]:
-    """One kind of values before and now, the names that differ alike as one finding."""
+    """Yield findings for one kind of values, before and now; names that differ alike share one."""
     both = set(was) & set(now)
     if kind == "buffer":
-        # Each rank may fill its own (BatchNorm): then any rank's may come back, and to each rank its own.
+        # Each rank may fill its own (BatchNorm); then any rank's value may come back, or each rank's own.
         both = {name for name in both if not set(now[name]) <= set(was[name])}
     for title, names in (
         ("missing", set(was) - set(now)),
         ("new", set(now) - set(was)),
         ("unlike from rank to rank", {name for name in both if len(now[name]) > 1}),
-        # Parts that make up no whole have no digest, and were told of.
+        # Parts that add up to no whole have no digest; ``Values.wrong`` reports them.
         ("other values", {name for name in both if len(now[name]) == 1 and was[name] != now[name]}),
     ):
         if names:
@@ -225,7 +238,7 @@ def compare(
 
 
 def settings(saved: tuple[Snapshot, ...], loaded: tuple[Snapshot, ...], when: str) -> Iterator[str]:
-    """The numbers of the optimizer's groups (learning rate, weight decay) and the scheduler: on each rank what was saved."""
+    """Yield a finding for each number of a param group, and each scheduler state, that is not what was saved."""
     if not saved:
         return
     before = saved[0]
@@ -244,7 +257,16 @@ def settings(saved: tuple[Snapshot, ...], loaded: tuple[Snapshot, ...], when: st
 def unlike(
     was: tuple[Mapping[str, float], ...], now: tuple[Mapping[str, float], ...], tolerance: float = 0.0
 ) -> Iterator[tuple[int, str, float | None, float | None]]:
-    """The numbers of the optimizer's groups that are further apart: group, name, before and now; None where there is none."""
+    """Yield the numbers of param groups that differ by more than the tolerance.
+
+    Args:
+        was: The param groups before.
+        now: The param groups now.
+        tolerance: Relative.
+
+    Yields:
+        The group's index, the name, the number before and the number now; None where there is none.
+    """
     for number, (old, new) in enumerate(zip(was, now, strict=False)):
         for key in sorted(set(old) | set(new)):
             before, after = old.get(key), new.get(key)
@@ -253,7 +275,54 @@ def unlike(
 
 
 def flat_parameters(snapshots: tuple[Snapshot, ...]) -> bool:
-    """Whether the live parameters are FSDP1's flat ones, which have no unwrapped names."""
+    """Tell whether the live parameters are FSDP1's flat ones, which have no unwrapped names."""
     return any(
         info.kind == "FlatParameter" for snapshot in snapshots if snapshot.model for info in snapshot.model.parameters
     )
+
+
+def step_counts(source: RunTrace, run: RunTrace, when: str) -> Iterator[str]:
+    """Yield a finding for each step count that, one step later, is not that of the run that never stopped.
+
+    A step count that several parameters share is counted up more than once a step.
+    """
+    save = source.at("save")
+    later = [one for one in source.snapshots if save and one.action == "step" and one.index == save[0].index + 1]
+    expected, found = values(source, tuple(later)), values(run, run.at("step"))
+    if found.of("step"):
+        yield from compare("step", expected.of("step"), found.of("step"), f"one step {when}")
+
+
+def adapter_name(name: str) -> str:
+    """Return the name under which PEFT saves a parameter of an adapter; loading puts the adapter's name back in.
+
+    Layers that are trained as a whole beside it (``modules_to_save``) are saved under the names that they had before.
+    """
+    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+
+
+def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[str, ...]]:
+    """Return the values that the export should hold: masters, or the copies in a lower dtype where it has that dtype.
+
+    Each tensor's own dtype decides: trained weights may be exported in float32 beside frozen ones in bfloat16.
+    """
+    trained = values(train, train.at("export"))
+    loaded = reload.first("reload")
+    model = next((snapshot.model for snapshot in train.at("export") if snapshot.model), None)
+    if not trained.of("master") or loaded is None or loaded.unwrapped is None or model is None:
+        return trained.weights
+    live = max(BYTES.get(info.dtype, 4) for info in model.parameters)
+    # The dtype in the file, not the loaded one: PEFT widens what it loads.
+    written = {
+        key: dtype for snapshot in train.at("files", 1) for file in snapshot.files for key, dtype in file.dtypes.items()
+    }
+    exported = {
+        info.name: written.get(info.name) or written.get(adapter_name(info.name)) or info.dtype
+        for info in loaded.unwrapped.parameters
+    }
+    sizes = {name: BYTES.get(dtype, 4) for name, dtype in exported.items()}
+    copies = trained.of("parameter")
+    return {
+        name: copies[name] if name in copies and sizes.get(name, 4) <= live < BYTES["float32"] else master
+        for name, master in trained.weights.items()
+    }

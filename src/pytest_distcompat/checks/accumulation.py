@@ -1,4 +1,4 @@
-"""Does accumulating gradients cost one reduction a step, and one step of the optimizer?"""
+"""Does gradient accumulation reduce gradients, and step the optimizer, once a step?"""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import dataclasses
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
-from pytest_distcompat.checks.active import REDUCTIONS
+from pytest_distcompat.checks._base import REDUCTIONS, check, every_rank
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import STEPS, TRAIN_RUN, Scenario, without
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Snapshot, Trace
 
-#: The same training with one micro-batch a step: the very run of the cell without the option.
+#: The same training with one micro-batch a step; it is the run of the cell without the option.
 SINGLE_RUN = dataclasses.replace(TRAIN_RUN, name="single", only=without("grad_accum"), same_as=TRAIN_RUN.name)
 _BOTH = Scenario("accumulation", (TRAIN_RUN, SINGLE_RUN))
-#: Steps that surely are no end of an epoch, which may be cut short.
-FULL = 3
+#: The first steps, which cannot be the end of an epoch, where a step may have fewer micro-batches.
+FULL_STEPS = 3
 
 
 def _accumulates(cell: Cell, driver: type[Driver]) -> str | None:
@@ -26,23 +25,25 @@ def _accumulates(cell: Cell, driver: type[Driver]) -> str | None:
 
 @check(
     scenario=_BOTH,
-    until=(("train", "step", STEPS - 1), ("single", "step", FULL - 1)),
+    until=(("train", "step", STEPS - 1), ("single", "step", FULL_STEPS - 1)),
     order=8,
     not_applicable=_accumulates,
 )
 def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Of N micro-batches a step each rank is fed N, each one once; fewer at the end of an epoch only. The optimizer steps as
-    often as with one micro-batch a step, and as many elements of gradients are reduced as then; N times as many under ZeRO-2
-    and 3, which partition gradients and keep no whole ones to add to
-    (https://github.com/deepspeedai/DeepSpeed/pull/338).
+    """Check that N micro-batches a step cost one reduction of gradients and one optimizer step.
 
-    If it fails: reduced too often, ``no_sync`` or ``set_requires_gradient_sync(False)`` is missing, or wraps the backward
-    pass of another model; not at all, and the last micro-batch of a short step is not taken for the last.
+    Each rank is fed N micro-batches a step, each one once; fewer only at the end of an epoch. The optimizer steps as often as
+    with one micro-batch a step, and as many elements of gradients are reduced; N times as many under ZeRO-2 and ZeRO-3, which
+    partition gradients and keep no whole ones to add to (https://github.com/deepspeedai/DeepSpeed/pull/338).
+
+    If it fails: if gradients are reduced too often, ``no_sync`` or ``set_requires_gradient_sync(False)`` is missing, or wraps
+    the backward pass of another model. If they are not reduced at all, the last micro-batch of a short step is not recognized
+    as the last.
     """
     many = int(cell.option("grad_accum"))
     trained, single = trace.run("train"), trace.run("single")
-    alone = {snapshot.rank: snapshot for snapshot in single.at("step", FULL - 1)}
-    each = STRATEGIES.get(cell.strategy).reduces_each_micro_batch
+    alone = {snapshot.rank: snapshot for snapshot in single.at("step", FULL_STEPS - 1)}
+    every_micro_batch = STRATEGIES.get(cell.strategy).reduces_each_micro_batch
     yield from every_rank(tuple(alone.values()), cell.world_size, "three steps of one micro-batch")
     for nth in range(STEPS):
         snapshots = trained.at("step", nth)
@@ -51,13 +52,13 @@ def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
             if snapshot.rank not in alone:
                 continue
             found = [
-                *_fed(snapshot, alone[snapshot.rank], many, full=nth < FULL),
+                *_fed(snapshot, alone[snapshot.rank], many, full=nth < FULL_STEPS),
                 *_stepped(snapshot, alone[snapshot.rank]),
             ]
-            if snapshot.inputs or nth < FULL:
-                # Inside a compiled graph no hook sees what is fed.
+            if snapshot.inputs or nth < FULL_STEPS:
+                # Inside a compiled graph no hook sees the inputs.
                 micros = (len(snapshot.inputs) // max(1, len(alone[snapshot.rank].inputs))) if snapshot.inputs else many
-                found += _reduced(snapshot, alone[snapshot.rank], micros if each else 1)
+                found += _reduced(snapshot, alone[snapshot.rank], micros if every_micro_batch else 1)
             yield from (f"step {nth + 1}: rank {snapshot.rank}: {text}" for text in found)
 
 
@@ -80,12 +81,12 @@ def _stepped(snapshot: Snapshot, alone: Snapshot) -> Iterator[str]:
 def _reduced(snapshot: Snapshot, alone: Snapshot, times: int) -> Iterator[str]:
     once, found = _elements(alone), _elements(snapshot)
     if once and abs(found / once - times) > 1 / 4:
-        told = f"{once} with one micro-batch" if times == 1 else f"{times} times {once}, once a micro-batch"
-        yield f"{found} elements of gradients were reduced; expected {told}"
+        expected = f"{once} with one micro-batch" if times == 1 else f"{times} times {once}, once a micro-batch"
+        yield f"{found} elements of gradients were reduced; expected {expected}"
 
 
 def _elements(snapshot: Snapshot) -> int:
-    """What is reduced and is no norm, flag or count."""
+    """Return how many elements of gradients were reduced; norms, flags and counts have one element each."""
     return sum(
         info.total
         for info in snapshot.collectives

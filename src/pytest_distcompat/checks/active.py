@@ -7,26 +7,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import asked, check, every_rank, named_ranks
+from pytest_distcompat.checks._base import REDUCTIONS, check, every_rank, named_ranks, requested
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
 from pytest_distcompat.trace import ModelInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
 
-#: Collectives that add gradients up.
-REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor",
-                        "reduce_scatter_tensor_coalesced", "allreduce_coalesced", "all_reduce"})  # fmt: skip
-#: Fewer than this part of the trainable elements are metrics or norms; compressed and unused gradients are more.
-LEAST_REDUCED = 0.1
+#: The least part of the trainable elements that gradients are; even compressed ones are more, metrics and norms are less.
+MIN_REDUCED_FRACTION = 0.1
 
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=0)
 def active(cell: Cell, trace: Trace) -> Iterator[str]:
-    """The strategy really runs: its wrapper is there, parameters are of its kind, the ZeRO stage asked is the one
-    running, the world is as large as asked, shards are shards, in as many copies as asked, and gradients are reduced.
-    Replicas, and copies of shards, stay equal.
+    """Check that the strategy really runs.
 
-    If it fails: the stack silently ran something else. Compare what the message says is running with what the trainer
-    was told; accelerate on CPU, for one, replaces FSDP and DeepSpeed by plain DDP or by nothing.
+    The model has the strategy's wrapper, and parameters are of its kind. The ZeRO stage and the world size are those of the
+    cell. Each rank stores its shard, in as many copies as the cell says. Gradients are reduced. Replicas, and copies of
+    shards, stay equal.
+
+    If it fails: the stack silently ran something else. Compare what the message says is running with the trainer's
+    configuration. accelerate on CPU, for example, replaces FSDP and DeepSpeed by plain DDP or by nothing.
     """
     strategy = STRATEGIES.get(cell.strategy)
     run = trace.run()
@@ -47,25 +46,25 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
         trainable = sum(math.prod(info.shape) for info in infos if info.trainable)
         for snapshot in trained:
             yield from _reduced(snapshot, trainable)
-        # Replicas hold all, each by itself.
+        # A replica holds the whole model, so each rank is a copy.
         copies = run.replicas if strategy.shards else tuple((rank,) for rank in range(cell.world_size))
         yield from _same_everywhere(trained, copies)
 
 
 def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], bool]:
-    """Whether a live parameter belongs to a module that was to be left out of the sharding; ``units`` speaks of those."""
+    """Return a predicate: True for live parameters of modules left out of the sharding, which ``units`` checks."""
     first = run.first("build_model")
     unwrapped = first.unwrapped if first else None
     names = {info.name for info in unwrapped.parameters} if unwrapped else set()
-    fronts = tuple(f"{module}." for module in unwrapped.ignored_modules) if unwrapped else ()
-    return lambda live: bool(fronts) and strategy.canonical(live, cell, names).startswith(fronts)
+    prefixes = tuple(f"{module}." for module in unwrapped.ignored_modules) if unwrapped else ()
+    return lambda live: bool(prefixes) and strategy.canonical(live, cell, names).startswith(prefixes)
 
 
 def _wrapped(strategy: Strategy, rank: int, model: ModelInfo, left_out: Callable[[str], bool]) -> Iterator[str]:
     running = ", ".join(f"{name} x {count}" for name, count in model.wrappers.items()) or "a bare model"
     if strategy.wrapper not in model.wrappers:
         yield f"rank {rank}: {model.type} runs as {running}; expected {strategy.wrapper} for {strategy.name}"
-    # torch.compile wraps too and is no strategy. DeepSpeed engines hold no wrapper of torch's.
+    # torch.compile's wrapper is no strategy. A DeepSpeed engine holds no wrapper of torch.
     others = set(model.wrappers) - {strategy.wrapper, "OptimizedModule"}
     if others and strategy.wrapper in model.wrappers:
         yield f"rank {rank}: also wrapped by {', '.join(sorted(others))}; expected {strategy.wrapper} alone"
@@ -78,9 +77,9 @@ def _wrapped(strategy: Strategy, rank: int, model: ModelInfo, left_out: Callable
     ]
     if wrong or not model.parameters:
         first = wrong[0] if wrong else None
-        what = f"{first.name!r} is a {first.kind}" if first else "there is none"
+        example = f"{first.name!r} is a {first.kind}" if first else "there is none"
         total = len(model.parameters)
-        yield f"rank {rank}: {len(wrong)} of {total} parameters are not of kind {strategy.kind}, {what}"
+        yield f"rank {rank}: {len(wrong)} of {total} parameters are not of kind {strategy.kind}, {example}"
 
 
 def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
@@ -91,7 +90,7 @@ def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
 
 
 def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
-    """Sharded: all ranks together store each parameter about once. Replicated: each rank stores all of it."""
+    """Yield findings unless the ranks store each parameter once together if sharded, once each if replicated."""
     built, oracle, left_out = run.at("build"), run.first("build_model"), _left_out(strategy, cell, run)
     unwrapped = oracle.unwrapped if oracle else None
     total = sum(math.prod(info.shape) for info in unwrapped.parameters if not left_out(info.name)) if unwrapped else 0
@@ -114,25 +113,25 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
         return
     expected, groups = cell.option("dp_replicate"), run.replicas
     alone = len(groups) == cell.world_size > 1
-    if alone or (asked(cell, unwrapped, "dp_replicate") and len(groups) != expected):
+    if alone or (requested(cell, unwrapped, "dp_replicate") and len(groups) != expected):
         found = "; ".join(named_ranks(ranks, cell.world_size) for ranks in groups)
         more = ", of several ranks" if alone else ""
         yield f"shards are in {len(groups)} copies ({found}); expected {expected}{more}"
     for ranks in groups if cell.world_size > 1 else ():
-        copies, who = stored(ranks), named_ranks(ranks, cell.world_size)
-        # Between one copy and all of them lies rounding up: ZeRO-3 pads every shard, which shows on tiny parameters.
+        copies, holders = stored(ranks), named_ranks(ranks, cell.world_size)
+        # More than one copy may be padding: ZeRO-3 pads every shard, which shows on tiny parameters.
         if not 0.99 <= copies < max(1.01, (1 + len(ranks)) / 2):
-            yield f"{who} together store {copies:.2f} copies of the parameters; expected 1, each rank its shard"
+            yield f"{holders} together store {copies:.2f} copies of the parameters; expected 1, each rank its shard"
         else:
-            yield from _each_once(strategy, cell, unwrapped, [m for m in built if m.rank in ranks], left_out)
+            yield from _each_once(strategy, cell, unwrapped, [one for one in built if one.rank in ranks], left_out)
 
 
 def _each_once(
     strategy: Strategy, cell: Cell, unwrapped: UnwrappedInfo, built: list[Snapshot], left_out: Callable[[str], bool]
 ) -> Iterator[str]:
-    """The same for each parameter: one that was left out of the sharding hardly shows in the sum.
+    """Yield a finding for each parameter that the ranks do not store once: a small one hardly shows in the sum.
 
-    Flat parameters have no names to tell by, and a parameter without a counterpart is what the names check speaks of.
+    Flat parameters have no names to compare by. A parameter without a live counterpart is a finding of the check ``names``.
     """
     whole = {info.name: math.prod(info.shape) for info in unwrapped.parameters}
     stored: Counter[str] = Counter()
@@ -148,13 +147,13 @@ def _each_once(
 
 
 def _reduced(snapshot: Snapshot, trainable: int) -> Iterator[str]:
-    seen = [info for info in snapshot.collectives if info.op in REDUCTIONS and info.numel > 1]
-    if not seen:
+    reductions = [info for info in snapshot.collectives if info.op in REDUCTIONS and info.numel > 1]
+    if not reductions:
         ops = ", ".join(sorted({info.op for info in snapshot.collectives})) or "none"
         yield f"rank {snapshot.rank}: no gradient was reduced in a step (collectives seen: {ops}); ranks train on their own"
         return
-    most = sum(info.calls * info.numel for info in seen if "float" in info.dtype)
-    if most < LEAST_REDUCED * trainable:
+    most = sum(info.calls * info.numel for info in reductions if "float" in info.dtype)
+    if most < MIN_REDUCED_FRACTION * trainable:
         yield (
             f"rank {snapshot.rank}: only {most} elements were reduced in a step, of {trainable} trainable ones; "
             "that is no gradient, ranks train on their own"
@@ -162,7 +161,7 @@ def _reduced(snapshot: Snapshot, trainable: int) -> Iterator[str]:
 
 
 def _same_everywhere(trained: tuple[Snapshot, ...], copies: tuple[tuple[int, ...], ...]) -> Iterator[str]:
-    """What a rank holds is what the first copy's rank in its place holds."""
+    """Yield a finding for each rank that differs from the rank in the same position of the first copy."""
     models = {snapshot.rank: snapshot.model for snapshot in trained if snapshot.model}
     pairs = [pair for copy in copies[1:] for pair in zip(copies[0], copy, strict=False)]
     for first, rank in sorted(pairs, key=lambda pair: pair[1]):

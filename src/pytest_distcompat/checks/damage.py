@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check
-from pytest_distcompat.checks.paths import only_where_it_differs
+from pytest_distcompat.checks._base import check, only_where_it_differs
 from pytest_distcompat.scenario import DAMAGE
 from pytest_distcompat.trace import RunTrace, Trace
 
-#: What a traceback shows of the code, which may have the name in it and tell nobody; the exceptions' own lines are no frames.
+#: The frames of a traceback: their source lines may contain the file's name although no message does.
 _FRAMES = re.compile(r'^( +)File ".*\n(?:\1  .*\n?)*', re.MULTILINE)
-_DONE = {"truncate": "cut in half", "remove": "gone"}
+_CORRUPTIONS = {"truncate": "cut in half", "remove": "gone"}
 
 
 @check(
@@ -26,12 +25,12 @@ _DONE = {"truncate": "cut in half", "remove": "gone"}
     raises=("truncated", "removed"),
 )
 def damage(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Loading a checkpoint whose largest file is cut in half, or gone, ends in an exception that names the file. It never
-    goes on with fresh weights or a part of them, and it never hangs.
+    """Check that loading a checkpoint whose largest file is truncated or missing raises an error that names the file.
 
-    If it fails: weights that are missing were taken for weights that are to be made anew, or a rank waits for another
-    that has failed to read its shard. What reads the file should say which it was: on a file system with many of them
-    "unexpected end of data" is no help.
+    Training never goes on with fresh or partial weights, and it never hangs.
+
+    If it fails: missing weights were initialized anew, or a rank waits for another that failed to read its shard. The code
+    that reads the file should name it in the error: among many files, "unexpected end of data" does not help.
     """
     for name in ("truncated", "removed"):
         yield from _judged(trace.run(name))
@@ -40,19 +39,19 @@ def damage(cell: Cell, trace: Trace) -> Iterator[str]:
 def _judged(run: RunTrace) -> Iterator[str]:
     snapshot = run.first("damage")
     if snapshot is None or not snapshot.files:
-        yield f"{run.name}: nothing was spoilt"
+        yield f"{run.name}: no file was corrupted"
         return
     corrupted = snapshot.files[0]
-    what = f"file {corrupted.path!r} is {_DONE[corrupted.holds]}"
+    damaged = f"file {corrupted.path!r} is {_CORRUPTIONS[corrupted.holds]}"
     end = run.end
     if end is None or end.action not in {"load", "build"}:
         after = "went on" if end is None else f"failed in {end.action!r} only: {_short(end.message)}"
-        yield f"{what}: it was loaded without an error, and training {after}"
+        yield f"{damaged}: it was loaded without an error, and training {after}"
     elif PurePath(corrupted.path).name not in _FRAMES.sub("", end.text):
-        yield f"{what}: the error does not name it: {_short(end.message)}"
+        yield f"{damaged}: the error does not name it: {_short(end.message)}"
 
 
 def _short(message: str) -> str:
-    """The first line and the last: an exception of several ranks tells its own between them."""
+    """Return the first and the last line: an exception of several ranks lists the ranks' own between them."""
     lines = [line for line in message.splitlines() if line.strip()] or [""]
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"

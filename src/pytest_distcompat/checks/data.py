@@ -1,4 +1,4 @@
-"""Does each rank learn from its own data, and does a resumed run go on in the middle of it?"""
+"""Does each rank train on its own data, and does a resumed run continue where it stopped?"""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from pytest_distcompat.scenario import RESUME
 from pytest_distcompat.trace import RunTrace, Trace
 
 
-def _watched(cell: Cell, driver: type[Driver]) -> str | None:
+def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
     if cell.option("compile"):
         return "a hook that sees what the model is fed would break the graph that compile is to see"
-    return "no optimizer state, so no going on" if cell.option("save_only_model") else None
+    return "checkpoints hold no optimizer state, so training cannot resume" if cell.option("save_only_model") else None
 
 
-@check(scenario=RESUME, until=(("train", "step", 4), ("resume", "step", 1)), order=9, not_applicable=_watched)
+@check(
+    scenario=RESUME, until=(("train", "step", 4), ("resume", "step", 1)), order=9, not_applicable=_inputs_not_observed
+)
 def data(cell: Cell, trace: Trace) -> Iterator[str]:
-    """No two ranks are fed the same batch in a step. After a load the random state of torch is what it was at the save,
-    and the next steps are fed what the run that never stopped was fed, though the save was in mid-epoch.
+    """Check that ranks are fed different batches, and that a resumed run continues in the middle of the epoch.
 
-    If it fails: the same data on all ranks is training on a part of it, several times over; look at what the trainer
-    believes is its world size. After a load the sampler probably starts the epoch anew.
+    No two ranks are fed the same batch in a step. After a load torch's random state is the one of the save, and the next
+    steps are fed the same batches as in the run that never stopped, although the save was in mid-epoch.
+
+    If it fails: the same batches on all ranks train on a part of the data several times; check which world size the trainer
+    assumes. Other batches after a load: the sampler probably restarts the epoch.
     """
     whole, resumed = trace.run("train"), trace.run("resume")
     for nth in range(5):
@@ -37,8 +41,8 @@ def data(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from every_rank(resumed.at("step", nth), cell.world_size, f"step {nth + 1} after the load")
         for expected, found in pairs(whole.at("step", 3 + nth), resumed.at("step", nth)):
             if expected.inputs != found.inputs:
-                told = f"step {nth + 1} after the load is fed other data than in the run that never stopped"
-                yield f"rank {found.rank}: {told}"
+                finding = f"step {nth + 1} after the load is fed other data than in the run that never stopped"
+                yield f"rank {found.rank}: {finding}"
 
 
 def _apart(run: RunTrace, nth: int) -> Iterator[str]:
@@ -47,8 +51,8 @@ def _apart(run: RunTrace, nth: int) -> Iterator[str]:
         if not snapshot.inputs:
             yield f"rank {snapshot.rank}: the model was fed nothing in step {nth + 1}"
         elif "" in snapshot.inputs:
-            yield f"rank {snapshot.rank}: no tensor is seen in what the model was fed in step {nth + 1}: it may be anybody's"
-        for one in set(snapshot.inputs) - {""}:
-            other = fed.setdefault(one, snapshot.rank)
+            yield f"rank {snapshot.rank}: no tensor was found in the inputs of step {nth + 1}, so ranks cannot be compared"
+        for batch in set(snapshot.inputs) - {""}:
+            other = fed.setdefault(batch, snapshot.rank)
             if other != snapshot.rank:
                 yield f"ranks {other} and {snapshot.rank} are fed the same batch in step {nth + 1}"

@@ -1,4 +1,4 @@
-"""Are storage, compute, reduction, gradients, masters and optimizer state in the dtypes that the mode promises?"""
+"""Are parameters, products, gradients, reductions, masters and optimizer state in the precision's dtypes?"""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import asked, check, every_rank
-from pytest_distcompat.checks.active import REDUCTIONS
+from pytest_distcompat.checks._base import REDUCTIONS, check, every_rank, requested
 from pytest_distcompat.cost import BYTES
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import TRAIN
@@ -18,12 +17,14 @@ from pytest_distcompat.trace import ModelInfo, ParameterInfo, Snapshot, Trace, U
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=3)
 def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
-    """On every rank, stored parameters, matrix products, gradients on the wire, gradients that the optimizer sees (added up
-    over the micro-batches of a step), what the optimizer updates and its state have the dtypes of the strategy's row in the
-    table; a parameter that is not trained is no wider than it was loaded, and buffers are what they were, or what the row says.
-    What gradients travel in may be wider where the driver does not speak the option ``reduce_dtype``.
+    """Check that every tensor has the dtype that the strategy's row of the dtype table gives for the precision.
 
-    If it fails: master and state in bfloat16 where float32 is promised is the case of
+    On every rank these have the dtypes of the row: stored parameters, matrix products, gradients in collectives, gradients
+    that the optimizer sees (also while they are summed over micro-batches), what the optimizer updates, and its state. A
+    parameter that is not trained is no wider than it was loaded. Buffers keep their dtype, or have that of the row. Gradients
+    may be reduced in a wider dtype where the driver does not support the option ``reduce_dtype``.
+
+    If it fails: masters and optimizer state in bfloat16 instead of float32 are the case of
     https://huggingface.co/blog/deepspeed-to-fsdp-and-back: the same learning rate then trains another model. Load in
     float32, or let the trainer upcast before it shards.
     """
@@ -36,18 +37,20 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     for snapshot in trained:
         yield from _stored(row, snapshot)
         if unwrapped and snapshot.model:
-            kept = (
+            findings = (
                 _not_trained(strategy, cell, unwrapped, snapshot.model),
                 _buffers(strategy, row, cell, unwrapped, snapshot.model),
             )
-            yield from (f"rank {snapshot.rank}: {text}" for text in itertools.chain(*kept))
-        # No hook can look inside a compiled graph, and none stays on a layer that another was put in the place of.
-        watched = not cell.option("compile") and cell.option("fp8_backend") != "te"
-        # A model without a layer that multiplies by a matrix has nothing to see.
-        if watched and not (unwrapped and unwrapped.products == 0):
+            yield from (f"rank {snapshot.rank}: {text}" for text in itertools.chain(*findings))
+        # No hook sees inside a compiled graph, and hooks are lost with a layer that is replaced.
+        observed = not cell.option("compile") and cell.option("fp8_backend") != "te"
+        # A model without layers that multiply matrices has no products.
+        if observed and not (unwrapped and unwrapped.products == 0):
             yield from _computed(row, snapshot)
         if cell.world_size > 1:
-            yield from _reduced(row, cell, snapshot, smallest, told=asked(cell, unwrapped, "reduce_dtype"))
+            yield from _reduced(
+                row, cell, snapshot, smallest, dtype_requested=requested(cell, unwrapped, "reduce_dtype")
+            )
         yield from _accumulated(row, cell, snapshot)
     yield from _stepped(row, trained)
 
@@ -65,7 +68,7 @@ def _stored(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
 
 
 def _not_trained(strategy: Strategy, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    """Masters are for what is trained: of a frozen base model they are memory for nothing."""
+    """Yield a finding for frozen parameters wider than loaded: float32 copies of a frozen model only waste memory."""
     loaded = {info.name: info.dtype for info in unwrapped.parameters}
     shared = {_unit(model, info) for info in model.parameters if info.trainable}
     frozen = [info for info in model.parameters if not info.trainable and info.local_numel]
@@ -78,27 +81,27 @@ def _not_trained(strategy: Strategy, cell: Cell, unwrapped: UnwrappedInfo, model
     ]
     if wider:
         info, dtype = wider[0]
-        told = f"{len(wider)} of {len(frozen)} frozen parameters are stored in {info.dtype}, first {info.name!r}"
-        yield f"{told}; loaded in {dtype}"
+        finding = f"{len(wider)} of {len(frozen)} frozen parameters are stored in {info.dtype}, first {info.name!r}"
+        yield f"{finding}; loaded in {dtype}"
 
 
 def _wider(dtype: str, than: str) -> bool:
-    """Nothing is said of a dtype that is new to us."""
+    """Tell whether a dtype has more bytes than another; False for dtypes that ``BYTES`` does not list."""
     return BYTES.get(dtype, 0) > BYTES.get(than, 8)
 
 
 def _unit(model: ModelInfo, info: ParameterInfo) -> str:
-    """The unit of FSDP that the parameter is in: the innermost."""
+    """Return the innermost FSDP unit that holds the parameter."""
     return max((unit for unit in model.units if not unit or info.name.startswith(f"{unit}.")), key=len, default="")
 
 
 def _buffers(strategy: Strategy, row: Dtypes, cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    """Each by its name: one in bfloat16 is no leave for the others to be rounded."""
+    """Yield a finding if a buffer has another dtype than its own counterpart; buffers may differ in dtype."""
     expected = {
         info.name: row.buffer if row.buffer and "float" in info.dtype else info.dtype for info in unwrapped.buffers
     }
     pairs = [(info, expected.get(strategy.canonical(info.name, cell, expected), info.dtype)) for info in model.buffers]
-    # That one is missing, or new, is the names' business.
+    # Missing and new buffers are findings of the check ``names``.
     wrong = [(info, dtype) for info, dtype in pairs if info.dtype != dtype]
     if wrong:
         info, dtype = wrong[0]
@@ -112,29 +115,33 @@ def _computed(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
 
 
 def _smallest_gradient(cell: Cell, unwrapped: UnwrappedInfo | None) -> int:
-    """A reduction of fewer elements is a norm, a metric or a flag, no gradient.
+    """Return the size from which on a reduction is one of gradients, not of a norm, a metric or a flag.
 
-    ZeRO reduces a parameter that lies across two partitions in slices, hence the division.
+    ZeRO reduces a parameter that spans two partitions in slices, hence the division.
     """
     sizes = (math.prod(info.shape) for info in (unwrapped.parameters if unwrapped else ()) if info.trainable)
     return max(2, min(sizes, default=0) // cell.world_size)
 
 
-def _reduced(row: Dtypes, cell: Cell, snapshot: Snapshot, smallest: int, *, told: bool) -> Iterator[str]:
-    """Who was not asked for a dtype may choose a wider one: traffic, no defect. torch's autocast around FSDP2 does."""
+def _reduced(row: Dtypes, cell: Cell, snapshot: Snapshot, smallest: int, *, dtype_requested: bool) -> Iterator[str]:
+    """Yield a finding if gradients are reduced in a wrong dtype.
+
+    A wider one is wrong only if the dtype was requested: it costs traffic and is no defect. torch's autocast around FSDP2
+    reduces so.
+    """
     expected = "float32" if cell.option("reduce_dtype") == "fp32" else row.reduce
     found = {
         info.dtype
         for info in snapshot.collectives
         if info.op in REDUCTIONS and info.numel >= smallest and "float" in info.dtype
     }
-    wrong = {dtype for dtype in found if dtype != expected and (told or not _wider(dtype, expected))}
+    wrong = {dtype for dtype in found if dtype != expected and (dtype_requested or not _wider(dtype, expected))}
     if wrong or not found:
         yield f"rank {snapshot.rank}: gradients were reduced in {_list(found)}; expected {expected}"
 
 
 def _accumulated(row: Dtypes, cell: Cell, snapshot: Snapshot) -> Iterator[str]:
-    """Only ZeRO has buffers of their own for it; all others add up in what the optimizer is given."""
+    """Yield a finding if ZeRO sums micro-batches in a wrong dtype; others sum in the optimizer's gradients."""
     found = snapshot.optimizer.accumulates if snapshot.optimizer else ""
     expected = "float32" if cell.option("grad_accum_dtype") == "fp32" else row.storage
     if found not in {"", expected}:
@@ -148,26 +155,27 @@ def _stepped(row: Dtypes, trained: tuple[Snapshot, ...]) -> Iterator[str]:
         if not _holds(snapshot):
             continue
         for step in snapshot.steps:
-            for what, found, expected in (
+            for verb, found, expected in (
                 ("updates", step.master, row.master),
                 ("is given gradients in", step.gradient, row.gradient),
                 ("keeps state in", step.state, row.state),
             ):
-                stateless = what == "keeps state in" and not found and not _keeps_state(snapshot)
+                stateless = verb == "keeps state in" and not found and not _keeps_state(snapshot)
                 if set(found) != {expected} and not stateless:
-                    who = f"rank {snapshot.rank}: {step.optimizer}"
-                    yield f"{who} {what} {_list(found)}{' masters' if found and what == 'updates' else ''}; expected {expected}"
+                    optimizer = f"rank {snapshot.rank}: {step.optimizer}"
+                    masters = " masters" if found and verb == "updates" else ""
+                    yield f"{optimizer} {verb} {_list(found)}{masters}; expected {expected}"
 
 
 def _keeps_state(snapshot: Snapshot) -> bool:
-    """SGD without momentum keeps none."""
+    """Tell whether the optimizer keeps state; SGD without momentum keeps none."""
     return any(
         state.key not in {"step", "master"} for state in (snapshot.optimizer.states if snapshot.optimizer else ())
     )
 
 
 def _holds(snapshot: Snapshot) -> bool:
-    """Whether there is anything on this rank to step on: of a small model, the last of many ranks may hold nothing."""
+    """Tell whether this rank holds trainable elements: of a small model the last of many ranks may hold none."""
     infos = snapshot.model.parameters if snapshot.model else ()
     return any(info.trainable and info.local_numel for info in infos)
 

@@ -1,4 +1,4 @@
-"""Do the exported weights load by the model's own library, and compute what was trained?"""
+"""Do the exported weights load with the model's own library, and compute what was trained?"""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
-from pytest_distcompat.checks._values import compare, flat_parameters, values
-from pytest_distcompat.checks.names import adapter_name
-from pytest_distcompat.cost import BYTES
+from pytest_distcompat.checks._values import adapter_name, compare, exported_weights, flat_parameters, values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import EXPORT
@@ -19,21 +17,23 @@ from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace, Unwrapp
 PREFIX = "export/"
 
 
-def _exports(cell: Cell, driver: type[Driver]) -> str | None:
+def _no_export(cell: Cell, driver: type[Driver]) -> str | None:
     missing = [action for action in ("export", "reload", "evaluate") if not driver.can(action)]
     return f"the driver has no {missing[0]}()" if missing else None
 
 
-@check(scenario=EXPORT, until=(("train", "files", 1), ("reload", "evaluate", 0)), order=13, not_applicable=_exports)
+@check(scenario=EXPORT, until=(("train", "files", 1), ("reload", "evaluate", 0)), order=13, not_applicable=_no_export)
 def export(cell: Cell, trace: Trace) -> Iterator[str]:
-    """The exported files hold the unwrapped model's state dict under its own names (of tied names one is enough; of a model
-    with an adapter the adapter alone, as PEFT names it), whole tensors, and nothing of an optimizer. Loaded by the model's
-    own library in one process, every parameter and persistent buffer equals the trained one value by value (the masters, or
-    the copies that the model computed with where the export is in a lower dtype), and on the same batch the outputs are
-    those of the trained model, within the precision's tolerance.
+    """Check that the exported weights are the trained ones, under the unwrapped model's names.
 
-    If it fails: names with ``module.``, ``_orig_mod.`` or ``_checkpoint_wrapped_module`` were saved by the wrapped model's
-    own ``state_dict()``: transformers' ``from_pretrained`` takes them for missing weights and makes new ones at random.
+    The files hold the unwrapped model's state dict as whole tensors, and no optimizer state. One of several tied names is
+    enough; of a model with an adapter only the adapter is exported, under PEFT's names. Loaded with the model's own library in
+    one process, every parameter and persistent buffer equals the trained one: the masters, or, where the export is in a lower
+    dtype, the copies that the model computed with. On the same batch the outputs are those of the trained model, within the
+    precision's tolerance.
+
+    If it fails: names with ``module.``, ``_orig_mod.`` or ``_checkpoint_wrapped_module`` come from the wrapped model's own
+    ``state_dict()``. transformers' ``from_pretrained`` takes them for missing weights and initializes those at random.
     """
     train, reload = trace.run("train"), trace.run("reload")
     first, written, loaded = train.first("build_model"), train.at("files", 1), reload.first("reload")
@@ -48,7 +48,7 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Iterator[str]:
-    """What is wrong with the names and shapes in exported files."""
+    """Yield findings about the names and shapes in exported files."""
     for file in files:
         if file.holds != "model":
             yield f"file {file.path!r} holds {len(file.keys)} keys of an {file.holds}; expected the model alone"
@@ -68,62 +68,38 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
             key, *others = unknown
             closest = strategy.canonical(key, cell, known)
             hint = f"; expected {closest!r}" if closest in wanted and closest != key else ""
-            told = f"{key!r}{f' and {len(others)} others are' if others else ' is'} none of the model's own{hint}"
-            yield f"file {file.path!r}: key {told}"
+            named = f"{key!r}{f' and {len(others)} others are' if others else ' is'}"
+            yield f"file {file.path!r}: key {named} none of the model's own{hint}"
     found = {key for file in models for key in file.keys}
     tied = {name: set(group) for group in unwrapped.tied for name in group}
     missing = sorted(name for name in wanted - found if not tied.get(name, set()) & found)
     if missing:
-        shown = ", ".join(repr(name) for name in missing[:3])
-        yield f"{len(missing)} of {len(wanted)} names stand in no exported file, first {shown}"
+        first = ", ".join(repr(name) for name in missing[:3])
+        yield f"{len(missing)} of {len(wanted)} names stand in no exported file, first {first}"
 
 
 def same_values(
     train: RunTrace, reload: RunTrace, loaded: UnwrappedInfo, *, only: Collection[str] | None = None
 ) -> Iterator[str]:
-    """Compare the model that was reloaded with what was trained; ``only`` these of its names, if they are given."""
+    """Yield findings for the reloaded parameters and buffers that are not the trained ones; ``only`` of these names, if given."""
     if flat_parameters(train.at("export")):
-        return  # a flat parameter has no names; what the exported model computes tells
+        return  # a flat parameter has no names to compare by; the outputs are compared instead
     now = {info.name: (info.digest,) for info in loaded.parameters}
     yield from compare("parameter", _chosen(exported_weights(train, reload), only), now, "after the reload")
-    kept = {info.name: (info.digest,) for info in loaded.buffers if info.placement == "persistent"}
-    was = values(train, train.at("export")).of("buffer")
-    yield from compare("buffer", _chosen(was, only), kept, "after the reload")
+    reloaded = {info.name: (info.digest,) for info in loaded.buffers if info.placement == "persistent"}
+    trained = values(train, train.at("export")).of("buffer")
+    yield from compare("buffer", _chosen(trained, only), reloaded, "after the reload")
 
 
 def _chosen(found: Mapping[str, tuple[str, ...]], only: Collection[str] | None) -> Mapping[str, tuple[str, ...]]:
     return found if only is None else {name: value for name, value in found.items() if name in only}
 
 
-def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[str, ...]]:
-    """What the export stands for: the masters, or, of what was reloaded in a lower dtype, the copies in that dtype.
-
-    By each tensor's own dtype: trained weights may be exported in float32 beside frozen ones in bfloat16.
-    """
-    trained = values(train, train.at("export"))
-    loaded = reload.first("reload")
-    model = next((snapshot.model for snapshot in train.at("export") if snapshot.model), None)
-    if not trained.of("master") or loaded is None or loaded.unwrapped is None or model is None:
-        return trained.weights
-    live = max(BYTES.get(info.dtype, 4) for info in model.parameters)
-    # The file's own dtype: PEFT widens what it loads.
-    written = {
-        key: dtype for snapshot in train.at("files", 1) for file in snapshot.files for key, dtype in file.dtypes.items()
-    }
-    told = {
-        info.name: written.get(info.name) or written.get(adapter_name(info.name)) or info.dtype
-        for info in loaded.unwrapped.parameters
-    }
-    sizes = {name: BYTES.get(dtype, 4) for name, dtype in told.items()}
-    copies = trained.of("parameter")
-    return {
-        name: copies[name] if name in copies and sizes.get(name, 4) <= live < BYTES["float32"] else master
-        for name, master in trained.weights.items()
-    }
-
-
 def _outputs(cell: Cell, trained: tuple[Snapshot, ...], reloaded: tuple[Snapshot, ...]) -> Iterator[str]:
-    """As far off as gradient norms may be, of the largest output: both are sums of products in that precision."""
+    """Yield findings for outputs that differ; the tolerance is that of gradient norms, relative to the largest output.
+
+    Both are sums of products in that precision.
+    """
     yield from every_rank(trained, cell.world_size, "evaluate")
     if not reloaded or not reloaded[0].outputs:
         yield "the reloaded model computed nothing"
@@ -141,7 +117,7 @@ def _outputs(cell: Cell, trained: tuple[Snapshot, ...], reloaded: tuple[Snapshot
             yield f"rank {snapshot.rank}: {got} outputs of the trained model; {len(expected)} of the reloaded one"
             continue
         apart = [abs(one - other) for one, other in zip(snapshot.outputs, expected, strict=True)]
-        # Not "any is larger": no comparison holds of NaN.
+        # Not ``any(off > allowed)``, which is false for NaN.
         if not all(off <= allowed for off in apart):
-            told = f"up to {max(apart):.3g} apart ({allowed:.1e} allowed, of {largest:.3g})"
-            yield f"rank {snapshot.rank}: outputs of the trained and of the reloaded model are {told}"
+            distance = f"up to {max(apart):.3g} apart ({allowed:.1e} allowed, of {largest:.3g})"
+            yield f"rank {snapshot.rank}: outputs of the trained and of the reloaded model are {distance}"

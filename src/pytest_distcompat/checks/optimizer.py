@@ -1,4 +1,4 @@
-"""Does the optimizer hold and move the parameters that the model computes with?"""
+"""Does the optimizer hold and update the parameters that the model computes with?"""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from pytest_distcompat.trace import RunTrace, Snapshot, StateInfo, Trace
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=2)
 def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Every parameter that is trainable in the unwrapped model is in the optimizer exactly once, as the very tensor that
-    the model holds now (or, under ZeRO, with each of its elements in one rank's flat master); each one moves in three
-    steps, by a gradient and not by weight decay alone, and no frozen one does.
+    """Check that the optimizer updates every trainable parameter of the live model, and no other.
 
-    If it fails: the optimizer was probably made before the model was wrapped and holds the old tensors. Make it after,
-    or hand both to ``prepare`` together; nothing else tells, the loss just stays where it is.
+    Every parameter that is trainable in the unwrapped model is in the optimizer exactly once, as the tensor that the model
+    holds now; under ZeRO each of its elements is in the flat master of one rank. Each one changes within three steps, by a
+    gradient and not by weight decay alone. No frozen one changes.
+
+    If it fails: the optimizer was probably made before the model was wrapped and holds the old tensors. Make it after
+    wrapping, or pass both to ``prepare`` together. There is no other symptom than a loss that does not fall.
     """
     run = trace.run()
     built, trained = run.at("build"), run.at("step", 2)
@@ -35,9 +37,9 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _trainable(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) -> Mapping[str, bool]:
-    """Live name -> whether it is to be trained: as in the unwrapped model, for a trainer may freeze or thaw by mistake.
+    """Return, for each live name, whether it should be trained: as in the unwrapped model, not as in the trainer.
 
-    Of a live parameter that has no counterpart there (a flat one, a renamed one) only the trainer can tell.
+    The live parameter decides where it has no counterpart there: a flat or a renamed one.
     """
     first = run.first("build_model")
     unwrapped = {
@@ -63,12 +65,12 @@ def _held(snapshot: Snapshot, trainable: Mapping[str, bool]) -> Iterator[str]:
         )
     for info in snapshot.model.parameters:
         if trainable[info.name] and info.held is not None and info.held != 1:
-            often = "not in the optimizer" if not info.held else f"in the optimizer {info.held} times"
-            yield f"{where}: trainable parameter {info.name!r} is {often}; expected once"
+            count = "not in the optimizer" if not info.held else f"in the optimizer {info.held} times"
+            yield f"{where}: trainable parameter {info.name!r} is {count}; expected once"
 
 
 def _partitions(built: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
-    """Each element of each trainable parameter is in the flat master of exactly one rank."""
+    """Yield a finding unless each element of each trainable parameter is in the flat master of exactly one rank."""
     held: dict[str, int] = defaultdict(int)
     for snapshot in built:
         for name, numel in (snapshot.optimizer.partitioned if snapshot.optimizer else {}).items():
@@ -83,31 +85,32 @@ def _partitions(built: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> I
 
 
 def _moves(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
-    """A parameter moved if its shard changed on any rank; a rank may hold none of it, a silent one tells nothing.
+    """Yield findings for trainable parameters that did not change, and frozen ones that did.
 
-    Where a master is optimized that is the one to move: at an ordinary learning rate a copy in bfloat16 that is near 1 takes
-    more than three steps to. It must be the master of a copy that follows, as some copy must.
+    A parameter changed if its shard changed on any rank: a rank may hold none of it. Where a master is optimized a change of
+    the master is enough, if any live parameter changed: at ordinary learning rates a bfloat16 copy near 1 takes more than
+    three steps to change.
     """
     before, after = _digests(built), _digests(trained)
     ranks = {snapshot.rank for snapshot in trained if snapshot.model} & {
         snapshot.rank for snapshot in built if snapshot.model
     }
-    still, masters = _without_gradient(trained), _masters_moved(built, trained)
+    without_gradient, masters = _without_gradient(trained), _masters_moved(built, trained)
     live = {name for name in trainable if any(before[name].get(rank) != after[name].get(rank) for rank in ranks)}
     for name, train in trainable.items():
         moved = name in live or bool(live and name in masters)
         if train and ranks and not moved:
             yield f"trainable parameter {name!r} did not move in three steps, on any rank"
-        elif train and name in still:
+        elif train and name in without_gradient:
             yield f"trainable parameter {name!r} had no gradient in three steps: its state in the optimizer is all zero"
         elif moved and not train:
             yield f"frozen parameter {name!r} moved"
-    for name in sorted(still - set(trainable)):
+    for name in sorted(without_gradient - set(trainable)):
         yield f"{name} of the optimizer had no gradient in three steps: its state is all zero"
 
 
 def _masters_moved(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...]) -> set[str]:
-    """Whose master changed on any rank that had one from the start."""
+    """Return the parameters whose master changed on any rank that had one after build."""
     before, after = (
         {
             (snapshot.rank, state.owner): state.digest
@@ -121,12 +124,12 @@ def _masters_moved(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...]) -
 
 
 def _states(snapshot: Snapshot) -> tuple[StateInfo, ...]:
-    """Of live parameters and of flat partitions, and of the former what lies in the latter."""
+    """Return the state of live parameters and flat partitions, and the parameters' parts of the partitions."""
     return (*snapshot.optimizer.states, *snapshot.optimizer.masters) if snapshot.optimizer else ()
 
 
 def _without_gradient(trained: tuple[Snapshot, ...]) -> set[str]:
-    """Whose state in the optimizer is zero in every element on every rank, the count of steps aside."""
+    """Return the owners of optimizer state that is all zero on every rank, step counts and masters aside."""
     zero: dict[str, bool] = {}
     for snapshot in trained:
         for state in _states(snapshot):

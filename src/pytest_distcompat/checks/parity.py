@@ -1,4 +1,4 @@
-"""Does it train the same model as one process in float32 does, at the same learning rate?"""
+"""Does it train the same model as one process in float32 at the same learning rate?"""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from pytest_distcompat.scenario import PARITY, ROUNDED_PARITY, STEPS, Scenario
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Snapshot, Trace
 
-#: How much further a sound trainer may be off than its reference is when that rounds, or than the table says: others round
-#: elsewhere, too. ``benchmarks/rounding.py`` measures it on four small models.
-ROUNDING = 2
-#: Learning rates are arithmetic of a few factors.
+#: A trainer may deviate by so many times what rounding does to the reference, or what the table allows: it rounds in other
+#: places too. ``benchmarks/rounding.py`` measures it on four small models.
+ROUNDING_FACTOR = 2
+#: Relative, for learning rates, which are products of a few factors.
 RATE_TOLERANCE = 1e-9
 _WHOLE = (("train", "step", STEPS - 1), ("reference", "reference", STEPS - 1))
 
 
 def has_reference(cell: Cell, driver: type[Driver]) -> str | None:
-    """Why there is nothing to measure by; empty if there is."""
+    """Return why there is no reference to compare with; None if there is one."""
     return None if driver.can("reference") else "the driver has no reference(): there is nothing to measure by"
 
 
 def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
-    """The table of tolerances is measured on our own models. How far off rounding leads another one is measured here."""
+    """Return the runs; for a model of the driver's own one more measures rounding, which is known for built-in ones."""
     own = "model" not in driver.options and PRECISIONS.get(cell.precision).compute != "float32"
     return ROUNDED_PARITY if own else PARITY
 
 
 @check(scenario=_runs, until=_WHOLE, order=5, not_applicable=has_reference)
 def parity(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Over 20 steps each loss is a finite number, and the loss (the mean over the ranks), the gradient norm that the trainer
-    reports and the learning rate equal those of one process that trains in float32 on the same batches, within the precision's
-    tolerance; for a model of the driver's own, within twice that, or twice what its reference is off when its products are in
-    the precision's dtype.
+    """Check that training equals that of one process in float32 on the same batches, over 20 steps.
 
-    If it fails: a loss that is off from the first step on is another loss (a mean of means of unequal micro-batches, a
-    token counted that is not learned from); one that goes off later comes from the optimizer: masters in bfloat16,
-    gradients that are summed instead of averaged, a schedule that runs too fast.
+    Each loss is a finite number. The loss (the mean over the ranks), the gradient norm that the trainer reports and the
+    learning rate equal those of the reference, within the precision's tolerance. For a model of the driver's own, within twice
+    that, or within twice what the reference deviates when its products are in the precision's dtype.
+
+    If it fails: a loss that deviates from the first step on is computed differently: a mean of means of unequal
+    micro-batches, or a token counted that is not trained on. One that deviates later comes from the optimizer: masters in
+    bfloat16, gradients summed instead of averaged, a schedule that runs too fast.
     """
     precision = PRECISIONS.get(cell.precision)
     tolerance = precision.loss_tolerance
@@ -65,25 +66,25 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         found += _rates(here, there[0])
         yield from (f"step {step + 1}: {text}" for text in found)
         if found:
-            return  # what comes after follows from it
+            return  # later deviations follow from this one
 
 
 def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | None]) -> list[float]:
-    """For each step how far off the reference that number may be, relative to it: by the table, or what rounding did to it.
+    """Return for each step how far the number may be from the reference, relative to it: by the table, or as measured.
 
-    By that time: a training in which rounding grows without end is judged by its beginning. Or soon after, for another's
-    rounding may show a little earlier.
+    Measured up to that step and a little beyond, for the trainer's rounding may show earlier. Later steps do not count, so
+    that rounding that grows without end does not excuse a deviation at the beginning.
     """
     rounded, reference = trace.runs.get("rounded"), trace.run("reference")
     if rounded is None:
         return [table] * STEPS
     off = []
     for step in range(STEPS):
-        seen = (*reference.at("reference", step), *rounded.at("rounded", step))
-        there, here = (number(snapshot) for snapshot in seen) if len(seen) == 2 else (None, None)
+        snapshots = (*reference.at("reference", step), *rounded.at("rounded", step))
+        there, here = (number(snapshot) for snapshot in snapshots) if len(snapshots) == 2 else (None, None)
         found = abs(there - here) / abs(there) if there and here is not None else 0.0
         off.append(found if math.isfinite(found) else 0.0)
-    return [ROUNDING * max(table, *off[: 2 * step + 3]) for step in range(STEPS)]
+    return [ROUNDING_FACTOR * max(table, *off[: 2 * step + 3]) for step in range(STEPS)]
 
 
 def _loss(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest: float) -> Iterator[str]:
@@ -103,12 +104,12 @@ def _norm(here: tuple[Snapshot, ...], there: Snapshot, tolerance: float, largest
     for snapshot in here:
         norm = snapshot.grad_norm
         if norm is not None and there.grad_norm is not None and not _close(norm, there.grad_norm, tolerance, largest):
-            told = _expected(norm, there.grad_norm, tolerance, largest)
-            yield f"rank {snapshot.rank}: the gradient norm is {norm:.6g}; {told}"
+            expected = _expected(norm, there.grad_norm, tolerance, largest)
+            yield f"rank {snapshot.rank}: the gradient norm is {norm:.6g}; {expected}"
 
 
 def _close(here: float, there: float, tolerance: float, largest: float) -> bool:
-    """Return whether both are finite and agree: relative to themselves, or to the largest so far where the reference has 0."""
+    """Tell whether both are finite and close, relative to themselves or, if the reference is 0, to the largest yet."""
     finite = math.isfinite(here) and math.isfinite(there)
     return finite and math.isclose(here, there, rel_tol=tolerance, abs_tol=0.0 if there else tolerance * largest)
 
@@ -138,10 +139,10 @@ def _list(rates: list[float | None]) -> str:
 
 @check(scenario=_runs, until=_WHOLE, order=6, not_applicable=has_reference)
 def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
-    """What the optimizer is given has the norm that the reference's clipped gradients have, over all ranks together.
+    """Check that the gradients that the optimizer gets have the norm of the reference's, over all ranks together.
 
-    If it fails: too large, and gradients are not clipped, or by the norm of a shard; too small, and they are clipped
-    twice, by a larger norm, or scaled by the number of ranks. AdamW hides both for a while.
+    If it fails: if the norm is too large, gradients are not clipped, or by the norm of a shard. If it is too small, they are
+    clipped twice, by a larger norm, or scaled by the number of ranks. AdamW hides both for a while.
     """
     strategy, table = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision).norm_tolerance
     tolerances = _allowed(table, trace, lambda snapshot: math.sqrt(_square(snapshot)))
@@ -163,10 +164,12 @@ def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
                 for ranks in copies
             }
         largest = max(largest, expected)
-        wrong = {who: norm for who, norm in norms.items() if not _close(norm, expected, tolerances[step], largest)}
-        for who, norm in wrong.items():
-            told = f"{expected:.6g} in the reference ({tolerances[step]:.0e} allowed)"
-            yield f"step {step + 1}: {who}: the gradients that the optimizer gets have norm {norm:.6g}; {told}"
+        wrong = {
+            holders: norm for holders, norm in norms.items() if not _close(norm, expected, tolerances[step], largest)
+        }
+        for holders, norm in wrong.items():
+            finding = f"the gradients that the optimizer gets have norm {norm:.6g}; {expected:.6g} in the reference"
+            yield f"step {step + 1}: {holders}: {finding} ({tolerances[step]:.0e} allowed)"
         if wrong:
             return
 

@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._base import check, every_rank, only_where_it_differs
 from pytest_distcompat.checks._values import differences, flat_parameters, settings, values
-from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import NAMED_RUN, PATHS
 from pytest_distcompat.trace import Trace
-
-
-def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
-    """Why the claim is tested elsewhere: files are found the same way in all precisions and with most options."""
-    others = [name for name, _ in cell.options if name not in {"model", "state_dict"}]
-    if cell.precision != "fp32" or others:
-        return "files are found as they are in fp32 without that option, and it is tested there"
-    return None
 
 
 @check(
@@ -28,10 +19,11 @@ def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
     not_applicable=only_where_it_differs,
 )
 def paths(cell: Cell, trace: Trace) -> Iterator[str]:
-    """A run directory whose name has spaces, slashes of its parents, letters beyond ASCII, ``pytorch_model_fsdp`` and
-    ``optimizer`` in it is saved to and loaded from like any other: everything comes back bit by bit.
+    """Check that saving to and loading from a directory with an unusual name restores everything bit by bit.
 
-    If it fails: the place of a file is probably found by searching its path for a word, which may stand anywhere in it
+    The name has spaces, parent directories, letters beyond ASCII, ``pytorch_model_fsdp`` and ``optimizer`` in it.
+
+    If it fails: a file is probably found by searching its path for a word, which may be anywhere in the path
     (https://github.com/huggingface/accelerate/pull/4119).
     """
     named, reopened = trace.run("named"), trace.run("reopened")

@@ -1,4 +1,4 @@
-"""Does training go on under another strategy than the one that saved?"""
+"""Does training resume under another strategy than the one that saved?"""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from collections.abc import Iterator
 
 from pytest_distcompat import scenario
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, finite_losses, trained_again
-from pytest_distcompat.checks._values import compare, differences, flat_parameters, settings, values
-from pytest_distcompat.checks.export import exported_weights
-from pytest_distcompat.checks.reshard import counted, saved_as_elsewhere
+from pytest_distcompat.checks._base import check, every_rank, finite_losses, saved_as_elsewhere, trained_again
+from pytest_distcompat.checks._values import (
+    compare,
+    differences,
+    exported_weights,
+    flat_parameters,
+    settings,
+    step_counts,
+    values,
+)
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import SAVED, Scenario
@@ -18,20 +24,20 @@ from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunTrace, Trace
 
 
-def _claimed(cell: Cell, driver: type[Driver]) -> str | None:
+def _not_portable(cell: Cell, driver: type[Driver]) -> str | None:
     target = driver.portable.get(cell.strategy)
     if target is None:
         return f"the driver does not claim that another strategy loads a checkpoint of {cell.strategy}"
     if cell.option("save_only_model"):
-        return "checkpoints hold the model alone: there is no training to go on with"
+        return "checkpoints hold the model alone: there is no training to resume"
     if _by_weights(cell) and not (driver.can("export") and driver.can("reload")):
-        return "of DeepSpeed's checkpoints weights alone can be moved, and the driver has no export() and reload()"
+        return "only weights can be moved from DeepSpeed's checkpoints, and the driver has no export() and reload()"
     if _by_weights(cell) and cell.option("lora"):
-        return "an adapter is reloaded to be used: frozen, as PEFT has it"
+        return "PEFT loads an exported adapter frozen, so it cannot be trained on"
     if elsewhere := saved_as_elsewhere(cell):
         return elsewhere
     there = _runs(cell, driver).runs[-1].cell(cell)
-    # Which device it will be is not known here: what neither can.
+    # The device is not known here, so only what both devices cannot do is left out.
     problem = STRATEGIES.get(target).unsupported_reason(there) or (
         driver.unsupported_reason(there, "cpu") and driver.unsupported_reason(there, "cuda")
     )
@@ -39,7 +45,7 @@ def _claimed(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 def _by_weights(cell: Cell) -> bool:
-    """DeepSpeed's optimizer states fit DeepSpeed only; what moves is what it exports."""
+    """Tell whether only exported weights can be moved: DeepSpeed alone can load its optimizer states."""
     return STRATEGIES.get(cell.strategy).flat_masters
 
 
@@ -51,16 +57,17 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
 _UNTIL = (("train", "step", SAVED + 1), ("port", "step", 0))
 
 
-@check(scenario=_runs, until=_UNTIL, order=12, not_applicable=_claimed, costly=True)
+@check(scenario=_runs, until=_UNTIL, order=12, not_applicable=_not_portable, costly=True)
 def portable(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Loaded under another strategy at the same world size, all ranks together hold bit by bit what was saved: parameters,
-    the optimizer's state of each, step counts, learning rate, scheduler. One more step counts one more step, and in float32,
-    or from flat parameters, the next two losses are those of the run that never stopped. From ZeRO weights alone are moved:
-    after ``export`` and build under the other strategy the parameters equal the trained masters, or, where the export is in a
-    lower dtype, the copies of them in that dtype that the model computed with.
+    """Check that a checkpoint loaded under another strategy at the same world size is bit by bit what was saved.
 
-    If it fails: look at what is saved by position, rank or flat parameter instead of by name. State that several parameters
-    share, as FSDP1 hands out the ``step`` of a flat one, is counted up once for each of them.
+    All ranks together hold the same parameters, optimizer state, step counts, learning rate and scheduler state. One more
+    step adds one to the step counts. In float32, or from flat parameters, the next two losses are those of the run that never
+    stopped. From ZeRO only weights are moved: after ``export`` and build under the other strategy the parameters equal the
+    trained masters, or, where the export is in a lower dtype, the copies in that dtype that the model computed with.
+
+    If it fails: look for what is saved by position, rank or flat parameter instead of by name. A state tensor that several
+    parameters share, as FSDP1 hands out the ``step`` of a flat one, is incremented once for each of them.
     """
     train, port = trace.run("train"), trace.run("port")
     when = f"after the load under {Cell.parse(port.cell).strategy}"
@@ -75,13 +82,13 @@ def portable(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from _counts(train, port, when)
     else:
         yield from differences(values(train, saved), values(port, loaded), when)
-        yield from counted(train, port, when)
+        yield from step_counts(train, port, when)
     yield from settings(saved, loaded, when)
     yield from _losses(cell, train, port, when)
 
 
 def _counts(train: RunTrace, port: RunTrace, when: str) -> Iterator[str]:
-    """Flat parameters have no names to compare by, but one count of steps, which is everybody's."""
+    """Yield a finding for wrong step counts of flat parameters: they have no names to compare by, but one count."""
     expected = {digest for found in values(train, train.at("step", SAVED)).of("step").values() for digest in found}
     found = values(port, port.at("step")).of("step")
     wrong = {name: (digest,) for name, held in found.items() for digest in held if digest not in expected}
@@ -100,10 +107,10 @@ def _weights(train: RunTrace, port: RunTrace) -> Iterator[str]:
 
 
 def _losses(cell: Cell, train: RunTrace, port: RunTrace, when: str) -> Iterator[str]:
-    """Both are within the tolerance of one reference, hence within twice that of one another.
+    """Yield findings for losses that differ by more than twice the tolerance: each is within it of one reference.
 
-    In lower precision each strategy rounds in places of its own, the loss itself among them; ``parity`` speaks of that. All
-    the same they are asked where they alone tell: flat parameters cannot be compared by name.
+    In lower precision each strategy rounds in other places, the loss included, which ``parity`` covers. There losses are
+    compared only for flat parameters, which have no names to compare by.
     """
     precision = PRECISIONS.get(cell.precision)
     if precision.compute != "float32" and not flat_parameters(train.at("save")):
@@ -120,5 +127,5 @@ def _losses(cell: Cell, train: RunTrace, port: RunTrace, when: str) -> Iterator[
             elif not math.isfinite(snapshot.loss):
                 yield from finite_losses([snapshot], f"step {nth + 1} {when}")
             elif not math.isclose(snapshot.loss, expected, rel_tol=tolerance):
-                told = f"{expected:.6g} in the run that never stopped ({tolerance:.0e} allowed)"
-                yield f"rank {snapshot.rank}: loss {nth + 1} {when} is {snapshot.loss:.6g}; {told}"
+                finding = f"loss {nth + 1} {when} is {snapshot.loss:.6g}; {expected:.6g} in the run that never stopped"
+                yield f"rank {snapshot.rank}: {finding} ({tolerance:.0e} allowed)"

@@ -1,4 +1,4 @@
-"""Does training go on at another world size than the one that saved?"""
+"""Does training resume at another world size than the one that saved?"""
 
 from __future__ import annotations
 
@@ -6,56 +6,28 @@ from collections.abc import Iterator
 
 from pytest_distcompat import scenario
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import check, every_rank, finite_losses
-from pytest_distcompat.checks._values import compare, differences, settings, values
+from pytest_distcompat.checks._base import check, every_rank, finite_losses, saved_as_elsewhere
+from pytest_distcompat.checks._values import differences, settings, step_counts, values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import SAVED, Scenario
 from pytest_distcompat.trace import RunTrace, Trace
 
-#: Options that change what a checkpoint holds, or how.
-SAVING = frozenset(
-    {
-        "model",
-        "state_dict",
-        "use_orig_params",
-        "cpu_offload",
-        "param_groups",
-        "frozen",
-        "lora",
-        "save_only_model",
-        "float32_norms",
-        "dp_replicate",
-    }
-)
 
-
-def saved_as_elsewhere(cell: Cell) -> str:
-    """Why the claim is tested elsewhere; empty if it is tested here. Runs at other world sizes are the dearest there are."""
-    others = [name for name, _ in cell.options if name not in SAVING]
-    if others:
-        return (
-            f"{others[0]} changes how the model is trained, not what is saved, and what is saved is tested without it"
-        )
-    if cell.precision not in {"fp32", "bf16_mixed"}:
-        return f"a checkpoint in {cell.precision} is put together as those in fp32 and bf16_mixed are"
-    return ""
-
-
-def has_names(cell: Cell) -> str:
-    """Why there is nothing to put together by name and go on from; empty if there is."""
+def _not_by_name(cell: Cell) -> str | None:
+    """Return why shards cannot be combined by name and trained on; None if they can."""
     if cell.option("save_only_model"):
-        return "checkpoints hold the model alone: there is no training to go on with"
+        return "checkpoints hold the model alone: there is no training to resume"
     if not cell.option("use_orig_params"):
         return (
             "FSDP1 keeps flat parameters: they have no names by which the shards of two world sizes could be compared"
         )
-    return ""
+    return None
 
 
-def _claimed(cell: Cell, driver: type[Driver]) -> str | None:
+def _not_resharded(cell: Cell, driver: type[Driver]) -> str | None:
     if cell.strategy not in driver.reshards:
         return f"the driver does not claim that {cell.strategy} loads a checkpoint of another world size"
-    return has_names(cell) or saved_as_elsewhere(cell)
+    return _not_by_name(cell) or saved_as_elsewhere(cell)
 
 
 def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
@@ -65,24 +37,26 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
 _UNTIL = (("train", "step", SAVED), ("up", "step", 3), ("up", "save", 0), ("back", "step", 0), ("one", "step", 0))
 
 
-@check(scenario=_runs, until=_UNTIL, order=11, not_applicable=_claimed, costly=True)
+@check(scenario=_runs, until=_UNTIL, order=11, not_applicable=_not_resharded, costly=True)
 def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Loaded at twice the world size, in one process, and back at the first world size from twice, all ranks together hold
-    bit by bit what all ranks together saved: parameters, the optimizer's state of each, its step counts, its learning rate,
-    the scheduler. One more step counts one more step, and its loss is a number.
+    """Check that a checkpoint loaded at another world size is bit by bit what was saved.
 
-    If it fails: what was saved by rank instead of by name, or padded for one number of ranks, fits no other. Save by
+    It is loaded at twice the world size, in one process, and from twice the world size back at the first. Each time all ranks
+    together hold the same parameters, optimizer state, step counts, learning rate and scheduler state as all ranks together
+    saved. One more step adds one to the step counts, and its loss is a finite number.
+
+    If it fails: what is saved by rank instead of by name, or padded for one number of ranks, fits no other number. Save with
     ``get_state_dict`` and torch.distributed.checkpoint
-    (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), or convert first, as DeepSpeed has it
+    (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), or convert first, as DeepSpeed does
     (https://www.deepspeed.ai/tutorials/universal-checkpointing/).
     """
     for name, source in (("up", "train"), ("back", "up"), ("one", "train")):
         if name in trace.runs:
-            yield from moved(trace.run(source), trace.run(name))
+            yield from _changes(trace.run(source), trace.run(name))
 
 
-def moved(source: RunTrace, run: RunTrace) -> Iterator[str]:
-    """What is not in one run as another saved it."""
+def _changes(source: RunTrace, run: RunTrace) -> Iterator[str]:
+    """Yield findings for everything that one run did not load as the other saved it."""
     ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
     when = f"after the load at {ranks}"
     saved, loaded = source.at("save"), run.at("load")
@@ -90,14 +64,5 @@ def moved(source: RunTrace, run: RunTrace) -> Iterator[str]:
     yield from every_rank(loaded, run.world_size, f"the load at {ranks}")
     yield from differences(values(source, saved), values(run, loaded), when)
     yield from settings(saved, loaded, when)
-    yield from counted(source, run, when)
+    yield from step_counts(source, run, when)
     yield from finite_losses(run.at("step"), f"the first step {when}")
-
-
-def counted(source: RunTrace, run: RunTrace, when: str) -> Iterator[str]:
-    """One step later the optimizer counts what the run that never stopped counts: state may be shared and count twice."""
-    save = source.at("save")
-    later = [m for m in source.snapshots if save and m.action == "step" and m.index == save[0].index + 1]
-    expected, found = values(source, tuple(later)), values(run, run.at("step"))
-    if found.of("step"):
-        yield from compare("step", expected.of("step"), found.of("step"), f"one step {when}")

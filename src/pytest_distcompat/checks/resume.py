@@ -1,4 +1,4 @@
-"""Does training go on from a checkpoint as if it had never stopped?"""
+"""Does training resume from a checkpoint as if it had never stopped?"""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from pytest_distcompat.scenario import RESUME, SAVED
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ModelInfo, OptimizerInfo, RunTrace, Snapshot, Trace
 
-#: Parameters and state come back bit by bit; a loss is summed in an order that a GPU does not fix.
+#: Relative. State must come back bit by bit, but a GPU may sum a loss in any order.
 LOSS_TOLERANCE = 1e-4
 
-#: In bfloat16 more than two numbers add up to a sum that depends on their order, and DDP rebuilds its buckets, hence the
-#: order, after the first step of a run: relative differences of 1e-3 in the second loss, seen at 4 ranks with all state equal.
+#: Relative. In bfloat16 a sum of more than two numbers depends on their order, and DDP rebuilds its buckets, hence the order,
+#: after the first step of a run: the second loss differed by 1e-3 at 4 ranks with all state equal.
 ORDER_TOLERANCE = 5e-3
 
-#: A learning rate may be worked out from the number of the step, or from the one before it.
-ROUNDING = 1e-9
+#: Relative. A learning rate may be computed from the number of the step, or from the previous rate.
+RATE_TOLERANCE = 1e-9
 
 
 @check(scenario=RESUME, until=(("train", "step", 4), ("resume", "step", 1)), order=4)
 def resume(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Losses are finite, and saving changes nothing. Loaded in a fresh process group, without training again, parameters, every
-    tensor of the optimizer's state, its step count, its learning rate and other numbers, the scheduler and the gradient scaler
-    are equal bit by bit to what was saved, in the same dtypes, and the next two losses, learning rates and other numbers equal
-    those of the run that never stopped. Of a checkpoint that holds the model alone, parameters and buffers come back. A buffer
-    that each rank fills from its own data (the statistics of BatchNorm) may come back as any rank saved it: DDP gives all that
-    of rank 0 before a step
+    """Check that a checkpoint loaded in a fresh process group restores everything, and that training goes on from it.
+
+    Losses are finite, and saving changes nothing. After the load parameters, every tensor of optimizer state, step counts,
+    the numbers of param groups such as the learning rate, the scheduler and the gradient scaler are bit by bit what was saved,
+    in the same dtypes, and were not trained again. The next two losses, learning rates and other numbers equal those of the
+    run that never stopped. Of a checkpoint that holds the model alone, parameters and buffers come back. A buffer that each
+    rank fills from its own data (the statistics of BatchNorm) may come back as any rank saved it: before a step DDP broadcasts
+    rank 0's
     (``broadcast_buffers``, https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
 
-    If it fails: state that is missing after the load was not saved, or went into an optimizer that a step would have
-    filled first (https://github.com/huggingface/accelerate/pull/3904). The first loss tells of parameters only; it
-    takes the second to tell of the optimizer. A load that trains again from the start reaches the same state, and would lose
-    all that a longer run had learned.
+    If it fails: state that is missing after the load was not saved, or was loaded into an optimizer whose state does not exist
+    before its first step (https://github.com/huggingface/accelerate/pull/3904). The first loss depends on parameters only,
+    the second on the optimizer too. A load that trains again from the start reaches the same state here, but loses all that
+    a longer run has learned.
     """
     whole, resumed = trace.run("train"), trace.run("resume")
     trained, saved, loaded = whole.at("step", SAVED - 1), whole.at("save"), resumed.at("load")
@@ -47,12 +49,12 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(loaded, cell.world_size, "load")
     steps = [whole.at("step", nth) for nth in range(SAVED + 2)]
     infinite = ([*finite_losses(_with_loss(snapshots), f"step {nth}")] for nth, snapshots in enumerate(steps, 1))
-    # What comes after follows from it.
+    # Later findings follow from the first.
     yield from next(filter(None, infinite), [])
     yield from trained_again(loaded, (snapshot for snapshots in steps[:SAVED] for snapshot in snapshots))
     for before, after in pairs(trained, saved):
         yield from _same(before, after, "save")
-    saved, loaded = _without_loose(cell, whole, saved), _without_loose(cell, whole, loaded)
+    saved, loaded = _without_nonpersistent(cell, whole, saved), _without_nonpersistent(cell, whole, loaded)
     if cell.option("save_only_model"):
         for before, after in pairs(saved, loaded):
             yield from _model(before, after, "load", _buffers(saved))
@@ -63,7 +65,7 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
             yield f"rank {after.rank}: the gradient scaler is at {after.scaler}; saved at {before.scaler}"
         if before.scheduler != after.scheduler:
             yield f"rank {after.rank}: scheduler is at {after.scheduler!r}; saved at {before.scheduler!r}"
-    # What was another at the load is another ever after.
+    # Numbers that differ at the load differ after every later step.
     wrong = [
         text for before, after in pairs(saved, loaded) for text in _groups(before.optimizer, after.optimizer, "", "")
     ]
@@ -78,32 +80,32 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _with_loss(snapshots: tuple[Snapshot, ...]) -> Iterator[Snapshot]:
-    """Yield those that say what the loss was; of the others ``_losses`` speaks."""
+    """Yield the snapshots that have a loss; ``_losses`` reports the others."""
     return (snapshot for snapshot in snapshots if snapshot.loss is not None)
 
 
-#: Name to (digest, dtype).
+#: Name -> (digest, dtype).
 _Tensors = Mapping[str, tuple[str, str]]
-#: Name of a buffer to what ranks had there.
+#: Name of a buffer -> (digest, dtype) of each rank.
 _Buffers = Mapping[str, Collection[tuple[str, str]]]
 
 
-def _without_loose(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
-    """Without the buffers that no checkpoint holds: a fresh process makes them anew, a rotary table may have grown since."""
+def _without_nonpersistent(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
+    """Return the snapshots without buffers that are not persistent: a fresh process makes those anew."""
     first = run.first("build_model")
     unwrapped = first.unwrapped.buffers if first and first.unwrapped else ()
     known = {info.name: info.placement == "persistent" for info in unwrapped}
     canonical = STRATEGIES.get(cell.strategy).canonical
 
-    def kept(model: ModelInfo) -> ModelInfo:
+    def persistent(model: ModelInfo) -> ModelInfo:
         held = (info for info in model.buffers if known.get(canonical(info.name, cell, known), not known))
         return replace(model, buffers=tuple(held))
 
-    return tuple(replace(snapshot, model=snapshot.model and kept(snapshot.model)) for snapshot in snapshots)
+    return tuple(replace(snapshot, model=snapshot.model and persistent(snapshot.model)) for snapshot in snapshots)
 
 
 def _buffers(snapshots: tuple[Snapshot, ...]) -> _Buffers:
-    """What any rank had in a buffer."""
+    """Return the values that any rank had, by buffer."""
     found: dict[str, set[tuple[str, str]]] = {}
     for snapshot in snapshots:
         for info in snapshot.model.buffers if snapshot.model else ():
@@ -112,23 +114,23 @@ def _buffers(snapshots: tuple[Snapshot, ...]) -> _Buffers:
 
 
 def _same(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers | None = None) -> Iterator[str]:
-    """Everything that training goes on from, before and after an action that must not change it."""
+    """Yield findings for state that an action changed although it must not."""
     yield from _model(before, after, action, anywhere or {})
     yield from _optimizer(before.optimizer, after.optimizer, f"rank {after.rank}", action)
 
 
 def _model(before: Snapshot, after: Snapshot, action: str, anywhere: _Buffers) -> Iterator[str]:
-    """``anywhere``: what counts as unchanged, of buffers, beside what the rank itself had."""
+    """Yield findings for changed parameters and buffers; a buffer may also have any of its values in ``anywhere``."""
     old, new = before.model, after.model
-    for what, was, now in (
+    for kind, was, now in (
         ("parameter", old and old.parameters, new and new.parameters),
         ("buffer", old and old.buffers, new and new.buffers),
     ):
         held = {info.name: (info.digest, info.dtype) for info in was or ()}
         found = {info.name: (info.digest, info.dtype) for info in now or ()}
-        if what == "buffer":
+        if kind == "buffer":
             found = {name: held.get(name, one) if one in anywhere.get(name, ()) else one for name, one in found.items()}
-        yield from _differences(f"rank {after.rank}: {what}", held, found, action)
+        yield from _differences(f"rank {after.rank}: {kind}", held, found, action)
 
 
 def _optimizer(before: OptimizerInfo | None, after: OptimizerInfo | None, where: str, action: str) -> Iterator[str]:
@@ -150,7 +152,7 @@ def _groups(before: OptimizerInfo | None, after: OptimizerInfo | None, where: st
         yield f"{where}: {key} of the optimizer's group {number} is {new} after the {action}; {old} before"
 
 
-def _differences(what: str, was: _Tensors, now: _Tensors, action: str) -> Iterator[str]:
+def _differences(kind: str, was: _Tensors, now: _Tensors, action: str) -> Iterator[str]:
     both = set(was) & set(now)
     for title, wrong in (
         (f"missing after the {action}", set(was) - set(now)),
@@ -160,7 +162,7 @@ def _differences(what: str, was: _Tensors, now: _Tensors, action: str) -> Iterat
     ):
         if wrong:
             first, *others = sorted(wrong)
-            yield f"{what} {first!r}{f' and {len(others)} others' if others else ''}: {title}"
+            yield f"{kind} {first!r}{f' and {len(others)} others' if others else ''}: {title}"
 
 
 def _tolerance(cell: Cell) -> float:
@@ -180,11 +182,11 @@ def _losses(nth: int, whole: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...]
 
 
 def _numbers(nth: int, whole: tuple[Snapshot, ...], resumed: tuple[Snapshot, ...]) -> Iterator[str]:
-    """Each loss tells of the learning rate of the step before it: what is set in the last one shows here only."""
+    """Yield findings for numbers of param groups after a step; those of the last step affect no loss."""
     when = f"after step {nth + 1} of the resumed run"
     for expected, found in pairs(whole, resumed):
         was, now = (one.optimizer.param_groups if one.optimizer else () for one in (expected, found))
-        for number, key, old, new in unlike(was, now, ROUNDING):
+        for number, key, old, new in unlike(was, now, RATE_TOLERANCE):
             if old is not None and new is not None:
-                told = f"{key} of the optimizer's group {number} is {new:.6g} {when}"
-                yield f"rank {found.rank}: {told}; {old:.6g} in the run that never stopped"
+                finding = f"{key} of the optimizer's group {number} is {new:.6g} {when}"
+                yield f"rank {found.rank}: {finding}; {old:.6g} in the run that never stopped"

@@ -1,4 +1,4 @@
-"""Does a checkpoint of the model alone hold the model, all of it, and nothing else?"""
+"""Does a checkpoint of the model alone hold the whole model, and nothing else?"""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
-from pytest_distcompat.checks._values import flat_parameters, values
-from pytest_distcompat.checks.names import adapter_name
+from pytest_distcompat.checks._values import adapter_name, flat_parameters, values
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.trace import Trace, UnwrappedInfo
 
 
-def _asked(cell: Cell, driver: type[Driver]) -> str | None:
+def _saves_optimizer(cell: Cell, driver: type[Driver]) -> str | None:
     return None if cell.option("save_only_model") else "the cell saves the optimizer too"
 
 
-@check(scenario=TRAIN, until=(("train", "files", 0),), order=15, not_applicable=_asked)
+@check(scenario=TRAIN, until=(("train", "files", 0),), order=15, not_applicable=_saves_optimizer)
 def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
-    """A checkpoint saved with save_only_model holds every parameter and every persistent buffer under the unwrapped model's name
-    (of tied names one is enough; of an adapter PEFT's names), equal bit by bit to what was trained at the save (flat
-    masters, or the copies that the model computes with), and no state of an optimizer or a scheduler.
+    """Check that a checkpoint saved with save_only_model holds all weights, and no optimizer or scheduler state.
 
-    Where a trainer cannot do that it has to say so when it is built: declare ``refuses(..., save_only_model=True, match=...)``.
-    transformers found out at the first checkpoint, after hours (https://github.com/huggingface/transformers/issues/36626).
+    It holds every parameter and persistent buffer under the unwrapped model's name, bit by bit as trained at the save (flat
+    masters, or the copies that the model computes with). One of several tied names is enough; an adapter has PEFT's names.
 
-    If it fails: weights that are missing were not gathered, or were filtered by a name that wrapping had changed; other
-    values are those of another step, or went through a lower dtype; optimizer state makes the checkpoint three times as large.
+    A trainer that cannot do that must raise when it is built: declare ``refuses(..., save_only_model=True, match=...)``.
+    transformers raised at the first checkpoint, after hours (https://github.com/huggingface/transformers/issues/36626).
+
+    If it fails: missing weights were not gathered, or were filtered by a name that wrapping had changed. Other values are
+    those of another step, or went through a lower dtype. Optimizer state makes the checkpoint three times as large.
     """
     run = trace.run()
-    first, seen, written = run.first("build_model"), run.at("save"), run.first("files")
-    yield from every_rank(seen, cell.world_size, "save")
+    first, at_save, written = run.first("build_model"), run.at("save"), run.first("files")
+    yield from every_rank(at_save, cell.world_size, "save")
     if first is None or first.unwrapped is None or written is None:
         yield "the saved files were not read"
         return
-    for what, holds in (("an optimizer", "optimizer"), ("a scheduler", "scheduler")):
+    for owner, holds in (("an optimizer", "optimizer"), ("a scheduler", "scheduler")):
         paths = [repr(file.path) for file in written.saved if file.holds == holds]
         if paths:
-            yield f"state of {what} stands in {', '.join(paths[:3])}; the checkpoint is of the model alone"
+            yield f"state of {owner} stands in {', '.join(paths[:3])}; the checkpoint is of the model alone"
     unwrapped = first.unwrapped
-    names = _to_stand(cell, unwrapped)
+    names = _required(cell, unwrapped)
     saved: dict[str, set[str]] = {}
     for key, digest in (pair for file in written.saved for pair in file.digests.items()):
         saved.setdefault(key, set()).add(digest)
@@ -48,20 +48,21 @@ def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
     missing = [name for name in names if name not in weights]
     if missing:
         yield f"{len(missing)} of {len(names)} weights are not saved, first {', '.join(map(repr, missing[:3]))}"
-    if flat_parameters(seen):
-        return  # flat parameters have no values of their own under unwrapped names
-    trained = values(run, seen)
+    if flat_parameters(at_save):
+        return  # flat parameters have no unwrapped names to compare by
+    trained = values(run, at_save)
     yield from trained.wrong
     held = [trained.of(kind) for kind in ("parameter", "buffer", "master")]
     copies = {name: {digest for found in held for digest in found.get(name, ())} for name in names}
     wrong = [name for name, digests in weights.items() if not copies[name].issuperset(digests)]
     if wrong:
-        shown = ", ".join(map(repr, wrong[:3]))
-        yield f"{len(wrong)} of {len(names)} weights have other values in the checkpoint than at the save, first {shown}"
+        first_wrong = ", ".join(map(repr, wrong[:3]))
+        finding = f"{len(wrong)} of {len(names)} weights have other values in the checkpoint than at the save"
+        yield f"{finding}, first {first_wrong}"
 
 
-def _to_stand(cell: Cell, unwrapped: UnwrappedInfo) -> list[str]:
-    """What is to be saved, tied names as one: parameters and persistent buffers, or the trained part of an adapter."""
+def _required(cell: Cell, unwrapped: UnwrappedInfo) -> list[str]:
+    """Return the names to be saved, one for tied ones: parameters and persistent buffers, or those of the adapter."""
     if cell.option("lora"):
         return [info.name for info in unwrapped.parameters if info.trainable]
     buffers = (info.name for info in unwrapped.buffers if info.placement == "persistent")
@@ -69,7 +70,7 @@ def _to_stand(cell: Cell, unwrapped: UnwrappedInfo) -> list[str]:
 
 
 def _keys(unwrapped: UnwrappedInfo, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Every key under which a weight may stand, with the weight's name: its own, that of one tied to it, or PEFT's."""
+    """Yield each key that a weight may have in a file, with the weight's name: PEFT's, a tied one, its own."""
     yield from ((adapter_name(name), name) for name in names)
     yield from ((name, group[0]) for group in unwrapped.tied for name in group if group[0] in names)
     yield from ((name, name) for name in names)

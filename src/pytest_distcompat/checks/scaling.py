@@ -1,4 +1,4 @@
-"""Does float16 train under a scaled loss, and do all ranks skip a step in which gradients overflow?"""
+"""Does float16 train with a scaled loss, and do all ranks skip a step in which gradients overflow?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_distcompat.scenario import OVERFLOW
 from pytest_distcompat.trace import Snapshot, Trace
 
 
-def _scaled(cell: Cell, driver: type[Driver]) -> str | None:
+def _not_scaled(cell: Cell, driver: type[Driver]) -> str | None:
     if not PRECISIONS.get(cell.precision).scaled:
         return f"{cell.precision} needs no scaled loss"
     if cell.option("compile"):
@@ -25,18 +25,19 @@ def _scaled(cell: Cell, driver: type[Driver]) -> str | None:
     scenario=OVERFLOW,
     until=(("overflow", "step", 0), ("overflow", "overflow", 0), ("overflow", "step", 1)),
     order=17,
-    not_applicable=_scaled,
+    not_applicable=_not_scaled,
 )
 def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
-    """A scaler with a scale above 1 is there, and its scale is the same on all ranks after every step. In a step in which
-    gradients of one layer are infinite on one rank, no rank changes a parameter, a master or the optimizer's state, and
-    every rank's scale becomes smaller, unless DeepSpeed's ``hysteresis`` is to bear more of them first; with the next step
-    all train on.
+    """Check that the loss is scaled, and that all ranks skip a step in which gradients overflow.
+
+    There is a scaler with a scale above 1, and its scale is the same on all ranks after every step. In a step in which the
+    gradients of one layer are infinite on one rank, no rank changes a parameter, a master or optimizer state, and every rank's
+    scale becomes smaller, unless DeepSpeed's ``hysteresis`` tolerates more overflows first. In the next step all ranks train.
 
     If it fails: without a scaler gradients below 6e-8 are zero
-    (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling). With one that looks at its own rank's gradients only,
+    (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling). With a scaler that reads its own rank's gradients only,
     the ranks that hold none of the infinite ones step while the others skip
-    (https://github.com/deepspeedai/DeepSpeed/pull/7580): FSDP1 has ShardedGradScaler for that.
+    (https://github.com/deepspeedai/DeepSpeed/pull/7580): use ShardedGradScaler for FSDP1.
     """
     run = trace.run("overflow")
     before, corrupted, after = run.at("step", 0), run.at("overflow"), run.at("step", 1)
@@ -51,11 +52,11 @@ def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
             yield f"rank {snapshot.rank}: the loss is scaled by {scale:g}; expected more than 1"
         elif not math.isfinite(scale):
             yield f"rank {snapshot.rank}: the loss is scaled by {scale:g}; expected a finite number"
-    for what, snapshots in (("the first step", before), ("the overflow", corrupted), ("the step after it", after)):
+    for moment, snapshots in (("the first step", before), ("the overflow", corrupted), ("the step after it", after)):
         scales = {snapshot.scaler["scale"] for snapshot in snapshots if "scale" in snapshot.scaler}
         if len(scales) > 1:
             listed = ", ".join(f"{scale:g}" for scale in sorted(scales))
-            yield f"ranks scale the loss differently after {what}: by {listed}"
+            yield f"ranks scale the loss differently after {moment}: by {listed}"
     for old, new in pairs(before, corrupted):
         yield from _skipped(old, new)
     for old, new in pairs(corrupted, after):
@@ -70,17 +71,20 @@ def _skipped(old: Snapshot, new: Snapshot) -> Iterator[str]:
         others = f" and {len(changed) - 1} others" if len(changed) > 1 else ""
         yield f"rank {new.rank}: {changed[0]}{others} changed in a step whose gradients overflow; expected it to be skipped"
     scales = old.scaler.get("scale"), new.scaler.get("scale")
-    if scales[0] is not None and scales[1] is not None and scales[1] >= scales[0] and not _bears(old, new):
+    if scales[0] is not None and scales[1] is not None and scales[1] >= scales[0] and not _tolerates(old, new):
         yield f"rank {new.rank}: the scale is {scales[1]:g} after an overflow at {scales[0]:g}; expected a smaller one"
 
 
-def _bears(old: Snapshot, new: Snapshot) -> bool:
-    """Whether it was one of those that are borne: https://www.deepspeed.ai/docs/config-json/#fp16-training-options."""
+def _tolerates(old: Snapshot, new: Snapshot) -> bool:
+    """Tell whether DeepSpeed's hysteresis tolerated the overflow.
+
+    https://www.deepspeed.ai/docs/config-json/#fp16-training-options
+    """
     return new.scaler.get("hysteresis", 1.0) < old.scaler.get("hysteresis", 1.0)
 
 
 def _values(snapshot: Snapshot) -> dict[str, str]:
-    """What a step changes, as this rank stores it."""
+    """Return the digests of all that a step changes on this rank."""
     found = {repr(info.name): info.digest for info in (snapshot.model.parameters if snapshot.model else ())}
     states = snapshot.optimizer.states if snapshot.optimizer else ()
     return found | {f"{state.key} of {state.owner!r}": state.digest for state in states}

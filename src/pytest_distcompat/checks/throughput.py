@@ -1,4 +1,4 @@
-"""Is a strategy about as fast as another?"""
+"""Is a strategy about as fast as the baseline?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_distcompat.scenario import STEPS, TRAIN_RUN, Scenario
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Trace
 
-#: What others are compared with, the first that the driver can do.
+#: Strategies to compare with: the first one that the driver supports.
 BASELINES = ("ddp", "fsdp2", "zero1")
 LIMIT = "throughput"
 
@@ -25,7 +25,7 @@ def _baseline(cell: Cell, driver: type[Driver]) -> str:
 def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
     import dataclasses
 
-    # The very run that the baseline's own cell runs: it costs nothing where the matrix has that cell.
+    # The same run as that of the baseline's own cell, so that it is shared if the matrix has that cell.
     baseline = dataclasses.replace(TRAIN_RUN, strategy=_baseline(cell, driver), only=("model", "grad_accum"))
     return Scenario("throughput", (TRAIN_RUN, dataclasses.replace(baseline, name="baseline", same_as=TRAIN_RUN.name)))
 
@@ -37,14 +37,14 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
     limit=LIMIT,
 )
 def throughput(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Tokens a second and rank are at least the given part (``--distcompat-throughput 0.9``) of what the baseline has: DDP, or
-    the first strategy that the driver can do, in the same precision and at the same world size.
+    """Check that tokens/s per rank are at least a given fraction (``--distcompat-throughput 0.9``) of the baseline's.
 
+    The baseline is DDP, or the first strategy that the driver supports, in the same precision and at the same world size.
     Without a limit nothing is asserted, and the figures are in the report. On tiny models, and on a CPU that ranks share,
     they say little. https://huggingface.co/blog/deepspeed-to-fsdp-and-back found FSDP and ZeRO-3 within 2 % of each other.
 
-    If it fails: compare step times and peak memory in the report. Units that are too small, activations recomputed for
-    nothing and offloaded state cost most; a step that is slow once in a while is somebody else on the machine.
+    If it fails: compare step times and peak memory in the report. Units that are too small, needless recomputation of
+    activations and offloaded state cost most. Single slow steps come from other load on the machine.
     """
     here = cost(trace)
     there = cost(Trace.of(trace.driver, [trace.run("baseline")]), run="baseline")
@@ -52,7 +52,7 @@ def throughput(cell: Cell, trace: Trace) -> Iterator[str]:
     if here is None or there is None:
         yield "too few steps to tell the throughput"
     elif here.tokens_per_second < limit * there.tokens_per_second:
-        part = here.tokens_per_second / there.tokens_per_second
+        fraction = here.tokens_per_second / there.tokens_per_second
         base = STRATEGIES.get(trace.run("baseline").cell.partition("-")[0]).name
-        figures = f"{here.tokens_per_second:.4g} tokens a second and rank, {part:.2f} of {base}'s {there.tokens_per_second:.4g}"
-        yield f"{figures}; expected at least {limit:g} of it"
+        figures = f"{fraction:.2f} of {base}'s {there.tokens_per_second:.4g}; expected at least {limit:g} of it"
+        yield f"{here.tokens_per_second:.4g} tokens a second and rank, {figures}"

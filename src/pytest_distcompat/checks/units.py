@@ -1,37 +1,39 @@
-"""Is the model cut, recomputed and compiled where it was asked to be?"""
+"""Is the model sharded, recomputed and compiled block by block as the cell says?"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks._base import asked, check, every_rank
+from pytest_distcompat.checks._base import check, every_rank, requested
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ModelInfo, Trace, UnwrappedInfo
 
-#: The words of ``ModelInfo.wrappers`` for what cuts a model into units.
-_CUTS = frozenset({"FSDP1", "FSDP2"})
+#: The values of ``ModelInfo.wrappers`` that shard a model in units.
+_WITH_UNITS = frozenset({"FSDP1", "FSDP2"})
 
 
-def _something_asked(cell: Cell, driver: type[Driver]) -> str | None:
-    if STRATEGIES.get(cell.strategy).wrapper in _CUTS:
+def _no_units(cell: Cell, driver: type[Driver]) -> str | None:
+    if STRATEGIES.get(cell.strategy).wrapper in _WITH_UNITS:
         return None
     if cell.option("activation_checkpointing") or cell.option("compile"):
         return None
     return f"{cell.strategy} cuts no units, and nothing is recomputed or compiled"
 
 
-@check(scenario=TRAIN, until=(("train", "step", 2),), order=7, not_applicable=_something_asked)
+@check(scenario=TRAIN, until=(("train", "step", 2),), order=7, not_applicable=_no_units)
 def units(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Each block is a unit of FSDP's and so is the root: not the whole model in one, nor the children of blocks one by one.
-    Activation checkpointing recomputes each block as a whole, torch.compile really makes graphs, of what it was told to,
-    and a module that is to be left out of the sharding stays whole. Blocks are those whose classes are named, or else those
-    that the model declares, as models of transformers do; where they are not known that is a finding too.
+    """Check that FSDP's units, activation checkpointing and torch.compile apply to the model's blocks.
 
-    If it fails: compare the policy's class names with the model's. One unit for all gathers the whole model at once; a
-    child for a unit costs a collective each; recomputing children keeps the activations between them.
+    Each block is an FSDP unit, and so is the root: not the whole model in one unit, nor the children of blocks one by one.
+    Activation checkpointing recomputes each block as a whole. torch.compile makes graphs, of the modules that the cell says. A
+    module that is left out of the sharding stays whole. Blocks are the modules of the named classes, or else those that the
+    model declares, as models of transformers do; unknown blocks are a finding too.
+
+    If it fails: compare the class names of the policy with the model's. One unit for everything gathers the whole model at
+    once. A unit for each child costs one collective each. Recomputing children keeps the activations between them.
     """
     run = trace.run()
     first = run.first("build_model")
@@ -53,39 +55,43 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from (f"rank {snapshot.rank}: {text}" for text in found)
 
 
-def _unknown(cell: Cell, unwrapped: UnwrappedInfo) -> str:
-    """Why it cannot be said what is right, if so; empty otherwise. Never a pass."""
+def _unknown(cell: Cell, unwrapped: UnwrappedInfo) -> str | None:
+    """Return a finding if the expected units are not known, so that the check cannot pass; None otherwise."""
     if cell.option("ignored_modules") and not unwrapped.ignored_modules:
         return "it is not known which module was to be left out of the sharding"
-    cut = STRATEGIES.get(cell.strategy).wrapper in _CUTS and cell.option("wrap_policy") != "size"
-    one_by_one = cut or cell.option("activation_checkpointing") or cell.option("compile") in {"regional", "partial"}
-    if not one_by_one:
-        return ""
+    sharded_by_block = STRATEGIES.get(cell.strategy).wrapper in _WITH_UNITS and cell.option("wrap_policy") != "size"
+    by_block = (
+        sharded_by_block or cell.option("activation_checkpointing") or cell.option("compile") in {"regional", "partial"}
+    )
+    if not by_block:
+        return None
     classes = " or ".join(map(repr, unwrapped.block_classes))
     if "" in unwrapped.blocks:
         return f"the whole model that was seen is one block, a {classes}: nothing wraps what is around it"
     if unwrapped.blocks:
-        return ""
-    why = f"no module of it is a {classes}" if classes else "it declares none (_no_split_modules)"
-    return f"the model's blocks are not known: {why}; name their classes by blocks= of launch, or blocks of the driver"
+        return None
+    reason = f"no module of it is a {classes}" if classes else "it declares none (_no_split_modules)"
+    return (
+        f"the model's blocks are not known: {reason}; name their classes by blocks= of launch, or blocks of the driver"
+    )
 
 
 def _names(cell: Cell, unwrapped: UnwrappedInfo, live: Collection[str]) -> set[str]:
-    """Names of modules as the unwrapped model has them; the root is the empty name, whatever wraps it."""
+    """Return the unwrapped model's names of live modules; the root's is empty, whatever wraps it."""
     strategy = STRATEGIES.get(cell.strategy)
     known = {info.name.rpartition(".")[0] for info in unwrapped.parameters} | set(unwrapped.blocks)
     return {strategy.canonical(name, cell, known) for name in live}
 
 
 def _cut(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    if STRATEGIES.get(cell.strategy).wrapper not in _CUTS:
+    if STRATEGIES.get(cell.strategy).wrapper not in _WITH_UNITS:
         return
     found = _names(cell, unwrapped, model.units)
     if cell.option("wrap_policy") == "size":
         if len(found) < 2:
             yield "FSDP has one unit for the whole model; expected one for each part that is large enough"
         return
-    # A model may declare a part of a block to be a block too.
+    # A model may declare a module inside a block to be a block too.
     inside = {name for name in found if _under(name, unwrapped.blocks)} - set(unwrapped.blocks) - _adapted(unwrapped)
     # Embeddings and heads may be units of their own.
     if inside or not {"", *unwrapped.blocks} <= found:
@@ -94,7 +100,7 @@ def _cut(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str
 
 
 def _adapted(unwrapped: UnwrappedInfo) -> set[str]:
-    """The trained layers of blocks that are frozen otherwise.
+    """Return the trained layers of blocks that are frozen otherwise.
 
     PEFT's policy for FSDP1 makes a unit of each, apart from the frozen ones: https://huggingface.co/docs/peft/accelerate/fsdp.
     """
@@ -109,15 +115,18 @@ def _adapted(unwrapped: UnwrappedInfo) -> set[str]:
 def _recomputed(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
     found = _names(cell, unwrapped, model.checkpointed) & _inside(unwrapped)
     if not cell.option("activation_checkpointing"):
-        # A script may ask for it by itself; of a driver that speaks the option it is known what it was told.
-        if found and asked(cell, unwrapped, "activation_checkpointing"):
+        # A script may turn it on by itself; a driver that supports the option was given the cell's value.
+        if found and requested(cell, unwrapped, "activation_checkpointing"):
             yield f"the activations of {_list(found)} are recomputed; nobody asked for it"
         return
     yield from _compare("the activations are recomputed of", found, set(unwrapped.blocks))
 
 
 def _inside(unwrapped: UnwrappedInfo) -> set[str]:
-    """Blocks and all modules inside them: what stands above a block may be told of recomputing and do none itself."""
+    """Return the blocks and all modules inside them.
+
+    A parent of blocks may be marked as checkpointed without being recomputed.
+    """
     owners = {info.name.rpartition(".")[0] for info in unwrapped.parameters}
     inside = {owner for owner in owners if any(owner.startswith(f"{block}.") for block in unwrapped.blocks)}
     parents = {".".join(owner.split(".")[:n]) for owner in inside for n in range(1, owner.count(".") + 1)}
@@ -129,17 +138,17 @@ def _under(name: str, blocks: Collection[str]) -> bool:
 
 
 def _compiled(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str]:
-    how = cell.option("compile")
-    if not how:
+    mode = cell.option("compile")
+    if not mode:
         return
     if not model.graphs:
         yield "torch.compile made no graph in three steps: the model runs uncompiled"
     found = _names(cell, unwrapped, model.compiled)
-    if how == "partial" and not any(_under(name, unwrapped.blocks) or name in unwrapped.blocks for name in found):
+    if mode == "partial" and not any(_under(name, unwrapped.blocks) or name in unwrapped.blocks for name in found):
         yield f"what is compiled is {_list(found)}; expected one of the blocks"
-    elif how == "regional" and not set(unwrapped.blocks) <= found:
+    elif mode == "regional" and not set(unwrapped.blocks) <= found:
         yield f"what is compiled is {_list(found)}; expected each of {_list(set(unwrapped.blocks))}"
-    elif how in {True, "aot_eager"} and not model.compiled:
+    elif mode in {True, "aot_eager"} and not model.compiled:
         yield "nothing is wrapped by torch.compile"
 
 
@@ -157,11 +166,11 @@ def _numel(unwrapped: UnwrappedInfo, name: str) -> int:
     return next((info.local_numel for info in unwrapped.parameters if info.name == name), 0)
 
 
-def _compare(what: str, found: set[str], expected: set[str]) -> Iterator[str]:
+def _compare(subject: str, found: set[str], expected: set[str]) -> Iterator[str]:
     if found != expected:
-        yield f"{what} {_list(found)}; expected {_list(expected)}"
+        yield f"{subject} {_list(found)}; expected {_list(expected)}"
 
 
 def _list(names: Collection[str]) -> str:
-    shown = sorted(repr(name) if name else "the root" for name in names)
-    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "") if shown else "nothing"
+    quoted = sorted(repr(name) if name else "the root" for name in names)
+    return ", ".join(quoted[:6]) + (f" and {len(quoted) - 6} more" if len(quoted) > 6 else "") if quoted else "nothing"

@@ -1,4 +1,4 @@
-"""The registry of drivers: the trainers under test. Each module is named after the library it drives."""
+"""Registry of drivers, the trainers under test; each module is named after the library that it drives."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ __all__ = ["DRIVERS", "Driver", "TinyDriver", "find_driver", "preload_of"]
 
 
 def find_driver(name: str) -> type[Driver]:
-    """The driver of that name, or the class behind ``module:attribute``. Raises UsageProblem."""
+    """Return the driver of that name, or the class behind ``module:attribute``.
+
+    Raises:
+        UsageProblem: If there is none, or if the class declares something that cannot be right.
+    """
     if ":" not in name:
         return DRIVERS.get(name)
     module_name, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
-        told = "; install it, or have pytest find it: pythonpath = DIRECTORY in its settings" if missing else ""
-        raise UsageProblem(f"driver {name!r}: {error}{told}") from error
+        not_found = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        hint = "; install it, or have pytest find it: pythonpath = DIRECTORY in its settings" if not_found else ""
+        raise UsageProblem(f"driver {name!r}: {error}{hint}") from error
     if not (isinstance(found, type) and issubclass(found, Driver)):
         raise UsageProblem(f"driver {name!r} is {found!r}; expected a subclass of pytest_distcompat.Driver")
     check_declared(found, name)
@@ -35,18 +39,18 @@ def find_driver(name: str) -> type[Driver]:
 
 
 def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
-    """The modules that runs of that driver need in those cells: what a fork server lacks, every rank imports anew."""
+    """Return the modules that the fork server should import for that driver and those cells."""
     from pytest_distcompat.drivers._preload import COMPILE
     from pytest_distcompat.models import MODELS
     from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.runner import WORKER
     from pytest_distcompat.strategies import STRATEGIES
 
-    asked = list(cells)
-    models = sorted({str(cell.option("model")) for cell in asked}) if "model" in driver.options else []
-    of_models = (module for model in models for module in MODELS.get(model).preload)
-    more = COMPILE if any(cell.option("compile") for cell in asked) else ()
-    own = (module for registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in registry.modules)
-    ours = (WORKER, "pytest_distcompat.probe", "pytest_distcompat.probe.snapshot", *own)
-    # Not the driver's own module, unless it says so: at import it may ask which rank it is on.
-    return tuple(dict.fromkeys((*driver.preload, *of_models, *more, *ours)))
+    cells = list(cells)
+    models = sorted({str(cell.option("model")) for cell in cells}) if "model" in driver.options else []
+    model_modules = (module for model in models for module in MODELS.get(model).preload)
+    compile_modules = COMPILE if any(cell.option("compile") for cell in cells) else ()
+    registered = (module for registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in registry.modules)
+    plugin_modules = (WORKER, "pytest_distcompat.probe", "pytest_distcompat.probe.snapshot", *registered)
+    # Not the driver's own module, unless it lists itself: at import it may read its rank from the environment.
+    return tuple(dict.fromkeys((*driver.preload, *model_modules, *compile_modules, *plugin_modules)))

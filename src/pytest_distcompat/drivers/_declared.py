@@ -1,7 +1,7 @@
-"""What a driver's class says of itself, read before any rank starts: a wrong word is said where it stands.
+"""Validation of what a driver's class declares, before any rank starts.
 
-``options = "compile"`` is a text whose letters are taken for names, and ``reshards = ("fspd2",)`` claims nothing: both would
-leave items out without a word.
+``options = "compile"`` is a string whose letters would be taken for names, and ``reshards = ("fspd2",)`` declares nothing:
+both would silently leave test items out.
 """
 
 from __future__ import annotations
@@ -15,13 +15,21 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.strategies import STRATEGIES
 
-#: The attributes that hold names.
-_NAMES = ("preload", "options", "libraries", "reshards", "blocks", "ignored_modules")
+#: The attributes that are tuples of names.
+_TUPLES_OF_NAMES = ("preload", "options", "libraries", "reshards", "blocks", "ignored_modules")
 
 
 def check_declared(driver: type[Driver], name: str) -> None:
-    """Raise UsageProblem, with the right words, for an attribute of the class that is wrong."""
-    for attribute in _NAMES:
+    """Validate the attributes of a driver's class.
+
+    Args:
+        driver: The class.
+        name: What error messages call it.
+
+    Raises:
+        UsageProblem: If an attribute has the wrong type or an unknown name; the message lists the known ones.
+    """
+    for attribute in _TUPLES_OF_NAMES:
         value: Any = getattr(driver, attribute)
         if isinstance(value, property):
             continue
@@ -32,8 +40,10 @@ def check_declared(driver: type[Driver], name: str) -> None:
             f"driver {name!r}: portable is {driver.portable!r:.200}; expected a mapping of strategy to strategy"
         )
     if not isinstance(inspect.getattr_static(driver, "unsupported_reason"), (classmethod, staticmethod)):
-        # It would take the cell for itself.
-        raise UsageProblem(f"driver {name!r}: unable is no classmethod; expected unsupported_reason(cls, cell, device)")
+        # Called on the class, a plain method would take the cell for ``self``.
+        raise UsageProblem(
+            f"driver {name!r}: unsupported_reason is no classmethod; expected unsupported_reason(cls, cell, device)"
+        )
     for option in driver.options:
         if option not in OPTIONS:
             raise UsageProblem(f"driver {name!r}: options: no option named {option!r}. Known: {', '.join(OPTIONS)}")
@@ -50,16 +60,16 @@ def unsupported_reason(driver: type[Driver], cell: Cell, device: str) -> str | N
     """Return why the driver cannot run the cell on that device, as its own ``unsupported_reason`` says; None if it can.
 
     Raises:
-        UsageProblem: If the driver's method raises, or returns something else than a text or None.
+        UsageProblem: If the driver's method raises, or returns neither a string nor None.
     """
-    asked = f"driver '{driver.__module__}:{driver.__qualname__}': unsupported_reason({cell.id}, {device!r})"
-    ask: Callable[[Cell, str], Any] = driver.unsupported_reason
+    call = f"driver '{driver.__module__}:{driver.__qualname__}': unsupported_reason({cell.id}, {device!r})"
+    method: Callable[[Cell, str], Any] = driver.unsupported_reason
     try:
-        found = ask(cell, device)
+        reason = method(cell, device)
     except Exception as error:
-        raise UsageProblem(f"{asked} raised {type(error).__name__}: {error}") from error
-    if found is not None and not isinstance(found, str):
+        raise UsageProblem(f"{call} raised {type(error).__name__}: {error}") from error
+    if reason is not None and not isinstance(reason, str):
         raise UsageProblem(
-            f"{asked} returned {found!r:.200}; expected the reason as one sentence, None if the driver supports the cell"
+            f"{call} returned {reason!r:.200}; expected the reason as one sentence, None if the driver supports the cell"
         )
-    return found or None
+    return reason or None

@@ -1,4 +1,4 @@
-"""How plain torch says the options of a cell that are no matter of the strategy: recompute, compile, 8 bits, whole files."""
+"""Options of a cell that do not depend on the strategy: activation checkpointing, compilation, 8 bits, whole files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
-    """What accelerate, and Trainer by it, cannot do with FSDP; None for all else."""
+    """Return why accelerate, and Trainer with it, cannot run the cell; None if they can."""
     if cell.strategy == "fsdp1" and cell.option("activation_checkpointing") and cell.option("wrap_policy") == "size":
-        # It would hang: no verdict could be had of it, and a known issue never covers a hang.
+        # It would hang, and a known issue never covers a hang.
         return (
             "recomputed modules then hold several of FSDP1's units: one rank gathers for the recomputation while another "
             "reduces gradients, and both wait (docs/upstream.md)"
@@ -35,7 +35,7 @@ def unsupported_by_accelerate(cell: Cell, device: str) -> str | None:
 
 
 def recompute_by_model(model: Any, blocks: Iterable[Module]) -> None:
-    """The model's own way where it has one, as transformers' models have; else the wrapper around each block."""
+    """Turn on activation checkpointing by the model's own method, as transformers' have one, or wrap each block."""
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
@@ -44,7 +44,7 @@ def recompute_by_model(model: Any, blocks: Iterable[Module]) -> None:
 
 
 def merge_shards(accelerator: Any, model: Any, directory: Path) -> None:
-    """FSDP1's weights in one file by way of a sharded checkpoint and accelerate's documented merge.
+    """Write FSDP1's weights into one file: a sharded checkpoint, then accelerate's documented merge.
 
     For CPU ranks, where gathering crashes torch: https://huggingface.co/docs/accelerate/usage_guides/fsdp
     """
@@ -52,22 +52,22 @@ def merge_shards(accelerator: Any, model: Any, directory: Path) -> None:
 
     shards = directory.parent / "shards"
     save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, str(shards), 0)
-    # On every rank: it waits for all of them.
+    # On every rank: the merge has a barrier.
     merge_fsdp_weights(str(shards / "pytorch_model_fsdp_0"), str(directory))
 
 
 def whole_state(model: Module) -> dict[str, Any]:
-    """The whole state dict, by torch; without the offload that crashes FSDP1 on CPU ranks, hence on every rank for it."""
+    """Return the full state dict on every rank, without the offload that crashes FSDP1 on CPU ranks."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def recompute(model: Module, blocks: Iterable[Module]) -> None:
-    """Activation checkpointing around each block, in place.
+    """Wrap each block in activation checkpointing, in place.
 
     torch has the wrapper under a private path only, which its own FSDP tutorial uses;
-    ``tests/spawn/test_private_names.py`` says when it goes away.
+    ``tests/spawn/test_private_names.py`` fails when it goes away.
     """
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         apply_activation_checkpointing,
@@ -77,26 +77,29 @@ def recompute(model: Module, blocks: Iterable[Module]) -> None:
     apply_activation_checkpointing(model, check_fn=lambda module: module in chosen)
 
 
-def in_place(how: object) -> bool:
-    """Whether that value of option ``compile`` leaves the model what it is, and compiles blocks inside."""
-    return how in {"regional", "partial"}
+def compiles_blocks(mode: object) -> bool:
+    """Tell whether that value of option ``compile`` compiles blocks in place and does not wrap the model."""
+    return mode in {"regional", "partial"}
 
 
-def compile_blocks(how: object, blocks: list[Module]) -> None:
-    """``regional``: each block by itself; ``partial``: the first only. By aot_eager: names do not depend on the backend."""
-    for block in blocks if how == "regional" else blocks[:1]:
+def compile_blocks(mode: object, blocks: list[Module]) -> None:
+    """Compile blocks in place: each one for ``regional``, the first one for ``partial``.
+
+    The backend is aot_eager, since names do not depend on the backend.
+    """
+    for block in blocks if mode == "regional" else blocks[:1]:
         block.compile(backend="aot_eager")
 
 
-def compiled(model: Any, how: object) -> Any:
-    """The whole model compiled: by inductor, or by the backend that the option names."""
+def compiled(model: Any, mode: object) -> Any:
+    """Return the model wrapped by torch.compile: with inductor, or the backend that the option names."""
     import torch
 
-    return torch.compile(model, backend="inductor" if how is True else str(how))
+    return torch.compile(model, backend="inductor" if mode is True else str(mode))
 
 
 def in_8_bits(model: Module, device: str) -> Module:
-    """Float8 layers of torchao for every linear layer but the last, whose output is the loss's input.
+    """Convert every linear layer but the last to torchao's float8 layer, and return the model.
 
     Emulated on the CPU: https://github.com/pytorch/ao/blob/main/torchao/float8/README.md.
     """
@@ -106,7 +109,7 @@ def in_8_bits(model: Module, device: str) -> Module:
     converted: Module = convert_to_float8_training(
         model,
         config=Float8LinearConfig(emulate=device == "cpu"),
-        # In 8 bits a product needs sizes that 16 divides.
+        # A product in 8 bits needs sizes divisible by 16.
         module_filter_fn=lambda module, name: (
             name != last and not (module.in_features % 16 or module.out_features % 16)
         ),
@@ -115,7 +118,7 @@ def in_8_bits(model: Module, device: str) -> Module:
 
 
 def write_whole(model: Any, state: Mapping[str, Any], directory: Path) -> None:
-    """The weights as one safetensors file, beside the configuration if the model has one; an adapter in PEFT's form."""
+    """Write the weights to one safetensors file, and the model's configuration; an adapter in PEFT's format."""
     from safetensors.torch import save_file
 
     if hasattr(model, "peft_config"):
@@ -123,6 +126,6 @@ def write_whole(model: Any, state: Mapping[str, Any], directory: Path) -> None:
         return
     if hasattr(model, "config"):
         model.config.save_pretrained(directory)
-    # Tied weights are one tensor under two names, which safetensors does not take.
+    # safetensors does not accept tied weights, one tensor under two names.
     own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
     save_file(own, directory / "model.safetensors", metadata={"format": "pt"})

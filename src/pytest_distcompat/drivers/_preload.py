@@ -1,12 +1,12 @@
-"""What ranks import sooner or later, for the fork server to have it already: what is not here is paid by every rank anew.
+"""Modules that the fork server imports for each library, so that ranks need not import them.
 
-A name that an older or newer release lacks is passed over.
+Names that an older or newer release lacks are skipped.
 """
 
 from __future__ import annotations
 
 TORCH = (
-    # Every optimizer imports it when it is made.
+    # Every optimizer imports it when it is created.
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
@@ -36,7 +36,7 @@ ACCELERATE = ("accelerate", "accelerate.utils.fsdp_utils", *DEEPSPEED)
 TRAINER = ("transformers.trainer", "transformers.integrations.deepspeed", *ACCELERATE)
 #: For cells that compile: torch.compile imports most of itself when it first compiles, seconds of each rank.
 COMPILE = (
-    # torch._dynamo knows pytest's own context managers, where it is installed.
+    # torch._dynamo imports pytest, if it is installed, to trace its context managers.
     "pytest",
     "torch._dynamo.backends.debugging",
     "torch._dynamo.backends.inductor",

@@ -1,4 +1,4 @@
-"""What the built-in drivers share: a tiny model, its optimizer and schedule, its data, and the reference."""
+"""Base class of the built-in drivers: a tiny model, its optimizer, schedule and data, and the reference."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from pytest_distcompat.world import World
 
 LEARNING_RATE, DECAY, GAMMA = 3e-3, 0.01, 0.95
-#: Steps an epoch. With accumulation the last of them has one micro-batch only, as the end of a real epoch has.
-EPOCH = 8
-#: The batch that ``evaluate`` computes on: one that nobody trains on.
-HELD_OUT = 999
+#: Steps of an epoch. With accumulation the last one has one micro-batch only, like the end of a real epoch.
+EPOCH_STEPS = 8
+#: The number of the batch that ``evaluate`` computes on; no step trains on it.
+HELD_OUT_BATCH = 999
 
 
 class TinyDriver(Driver):
-    """A driver that trains one of the tiny models with AdamW under a decaying learning rate, gradients clipped."""
+    """Driver that trains a tiny model with AdamW, a decaying learning rate and clipped gradients."""
 
-    #: What a loss is the mean of: ``rank``, the mean of the ranks' and micro-batches' means; ``token``, all tokens alike.
+    #: What the loss averages: ``rank``, the means of ranks and micro-batches; ``token``, all tokens of a step equally.
     mean: ClassVar[str] = "rank"
-    #: Whether one operation updates all parameters. It takes one kind of tensor, and one dtype of state.
+    #: Whether the optimizer is fused, which needs parameters of one kind and state of one dtype.
     fused: ClassVar[bool] = True
 
     def __init__(self, cell: Cell, world: World) -> None:
@@ -43,7 +43,7 @@ class TinyDriver(Driver):
         self.strategy: Strategy = STRATEGIES.get(cell.strategy)
         self.precision: Precision = PRECISIONS.get(cell.precision)
         self.tiny: TinyModel = MODELS.get(str(cell.option("model")))
-        # A driver of another model names its own.
+        # A driver of another model names its own classes.
         self.blocks = type(self).blocks or self.tiny.blocks
         self.accumulate = int(cell.option("grad_accum"))
         if cell.option("ignored_modules"):
@@ -55,9 +55,7 @@ class TinyDriver(Driver):
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
-        """An option the driver does not speak, one that makes no sense for the strategy, the precision or the model, or a
-        library that is not there.
-        """
+        """Return why the cell cannot run: the driver, strategy, precision or model cannot, or a library is missing."""
         problem = (
             super().unsupported_reason(cell, device)
             or _releases.missing(cls.needs(cell))
@@ -69,35 +67,35 @@ class TinyDriver(Driver):
         tiny = MODELS.get(str(cell.option("model")))
         if cell.option("ignored_modules") and not tiny.ignored_module:
             return f"the model {tiny.name} has no frozen module to leave out of the sharding"
-        if cell.option("lora") and not tiny.adapted:
-            return f"PEFT is for transformers' models, {tiny.name} is none"
+        if cell.option("lora") and not tiny.lora_targets:
+            return f"PEFT is for transformers' models, and {tiny.name} is not one"
         if cell.precision == "fp8" and not tiny.in_8_bits:
             return f"the model {tiny.name} has no layer whose sizes 16 divides: nothing would be in 8 bits"
         precision = PRECISIONS.get(cell.precision)
         if cell.option("ignored_modules") and precision.compute != precision.load:
             return f"a module that is left out computes in {precision.load}, as it was loaded, the others in {precision.compute}"
         if cell.option("float32_norms") and (precision.load == "float32" or not precision.mixed):
-            return f"{cell.precision} has one dtype for all that is loaded"
+            return f"{cell.precision} has one dtype for all parameters"
         if cell.option("grad_accum_dtype") == "fp32" and not (precision.mixed and precision.compute == "bfloat16"):
-            return f"{cell.precision} has no gradients in bfloat16 beside float32 masters, which could be added up in either"
+            return f"{cell.precision} has no bfloat16 gradients with float32 masters, so there is no other dtype to sum them in"
         if cell.option("reduce_dtype") == "fp32" and not (precision.mixed and precision.compute != "float32"):
             return f"{cell.precision} has one dtype for products and optimizer, in which gradients travel"
         if cell.option("param_groups") and not cell.option("use_orig_params"):
-            return "a flat parameter belongs to one group as a whole"
+            return "a flat parameter cannot be split into param groups"
         if cell.option("lora") and cell.option("frozen"):
-            return "with an adapter all else is frozen anyway"
+            return "with an adapter the base model is frozen anyway"
         return None
 
     @classmethod
     def needs(cls, cell: Cell) -> tuple[str, ...]:
-        """The modules without which the cell cannot be run, and releases from which on they can say it (PEP 508)."""
+        """Return the modules and releases that the cell requires (PEP 508)."""
         zero = STRATEGIES.get(cell.strategy).zero_stage is not None
-        found = [module for module in cls.libraries if module != "deepspeed" or zero]
-        found += ["peft"] if cell.option("lora") else []
-        return (*found, *MODELS.get(str(cell.option("model"))).preload, *_releases.needed(cell, cls.libraries))
+        modules = [module for module in cls.libraries if module != "deepspeed" or zero]
+        modules += ["peft"] if cell.option("lora") else []
+        return (*modules, *MODELS.get(str(cell.option("model"))).preload, *_releases.required(cell, cls.libraries))
 
     def build_model(self) -> Module:
-        """The tiny model from a fixed seed, in the precision's load dtype (buffers keep their own)."""
+        """Return the tiny model, made from a fixed seed, in the precision's load dtype; buffers keep their own."""
         import torch
 
         torch.manual_seed(0)
@@ -107,75 +105,75 @@ class TinyDriver(Driver):
             if not (self.cell.option("float32_norms") and "norm" in name):
                 parameter.data = parameter.data.to(load)
         if self.cell.option("frozen"):
-            for name in self.tiny.part:
+            for name in self.tiny.frozen_modules:
                 model.get_submodule(name).requires_grad_(requires_grad=False)
-        return self._adapted(model) if self.cell.option("lora") else model
+        return self._with_adapter(model) if self.cell.option("lora") else model
 
-    def _adapted(self, model: Module) -> Module:
+    def _with_adapter(self, model: Module) -> Module:
         from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(r=4, lora_alpha=8, target_modules=list(self.tiny.adapted), lora_dropout=0.0)
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=list(self.tiny.lora_targets), lora_dropout=0.0)
         adapted: Module = get_peft_model(model, config, autocast_adapter_dtype=False)
         return adapted
 
     def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
-        """AdamW on the trainable parameters; with the option ``param_groups``, those of one dimension without weight decay.
+        """Return AdamW on the trainable parameters; option ``param_groups`` exempts biases and norms from weight decay.
 
-        Fused, as transformers.Trainer has it by default. One by one its operations are a fifth of a suite on the CPU: torch
-        works out for each, and for each shape of a DTensor, anew in every process, what becomes of the placements.
+        Fused by default, as in transformers.Trainer. Unfused, its operations take a fifth of a suite on the CPU: every
+        process propagates DTensor placements anew for each operation and shape.
         """
         from torch.optim import AdamW
 
-        # FSDP1's gradient scaler and a fused optimizer do not go together: https://github.com/pytorch/pytorch/issues/140514
+        # FSDP1's gradient scaler does not support a fused optimizer: https://github.com/pytorch/pytorch/issues/140514
         fused = self.fused and not (self.cell.strategy == "fsdp1" and self.precision.scaled)
         return AdamW(self.groups(model), lr=LEARNING_RATE, weight_decay=DECAY, fused=fused)
 
     def groups(self, model: Module) -> Any:
-        """What an optimizer is made of: parameters, or groups of them."""
-        # Who freezes a part of a model hands ``model.parameters()`` over all the same.
+        """Return what the optimizer is made of: parameters, or param groups."""
+        # Training code with frozen parameters usually passes all of ``model.parameters()``.
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad or self.cell.option("frozen")]
         if not self.cell.option("param_groups"):
             return [p for _, p in trained]
         # By name: FSDP1 makes every shard one-dimensional.
-        free = [p for name, p in trained if name.endswith("bias") or "norm" in name]
-        known = {id(p) for p in free}
-        decayed = [p for _, p in trained if id(p) not in known]
-        return [{"params": decayed, "weight_decay": DECAY}, {"params": free, "weight_decay": 0.0}]
+        undecayed = [p for name, p in trained if name.endswith("bias") or "norm" in name]
+        undecayed_ids = {id(p) for p in undecayed}
+        decayed = [p for _, p in trained if id(p) not in undecayed_ids]
+        return [{"params": decayed, "weight_decay": DECAY}, {"params": undecayed, "weight_decay": 0.0}]
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, every: int = 1) -> Any:
-        """Every step (or every ``every`` calls) multiplies the learning rate by 0.95, so that a scheduler left behind shows."""
+        """Return a scheduler that multiplies the learning rate by 0.95 every ``every`` calls."""
         from torch.optim.lr_scheduler import StepLR
 
         return StepLR(optimizer, step_size=every, gamma=GAMMA)
 
     def micros(self, number: int) -> range:
-        """The micro-batches of a step, by their place in the epoch; every epoch has the same."""
-        start = number % EPOCH * self.accumulate
+        """Return the micro-batches of a step, by their index in the epoch; every epoch has the same."""
+        start = number % EPOCH_STEPS * self.accumulate
         return range(start, min(start + self.accumulate, self.epoch))
 
     @property
     def epoch(self) -> int:
-        """Micro-batches an epoch has, on each rank."""
-        return (EPOCH - 1) * self.accumulate + 1
+        """Return how many micro-batches an epoch has on each rank."""
+        return (EPOCH_STEPS - 1) * self.accumulate + 1
 
-    def batch_of(self, place: int, rank: int) -> Batch:
-        """Any rank's micro-batch in that place of the epoch, on this one's device."""
-        return {name: value.to(self.world.device) for name, value in self.tiny.batch(place, rank).items()}
+    def batch_of(self, index: int, rank: int) -> Batch:
+        """Return the micro-batch of any rank at that index of the epoch, on this rank's device."""
+        return {name: value.to(self.world.device) for name, value in self.tiny.batch(index, rank).items()}
 
     def batches(self, number: int) -> Iterator[tuple[Batch, bool]]:
-        """This rank's micro-batches of a step, each with whether it is the last; counts what is learned from."""
+        """Yield this rank's micro-batches of a step, each with whether it is the last, and count their tokens."""
         self.tokens = 0
-        places = self.micros(number)
-        for place in places:
-            batch = self.batch_of(place, self.world.rank)
+        indices = self.micros(number)
+        for index in indices:
+            batch = self.batch_of(index, self.world.rank)
             self.tokens += self.tiny.count(batch)
-            yield batch, place == places[-1]
+            yield batch, index == indices[-1]
 
     @contextlib.contextmanager
     def overflowing(self) -> Iterator[None]:
-        """What is computed inside gives the highest rank infinite gradients in the first layer, and in no other.
+        """Make gradients of the first layer, and of no other, infinite on the highest rank, within the context.
 
-        In one layer, so that of a flat partition some ranks hold nothing of it.
+        One layer alone, so that some ranks hold none of it in a flat partition.
         """
         layers = (module for module in self.model.modules() if not list(module.children()))
         first = next(layer for layer in layers if getattr(getattr(layer, "weight", None), "requires_grad", False))
@@ -191,27 +189,27 @@ class TinyDriver(Driver):
             handle.remove()
 
     def dataset(self, ranks: int) -> list[dict[str, torch.Tensor]]:
-        """An epoch row by row, in the order in which batch samplers deal it out: micro-batch by micro-batch, rank by rank."""
-        found = []
-        for place in range(self.epoch):
+        """Return the rows of an epoch in the order of batch samplers: micro-batch by micro-batch, rank by rank."""
+        rows = []
+        for index in range(self.epoch):
             for rank in range(ranks):
-                batch = self.tiny.batch(place, rank)
-                found += [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-        return found
+                batch = self.tiny.batch(index, rank)
+                rows += [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        return rows
 
     def evaluate(self, model: Module) -> torch.Tensor:
-        """Logits on a batch that nobody trained on."""
+        """Return the logits on a batch that no step trains on."""
         import torch
 
         model.eval()
         if model is not self.model and len({parameter.dtype for parameter in model.parameters()}) > 1:
-            # Trained weights in float32 beside frozen ones in bfloat16: no model computes with both.
+            # Trained weights in float32 beside frozen ones in bfloat16 cannot be multiplied.
             model.float()
         with torch.no_grad():
-            return self.tiny.outputs(model, self.batch_of(HELD_OUT, 0))
+            return self.tiny.outputs(model, self.batch_of(HELD_OUT_BATCH, 0))
 
     def reload(self, directory: Path) -> Module:
-        """``from_pretrained`` for transformers' models; a plain module's state dict."""
+        """Load the exported files: ``from_pretrained`` for transformers' and PEFT's models, else the state dict."""
         if not self.cell.option("lora"):
             return self.tiny.reload(directory)
         from peft import PeftModel
@@ -220,7 +218,7 @@ class TinyDriver(Driver):
         return adapted
 
     def base_model(self) -> Module:
-        """The model below an adapter."""
+        """Return the base model of an adapter."""
         import torch
 
         torch.manual_seed(0)
@@ -228,20 +226,20 @@ class TinyDriver(Driver):
         return model.to(getattr(torch, self.precision.load))
 
     def reference(self, model: Module, number: int, ranks: int) -> float:
-        """All batches of all ranks, one after the other, in float32; the norm is that of all gradients together."""
+        """Take one step on the batches of all ranks, one after the other, in float32, and return the loss."""
         from torch.nn.utils import clip_grad_norm_
 
         if self.optimizer is None:
             self.optimizer = self.make_optimizer(model)
             self.scheduler = self.make_scheduler(self.optimizer)
         self.optimizer.zero_grad()
-        batches = [self.batch_of(place, rank) for rank in range(ranks) for place in self.micros(number)]
+        batches = [self.batch_of(index, rank) for rank in range(ranks) for index in self.micros(number)]
         weights = [self.tiny.count(batch) if self.mean == "token" else 1 for batch in batches]
-        # An incomplete step at the end of an epoch counts for as much less where micro-batches are averaged.
-        whole = sum(weights) if self.mean == "token" else self.accumulate * ranks
+        # The incomplete last step of an epoch is divided by the full count too, as trainers that average micro-batches do.
+        divisor = sum(weights) if self.mean == "token" else self.accumulate * ranks
         total = 0.0
         for batch, weight in zip(batches, weights, strict=True):
-            loss = self.tiny.loss(model, batch) * weight / whole
+            loss = self.tiny.loss(model, batch) * weight / divisor
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         self.grad_norm = float(clip_grad_norm_(model.parameters(), MAX_NORM))

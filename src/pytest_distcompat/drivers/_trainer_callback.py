@@ -1,4 +1,4 @@
-"""How Trainer, which does all in one call, is heard to do one thing after the other."""
+"""Callback by which Trainer, which trains in one call, reports single actions."""
 
 from __future__ import annotations
 
@@ -7,39 +7,38 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_distcompat.driver import Plan, Seen
+from pytest_distcompat.driver import Plan, Report
 
 
 class PlanDoneError(Exception):
-    """The plan ends with a load, and Trainer has no way to stop before its first step."""
+    """Raised when a plan ends with a load: Trainer cannot be stopped before its first step otherwise."""
 
 
-def tell(driver: Any, plan: Plan, seen: Seen) -> Any:
-    """The callback that tells of each action, and asks for a checkpoint where the plan has one.
+def make_callback(driver: Any, plan: Plan, report: Report) -> Any:
+    """Return a callback that reports each action, and requests a checkpoint where the plan saves.
 
-    A step is told of from ``on_log``: the optimizer and the scheduler have stepped, the norm and the mean of all ranks'
-    losses are known, and what is to be saved is not saved yet. ``build`` or ``load`` are told of at the beginning of the first
-    step: only then are the random states back.
+    It reports a step from ``on_log``: then the optimizer and the scheduler have stepped, the gradient norm and the mean of all
+    ranks' losses are known, and no checkpoint is saved yet. It reports ``build`` or ``load`` at the beginning of the first
+    step, when random states are restored.
     """
     from transformers import TrainerCallback
 
-    # The steps after which the plan saves.
-    done = {
-        dataclasses.replace(plan, actions=plan.actions[:place]).last_step
-        for place, action in enumerate(plan.actions)
+    save_after_steps = {
+        dataclasses.replace(plan, actions=plan.actions[:index]).last_step
+        for index, action in enumerate(plan.actions)
         if action == "save"
     }
 
-    class _Tell(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    class _Reporter(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
         def __init__(self) -> None:
             self.first = "load" if "load" in plan.actions else "build"
             self.step = contextlib.ExitStack()
 
         def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
             if self.first:
-                driver.look()
+                driver.read_trainer()
                 action, self.first = self.first, ""
-                seen(action)
+                report(action)
                 if not plan.steps:
                     raise PlanDoneError
             if plan.steps[state.global_step - plan.first_step] == "overflow":
@@ -47,17 +46,17 @@ def tell(driver: Any, plan: Plan, seen: Seen) -> Any:
 
         def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
             self.step.close()
-            control.should_save = state.global_step in done
+            control.should_save = state.global_step in save_after_steps
 
         def on_log(self, _args: Any, state: Any, _control: Any, logs: Mapping[str, float], **_: Any) -> None:
-            if "loss" in logs:  # at the end there is a log of the whole
-                driver.look()
+            if "loss" in logs:  # the last log is a summary without one
+                driver.read_trainer()
                 driver.grad_norm = logs.get("grad_norm")
-                batches = (driver.batch_of(place, driver.world.rank) for place in driver.micros(state.global_step - 1))
+                batches = (driver.batch_of(index, driver.world.rank) for index in driver.micros(state.global_step - 1))
                 driver.tokens = sum(map(driver.tiny.count, batches))
-                seen(plan.steps[state.global_step - 1 - plan.first_step], logs["loss"])
+                report(plan.steps[state.global_step - 1 - plan.first_step], logs["loss"])
 
         def on_save(self, *_: Any, **__: Any) -> None:
-            seen("save")
+            report("save")
 
-    return _Tell()
+    return _Reporter()

@@ -1,4 +1,4 @@
-"""accelerate: all six strategies by ``Accelerator.prepare``, checkpoints by ``save_state`` and ``load_state``.
+"""Driver for accelerate: all strategies by ``Accelerator.prepare``, checkpoints by ``save_state`` and ``load_state``.
 
 https://huggingface.co/docs/accelerate/usage_guides/fsdp, https://huggingface.co/docs/accelerate/usage_guides/deepspeed
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AccelerateDriver(TinyDriver):
-    """The training loop of accelerate's own documentation."""
+    """Training loop as in accelerate's documentation."""
 
     name: ClassVar[str] = "accelerate"
     preload: ClassVar[tuple[str, ...]] = _preload.ACCELERATE
@@ -60,15 +60,15 @@ class AccelerateDriver(TinyDriver):
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
-        """The strategies without an accelerate dialect, and what crashes the interpreter on this device."""
+        """Return why the cell cannot run: accelerate lacks the strategy or an option, or crashes on this device."""
         if STRATEGIES.get(cell.strategy).accelerate is None:
             return f"accelerate has no {cell.strategy}"
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute == "float32":
-            return "to accelerate fp32 means that nothing was said, so that no JSON contradicts it"
+            return "accelerate sets no precision for fp32, so the JSON cannot contradict it"
         return _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
 
     def build(self, model: Module) -> None:
-        """One Accelerator, then data, model, optimizer and scheduler together through ``prepare``."""
+        """Make one Accelerator, then prepare data, model, optimizer and scheduler together."""
         from accelerate import Accelerator
         from torch.utils.data import DataLoader
 
@@ -94,7 +94,7 @@ class AccelerateDriver(TinyDriver):
         self.scaler = self.accelerator.scaler
 
     def _mixed_precision(self) -> str:
-        """In the words of accelerate; DeepSpeed's low-precision mode goes by the name of mixed precision there."""
+        """Return accelerate's name of the precision; it calls DeepSpeed's low-precision mode mixed precision too."""
         if self.precision.float8:
             return "fp8"
         if self.precision.mixed or self.strategy.zero_stage is not None:
@@ -104,24 +104,24 @@ class AccelerateDriver(TinyDriver):
     def _compilation(self, model: Module) -> dict[str, Any]:
         from accelerate.utils import TorchDynamoPlugin
 
-        how = self.cell.option("compile")
-        if how == "partial":
-            _options.compile_blocks(how, self.block_modules(model))
-        if how in {False, "partial"}:
+        mode = self.cell.option("compile")
+        if mode == "partial":
+            _options.compile_blocks(mode, self.block_modules(model))
+        if mode in {False, "partial"}:
             return {}
-        settings: dict[str, Any] = {"backend": "inductor" if how is True else "aot_eager"}
-        if how == "regional":
+        settings: dict[str, Any] = {"backend": "inductor" if mode is True else "aot_eager"}
+        if mode == "regional":
             settings["use_regional_compilation"] = True
         return {"dynamo_plugin": TorchDynamoPlugin(**settings)}
 
     def _recompute(self, model: Any) -> None:
-        """For FSDP accelerate recomputes; for the others it is the model's business."""
+        """Turn on activation checkpointing in the model; for FSDP accelerate does it."""
         if not self.cell.option("activation_checkpointing") or "fsdp" in self.cell.strategy:
             return
         _options.recompute_by_model(model, self.block_modules(model))
 
     def _recipe(self) -> list[Any]:
-        """How layers become 8 bits wide. Without all-gather in 8 bits, which DeepSpeed cannot do."""
+        """Return the recipe for 8 bits; without all-gather in 8 bits, which DeepSpeed cannot do."""
         if not self.precision.float8:
             return []
         if self.cell.option("fp8_backend") == "te":
@@ -134,7 +134,7 @@ class AccelerateDriver(TinyDriver):
         return [AORecipeKwargs(config=Float8LinearConfig(emulate=self.world.device == "cpu", pad_inner_dim=True))]
 
     def _next(self, number: int) -> Batch:
-        """From the prepared loader, epoch after epoch; a resumed run skips what the first one had."""
+        """Return the next batch of the prepared loader, epoch after epoch; a resumed run skips those of the first."""
         if self._stream is None:
             self._stream = self._batches(self.micros(number)[0])
         return next(self._stream)
@@ -146,7 +146,7 @@ class AccelerateDriver(TinyDriver):
             yield from self.loader
 
     def step(self, number: int) -> float:
-        """Forward, backward, optimizer and scheduler step, as accelerate's documentation writes them."""
+        """Run forward, backward, optimizer and scheduler step as in accelerate's documentation, and return the loss."""
         total, self.tokens = 0.0, 0
         for _ in self.micros(number):
             batch = self._next(number)
@@ -165,20 +165,23 @@ class AccelerateDriver(TinyDriver):
         return total
 
     def overflow(self, number: int) -> float:
-        """A step in which gradients overflow."""
+        """Take a step in which gradients overflow."""
         with self.overflowing():
             return self.step(number)
 
     def save(self, directory: Path) -> None:
-        """``save_state``."""
+        """Save a checkpoint by ``save_state``."""
         self.accelerator.save_state(str(directory))
 
     def load(self, directory: Path) -> None:
-        """``load_state``."""
+        """Load a checkpoint by ``load_state``."""
         self.accelerator.load_state(str(directory))
 
     def export(self, directory: Path) -> None:
-        """``save_model``; for FSDP1 on CPU ranks, where gathering crashes torch, the documented merge of a sharded checkpoint."""
+        """Write the weights by ``save_model``.
+
+        FSDP1 on CPU ranks, where gathering crashes torch, takes the documented merge of a sharded checkpoint.
+        """
         unwrapped = self.accelerator.unwrap_model(self.model)
         main = self.accelerator.is_main_process
         if self.cell.option("lora"):
@@ -192,47 +195,52 @@ class AccelerateDriver(TinyDriver):
             unwrapped.config.save_pretrained(directory)
 
     def _whole_state(self) -> Any:
-        """``get_state_dict``; for FSDP1 on CPU ranks by torch, without the offload that crashes it."""
+        """Return ``get_state_dict``; for FSDP1 on CPU ranks torch's, without the offload that crashes it."""
         if self.cell.strategy != "fsdp1" or self.world.device != "cpu":
             return self.accelerator.get_state_dict(self.model)
         return _options.whole_state(self.model)
 
     def trainer_world_size(self) -> int | None:
-        """What accelerate believes."""
+        """Return accelerate's number of processes."""
         return int(self.accelerator.num_processes)
 
 
-#: The releases of accelerate on which ``on_cpu`` was tried: from the first, to before the second.
-TRIED = ("1.6", "2")
+#: The releases of accelerate on which ``on_cpu`` was tested: from the first, up to but without the second.
+TESTED_RELEASES = ("1.6", "2")
 
 
 def check_version(version: str) -> None:
-    """Raise RuntimeError for an accelerate before the first that has FSDP2; warn of a major version nobody tried."""
+    """Check that ``on_cpu`` works with a release of accelerate; warn about a major version that was not tested.
+
+    Raises:
+        RuntimeError: If the release is older than the first with FSDP2.
+    """
     import warnings
 
     from packaging.version import Version
 
-    first, after = TRIED
+    first, after = TESTED_RELEASES
     if Version(version) < Version(first):
         raise RuntimeError(f"accelerate {version} cannot run FSDP2 on CPU ranks; {first} or newer is needed")
     if Version(version) >= Version(after):
-        told = f"accelerate {version}: that it runs on CPU what it is asked for was tried below {after} only"
-        warnings.warn(f"{told}; believe the check 'active'", stacklevel=2)
+        problem = f"accelerate {version}: that it runs on CPU what it is asked for was tried below {after} only"
+        warnings.warn(f"{problem}; believe the check 'active'", stacklevel=2)
 
 
 def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
-    """What makes ``Accelerator(**settings)`` really run on CPU what the settings ask for.
+    """Return the arguments that make ``Accelerator(**settings)`` run the requested strategy on CPU.
 
-    Left alone, accelerate turns an FSDP plugin with ``cpu=True`` into plain DDP, one without it into a bare model with
-    no gradient sync at all, and a DeepSpeed plugin with ``cpu=True`` into plain DDP, each without a word: it takes the
-    FSDP branch for accelerators only and excludes ``cpu=True`` from the DeepSpeed branch (``AcceleratorState.__init__``).
+    Without them accelerate silently turns an FSDP plugin with ``cpu=True`` into plain DDP, one without it into a bare model
+    without gradient sync, and a DeepSpeed plugin with ``cpu=True`` into plain DDP: it takes the FSDP branch for accelerators
+    only and excludes ``cpu=True`` from the DeepSpeed branch (``AcceleratorState.__init__``).
 
-    So: DDP asks for ``cpu=True``; DeepSpeed for gloo by a kwargs handler; for FSDP the shared state is told beforehand
-    that this is a multi-device run on device type "cpu". ``ACCELERATE_TORCH_DEVICE`` and ``PartialState`` are public;
-    setting ``distributed_type`` on it is not documented. Seen to work with accelerate 1.6 to 1.15; the
-    version is checked, and the ``active`` check fails when it stops working, whatever the version.
+    DDP gets ``cpu=True``, and DeepSpeed gloo by a kwargs handler. For FSDP the shared state is set beforehand to a
+    multi-device run on device type "cpu". ``ACCELERATE_TORCH_DEVICE`` and ``PartialState`` are public; setting
+    ``distributed_type`` on it is not documented. It works with accelerate 1.6 to 1.15. The version is checked, and the check
+    ``active`` fails if it stops working, whatever the version.
 
-    Raises RuntimeError for a version that cannot do it.
+    Raises:
+        RuntimeError: If the installed release of accelerate cannot do it.
     """
     import os
     from datetime import timedelta

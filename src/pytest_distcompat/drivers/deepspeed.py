@@ -1,4 +1,4 @@
-"""DeepSpeed by its own API: ``deepspeed.initialize``, the engine's forward, backward and step, its checkpoints.
+"""Driver for DeepSpeed's own API: ``deepspeed.initialize``, the engine's forward, backward, step and checkpoints.
 
 https://deepspeed.readthedocs.io/en/latest/initialize.html, https://deepspeed.readthedocs.io/en/latest/training.html
 """
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.driver import Plan, Seen
+    from pytest_distcompat.driver import Plan, Report
 
 
 class DeepSpeedDriver(TinyDriver):
-    """The training loop of DeepSpeed's own documentation."""
+    """Training loop as in DeepSpeed's documentation."""
 
     name: ClassVar[str] = "deepspeed"
     preload: ClassVar[tuple[str, ...]] = _preload.DEEPSPEED
@@ -46,28 +46,28 @@ class DeepSpeedDriver(TinyDriver):
     reshards: ClassVar[tuple[str, ...]] = ("zero1", "zero2", "zero3")
     order: ClassVar[int] = 2
 
-    #: Where a checkpoint of another world size is converted to, if there is one to be loaded.
+    #: The directory of the universal checkpoint, if one of another world size is loaded.
     universal: Path | None = None
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
-        """The strategies that are torch's own."""
+        """Return why the cell cannot run: the strategy is torch's, or the JSON cannot express an option."""
         if STRATEGIES.get(cell.strategy).deepspeed is None:
             return f"native DeepSpeed is driven for ZeRO; {cell.strategy} is a strategy of torch"
         if cell.precision == "fp8" and cell.option("fp8_backend") == "te":
             return "Transformer Engine is driven through accelerate"
         if cell.option("conflict") and PRECISIONS.get(cell.precision).compute != "bfloat16":
-            return "two precisions in one JSON are a contradiction, float16 alone is none"
+            return "the conflict is between float16 in the JSON and a precision in bfloat16"
         return super().unsupported_reason(cell, device)
 
-    def train(self, model: Module, plan: Plan, seen: Seen) -> None:
-        """A checkpoint of another world size is converted first: the engine is told when it is made what it will load."""
+    def train(self, model: Module, plan: Plan, report: Report) -> None:
+        """Do the plan; a checkpoint of another world size is converted, as the engine must know when it is created."""
         if "load" in plan.actions and saved_ranks(plan.load_from) not in {0, self.world.size}:
             self.universal = plan.save_to.parent / "universal"
-        super().train(model, plan, seen)
+        super().train(model, plan, report)
 
     def build(self, model: Module) -> None:
-        """The engine around the model; torch's own AdamW and the scheduler go in with it."""
+        """Create the engine around the model, with torch's AdamW and the scheduler."""
         import deepspeed
 
         assert self.strategy.deepspeed is not None
@@ -86,12 +86,12 @@ class DeepSpeedDriver(TinyDriver):
         self.model, self.optimizer, _, self.scheduler = deepspeed.initialize(
             model=self.raw, optimizer=optimizer, lr_scheduler=self.make_scheduler(optimizer), config=config
         )
-        how = self.cell.option("compile")
-        if how:
-            self.model.compile(backend="inductor" if how is True else str(how))
+        mode = self.cell.option("compile")
+        if mode:
+            self.model.compile(backend="inductor" if mode is True else str(mode))
 
     def step(self, number: int) -> float:
-        """Forward and backward of each micro-batch; the engine scales, reduces, clips and steps the scheduler by itself."""
+        """Run forward and backward of each micro-batch; the engine scales, reduces, clips and steps the scheduler."""
         self.model.train()
         total = 0.0
         for batch, last in self.batches(number):
@@ -106,19 +106,19 @@ class DeepSpeedDriver(TinyDriver):
         return total
 
     def overflow(self, number: int) -> float:
-        """A step in which gradients overflow."""
+        """Take a step in which gradients overflow."""
         with self.overflowing():
             return self.step(number)
 
     def save(self, directory: Path) -> None:
-        """``save_checkpoint``; torch's random state beside it, which DeepSpeed leaves to the user."""
+        """Save by ``save_checkpoint``, and torch's random state, which DeepSpeed does not save."""
         import torch
 
         self.model.save_checkpoint(str(directory))
         torch.save(torch.get_rng_state(), directory / f"rng_{self.world.rank}.pt")
 
     def load(self, directory: Path) -> None:
-        """``load_checkpoint``; of another world size, by way of a universal one."""
+        """Load by ``load_checkpoint``; one of another world size is converted to a universal checkpoint first."""
         import torch
 
         if self.universal is not None:
@@ -129,10 +129,10 @@ class DeepSpeedDriver(TinyDriver):
             torch.set_rng_state(torch.load(state, weights_only=True))
 
     def _convert(self, directory: Path, universal: Path) -> None:
-        """What ``python -m deepspeed.checkpoint.ds_to_universal`` does, on rank 0.
+        """Do what ``python -m deepspeed.checkpoint.ds_to_universal`` does, on rank 0.
 
-        https://www.deepspeed.ai/tutorials/universal-checkpointing/; ``--inject_missing_state`` is for a trainer that
-        does not say which parameters tensor parallelism has cut: none.
+        https://www.deepspeed.ai/tutorials/universal-checkpointing/. ``--inject_missing_state`` is for a trainer that does
+        not save which parameters tensor parallelism split; here it split none.
         """
         from argparse import Namespace
 
@@ -141,13 +141,13 @@ class DeepSpeedDriver(TinyDriver):
 
         if self.world.rank == 0:
             tag = (directory / "latest").read_text(encoding="utf-8").strip()
-            places = {"input_folder": str(directory / tag), "output_folder": str(universal / tag)}
+            folders = {"input_folder": str(directory / tag), "output_folder": str(universal / tag)}
             workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
-            main(Namespace(**places, **workers, strict=True, inject_missing_state=True))
+            main(Namespace(**folders, **workers, strict=True, inject_missing_state=True))
         distributed.barrier()
 
     def export(self, directory: Path) -> None:
-        """The float32 masters, put together from a checkpoint as ``zero_to_fp32.py`` does; without ZeRO, the weights."""
+        """Write the float32 masters, combined from a checkpoint by ``zero_to_fp32.py``; without ZeRO, the weights."""
         if not self.strategy.zero_stage:
             state = self.model.module_state_dict()
         else:
@@ -160,12 +160,12 @@ class DeepSpeedDriver(TinyDriver):
             _options.write_whole(self.raw, state, directory)
 
     def trainer_world_size(self) -> int | None:
-        """What the engine believes."""
+        """Return the engine's world size."""
         return int(self.model.world_size)
 
 
 def saved_ranks(directory: Path) -> int:
-    """How many ranks wrote the optimizer of a DeepSpeed checkpoint; 0 without ZeRO, whose checkpoints suit any number."""
+    """Return how many ranks saved optimizer state; 0 without ZeRO, for then any number of ranks can load it."""
     latest = directory / "latest"
     if not latest.exists():
         return 0

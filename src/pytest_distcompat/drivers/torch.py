@@ -1,4 +1,4 @@
-"""Plain torch: DDP, FSDP1 and FSDP2 by their own API, checkpoints by torch.distributed.checkpoint.
+"""Driver for plain torch: DDP, FSDP1 and FSDP2 by their own API, checkpoints by torch.distributed.checkpoint.
 
 https://pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TorchDriver(TinyDriver):
-    """The training loop of torch's own tutorials."""
+    """Training loop as in torch's tutorials."""
 
     name: ClassVar[str] = "torch"
     preload: ClassVar[tuple[str, ...]] = _preload.TORCH
@@ -51,22 +51,22 @@ class TorchDriver(TinyDriver):
     portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp1": "fsdp2", "fsdp2": "ddp"}
     order: ClassVar[int] = 0
 
-    #: The model below torch.compile, with the methods of its strategy.
+    #: The model inside torch.compile's wrapper, with the methods of its strategy.
     wrapped: Any = None
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
-        """The strategies that torch itself does not have."""
+        """Return why the cell cannot run: plain torch lacks the strategy or option."""
         if STRATEGIES.get(cell.strategy).torch is None:
             return f"plain torch has no {cell.strategy}; it is a strategy of DeepSpeed"
         if cell.precision == "fp8" and cell.option("fp8_backend") == "te":
             return "Transformer Engine is driven through accelerate"
         if cell.strategy == "fsdp1" and cell.option("dp_replicate") != 1 and not cell.option("reshard_after_forward"):
-            return "FSDP1 has hybrid shards that stay gathered under a private name only"
+            return "FSDP1's hybrid sharding without resharding after forward has a private name only"
         return super().unsupported_reason(cell, device)
 
     def build(self, model: Module) -> None:
-        """Process group, wrapper, optimizer, in the order that torch's documentation gives."""
+        """Create process group, wrapper and optimizer, in the order of torch's documentation."""
         import torch
         from torch import distributed
 
@@ -76,21 +76,21 @@ class TorchDriver(TinyDriver):
         if not distributed.is_initialized():
             distributed.init_process_group(self.world.backend)
         assert self.strategy.torch is not None
-        self.raw, how = model, self.cell.option("compile")
+        self.raw, mode = model, self.cell.option("compile")
         if self.precision.float8:
             model = _options.in_8_bits(model, device.type)
-        recompute, inside = self.cell.option("activation_checkpointing"), self.cell.strategy == "fsdp1"
-        if recompute and not inside:
+        recompute, inside_units = self.cell.option("activation_checkpointing"), self.cell.strategy == "fsdp1"
+        if recompute and not inside_units:
             _options.recompute(model, self.block_modules(model))
-        if _options.in_place(how):
-            _options.compile_blocks(how, self.block_modules(model))
+        if _options.compiles_blocks(mode):
+            _options.compile_blocks(mode, self.block_modules(model))
         self.wrapped = self.model = self.strategy.torch(model, self.precision, self.cell, device)
-        if recompute and inside:
-            # Inside FSDP1's units, as its tutorial has it: around them, they are gathered twice, and ``get_state_dict`` keeps
+        if recompute and inside_units:
+            # Inside FSDP1's units, as in its tutorial: around them units are gathered twice, and ``get_state_dict`` leaves
             # ``_fsdp_wrapped_module`` in the optimizer's names.
             _options.recompute(model, self.block_modules(model))
-        if how and not _options.in_place(how):
-            self.model = _options.compiled(self.wrapped, how)
+        if mode and not _options.compiles_blocks(mode):
+            self.model = _options.compiled(self.wrapped, mode)
         self.optimizer = self.make_optimizer(self.model)
         self.scheduler = self.make_scheduler(self.optimizer)
         self.scaler = self._scaler(device.type) if self.precision.scaled else None
@@ -99,12 +99,12 @@ class TorchDriver(TinyDriver):
         import torch
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-        # Found infinities must be known to all ranks that hold shards.
-        kind: Any = ShardedGradScaler if self.cell.strategy == "fsdp1" else torch.amp.GradScaler
-        return kind(device, init_scale=2.0**10)
+        # All ranks that hold shards must know about an overflow on one of them.
+        scaler: Any = ShardedGradScaler if self.cell.strategy == "fsdp1" else torch.amp.GradScaler
+        return scaler(device, init_scale=2.0**10)
 
     def step(self, number: int) -> float:
-        """Forward and backward of each micro-batch, gradients reduced with the last; optimizer and scheduler step."""
+        """Run each micro-batch, reduce gradients in the last one, and step optimizer and scheduler."""
         self.optimizer.zero_grad()
         total = 0.0
         for batch, last in self.batches(number):
@@ -116,7 +116,7 @@ class TorchDriver(TinyDriver):
         return total
 
     def update(self) -> None:
-        """Clip, optimizer and scheduler step."""
+        """Clip gradients, then step optimizer and scheduler."""
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         self.grad_norm = self._clip()
@@ -136,7 +136,7 @@ class TorchDriver(TinyDriver):
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Only the last micro-batch reduces gradients."""
+        """Return a context in which gradients are reduced in the last micro-batch only."""
         if self.strategy.wrapper == "FSDP2":
             self.wrapped.set_requires_gradient_sync(last)
             return contextlib.nullcontext()
@@ -144,7 +144,7 @@ class TorchDriver(TinyDriver):
         return skipping
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """DDP has no mixed precision of its own: autocast is how torch does it there."""
+        """Return autocast for DDP, which has no mixed precision of its own; no context for other strategies."""
         import torch
 
         if self.strategy.wrapper != "DDP" or not self.precision.mixed:
@@ -154,7 +154,7 @@ class TorchDriver(TinyDriver):
     def _options(self) -> Any:
         from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-        # No cpu_offload: on CPU FSDP1's own offload crashes (https://github.com/pytorch/pytorch/issues/188989).
+        # No cpu_offload: on CPU ranks FSDP1's crashes (https://github.com/pytorch/pytorch/issues/188989).
         return StateDictOptions(full_state_dict=self.cell.option("state_dict") == "full")
 
     def _state(self) -> dict[str, Any]:
@@ -170,12 +170,12 @@ class TorchDriver(TinyDriver):
         return state | {"rng": torch.get_rng_state()}
 
     def overflow(self, number: int) -> float:
-        """A step in which gradients overflow."""
+        """Take a step in which gradients overflow."""
         with self.overflowing():
             return self.step(number)
 
     def save(self, directory: Path) -> None:
-        """One DCP checkpoint, or one file written by rank 0 for state_dict=full."""
+        """Write one DCP checkpoint, or one file by rank 0 for state_dict=full."""
         import torch
         from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -187,7 +187,7 @@ class TorchDriver(TinyDriver):
         save(state, checkpoint_id=directory)
 
     def load(self, directory: Path) -> None:
-        """DCP fills the state in place; then it goes back by ``set_state_dict``."""
+        """Load the state, in place by DCP, then set it by ``set_state_dict``."""
         import torch
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -213,15 +213,15 @@ class TorchDriver(TinyDriver):
         torch.set_rng_state(state["rng"])
 
     def evaluate(self, model: Module) -> torch.Tensor:
-        """Without gradients: compiled anew for evaluation, FSDP1 trips over the sharded ones that a step left."""
+        """Return the logits without gradients left: recompiled for evaluation, FSDP1 fails on a step's sharded ones."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        # A model of two dtypes computes under autocast only.
+        # A model of two dtypes runs under autocast only.
         with self._autocast() if self.cell.option("float32_norms") else contextlib.nullcontext():
             return super().evaluate(model)
 
     def export(self, directory: Path) -> None:
-        """The whole state dict on rank 0, in the form that the model's own library loads."""
+        """Write the full state dict on rank 0, in the format that the model's own library loads."""
         state = _options.whole_state(self.model)
         if self.world.rank == 0:
             _options.write_whole(self.raw, state, directory)

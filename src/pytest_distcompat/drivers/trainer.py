@@ -1,4 +1,4 @@
-"""transformers.Trainer: all six strategies by TrainingArguments, checkpoints by Trainer itself while it trains.
+"""Driver for transformers.Trainer: all strategies by TrainingArguments, checkpoints by Trainer while it trains.
 
 https://huggingface.co/docs/transformers/main_classes/trainer, https://huggingface.co/docs/transformers/fsdp,
 https://huggingface.co/docs/transformers/deepspeed
@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_distcompat.driver import Plan, Seen
+from pytest_distcompat.driver import Plan, Report
 from pytest_distcompat.drivers import _options, _preload, _releases
 from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
-from pytest_distcompat.drivers._trainer_callback import PlanDoneError, tell
+from pytest_distcompat.drivers._trainer_callback import PlanDoneError, make_callback
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.strategies._base import MAX_NORM
 from pytest_distcompat.strategies._fsdp import name_blocks
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.cell import Cell
 
-#: The one decay whose rates do not depend on how many steps are still to come. Before transformers 5 the time scale is not
-#: handed on, and the rate all but stays.
+#: The only decaying schedule that does not depend on how many steps are left. Before transformers 5 the time scale is not
+#: passed on, and the rate hardly changes.
 SCHEDULE: dict[str, Any] = {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 10}}
 
 
 class TrainerDriver(TinyDriver):
-    """Trainer as its users have it: it makes the optimizer and the scheduler itself, when it thinks fit."""
+    """Trainer as its users run it: it creates the optimizer and the scheduler itself."""
 
     name: ClassVar[str] = "trainer"
     mean: ClassVar[str] = "token"
@@ -65,42 +65,42 @@ class TrainerDriver(TinyDriver):
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:
-        """The strategies without a dialect, what TrainingArguments cannot say, and what crashes on this device."""
+        """Return why the cell cannot run: Trainer or TrainingArguments lack an option, or it crashes on this device."""
         if STRATEGIES.get(cell.strategy).transformers is None:
             return f"Trainer has no {cell.strategy}"
         if cell.option("param_groups"):
-            return "Trainer makes these two groups of parameters anyway"
+            return "Trainer makes these two param groups anyway"
         if cell.option("reduce_dtype") != "auto" and "fsdp" in cell.strategy:
             return "TrainingArguments have no word for FSDP's policy of dtypes"
         if cell.option("fp8_backend") == "te":
-            return "Trainer hands accelerate no recipe for Transformer Engine"
+            return "Trainer passes no recipe for Transformer Engine to accelerate"
         if cell.option("activation_checkpointing") and cell.option("model") == "mlp" and "fsdp" not in cell.strategy:
-            return "Trainer has the model recompute, and the plain one has no gradient_checkpointing_enable()"
+            return "Trainer has the model recompute, and model mlp has no gradient_checkpointing_enable()"
         return _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
 
     def groups(self, model: Module) -> Any:
-        """Trainer's own two groups, for the reference: norms and biases without weight decay."""
+        """Return Trainer's own two param groups for the reference: norms and biases without weight decay."""
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not self.cell.option("use_orig_params"):
             # A flat parameter belongs to one group as a whole: https://docs.pytorch.org/docs/stable/fsdp.html (use_orig_params).
             return [{"params": [p for _, p in trained], "weight_decay": DECAY}]
-        free = {name for name, _ in trained if "bias" in name or "norm" in name}
+        undecayed = {name for name, _ in trained if "bias" in name or "norm" in name}
         return [
-            {"params": [p for name, p in trained if name not in free], "weight_decay": DECAY},
-            {"params": [p for name, p in trained if name in free], "weight_decay": 0.0},
+            {"params": [p for name, p in trained if name not in undecayed], "weight_decay": DECAY},
+            {"params": [p for name, p in trained if name in undecayed], "weight_decay": 0.0},
         ]
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, every: int = 1) -> Any:
-        """For the reference, the schedule that ``arguments`` ask for, as Trainer gets it."""
+        """Return the schedule of ``arguments`` for the reference, made as Trainer makes it."""
         from transformers import get_scheduler
 
-        kind, more = SCHEDULE["lr_scheduler_type"], SCHEDULE["lr_scheduler_kwargs"]
+        name, parameters = SCHEDULE["lr_scheduler_type"], SCHEDULE["lr_scheduler_kwargs"]
         return get_scheduler(
-            kind, optimizer, num_warmup_steps=0, num_training_steps=every, scheduler_specific_kwargs=more
+            name, optimizer, num_warmup_steps=0, num_training_steps=every, scheduler_specific_kwargs=parameters
         )
 
     def arguments(self, plan: Plan) -> dict[str, Any]:
-        """The keyword arguments for TrainingArguments."""
+        """Return the keyword arguments for TrainingArguments."""
         from transformers import TrainingArguments
 
         batch = self.tiny.batch(0, 0)
@@ -115,7 +115,7 @@ class TrainerDriver(TinyDriver):
             "max_grad_norm": MAX_NORM,
             **SCHEDULE,
             "average_tokens_across_devices": True,
-            # Checkpoints are asked for by a callback, where the plan has them.
+            # A callback requests checkpoints where the plan saves.
             "save_strategy": "no",
             "save_only_model": bool(self.cell.option("save_only_model")),
             "logging_steps": 1,
@@ -125,46 +125,47 @@ class TrainerDriver(TinyDriver):
             "remove_unused_columns": False,
             "dataloader_pin_memory": False,
         }
-        settings |= self._dialect()[0]
+        settings |= self._backend_config()[0]
         settings |= self._mixed_precision()
         if self.cell.option("activation_checkpointing") and "fsdp" not in self.cell.strategy:
             settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-        if (how := self.cell.option("compile")) not in {False, "partial"}:
-            settings |= {"torch_compile": True, "torch_compile_backend": "inductor" if how is True else "aot_eager"}
+        if (mode := self.cell.option("compile")) not in {False, "partial"}:
+            settings |= {"torch_compile": True, "torch_compile_backend": "inductor" if mode is True else "aot_eager"}
         if hasattr(TrainingArguments, "train_sampling_strategy"):
             settings["train_sampling_strategy"] = "sequential"
         return settings | (on_cpu(settings) if self.world.device == "cpu" else {})
 
-    def _dialect(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """The strategy as TrainingArguments of the installed release take it, and as variables what they have no word for: seen
-        with transformers 4.50 to 5.23.
+    def _backend_config(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the strategy as TrainingArguments, and as environment variables what those have no argument for.
+
+        Both are for the installed release; tested with transformers 4.50 to 5.23.
         """
         import transformers
         from packaging.version import Version
 
         assert self.strategy.transformers is not None
-        told = self.strategy.transformers(self.precision, self.cell)
-        name_blocks(told, self.blocks)
-        words, said = _releases.fsdp_words(told, Version(transformers.__version__))
-        return {**told, **words}, said
+        arguments = dict(self.strategy.transformers(self.precision, self.cell))
+        name_blocks(arguments, self.blocks)
+        overrides, variables = _releases.fsdp_for_release(arguments, Version(transformers.__version__))
+        return {**arguments, **overrides}, variables
 
     def _mixed_precision(self) -> dict[str, Any]:
-        """DeepSpeed has its low-precision mode in its own JSON, under the name of mixed precision."""
+        """Return the flag for mixed precision, which DeepSpeed's low-precision mode needs too."""
         mixed = (self.precision.mixed and not self.precision.float8) or self.strategy.zero_stage is not None
         flag = {"bfloat16": "bf16", "float16": "fp16"}.get(self.precision.compute)
         return {flag: True} if mixed and flag else {}
 
     def environment(self) -> dict[str, str]:
-        """What ``accelerate launch`` says by the environment because TrainingArguments cannot."""
-        said = self._dialect()[1]
+        """Return what ``accelerate launch`` sets in the environment, since TrainingArguments have no argument for it."""
+        variables = self._backend_config()[1]
         if self.precision.float8:
-            said["ACCELERATE_MIXED_PRECISION"] = "fp8"
+            variables["ACCELERATE_MIXED_PRECISION"] = "fp8"
         if self.cell.option("compile") == "regional":
-            said["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
-        return said
+            variables["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
+        return variables
 
     def make_trainer(self, **settings: Any) -> Any:
-        """``transformers.Trainer``."""
+        """Return a ``transformers.Trainer`` that samples in order."""
         from torch.utils.data import SequentialSampler
         from transformers import Trainer
 
@@ -179,10 +180,11 @@ class TrainerDriver(TinyDriver):
 
         return InOrder(**settings)
 
-    def train(self, model: Module, plan: Plan, seen: Seen) -> None:
-        """All of it is one call to ``Trainer.train``. What it does when is told by a callback, see ``tell``.
+    def train(self, model: Module, plan: Plan, report: Report) -> None:
+        """Do the plan in one call of ``Trainer.train``; a callback reports the actions, see ``make_callback``.
 
-        Making the Trainer is the build that can be refused; where a checkpoint is loaded, all else is the load.
+        An error while the Trainer is created counts as one of the build. If a checkpoint is loaded, all that follows up to
+        the first step is the load.
         """
         import os
 
@@ -202,20 +204,20 @@ class TrainerDriver(TinyDriver):
         checkpoint = None
         if "load" in plan.actions:
             self.model = model
-            seen("build")
+            report("build")
             checkpoint = get_last_checkpoint(str(plan.load_from))
             if checkpoint is None:
                 raise FileNotFoundError(f"{plan.load_from} holds no directory checkpoint-N")
-        self.trainer.add_callback(tell(self, plan, seen))
+        self.trainer.add_callback(make_callback(self, plan, report))
         with contextlib.suppress(PlanDoneError):
             self.trainer.train(resume_from_checkpoint=checkpoint)
 
     def overflow(self, number: int) -> float:
-        """Not called: ``train`` does every step, and the callback makes the gradients of this one overflow."""
+        """Exist so that ``can`` finds it: ``train`` does every step, and its callback makes gradients overflow."""
         raise NotImplementedError
 
     def _loss(self) -> Callable[..., torch.Tensor]:
-        """For a model that computes none."""
+        """Return the loss for a model that does not compute one."""
 
         def loss(outputs: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
             from torch.nn import functional
@@ -225,22 +227,23 @@ class TrainerDriver(TinyDriver):
         return loss
 
     def dataset(self, ranks: int) -> list[dict[str, torch.Tensor]]:
-        """Rows under the names of the model's own arguments."""
+        """Return the rows, keyed by the argument names of the model."""
         return [
             {"x" if name == "features" else name: value for name, value in row.items()}
             for row in super().dataset(ranks)
         ]
 
-    def look(self) -> None:
-        """Take over what the Trainer has."""
+    def read_trainer(self) -> None:
+        """Set the model, optimizer, scheduler and scaler that the Trainer has now."""
         trainer = self.trainer
         self.model, self.optimizer, self.scheduler = trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler
         self.scaler = trainer.accelerator.scaler
 
     def export(self, directory: Path) -> None:
-        """``save_model``, after what the documentation puts before it under FSDP: sharded, it writes nothing and says nothing.
+        """Write the weights by ``save_model``; under FSDP the state dict type must be set to full first.
 
-        For FSDP1 on CPU ranks, where gathering crashes torch, the documented merge of a sharded checkpoint.
+        With sharded state dicts it silently writes nothing. FSDP1 on CPU ranks, where gathering crashes torch, takes the
+        documented merge of a sharded checkpoint.
         """
         accelerator = self.trainer.accelerator
         if self.cell.strategy == "fsdp1" and self.world.device == "cpu":
@@ -261,16 +264,16 @@ class TrainerDriver(TinyDriver):
             unwrapped.config.save_pretrained(directory)
 
     def trainer_world_size(self) -> int | None:
-        """What Trainer believes."""
+        """Return Trainer's world size."""
         return None if self.trainer is None else int(self.trainer.args.world_size)
 
 
 def on_cpu(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes ``TrainingArguments(**settings)`` really run on CPU what the settings ask for.
+    """Return the arguments that make ``TrainingArguments(**settings)`` run the requested strategy on CPU.
 
-    ``use_cpu`` alone turns FSDP into plain DDP without a word, and without it DeepSpeed believes that each rank is alone.
-    For FSDP the state of accelerate is made beforehand, as ``drivers.accelerate.on_cpu`` says, which checks the version;
-    that Trainer takes it over is ``use_configured_state``, public.
+    ``use_cpu`` alone silently turns FSDP into plain DDP; without it DeepSpeed assumes a world size of 1. For FSDP
+    accelerate's state is set beforehand by ``drivers.accelerate.on_cpu``, which checks the version; ``use_configured_state``,
+    a public option, makes Trainer use it.
     """
     from pytest_distcompat.drivers import accelerate
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks.active import REDUCTIONS
+from pytest_distcompat.checks._base import REDUCTIONS
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot

@@ -1,4 +1,4 @@
-"""The registry of tiny models that the built-in drivers train: made from a config, nothing is downloaded."""
+"""Registry of the tiny models that the built-in drivers train; they are made from a config, without a download."""
 
 from pytest_distcompat.models._base import TinyModel
 from pytest_distcompat.registry import Registry

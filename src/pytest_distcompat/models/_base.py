@@ -1,4 +1,4 @@
-"""What a tiny model is."""
+"""TinyModel: how to make a model for the built-in drivers, and its data."""
 
 from __future__ import annotations
 
@@ -16,18 +16,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """How to make the model and its data.
+    """A tiny model and its data.
 
-    ``make`` gives a float32 model on the CPU from the current random state. ``batch(step, rank)`` gives the same batch
-    for the same numbers in every process. ``loss(model, batch)`` is the mean over what ``count(batch)`` counts: tokens, or
-    samples. ``outputs`` is what the model computes, and ``reload`` reads what was exported.
-
-    ``in_8_bits`` says whether it has layers whose sizes 16 divides, as products in 8 bits need.
-
-    ``blocks`` names the classes that FSDP wraps one by one, ``unit_size`` how many parameters option ``wrap_policy`` makes a
-    unit of, ``part`` the modules that option ``frozen`` freezes, ``ignored_module`` the one, of frozen weights, that option
-    ``ignored_modules`` leaves out of the sharding, ``adapted`` the modules that LoRA adapts. ``spread`` is how much further its
-    loss may be off a reference than a precision below float32 allows: the fewer are averaged, the more rounding shows.
+    Attributes:
+        name: The value of option ``model``.
+        blocks: Class names of the modules that FSDP wraps one by one.
+        make: Returns a float32 model on the CPU, from the current random state.
+        batch: ``batch(step, rank)`` returns the same batch for the same numbers in every process.
+        loss: ``loss(model, batch)`` returns the mean over what ``count(batch)`` counts.
+        count: Counts the tokens, or samples, that the loss is the mean of.
+        outputs: ``outputs(model, batch)`` returns what the model computes.
+        reload: Returns the unwrapped model from a directory with the exported files.
+        frozen_modules: Names of the modules that option ``frozen`` freezes.
+        ignored_module: Name of the module, of frozen weights, that option ``ignored_modules`` leaves out of the sharding.
+        unit_size: How many parameters make a unit under option ``wrap_policy``.
+        lora_targets: Names of the modules that option ``lora`` adapts.
+        in_8_bits: Whether it has layers with sizes divisible by 16, as products in 8 bits need.
+        spread: Factor on the loss tolerance of precisions below float32: the fewer samples are averaged, the more rounding
+            shows.
+        preload: Modules that the fork server imports for it.
+        order: Where the model stands in lists.
     """
 
     name: str
@@ -38,15 +46,15 @@ class TinyModel:
     count: Callable[[Batch], int]
     outputs: Callable[[Module, Batch], torch.Tensor]
     reload: Callable[[Path], Module]
-    part: tuple[str, ...] = ()
+    frozen_modules: tuple[str, ...] = ()
     ignored_module: str = ""
     unit_size: int = 1000
-    adapted: tuple[str, ...] = ()
+    lora_targets: tuple[str, ...] = ()
     in_8_bits: bool = True
     spread: float = 1.0
     preload: tuple[str, ...] = ()
     order: int = 0
 
     def block_modules(self, model: Module) -> list[Module]:
-        """The modules of the model that FSDP wraps one by one."""
+        """Return the modules of the model that FSDP wraps one by one."""
         return [module for module in model.modules() if type(module).__name__ in self.blocks]

@@ -1,14 +1,14 @@
-"""Imported by the fork server: has transformers compile its patterns of parameter names in checkpoints.
+"""Compiles transformers' patterns of parameter names when the fork server imports this module.
 
-Whoever loads or saves a model of its needs them, some hundred regular expressions, and a rank that has to compile them is a
-twentieth of a second later.
+Loading or saving a transformers model needs these hundred or so regular expressions, and compiling them takes each rank a
+twentieth of a second.
 """
 
 from __future__ import annotations
 
 import contextlib
 
-# Older releases have none, newer ones may keep them elsewhere; tests/spawn/test_private_names.py says when they do.
+# Older releases have none, newer ones may move them; tests/spawn/test_private_names.py fails then.
 with contextlib.suppress(ImportError, AttributeError):
     from transformers import conversion_mapping
 

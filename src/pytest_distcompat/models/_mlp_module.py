@@ -1,4 +1,4 @@
-"""The module behind ``plain``; apart, because a class needs torch when it is defined."""
+"""Module class of the model ``mlp``, in a module of its own because defining it imports torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """A residual unit; FSDP wraps each."""
+    """Residual block; FSDP wraps each."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -15,14 +15,16 @@ class Block(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape (batch, width) in and out, in the dtype of the parameters."""
+        """Map (batch, width) to the same shape, in the dtype of the parameters."""
         y: torch.Tensor = self.linear(torch.relu(self.norm(x)))
         return x + y
 
 
 class MLP(nn.Module):
-    """(batch, features) -> (batch, classes). Buffers are cast where they are used, as a careful author does: neither
-    FSDP2 nor DeepSpeed casts them (a bfloat16 activation times a float32 buffer would turn the next product away).
+    """Classifier with uneven sizes, buffers and a frozen layer: (batch, features) -> (batch, classes).
+
+    Buffers are cast where they are used, because neither FSDP2 nor DeepSpeed casts them: a bfloat16 activation times a
+    float32 buffer is float32, which the next layer's bfloat16 weights do not accept.
     """
 
     scale: torch.Tensor
@@ -39,7 +41,7 @@ class MLP(nn.Module):
         self.register_buffer("offset", torch.zeros(width), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits in the dtype of the last product."""
+        """Return logits in the dtype of the last product."""
         x = self.inlet(x.to(self.inlet.weight.dtype))
         x = x + self.frozen(x) * self.scale.to(x.dtype) + self.offset.to(x.dtype)
         for block in self.blocks:

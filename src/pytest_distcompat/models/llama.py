@@ -1,4 +1,4 @@
-"""A LlamaForCausalLM of about 25 thousand parameters, with its own and with tied output embeddings."""
+"""LlamaForCausalLM of about 25 thousand parameters, with untied and with tied output embeddings."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def _make(*, tied: bool) -> Module:
 
 
 def _batch(step: int, rank: int) -> Batch:
-    """Two rows of 16 tokens; how many of them are learned from differs from rank to rank and from batch to batch.
+    """Return two rows of 16 tokens; how many of them are trained on differs between ranks and between batches.
 
-    Even numbers would hide a trainer that averages averages (https://github.com/huggingface/transformers/pull/34191).
+    Equal numbers would hide a trainer that averages averages (https://github.com/huggingface/transformers/pull/34191).
     """
     import torch
 
@@ -50,7 +50,7 @@ def _batch(step: int, rank: int) -> Batch:
 
 
 def _count(batch: Batch) -> int:
-    """A causal model predicts the next token: the first label is never used."""
+    """Return how many tokens are trained on; a causal model predicts the next token, so the first label is not used."""
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
@@ -88,8 +88,8 @@ def _llama(name: str, order: int, *, tied: bool) -> TinyModel:
         _count,
         _outputs,
         _reload,
-        part=("model.embed_tokens", "model.layers.0"),
-        adapted=("q_proj", "v_proj"),
+        frozen_modules=("model.embed_tokens", "model.layers.0"),
+        lora_targets=("q_proj", "v_proj"),
         unit_size=5000,
         preload=_PRELOAD,
         order=order,

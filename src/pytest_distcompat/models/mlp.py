@@ -1,4 +1,4 @@
-"""A plain nn.Module: odd sizes (uneven shards), one persistent and one non-persistent buffer, one frozen layer."""
+"""MLP as nn.Module: odd sizes (uneven shards), a persistent and a non-persistent buffer, a frozen layer."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def _outputs(model: Module, batch: Batch) -> torch.Tensor:
 
 
 def _reload(directory: Path) -> Module:
-    """A plain module has no loader of its own: what was exported must fit its state dict, key by key."""
+    """Load an exported state dict, key by key: an nn.Module has no loader of its own."""
     from safetensors.torch import load_file
 
     model = _make()
     found = load_file(directory / "model.safetensors")
     for name, parameter in model.named_parameters():
-        # Loading copies into what is there, and would round or widen what was saved.
+        # load_state_dict copies into the parameters, which would round or widen what was saved.
         if name in found:
             parameter.data = parameter.data.to(found[name].dtype)
     model.load_state_dict(found)
@@ -71,11 +71,11 @@ MLP_MODEL = TinyModel(
     _count,
     _outputs,
     _reload,
-    part=("inlet",),
+    frozen_modules=("inlet",),
     ignored_module="frozen",
     unit_size=200,
     in_8_bits=False,
-    # 1.3e-3 seen in bf16_mixed (autocast over float32 masters under DDP), 2.7e-3 with bfloat16 masters.
+    # 1.3e-3 measured in bf16_mixed (autocast over float32 masters under DDP), 2.7e-3 with bfloat16 masters.
     spread=1.7,
     preload=("pytest_distcompat.models._mlp_module", "safetensors.torch"),
     order=2,

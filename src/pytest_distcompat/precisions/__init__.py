@@ -1,4 +1,4 @@
-"""The registry of precisions: which dtype a model is loaded, kept, computed, reduced and optimized in."""
+"""Registry of precisions: the dtypes that a model is loaded, computed and optimized in."""
 
 from pytest_distcompat.precisions._base import Precision
 from pytest_distcompat.registry import Registry

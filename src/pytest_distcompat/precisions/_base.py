@@ -1,4 +1,4 @@
-"""What a precision is."""
+"""Precision: the dtypes that a model is loaded, computed and optimized in."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from pytest_distcompat.cell import Cell
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes by torch's names: what the user loads in, what the matrix products run in, what the optimizer works in.
+    """Dtypes, by torch's names, and tolerances.
 
-    ``load`` is the dtype of the model as the trainer gets it; ``compute`` that of forward and backward; ``master`` that
-    of the values the optimizer updates and of its state. A precision is mixed where compute and master differ; then
-    the strategy says what it stores and reduces in. ``float8`` says that linear layers multiply in 8 bits, and give out
-    ``compute``.
+    A precision is mixed if ``compute`` and ``master`` differ; the strategy then decides what it stores and reduces in.
 
-    ``loss_tolerance`` and ``norm_tolerance`` are how far losses and gradient norms may be from a float32 reference over 20
-    steps, relative to it. They stand between what sound runs were seen to differ by and what the next lower precision
-    was: docs/checks.md has the figures.
+    Attributes:
+        name: The precision's name in a cell's id.
+        load: The dtype of the model that the trainer gets.
+        compute: The dtype of the forward and backward pass.
+        master: The dtype of the values that the optimizer updates, and of its state.
+        meaning: One line for the documentation.
+        loss_tolerance: How far losses may be from a float32 reference over 20 steps, relative to it. This and the next lie
+            between what sound runs differed by and what the next lower precision did: docs/checks.md has the figures.
+        norm_tolerance: The same for gradient norms.
+        float8: Whether linear layers multiply in 8 bits; their output is in ``compute``.
+        order: Where the precision stands in lists.
     """
 
     name: str
@@ -35,16 +40,19 @@ class Precision:
 
     @property
     def mixed(self) -> bool:
-        """Whether the optimizer works in another dtype than the matrix products."""
+        """Tell whether the optimizer works in another dtype than the matrix products."""
         return self.compute != self.master
 
     @property
     def scaled(self) -> bool:
-        """Whether small gradients would vanish without a scaled loss."""
+        """Tell whether small gradients would vanish without a scaled loss."""
         return self.compute == "float16"
 
     def unsupported_reason(self, cell: Cell, device: str) -> str | None:
-        """Why the cell cannot be run on that device: what its 8 bits need is not installed, or is for GPUs only."""
+        """Return why the cell cannot run on that device; None if it can.
+
+        What fp8 needs may not be installed, or may need a GPU.
+        """
         if not self.float8:
             return "option fp8_backend is for precision fp8" if cell.option("fp8_backend") == "te" else None
         te = cell.option("fp8_backend") == "te"
@@ -57,12 +65,12 @@ class Precision:
 
 
 def installed(module: str) -> bool:
-    """Whether there is such a module; nothing is imported. The empty meta package of Transformer Engine is not one."""
+    """Tell whether a module is installed, without importing it; an empty package (Transformer Engine's) is not one."""
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None
 
 
 def stand_in(module: str) -> bool:
-    """Whether the module is a stand-in that tests made for a machine without a GPU: it says so in a file beside it."""
+    """Tell whether the module is a stand-in that tests made: a file STAND_IN lies beside it."""
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None and (Path(spec.origin).parent / "STAND_IN").exists()

@@ -1,7 +1,7 @@
 """bfloat16 with float32 masters, and bfloat16 alone.
 
-Both load in bfloat16, as https://huggingface.co/blog/deepspeed-to-fsdp-and-back does: that is where FSDP without
-upcasting and DeepSpeed part ways, which a float32 load would hide.
+Both load in bfloat16, as https://huggingface.co/blog/deepspeed-to-fsdp-and-back does: FSDP without
+upcasting and DeepSpeed differ there, which a float32 load would hide.
 """
 
 from pytest_distcompat.precisions._base import Precision
@@ -12,7 +12,7 @@ BF16_MIXED = Precision(
     compute="bfloat16",
     master="float32",
     meaning="loaded and computed in bfloat16, master weights and optimizer state in float32",
-    # 5e-4 and 9e-3 seen; with bfloat16 masters losses are 1.1e-3 to 2e-3 off.
+    # 5e-4 and 9e-3 measured; with bfloat16 masters losses are 1.1e-3 to 2e-3 off.
     loss_tolerance=1e-3,
     norm_tolerance=2e-2,
     order=1,
@@ -24,7 +24,7 @@ BF16_PURE = Precision(
     compute="bfloat16",
     master="bfloat16",
     meaning="everything in bfloat16, the optimizer too",
-    # 3e-3 and 1.7e-2 seen.
+    # 3e-3 and 1.7e-2 measured.
     loss_tolerance=1e-2,
     norm_tolerance=5e-2,
     order=2,

@@ -12,7 +12,7 @@ FP16_MIXED = Precision(
     compute="float16",
     master="float32",
     meaning="loaded in float32, computed in float16 under a scaled loss, master weights and optimizer state in float32",
-    # 7e-5 and 2e-3 seen; bfloat16 has three bits less.
+    # 7e-5 and 2e-3 measured; bfloat16 has three bits less.
     loss_tolerance=0.0005,
     norm_tolerance=0.005,
     order=3,

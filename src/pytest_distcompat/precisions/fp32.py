@@ -8,7 +8,7 @@ FP32 = Precision(
     compute="float32",
     master="float32",
     meaning="everything in float32",
-    # Sums in another order: 1e-6 and 2e-5 seen.
+    # Sums in another order: 1e-6 and 2e-5 measured.
     loss_tolerance=2e-5,
     norm_tolerance=2e-4,
     order=0,

@@ -1,6 +1,6 @@
 """Linear layers multiply in 8 bits, everything else is bfloat16 with float32 masters.
 
-https://huggingface.co/docs/accelerate/usage_guides/low_precision_training: by torchao, or by Transformer Engine.
+With torchao or Transformer Engine: https://huggingface.co/docs/accelerate/usage_guides/low_precision_training
 """
 
 from pytest_distcompat.precisions._base import Precision
@@ -11,7 +11,7 @@ FP8 = Precision(
     compute="bfloat16",
     master="float32",
     meaning="linear layers multiply in 8 bits, all else in bfloat16, master weights and optimizer state in float32",
-    # 3e-3 and 4e-2 seen, with tied embeddings 9e-2.
+    # 3e-3 and 4e-2 measured, with tied embeddings 9e-2.
     loss_tolerance=5e-3,
     norm_tolerance=1.5e-1,
     float8=True,

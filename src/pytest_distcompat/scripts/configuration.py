@@ -1,4 +1,4 @@
-"""A strategy as the files that ``accelerate launch`` and DeepSpeed take: made from the strategies' own dialects.
+"""A strategy as the files that ``accelerate launch`` and DeepSpeed take: made from the strategies' own backend configs.
 
 https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch, https://www.deepspeed.ai/docs/config-json/
 """

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._values import adapter_name
 from pytest_distcompat.checks.export import names_in, same_values
-from pytest_distcompat.checks.names import adapter_name
 from pytest_distcompat.scripts.recorder import END, STRIDE
 from pytest_distcompat.trace import RunTrace, Snapshot, UnwrappedInfo
 

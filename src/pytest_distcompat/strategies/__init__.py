@@ -1,4 +1,4 @@
-"""The registry of strategies: how state is split over the ranks, what is then true, how each library says it."""
+"""Registry of strategies: how state is split over the ranks, what must hold then, and each library's backend config."""
 
 from pytest_distcompat.registry import Registry
 from pytest_distcompat.strategies._base import Dtypes, Strategy

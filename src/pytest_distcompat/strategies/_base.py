@@ -1,4 +1,4 @@
-"""What a strategy is: what is true of it, and its dialects."""
+"""Strategy: what must hold under it, and its backend config for each library."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """One row of the dtype table: what each kind of tensor is, once the trainer is built, on every rank.
+    """One row of the dtype table: the dtype of each kind of tensor on every rank, once the trainer is built.
 
-    ``storage``: the live parameter as this rank keeps it. ``compute``: the output of a matrix product in forward.
-    ``reduce``: what gradients travel in. ``gradient``: the gradient that the optimizer sees. ``master``: what the
-    optimizer updates. ``state``: its moments. ``buffer``: buffers of floating point; empty where they stay what they were.
+    Attributes:
+        storage: The live parameter as this rank stores it.
+        compute: The output of a matrix product in the forward pass.
+        reduce: Gradients in collectives.
+        gradient: The gradient that the optimizer sees.
+        master: What the optimizer updates.
+        state: The optimizer's moments.
+        buffer: Floating-point buffers; empty if they keep their dtype.
     """
 
     storage: str
@@ -32,37 +37,49 @@ class Dtypes:
     buffer: str = ""
 
 
-#: What the built-in drivers clip gradients to; DeepSpeed is told in its JSON.
+#: The norm that the built-in drivers clip gradients to; DeepSpeed reads it from its JSON.
 MAX_NORM = 1.0
 
-#: Why an option of DeepSpeed is none of torch's strategies.
-OF_DEEPSPEED = dict.fromkeys(("conflict", "grad_accum_dtype_fp32"), "there is no DeepSpeed JSON to say it in")
-NO_SHARDS = "there are no shards of parameters that it could be about"
+#: Options that only DeepSpeed's strategies have -> why torch's strategies have none.
+DEEPSPEED_OPTIONS = dict.fromkeys(("conflict", "grad_accum_dtype_fp32"), "only DeepSpeed's JSON has this option")
+#: Why a strategy without sharded parameters has no options for them.
+NO_SHARDS = "parameters are not sharded"
 
-#: Segments that options, not strategies, put into live names.
+#: Option -> the segment that it, and not a strategy, puts into live names.
 OPTION_WRAPPERS = {"compile": "_orig_mod", "activation_checkpointing": "_checkpoint_wrapped_module"}
 
-#: (model, precision, cell, device) -> the model as plain torch trains it.
-TorchDialect = Callable[["Module", Precision, Cell, "torch.device"], "Module"]
-#: (precision, cell) -> keyword arguments for accelerate.Accelerator.
-AccelerateDialect = Callable[[Precision, Cell], Mapping[str, Any]]
-#: (precision, cell) -> keyword arguments for transformers.TrainingArguments.
-TransformersDialect = Callable[[Precision, Cell], Mapping[str, Any]]
-#: (precision, cell) -> the JSON that deepspeed.initialize is given.
-DeepSpeedDialect = Callable[[Precision, Cell], Mapping[str, Any]]
+#: Backend config for torch: (model, precision, cell, device) -> the wrapped model.
+TorchConfig = Callable[["Module", Precision, Cell, "torch.device"], "Module"]
+#: Backend config for accelerate: (precision, cell) -> keyword arguments for accelerate.Accelerator.
+AccelerateConfig = Callable[[Precision, Cell], Mapping[str, Any]]
+#: Backend config for Trainer: (precision, cell) -> keyword arguments for transformers.TrainingArguments.
+TransformersConfig = Callable[[Precision, Cell], Mapping[str, Any]]
+#: Backend config for DeepSpeed: (precision, cell) -> the JSON for deepspeed.initialize.
+DeepSpeedConfig = Callable[[Precision, Cell], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How state is split.
+    """How state is split over the ranks, and how each library is configured for it.
 
-    ``wrappers``: segments that the strategy puts into live names; ``leading``: those it puts in front of them.
-    ``active``: what the probe must see, by the words of ``trace.ModelInfo``: the wrapper, and the kind of the live
-    parameters. ``shards``: whether each rank stores only its part of the live parameters.
-    ``reduces_each_micro_batch``: whether it must, for want of whole gradients to add to. ``dtypes`` gives the row of the
-    dtype table.
-
-    A dialect is None where the library does not speak the strategy.
+    Attributes:
+        name: The strategy's name in a cell's id.
+        meaning: One line for the documentation.
+        dtypes: Returns the strategy's row of the dtype table for a precision.
+        wrapper: The wrapper that the model must have, as ``trace.ModelInfo.wrappers`` names it.
+        kind: The kind of the live parameters, as ``trace.ParameterInfo.kind`` names it.
+        shards: Whether each rank stores only its shard of the live parameters.
+        leading: Segments that the strategy puts in front of live names.
+        wrappers: Segments that the strategy puts into live names.
+        zero_stage: The ZeRO stage; None for strategies that are not DeepSpeed's.
+        flat_masters: Whether the optimizer updates flat partitions of master weights.
+        reduces_each_micro_batch: Whether gradients are reduced after each micro-batch, since no rank keeps whole ones.
+        torch: Backend config for torch; None, as for the other libraries, if the library does not have the strategy.
+        accelerate: Backend config for accelerate.
+        transformers: Backend config for transformers.Trainer.
+        deepspeed: Backend config for DeepSpeed's own API.
+        options: Token of an option ("state_dict_full") -> why the strategy does not have it.
+        order: Where the strategy stands in lists.
     """
 
     name: str
@@ -76,18 +93,23 @@ class Strategy:
     zero_stage: int | None = None
     flat_masters: bool = False
     reduces_each_micro_batch: bool = False
-    torch: TorchDialect | None = None
-    accelerate: AccelerateDialect | None = None
-    transformers: TransformersDialect | None = None
-    deepspeed: DeepSpeedDialect | None = None
+    torch: TorchConfig | None = None
+    accelerate: AccelerateConfig | None = None
+    transformers: TransformersConfig | None = None
+    deepspeed: DeepSpeedConfig | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     order: int = 0
 
     def canonical(self, name: str, cell: Cell, unwrapped: Iterable[str]) -> str:
-        """The unwrapped model's name for a live one: without the segments that the cell's wrappers are known to put in.
+        """Return the unwrapped model's name for a live one: without the segments that the cell's wrappers put in.
 
-        Only those: a wrapper that the cell does not ask for leaves its segment in the name, which is then no plain
-        name. A segment that the unwrapped model has itself (a submodule called ``module``) stays.
+        The segment of a wrapper that the cell does not ask for stays, so that the name is not an unwrapped one. So does a
+        leading segment that is part of an unwrapped name (a submodule called ``module``).
+
+        Args:
+            name: The live name.
+            cell: The cell, whose strategy and options decide which segments are removed.
+            unwrapped: The names of the unwrapped model.
         """
         known = set(unwrapped)
         removable = set(self.wrappers)
@@ -99,15 +121,12 @@ class Strategy:
         return ".".join(segments)
 
     def unsupported_reason(self, cell: Cell) -> str | None:
-        """Why this strategy cannot be run with the cell's options; None if it can.
-
-        ``options`` maps an option's token ("state_dict_full") to the reason it makes no sense here.
-        """
+        """Return why this strategy cannot be run with the cell's options; None if it can."""
         for name, value in cell.options:
             reason = self.options.get(OPTIONS[name].token(value))
             if reason:
                 return reason
         copies = int(cell.option("dp_replicate"))
         if copies > 1 and (cell.world_size % copies or cell.world_size < 2 * copies):
-            return f"{copies} copies of two shards at least: that is for {2 * copies} ranks, or more by {copies}"
+            return f"{copies} replicas of at least two shards need a multiple of {copies} ranks, {2 * copies} or more"
         return None

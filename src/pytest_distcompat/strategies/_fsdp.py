@@ -1,4 +1,4 @@
-"""What FSDP1 and FSDP2 share: the dtype table, the policy of dtypes and accelerate's plugin."""
+"""Parts shared by FSDP1 and FSDP2: dtype row, mixed-precision policy, device mesh, backend configs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from pytest_distcompat.precisions import Precision
 
 
-#: The forms of a checkpoint, as accelerate and transformers call them.
-FORMS = {"sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"}
+#: Value of option ``state_dict`` -> accelerate's and transformers' name for it.
+STATE_DICT_TYPES = {"sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"}
 
 
 def dtypes(precision: Precision) -> Dtypes:
-    """Shards and optimizer in the master dtype, products and reduction in the compute dtype.
+    """Return the dtype row: shards and optimizer in the master dtype, products and reductions in the compute dtype.
 
-    The table of https://huggingface.co/blog/deepspeed-to-fsdp-and-back; accelerate sets the reduce dtype to the
+    As in the table of https://huggingface.co/blog/deepspeed-to-fsdp-and-back; accelerate sets the reduce dtype to the
     compute dtype (``FullyShardedDataParallelPlugin.set_mixed_precision``).
     """
     master, compute = precision.master, precision.compute
@@ -31,7 +31,7 @@ def dtypes(precision: Precision) -> Dtypes:
 
 
 def policy(version: int, precision: Precision, cell: Cell) -> Any:
-    """The dtypes as torch is told them; None where there is one dtype only."""
+    """Return torch's mixed-precision policy for that version of FSDP; None if the precision has one dtype only."""
     import torch
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
@@ -45,7 +45,7 @@ def policy(version: int, precision: Precision, cell: Cell) -> Any:
 
 
 def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
-    """All ranks in a row; for hybrid sharding a row for each copy, whose ranks hold the shards."""
+    """Return a mesh of one dimension; for hybrid sharding one row for each replica, whose ranks hold its shards."""
     from torch.distributed.device_mesh import init_device_mesh
 
     sizes = parallelism(cell)
@@ -55,22 +55,22 @@ def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
 
 
 def parallelism(cell: Cell) -> dict[str, int]:
-    """Copies, and shards of each, in the words of accelerate's ParallelismConfig; nothing where there is one copy."""
+    """Return replicas, and shards of each, as arguments of accelerate's ParallelismConfig; empty for one replica."""
     copies = int(cell.option("dp_replicate"))
     return {"dp_replicate_size": copies, "dp_shard_size": cell.world_size // copies} if copies > 1 else {}
 
 
 def plugin(version: int, precision: Precision, cell: Cell) -> dict[str, Any]:
-    """Keyword arguments for Accelerator: an FSDP plugin of that version that wraps the model's blocks."""
+    """Return keyword arguments for Accelerator: an FSDP plugin of that version that wraps the model's blocks."""
     from accelerate import FullyShardedDataParallelPlugin
 
     from pytest_distcompat.models import MODELS
 
-    form = FORMS[str(cell.option("state_dict"))]
+    state_dict_type = STATE_DICT_TYPES[str(cell.option("state_dict"))]
     tiny = MODELS.get(str(cell.option("model")))
     settings: dict[str, Any] = {
         "fsdp_version": version,
-        "state_dict_type": form,
+        "state_dict_type": state_dict_type,
         "cpu_ram_efficient_loading": bool(cell.option("cpu_ram_efficient_loading")),
         "cpu_offload": bool(cell.option("cpu_offload")),
         "activation_checkpointing": bool(cell.option("activation_checkpointing")),
@@ -83,18 +83,19 @@ def plugin(version: int, precision: Precision, cell: Cell) -> dict[str, Any]:
     if cell.option("ignored_modules"):
         settings["ignored_modules"] = tiny.ignored_module
     if cell.option("reduce_dtype") != "auto":
-        # accelerate makes one of its own where none is given.
+        # accelerate makes its own policy if none is given.
         settings["mixed_precision_policy"] = policy(version, precision, cell)
     if version == 1:
         # Synchronising module states needs a GPU; the ranks start from the same seed anyway.
         settings |= {"use_orig_params": bool(cell.option("use_orig_params")), "sync_module_states": False}
         settings["reshard_after_forward"] = "FULL_SHARD" if cell.option("reshard_after_forward") else "SHARD_GRAD_OP"
-    return {"fsdp_plugin": FullyShardedDataParallelPlugin(**settings), **_copies(cell)}
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin(**settings), **_parallelism_config(cell)}
 
 
-def _copies(cell: Cell) -> dict[str, Any]:
-    """Hybrid sharding as accelerate has it, and Trainer by it, for FSDP2 alone:
-    https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism.
+def _parallelism_config(cell: Cell) -> dict[str, Any]:
+    """Return hybrid sharding for accelerate and Trainer, which have it for FSDP2 alone.
+
+    https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism
     """
     sizes = parallelism(cell)
     if not sizes:
@@ -105,20 +106,20 @@ def _copies(cell: Cell) -> dict[str, Any]:
 
 
 def arguments(version: int, cell: Cell) -> dict[str, Any]:
-    """Keyword arguments for TrainingArguments: https://huggingface.co/docs/transformers/fsdp."""
+    """Return keyword arguments for TrainingArguments: https://huggingface.co/docs/transformers/fsdp."""
     from pytest_distcompat.models import MODELS
 
     tiny = MODELS.get(str(cell.option("model")))
     reshard = bool(cell.option("reshard_after_forward"))
     settings: dict[str, Any] = {
         "version": version,
-        "state_dict_type": FORMS[str(cell.option("state_dict"))],
+        "state_dict_type": STATE_DICT_TYPES[str(cell.option("state_dict"))],
         "cpu_ram_efficient_loading": bool(cell.option("cpu_ram_efficient_loading")),
         "cpu_offload": bool(cell.option("cpu_offload")),
         "activation_checkpointing": bool(cell.option("activation_checkpointing")),
         "reshard_after_forward": reshard,
-        # Synchronising module states needs a GPU; the ranks start from the same seed anyway. For FSDP2 it means nothing, yet
-        # transformers 4 does it unless told.
+        # Synchronising module states needs a GPU; the ranks start from the same seed anyway. FSDP2 has no such setting, yet
+        # transformers 4 synchronises by default.
         "sync_module_states": False,
     }
     if cell.option("wrap_policy") == "size":
@@ -128,11 +129,11 @@ def arguments(version: int, cell: Cell) -> dict[str, Any]:
     if version == 1:
         settings["use_orig_params"] = bool(cell.option("use_orig_params"))
         settings["reshard_after_forward"] = "full_shard" if reshard else "shard_grad_op"
-    return {"fsdp": True, "fsdp_config": settings, **_copies(cell)}
+    return {"fsdp": True, "fsdp_config": settings, **_parallelism_config(cell)}
 
 
 def name_blocks(settings: Mapping[str, Any], blocks: Sequence[str]) -> None:
-    """Have FSDP, in keyword arguments that ``plugin`` or ``arguments`` made, wrap the modules of these classes one by one."""
+    """Set the classes that FSDP wraps one by one, in keyword arguments from ``plugin`` or ``arguments``."""
     plugin, config = settings.get("fsdp_plugin"), settings.get("fsdp_config") or {}
     if plugin is not None and plugin.transformer_cls_names_to_wrap:
         plugin.transformer_cls_names_to_wrap = list(blocks)
@@ -141,7 +142,7 @@ def name_blocks(settings: Mapping[str, Any], blocks: Sequence[str]) -> None:
 
 
 def ignored_modules(model: Module, cell: Cell) -> list[Module]:
-    """The modules that the cell leaves out of the sharding."""
+    """Return the modules that the cell leaves out of the sharding."""
     from pytest_distcompat.models import MODELS
 
     if not cell.option("ignored_modules"):

@@ -1,11 +1,11 @@
-"""Every rank holds the whole model; gradients are all-reduced."""
+"""DDP: every rank holds the whole model, gradients are all-reduced."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies._base import NO_SHARDS, OF_DEEPSPEED, Dtypes, Strategy
+from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, NO_SHARDS, Dtypes, Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _dtypes(precision: Precision) -> Dtypes:
-    # Mixed precision is autocast here: storage and gradients keep the master's dtype, so that is what travels too.
+    # Mixed precision is autocast here: parameters and gradients keep the master's dtype, so gradients are reduced in it.
     master = precision.master
     return Dtypes(
         storage=master, compute=precision.compute, reduce=master, gradient=master, master=master, state=master
@@ -53,7 +53,7 @@ DDP = Strategy(
         "state_dict_full": "DDP has one form of state dict, the full one",
         "cpu_offload": "DDP has nothing to offload",
         "reduce_dtype_fp32": "gradients travel in the dtype that they are stored in",
-        **OF_DEEPSPEED,
+        **DEEPSPEED_OPTIONS,
         **dict.fromkeys(
             (
                 "no_reshard_after_forward",

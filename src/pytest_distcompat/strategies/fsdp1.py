@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel: flat parameters, sharded."""
+"""FSDP1, torch's FullyShardedDataParallel: flat parameters, sharded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.strategies import _fsdp
-from pytest_distcompat.strategies._base import OF_DEEPSPEED, Dtypes, Strategy
+from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, Dtypes, Strategy
 from pytest_distcompat.strategies._fsdp import ignored_modules
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     from pytest_distcompat.models import MODELS
 
     blocks = MODELS.get(str(cell.option("model"))).block_modules(model)
-    how = ShardingStrategy.FULL_SHARD if cell.option("reshard_after_forward") else ShardingStrategy.SHARD_GRAD_OP
+    reshard = ShardingStrategy.FULL_SHARD if cell.option("reshard_after_forward") else ShardingStrategy.SHARD_GRAD_OP
     hybrid = cell.option("dp_replicate") != 1
     return FullyShardedDataParallel(
         model,
@@ -33,7 +33,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         mixed_precision=_fsdp.policy(1, precision, cell),
         device_id=device,
         use_orig_params=bool(cell.option("use_orig_params")),
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD if hybrid else how,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD if hybrid else reshard,
         device_mesh=_fsdp.mesh(cell, device) if hybrid else None,
         ignored_modules=ignored_modules(model, cell),
     )
@@ -48,8 +48,9 @@ def _transformers(precision: Precision, cell: Cell) -> Mapping[str, Any]:
 
 
 def _dtypes(precision: Precision) -> Dtypes:
-    """As FSDP2, and from the first forward on buffers in the compute dtype: ``MixedPrecision(buffer_dtype=...)``, which
-    accelerate sets too.
+    """Return FSDP2's row with buffers in the compute dtype, from the first forward on.
+
+    ``MixedPrecision(buffer_dtype=...)`` does that; accelerate sets it too.
     """
     return dataclasses.replace(_fsdp.dtypes(precision), buffer=precision.compute if precision.mixed else "")
 
@@ -69,7 +70,7 @@ FSDP1 = Strategy(
         "meta_init": "FSDP1 fills what was made on the meta device by synchronising module states, which needs a GPU",
         "cpu_offload": "FSDP1 offloads from an accelerator to the CPU, and there is none",
         "cpu_ram_efficient_loading": "FSDP1 then synchronises module states, which needs a GPU",
-        **OF_DEEPSPEED,
+        **DEEPSPEED_OPTIONS,
     },
     order=1,
 )

@@ -1,4 +1,4 @@
-"""fully_shard: every parameter a DTensor, sharded on its first dimension."""
+"""FSDP2, torch's fully_shard: every parameter is a DTensor, sharded on its first dimension."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.strategies import _fsdp
-from pytest_distcompat.strategies._base import OF_DEEPSPEED, Strategy
+from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, Strategy
 from pytest_distcompat.strategies._fsdp import ignored_modules
 
 if TYPE_CHECKING:
@@ -23,50 +23,50 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
 
     from pytest_distcompat.models import MODELS
 
-    whole = _take_weights(model) if cell.option("meta_init") else None
-    if whole is None:
+    full_state = _move_to_meta(model) if cell.option("meta_init") else None
+    if full_state is None:
         model.to(device)
     ignored = {parameter for module in ignored_modules(model, cell) for parameter in module.parameters()}
     settings: dict[str, Any] = {
         "mesh": _fsdp.mesh(cell, device),
         "mp_policy": _fsdp.policy(2, precision, cell) or MixedPrecisionPolicy(),
         "reshard_after_forward": bool(cell.option("reshard_after_forward")),
-        # Pinned memory needs a GPU that it is pinned for.
+        # Pinned memory needs a GPU.
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
         if cell.option("cpu_offload")
         else OffloadPolicy(),
         "ignored_params": ignored or None,
     }
-    # Blocks before the root: a module that is sharded already is no part of its parent's unit.
+    # Blocks before the root, whose unit then has the parameters of no block.
     for block in MODELS.get(str(cell.option("model"))).block_modules(model):
         fully_shard(block, **settings)
     fully_shard(model, **settings)
-    if whole is not None:
-        _give_weights(model, whole, torch.device("cpu") if cell.option("cpu_offload") else device)
+    if full_state is not None:
+        _load_weights(model, full_state, torch.device("cpu") if cell.option("cpu_offload") else device)
     return model
 
 
-def _take_weights(model: Module) -> dict[str, torch.Tensor]:
-    """Leave the model without memory; its weights and all its buffers."""
-    whole = {**model.state_dict(), **dict(model.named_buffers())}
+def _move_to_meta(model: Module) -> dict[str, torch.Tensor]:
+    """Move the model to the meta device and return its state dict with all its buffers."""
+    full_state = {**model.state_dict(), **dict(model.named_buffers())}
     model.to("meta")
-    return whole
+    return full_state
 
 
-def _give_weights(model: Module, whole: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Memory for the shards, then rank 0's weights for all.
+def _load_weights(model: Module, full_state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Allocate the shards and load rank 0's weights into them.
 
-    Buffers that no state dict holds are the author's own business: they would stay whatever memory held.
+    Buffers that are not in the state dict are copied: they would keep uninitialized memory.
     """
     import torch
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     model.to_empty(device=device)
-    saved: dict[str, Any] = {name: whole[name] for name in model.state_dict()}
+    saved: dict[str, Any] = {name: full_state[name] for name in model.state_dict()}
     set_model_state_dict(model, saved, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            buffer.copy_(whole[name])
+            buffer.copy_(full_state[name])
 
 
 def _accelerate(precision: Precision, cell: Cell) -> Mapping[str, Any]:
@@ -87,6 +87,6 @@ FSDP2 = Strategy(
     torch=_torch,
     accelerate=_accelerate,
     transformers=_transformers,
-    options={"no_use_orig_params": "FSDP2 has no flat parameters", **OF_DEEPSPEED},
+    options={"no_use_orig_params": "FSDP2 has no flat parameters", **DEEPSPEED_OPTIONS},
     order=2,
 )

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: optimizer state (1), gradients (2) and parameters (3) partitioned over the ranks; nothing (0)."""
+"""DeepSpeed ZeRO: stage 1 partitions optimizer state, 2 gradients too, 3 parameters too; stage 0 partitions nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def _dtypes(precision: Precision) -> Dtypes:
-    """Parameters live and travel in the compute dtype; what is optimized, flat partitions or copies, is in the master's.
+    """Return the dtype row: parameters and reductions in the compute dtype, what is optimized in the master dtype.
+
+    What is optimized are flat partitions, or copies at stage 0.
 
     https://huggingface.co/blog/deepspeed-to-fsdp-and-back: DeepSpeed always keeps float32 masters. Since 0.18 it has a
     low-precision mode too (``bf16_master_weights_and_grads``), which is what bf16_pure asks for.
@@ -24,7 +26,7 @@ def _dtypes(precision: Precision) -> Dtypes:
 
 
 def config(stage: int, precision: Precision, cell: Cell, micro_batch: int = 2) -> dict[str, Any]:
-    """The DeepSpeed JSON, for torch's own AdamW (no op to compile)."""
+    """Return the DeepSpeed JSON, for torch's AdamW: DeepSpeed's would be compiled first."""
     bf16: dict[str, Any] = {"enabled": precision.compute == "bfloat16"}
     if precision.master == "bfloat16":
         # With the first key alone DeepSpeed asks for offload; both together are its low-precision mode.
@@ -37,7 +39,7 @@ def config(stage: int, precision: Precision, cell: Cell, micro_batch: int = 2) -
     }
     if cell.option("cpu_offload"):
         zero["offload_optimizer"] = {"device": "cpu"}
-    written: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": cell.option("grad_accum"),
         "gradient_clipping": MAX_NORM,
@@ -48,40 +50,40 @@ def config(stage: int, precision: Precision, cell: Cell, micro_batch: int = 2) -
         "zero_force_ds_cpu_optimizer": False,
     }
     if precision.compute == "float16" or cell.option("conflict"):
-        # By default DeepSpeed lets the first overflow pass without a smaller scale.
-        written["fp16"] = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}
+        # With DeepSpeed's default hysteresis the first overflow does not lower the scale.
+        settings["fp16"] = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}
     if cell.option("grad_accum_dtype") != "auto":
-        written["data_types"] = {"grad_accum_dtype": cell.option("grad_accum_dtype")}
+        settings["data_types"] = {"grad_accum_dtype": cell.option("grad_accum_dtype")}
     if cell.option("reduce_dtype") != "auto":
-        written["communication_data_type"] = cell.option("reduce_dtype")
+        settings["communication_data_type"] = cell.option("reduce_dtype")
     if cell.option("conflict"):
-        written["bf16"] = {"enabled": False}
-    return written
+        settings["bf16"] = {"enabled": False}
+    return settings
 
 
 def _native(stage: int, precision: Precision, cell: Cell) -> Mapping[str, Any]:
-    """The JSON is all that DeepSpeed is told, so a contradiction must stand in it: two precisions at once."""
-    written = config(stage, precision, cell)
-    written["bf16"]["enabled"] = precision.compute == "bfloat16"
-    return written
+    """Return the JSON; it is DeepSpeed's only configuration, so a conflict is one within it: two precisions at once."""
+    settings = config(stage, precision, cell)
+    settings["bf16"]["enabled"] = precision.compute == "bfloat16"
+    return settings
 
 
 def _accelerate(stage: int, precision: Precision, cell: Cell) -> Mapping[str, Any]:
-    import deepspeed  # noqa: F401 - so that there is something to switch off
+    import deepspeed  # noqa: F401 - without_shared_memory patches it
     from accelerate import DeepSpeedPlugin
 
     from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 
     without_shared_memory()
     settings = config(stage, precision, cell)
-    # As accelerate's documentation has it: the Accelerator's own count is to be filled in.
+    # accelerate fills in the Accelerator's own count, as its documentation says.
     settings["gradient_accumulation_steps"] = "auto"
     return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=settings)}
 
 
 def _transformers(stage: int, precision: Precision, cell: Cell) -> Mapping[str, Any]:
-    """https://huggingface.co/docs/transformers/deepspeed: what TrainingArguments say too is left to them."""
-    import deepspeed  # noqa: F401 - so that there is something to switch off
+    """Return the JSON, "auto" for what TrainingArguments set: https://huggingface.co/docs/transformers/deepspeed."""
+    import deepspeed  # noqa: F401 - without_shared_memory patches it
 
     from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 
@@ -91,8 +93,8 @@ def _transformers(stage: int, precision: Precision, cell: Cell) -> Mapping[str, 
     return {"deepspeed": settings | dict.fromkeys(shared, "auto")}
 
 
-#: What an option of FSDP, or of what cuts a model into pieces, has to do with an engine: nothing.
-_NOT_OURS = {
+#: Options of FSDP and of compilation by block -> why a DeepSpeed engine does not have them.
+_UNSUPPORTED = {
     "state_dict_full": "DeepSpeed writes its own sharded form; state_dict is an option of FSDP",
     "compile_regional": "DeepSpeed compiles the whole engine",
     "compile_partial": "DeepSpeed compiles the whole engine",
@@ -120,31 +122,31 @@ def _zero(stage: int, meaning: str, options: Mapping[str, str]) -> Strategy:
         shards=stage == 3,
         leading=("module",),
         zero_stage=stage,
-        # Without ZeRO the masters of low precision are copies one by one, which the probe takes for the parameters.
+        # Without ZeRO masters are one copy for each parameter, which the probe takes for the parameters.
         flat_masters=stage > 0,
-        # Gradients are partitioned from stage 2 on, and the engine refuses no_sync().
+        # Gradients are partitioned from stage 2 on, and the engine raises in no_sync().
         reduces_each_micro_batch=stage >= 2,
         accelerate=functools.partial(_accelerate, stage),
         transformers=functools.partial(_transformers, stage),
         deepspeed=functools.partial(_native, stage),
-        options={**_NOT_OURS, **options},
+        options={**_UNSUPPORTED, **options},
         order=3 + stage,
     )
 
 
-def _whole(stage: int) -> dict[str, str]:
+def _no_meta_init(stage: int) -> dict[str, str]:
     return {"meta_init": f"ZeRO-{stage} keeps whole parameters on every rank"}
 
 
 ZERO0 = _zero(
     0,
     "nothing partitioned, plain data parallel",
-    _whole(0)
+    _no_meta_init(0)
     | {
         "cpu_offload": "without ZeRO DeepSpeed offloads nothing",
         "grad_accum_dtype_fp32": "without ZeRO DeepSpeed refuses to add gradients up in another dtype than the parameters'",
     },
 )
-ZERO1 = _zero(1, "optimizer state partitioned", _whole(1))
-ZERO2 = _zero(2, "optimizer state and gradients partitioned", _whole(2))
+ZERO1 = _zero(1, "optimizer state partitioned", _no_meta_init(1))
+ZERO2 = _zero(2, "optimizer state and gradients partitioned", _no_meta_init(2))
 ZERO3 = _zero(3, "optimizer state, gradients and parameters partitioned", {})
