@@ -136,13 +136,13 @@ def test_a_report_of_an_earlier_release_is_read() -> None:
             '{"format": 1, "session": {"ending": "fine"}, "results": []}',
             "is no report: ending 'fine'; expected one of ",
         ),
-        ('{"format": 1, "results": []}', "is no report: 'run' is missing"),
+        ('{"format": 1, "results": []}', "is no report: 'session' is missing"),
         ('{"format": 1, "session": {}, "results": [3]}', "is no report: results[0] is 3; expected an object"),
         ('{"format": 1, "session": {}, "results": [], "unreached": [[]]}', "unreached[0] is a list; expected a text"),
         ('{"format": 1, "session": {"seconds": true}, "results": []}', "session.seconds is True; expected a number"),
         (
             '{"format": 1, "session": {"world_size": []}, "results": []}',
-            "run.world_size is a list; expected a whole number",
+            "session.world_size is a list; expected a whole number",
         ),
         (
             '{"format": 1, "session": {"baseline": {"file": "a"}}, "results": []}',

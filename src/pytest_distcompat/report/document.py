@@ -123,7 +123,7 @@ class Report:
         """The document as plain data."""
         return {
             "format": FORMAT,
-            "run": {**self.session, "counts": counts(self)},
+            "session": {**self.session, "counts": counts(self)},
             "results": [_result(result) for result in self.results],
             "cells": [{**dataclasses.asdict(row), "facets": facets(row.cell)} for row in self.rows],
             "runs": self.runs,
