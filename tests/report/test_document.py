@@ -112,7 +112,7 @@ def test_a_report_of_an_earlier_release_is_read() -> None:
         "results": [
             {"suite": "S", "driver": "d", "cell": "ddp-fp32-w2", "check": "names", "status": "passed", "new": 1}
         ],
-        "cells": [{"suite": "S", "driver": "d", "cell": "ddp-fp32-w2", "blanks": {}, "cost": {}}],
+        "cells": [{"suite": "S", "driver": "d", "cell": "ddp-fp32-w2", "not_applicable": {}, "cost": {}}],
     }
     report = Report.from_json(old)
     assert (report.results[0].status, report.rows[0].runs, report.runs) == ("passed", [], [])

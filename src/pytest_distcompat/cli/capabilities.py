@@ -59,11 +59,15 @@ class Capability:
 
     def to_json(self) -> dict[str, Any]:
         """The cells that can be run, and the others by reason."""
-        blank: dict[str, list[str]] = {}
+        cannot: dict[str, list[str]] = {}
         for cell, reason in self.reasons.items():
             if reason:
-                blank.setdefault(reason, []).append(cell.id)
-        return {"driver": self.driver, "can": [cell.id for cell, no in self.reasons.items() if not no], "cannot": blank}
+                cannot.setdefault(reason, []).append(cell.id)
+        return {
+            "driver": self.driver,
+            "can": [cell.id for cell, no in self.reasons.items() if not no],
+            "cannot": cannot,
+        }
 
 
 def capability(

@@ -81,8 +81,10 @@ def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
     STRATEGIES.get(cell.strategy)
     PRECISIONS.get(cell.precision)
     # Where the suite has no item, there is nothing to ask.
-    blank = {check.name: check.not_applicable(cell, driver) or (_LIMIT if check.limit else "") for check in checks}
-    scenarios = [TRAIN, *(check.runs(cell, driver) for check in checks if not blank[check.name])]
+    not_applicable = {
+        check.name: check.not_applicable(cell, driver) or (_LIMIT if check.limit else "") for check in checks
+    }
+    scenarios = [TRAIN, *(check.runs(cell, driver) for check in checks if not not_applicable[check.name])]
     most = max(run.cell(cell).world_size for scenario in scenarios for run in scenario.runs)
     device = _device(told.device, most)
     reason = unsupported_reason(driver, cell, device)
@@ -102,8 +104,8 @@ def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
         known = applying(shipped(), concerned(driver), device)
         good = []
         for check in checks:
-            if blank[check.name]:
-                print(f"\ncheck {check.name}: blank\n  {blank[check.name]}")  # noqa: T201 - a command speaks
+            if not_applicable[check.name]:
+                print(f"\ncheck {check.name}: not applicable\n  {not_applicable[check.name]}")  # noqa: T201 - a command speaks
             else:
                 found = runner.trace(told.driver, cell, check.runs(cell, driver))
                 good.append(_tell(judge(check, cell, found, known)))

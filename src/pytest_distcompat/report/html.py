@@ -45,7 +45,7 @@ def html(report: Report) -> str:
         unreached=len(report.unreached),
         suites=[_suite(found) for found in by_suite(report.results)],
         causes=causes(report.results),
-        blanks=[row for row in report.rows if row.blanks],
+        not_applicable=[row for row in report.rows if row.not_applicable],
         words=WORDS,
         styles=STYLES,
         facets=_axes(report.results),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report
-from pytest_distcompat.report.result import Result, Row, Table, blank_reasons, by_suite
+from pytest_distcompat.report.result import Result, Row, Table, by_suite, not_applicable_reasons
 from pytest_distcompat.report.text import HEADLINE, counts_text, cut
 
 #: What a message in a chat may have, in characters (Slack cuts at 3000: https://docs.slack.dev/reference/block-kit/blocks/section-block).
@@ -22,7 +22,7 @@ _SPECIAL = re.compile(r"([\\`*\[\]<>|~&]|(?<!\w)_|_(?!\w)|^[#+=-])")
 
 
 def markdown(report: Report) -> str:
-    """The whole page: the matrices, what went wrong by cause, why what is blank is blank, what cells cost."""
+    """The whole page: the matrices, what went wrong by cause, which checks are not applicable, what cells cost."""
     return "\n".join(_page(report)) + "\n"
 
 
@@ -70,7 +70,7 @@ def _page(report: Report) -> Iterator[str]:
     yield from _causes(causes(report.results))
     for found in by_suite(report.results):
         yield from _suite(found)
-    yield from _blanks(report.rows)
+    yield from _not_applicable(report.rows)
     yield from _cost(report.rows)
 
 
@@ -100,13 +100,13 @@ def _suite(found: list[Result]) -> Iterator[str]:
     yield from dict.fromkeys(f"- {escape(f'{r.cell}:{r.check}')}: {r.word}: {escape(r.why)}" for r in reasons)
 
 
-def _blanks(rows: Iterable[Row]) -> Iterator[str]:
+def _not_applicable(rows: Iterable[Row]) -> Iterator[str]:
     """Why a check has nothing to say in a cell: a line a reason."""
-    known = [row for row in rows if row.blanks]
+    known = [row for row in rows if row.not_applicable]
     if known:
-        yield from ("", "## Blanks", "")
+        yield from ("", "## Not applicable", "")
     for driver in dict.fromkeys(row.driver for row in known):
-        for (check, reason), names in blank_reasons(row for row in known if row.driver == driver).items():
+        for (check, reason), names in not_applicable_reasons(row for row in known if row.driver == driver).items():
             yield f"- {escape(f'{driver}: {check}')}: {escape(reason)} ({len(names)} cells: {escape(', '.join(names))})"
 
 

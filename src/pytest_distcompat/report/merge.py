@@ -42,9 +42,11 @@ def merge(reports: Sequence[Report]) -> Report:
 
 
 def _richer(one: Row, other: Row) -> Row:
-    """Both cells' runs and blanks; of the rest what the first knows, else what the other does."""
+    """Return the row of both: all runs and reasons, of the rest what the first has, else what the other has."""
     known = {field.name: getattr(one, field.name) or getattr(other, field.name) for field in dataclasses.fields(Row)}
-    return Row(**{**known, "runs": [*one.runs, *other.runs], "blanks": {**other.blanks, **one.blanks}})
+    return Row(
+        **{**known, "runs": [*one.runs, *other.runs], "not_applicable": {**other.not_applicable, **one.not_applicable}}
+    )
 
 
 def _session(sessions: Sequence[dict[str, Any]]) -> dict[str, Any]:

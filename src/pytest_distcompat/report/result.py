@@ -83,8 +83,8 @@ class Result:
 class Row:
     """What a cell has beside its verdicts.
 
-    ``blanks``: the checks without a verdict, each with the reason. ``cost``: the fields of ``cost.Cost``. ``runs``: the ids
-    of the runs that its checks read. ``names``, ``dtypes``, ``steps`` and ``memory``: what its training showed
+    ``not_applicable``: the checks without a verdict, each with the reason. ``cost``: the fields of ``cost.Cost``. ``runs``: the
+    ids of the runs that its checks read. ``names``, ``dtypes``, ``steps`` and ``memory``: what its training showed
     (``evidence.cells``).
     """
 
@@ -92,7 +92,7 @@ class Row:
     driver: str
     cell: str
     place: str = ""
-    blanks: dict[str, str] = field(default_factory=dict)
+    not_applicable: dict[str, str] = field(default_factory=dict)
     #: None stands for a number that JSON does not have.
     cost: dict[str, float | None] = field(default_factory=dict)
     runs: list[str] = field(default_factory=list)
@@ -102,11 +102,11 @@ class Row:
     memory: list[int] = field(default_factory=list)
 
 
-def blank_reasons(rows: Iterable[Row]) -> dict[tuple[str, str], list[str]]:
+def not_applicable_reasons(rows: Iterable[Row]) -> dict[tuple[str, str], list[str]]:
     """(check, why it has nothing to say) to the cells."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        for check, reason in row.blanks.items():
+        for check, reason in row.not_applicable.items():
             reasons.setdefault((check, reason), []).append(row.cell)
     return reasons
 
@@ -140,6 +140,6 @@ class Table:
         )
 
     def word(self, cell: str, check: str) -> str:
-        """What stands there; nothing for a blank."""
+        """Return the word of the verdict, empty where there is none."""
         result = self.found.get((cell, check))
         return result.word if result else ""

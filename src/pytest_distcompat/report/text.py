@@ -7,7 +7,7 @@ from typing import Any
 
 from pytest_distcompat.report.causes import causes, unshown
 from pytest_distcompat.report.document import Report, counts
-from pytest_distcompat.report.result import WORDS, Result, Row, Table, blank_reasons, by_suite
+from pytest_distcompat.report.result import WORDS, Result, Row, Table, by_suite, not_applicable_reasons
 
 #: A text and its style: ``good``, ``known``, ``bad``, ``dim``, ``head`` or nothing.
 Span = tuple[str, str]
@@ -33,7 +33,7 @@ def plain_text(line: Line) -> str:
 
 
 def matrix_text(results: Iterable[Result], cells: Iterable[Row] = (), width: int = 0) -> Iterator[Line]:
-    """Each suite's matrix, then the reason of everything that is known, refused, blank or was not run, each once.
+    """Each suite's matrix, then the reason of everything that is known, refused, not run or not applicable, each once.
 
     ``width`` is how many characters a line may have (0: any number): a wider matrix goes on in a further block below.
     """
@@ -45,8 +45,8 @@ def matrix_text(results: Iterable[Result], cells: Iterable[Row] = (), width: int
             for reason, names in _reasons(found, status).items():
                 yield ((f"  {title}: {reason} [{_short(names)}]", ""),)
         here = (row for row in extra if row.suite == found[0].suite and row.driver == found[0].driver)
-        for (check, reason), names in blank_reasons(here).items():
-            yield ((f"  blank: {check}: {reason} [{_short(names)}]", "dim"),)
+        for (check, reason), names in not_applicable_reasons(here).items():
+            yield ((f"  not applicable: {check}: {reason} [{_short(names)}]", "dim"),)
 
 
 def _blocks(table: Table, width: int) -> Iterator[Line]:
