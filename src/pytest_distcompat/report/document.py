@@ -18,10 +18,11 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import MalformedError, check, decode
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.report.format_1 import from_format_1
 from pytest_distcompat.report.result import WORDS, Result, Row
 
 #: Raised when a key changes its meaning or goes away; new keys may come at any time.
-FORMAT = 1
+FORMAT = 2
 
 #: How a session ended, from bad to good.
 ENDINGS = ("internal error", "interrupted", "stopped", "finished")
@@ -139,10 +140,12 @@ class Report:
         """The report that ``to_json`` wrote; keys that are not known are left out. Raises UsageProblem for anything else."""
         if not isinstance(data, Mapping) or "format" not in data:
             raise UsageProblem("is no report of pytest-distcompat")
-        if data["format"] != FORMAT:
-            raise UsageProblem(f"format {data['format']!r} is not known here; expected {FORMAT}")
+        if data["format"] not in {1, FORMAT}:
+            raise UsageProblem(f"format {data['format']!r} is not known here; expected 1 or {FORMAT}")
         if _too_deep(data):
             raise UsageProblem(f"is no report: more than {DEPTH} objects and lists are inside one another")
+        if data["format"] == 1:
+            data = from_format_1(data)
         try:
             check(_Document, data, "")
         except MalformedError as problem:
