@@ -44,7 +44,7 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     if world.shared:
         _meet_by_gloo(world)
     driver = find_driver(payload["driver"])(Cell.parse(payload["cell"]), world)
-    run_paths = RunPaths.told(payload)
+    run_paths = RunPaths.from_payload(payload)
     if log.by_hand:
         run_paths.clear(run, world.rank, log.path.parent)
     rank = _Rank(driver, run, run_paths, Observer(), log)
