@@ -1,4 +1,4 @@
-"""pytest-distcompat: does your trainer still train the same model under DDP, FSDP1, FSDP2 and ZeRO, in every precision?
+"""Compatibility tests for distributed trainers: DDP, FSDP1, FSDP2 and ZeRO, in every precision.
 
 Importing this package imports neither torch nor pytest.
 
