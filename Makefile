@@ -22,6 +22,7 @@ nightly: install check
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
 # The site, into build/site; a dead link or any other warning is an error.

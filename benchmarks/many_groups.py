@@ -2,14 +2,17 @@
 
 ``python benchmarks/many_groups.py [--groups 500] [--settled 20] [--reuse]`` runs so many marked tests of 2 gloo ranks in one
 pytest and prints a Markdown table: what there was after the first ``settled`` of them, and after all. With ``--reuse`` all run
-on the same ranks, which are looked at too. It exits with 1 if anything grew that must not.
+on the same ranks, which are sampled too. It exits with 1 if anything grew that must not. What grows is told by the trend of
+some twenty samples (the median of the slopes between any two of them), so that one allocation between two samples is no growth.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -86,8 +89,8 @@ def look():
         "memory of all, KiB": sum(map(size, tree)) // 1024,
         "files in /dev/shm": len(os.listdir("/dev/shm")),
         "temporary files": sum(len(names) + len(directories) for _, directories, names in os.walk(os.environ["TMPDIR"])),
-        "files of lives, kept by pytest": sum(len(names) for _, _, names in os.walk(base)),
-        "size of lives, KiB": sum(path.stat().st_size for path in base.rglob("*") if path.is_file()) // 1024,
+        "files of runs, kept by pytest": sum(len(names) for _, _, names in os.walk(base)),
+        "size of runs, KiB": sum(path.stat().st_size for path in base.rglob("*") if path.is_file()) // 1024,
     }}
 
 def pytest_runtest_logfinish():
@@ -96,7 +99,7 @@ def pytest_runtest_logfinish():
         # Ranks load this too.
         return
     count += 1
-    if count not in ({settled}, {groups}):
+    if count not in {samples}:
         return
     # The least of some looks: what a thread opens and closes again in between has not grown.
     looks = []
@@ -106,8 +109,11 @@ def pytest_runtest_logfinish():
     found = {{name: min(counts[name] for _, counts in looks) for name in looks[0][1]}}
     descriptors = min((names for names, _ in looks), key=len)
     with open("samples.jsonl", "a") as file:
-        file.write(json.dumps([found, descriptors]) + "\\n")
+        file.write(json.dumps([count, found, descriptors]) + "\\n")
 """
+
+#: Samples after the first groups: enough for a trend.
+SAMPLES = 20
 
 #: What may grow, by how much for each group; anything else may not. A report of each test is pytest's own to keep.
 GROWS = {
@@ -115,21 +121,26 @@ GROWS = {
     "ports of stores in TIME_WAIT": 4.0,
     "memory of pytest, KiB": 16.0,
     "memory of all, KiB": 32.0,
-    "files of lives, kept by pytest": 20.0,
-    "size of lives, KiB": 16.0,
+    "files of runs, kept by pytest": 20.0,
+    "size of runs, KiB": 16.0,
 }
 
 #: On ranks that live on, pytest keeps something of each test in each of them, and torch's flight recorder of each collective.
 GROWS_ON_SHARED_RANKS = {**GROWS, "memory of all, KiB": 96.0}
 
 
-def run(groups: int, settled: int, *, reuse: bool) -> list[tuple[dict[str, Any], list[str]]]:
-    """After ``settled`` groups and after all: the counts, and where descriptors led. Raises SystemExit if a test failed."""
+#: After so many groups: the counts, and where descriptors led.
+Sample = tuple[int, dict[str, Any], list[str]]
+
+
+def run(groups: int, settled: int, *, reuse: bool) -> list[Sample]:
+    """Return the samples from after ``settled`` groups to after all. Raises SystemExit if a test failed."""
+    taken = sorted({settled + (groups - settled) * number // SAMPLES for number in range(SAMPLES + 1)})
     with tempfile.TemporaryDirectory(prefix="many-groups-") as directory:
         here = Path(directory)
         (here / "temporary").mkdir()
         (here / "test_groups.py").write_text(TESTS.format(groups=groups), encoding="utf-8")
-        (here / "conftest.py").write_text(SAMPLER.format(groups=groups, settled=settled), encoding="utf-8")
+        (here / "conftest.py").write_text(SAMPLER.format(samples=taken), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", "basetemp"]
         if reuse:
             command += ["--distcompat-reuse=session", f"--distcompat-reuse-limit={groups + 1}"]
@@ -140,6 +151,12 @@ def run(groups: int, settled: int, *, reuse: bool) -> list[tuple[dict[str, Any],
         return [json.loads(line) for line in (here / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def trend(points: list[tuple[int, float]]) -> float:
+    """Return the growth a group: the median of the slopes between any two points (Theil and Sen), which outliers do not move."""
+    pairs = itertools.combinations(points, 2)
+    return statistics.median((there - here) / (after - before) for (before, here), (after, there) in pairs)
+
+
 def main() -> None:
     """Run, print, and say by the exit code whether anything leaked."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -147,13 +164,16 @@ def main() -> None:
     parser.add_argument("--settled", type=int, default=20)
     parser.add_argument("--reuse", action="store_true", help="all tests on the same ranks")
     given = parser.parse_args()
-    (before, at_first), (after, at_last) = run(given.groups, given.settled, reuse=given.reuse)
+    if given.groups <= given.settled:
+        parser.error("--groups must be more than --settled")
+    samples = run(given.groups, given.settled, reuse=given.reuse)
+    (_, before, at_first), (_, after, at_last) = samples[0], samples[-1]
     print(f"{measured_on('torch')}\n")
     print(f"| | after {given.settled} groups | after {given.groups} | a group |\n| --- | --- | --- | --- |")
     allowed = GROWS_ON_SHARED_RANKS if given.reuse else GROWS
     grew = []
     for name, count in after.items():
-        a_group = (count - before[name]) / (given.groups - given.settled)
+        a_group = trend([(number, counts[name]) for number, counts, _ in samples])
         print(f"| {name} | {before[name]} | {count} | {a_group:.2f} |")
         if a_group > allowed.get(name, 0.0):
             grew.append(name)

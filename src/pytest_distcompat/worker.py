@@ -158,8 +158,12 @@ class _Rank:
         return self._attach(self.unwrapped)
 
     def _reload(self) -> dict[str, Any]:
-        self.unwrapped = self.driver.reload(self.run_paths.export)
-        return self._attach(self.unwrapped)
+        from pytest_distcompat.probe.files import readable
+
+        # Close the files only after the model is read: it may load its weights lazily.
+        with readable(self.run_paths.export) as directory:
+            self.unwrapped = self.driver.reload(directory)
+            return self._attach(self.unwrapped)
 
     def _attach(self, model: Module) -> dict[str, Any]:
         from pytest_distcompat.probe import read_unwrapped

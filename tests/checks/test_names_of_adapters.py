@@ -81,7 +81,9 @@ def test_what_is_exported_has_plain_names_too(sound: Sound) -> None:
     # What is not in it is the business of the check ``export``.
     assert exported("outlet.weight") == []
     (found,) = exported("_orig_mod.outlet.weight")
-    assert found.startswith("file 'export/model.safetensors': key '_orig_mod.outlet.weight' is no name of the plain")
+    assert found.startswith(
+        "file 'export/model.safetensors': key '_orig_mod.outlet.weight' is no name of the unwrapped model"
+    )
     assert found.endswith("; expected 'outlet.weight'")
 
 

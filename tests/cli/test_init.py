@@ -343,7 +343,10 @@ def test_a_key_of_another_table_is_not_pytests(tmp_path: Path, write: Write) -> 
     assert inspect_repository(tmp_path).settings.values == {"distcompat_profile": "smoke", "pythonpath": "."}
 
 
-@pytest.mark.parametrize("file", ["pytest.ini", "pyproject.toml", "pytest.toml"])
+@pytest.mark.parametrize(
+    "file",
+    ["pyproject.toml", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("pytest.ini", "pytest.toml"))],
+)
 def test_directories_with_spaces(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str], file: str) -> None:
     """pytest splits such settings as a shell does."""
     own = "from transformers import Trainer as Base\n\nclass Mine(Base):\n    pass\n"

@@ -208,6 +208,7 @@ class TestMine(CompatSuite):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_which_release_is_red_and_with_what(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

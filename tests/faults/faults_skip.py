@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import unittest
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +223,53 @@ def test_xfail_and_wait_for_work(rank: int, process_group: Any) -> None:
     if rank == 0:
         pytest.xfail("not yet")
     process_group.barrier().wait()
+
+
+@two
+def test_xfail_and_own_store(rank: int, shared_dir: Path) -> None:
+    """Whom torch.distributed cannot reach here is none of the ranks."""
+    from torch import distributed
+
+    if rank == 0:
+        pytest.xfail("not yet")
+    if rank == 1:
+        await_error(0, shared_dir)
+        late = timedelta(seconds=0.1)
+        distributed.TCPStore("127.0.0.1", 1, is_master=False, timeout=late)  # type: ignore[attr-defined]
+
+
+@two
+def test_xfail_and_wait_for_a_thread(rank: int, process_group: Any) -> None:
+    """It waits for nobody in the collective that it has begun."""
+    from torch import distributed, ones
+
+    if rank == 0:
+        pytest.xfail("not yet")
+    if rank == 1:
+        work = distributed.all_reduce(ones(2), async_op=True)
+        threading.Event().wait(5 * LATE)
+        raise ValueError(f"late, beside {type(work).__name__}")
+
+
+@two
+def test_xfail_and_wait_for_a_lock(rank: int, process_group: Any) -> None:
+    """The same by a call that leaves nothing in the stack; who lets it go on is a thread of its own."""
+    from torch import distributed, ones
+
+    if rank == 0:
+        pytest.xfail("not yet")
+    if rank == 1:
+        work = distributed.all_reduce(ones(2), async_op=True)
+        lock = threading.Lock()
+        lock.acquire()
+
+        def release() -> None:
+            time.sleep(5 * LATE)
+            lock.release()
+
+        threading.Thread(target=release).start()
+        lock.acquire()
+        raise ValueError(f"late, beside {type(work).__name__}")
 
 
 @two

@@ -46,7 +46,7 @@ FORMS: Mapping[str, Form] = MappingProxyType(
             Form("alone at 2", (), 2),
             Form("alone at 4", (), 4, nightly=True),
             Form("workers", ("-n", "2"), nightly=True),
-            Form("kept", (KEPT,), 2),
+            Form("kept", (KEPT,), 2, nightly=True),
             Form("kept at 4", (KEPT,), 4, nightly=True),
         )
     }

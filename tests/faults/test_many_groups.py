@@ -20,12 +20,12 @@ NIGHTLY = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("groups", "more"),
     [
-        ("30", []),
+        ("60", []),
         pytest.param("200", [], marks=NIGHTLY),
-        ("30", ["--reuse"]),
+        ("60", ["--reuse"]),
         pytest.param("200", ["--reuse"], marks=NIGHTLY),
     ],
-    ids=["30", "200", "30 on the same ranks", "200 on the same ranks"],
+    ids=["60", "200", "60 on the same ranks", "200 on the same ranks"],
 )
 def test_nothing_grows(groups: str, more: list[str], environment: dict[str, str]) -> None:
     # Alone in its /dev/shm, where that is allowed: other people's files come and go.

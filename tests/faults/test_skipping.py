@@ -56,6 +56,9 @@ FAILED = {
         (1, 0), "time limit of 3 s: rank 1 is in test_xfail_and_loop at test_skip.py:*", others=False
     ),
     "test_xfail_while_a_third_works": Told((-1, 0), "rank {0} failed: ValueError: late", size=4),
+    "test_xfail_and_own_store": Told((1, 0), "rank 1 failed: torch.distributed.DistNetworkError: *"),
+    "test_xfail_and_wait_for_a_thread": Told((1, 0), "rank 1 failed: ValueError: late, beside *"),
+    "test_xfail_and_wait_for_a_lock": Told((1, 0), "rank 1 failed: ValueError: late, beside *"),
     "test_xfail_and_teardown": Told((), "rank * failed in teardown: RuntimeError: on the way down"),
 }
 #: The others.

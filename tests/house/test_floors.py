@@ -1,4 +1,4 @@
-"""The house holds its plan: who imports whom, what stays light, which names and options are promised."""
+"""What stays light and which names and options are promised; `lint-imports` holds who imports whom."""
 
 from __future__ import annotations
 
@@ -8,47 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import pytest_distcompat
 from pytest_distcompat.plugin.options import OPTIONS
 
 SOURCE = Path(pytest_distcompat.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-#: Room to floor, as docs/architecture.md draws it. A module imports only from lower floors or from its own room.
-FLOORS = {
-    **dict.fromkeys(
-        [
-            "failures",
-            "cell",
-            "digests",
-            "decode",
-            "trace",
-            "scenario",
-            "expect",
-            "registry",
-            "clock",
-            "world",
-            "devices",
-            "excerpt",
-            "lazy",
-            "installed",
-        ],
-        0,
-    ),
-    **dict.fromkeys(["precisions", "models", "launch", "report", "driver", "lease", "run_paths"], 1),
-    **dict.fromkeys(["strategies", "runner", "leased", "probe", "cost", "known"], 2),
-    **dict.fromkeys(["checks", "drivers", "corrupt"], 3),
-    **dict.fromkeys(["judge", "suite", "worker", "profiles", "evidence"], 4),
-    **dict.fromkeys(["scripts"], 5),
-    **dict.fromkeys(["plugin", "__init__", "cli"], 6),
-    "aliases": 7,
-}
-#: The rooms in which pytest is at home.
-OF_PYTEST = {"plugin", "aliases"}
-#: Words that build on one another, in order: the only imports inside floor 0.
-WORDS = ["failures", "cell", "digests", "decode", "trace", "scenario", "registry", "world", "expect"]
 #: Started by name in another process; an import would run it in the wrong one.
 BY_NAME = {
     "worker",
@@ -65,10 +30,6 @@ NEED_TORCH = {"models._mlp_module", "launch.agent"} | {
 
 def name_of(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
-
-
-def room_of(name: str) -> str:
-    return name.split(".", maxsplit=1)[0]
 
 
 def imports_of(path: Path, *, top_level_only: bool = False, types: bool = False) -> set[str]:
@@ -92,83 +53,45 @@ def ours(imports: set[str]) -> set[str]:
     return {name.removeprefix(prefix) for name in imports if name.startswith(prefix)}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_imports_only_from_lower_floors_or_its_own_room(path: Path) -> None:
-    room = room_of(name_of(path))
-    for other in {room_of(name) for name in ours(imports_of(path))} & set(FLOORS):
-        if other == room:
-            continue
-        if FLOORS[room] == FLOORS[other] == 0:
-            assert WORDS.index(other) < WORDS.index(room), f"{room} imports {other}, which is defined on top of it"
-        else:
-            assert FLOORS[other] < FLOORS[room], f"{room} imports {other} of the same or a higher floor"
-
-
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Not for types either: two modules that must know each other are one, or miss a third."""
-    names = {name_of(path): path for path in MODULES if path.name != "__init__.py"}
-    graph = {name: ours(imports_of(path, types=True)) & set(names) for name, path in names.items()}
-
-    def walk(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, f"circle: {' -> '.join((*trail[trail.index(name) :], name))}"
-        for other in sorted(graph[name]):
-            walk(other, (*trail, name))
-
-    for name in sorted(graph):
-        walk(name, ())
-
-
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_every_module_has_a_room_with_a_floor(path: Path) -> None:
-    assert room_of(name_of(path)) in FLOORS
-
-
-@pytest.mark.parametrize("path", [path for path in MODULES if room_of(name_of(path)) not in OF_PYTEST], ids=name_of)
-def test_pytest_stays_on_its_floor(path: Path) -> None:
-    assert not {name for name in imports_of(path) if name.split(".")[0] in {"pytest", "_pytest"}}
-
-
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_torch_is_imported_inside_functions_only(path: Path) -> None:
+def test_torch_is_imported_inside_functions_only() -> None:
     heavy = {"torch", "accelerate", "transformers", "deepspeed", "numpy"}
-    found = {name.split(".")[0] for name in imports_of(path, top_level_only=True)} & heavy
-    assert not found or name_of(path) in NEED_TORCH
+    found = {
+        name_of(path)
+        for path in MODULES
+        if heavy & {name.split(".")[0] for name in imports_of(path, top_level_only=True)}
+    }
+    assert found <= NEED_TORCH
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if name_of(path) != "clock"], ids=name_of)
-def test_one_module_alone_asks_pythons_clocks(path: Path) -> None:
+def test_one_module_alone_reads_pythons_clocks() -> None:
     """A test may freeze all others; see ``clock``."""
     clocks = {"monotonic", "perf_counter", "time"}
-    names = clocks | {f"{name}_ns" for name in clocks} | {"sleep"}
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    asked = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | imports_of(path)
-    assert not asked & {f"time.{name}" for name in names}
+    names = {f"time.{name}" for name in (*clocks, *(f"{name}_ns" for name in clocks), "sleep")}
+    for path in MODULES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | imports_of(path)
+        assert not used & names or name_of(path) == "clock", f"{path} reads {sorted(used & names)}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_nothing_imports_what_is_started_by_name(path: Path) -> None:
-    assert not ours(imports_of(path)) & BY_NAME
+def test_nothing_imports_what_is_started_by_name() -> None:
+    for path in MODULES:
+        assert not ours(imports_of(path)) & BY_NAME, path
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_says_in_one_sentence_what_it_is_for(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
-
-
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_public_things_have_docstrings(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    bare = [
-        node.name
-        for parent in ast.walk(tree)
-        if isinstance(parent, (ast.Module, ast.ClassDef)) and not getattr(parent, "name", "").startswith("_")
-        for node in parent.body
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
-        and not node.name.startswith("_")
-        and not ast.get_docstring(node)
-    ]
-    assert not [name for name in bare if not name.startswith("pytest_")]
+def test_modules_and_public_names_have_docstrings() -> None:
+    for path in MODULES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert ast.get_docstring(tree), f"{path} has no docstring"
+        bare = [
+            node.name
+            for parent in ast.walk(tree)
+            if isinstance(parent, (ast.Module, ast.ClassDef)) and not getattr(parent, "name", "").startswith("_")
+            for node in parent.body
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            and not node.name.startswith("_")
+            and not ast.get_docstring(node)
+        ]
+        assert not [name for name in bare if not name.startswith("pytest_")], path
 
 
 def test_no_room_for_odds_and_ends() -> None:
@@ -236,8 +159,8 @@ def test_the_list_of_public_names_is_frozen() -> None:
         "Driver",
         "Incompatible",
         "LateFailure",
-        "RunFailedError",
         "Matrix",
+        "RunFailedError",
         "Trace",
         "UsageProblem",
         "Verdict",

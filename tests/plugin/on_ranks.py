@@ -175,6 +175,13 @@ def test_warning_filters(rank: int) -> None:
 @mark
 def test_property(record_property: Callable[[str, object], None], rank: int) -> None:
     record_property("of rank", rank)
+    record_property("shape", (2, 3))
+    record_property("no text", NoText())
+
+
+class NoText:
+    def __str__(self) -> str:
+        raise OSError("not here")
 
 
 @mark

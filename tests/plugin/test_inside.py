@@ -151,6 +151,7 @@ def test_a_launch_in_which_all_is_well_ends_well(torchrun: Torchrun) -> None:
     assert (run.code, run.outcomes, codes(run)) == (0, {"test": "passed", "test_b": "skipped"}, {}), run.out
 
 
+@pytest.mark.nightly
 def test_a_launcher_without_a_store_will_do(environment: dict[str, str], tmp_path: Path) -> None:
     """As composer's: it sets the variables, and rank 0 opens the store."""
     with socket.socket() as free:

@@ -169,6 +169,8 @@ def test_properties_and_messages_reach_junit_xml(run: Run) -> None:
     properties = [(p.get("name"), p.get("value")) for p in cases["test_property"].iter("property")]
     assert [(name, value) for name, value in properties if "distcompat" not in str(name)] == [
         ("of rank", "0"),
+        ("shape", "(2, 3)"),
+        ("no text", "NoText, whose text cannot be made: OSError"),
         ("of rank (rank 1)", "1"),
     ]
     failure = cases["test_killed"].find("failure")
@@ -213,7 +215,7 @@ def test_the_reproduce_command_shows_the_same_failure(
     show(out, "collected 1 item", "*ValueError: it's $HOME/a::b on rank 1*", "*= 1 failed in *")
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 def test_the_reproduce_command_has_the_settings_that_were_named(
     workers: tuple[str, ...], run_pytest: RunPytest, run_command: Callable[[str, Path], tuple[int, str]], tmp_path: Path
 ) -> None:
@@ -242,6 +244,7 @@ def test_the_run_alone_shows_the_same_failure(
     show(out, "*ValueError: the cause*")
 
 
+@pytest.mark.nightly
 def test_the_run_alone_begins_as_the_test_did(
     run_pytest: RunPytest, run_command: Callable[[str, Path], tuple[int, str]], tmp_path: Path
 ) -> None:
@@ -283,6 +286,7 @@ def test_known_issues_are_those_of_all_ranks_together(run_pytest: RunPytest, tmp
     assert "declared to fail" not in result.text("test_one")
 
 
+@pytest.mark.nightly
 def test_a_plugin_that_the_fork_server_imported_early_is_no_error(run_pytest: RunPytest, tmp_path: Path) -> None:
     """pytest warns of a plugin that it comes too late to rewrite, which some projects take for an error."""
     (tmp_path / "early.py").write_text("", encoding="utf-8")
@@ -311,7 +315,7 @@ def test_a_preload_that_cannot_be_imported_is_told_once(run_pytest: RunPytest, t
     assert result.out.count(told) == 1, result.out
 
 
-@pytest.mark.parametrize("reuse", ["never", "session"])
+@pytest.mark.parametrize("reuse", ["never", pytest.param("session", marks=pytest.mark.nightly)])
 def test_ranks_import_nothing_of_ours(run_pytest: RunPytest, tmp_path: Path, reuse: str) -> None:
     """Each rank did, with rewritten asserts, which a busy machine takes half a second for."""
     (tmp_path / "conftest.py").write_text(
@@ -330,7 +334,9 @@ def test_ranks_import_nothing_of_ours(run_pytest: RunPytest, tmp_path: Path, reu
     assert result.code == pytest.ExitCode.OK, result.out
 
 
-@pytest.mark.parametrize("place", ["trainer", "conftest", "test_it"])
+@pytest.mark.parametrize(
+    "place", ["trainer", *(pytest.param(place, marks=pytest.mark.nightly) for place in ("conftest", "test_it"))]
+)
 def test_modules_that_ask_at_import_which_rank_it_is(run_pytest: RunPytest, tmp_path: Path, place: str) -> None:
     """Imported by the fork server, they were told that they are alone; what two ranks did then passed as the work of one."""
     asks = "import os\nRANK, SIZE = int(os.environ.get('RANK', 0)), int(os.getenv('WORLD_SIZE', 1))\n"
@@ -348,6 +354,7 @@ def test_modules_that_ask_at_import_which_rank_it_is(run_pytest: RunPytest, tmp_
     assert result.out.count(told) == 1, result.out
 
 
+@pytest.mark.nightly
 def test_ranks_that_train_import_nothing_for_it(run_pytest: RunPytest, tmp_path: Path) -> None:
     """The first optimizer of a process, and DistributedDataParallel, import torch._dynamo: a second of every rank of every test."""
     (tmp_path / "test_it.py").write_text(

@@ -277,6 +277,7 @@ def inside(torchrun: Torchrun) -> Run:
     return torchrun(INSIDE, "--maxfail=7", "-p", "no:rerunfailures")
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_inside_a_launch_subtests_are_each_ranks_own_and_count_in_their_phase(inside: Run) -> None:
     assert list(inside.outcomes) == list(ENDS), inside.out

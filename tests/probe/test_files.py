@@ -128,3 +128,10 @@ def test_a_path_that_is_not_utf_8(form: str, state: dict[str, Any], tmp_path: Pa
             path.rename(here / path.name)
     assert (read_files(here), read_saved(here)) == expected
     assert all(expected)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "\udcff\udcfe"])
+def test_a_directory_that_is_not_there_holds_nothing(name: str, tmp_path: Path) -> None:
+    """As that of an export, where a trainer has none."""
+    assert read_files(tmp_path / name) == ()
+    assert not read_saved(tmp_path / name)

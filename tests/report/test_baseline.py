@@ -27,7 +27,7 @@ def last(session: Session, tmp_path: Path) -> Path:
     return tmp_path / "last.json"
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 def test_an_old_failure_does_not_make_the_run_fail(session: Session, last: Path, workers: tuple[str, ...]) -> None:
     done = session("--distcompat-baseline=last.json", *workers, runs=WRONG)
     assert done.returncode == pytest.ExitCode.OK, done.stdout
@@ -46,6 +46,7 @@ def test_a_new_failure_does(session: Session, last: Path, tmp_path: Path) -> Non
     assert [change["cell"] for change in written["session"]["baseline"]["broken"]] == ["ddp-fp32-w2"]
 
 
+@pytest.mark.nightly
 def test_what_is_fixed_is_told(session: Session, last: Path) -> None:
     done = session("--distcompat-baseline=last.json", runs=RIGHT)
     assert done.returncode == pytest.ExitCode.OK
@@ -78,12 +79,14 @@ def test_so_does_a_run_in_which_no_suite_is_left(
     assert json.loads((tmp_path / "last.json").read_text(encoding="utf-8"))["results"] == []
 
 
+@pytest.mark.nightly
 def test_so_does_one_in_which_no_test_at_all_is_left(session: Session, last: Path) -> None:
     done = session("--distcompat-baseline=last.json", "--ignore=test_mine.py")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     assert "newly missing: " in done.stdout
 
 
+@pytest.mark.nightly
 def test_what_a_k_leaves_out_is_no_news(session: Session, last: Path) -> None:
     done = session("--distcompat-baseline=last.json", "-k", "ddp", runs=RIGHT)
     assert done.returncode == pytest.ExitCode.OK, done.stdout
@@ -96,7 +99,11 @@ def test_a_failure_that_is_no_verdict_of_ours_is_never_excused(session: Session,
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
 
 
-@pytest.mark.parametrize("args", [("-n", "2"), ("--continue-on-collection-errors",)], ids=["xdist", "alone"])
+@pytest.mark.parametrize(
+    "args",
+    [pytest.param(("-n", "2"), marks=pytest.mark.nightly), ("--continue-on-collection-errors",)],
+    ids=["xdist", "alone"],
+)
 def test_nor_is_a_module_that_cannot_be_imported(
     session: Session, last: Path, tmp_path: Path, args: tuple[str, ...]
 ) -> None:
@@ -113,6 +120,7 @@ def test_nor_is_what_another_plugin_asks_for(session: Session, last: Path) -> No
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
 
 
+@pytest.mark.nightly
 def test_nor_is_an_item_that_fails_although_its_verdict_is_good(session: Session, last: Path, tmp_path: Path) -> None:
     (tmp_path / "strict.py").write_text(
         "import pytest\n"

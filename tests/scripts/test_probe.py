@@ -46,6 +46,7 @@ def test_a_plain_loop(run: Launch, strategy: str) -> None:
     assert not found.labels
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.nightly)])
 def test_a_loop_with_two_optimizers(run: Launch, strategy: str) -> None:
     """One for matrices, one for the rest, beside two that were made and forgotten."""
@@ -57,6 +58,7 @@ def test_a_loop_with_two_optimizers(run: Launch, strategy: str) -> None:
     assert built.scheduler.count("last_epoch=0") == 2
 
 
+@pytest.mark.nightly
 def test_a_parameter_in_neither_of_two_optimizers(run: Launch) -> None:
     told = r"(?m)^rank 0: trainable parameter 'module\.3\.bias' is not in the optimizer; expected once"
     with pytest.raises(Incompatible, match=told):
@@ -69,7 +71,8 @@ def test_an_accelerate_loop_in_bfloat16(run: Launch, strategy: str) -> None:
     found.check("active", "names", "optimizer", "dtypes", "memory", "units", "final_model_loadable")
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.nightly), 3])
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_deepspeed_loop(run: Launch, stage: int) -> None:
     arguments = ["--stage", stage, "--output", "{output}", "--save-at", "3"]
     found = run("deepspeed_loop.py", *arguments, strategy=f"zero{stage}")
@@ -111,7 +114,9 @@ def test_later_steps_are_not_looked_at(run: Launch) -> None:
     ("steps", "watched", "told"),
     [
         ("2", 5, "the run took 2 optimizer steps: the check looks at step 3; let the script take 3 or more"),
-        ("6", 2, "watch_steps=2: the check looks at step 3 in full; expected 3 or more"),
+        pytest.param(
+            "6", 2, "watch_steps=2: the check looks at step 3 in full; expected 3 or more", marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_a_run_in_which_the_step_that_is_judged_was_not_seen(run: Launch, steps: str, watched: int, told: str) -> None:

@@ -31,6 +31,7 @@ import time
 import tracemalloc
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.launch import RankLog
@@ -153,6 +154,12 @@ def _rounding() -> None:
     assert not ctypes.CDLL("libm.so.6").fesetround(number)
 
 
+def _killed_sooner() -> None:
+    """Raise the score from which the kernel tells whom to kill first; everybody may."""
+    path = Path("/proc/self/oom_score_adj")
+    path.write_text(str(min(1000, int(path.read_text(encoding="ascii")) + 1)), encoding="ascii")
+
+
 def _priority() -> None:
     import psutil
 
@@ -257,6 +264,16 @@ CHANGES: dict[str, Callable[[], object]] = {
     "what the kernel was told by prctl: dumpable": _prctl(4, 0),
     "what the kernel was told by prctl: subreaper": _prctl(36, 1),
     "how numbers are rounded": _rounding,
+    "which operations on numbers raise a signal": lambda: ctypes.CDLL("libm.so.6").feenableexcept(4),
+    "its personality and its turn to be killed: personality": lambda: ctypes.CDLL(None).personality(0x40000),
+    "its personality and its turn to be killed: score": _killed_sooner,
+    "the interpreter's settings: argv": lambda: sys.argv.append("--more"),
+    "the interpreter's settings: executable": lambda: setattr(sys, "executable", "/bin/true"),
+    "the interpreter's settings: cache": lambda: setattr(sys, "pycache_prefix", "/elsewhere"),
+    "the interpreter's settings: first streams": lambda: setattr(sys, "__stdout__", sys.__stderr__),
+    "the level of forward differentiation": _torch(lambda torch: torch.autograd.forward_ad.enter_dual_level()),
+    "the directory of temporary files": lambda: setattr(tempfile, "tempdir", "/elsewhere"),
+    "logging: names of levels": lambda: logging.addLevelName(logging.INFO, "TOLD"),
     "the CPUs it may use: policy": lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)),
     "the CPUs it may use: disk": _priority,
     "the file that signals wake up": _wakeup,

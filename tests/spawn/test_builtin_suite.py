@@ -49,6 +49,19 @@ def test_the_smoke_profile_holds_but_for_what_is_known_and_two_workers_say_the_s
     assert shared["session"]["runs"] == alone["session"]["runs"]
 
 
+def test_below_a_path_that_is_not_utf_8(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries that read checkpoints refuse it; and a trainer makes the directory of an export only if it has one."""
+    there = pytester.path / "\udcff\udcfe"
+    there.mkdir()
+    monkeypatch.setenv("TMPDIR", str(there))
+    # pytester has a directory of its own for that.
+    report = run(
+        pytester, "-k", "TestTorch and fsdp2-fp32-w2: and (names or resume or export)", f"--basetemp={there / 'base'}"
+    )
+    assert set(verdicts(report).values()) == {"passed"}
+    assert {check for _, _, check in verdicts(report)} >= {"names", "resume", "export"}
+
+
 @pytest.mark.nightly
 def test_the_cold_torchrun_command_gives_the_same_verdicts(pytester: pytest.Pytester) -> None:
     cells, checks = "(fsdp1-fp32-w2: or zero2-bf16_mixed-w2:)", "(active or names or optimizer or dtypes or resume)"

@@ -108,6 +108,19 @@ def test_without_it_a_test_fails_at_once_and_says_why(launcher: str, tmp_path: P
 
 
 @pytest.mark.skipif(not network_of_its_own(), reason="this user may make no network of its own (unshare --net)")
+def test_without_it_a_script_is_not_even_started(tmp_path: Path) -> None:
+    """torchrun tries for minutes, and says nothing of the cause."""
+    (tmp_path / "train.py").write_text("open('started', 'w')", encoding="utf-8")
+    script = "from pytest_distcompat.scripts import launch\nlaunch('train.py', world_size=2)"
+    done = subprocess.run(
+        [*network_of_its_own(), sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert FINDING in done.stderr
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.skipif(not network_of_its_own(), reason="this user may make no network of its own (unshare --net)")
 def test_doctor_tells_it() -> None:
     script = "from pytest_distcompat.cli.machine import findings, this_machine\n"
     script += "print(*(f'{one.level}: {one.text}' for one in findings(this_machine())), sep='\\n')"

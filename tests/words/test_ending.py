@@ -94,6 +94,39 @@ def test_who_is_excused_and_dies_of_itself_crashed(code: int | None, status: str
     assert ranks.statuses(ranks.end(code, 1)) == [status, "raised"]
 
 
+def test_nobody_can_have_lost_who_is_excused_and_waits(ranks: Ranks) -> None:
+    ranks.started(0, 1)
+    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ranks.raised(1, "DistNetworkError: Connection refused", lost=True)
+    ranks.wrote(0, "error", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ending = ranks.end(1, 1)
+    assert ranks.statuses(ending) == ["raised", "raised"]
+
+
+def test_who_is_excused_is_lost_once_it_has_left(ranks: Ranks) -> None:
+    ranks.started(0, 1)
+    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ranks.wrote(0, "error", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ranks.raised(1, PEER_GONE, lost=True)
+    assert ranks.statuses(ranks.end(1, 1)) == ["raised", "lost peer"]
+
+
+@pytest.mark.parametrize(("since", "status"), [(5.5, "lost peer"), (6.5, "raised")])
+def test_who_is_excused_is_lost_once_it_was_killed(since: float, status: str, ranks: Ranks) -> None:
+    ranks.started(0, 1)
+    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ranks.raised(1, PEER_GONE, lost=True)
+    ending = ranks.end(-9, -9, ended_by_us=[0, 1], ended_since=since)
+    assert ranks.statuses(ending) == ["raised", status]
+
+
+def test_who_is_excused_is_lost_by_whose_connections_were_cut(ranks: Ranks) -> None:
+    ranks.started(0, 1)
+    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ranks.wrote(1, "error", kind="failed", message=PEER_GONE, text="Traceback ...", lost=True, cut=True)
+    assert ranks.statuses(ranks.end(None, None)) == ["raised", "lost peer"]
+
+
 def test_who_was_excused_and_went_on_is_so_no_longer(ranks: Ranks) -> None:
     ranks.started(0, 1)
     for rank in range(2):

@@ -22,7 +22,10 @@ def of(profile: str, driver: type[Driver], matrix: Matrix | None = None) -> list
     return cells(profile, matrix or Matrix(), driver=driver, names=NAMES, world_size=2, device="cpu")
 
 
-@pytest.fixture(params=DRIVERS.names())
+#: The covering array of a driver takes seconds; it is made by one piece of code for all of them.
+@pytest.fixture(
+    params=["torch", *(pytest.param(name, marks=pytest.mark.nightly) for name in DRIVERS.names() if name != "torch")]
+)
 def driver(request: pytest.FixtureRequest) -> type[Driver]:
     return DRIVERS.get(request.param)
 

@@ -86,7 +86,7 @@ class TinyDriver(Driver):
             return "a flat parameter belongs to one group as a whole"
         if cell.option("lora") and cell.option("frozen"):
             return "with an adapter all else is frozen anyway"
-        return ""
+        return None
 
     @classmethod
     def needs(cls, cell: Cell) -> tuple[str, ...]:

@@ -99,6 +99,7 @@ class TorchrunLauncher:
             exit_codes,
             timed_out=watch.timed_out,
             ended_by_us=watch.ended_by_us,
+            ended_since=watch.ended_since,
             first=int(first.group(1)) if first else None,
             launch_error="" if started or not failed else text[-4000:],
             seconds=clock.now() - watch.began,

@@ -6,6 +6,7 @@ it, are folded under it.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from pytest_distcompat.launch import builds
 from pytest_distcompat.launch.collectives import Standing, parting, standing, told
 from pytest_distcompat.launch.files import Files
 from pytest_distcompat.launch.peers import aborted_by_lost_peer
-from pytest_distcompat.launch.request import is_excused, read_events
+from pytest_distcompat.launch.request import EXCUSED, is_excused, read_events
 from pytest_distcompat.launch.stacks import threads, without_launcher
 
 #: What is said of a rank that waited for one which had left its test.
@@ -186,6 +187,7 @@ def conclude(
     *,
     timed_out: bool = False,
     ended_by_us: Sequence[int] = (),
+    ended_since: float = math.inf,
     first: int | None = None,
     ended_at: Sequence[float | None] = (),
     files: Files | None = None,
@@ -195,8 +197,8 @@ def conclude(
     """Put together what is known of each rank, from its log in ``directory`` and from its ``files``, if they lie elsewhere.
 
     ``exit_codes`` are negative for signals, None where unknown; ``ended_by_us`` the ranks killed at the time limit, or
-    because they outlived another rank's failure; ``first`` the rank that the agent saw fail first. ``environment`` is what ranks
-    had. Locks of builds that they left are removed.
+    because they outlived another rank's failure, all ``ended_since`` that time; ``first`` the rank that the agent saw fail
+    first. ``environment`` is what ranks had. Locks of builds that they left are removed.
     """
     files = files or Files.of(directory)
     events = {rank: read_events(directory, rank) for rank in range(world_size)}
@@ -219,7 +221,8 @@ def conclude(
         # For a rank whose test allows that it left.
         timed_out = False
         ends = [replace(end, status="stopped", message=_WAITED) if end in stuck else end for end in ends]
-    ending = Ending(tuple(_fold(ends, first)), events, timed_out=timed_out, **more)
+    gone_since = {rank: min(_gone_since(events[rank]), ended_since) for rank in events}
+    ending = Ending(tuple(_fold(ends, first, gone_since)), events, timed_out=timed_out, **more)
     if not ending.failed:
         return ending
     builds.remove_abandoned(ending.seconds, environment)
@@ -281,7 +284,19 @@ def exit_name(code: int | None) -> str:
         return f"signal {-code}"
 
 
-def _fold(ends: Sequence[RankEnd], first: int | None) -> list[RankEnd]:
+def _gone_since(events: Sequence[Mapping[str, Any]]) -> float:
+    """Return the time before which no other rank can have lost this one.
+
+    A rank that is excused waits for the others and keeps its connections. Of any other the time is not known so well.
+    """
+    told = [event["event"] for event in events]
+    if EXCUSED not in told:
+        return -math.inf
+    after = events[told.index(EXCUSED) + 1 :]
+    return float(after[0]["time"]) if after else math.inf
+
+
+def _fold(ends: Sequence[RankEnd], first: int | None, gone_since: Mapping[int, float]) -> list[RankEnd]:
     """Mark as consequence what another rank's end explains; what nothing explains stays a cause."""
 
     def consequence(end: RankEnd) -> str:
@@ -299,12 +314,18 @@ def _fold(ends: Sequence[RankEnd], first: int | None) -> list[RankEnd]:
     if working:
         # torchrun keeps ranks that are done until the last one is: those did not hang.
         ends = [replace(end, status="done") if end.status == "stuck" and _said(end, "done") else end for end in ends]
+
+    def explained(end: RankEnd) -> bool:
+        if end.last.get("cut") or consequence(end) != "lost peer":
+            return True
+        return any(end.time >= gone_since[root.rank] for root in roots)
+
     roots = [end for end in ends if end.status not in {"done", "stopped"} and not consequence(end)]
     if not roots:
         # Each is said to be another's consequence. One that raised is nearer to the cause than those that were ended.
         raised = any(end.status == "raised" for end in ends)
         return [replace(end, status="stopped") if raised and consequence(end) == "stopped" else end for end in ends]
-    return [replace(end, status=consequence(end) or end.status) for end in ends]
+    return [replace(end, status=consequence(end) or end.status) if explained(end) else end for end in ends]
 
 
 def _said(end: RankEnd, event: str) -> bool:

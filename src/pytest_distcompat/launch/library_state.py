@@ -298,6 +298,10 @@ SETTINGS: _Settings = {
         "torch.utils.checkpoint",
         functools.partial(_below, "torch.utils.checkpoint", _OF_RECOMPUTING),
     ),
+    "the level of forward differentiation": (
+        "torch.autograd.forward_ad",
+        functools.partial(_below, "torch.autograd.forward_ad", ("_current_level",)),
+    ),
     "how distributions check their arguments": (
         "torch.distributions",
         functools.partial(_below, "torch.distributions", ("Distribution._validate_args",)),

@@ -29,6 +29,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tracemalloc
@@ -62,14 +63,18 @@ _LABELS = {
 #: Whose functions tests replace most often.
 _PATCHED = (builtins, os, time)
 _ALSO_PATCHED = (copy, json, math, pickle, random, shutil, socket, subprocess)
+#: The levels that logging has names for itself.
+_LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 #: How text is read and written that does not fit its encoding: the handlers that Python has itself.
 _ERROR_HANDLERS = ("strict", "ignore", "replace", "xmlcharrefreplace", "backslashreplace", "namereplace")
-#: prctl(2): pdeathsig, dumpable, keepcaps, timerslack, child subreaper, no_new_privs, thp_disable.
+#: prctl(2): pdeathsig, dumpable, keepcaps, securebits, timerslack, child subreaper, no_new_privs, thp_disable.
 _GET_PDEATHSIG, _GET_NAME, _GET_CHILD_SUBREAPER = 2, 16, 37
-_GETTERS_OF_PRCTL = (3, 7, 30, 39, 42)
+_GETTERS_OF_PRCTL = (3, 7, 27, 30, 39, 42)
+#: personality(2): asks for it.
+_ASK_PERSONALITY = 0xFFFFFFFF
 _libc = ctypes.CDLL(None)
 #: Of floating-point numbers; glibc has it in a library of its own.
-_rounding = ctypes.CDLL("libm.so.6").fegetround
+_libm = ctypes.CDLL("libm.so.6")
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,9 @@ class ProcessState:
             "resource limits": list(map(resource.getrlimit, _LIMITED)),
             "user, group and session": (os.getresuid(), os.getresgid(), os.getgroups(), os.getpgid(0), os.getsid(0)),
             "what the kernel was told by prctl": _prctl(),
-            "how numbers are rounded": _rounding(),
+            "how numbers are rounded": _libm.fegetround(),
+            "which operations on numbers raise a signal": _libm.fegetexcept(),
+            "its personality and its turn to be killed": (_libc.personality(_ASK_PERSONALITY), _oom_score()),
             "the CPUs it may use": (os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), *_scheduling()),
             "the standard streams": (sys.stdin, sys.stdout, sys.stderr, _descriptors()),
             "threads": set(threading.enumerate()),
@@ -117,9 +124,11 @@ class ProcessState:
             "what is to be done at exit": _at_exit(),
             "multiprocessing's start method": multiprocessing.get_start_method(allow_none=True),
             "multiprocessing's interpreter": multiprocessing.spawn.get_executable(),
+            "the directory of temporary files": tempfile.tempdir or _first_of_temporaries(),
             "logging": (
                 *(logging.root.level, list(logging.root.handlers), logging.root.manager.disable, logging.lastResort),
                 *(logging.raiseExceptions, logging.getLoggerClass(), logging.getLogRecordFactory()),
+                *map(logging.getLevelName, _LEVELS),
             ),
             "loggers": _Loggers(),
         }
@@ -181,6 +190,12 @@ def _directory() -> str:
         return ""
 
 
+def _first_of_temporaries() -> str:
+    """Return the directory that ``tempfile`` takes when it is first asked; to ask would keep it from following ``TMPDIR``."""
+    found = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
+    return os.path.abspath(next(filter(None, found), "/tmp"))  # noqa: PTH100, S108 - as tempfile has it
+
+
 def _wakeup() -> int:
     """Return the file descriptor to which signals are written. Python tells it to who sets it, in the main thread."""
     if threading.current_thread() is not threading.main_thread():
@@ -238,12 +253,23 @@ def _interpreter() -> tuple[object, ...]:
         sys.get_asyncgen_hooks(),
         sys.get_coroutine_origin_tracking_depth(),
         sys.dont_write_bytecode,
+        sys.pycache_prefix,
+        sys.executable,
+        list(sys.argv),
+        (sys.__stdin__, sys.__stdout__, sys.__stderr__),
         getattr(sys, "tracebacklimit", None),
         _stack_size(),
         faulthandler.is_enabled(),
         tracemalloc.is_tracing(),
         _monitoring(),
     )
+
+
+def _oom_score() -> str:
+    """Return how soon the kernel kills this process where memory is short."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", encoding="ascii") as file:  # noqa: PTH123 - see _directory
+        return file.read()
+    return ""
 
 
 def _stack_size() -> int:

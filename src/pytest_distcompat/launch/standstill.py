@@ -69,11 +69,16 @@ def in_torch(stack: str) -> bool:
     return bool(found) and found[0][0].of_torch
 
 
-def waits_for_a_thread(pid: int) -> bool:
-    """Return whether the main thread sleeps until another thread of its process wakes it: as in the ``wait`` of gloo's work.
+def may_wait_for_work(pid: int, stack: str) -> bool:
+    """Return whether the main thread may sleep in C++ that its line calls, as in the ``wait`` of gloo's work.
 
+    There it sleeps until another thread of its process wakes it. So does one that waits for a lock or a thread of Python's:
+    then Python's own code is innermost, or another thread runs the user's.
     https://man7.org/linux/man-pages/man5/proc_pid_wchan.5.html
     """
+    found = threads(stack)
+    if not found or found[0][0].of_python or any(frame.of_the_user for frames in found[1:] for frame in frames):
+        return False
     with contextlib.suppress(OSError):
         return "futex" in Path(f"/proc/{pid}/task/{pid}/wchan").read_text(encoding="ascii")
     return False

@@ -178,6 +178,7 @@ class WarmLauncher:
             answer.get("exit_codes"),
             timed_out=watch.timed_out,
             ended_by_us=watch.ended_by_us,
+            ended_since=watch.ended_since,
             first=answer.get("first"),
             ended_at=answer.get("ended_at", ()),
             launch_error=answer.get("launch_error", ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from pytest_distcompat.launch.files import Files
 from pytest_distcompat.launch.flight_recorder import END, RECORDER_SIGNAL
 from pytest_distcompat.launch.process import alive, ask_for_stack, descendants, kill
 from pytest_distcompat.launch.request import Request, has_ended, is_excused, pids_of, read_events
-from pytest_distcompat.launch.standstill import Standstill, in_torch, waits_for_a_thread
+from pytest_distcompat.launch.standstill import Standstill, in_torch, may_wait_for_work
 
 #: A rank whose process is gone, with code 0 and without a last word, is noticed by nobody else (``os._exit(0)``).
 VANISHED_AFTER = 1.0
@@ -42,6 +43,7 @@ class Watchdog:
         self.acted = False
         self.timed_out = False
         self.ended_by_us: list[int] = []
+        self.ended_since = math.inf
         self._suspect_since: float | None = None
         self._failed_since: float | None = None
         self._standstill = Standstill()
@@ -88,6 +90,7 @@ class Watchdog:
         if timed_out:
             self._take_stacks({rank: pids[rank] for rank in self.ended_by_us})
             self._take_records(pids)
+        self.ended_since = clock.now()
         kill(_with_children(pids.values()))
 
     def _take_stacks(self, pids: Mapping[int, int]) -> list[str]:
@@ -109,7 +112,7 @@ class Watchdog:
         stacks = dict(zip(pids, self._take_stacks(pids), strict=True))
         # A line of the user's may call what waits in C++, which leaves nothing in the stack.
         rest = {rank: pids[rank] for rank, stack in stacks.items() if not in_torch(stack)}
-        if not all(map(waits_for_a_thread, rest.values())):
+        if not all(may_wait_for_work(pid, stacks[rank]) for rank, pid in rest.items()):
             return False
         self._take_records(rest)
         found = (standing(self.files.record(rank), stacks[rank]) for rank in rest)

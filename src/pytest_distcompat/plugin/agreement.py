@@ -93,6 +93,7 @@ def _events(said: Said, *, all_skip: bool) -> list[dict[str, Any]]:
             "message": ending[1],
             "text": phase.text,
             "lost": phase.lost,
+            "cut": said.cut,
         }
     return [{"event": "phase", **told, **said.phase}, last]
 

@@ -19,7 +19,7 @@ from pytest_distcompat.launch.collectives import standing
 from pytest_distcompat.launch.flight_recorder import dumps
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.launch.rank import GRACE
-from pytest_distcompat.launch.standstill import Standstill, in_torch, waits_for_a_thread
+from pytest_distcompat.launch.standstill import Standstill, in_torch, may_wait_for_work
 from pytest_distcompat.plugin.agreement import STUCK, Said, agree
 from pytest_distcompat.plugin.outcome import Outcome
 from pytest_distcompat.plugin.store_client import POLL, StoreClient
@@ -274,7 +274,7 @@ class Lockstep:
 def _waits_in_torch() -> bool:
     """Return whether the main thread of this process, which sleeps, waits for other ranks."""
     stack = _stacks()
-    if in_torch(stack) or not waits_for_a_thread(os.getpid()):
+    if in_torch(stack) or not may_wait_for_work(os.getpid(), stack):
         return in_torch(stack)
     # A line of the user's may call what waits in C++, which leaves nothing in the stack.
     with tempfile.NamedTemporaryFile() as file:

@@ -91,7 +91,7 @@ def phase_of(report: pytest.TestReport, ran: Sequence[Phase] = ()) -> Phase:
     if subtest:
         text = excerpt(text, LARGEST)
         return Phase(str(report.when), outcome, message, text, location, sections, subtest=subtest, lost=lost)
-    properties = tuple((name, _travelling(value)) for name, value in report.user_properties if _is_builtin(value))
+    properties = tuple((name, _travelling(value)) for name, value in report.user_properties)
     phase = Phase(str(report.when), outcome, message, text, location, sections, properties, lost=lost)
     phase = with_subtests(phase, ran)
     return dataclasses.replace(phase, text=excerpt(phase.text, LARGEST))
@@ -102,6 +102,15 @@ def _is_builtin(value: Any) -> bool:
 
 
 def _travelling(value: Any) -> Any:
+    """Return a property as it travels: of any other object its text, which is all that JUnit's file has of it.
+
+    https://docs.pytest.org/en/stable/how-to/output.html#record-property
+    """
+    if not _is_builtin(value):
+        try:
+            value = str(value)
+        except Exception as error:
+            value = f"{type(value).__name__}, whose text cannot be made: {type(error).__name__}"
     return excerpt(value, LARGEST) if isinstance(value, str) else value
 
 

@@ -35,11 +35,16 @@ def read_files(directory: Path, prefix: str = "") -> tuple[FileInfo, ...]:
 
 @contextlib.contextmanager
 def readable(directory: Path) -> Iterator[Path]:
-    """Give a path of the directory that torch and safetensors can open: they take UTF-8 only."""
+    """Give a path of the directory that torch and safetensors can open: they take UTF-8 only. It need not be there."""
     try:
         str(directory).encode()
     except UnicodeEncodeError:
-        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            descriptor = os.open(directory, os.O_RDONLY)
+        except FileNotFoundError:
+            # A trainer that saves nothing makes no directory.
+            yield directory
+            return
         try:
             yield Path(f"/proc/self/fd/{descriptor}")
         finally:

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from pytest_distcompat import clock
+from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.cold import ENDED, FAILURE
 from pytest_distcompat.launch.ending import Ending, conclude, exit_name
 from pytest_distcompat.launch.files import CRASH
@@ -52,6 +53,9 @@ class Hosted:
 
     def run(self) -> Ending:
         """Start it, wait until it ended or was ended; never raises for what it does."""
+        # A launcher tries for minutes, and then says what it could not connect to.
+        if problem := loopback.problem():
+            return conclude(self.directory, self.world_size, None, launch_error=problem)
         supervisor = _Supervisor(self)
         try:
             return _watch(self, supervisor)
@@ -60,7 +64,7 @@ class Hosted:
 
 
 class _Supervisor:
-    """The process below which the launcher and all its ranks are, see ``keeper``."""
+    """The process below which the launcher and all its ranks are, see ``supervisor``."""
 
     def __init__(self, hosted: Hosted) -> None:
         directory = hosted.directory
@@ -75,7 +79,7 @@ class _Supervisor:
         }
         path = directory / "wanted.json"
         path.write_text(json.dumps(wanted), encoding="utf-8")
-        with (directory / "keeper.log").open("wb") as log:
+        with (directory / "supervisor.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pytest_distcompat.scripts.supervisor", str(path)],
                 stdin=subprocess.PIPE,
@@ -91,7 +95,7 @@ class _Supervisor:
             found: dict[str, Any] = json.loads(self.status.read_text(encoding="utf-8"))
             return found
         if self._process.poll() is not None:
-            said = read_end(self.output.with_name("keeper.log"), READ)
+            said = read_end(self.output.with_name("supervisor.log"), READ)
             died = f"the process that ran it died ({exit_name(self._process.returncode)})"
             return {"code": None, "problem": f"{died} {said}".rstrip()}
         return None
@@ -171,7 +175,7 @@ def _outlived(supervisor: _Supervisor, deaths: _Deaths, watch: Watchdog) -> list
 
 
 def _clear_up(supervisor: _Supervisor, watch: Watchdog) -> list[str]:
-    """Kill what is left below the keeper; who it was, of a run that was not ended by us."""
+    """Kill what is left below the supervisor; who it was, of a run that was not ended by us."""
     names = kill_named(supervisor.below())
     return [] if watch.acted else names
 
