@@ -1,8 +1,8 @@
-"""pytest-distcompat: does your trainer still train the same model under DDP, FSDP1, FSDP2 and ZeRO, in every precision?
+"""Compatibility tests for distributed trainers: DDP, FSDP1, FSDP2 and ZeRO, in every precision.
 
 Importing this package imports neither torch nor pytest.
 
-PYTEST_DONT_REWRITE: our checks raise their own messages, and the fork server has us imported before pytest could rewrite.
+PYTEST_DONT_REWRITE: checks raise messages of their own, and the fork server imports the package before pytest could rewrite it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Every pytest run imports this package to find the plugin, and few use it.
+# Every pytest session imports this package to find the plugin, and few use it.
 _HOME = {
     **dict.fromkeys(("Cell", "Matrix"), "cell"),
     **dict.fromkeys(("CHECKS", "Check", "check"), "checks"),

@@ -1,4 +1,4 @@
-"""Names under which other harnesses run distributed tests, so that such tests move unchanged.
+"""Marks and base classes of other test harnesses, so that their tests run here unchanged.
 
 ``pytest_plugins = ["pytest_distcompat.aliases"]`` in the top ``conftest.py`` turns this on:
 
@@ -26,7 +26,7 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.failures import RunFailedError
 from pytest_distcompat.lease import Lease
-from pytest_distcompat.leased import inherited, told
+from pytest_distcompat.leased import inherited_leak_message, leak_message
 from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.marked import MARK
 from pytest_distcompat.plugin.outcome import unexcused
@@ -34,12 +34,12 @@ from pytest_distcompat.plugin.representation import represent
 
 _SIZE, _DEVICES = "world_size", "require_distributed"
 _LENT, _SIZES = "distcompat_lent", "distcompat_size"
-#: What a test left on the devices lent to it.
+#: Memory that a test leaked on the devices lent to it.
 _LEAKED: pytest.StashKey[str] = pytest.StashKey()
 
 
 def gpu_test(gpu_count: int = 1) -> pytest.MarkDecorator:
-    """The test needs so many GPUs. It is skipped where there are fewer.
+    """Return a mark for a test that needs that many GPUs; it is skipped where there are fewer.
 
     https://github.com/pytorch/torchtune/blob/main/tests/test_utils.py
     """
@@ -47,14 +47,14 @@ def gpu_test(gpu_count: int = 1) -> pytest.MarkDecorator:
 
 
 class DistributedTest:
-    """Its tests run on ``world_size`` ranks, once for each if it is a list, with the process group that they expect.
+    """Base class of tests that run on ``world_size`` ranks, once for each if it is a list, in a process group.
 
-    A mark ``world_size`` on a test goes before the class. ``tmp_path``, ``tmpdir`` and ``class_tmpdir`` are one directory
-    for all ranks of a test. https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
+    A mark ``world_size`` on a test takes precedence over the class. ``tmp_path``, ``tmpdir`` and ``class_tmpdir`` are one
+    directory for all ranks of a test. https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
     """
 
     world_size: int | Sequence[int] = 2
-    #: Whether there is to be a process group when the test begins.
+    #: Whether the test begins with a process group.
     init_distributed: bool = True
 
     @pytest.fixture(autouse=True)
@@ -67,96 +67,96 @@ class DistributedTest:
 
     @pytest.fixture
     def tmp_path(self, shared_dir: Path) -> Path:
-        """There the parent makes it, for all ranks."""
+        """Return the directory that the parent made for all ranks."""
         return shared_dir
 
     @pytest.fixture
     def class_tmpdir(self, tmpdir: Any) -> Any:
-        """Not that of other tests: each has ranks and directories of its own."""
+        """Return the test's own directory: each test has ranks and directories of its own."""
         return tmpdir
 
 
 class _FixtureClass(type):
-    """Makes a fixture of each class that says on how many ranks it runs; one that does not is there to inherit from."""
+    """Metaclass that makes a fixture of each class with a world size; one without is a base class."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
-        made = super().__new__(cls, name, bases, namespace)
-        size = getattr(made, _SIZE)
+        created = super().__new__(cls, name, bases, namespace)
+        size = getattr(created, _SIZE)
         if size is None:
-            return made
+            return created
         if type(size) is not int or size < 1:
             raise TypeError(f"{name}.{_SIZE} is {size!r}: expected a whole number above 0")
-        _CLASSES[made.__module__, name] = made
-        return _fixture_of(made)
+        _CLASSES[created.__module__, name] = created
+        return _fixture_of(created)
 
 
-#: The classes of fixtures, by module and name: in the module the fixture has the name.
+#: The fixture classes, by module and name; in its module, the fixture replaces the class.
 _CLASSES: dict[tuple[str, str], Any] = {}
 
 
 class DistributedFixture(metaclass=_FixtureClass):
-    """A fixture whose method ``run`` is done by ``world_size`` ranks of its own before the test, which may have others.
+    """Base class of fixtures whose method ``run`` runs on ``world_size`` ranks of its own before the test.
 
-    Its arguments are fixtures, and go to the ranks by pickle. Rank 0 of the test starts these ranks, on the devices that it has,
-    and the test's other ranks wait. https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
+    The arguments of ``run`` are fixtures, and go to the ranks by pickle. Rank 0 of the test starts these ranks, on the
+    devices that it has, and the test's other ranks wait. https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/common.py
     """
 
     world_size: int | None = None
-    #: Whether there is to be a process group when ``run`` begins.
+    #: Whether ``run`` begins with a process group.
     init_distributed: bool = True
 
 
-def _fixture_of(of: Any) -> Any:
-    """Make the fixture of a class, with the arguments of its ``run``."""
+def _fixture_of(cls: Any) -> Any:
+    """Return the fixture of a class, with the arguments of its ``run``."""
 
     def fixture(request: pytest.FixtureRequest, **values: Any) -> None:
         import torch
 
         multiprocessing: Any = torch.multiprocessing
         shared = request.getfixturevalue("shared_dir") if "RANK" in os.environ else None
-        done = shared.with_name(f"{shared.name}-{of.__name__}") if shared is not None else None
+        done = shared.with_name(f"{shared.name}-{cls.__name__}") if shared is not None else None
         if os.environ.get("RANK", "0") == "0":
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = str(free.getsockname()[1])
-            told = of.__module__, of.__name__, port, values
+            arguments = cls.__module__, cls.__name__, port, values
             try:
-                multiprocessing.spawn(_run_fixture, args=told, nprocs=of.world_size)
+                multiprocessing.spawn(_run_fixture, args=arguments, nprocs=cls.world_size)
             except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
-                story = str(error).strip()
-                said = f"rank {error.error_index} of the fixture {of.__name__}: {story.splitlines()[-1]}"
-                raise RunFailedError(f"{said}\n\n{story}") from None
+                text = str(error).strip()
+                headline = f"rank {error.error_index} of the fixture {cls.__name__}: {text.splitlines()[-1]}"
+                raise RunFailedError(f"{headline}\n\n{text}") from None
             if done is not None:
                 done.touch()
         elif done is not None:
-            # As long as the test may run: who fails meanwhile ends this rank too.
+            # No time limit of its own: the test has one, and a rank that fails ends this one too.
             clock.wait_until(done.exists, float("inf"), every=0.05)
 
-    parameters = [one for one in inspect.signature(of.run).parameters.values() if one.name != "self"]
-    asked = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [one for one in inspect.signature(cls.run).parameters.values() if one.name != "self"]
+    request_parameter = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters if one.name != "request"]
-    fixture.__signature__ = inspect.Signature([asked, *named])  # type: ignore[attr-defined]  # pytest asks for it
-    return pytest.fixture(name=of.__name__)(fixture)
+    fixture.__signature__ = inspect.Signature([request_parameter, *named])  # type: ignore[attr-defined]  # pytest reads it
+    return pytest.fixture(name=cls.__name__)(fixture)
 
 
 def _run_fixture(rank: int, module: str, name: str, port: str, values: Mapping[str, Any]) -> None:
-    """Be a rank of a fixture."""
+    """Run the method ``run`` of a fixture class on one rank."""
     importlib.import_module(module)
-    of = _CLASSES[module, name]
-    size = str(of.world_size)
+    cls = _CLASSES[module, name]
+    size = str(cls.world_size)
     for variable in [one for one in os.environ if one.startswith("TORCHELASTIC_")]:
         del os.environ[variable]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "LOCAL_SIZE": size}
     import torch
 
-    if of.init_distributed:
+    if cls.init_distributed:
         if torch.cuda.is_available():
             torch.cuda.set_device(rank)
         torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         if "deepspeed" in sys.modules:
             sys.modules["deepspeed"].init_distributed()
-    of().run(**values)
+    cls().run(**values)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -166,46 +166,47 @@ def _run_fixture(rank: int, module: str, name: str, port: str, values: Mapping[s
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
-    """Have a ``conftest.py`` that keeps the tests of ``WORLD_SIZE`` ranks, as composer's does, keep those of all sizes.
+    """Keep the tests of all world sizes where a ``conftest.py`` deselects those of other sizes than ``WORLD_SIZE``.
 
-    It expects to be run by torchrun once for each number of ranks; here no test of several would be left, and nobody told.
+    Such a conftest (composer's) expects torchrun to start pytest once for each size; here it would silently deselect every
+    test of several ranks.
     """
     found = list(items)
     yield
-    kept = {id(item) for item in items}
-    gone: dict[int, list[pytest.Item]] = {}
+    selected = {id(item) for item in items}
+    deselected: dict[int, list[pytest.Item]] = {}
     for item in found:
         mark = item.get_closest_marker(MARK)
         size = mark.kwargs.get(_SIZE, 0) if mark is not None else 0
-        if id(item) not in kept and size > 1:
-            gone.setdefault(size, []).append(item)
-    if not gone or "WORLD_SIZE" in os.environ:
+        if id(item) not in selected and size > 1:
+            deselected.setdefault(size, []).append(item)
+    if not deselected or "WORLD_SIZE" in os.environ:
         return
     others = config.pluginmanager.subset_hook_caller("pytest_collection_modifyitems", [sys.modules[__name__]])
-    for size, wanted in gone.items():
+    for size, candidates in deselected.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WORLD_SIZE", str(size))
-            others(session=session, config=config, items=wanted)
-    back = {id(item) for wanted in gone.values() for item in wanted}
-    if [item for item in found if id(item) in kept] == items:
-        items[:] = [item for item in found if id(item) in kept | back]
+            others(session=session, config=config, items=candidates)
+    restored = {id(item) for candidates in deselected.values() for item in candidates}
+    if [item for item in found if id(item) in selected] == items:
+        items[:] = [item for item in found if id(item) in selected | restored]
     else:
-        items += [item for item in found if id(item) in back]
+        items += [item for item in found if id(item) in restored]
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and "deselected" in reporter.stats:
-        # Each was reported once or twice.
-        once = {id(item): item for item in reporter.stats["deselected"] if id(item) not in back}
-        reporter.stats["deselected"] = list(once.values())
+        # The conftest reported each item once or twice.
+        unique = {id(item): item for item in reporter.stats["deselected"] if id(item) not in restored}
+        reporter.stats["deselected"] = list(unique.values())
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The marks, for ``--strict-markers``."""
+    """Register the marks, for ``--strict-markers``."""
     config.addinivalue_line("markers", f"{_SIZE}(n): run the test on n ranks of a process group; n may be a list.")
     config.addinivalue_line("markers", f"{_DEVICES}(n): the test starts ranks itself; lend it n devices, or skip it.")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test of several sizes is an item for each."""
+    """Make an item for each world size of a test."""
     sizes = _sizes(metafunc.definition)
     if len(sizes) > 1:
         metafunc.fixturenames.append(_SIZES)
@@ -214,7 +215,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """What the names say, in ours."""
+    """Add the mark of this package to a test with a mark or base class of another one."""
     if not isinstance(item, pytest.Function):
         return
     sizes = _sizes(item)
@@ -225,7 +226,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def _sizes(item: Any) -> list[int]:
-    """On how many ranks the test runs; none for one that stays as it is: with a mark of ours, or on one process."""
+    """Return the world sizes of a test; none for a test with this package's mark, or on one process."""
     test_class = getattr(item, "cls", None)
     if item.get_closest_marker(MARK) is not None or (test_class and issubclass(test_class, unittest.TestCase)):
         return []
@@ -234,14 +235,14 @@ def _sizes(item: Any) -> list[int]:
         raise pytest.Collector.CollectError(
             f"{item.nodeid}: @pytest.mark.{_SIZE} takes a number of ranks, or a list of them"
         )
-    wanted: Any = mark.args[0] if mark is not None else getattr(test_class, _SIZE, None)
-    sizes: list[Any] = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted]
+    declared: Any = mark.args[0] if mark is not None else getattr(test_class, _SIZE, None)
+    sizes: list[Any] = list(declared) if isinstance(declared, (list, tuple)) else [declared]
     if not all(type(size) is int and size > 0 for size in sizes):
         if mark is None:
-            # A property, or a thing of another name, on a class that is not about ranks.
+            # An unrelated attribute of that name.
             return []
         raise pytest.Collector.CollectError(
-            f"{item.nodeid}: @pytest.mark.{_SIZE}({wanted!r}): expected whole numbers above 0"
+            f"{item.nodeid}: @pytest.mark.{_SIZE}({declared!r}): expected whole numbers above 0"
         )
     alone = sizes == [1] and not (test_class and issubclass(test_class, DistributedTest))
     return [] if alone else sizes
@@ -249,13 +250,13 @@ def _sizes(item: Any) -> list[int]:
 
 @pytest.fixture
 def distcompat_size(request: pytest.FixtureRequest) -> int:
-    """Which of its sizes the test runs in."""
+    """Return the world size in which the test runs."""
     return int(request.param)
 
 
 @pytest.fixture
 def distcompat_lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lease]:
-    """The devices of a test that starts ranks itself: nobody else has them, and its processes see no others."""
+    """Lease devices for a test that starts ranks itself; its processes see no others."""
     mark = request.node.get_closest_marker(_DEVICES)
     session = session_of(request.config)
     count = int(mark.args[0])
@@ -267,20 +268,20 @@ def distcompat_lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     request.node.stash[_LEAKED] = ""
     with session.pool.lease(count, who=request.node.nodeid) as lease:
         for leak in lease.leak:
-            session.notice(inherited(leak))
+            session.notice(inherited_leak_message(leak))
         for name, value in lease.environment.items():
             monkeypatch.setenv(name, value)
         yield lease
-    left = [told(leak) for leak in lease.own_leak]
-    if left and _has_context():
-        own = "which may be pytest's own process: it uses a GPU too"
-        session.notice(f"{request.node.nodeid}: {'; '.join(left)}, {own}")
-    elif left:
-        request.node.stash[_LEAKED] = "\n".join((*left, f"reproduce: {session.reproduce(request.node)}"))
+    leaks = [leak_message(leak) for leak in lease.own_leak]
+    if leaks and _has_context():
+        cause = "which may be pytest's own process: it uses a GPU too"
+        session.notice(f"{request.node.nodeid}: {'; '.join(leaks)}, {cause}")
+    elif leaks:
+        request.node.stash[_LEAKED] = "\n".join((*leaks, f"reproduce: {session.reproduce(request.node)}"))
 
 
 def _has_context() -> bool:
-    """Whether this process uses a GPU itself, which shows there until it ends."""
+    """Tell whether this process uses a GPU itself, and its memory until it ends."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
 
@@ -289,7 +290,7 @@ def _has_context() -> bool:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A leak is the test's failure, whatever it did otherwise and an xfail mark says: when all its fixtures are gone."""
+    """Fail a test that leaked memory, after its fixtures are torn down, even if it is marked xfail."""
     report = yield
     leaked = item.stash.get(_LEAKED, "")
     if call.when == "teardown" and leaked:

@@ -1,4 +1,4 @@
-"""One point of the matrix, and how a few lists become many points."""
+"""Cells of the matrix: strategy x precision x world size x options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OptionValue = bool | str | int
 
 @dataclass(frozen=True)
 class Option:
-    """One further axis of a cell: its name, the values it takes (the first is the default), what it means."""
+    """One further axis of a cell: its name, its values (the first is the default), its meaning."""
 
     name: str
     values: tuple[OptionValue, ...]
@@ -19,11 +19,11 @@ class Option:
 
     @property
     def default(self) -> OptionValue:
-        """What a cell means that does not name the option."""
+        """Return the value that a cell has if it does not name the option."""
         return self.values[0]
 
     def token(self, value: OptionValue) -> str:
-        """How the value reads in a cell's id: ``compile``, ``no_use_orig_params``, ``model_mlp``."""
+        """Return the value as a cell id spells it: ``compile``, ``no_use_orig_params``, ``model_mlp``."""
         if value is False:
             return f"no_{self.name}"
         return self.name if value is True else f"{self.name}_{value}"
@@ -117,20 +117,20 @@ class Cell:
             raise ValueError(f"world_size must be at least 1, got {self.world_size}")
         for name, value in self.options:
             check_option(name, value)
-        # The option's own value: True equals 1, and would read otherwise in the id.
-        own = {name: OPTIONS[name].values[OPTIONS[name].values.index(value)] for name, value in self.options}
-        told = {name: value for name, value in own.items() if value != OPTIONS[name].default}
-        ordered = tuple((name, told[name]) for name in OPTIONS if name in told)
+        # True equals 1: take the value that the option lists, for the id spells the two differently.
+        listed = {name: OPTIONS[name].values[OPTIONS[name].values.index(value)] for name, value in self.options}
+        changed = {name: value for name, value in listed.items() if value != OPTIONS[name].default}
+        ordered = tuple((name, changed[name]) for name in OPTIONS if name in changed)
         object.__setattr__(self, "options", ordered)
 
     @classmethod
     def of(cls, strategy: str, precision: str, world_size: int = 2, **options: OptionValue) -> Cell:
-        """The same with options as keyword arguments: ``Cell.of("fsdp2", "fp32", model="mlp")``."""
+        """Return a cell, with its options as keyword arguments: ``Cell.of("fsdp2", "fp32", model="mlp")``."""
         return cls(strategy, precision, world_size, tuple(options.items()))
 
     @classmethod
     def parse(cls, cell_id: str) -> Cell:
-        """The cell that has this id; the inverse of ``id``. Raises ValueError."""
+        """Return the cell that has this id. Raises ValueError for a text that is no cell id."""
         strategy, _, rest = cell_id.partition("-")
         precision, _, rest = rest.partition("-")
         world, *tokens = rest.split("-")
@@ -144,23 +144,23 @@ class Cell:
 
     @property
     def id(self) -> str:
-        """Reads aloud: ``fsdp2-bf16_mixed-w2-compile``."""
+        """Return the id: ``fsdp2-bf16_mixed-w2-compile``."""
         tokens = [OPTIONS[name].token(value) for name, value in self.options]
         return "-".join([self.strategy, self.precision, f"w{self.world_size}", *tokens])
 
     def without(self, *names: str) -> Cell:
-        """The same cell with these options at their defaults."""
-        kept = tuple((name, value) for name, value in self.options if name not in names)
-        return Cell(self.strategy, self.precision, self.world_size, kept)
+        """Return the same cell with these options at their defaults."""
+        options = tuple((name, value) for name, value in self.options if name not in names)
+        return Cell(self.strategy, self.precision, self.world_size, options)
 
     def option(self, name: str) -> OptionValue:
-        """The value of an option, the default if the cell does not say. Raises ValueError for an unknown name."""
+        """Return the value of an option. Raises ValueError for an unknown name."""
         if name not in OPTIONS:
             raise ValueError(f"no option named {name!r}. Known: {', '.join(OPTIONS)}")
         return dict(self.options).get(name, OPTIONS[name].default)
 
     def facets(self) -> dict[str, OptionValue | int]:
-        """Every facet with its value, options at their default included."""
+        """Return every facet with its value, including options at their default."""
         fixed: dict[str, OptionValue | int] = {
             "strategy": self.strategy,
             "precision": self.precision,
@@ -174,10 +174,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The cells a suite claims: every strategy with every precision, world size and set of options.
+    """Cells that a suite covers: every strategy with every precision, world size and set of options.
 
-    ``strategies`` and ``precisions`` left out mean all that are known; ``world_sizes`` left out means the one of this
-    run (``--distcompat-world-size``). ``extra`` adds single cells, or other matrices, beside the product.
+    Without ``strategies`` or ``precisions``, all known ones are meant; without ``world_sizes``, the world size of this
+    session (``--distcompat-world-size``). ``extra`` adds single cells, or other matrices, beside the product.
     """
 
     strategies: tuple[str, ...] = ()
@@ -193,14 +193,20 @@ class Matrix:
                 raise TypeError(f"Matrix({name}=...) takes a tuple, got {value!r}")
             object.__setattr__(self, name, tuple(value))
         if not self.options:
-            # No set of options at all would be no cell at all; what is meant is no option.
+            # An empty product would have no cells; a matrix without sets of options means cells without options.
             object.__setattr__(self, "options", ({},))
         for options in self.options:
             for name, value in options.items():
                 check_option(name, value)
 
     def cells(self, strategies: Iterable[str], precisions: Iterable[str], world_size: int) -> Iterator[Cell]:
-        """The cells in a fixed order; the arguments stand in for what the matrix leaves open."""
+        """Yield the cells in a fixed order.
+
+        Args:
+            strategies: The strategies of a matrix that names none.
+            precisions: The precisions of a matrix that names none.
+            world_size: The world size of a matrix that names none.
+        """
         product = itertools.product(
             self.strategies or tuple(strategies),
             self.precisions or tuple(precisions),

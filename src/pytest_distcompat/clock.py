@@ -1,36 +1,36 @@
-"""The time, of whatever a test makes of Python's clocks: all deadlines, durations and orders of events are told by it."""
+"""Clocks and sleep that tests cannot patch: for all deadlines, durations and the order of events."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-# Bound now, for a test may patch the module. And not ``time.monotonic``: freezegun replaces that one and its like in all modules,
-# also where they are bound by other names. It leaves this function alone.
+# Bound at import, since a test may patch the module. Not ``time.monotonic``: freezegun replaces it in all modules, under
+# whatever name it is bound. It does not replace this function.
 _read = time.clock_gettime
 _read_ns = time.clock_gettime_ns
 
-#: Python's own, whatever a test puts in its place.
+#: Python's own, even if a test patches ``time.sleep``.
 sleep = time.sleep
 
 
 def now() -> float:
-    """Seconds of CLOCK_MONOTONIC, which all processes of a machine share: what ``time.monotonic`` gives on Linux."""
+    """Return the seconds of CLOCK_MONOTONIC, which all processes of a machine share, like ``time.monotonic`` on Linux."""
     return _read(time.CLOCK_MONOTONIC)
 
 
 def now_ns() -> int:
-    """The same in nanoseconds."""
+    """Return the nanoseconds of CLOCK_MONOTONIC."""
     return _read_ns(time.CLOCK_MONOTONIC)
 
 
 def wall() -> float:
-    """Seconds since the epoch."""
+    """Return the seconds since the epoch."""
     return _read(time.CLOCK_REALTIME)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float, every: float = 0.005) -> bool:
-    """Wait so long at most for that to hold; whether it does."""
+    """Wait until ``holds()`` is true, or for that many seconds; tell whether it is true."""
     deadline = now() + seconds
     while not (held := holds()) and now() < deadline:
         sleep(every)

@@ -1,4 +1,4 @@
-"""What a cell costs, from its trace: time, throughput, memory."""
+"""Cost of a cell, from its trace: time, throughput, memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
 
-#: Steps that are left out in front: allocators, compilers and bucket sizes settle there.
+#: Steps at the start that are not measured: allocators, compilers and bucket sizes settle in them.
 WARM_UP = 8
 
 #: Bytes of an element, by torch's name of its dtype.
@@ -26,9 +26,11 @@ PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 @dataclass(frozen=True)
 class Cost:
-    """``tokens_per_second`` is of one rank; ``state_bytes`` of one trained parameter, over all ranks together, master weights and
-    optimizer state; ``memory`` the peak of the rank that needed most, in bytes (of the GPU, or of the whole process). ``mfu`` is
-    the part of the device's peak that the model's own operations use (6 a parameter and token:
+    """Cost of the training in a cell.
+
+    ``tokens_per_second`` is for one rank. ``state_bytes`` is the size of master weights and optimizer state per trained
+    parameter, over all ranks together. ``memory`` is the peak of the rank that needed most, in bytes (of the GPU, or of the
+    whole process). ``mfu`` is the fraction of the device's peak that the model's own operations use (6 per parameter and token:
     https://arxiv.org/abs/2204.02311, appendix B), None where the peak is not known.
     """
 
@@ -40,7 +42,13 @@ class Cost:
 
 
 def cost(trace: Trace, device: str = "", run: str = "train") -> Cost | None:
-    """The cost of the training in the trace; None where it has too few steps to tell. ``device`` is a GPU's name."""
+    """Return the cost of the training in the trace, None if it has too few steps.
+
+    Args:
+        trace: The trace of a scenario.
+        device: The name of the GPU, empty on the CPU.
+        run: The name of the run that trains.
+    """
     return _cost(trace.runs.get(run), device)
 
 
@@ -50,7 +58,7 @@ def _cost(run: RunTrace | None, device: str) -> Cost | None:
     steps = [run.at("step", nth) for nth in range(WARM_UP, len({m.index for m in run.snapshots if m.action == "step"}))]
     if not steps:
         return None
-    # A step has taken as long as it took the slowest rank.
+    # A step takes as long as its slowest rank.
     seconds = statistics.median(max(snapshot.seconds for snapshot in snapshots) for snapshots in steps)
     tokens = statistics.mean(snapshot.tokens for snapshots in steps for snapshot in snapshots)
     rate = tokens / seconds if seconds else 0.0
@@ -63,25 +71,30 @@ def _cost(run: RunTrace | None, device: str) -> Cost | None:
 
 
 def state_bytes(run: RunTrace, nth: int = 2) -> float:
-    """Bytes of masters and optimizer state on all ranks together, for each trained parameter, after step ``nth``.
+    """Return the bytes of masters and optimizer state on all ranks per trained parameter, after step ``nth``.
 
-    https://huggingface.co/blog/deepspeed-to-fsdp-and-back: float32 masters and two moments are 12, which few ranks feel.
+    Float32 masters and two moments are 12 bytes: https://huggingface.co/blog/deepspeed-to-fsdp-and-back.
     """
     snapshots, first = run.at("step", nth), run.first("build_model")
     trained = trained_elements(first.unwrapped.parameters) if first and first.unwrapped else 0
-    held = sum(numel * BYTES.get(dtype, 4) for snapshot in snapshots for (_, dtype), numel in kept(snapshot).items())
+    held = sum(
+        numel * BYTES.get(dtype, 4) for snapshot in snapshots for (_, dtype), numel in state_elements(snapshot).items()
+    )
     return held / trained if trained else 0.0
 
 
-def kept(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
-    """What this rank's optimizer keeps: (``master`` or the state's key, dtype) -> elements. Counts of steps are left out."""
+def state_elements(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
+    """Return the elements that this rank's optimizer stores, by (``master`` or the state's key, dtype).
+
+    Step counters are left out.
+    """
     found: dict[tuple[str, str], int] = {}
     states = snapshot.optimizer.states if snapshot.optimizer else ()
     for state in states:
         if state.numel > 1 or state.key != "step":
             found[state.key, state.dtype] = found.get((state.key, state.dtype), 0) + state.numel
     if not any(key == "master" for key, _ in found):
-        # No flat copies: what is optimized are the live parameters themselves.
+        # Without flat copies the optimizer updates the live parameters themselves.
         for info in snapshot.model.parameters if snapshot.model else ():
             if info.held and info.trainable:
                 found["master", info.dtype] = found.get(("master", info.dtype), 0) + info.local_numel
@@ -89,5 +102,5 @@ def kept(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
 
 
 def trained_elements(parameters: tuple[ParameterInfo, ...]) -> int:
-    """How many elements of the unwrapped model are trained."""
+    """Return the number of trained elements of the unwrapped model."""
     return sum(math.prod(info.shape) for info in parameters if info.trainable)

@@ -1,4 +1,4 @@
-"""Dataclasses back from JSON."""
+"""Decoding and validation of dataclasses from JSON."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ T = TypeVar("T")
 
 
 def decode(kind: type[T], data: Any) -> T:
-    """The value of that type, from what ``dataclasses.asdict`` and JSON made of it.
+    """Return the value of that type that ``dataclasses.asdict`` and JSON encoded.
 
-    Of the types that stand in a trace: dataclasses, tuples of one type, mappings, what may be None, and what JSON has itself.
+    Supported are the types in a trace: dataclasses, tuples of one type, mappings, optional values, and JSON's own types.
     """
-    wanted: Any = kind
-    reader = _reader(wanted)
+    target: Any = kind
+    reader = _reader(target)
     value: T = data if reader is None else reader(data)
     return value
 
 
 @functools.cache
 def _reader(kind: Any) -> Callable[[Any], Any] | None:
-    """What reads a value of that type back; None where JSON's own value is the one.
+    """Return the function that decodes a value of that type, None where JSON's own value is right.
 
-    Found out once a type: a run reads millions of values, and to ask ``typing`` about each took longer than all checks.
+    Cached by type: a session reads millions of values, and inspecting the type of each took longer than all checks.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
@@ -49,25 +49,25 @@ def _reader_of_fields(kind: type) -> Callable[[Any], Any]:
     readers = {name: reader for name, hint in hints.items() if (reader := _reader(hint)) is not None}
 
     def read(data: Mapping[str, Any]) -> Any:
-        # What a newer version wrote besides is passed over.
-        told = {name: value for name, value in data.items() if name in hints}
+        # Skip the keys that a newer version wrote.
+        values = {name: value for name, value in data.items() if name in hints}
         for name, reader in readers.items():
-            if name in told:
-                told[name] = reader(told[name])
-        return kind(**told)
+            if name in values:
+                values[name] = reader(values[name])
+        return kind(**values)
 
     return read
 
 
 class MalformedError(ValueError):
-    """The JSON is not what it should be; the message names the field."""
+    """JSON with a wrong type or a missing key; the message names the field."""
 
 
 def check(kind: Any, data: Any, where: str) -> None:
     """Raise MalformedError if the JSON at ``where`` does not have that type.
 
-    Types are those of ``decode``, lists, typed dictionaries, ``str``, ``int``, ``float`` and ``Any``. Unknown keys are passed
-    over.
+    Types are those of ``decode``, lists, typed dictionaries, ``str``, ``int``, ``float`` and ``Any``. Unknown keys are
+    ignored.
     """
     if not (problem := _problem(kind, data)):
         return
@@ -91,13 +91,13 @@ def _problem(kind: Any, data: Any) -> str | list[tuple[Any, Any, Any]]:
         fitting = [one for one in options if not isinstance(_problem(one, data), str)]
         return _problem(fitting[0] if fitting else options[0], data)
     if kind in _NAMES:
-        # A bool is an int to Python, and to nobody who reads a report.
+        # In Python a bool is an int; in a report it is not.
         fits = isinstance(data, (int, float) if kind is float else kind) and (
             kind is bool or not isinstance(data, bool)
         )
         return "" if fits else _NAMES[kind]
     if origin in {list, tuple}:
-        return [(place, arguments[0], one) for place, one in enumerate(data)] if isinstance(data, list) else "a list"
+        return [(index, arguments[0], one) for index, one in enumerate(data)] if isinstance(data, list) else "a list"
     if not isinstance(data, Mapping):
         return "an object"
     if origin is not None:

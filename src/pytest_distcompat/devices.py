@@ -1,4 +1,4 @@
-"""Which GPUs this process may use: asked of NVML, so that CUDA is not initialised and torch not imported."""
+"""GPUs that this process may use, according to NVML: CUDA is not initialised and torch not imported."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: Ranks on the CPU where nobody says how many: the least with which anything is distributed.
+#: The default world size on the CPU: the smallest with which anything is distributed.
 CPU_WORLD_SIZE = 2
 
 
 @dataclass(frozen=True)
 class MigInstance:
-    """A part of a GPU in MIG mode: its GPU's UUID, its own, and the older name of it (``MIG-GPU-8932f937.../3/0``)."""
+    """Part of a GPU in MIG mode: the GPU's UUID, its own UUID, and its older name (``MIG-GPU-8932f937.../3/0``)."""
 
     gpu: str
     uuid: str
@@ -22,30 +22,30 @@ class MigInstance:
 
 
 def visible_gpus() -> int:
-    """The number of GPUs that CUDA would show a process of ours, ``CUDA_VISIBLE_DEVICES`` obeyed. 0 without a driver."""
+    """Return the number of GPUs that CUDA would show this process, by ``CUDA_VISIBLE_DEVICES``; 0 without a driver."""
     return len(visible_ids())
 
 
 def visible_ids() -> list[str]:
-    """The UUIDs of those GPUs and MIG instances: the same for every process of the machine, however it names them."""
+    """Return the UUIDs of the GPUs and MIG instances that CUDA would show this process."""
     return names_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpu_uuids(), mig_instances())
 
 
 def gpu_uuids() -> list[str]:
-    """The UUID of every GPU of the machine, in NVML's order; empty where there is no driver.
+    """Return the UUID of every GPU of the machine, in NVML's order; empty without a driver.
 
-    One that is lost (it fell off the bus) keeps its place, as an empty text.
+    A GPU that is lost (it fell off the bus) keeps its place, as an empty text.
     """
-    return _of_each_gpu("nvmlDeviceGetUUID")
+    return _query_each_gpu("nvmlDeviceGetUUID")
 
 
 def gpu_name() -> str:
-    """What the machine's first GPU is called (``NVIDIA H200``); empty where there is no driver."""
-    return next(filter(None, _of_each_gpu("nvmlDeviceGetName")), "")
+    """Return the name of the machine's first GPU (``NVIDIA H200``); empty without a driver."""
+    return next(filter(None, _query_each_gpu("nvmlDeviceGetName")), "")
 
 
 def mig_instances() -> list[MigInstance]:
-    """Every MIG instance of the machine, in NVML's order; empty where no GPU is in MIG mode."""
+    """Return every MIG instance of the machine, in NVML's order; empty where no GPU is in MIG mode."""
     found = []
     with _nvml() as nvml:
         for gpu in filter(None, _handles(nvml)):
@@ -53,14 +53,14 @@ def mig_instances() -> list[MigInstance]:
                 # The numbers have gaps where an instance was destroyed.
                 with contextlib.suppress(nvml.NVMLError):
                     part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
-                    of, own = (_text(nvml.nvmlDeviceGetUUID(handle)) for handle in (gpu, part))
+                    gpu_uuid, uuid = (_text(nvml.nvmlDeviceGetUUID(handle)) for handle in (gpu, part))
                     numbers = (nvml.nvmlDeviceGetGpuInstanceId(part), nvml.nvmlDeviceGetComputeInstanceId(part))
-                    found.append(MigInstance(of, own, f"MIG-{of}/{numbers[0]}/{numbers[1]}"))
+                    found.append(MigInstance(gpu_uuid, uuid, f"MIG-{gpu_uuid}/{numbers[0]}/{numbers[1]}"))
     return found
 
 
 def used_memory(ids: Sequence[str]) -> dict[str, int]:
-    """Bytes in use on each of these GPUs or MIG instances, by whatever process; those that NVML does not know are left out."""
+    """Return the bytes that all processes use on each of these GPUs or MIG instances, as far as NVML knows them."""
     found = {}
     with _nvml() as nvml:
         for uuid in ids if nvml else ():
@@ -69,21 +69,21 @@ def used_memory(ids: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _of_each_gpu(question: str) -> list[str]:
+def _query_each_gpu(function: str) -> list[str]:
     with _nvml() as nvml:
         found = []
         for handle in _handles(nvml):
-            answer = ""
+            value = ""
             if handle is not None:
                 with contextlib.suppress(nvml.NVMLError):
-                    answer = _text(getattr(nvml, question)(handle))
-            found.append(answer)
+                    value = _text(getattr(nvml, function)(handle))
+            found.append(value)
         return found
 
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[Any]:
-    """NVML's functions, None without a driver."""
+    """Yield NVML's functions, None without a driver."""
     import pynvml
 
     with contextlib.ExitStack() as end:
@@ -97,7 +97,7 @@ def _nvml() -> Iterator[Any]:
 
 
 def _handles(nvml: Any) -> list[Any]:
-    """Of every GPU, None for one that is lost: it is counted, and NVML tells nothing of it."""
+    """Return the handle of every GPU, None for one that is lost: NVML counts it, and has no handle of it."""
     found: list[Any] = []
     for index in range(nvml.nvmlDeviceGetCount()) if nvml else ():
         try:
@@ -108,7 +108,7 @@ def _handles(nvml: Any) -> list[Any]:
 
 
 def _most_instances(nvml: Any, gpu: Any) -> int:
-    """How many MIG instances that GPU may have; 0 if it is not in MIG mode or has none."""
+    """Return how many MIG instances that GPU may have; 0 if it is not in MIG mode or has none."""
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(gpu)
         return int(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)) if current else 0
@@ -121,12 +121,14 @@ def _text(value: str | bytes) -> str:
 
 
 def names_visible(wanted: str | None, uuids: Sequence[str], instances: Sequence[MigInstance] = ()) -> list[str]:
-    """The UUIDs of what a value of CUDA_VISIBLE_DEVICES shows, in its order; None is the variable not set.
+    """Return the UUIDs of the devices that a value of CUDA_VISIBLE_DEVICES shows, in its order.
+
+    None stands for a variable that is not set.
 
     Entries are indices, UUIDs or beginnings of one UUID (``GPU-8932f937``), or MIG names in either form; one that NVML
-    does not list is taken as it is. As CUDA does, stop at the first entry that names nothing, and show nothing if one is
-    named twice. A GPU in MIG mode is its first instance, for CUDA shows no more of it. One that is lost, an empty text
-    among ``uuids``, is named by nothing and never shown.
+    does not list is taken as it is. Like CUDA, stop at the first entry that names nothing, and show nothing if a device is
+    named twice. A GPU in MIG mode stands for its first instance, since CUDA shows no other. A lost GPU, an empty text
+    among ``uuids``, is never shown.
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
     https://docs.nvidia.com/datacenter/tesla/mig-user-guide/#cuda-device-enumeration
     """

@@ -1,9 +1,9 @@
-"""Digests of tensors that compose: that of a whole follows from those of its parts, whatever ranks hold them.
+"""Digests of tensors that compose: the digest of a whole follows from those of its shards.
 
 A digest reads ``words:hash``: the number of 32-bit words and a polynomial hash of them (modulo two primes below 2**31, so
 that products fit into 64 bits). The hash of a concatenation is a matter of arithmetic, so shards written down on 4 ranks
-can be compared with those of 2, and no rank ever gathers anything. All zeros hash to 0. Written by
-``probe.tensors.digest``; here is what the checks do with it.
+can be compared with those of 2, and no rank gathers anything. All zeros hash to 0. ``probe.tensors.digest`` makes
+digests; this module is for the checks that compare them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ EMPTY = "0:0"
 
 
 def form(words: int, hashes: tuple[int, ...]) -> str:
-    """The text of a digest."""
+    """Return the text of a digest."""
     return f"{words}:{hashes[0] << 32 | hashes[1]:x}"
 
 
 def read(digest: str) -> tuple[int, tuple[int, int]]:
-    """Words and hashes of a digest. Raises ValueError for what is none."""
+    """Return the words and hashes of a digest. Raises ValueError for a text that is no digest."""
     words, _, text = digest.partition(":")
     number = int(text, 16)
     return int(words), (number >> 32, number & 0xFFFFFFFF)
 
 
 def combine(digests: Iterable[str]) -> str:
-    """The digest of the concatenation, in that order; of flat shards in the order of the ranks, that of the whole."""
+    """Return the digest of the concatenation, in that order; of flat shards in rank order that is the whole's."""
     words, hashes = 0, [0, 0]
     for digest in digests:
         more, parts = read(digest)
@@ -40,7 +40,7 @@ def combine(digests: Iterable[str]) -> str:
 
 
 def without_padding(digest: str, words: int) -> str:
-    """The digest of the first ``words`` words, if zeros follow; of anything else it makes nothing sensible."""
+    """Return the digest of the first ``words`` words. Only zeros may follow them."""
     have, parts = read(digest)
     surplus = have - words
     if surplus <= 0:
@@ -53,5 +53,5 @@ def without_padding(digest: str, words: int) -> str:
 
 
 def is_zero(digest: str) -> bool:
-    """Whether every element is zero; an empty tensor has none that is not."""
+    """Tell whether every element is zero; an empty tensor has none that is not."""
     return digest.endswith(":0")

@@ -1,4 +1,4 @@
-"""What an adopter declares of single cells: ``fails`` (a known bug) and ``refuses`` (not supported, and said so)."""
+"""Expectations that an adopter declares: ``fails`` (a known bug) and ``refuses`` (not supported, with a clear error)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FacetValue = OptionValue | int | tuple[OptionValue | int, ...]
 
 @dataclass(frozen=True)
 class Expectation:
-    """One declared exception to "everything holds". Made by ``fails`` and ``refuses``.
+    """One declared exception to "every check passes", made by ``fails`` or ``refuses``.
 
-    ``strict``: whether it is an error if it does not show. ``also``: what else the check finds of the same bug.
+    ``strict``: it is an error if the exception does not occur. ``also``: matches further findings of the same bug.
     """
 
     kind: str
@@ -27,21 +27,21 @@ class Expectation:
     also: str = ""
 
     def covers(self, cell: Cell, check: str) -> bool:
-        """Whether this speaks of that check in that cell."""
+        """Tell whether the expectation is about that check in that cell."""
         if self.check not in ("*", check):
             return False
         values = cell.facets()
         return all(
-            values[name] in wanted if isinstance(wanted, tuple) else values[name] == wanted
-            for name, wanted in self.facets
+            values[name] in expected if isinstance(expected, tuple) else values[name] == expected
+            for name, expected in self.facets
         )
 
     def matches(self, message: str) -> bool:
-        """Whether the message is the one that was declared."""
+        """Tell whether the message is the declared one."""
         return not self.match or re.search(self.match, message) is not None
 
     def explains(self, finding: str) -> bool:
-        """Whether one finding of several is the declared bug, or a consequence of it."""
+        """Tell whether one finding of several is the declared bug, or a consequence of it."""
         return self.matches(finding) or (self.also != "" and re.search(self.also, finding) is not None)
 
     def __str__(self) -> str:
@@ -51,12 +51,20 @@ class Expectation:
 
 
 def fails(check: str, *, reason: str, match: str = "", also: str = "", **facets: FacetValue) -> Expectation:
-    """A known bug: the check fails in these cells. Strict: when it passes, that is an error ("FIXED?").
+    """Declare a known bug: the check fails in these cells; when it passes, that is an error ("FIXED?").
 
-    ``reason`` names the bug, best as a link. ``match`` is a regular expression that the failure's message must
-    contain, ``also`` one for what the bug brings with it: a finding that fits neither is another bug, and a failure.
-    A facet takes one value or a tuple of them. A crash or a hang is never covered.
-    Raises UsageProblem for an unknown facet.
+    A crash or a hang is never covered.
+
+    Args:
+        check: The name of the check, ``*`` for all.
+        reason: The bug, best as a link.
+        match: A regular expression that the failure's message must contain.
+        also: A regular expression for further findings of the same bug. A finding that neither matches is another bug, and a
+            failure.
+        facets: The cells: each facet takes one value or a tuple of them.
+
+    Raises:
+        UsageProblem: A facet, or a value of it, is unknown.
     """
     if not reason:
         raise UsageProblem(f"fails({check!r}): say why, best with a link: reason='org/repo#1234'")
@@ -64,14 +72,23 @@ def fails(check: str, *, reason: str, match: str = "", also: str = "", **facets:
 
 
 def may_fail(check: str, *, reason: str, match: str = "", also: str = "", **facets: FacetValue) -> Expectation:
-    """The same where rounding decides: a number that is sometimes within a tolerance, sometimes not. Known, or it passes."""
+    """Declare a known bug that occurs only sometimes, such as a number close to a tolerance. The check may pass."""
     return replace(fails(check, reason=reason, match=match, also=also, **facets), strict=False)
 
 
 def refuses(check: str = "*", *, match: str, reason: str = "", **facets: FacetValue) -> Expectation:
-    """Not supported, and said so: ``build`` raises an error whose message contains ``match`` (a regular expression).
+    """Declare cells that are not supported: ``build`` raises an error whose message contains ``match``.
 
-    An error after ``build`` is a LateFailure, no error at all is a failure. Raises UsageProblem for an unknown facet.
+    An error after ``build`` is a LateFailure, no error at all is a failure.
+
+    Args:
+        check: The name of the check, ``*`` for all.
+        match: A regular expression.
+        reason: Why the cells are not supported; by default the error's message.
+        facets: The cells: each facet takes one value or a tuple of them.
+
+    Raises:
+        UsageProblem: A facet, or a value of it, is unknown.
     """
     if not match:
         raise UsageProblem(f"refuses({check!r}): give match=, the message that the user is to see")
@@ -79,19 +96,19 @@ def refuses(check: str = "*", *, match: str, reason: str = "", **facets: FacetVa
 
 
 def may_refuse(check: str = "*", *, match: str, reason: str = "", **facets: FacetValue) -> Expectation:
-    """The same where the machine decides what is supported: refused with that message, or every claim holds."""
+    """Declare cells that some machines do not support: they are refused with that message, or every check passes."""
     return replace(refuses(check, match=match, reason=reason, **facets), strict=False)
 
 
 def _expectation(kind: str, check: str, reason: str, match: str, facets: dict[str, FacetValue]) -> Expectation:
-    for name, wanted in facets.items():
+    for name, facet in facets.items():
         if name not in FACETS:
             raise UsageProblem(f"{kind}({check!r}): no facet named {name!r}. Known: {', '.join(FACETS)}")
-        values = wanted if isinstance(wanted, tuple) else (wanted,)
+        values = facet if isinstance(facet, tuple) else (facet,)
         if not all(isinstance(value, (str, int)) for value in values):
-            raise UsageProblem(f"{kind}({check!r}): {name} takes one value or a tuple of them, got {wanted!r}")
+            raise UsageProblem(f"{kind}({check!r}): {name} takes one value or a tuple of them, got {facet!r}")
         if name == "world_size" and not all(isinstance(value, int) for value in values):
-            raise UsageProblem(f"{kind}({check!r}): {name} takes a number or a tuple of them, got {wanted!r}")
+            raise UsageProblem(f"{kind}({check!r}): {name} takes a number or a tuple of them, got {facet!r}")
         wrong = [value for value in values if name in OPTIONS and value not in OPTIONS[name].values]
         if wrong:
             known = ", ".join(repr(value) for value in OPTIONS[name].values)

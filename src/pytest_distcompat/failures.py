@@ -1,21 +1,21 @@
-"""What can go wrong, as exceptions.
+"""Exceptions of this package.
 
 The tree::
 
     DistcompatError
-      UsageProblem          a wrong word in a matrix, an expectation or an option
+      UsageProblem          an invalid value in a matrix, an expectation or an option
       Incompatible          a claim of a check does not hold
         LateFailure         an unsupported cell was not refused at build, but failed later
-      RunFailedError           a process group did not live to its end
+      RunFailedError        a process group ended early
 """
 
 from __future__ import annotations
 
 
 class DistcompatError(Exception):
-    """Root of all that this package raises.
+    """Base class of all exceptions of this package.
 
-    ``hard``: more happened than an exception (a crash, a hang, a leak), which no known issue excuses.
+    ``hard``: a crash, a hang or a leak, which no known issue excuses.
     """
 
     def __init__(self, text: str = "", *, hard: bool = False) -> None:
@@ -24,16 +24,19 @@ class DistcompatError(Exception):
 
 
 class UsageProblem(DistcompatError, ValueError):
-    """A wrong word in a matrix, an expectation or an option; the message lists the right ones."""
+    """Invalid value in a matrix, an expectation or an option; the message lists the valid ones."""
 
 
 class Incompatible(DistcompatError, AssertionError):
-    """A claim of a check does not hold. The message has one line a finding: *where: what is wrong; what was expected*."""
+    """Claim of a check that does not hold.
+
+    The message has one line for each finding: *where: what is wrong; what was expected*.
+    """
 
 
 class LateFailure(Incompatible):
-    """An unsupported cell failed, but only after ``build``: the user pays for the wait."""
+    """Unsupported cell that failed only after ``build``, when the user had already waited."""
 
 
 class RunFailedError(DistcompatError):
-    """A process group did not live to its end."""
+    """Process group that ended early."""

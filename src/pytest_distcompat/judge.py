@@ -1,4 +1,4 @@
-"""Check, trace and expectations together: one verdict a cell and check."""
+"""Judge: one verdict from a check, a trace and the expectations."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ GOOD = frozenset({"passed", "refused"})
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out, and why.
+    """Outcome of one check in one cell, and its reason.
 
     ``status``: ``passed``; ``failed``; ``known`` (fails, as declared); ``fixed?`` (declared to fail, and does not);
     ``refused`` (as declared, at build); ``late`` (refused, but after build); ``crashed``; ``hung``; ``leaked``; ``skipped``.
-    ``reasons`` are those of all the bugs by which it is known, of which ``reason`` tells.
+    ``reasons`` has the reason of each bug that makes it known, ``reason`` joins them.
     """
 
     check: str
@@ -33,30 +33,30 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether it is a success, known failures not counted."""
+        """Tell whether it is a success; a known failure is none."""
         return self.status in GOOD
 
 
 def skipped(check: str, cell: Cell, reason: str) -> Verdict:
-    """The verdict of a cell that was not run: it says why."""
+    """Return the verdict of a cell that was not run."""
     return Verdict(check, cell.id, "skipped", reason, reason)
 
 
 def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation] = ()) -> Verdict:
-    """One verdict. Never better than what the ranks did: a crash or a hang is no known failure, whatever is declared."""
+    """Return the verdict of a check in a cell. A crash or a hang is never a known failure."""
     covering = [expectation for expectation in expectations if expectation.covers(cell, check.name)]
     end = _broken_off(check, trace)
     if end is not None and end.kind != "raised":
         return Verdict(check.name, cell.id, end.kind, end.text)
-    whose = end or _any_end(trace)
-    if refusal := _expected_refusal(covering, whose):
-        return _refusal(check, cell, trace, refusal, whose)
+    failure = end or _any_end(trace)
+    if refusal := _expected_refusal(covering, failure):
+        return _refusal(check, cell, trace, refusal, failure)
     if end is not None:
         found = [end.text or end.message or "broke off without a word"]
     else:
         found = check.findings(cell, trace)
     text = "\n".join(found)
-    # What is declared of no place in particular is about this failure only if it reads like it.
+    # An issue that names no check covers this failure only if its message matches.
     declared = [
         one for one in covering if one.kind == "fails" and (one.strict or one.check != "*" or one.matches(text))
     ]
@@ -66,20 +66,20 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
 
 
 def _broken_off(check: Check, trace: Trace) -> RunFailure | None:
-    """How the evidence that the check needs was cut short, if it was."""
+    """Return the failure of a run that ended before the snapshots that the check needs, None if there is none."""
     for run in trace:
         if run.end is None:
             continue
         if run.name in check.raises and run.end.kind != "raised":
             return run.end
-        places = [_place(run, action, nth) for name, action, nth in check.until if name == run.name]
-        if places and (run.end.index < 0 or any(place < 0 or run.end.index <= place for place in places)):
+        needed = [_index(run, action, nth) for name, action, nth in check.until if name == run.name]
+        if needed and (run.end.index < 0 or any(index < 0 or run.end.index <= index for index in needed)):
             return run.end
     return None
 
 
-def _place(run: RunTrace, action: str, nth: int) -> int:
-    """The index of the nth such action in the run; -1 if no rank got there."""
+def _index(run: RunTrace, action: str, nth: int) -> int:
+    """Return the index of the nth such action in the run, -1 if no rank reached it."""
     snapshots = run.at(action, nth)
     return snapshots[0].index if snapshots else -1
 
@@ -89,7 +89,7 @@ def _any_end(trace: Trace) -> RunFailure | None:
 
 
 def _expected_refusal(covering: Iterable[Expectation], end: RunFailure | None) -> Expectation | None:
-    """Of several things that are not supported whoever looks first refuses one; without any such, one that must be refused."""
+    """Return the declared refusal that matches the failure, else one that must occur, else None."""
     refusals = [one for one in covering if one.kind == "refuses"]
     strict = (one for one in refusals if one.strict)
     return next((one for one in refusals if _refused(one, end)), next(strict, None))
@@ -100,32 +100,34 @@ def _refused(refusal: Expectation, end: RunFailure | None) -> bool:
 
 
 def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: RunFailure | None) -> Verdict:
-    said = f"declared: {refusal}"
+    declared = f"declared: {refusal}"
     if end is None:
-        text = f"expected to be refused at build with a message like {refusal.match!r}, but it ran to the end\n{said}"
+        text = (
+            f"expected to be refused at build with a message like {refusal.match!r}, but it ran to the end\n{declared}"
+        )
         return Verdict(check.name, cell.id, "failed", text, refusal.reason)
     if end.kind != "raised":
         return Verdict(check.name, cell.id, end.kind, end.text, refusal.reason)
     if not refusal.matches(end.message + "\n" + end.text):
-        text = f"refused with another message than {refusal.match!r}\n{said}\n\n{end.text}"
+        text = f"refused with another message than {refusal.match!r}\n{declared}\n\n{end.text}"
         return Verdict(check.name, cell.id, "failed", text, refusal.reason)
     if end.action not in {"build_model", "build"}:
-        text = f"refused only at {end.action!r}, after build; expected at build\n{said}\n\n{end.text}"
+        text = f"refused only at {end.action!r}, after build; expected at build\n{declared}\n\n{end.text}"
         return Verdict(check.name, cell.id, "late", text, refusal.reason)
     built = sorted(snapshot.rank for run in trace if run.end == end for snapshot in run.at("build"))
     if built:
         ranks = ", ".join(map(str, built))
-        text = f"refused on some ranks only; built on rank{'s' * (len(built) > 1)} {ranks}\n{said}\n\n{end.text}"
+        text = f"refused on some ranks only; built on rank{'s' * (len(built) > 1)} {ranks}\n{declared}\n\n{end.text}"
         return Verdict(check.name, cell.id, "failed", text, refusal.reason)
-    # Without the rank: which of them was first to refuse is chance.
-    said = end.message.partition(" raised ")[2] or end.message
-    return Verdict(check.name, cell.id, "refused", end.message, refusal.reason or said)
+    # Without the rank: it is chance which rank refuses first.
+    exception = end.message.partition(" raised ")[2] or end.message
+    return Verdict(check.name, cell.id, "refused", end.message, refusal.reason or exception)
 
 
 def _known(check: Check, cell: Cell, declared: list[Expectation], found: list[str], *, whole: bool) -> Verdict:
-    """What is found where bugs are declared. Not ``whole``: of a run that broke off only why it did is known."""
-    text = "\n".join(found)  # all of it, not only what a message shows of it
-    # Of several bugs that show in one place, the one that reads like this.
+    """Return the verdict where bugs are declared. ``whole``: the run ended well, so ``found`` has all findings."""
+    text = "\n".join(found)  # all findings, also those that the message cuts
+    # Of several bugs declared for the check, those whose message matches.
     shown = [one for one in declared if found and one.matches(text)]
     missing = [one for one in declared if one.strict and one not in shown]
     gone = f"fixed? Then remove {' and '.join(map(str, missing))}"
@@ -135,15 +137,15 @@ def _known(check: Check, cell: Cell, declared: list[Expectation], found: list[st
         return Verdict(check.name, cell.id, "fixed?", f"declared to fail, but it passes: {gone}", missing[0].reason)
     known = (shown or declared)[0]
     if not shown:
-        told = f"fails otherwise than declared ({known})\n\n{message(found)}"
-        return Verdict(check.name, cell.id, "failed", told, known.reason)
-    # Each must be declared: a known bug must not hide another one.
+        text = f"fails otherwise than declared ({known})\n\n{message(found)}"
+        return Verdict(check.name, cell.id, "failed", text, known.reason)
+    # Each finding must be declared: a known bug must not hide another one.
     others = [one for one in found if whole and not any(each.explains(one) for each in declared)]
     if others:
-        told = f"fails as declared, and otherwise too ({known})\n\n{message(others)}"
-        return Verdict(check.name, cell.id, "failed", told, known.reason)
+        text = f"fails as declared, and otherwise too ({known})\n\n{message(others)}"
+        return Verdict(check.name, cell.id, "failed", text, known.reason)
     if missing and whole:
-        told = f"fails as declared ({known}), and not as declared besides: {gone}\n\n{message(found)}"
-        return Verdict(check.name, cell.id, "fixed?", told, missing[0].reason)
+        text = f"fails as declared ({known}), and not as declared besides: {gone}\n\n{message(found)}"
+        return Verdict(check.name, cell.id, "fixed?", text, missing[0].reason)
     reasons = tuple(dict.fromkeys(one.reason for one in shown))
     return Verdict(check.name, cell.id, "known", message(found), "; and ".join(reasons), reasons)

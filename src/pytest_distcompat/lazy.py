@@ -1,4 +1,4 @@
-"""Public names of a package that are loaded when they are first asked for: many import the package, few use them all."""
+"""Lazy public names: a package imports the module of a name when the name is first used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from collections.abc import Callable, Mapping
 
 
 def lazily(package: str, home: Mapping[str, str]) -> Callable[[str], object]:
-    """The package's ``__getattr__`` (https://peps.python.org/pep-0562/). ``home``: public name to the module that has it."""
+    """Return the package's ``__getattr__`` (https://peps.python.org/pep-0562/).
+
+    Args:
+        package: The package's name.
+        home: Public name to the module that defines it.
+    """
 
     def fetch(name: str) -> object:
         if name not in home:

@@ -1,4 +1,4 @@
-"""A launcher that leases the devices of each run first, so that no two process groups share one."""
+"""Launcher that leases devices for each run, so that no two process groups share one."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pytest_distcompat.launch import Ending, Keeping, Launcher, Request
 from pytest_distcompat.lease import Leak, Lease, Pool
 
 
-def told(leak: Leak) -> str:
-    """What a user reads of a leak."""
+def leak_message(leak: Leak) -> str:
+    """Return the message about memory that a run leaked."""
     return f"{leak.bytes >> 20} MiB stayed in use on {leak.id} after the ranks were gone"
 
 
-def inherited(leak: Leak) -> str:
-    """The same of one that a lease began with: whoever had the device before was killed."""
-    return f"{leak.who}, whose process died: {told(leak)}"
+def inherited_leak_message(leak: Leak) -> str:
+    """Return the message about memory that was leaked before the lease began, by a process that was killed."""
+    return f"{leak.who}, whose process died: {leak_message(leak)}"
 
 
 class LeasedLauncher:
-    """Another launcher, on leased devices; ``pool`` is called when the first run begins."""
+    """Launcher that runs another one on leased devices; ``pool`` is called when the first run begins."""
 
     def __init__(self, launcher: Launcher, pool: Callable[[], Pool], notice: Callable[[str], None]) -> None:
         self._launcher = launcher
@@ -32,20 +32,23 @@ class LeasedLauncher:
         self._held = contextlib.ExitStack()
 
     def warm_up(self) -> None:
-        """Begin to get ready: that needs no devices."""
+        """Start to get ready, which needs no devices."""
         self._launcher.warm_up()
 
     def get_warm(self) -> str:
-        """Wait until ready."""
+        """Wait until the launcher is ready; return what is wrong with it, if anything."""
         return self._launcher.get_warm()
 
     def run(self, request: Request, keep: Keeping | None = None) -> Ending:
-        """Start the ranks when there are devices for all of them. Raises LeaseTimeout if there are none in time.
+        """Start the ranks when there are devices for all of them.
 
         Ranks that are kept keep their devices.
+
+        Raises:
+            LeaseTimeout: There were no devices in time.
         """
         if self._lease is None or keep is None or keep.scope != self.keeping:
-            # Imports take seconds and no device: others run meanwhile. What goes wrong with them, ``run`` says.
+            # Imports take seconds and need no device, so other runs can use them. ``run`` reports what goes wrong.
             self._launcher.get_warm()
             problem = self.retire()
             if problem:
@@ -53,43 +56,43 @@ class LeasedLauncher:
             who = _current_item() or request.directory
             self._lease = self._held.enter_context(self._pool().lease(request.world_size, who=who))
             for leak in self._lease.leak:
-                self._notice(inherited(leak))
-        own: tuple[Leak, ...] = ()
+                self._notice(inherited_leak_message(leak))
+        leaks: tuple[Leak, ...] = ()
         environment = {**request.set, **self._lease.environment}
         try:
             ending = self._launcher.run(dataclasses.replace(request, set=environment), keep)
         finally:
             if not self._launcher.keeping:
-                own = self._give_back()
-        return dataclasses.replace(ending, leaks=tuple(map(told, own)))
+                leaks = self._give_back()
+        return dataclasses.replace(ending, leaks=tuple(map(leak_message, leaks)))
 
     @property
     def keeping(self) -> str:
-        """The scope of the ranks that wait for a request; empty if there are none."""
+        """Return the scope of the ranks that wait for a request; empty if there are none."""
         return self._launcher.keeping
 
     def retire(self) -> str:
-        """Have ranks that wait leave, and give their devices back; what went wrong, if something did."""
+        """End the ranks that wait and give their devices back; return what went wrong, if anything."""
         problem = self._launcher.retire()
         for leak in self._give_back():
-            # Which of the tests that shared them it was, nobody knows.
-            self._notice(f"ranks that {leak.who} and later tests shared: {told(leak)}")
+            # It cannot be known which of the tests that shared the ranks leaked.
+            self._notice(f"ranks that {leak.who} and later tests shared: {leak_message(leak)}")
         return problem
 
     def _give_back(self) -> tuple[Leak, ...]:
-        """End the lease, if there is one; what stayed in use of what it had."""
+        """End the lease, if there is one; return the memory that stayed in use on its devices."""
         lease, self._lease = self._lease, None
         self._held.close()
         return lease.own_leak if lease is not None else ()
 
     def close(self) -> None:
-        """End what is still running."""
+        """End all processes that still run."""
         self._launcher.close()
         self._give_back()
 
 
 def _current_item() -> str:
-    """The id of the item that runs in this process, as pytest tells it; empty outside of one.
+    """Return the id of the item that runs in this process; empty outside of one.
 
     https://docs.pytest.org/en/stable/example/simple.html#pytest-current-test-environment-variable
     """

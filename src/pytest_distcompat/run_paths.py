@@ -1,4 +1,4 @@
-"""Where the ranks of a suite's run read and write."""
+"""Directories in which the ranks of a run read and write."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from pytest_distcompat.scenario import Run
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The directories of one run, and for how many ranks a reference stands."""
+    """Directories of one run, and the number of ranks that a reference run stands for."""
 
     save_to: Path
-    #: What an earlier run saved, or this one.
+    #: The checkpoint of an earlier run, or of this one.
     load_from: Path
     export: Path
     ranks: int
 
     @classmethod
-    def told(cls, payload: Mapping[str, Any]) -> RunPaths:
-        """As the request has them."""
+    def from_payload(cls, payload: Mapping[str, Any]) -> RunPaths:
+        """Return the directories that a request names."""
         save_to, load_from, export = (Path(payload[name]) for name in ("save_to", "load_from", "export"))
         return cls(save_to, load_from, export, payload["ranks"])
 
     def clear(self, run: Run, rank: int, directory: Path) -> None:
-        """As they were before the run: for ranks that somebody starts again by hand, before any of them does a thing.
+        """Restore the directories to their state before the run, for ranks that are started again by hand.
 
-        A trainer may refuse to write over a checkpoint, and old files would be taken for new ones. What the run goes on
-        from stays: if that was saved by hand, it is what was saved by hand.
+        A trainer may refuse to overwrite a checkpoint, and old files would be taken for new ones. The checkpoint that the
+        run loads stays as it is.
         """
         cleared = directory / f"cleared-{os.environ['TORCHELASTIC_RUN_ID']}"
         if rank == 0:

@@ -1,4 +1,4 @@
-"""What the ranks are told to do: a scenario is one or more runs, a run is a list of actions."""
+"""Scenarios: one or more runs, each a list of actions that every rank performs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pytest_distcompat.cell import OPTIONS, Cell
 class Run:
     """One process group from start to end.
 
-    ``actions`` are done in order on every rank:
+    Every rank performs the ``actions`` in order:
 
-    - ``plain`` makes the model, unwrapped; ``reload`` makes it from what ``export`` wrote;
+    - ``build_model`` makes the model, unwrapped; ``reload`` makes it from what ``export`` wrote;
     - ``build``, ``step`` (one optimizer step), ``overflow`` (one with infinite gradients on one rank), ``save``, ``load``,
-      ``export``: the trainer's own;
+      ``export``: methods of the trainer;
     - ``files`` (rank 0 reads what was saved), ``damage`` (rank 0 corrupts the checkpoint that is to be loaded), ``evaluate``
       (the model computes on a fixed batch);
     - ``reference`` is one step of the same training in one process, in float32, unwrapped; ``rounded`` the same with its
@@ -40,25 +40,25 @@ class Run:
     same_as: str = ""
 
     def cell(self, cell: Cell) -> Cell:
-        """The cell that the run runs in, for a check in ``cell``."""
-        kept = tuple((name, value) for name, value in cell.options if self.only is None or name in self.only)
-        return Cell(self.strategy or cell.strategy, cell.precision, self.world_size or cell.world_size, kept)
+        """Return the cell that the run runs in, for a check in ``cell``."""
+        options = tuple((name, value) for name, value in cell.options if self.only is None or name in self.only)
+        return Cell(self.strategy or cell.strategy, cell.precision, self.world_size or cell.world_size, options)
 
 
 def without(*options: str) -> tuple[str, ...]:
-    """All options but these, for ``Run.only``."""
+    """Return all options but these, for ``Run.only``."""
     return tuple(name for name in OPTIONS if name not in options)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Runs in order; scenarios that begin with the same runs share them."""
+    """Runs in order. Scenarios that begin with the same runs share them."""
 
     name: str
     runs: tuple[Run, ...]
 
 
-#: Steps of a training: enough for two trainings that differ in their optimizer to part.
+#: Steps of a training: enough for two trainings that differ in their optimizer to diverge.
 STEPS = 20
 #: How many of them come before the save.
 SAVED = 3
@@ -66,7 +66,7 @@ SAVED = 3
 _BUILD = ("build_model", "build")
 
 #: Three steps, a checkpoint, two more steps. Three, for the moments of Adam to differ from one another; two, because the
-#: first loss after a load tells of the parameters only and the second of the optimizer state. Then on to the end.
+#: first loss after a load depends on the parameters only and the second on the optimizer state. Then the remaining steps.
 TRAIN_RUN = Run(
     "train",
     (
@@ -85,8 +85,8 @@ TRAIN_RUN = Run(
 #: A fresh process group loads what TRAIN_RUN saved and takes the same two steps.
 RESUME_RUN = Run("resume", (*_BUILD, "load", "step", "step"), first_step=3, after="train")
 
-#: The same training with no strategy at all: what the losses, norms and learning rates of the others are measured by.
-#: It learns from the batches of all ranks, whose number is that of the check's cell.
+#: The same training without any strategy: the reference for losses, norms and learning rates.
+#: It trains on the batches of all ranks of the check's cell.
 REFERENCE_RUN = Run(
     "reference",
     ("build_model", *("reference",) * STEPS),
@@ -96,14 +96,14 @@ REFERENCE_RUN = Run(
     only=("model", "grad_accum", "frozen", "lora", "param_groups", "use_orig_params"),
 )
 
-#: What rounding alone makes of that training, for a model that nobody has measured before.
+#: The reference under autocast: how far rounding alone moves a training, for a model that is not built in.
 ROUNDED_RUN = dataclasses.replace(REFERENCE_RUN, name="rounded", actions=("build_model", *("rounded",) * STEPS))
 
-#: What was exported, loaded by nothing but the model's own library.
+#: Loads the export with the model's own library alone.
 RELOAD_RUN = Run("reload", ("reload", "evaluate"), after="train", strategy="ddp", world_size=1, only=("model", "lora"))
 
-#: A run directory with everything in its name that a path may have and that paths were told apart by
-#: (https://github.com/huggingface/accelerate/pull/4119); what is saved there is loaded there.
+#: A run directory whose name has spaces, separators, umlauts and words that trainers search paths for
+#: (https://github.com/huggingface/accelerate/pull/4119); REOPENED_RUN loads what is saved there.
 NAMED_RUN = Run(
     "named",
     (*_BUILD, "step", "save", "step", "files"),
@@ -111,7 +111,8 @@ NAMED_RUN = Run(
 )
 REOPENED_RUN = Run("reopened", (*_BUILD, "load", "step"), first_step=1, after="named", directory=NAMED_RUN.directory)
 
-#: A checkpoint with a file cut in half, or gone. Spoilt before ``build``, which all ranks leave together: none loads before.
+#: A checkpoint with a truncated or removed file. It is corrupted before ``build``, after which all ranks are in step: none loads
+#: earlier.
 DAMAGED_RUNS = tuple(
     Run(name, ("build_model", "damage", "build", "load", "step"), first_step=3, after="train", damage=how)
     for name, how in (("truncated", "truncate"), ("removed", "remove"))
@@ -131,7 +132,7 @@ DAMAGE = Scenario("damage", (TRAIN_RUN, *DAMAGED_RUNS))
 
 
 def reshard(world_size: int) -> Scenario:
-    """What was saved at a world size goes on at twice that, and from there back; and in one process."""
+    """Return runs that load a checkpoint at twice its world size, then back at its own; and in one process."""
     load = (*_BUILD, "load")
     up = Run("up", (*load, *("step",) * 3, "save", "step"), first_step=3, after="train", world_size=2 * world_size)
     back = Run("back", (*load, "step"), first_step=6, after="up", world_size=world_size)
@@ -141,13 +142,16 @@ def reshard(world_size: int) -> Scenario:
 
 
 def port(strategy: str) -> Scenario:
-    """What was saved under one strategy goes on under another; of options that split flat parameters the other knows nothing."""
-    kept = without("use_orig_params", "dp_replicate")
-    moved = Run("port", (*_BUILD, "load", "step", "step"), first_step=3, after="train", strategy=strategy, only=kept)
+    """Return runs that save under one strategy and load under another.
+
+    The other one lacks the options that shape flat parameters.
+    """
+    options = without("use_orig_params", "dp_replicate")
+    moved = Run("port", (*_BUILD, "load", "step", "step"), first_step=3, after="train", strategy=strategy, only=options)
     return Scenario("portable", (TRAIN_RUN, moved))
 
 
 def port_weights(strategy: str) -> Scenario:
-    """What was exported under one strategy is trained on under another, by a new optimizer."""
+    """Return runs that export under one strategy and train on under another, with a new optimizer."""
     moved = Run("port", ("reload", "build", "step"), after="train", strategy=strategy, only=("model", "lora"))
     return Scenario("portable", (TRAIN_RUN, moved))

@@ -1,4 +1,4 @@
-"""The class an adopter inherits, and the built-in suite: ``pytest --pyargs pytest_distcompat.suite``."""
+"""``CompatSuite``, the class an adopter inherits, and the built-in suites: ``pytest --pyargs pytest_distcompat.suite``."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from pytest_distcompat.expect import Expectation
 
 
 class CompatSuite:
-    """Inherit it, give it three things; every check runs in every cell, one pytest item each::
+    """Suite of compatibility tests: every check runs in every cell, as one pytest item each.
+
+    Inherit it and set its three attributes::
 
         class TestMyTrainer(CompatSuite):
             driver = "my_trainer.testing:Driver"
             matrix = Matrix(strategies=("ddp", "fsdp2"), precisions=("bf16_mixed",))
             expect = (fails("names", strategy="fsdp2", reason="org/repo#1"),)
 
-    Items read ``TestMyTrainer::test[fsdp2-bf16_mixed-w2:names]``. Nothing is to be overridden, so that an upgrade brings
-    new checks; overriding ``test`` is an error at collection, and so is an expectation that covers no cell.
+    Items read ``TestMyTrainer::test[fsdp2-bf16_mixed-w2:names]``. Override nothing else, so that an upgrade brings
+    new checks. To override ``test`` is an error at collection, and so is an expectation that covers no cell.
     """
 
     #: ``module:attribute`` of a pytest_distcompat.Driver, or the name of a built-in one.
     driver: ClassVar[str] = ""
-    #: The cells that are claimed to work.
+    #: The cells that are expected to work.
     matrix: ClassVar[Matrix] = Matrix()
-    #: Exceptions: ``fails(...)`` and ``refuses(...)``.
+    #: Exceptions to that: ``fails(...)`` and ``refuses(...)``.
     expect: ClassVar[tuple[Expectation, ...]] = ()
 
     def test(self, distcompat_case: Callable[[], None]) -> None:
-        """One check in one cell."""
+        """Run one check in one cell."""
         distcompat_case()
 
 
 class TestTorch(CompatSuite):
-    """Plain torch, by its own documented API."""
+    """Suite of plain torch, by its documented API."""
 
     driver = "torch"
     matrix = Matrix(
@@ -48,7 +50,7 @@ class TestTorch(CompatSuite):
                 ("fp32",),
                 options=(
                     {"state_dict": "full"},
-                    # Whole models are compiled under accelerate and Trainer.
+                    # The suites of accelerate and Trainer compile whole models.
                     {"compile": "regional"},
                     {"activation_checkpointing": True},
                     {"grad_accum": 2},
@@ -70,7 +72,7 @@ class TestTorch(CompatSuite):
 
 
 class TestAccelerate(CompatSuite):
-    """accelerate, every strategy."""
+    """Suite of accelerate, with every strategy."""
 
     driver = "accelerate"
     matrix = Matrix(
@@ -103,7 +105,7 @@ class TestAccelerate(CompatSuite):
             ),
             Matrix(("fsdp1",), ("fp32",), options=({"activation_checkpointing": True}, {"use_orig_params": False})),
             Matrix(("fsdp2",), ("bf16_mixed",), world_sizes=(4,), options=({"dp_replicate": 2, "model": "mlp"},)),
-            # Whoever compiles a whole Llama traces for seconds on every rank: once a strategy will do.
+            # To compile a whole Llama takes every rank seconds: once per strategy is enough.
             Matrix(("ddp",), ("fp32",), options=({"grad_accum": 2}, {"compile": "aot_eager", "model": "mlp"})),
             Matrix(("zero2",), ("fp32",), options=({"grad_accum": 2}, {"activation_checkpointing": True})),
             Matrix(("zero0",), ("bf16_mixed",), options=({"frozen": True},)),
@@ -113,7 +115,7 @@ class TestAccelerate(CompatSuite):
 
 
 class TestTrainer(CompatSuite):
-    """transformers.Trainer."""
+    """Suite of transformers.Trainer."""
 
     driver = "trainer"
     matrix = Matrix(
@@ -141,7 +143,7 @@ class TestTrainer(CompatSuite):
 
 
 class TestDeepSpeed(CompatSuite):
-    """DeepSpeed by its own engine."""
+    """Suite of DeepSpeed, by its own engine."""
 
     driver = "deepspeed"
     matrix = Matrix(
@@ -149,7 +151,7 @@ class TestDeepSpeed(CompatSuite):
         ("fp32", "bf16_mixed"),
         extra=(
             Matrix(("zero2",), ("bf16_pure", "fp16_mixed", "fp8")),
-            # An overflow is one rank's alone where the optimizer is partitioned and the gradients are not.
+            # An overflow stays on one rank where the optimizer is partitioned and the gradients are not.
             Matrix(("zero1",), ("fp16_mixed",)),
             Matrix(
                 ("zero3",), ("bf16_mixed",), options=({"model": "mlp"}, {"model": "llama_tied"}, {"cpu_offload": True})

@@ -1,4 +1,6 @@
-"""What the probes of all ranks wrote: plain data, JSON in and out, the only thing that leaves the ranks.
+"""Traces: what the probes of all ranks recorded, as plain data that can be written as JSON.
+
+Nothing else leaves the ranks.
 
 Dtypes are torch's names without the prefix (``"float32"``, ``"bfloat16"``), shapes are tuples of ints, a digest is a
 hash of a tensor's local values, in whatever dtype: equal digests mean equal values, and shards' compose (``digests``).
@@ -39,8 +41,8 @@ class UnwrappedInfo:
     """The model before anything wrapped it: the oracle for names, shapes and what is trainable.
 
     ``blocks`` (of ``block_classes``) are to be wrapped one by one, ``ignored_modules`` to stay whole; 8 bits are for ``linears``.
-    ``products`` counts the modules that multiply by a matrix, None where nobody has counted. ``obeyed`` are the options of a
-    cell that the driver speaks: only of these is known what it asks the trainer for.
+    ``products`` counts the modules that multiply by a matrix, None where they were not counted. ``obeyed`` are the options of a
+    cell that the driver supports: only for these does a check know what the trainer was configured with.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -116,7 +118,7 @@ class OptimizerInfo:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What the stepping torch optimizer held at the time of a step: the dtypes of masters, their gradients, states.
+    """State of the stepping torch optimizer during a step: the dtypes of masters, their gradients, states.
 
     ``square`` is the sum of the squares of this rank's gradients as the optimizer got them, in float64: after unscaling
     and clipping.
@@ -170,7 +172,7 @@ class FileInfo:
     digests: Mapping[str, str] = field(default_factory=dict)
 
     def renamed(self, name: Callable[[str], str]) -> FileInfo:
-        """Return the same with ``name(key)`` for each key."""
+        """Return the file with ``name(key)`` in place of each key."""
         return dataclasses.replace(
             self,
             keys=tuple(map(name, self.keys)),
@@ -182,14 +184,14 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank's probe saw after one action.
+    """Record of one rank's probe after one action.
 
-    ``grad_norm`` is what the trainer says, before clipping. ``inputs`` are digests of what the model was fed, one a
+    ``grad_norm`` is what the trainer reports, before clipping. ``inputs`` are digests of what the model was fed, one a
     forward. ``rng`` is a digest of torch's random states. ``scaler`` holds the numbers of a gradient scaler.
     ``outputs`` is a sample of what the model computes on a fixed batch. ``memory`` is the peak in bytes: of the GPU where
     there is one, else of the process. ``tokens`` counts what this rank learned from in a step, ``float8`` how many tensors
-    were made in 8 bits in it. That and ``collectives`` are seen in the third step of a training, or its last if it has fewer;
-    with gradient accumulation in all; and never in a training that goes on from a checkpoint.
+    were made in 8 bits in it. ``float8`` and ``collectives`` are recorded in the third step of a training, or in its last if it
+    has fewer; with gradient accumulation in every step; and never in a training that resumes from a checkpoint.
     """
 
     rank: int
@@ -217,18 +219,18 @@ class Snapshot:
     saved: tuple[FileInfo, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; ``from_json`` reads it back."""
+        """Return the snapshot as plain data, which ``from_json`` reads."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Snapshot:
-        """The snapshot that ``to_json`` wrote."""
+        """Return the snapshot that ``to_json`` wrote."""
         return decode(cls, data)
 
 
 @dataclass(frozen=True)
 class RunFailure:
-    """How a run ended when it did not reach its end: what the reader sees, and how bad it is.
+    """Failure of a run: its kind, its place and its messages.
 
     ``kind`` is ``raised``, ``crashed`` or ``hung``; ``action`` the action that the first failing rank was in ("" = outside
     any action, at start or at exit), ``index`` its place in the run; ``message`` the exception's one line; ``text`` the
@@ -254,28 +256,31 @@ class RunTrace:
     cell: str = ""
 
     def at(self, action: str, nth: int = 0) -> tuple[Snapshot, ...]:
-        """The snapshots after the nth such action, one a rank in rank order; empty if it was never reached."""
-        places = sorted({snapshot.index for snapshot in self.snapshots if snapshot.action == action})
-        if not -len(places) <= nth < len(places):
+        """Return the snapshots after the nth such action, one per rank in rank order; empty if no rank reached it."""
+        indices = sorted({snapshot.index for snapshot in self.snapshots if snapshot.action == action})
+        if not -len(indices) <= nth < len(indices):
             return ()
-        return self.at_index(places[nth])
+        return self.at_index(indices[nth])
 
     def at_index(self, index: int) -> tuple[Snapshot, ...]:
-        """The snapshots after the action in that place of the run."""
+        """Return the snapshots after the action with that index in the run."""
         return tuple(sorted((m for m in self.snapshots if m.index == index), key=lambda m: m.rank))
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that hold a copy of the model among them, for each copy; without hybrid sharding all of them, once."""
+        """Return the shard group of each replica: the ranks that hold one copy of the model between them.
+
+        Without hybrid sharding that is one group of all ranks.
+        """
         found = {
             snapshot.model.shard_group for snapshot in self.snapshots if snapshot.model and snapshot.model.shard_group
         }
-        # Whoever holds a model by itself, or none, holds no part of the others' copies.
+        # A rank that holds a whole model, or none, belongs to no other replica.
         rest = tuple(sorted(set(range(self.world_size)) - {rank for ranks in found for rank in ranks}))
         return (*sorted(found), rest) if rest else tuple(sorted(found))
 
     def first(self, action: str) -> Snapshot | None:
-        """What the lowest rank saw after the first such action."""
+        """Return the snapshot of the lowest rank after the first such action, None if no rank reached it."""
         snapshots = self.at(action)
         return snapshots[0] if snapshots else None
 
@@ -284,7 +289,7 @@ class RunTrace:
 class Trace:
     """All runs of a scenario, as the checks read them; ``limits`` are what the user demands of measured numbers.
 
-    ``saves`` is False for the run of a script that saved nothing, which says nothing about files.
+    ``saves`` is False for the run of a script that saved nothing, so that nothing is known about files.
     """
 
     driver: str
@@ -294,7 +299,7 @@ class Trace:
     saves: bool = True
 
     def run(self, name: str = "train") -> RunTrace:
-        """The run of that name. Raises KeyError where the scenario has none."""
+        """Return the run of that name. Raises KeyError where the scenario has none."""
         return self.runs[name]
 
     def __iter__(self) -> Iterator[RunTrace]:
@@ -302,5 +307,5 @@ class Trace:
 
     @classmethod
     def of(cls, driver: str, runs: Iterable[RunTrace]) -> Trace:
-        """A trace from its runs, in order."""
+        """Return a trace of these runs, in order."""
         return cls(driver, {run.name: run for run in runs})

@@ -1,4 +1,4 @@
-"""Where a rank stands: its place in the process group and its device, as torchrun's environment says it."""
+"""World: a rank's place in the process group and its device, from torchrun's environment."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class World:
-    """One rank's view: ``rank`` of ``size``, ``local_rank`` on this machine, ``device`` as a string for torch.device.
+    """Place of one rank: ``rank`` of ``size``, ``local_rank`` on this machine, ``device`` as a string for torch.device.
 
-    ``shared`` says that there are fewer GPUs than ranks.
+    ``shared``: there are fewer GPUs than ranks.
     """
 
     rank: int
@@ -23,7 +23,7 @@ class World:
     def from_environment(cls, device: str) -> World:
         """Read RANK, WORLD_SIZE and LOCAL_RANK; ``device`` is "cpu" or "cuda".
 
-        Where ranks share GPUs LOCAL_RANK is changed: to trainers it is the number of the GPU that is a rank's own.
+        Where ranks share GPUs, set LOCAL_RANK to the index of the rank's GPU, since trainers take it for that.
         """
         rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         if device != "cuda":
@@ -37,5 +37,5 @@ class World:
 
     @property
     def backend(self) -> str:
-        """The torch.distributed backend for the device: NCCL refuses two ranks on one GPU."""
+        """Return the torch.distributed backend for the device: NCCL refuses two ranks on one GPU."""
         return "nccl" if self.device.startswith("cuda") and not self.shared else "gloo"

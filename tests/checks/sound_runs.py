@@ -25,7 +25,7 @@ from pytest_distcompat.trace import (
     Trace,
     UnwrappedInfo,
 )
-from pytest_distcompat.worker import CLOSE, WHOLE
+from pytest_distcompat.worker import OBSERVED_STEP, WHOLE_STEPS
 
 #: Even sizes, so that halves are halves; one frozen parameter; one name that is tied to another.
 SHAPES = {"inlet.weight": (4, 2), "frozen.weight": (4, 4), "outlet.weight": (2, 4)}
@@ -91,10 +91,10 @@ def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapsho
         # Both factors of the product of two layers.
         eight_bits = 4 if PRECISIONS.get(cell.precision).float8 else 0
         snapshot = replace(snapshot, tokens=8 * len(fed), float8=eight_bits * len(fed))
-        if run.first_step or (done != CLOSE and cell.option("grad_accum") == 1):
+        if run.first_step or (done != OBSERVED_STEP and cell.option("grad_accum") == 1):
             # Of others the probe sees no single operators.
             snapshot = replace(snapshot, float8=0, collectives=())
-        if done > run.first_step + WHOLE:
+        if done > run.first_step + WHOLE_STEPS:
             # Of later steps the probe reads numbers only.
             return replace(snapshot, optimizer=OptimizerInfo(("AdamW",), 0, param_groups=optimizer.param_groups))
     scaler = {"scale": 1024.0} if PRECISIONS.get(cell.precision).scaled else {}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.cli import main
-from pytest_distcompat.cli.repository import Class, look_at
+from pytest_distcompat.cli.repository import Class, inspect_repository
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -129,7 +129,7 @@ def test_the_setting_goes_where_pytest_has_its_own(tmp_path: Path, name: str, te
 
 def test_a_config_that_pytest_does_not_read_is_none(tmp_path: Path) -> None:
     (tmp_path / "setup.cfg").write_text("[metadata]\nname = x\n", encoding="utf-8")
-    settings = look_at(tmp_path).settings
+    settings = inspect_repository(tmp_path).settings
     assert (settings.file, settings.table) == (tmp_path / "pytest.ini", "pytest")
 
 
@@ -160,7 +160,7 @@ def test_the_library_tells_the_driver(tmp_path: Path, write: Write, code: str, d
 def test_what_is_not_the_repositorys_own_tells_nothing(tmp_path: Path, write: Write) -> None:
     write({"env/pyvenv.cfg": "", "env/lib/x.py": "import transformers", ".tox/y.py": "import deepspeed"})
     write({"bad.py": "import accelerate as\n"})
-    assert look_at(tmp_path).imports == frozenset()
+    assert inspect_repository(tmp_path).imports == frozenset()
 
 
 def test_a_trainer_of_ones_own_gets_a_driver(tmp_path: Path, write: Write) -> None:
@@ -172,7 +172,7 @@ def test_a_trainer_of_ones_own_gets_a_driver(tmp_path: Path, write: Write) -> No
             "other/trainer.py": "class Fake(Trainer):\n    pass\n",
         }
     )
-    assert look_at(tmp_path).trainer == Class("mine.training", "MyTrainer", Path("src"))
+    assert inspect_repository(tmp_path).trainer == Class("mine.training", "MyTrainer", Path("src"))
     init(tmp_path)
     assert 'driver = "distcompat_driver:Driver"' in suite(tmp_path)
     text = (tmp_path / "tests" / "distcompat_driver.py").read_text(encoding="utf-8")
@@ -221,7 +221,9 @@ def test_pytest_finds_the_driver(
         write({"src/mine/__init__.py": ""})
     init(tmp_path)
     found = [
-        text for text in look_at(tmp_path).settings.file.read_text(encoding="utf-8").splitlines() if "python" in text
+        text
+        for text in inspect_repository(tmp_path).settings.file.read_text(encoding="utf-8").splitlines()
+        if "python" in text
     ]
     assert found == ([line] if line else [])
     script = str(Path(sys.executable).with_name("pytest"))
@@ -338,7 +340,7 @@ def test_settings_that_cannot_be_read_are_a_usage_error(
 def test_a_key_of_another_table_is_not_pytests(tmp_path: Path, write: Write) -> None:
     write({"my_driver.py": MINE, "pyproject.toml": '[tool.other]\npythonpath = "lib"\n\n[tool.pytest.ini_options]\n'})
     init(tmp_path)
-    assert look_at(tmp_path).settings.values == {"distcompat_profile": "smoke", "pythonpath": "."}
+    assert inspect_repository(tmp_path).settings.values == {"distcompat_profile": "smoke", "pythonpath": "."}
 
 
 @pytest.mark.parametrize(
@@ -352,7 +354,7 @@ def test_directories_with_spaces(tmp_path: Path, write: Write, capsys: pytest.Ca
     table = "tool.pytest.ini_options" if file == "pyproject.toml" else "pytest"
     write({file: f"[{table}]\ntestpaths = {listed}\n", "my code/mine.py": own, "my tests/conftest.py": ""})
     init(tmp_path)
-    assert look_at(tmp_path).settings.listed("pythonpath") == ("my code",)
+    assert inspect_repository(tmp_path).settings.listed("pythonpath") == ("my code",)
     assert capsys.readouterr().out.splitlines()[-1].endswith("pytest 'my tests/test_distcompat.py'")
     for path in tmp_path.rglob("test_distcompat.py"):
         path.write_text("def test_it():\n    from distcompat_driver import Driver\n    import mine\n", encoding="utf-8")
@@ -388,7 +390,7 @@ def test_what_is_no_python_is_passed_over(tmp_path: Path, write: Write) -> None:
     (tmp_path / "zero.py").write_bytes(b"import deepspeed\0\n")
     write({"train.py": "import accelerate\n"})
     assert init(tmp_path) == 0
-    assert look_at(tmp_path).imports == {"accelerate"}
+    assert inspect_repository(tmp_path).imports == {"accelerate"}
 
 
 def test_a_file_that_no_import_can_name(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,11 +404,11 @@ def test_a_file_that_no_import_can_name(tmp_path: Path, write: Write, capsys: py
 def test_which_trainer_is_one_of_transformers(tmp_path: Path, write: Write) -> None:
     """Lightning has a Trainer too; a class of the tests may be a stand-in."""
     write({"a.py": "import transformers\nfrom lightning import Trainer\n\nclass A(Trainer):\n    pass\n"})
-    assert look_at(tmp_path).trainer is None
+    assert inspect_repository(tmp_path).trainer is None
     write({"tests/b.py": "import transformers as t\n\nclass B(t.Trainer):\n    pass\n"})
-    assert look_at(tmp_path).trainer == Class("b", "B", Path("tests"))
+    assert inspect_repository(tmp_path).trainer == Class("b", "B", Path("tests"))
     write({"z.py": "from transformers.trainer import Trainer as Z\n\nclass C(Z):\n    pass\n"})
-    assert look_at(tmp_path).trainer == Class("z", "C")
+    assert inspect_repository(tmp_path).trainer == Class("z", "C")
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_diff_as_json_is_what_the_schema_calls_a_baseline(write: Any, capsys: py
     old, now = made(ddp_2="passed", fsdp1_2="failed"), made(ddp_2="failed", fsdp1_2="passed")
     main(["diff", "--json", write("old.json", old), write("now.json", now)])
     data = json.loads(capsys.readouterr().out)
-    whole = {"$defs": SCHEMA["$defs"], "$ref": "#/$defs/run/properties/baseline"}
+    whole = {"$defs": SCHEMA["$defs"], "$ref": "#/$defs/session/properties/baseline"}
     jsonschema.Draft202012Validator(whole).validate(data)
     assert [change["after"] for change in data["broken"]] == ["failed"]
 

@@ -13,7 +13,7 @@ from tests.launchers import WithoutProcesses
 
 from pytest_distcompat.launch import Ending, Keeping, RankEnd, Request
 from pytest_distcompat.lease import Inventory, Leak, Pool
-from pytest_distcompat.leased import LeasedLauncher, told
+from pytest_distcompat.leased import LeasedLauncher, leak_message
 
 if TYPE_CHECKING:
     from tests.leases.conftest import MadeUpMemory, RunOnGpus
@@ -197,7 +197,7 @@ WORDS = [
 
 def leaky(*ranks: RankEnd) -> Ending:
     events: dict[int, Sequence[dict[str, object]]] = {end.rank: [] for end in ranks}
-    return Ending(ranks, events, leaks=tuple(map(told, LEAKS)))
+    return Ending(ranks, events, leaks=tuple(map(leak_message, LEAKS)))
 
 
 def test_the_leak_is_the_failure_of_ranks_that_ended_well() -> None:

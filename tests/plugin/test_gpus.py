@@ -134,7 +134,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> MadeUpNvml:
 
 
 def test_mig_instances_are_listed_with_both_names(nvml: MadeUpNvml) -> None:
-    assert devices._of_each_gpu("nvmlDeviceGetUUID") == [GPU_A, GPU_B]
+    assert devices._query_each_gpu("nvmlDeviceGetUUID") == [GPU_A, GPU_B]
     assert devices.mig_instances() == INSTANCES
     assert nvml.shut_down == 2
 
@@ -150,7 +150,7 @@ def test_a_lost_gpu_does_not_hide_the_others(question: str, nvml: MadeUpNvml, mo
 
     monkeypatch.setattr(nvml, question, lost)
     monkeypatch.setattr(nvml, "nvmlDeviceGetName", lambda handle: f"named {handle}", raising=False)
-    assert devices._of_each_gpu("nvmlDeviceGetUUID") == ["", GPU_B]
+    assert devices._query_each_gpu("nvmlDeviceGetUUID") == ["", GPU_B]
     assert devices.mig_instances() == INSTANCES
     assert devices.gpu_name() == f"named {GPU_B if question.endswith('Index') else GPU_A}"
 
@@ -165,7 +165,7 @@ def test_without_a_driver_there_is_nothing(nvml: MadeUpNvml, monkeypatch: pytest
         raise nvml.NVMLError
 
     monkeypatch.setattr(nvml, "nvmlInit", no_driver)
-    assert not devices._of_each_gpu("nvmlDeviceGetUUID")
+    assert not devices._query_each_gpu("nvmlDeviceGetUUID")
     assert not devices.mig_instances()
     assert devices.used_memory([GPU_A]) == {}
     assert devices.gpu_name() == ""

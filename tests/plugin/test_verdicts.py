@@ -186,7 +186,7 @@ def test_the_json_report_has_every_verdict(suite: pytest.Pytester) -> None:
     result = suite.runpytest_inprocess("--distcompat-report=out.json", "--distcompat-device=cpu")
     result.stdout.fnmatch_lines(["report: out.json"])
     data = json.loads((suite.path / "out.json").read_text(encoding="utf-8"))
-    assert data["format"] == 1
+    assert data["format"] == 2
     assert {found["cell"]: found["status"] for found in data["results"]} == STATUS
     run = data["session"]
     assert (run["device"], run["world_size"], run["runs"], run["versions"]) == ("cpu", 2, 12, versions())

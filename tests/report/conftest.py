@@ -95,7 +95,7 @@ class Made(TorchrunLauncher):
 
 LAUNCHERS["warm"] = Made
 CHECKS.names()
-CHECKS.things = {"claim": Check("claim", TRAIN, (("train", "step", 0),), claim)}
+CHECKS.by_name = {"claim": Check("claim", TRAIN, (("train", "step", 0),), claim)}
 '''
 
 

@@ -35,7 +35,7 @@ def hostile(real: Report) -> Report:
     more: dict[str, Any] = {
         "names": names,
         "dtypes": dtypes,
-        "blanks": {HOSTILE: HOSTILE},
+        "not_applicable": {HOSTILE: HOSTILE},
         "steps": trained.steps,
         "cost": {},
     }

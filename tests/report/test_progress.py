@@ -154,7 +154,7 @@ def test_which_runs_run(tmp_path: Path) -> None:
     ]
     (run / "rank-0.jsonl").write_text("\n".join((actions[0], snapshot, actions[1])) + "\n", encoding="utf-8")
     (found,) = running(tmp_path, over)
-    assert (found.action, found.place, found.actions) == ("build", 2, 3)
+    assert (found.action, found.number, found.actions) == ("build", 2, 3)
     assert over == {"two"}
     assert list(running(tmp_path, over, since=time.time() + 60)) == []
 

@@ -236,7 +236,7 @@ def hostile_report() -> Report:
     )
     found = [Result(status=status, nodeid=f"{HOSTILE}::test[x]", **texts) for status in ("failed", "known")]
     cost: dict[str, float | None] = {"step_seconds": 0.1, "tokens_per_second": 1.0, "state_bytes": 2.0, "memory": 3.0}
-    row = Row(HOSTILE, HOSTILE, HOSTILE, blanks={HOSTILE: HOSTILE}, cost=cost)
+    row = Row(HOSTILE, HOSTILE, HOSTILE, not_applicable={HOSTILE: HOSTILE}, cost=cost)
     run = {"versions": {HOSTILE: HOSTILE}, "device": HOSTILE, "baseline": {"file": HOSTILE, "text": [HOSTILE]}}
     return Report(run, found, [row])
 

@@ -12,7 +12,7 @@ from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.profiles import KEEPING, PROFILES, cells, left_out
+from pytest_distcompat.profiles import MODEL_OPTIONS, PROFILES, cells, left_out
 from pytest_distcompat.strategies import STRATEGIES
 
 NAMES = (STRATEGIES.names(), PRECISIONS.names())
@@ -83,8 +83,8 @@ def test_full_and_pairwise_put_nothing_together_that_the_matrix_has_apart() -> N
 
 def pairs(cell: Cell) -> set[tuple[object, object]]:
     """The pairs of values that a cell covers; no option counts as one."""
-    kept: list[object] = [option for option in cell.options if option[0] in KEEPING] or [None]
-    trained: list[object] = [option for option in cell.options if option[0] not in KEEPING] or ["none"]
+    kept: list[object] = [option for option in cell.options if option[0] in MODEL_OPTIONS] or [None]
+    trained: list[object] = [option for option in cell.options if option[0] not in MODEL_OPTIONS] or ["none"]
     values: list[object] = [("strategy", cell.strategy), ("precision", cell.precision), *kept, *trained]
     return {(a, b) for a, b in itertools.combinations(values, 2)}
 

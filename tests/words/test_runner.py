@@ -13,7 +13,7 @@ from tests.launchers import WithoutProcesses
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.launch import Ending, Keeping, RankEnd, RankLog, Request
-from pytest_distcompat.runner import Runner, count_runs, run_trace, told_of_ranks
+from pytest_distcompat.runner import Runner, count_runs, rank_reports, run_trace
 from pytest_distcompat.scenario import DAMAGE, EXPORT, PARITY, RESUME, TRAIN, TRAIN_RUN, Run, Scenario
 
 
@@ -198,19 +198,19 @@ def test_what_a_run_leaves_of_its_ranks_has_the_cause_first(tmp_path: Path) -> N
         RankEnd(2, "stuck", "was still running", stack=stack, output="words"),
         RankEnd(3, "done"),
     )
-    told = told_of_ranks(Ending(ends, {}))
+    told = rank_reports(Ending(ends, {}))
     assert [(one["rank"], one["status"], one["text"]) for one in told] == [
         (1, "raised", "--- rank 0: fake ---\nValueError: no"),
         (2, "stuck", ""),
         (0, "lost peer", "Traceback"),
     ]
     assert ("mine.py" in told[1]["stack"], told[1]["output"]) == (True, "words")
-    assert told_of_ranks(Ending((RankEnd(0, "done"),), {})) == []
+    assert rank_reports(Ending((RankEnd(0, "done"),), {})) == []
 
 
 def test_ranks_that_could_not_be_started_are_nobodys_fault(tmp_path: Path) -> None:
     ending = Ending((RankEnd(0, "missing", "never started"),), {}, launch_error="Traceback\nOSError: no port")
-    first, second = told_of_ranks(ending)
+    first, second = rank_reports(ending)
     assert (first["rank"], first["message"]) == (None, "the ranks could not be started: OSError: no port")
     assert second["rank"] == 0
     end = run_trace("train", ending, Cell.parse("ddp-fp32-w1")).end

@@ -102,10 +102,10 @@ class Callbacks(Five):
 @pytest.fixture
 def listens(monkeypatch: pytest.MonkeyPatch) -> Listens:
     """The probe sees nothing: there is no model to look at."""
-    monkeypatch.setattr(_Rank, "_look", lambda self, whole: {"tokens": int(whole)})
+    monkeypatch.setattr(_Rank, "_snapshot", lambda self, whole: {"tokens": int(whole)})
     for action in ("_files", "_export", "_evaluate"):
         monkeypatch.setattr(_Rank, action, lambda self: {})
-    monkeypatch.setattr(_Rank, "_show", lambda self, model: {})
+    monkeypatch.setattr(_Rank, "_attach", lambda self, model: {})
     return Listens()
 
 
@@ -114,7 +114,7 @@ def live(driver: type[Driver], run: Run, listens: Listens, **attributes: Any) ->
     made = driver(Cell.parse("ddp-fp32-w2"), World(0, 2, 0, "cpu"))
     vars(made).update(attributes)
     run_paths = RunPaths(Path("new"), Path("old"), Path("whole"), 2)
-    _Rank(made, run, run_paths, listens, listens).live()  # type: ignore[arg-type]  # stands for both
+    _Rank(made, run, run_paths, listens, listens).perform()  # type: ignore[arg-type]  # stands for both
     return made
 
 
@@ -211,7 +211,7 @@ def test_one_that_goes_on_when_the_run_is_over(listens: Listens) -> None:
 
 def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The probe wants a module.
-    monkeypatch.setattr(_Rank, "_show", lambda self, model: {})
+    monkeypatch.setattr(_Rank, "_attach", lambda self, model: {})
     torch = pytest.importorskip("torch")
     compiled: list[object] = []
 
@@ -230,7 +230,7 @@ def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatc
     driver = Compiles(Cell.parse("fsdp2-fp32-w2-compile"), World(0, 1, 0, "cpu"))
     run = Run("one", ("build_model", "evaluate"))
     rank = _Rank(driver, run, RunPaths(tmp_path, tmp_path, tmp_path, 1), listens, listens)  # type: ignore[arg-type]
-    rank.live()
+    rank.perform()
     assert listens.snapshots[1]["outputs"] == (1.0, 1.0)
     assert not compiled
     driver.evaluate(driver.build_model())

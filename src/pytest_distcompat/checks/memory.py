@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, requested
 from pytest_distcompat.checks._values import FACTORS
-from pytest_distcompat.cost import kept, trained_elements
+from pytest_distcompat.cost import state_elements, trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import Snapshot, Trace
@@ -44,7 +44,7 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     found: Counter[str] = Counter()
     tensors: Counter[str] = Counter()
     for snapshot in snapshots:
-        for (key, _), numel in kept(snapshot).items():
+        for (key, _), numel in state_elements(snapshot).items():
             found[key] += numel
         tensors.update(state.key for state in (snapshot.optimizer.states if snapshot.optimizer else ()))
     for key in sorted(set(found) - others):

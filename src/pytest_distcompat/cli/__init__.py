@@ -1,4 +1,4 @@
-"""The command ``distcompat``: what can be done without a test run. Imports no pytest."""
+"""Command ``distcompat``, for all that needs no test session. Does not import pytest."""
 
 from pytest_distcompat.cli.main import main
 

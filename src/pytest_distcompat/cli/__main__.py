@@ -1,4 +1,4 @@
-"""``python -m pytest_distcompat.cli``: the same command, where its script is not on the PATH."""
+"""Entry point of ``python -m pytest_distcompat.cli``, where the script ``distcompat`` is not on the PATH."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``doctor``: what is here, what can be run with it, and what is wrong with it. Runs no test."""
+"""``doctor``: reports what is installed, what can run here, and what is wrong. Runs no test."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ def add(commands: Any) -> None:
     doctor.set_defaults(call=_doctor)
 
 
-def _doctor(told: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace) -> int:
     from pytest_distcompat.cli import installation, machine
     from pytest_distcompat.cli.capabilities import capability, issues_here
     from pytest_distcompat.drivers import DRIVERS
     from pytest_distcompat.known import read_file, shipped
 
-    if told.gpus < 0:
-        raise UsageProblem(f"--gpus {told.gpus} is not right: expected a whole number of at least 0")
-    names = told.driver or list(DRIVERS.names())
+    if options.gpus < 0:
+        raise UsageProblem(f"--gpus {options.gpus} is not right: expected a whole number of at least 0")
+    names = options.driver or list(DRIVERS.names())
     drivers = [named(name) for name in names]
-    issues = [issue for path in told.known for issue in read_file(path)] + list(shipped())
+    issues = [issue for path in options.known for issue in read_file(path)] + list(shipped())
     here = machine.this_machine()
     size = len(here.visible) or CPU_WORLD_SIZE
-    found = Examination(
+    result = Examination(
         here,
         size,
         installation.installed(),
         [capability(name, driver, here.device, size, issues) for name, driver in zip(names, drivers, strict=True)],
         issues_here(issues, drivers, here.device),
-        [*installation.findings(), *machine.findings(here), *_too_few(here, told.gpus)],
+        [*installation.findings(), *machine.findings(here), *_too_few_gpus(here, options.gpus)],
     )
-    print(json.dumps(found.to_json(), indent=1) if told.json else "\n".join(found.lines(whole=told.all)))  # noqa: T201 - a command speaks
-    wrong = {"problem", "warning"} if told.strict else {"problem"}
-    return int(any(finding.level in wrong for finding in found.findings))
+    print(json.dumps(result.to_json(), indent=1) if options.json else "\n".join(result.lines(whole=options.all)))  # noqa: T201 - a command speaks
+    failing = {"problem", "warning"} if options.strict else {"problem"}
+    return int(any(finding.level in failing for finding in result.findings))
 
 
-def _too_few(here: Machine, wanted: int) -> Iterator[Finding]:
+def _too_few_gpus(here: Machine, wanted: int) -> Iterator[Finding]:
     from pytest_distcompat.cli.machine import Finding
 
     if len(here.visible) < wanted:
@@ -75,7 +75,7 @@ def _too_few(here: Machine, wanted: int) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found: ``known`` are the upstream issues of these versions, with the drivers that they concern."""
+    """Result of ``doctor``; ``known`` are the issues of the installed versions, with the drivers that they concern."""
 
     machine: Machine
     world_size: int
@@ -85,7 +85,7 @@ class Examination:
     findings: list[Finding]
 
     def lines(self, *, whole: bool) -> Iterator[str]:
-        """For a person; ``whole``: with every reason and link."""
+        """Yield the lines for the terminal; ``whole``: with every reason and link."""
         device = self.machine.device
         yield "installed"
         yield f"  {', '.join(f'{name} {version}' for name, version in self.installed.items())}"
@@ -107,8 +107,8 @@ class Examination:
         yield from (f"  {finding.level}: {finding.text}" for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        """For a program."""
-        # The environment may hold secrets.
+        """Return the result as plain data."""
+        # Without the environment, which may hold secrets.
         names = [field.name for field in dataclasses.fields(self.machine) if field.name != "environ"]
         return {
             "installed": self.installed,

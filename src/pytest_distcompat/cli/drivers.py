@@ -1,4 +1,4 @@
-"""The driver that a command line names."""
+"""Driver that a command line names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ if TYPE_CHECKING:
 
 
 def named(name: str) -> type[Driver]:
-    """A built-in one, or ``module:attribute``, which may lie in the working directory, as for ``python -m pytest``.
-
-    Raises UsageProblem.
-    """
+    """Return a built-in driver, or ``module:attribute``, which may be in the working directory. Raises UsageProblem."""
     from pytest_distcompat.drivers import find_driver
 
     here = str(Path.cwd())

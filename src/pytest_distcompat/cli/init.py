@@ -1,4 +1,4 @@
-"""``init``: the ten lines, the settings and the workflow, written into a repository that has none of them."""
+"""``init``: writes a suite, pytest settings and a workflow into a repository."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.cli.pytest_settings import relative
-from pytest_distcompat.cli.repository import DRIVERS, Class, Repository, look_at
+from pytest_distcompat.cli.repository import DRIVERS, Class, Repository, inspect_repository
 from pytest_distcompat.failures import UsageProblem
 
-#: Who installed the package has no docs/.
+#: A link, since the installed package has no docs/.
 ADOPT = "https://github.com/pytest-distcompat/pytest-distcompat/blob/main/docs/adopt.md"
 SUITE = '''"""Does the trainer still train the same model under every strategy? https://github.com/pytest-distcompat/pytest-distcompat"""
 
@@ -63,7 +63,7 @@ jobs:
           gpus: "0"
           profile: ${{{{ github.event_name == 'pull_request' && 'smoke' || 'default' }}}}
 """
-#: What a run without options takes: seconds rather than minutes.
+#: The profile of a session without options, which takes seconds rather than minutes.
 KEY, VALUE = "distcompat_profile", "smoke"
 STRATEGIES = {"deepspeed": ("zero1", "zero3"), "torch": ("ddp", "fsdp2")}
 
@@ -81,36 +81,40 @@ def add(commands: Any) -> None:
     init.set_defaults(call=_init)
 
 
-def _init(told: argparse.Namespace) -> int:
-    if not told.directory.is_dir():
-        raise UsageProblem(f"{told.directory}: there is no such directory")
-    _check(told.driver)
-    found = look_at(told.directory.resolve())
-    files = dict(_files(found, told.driver))
+def _init(options: argparse.Namespace) -> int:
+    if not options.directory.is_dir():
+        raise UsageProblem(f"{options.directory}: there is no such directory")
+    _check_driver(options.driver)
+    found = inspect_repository(options.directory.resolve())
+    files = dict(_files(found, options.driver))
     for path, text in files.items():
-        there = (found.root / path).exists()
-        print(f"{'kept' if there else 'would write' if told.dry_run else 'wrote'} {path}")  # noqa: T201 - a command speaks
-        if not there and not told.dry_run:
+        exists = (found.root / path).exists()
+        print(f"{'kept' if exists else 'would write' if options.dry_run else 'wrote'} {path}")  # noqa: T201 - a command speaks
+        if not exists and not options.dry_run:
             _write(found.root / path, text)
     if "profile" in found.settings.ours:
-        # What the other file says would win over it.
+        # It would take precedence over pytest's settings.
         print("kept profile in [tool.distcompat] of pyproject.toml")  # noqa: T201 - a command speaks
     else:
-        _set(found, KEY, found.settings.line(KEY, VALUE), write=not told.dry_run)
-    top = _not_importable(found, told.driver)
+        _set(found, KEY, found.settings.line(KEY, VALUE), write=not options.dry_run)
+    top = _missing_directory(found, options.driver)
     if top and not found.pythonpath:
-        place = relative(found.root / top, found.settings.file.parent)
-        _set(found, "pythonpath", found.settings.line("pythonpath", str(place), several=True), write=not told.dry_run)
+        entry = relative(found.root / top, found.settings.file.parent)
+        _set(
+            found, "pythonpath", found.settings.line("pythonpath", str(entry), several=True), write=not options.dry_run
+        )
     for line in _notes(found, top):
         print(line)  # noqa: T201 - a command speaks
     suite = found.tests / "test_distcompat.py"
-    before = "" if told.directory.resolve() == Path.cwd() else f"cd {shlex.quote(str(told.directory))} && "
-    print(f"now: {before}pytest {shlex.quote(str(suite))}")  # noqa: T201 - a command speaks
+    change_directory = (
+        "" if options.directory.resolve() == Path.cwd() else f"cd {shlex.quote(str(options.directory))} && "
+    )
+    print(f"now: {change_directory}pytest {shlex.quote(str(suite))}")  # noqa: T201 - a command speaks
     return 0
 
 
-def _check(driver: str) -> None:
-    """Raise UsageProblem for the name of a driver that is none; whether a module can be imported is seen where tests run."""
+def _check_driver(driver: str) -> None:
+    """Raise UsageProblem for a malformed name of a driver. Whether it can be imported shows when tests run."""
     module, colon, attribute = driver.partition(":")
     if colon and not (attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         raise UsageProblem(f"--driver {driver!r} is not right: expected module:attribute")
@@ -128,17 +132,17 @@ def _write(path: Path, text: str) -> None:
         raise UsageProblem(f"{path}: {error.strerror}") from None
 
 
-def _files(found: Repository, asked: str) -> Iterator[tuple[Path, str]]:
+def _files(found: Repository, chosen: str) -> Iterator[tuple[Path, str]]:
     library = next((name for name in DRIVERS if name in found.imports), "torch")
-    # A built-in driver that is asked for drives its own library, whatever the code imports.
-    library = next((name for name, driver in DRIVERS.items() if driver == asked), library)
-    driver = asked or DRIVERS[library]
-    own = found.tests / "distcompat_driver.py"
-    if not asked and found.driver is not None:
+    # A chosen built-in driver drives its own library, whatever the code imports.
+    library = next((name for name, driver in DRIVERS.items() if driver == chosen), library)
+    driver = chosen or DRIVERS[library]
+    driver_file = found.tests / "distcompat_driver.py"
+    if not chosen and found.driver is not None:
         driver = f"{found.driver.module}:{found.driver.name}"
-    elif not asked and found.trainer is not None:
-        driver = f"{_beside(found)}:Driver"
-        yield own, _driver(found.trainer)
+    elif not chosen and found.trainer is not None:
+        driver = f"{_driver_module(found)}:Driver"
+        yield driver_file, _driver(found.trainer)
     strategies = STRATEGIES.get(library, ("ddp", "fsdp2", *(("zero2",) if "deepspeed" in found.imports else ())))
     yield found.tests / "test_distcompat.py", SUITE.format(driver=driver, strategies=json.dumps(strategies)[1:-1])
     if found.on_github:
@@ -152,50 +156,50 @@ def _driver(trainer: Class) -> str:
     return DRIVER.format(module=trainer.module, name=trainer.name)
 
 
-def _beside(found: Repository) -> str:
-    """The module of a driver in the tests' directory, as pytest has it imported."""
+def _driver_module(found: Repository) -> str:
+    """Return the module name under which pytest imports a driver in the tests' directory."""
     package = (found.root / found.tests / "__init__.py").exists()
     return ".".join((*(found.tests.parts if package else ()), "distcompat_driver"))
 
 
 def _set(found: Repository, key: str, line: str, *, write: bool) -> None:
-    """Put a key into pytest's settings, if it is not there."""
+    """Add a key to pytest's settings if they lack it, and print what was done."""
     settings = found.settings
-    place = relative(settings.file, found.root)
+    file = relative(settings.file, found.root)
     if key in settings.values:
-        told = f"kept {key} in {place}"
+        message = f"kept {key} in {file}"
     elif settings.file.parent != found.root:
-        told = f"add {line} to [{settings.table}] in {place}: pytest reads its settings there"
+        message = f"add {line} to [{settings.table}] in {file}: pytest reads its settings there"
     elif not write:
-        told = f"would set {line} in {place}"
+        message = f"would set {line} in {file}"
     else:
-        told = f"set {line} in {place}" if settings.put(line) else f"add {line} to [{settings.table}] in {place}"
-    print(told)  # noqa: T201 - a command speaks
+        message = f"set {line} in {file}" if settings.put(line) else f"add {line} to [{settings.table}] in {file}"
+    print(message)  # noqa: T201 - a command speaks
 
 
-def _not_importable(found: Repository, asked: str) -> str:
-    """The directory that ``sys.path`` lacks where ``pytest`` imports the driver or its trainer; empty if it lacks none.
+def _missing_directory(found: Repository, chosen: str) -> str:
+    """Return the directory that ``sys.path`` lacks for the driver or its trainer; empty if it lacks none.
 
     ``python -m pytest`` puts the working directory there, ``pytest`` does not.
     """
-    own = [(one.module, one.top) for one in (found.driver, found.trainer) if one is not None]
-    if asked:
-        module, _, attribute = asked.partition(":")
+    modules = [(one.module, one.top) for one in (found.driver, found.trainer) if one is not None]
+    if chosen:
+        module, _, attribute = chosen.partition(":")
         path = found.root / module.partition(".")[0]
-        own = [(module, Path())] if attribute and (path.is_dir() or path.with_suffix(".py").is_file()) else []
-    put_there = {found.tests, *found.pythonpath}
+        modules = [(module, Path())] if attribute and (path.is_dir() or path.with_suffix(".py").is_file()) else []
+    on_path = {found.tests, *found.pythonpath}
     if not found.importlib_mode and any(
         (found.root / one).exists() for one in ("conftest.py", found.tests / "__init__.py")
     ):
         # https://docs.pytest.org/en/stable/explanation/pythonpath.html
-        put_there.add(Path())
+        on_path.add(Path())
     return next(
-        (str(top) for module, top in own if top not in put_there and not _installed(module.partition(".")[0])), ""
+        (str(top) for module, top in modules if top not in on_path and not _installed(module.partition(".")[0])), ""
     )
 
 
 def _installed(name: str) -> bool:
-    """Whether a module of that name is found without this command's directory or the working directory, which comes first."""
+    """Tell whether a module of that name is installed, outside the directory of this command."""
     ways = [(finder, sys.path[1:] if finder is PathFinder else None) for finder in sys.meta_path]
     return any(finder.find_spec(name, where) is not None for finder, where in ways)
 
@@ -204,8 +208,8 @@ def _notes(found: Repository, top: str) -> Iterator[str]:
     yield from found.nameless
     if top and found.pythonpath:
         file = found.settings.file
-        place, name = relative(found.root / top, file.parent), relative(file, found.root)
-        yield f"add {place} to pythonpath in {name}: the driver or its trainer is imported from there"
+        entry, name = relative(found.root / top, file.parent), relative(file, found.root)
+        yield f"add {entry} to pythonpath in {name}: the driver or its trainer is imported from there"
     if found.driver is None and found.trainer is None:
         yield f"it drives the library with a tiny model; for your own trainer write a driver ({ADOPT}) and name it there"
     if not found.on_github:

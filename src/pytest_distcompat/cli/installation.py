@@ -1,4 +1,4 @@
-"""What is installed, and which of it does not go together."""
+"""Installed packages, and those whose versions do not fit together."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from pytest_distcompat.installed import fits
 from pytest_distcompat.report import versions
 
 OURS = "pytest-distcompat"
-#: What stands on one another: a version of one asks for versions of the others.
+#: Packages that depend on one another: a version of one requires versions of the others.
 STACK = ("torch", "accelerate", "transformers", "deepspeed", "torchao", "peft", "safetensors")
-#: The extras that are for one of the stack: an extra for a package's own developers may pin what nobody else needs.
+#: The extras for packages of the stack. Others, such as an extra for developers, may pin versions that users do not need.
 EXTRAS = ("", *STACK, "fp8", "adapter")
-#: What runs and reports need besides.
-BESIDE = ("pytest", "pytest-xdist", "covertable", "transformer-engine")
+#: Further packages that tests and reports need.
+FURTHER = ("pytest", "pytest-xdist", "covertable", "transformer-engine")
 
 
 def installed() -> dict[str, str]:
-    """Package to version."""
-    return versions((OURS, *STACK, *BESIDE))
+    """Return the installed packages with their versions."""
+    return versions((OURS, *STACK, *FURTHER))
 
 
 def findings() -> Iterator[Finding]:
-    """Packages that are missing, that are older than what we were tried with, or that ask for another version of another."""
+    """Yield packages that are missing, that are too old, or whose requirements are not met."""
     from pytest_distcompat.drivers.accelerate import check_version
 
     found = installed()
     if "torch" not in found:
         yield Finding("problem", "torch is not installed: pip install 'pytest-distcompat[torch]'")
-    for requirement in _wanted(OURS, STACK):
-        # Of accelerate the driver says why.
+    for requirement in _requirements(OURS, STACK):
+        # The driver of accelerate gives its reason, below.
         if requirement.name != "accelerate" and not _fits(requirement, found):
-            told = f"{requirement.name} {found[requirement.name]} is older than what {OURS} was tried with"
-            yield Finding("problem", f"{told}: {requirement}")
+            problem = f"{requirement.name} {found[requirement.name]} is older than what {OURS} was tried with"
+            yield Finding("problem", f"{problem}: {requirement}")
     if "accelerate" in found:
         try:
             with warnings.catch_warnings(record=True) as warned:
@@ -47,21 +47,21 @@ def findings() -> Iterator[Finding]:
             yield Finding("problem", str(error))
         yield from (Finding("warning", str(one.message)) for one in warned)
     for package in STACK:
-        for requirement in _wanted(package, found) if package in found else ():
+        for requirement in _requirements(package, found) if package in found else ():
             if not _fits(requirement, found):
-                told = f"{package} {found[package]} asks for {requirement}"
-                yield Finding("problem", f"{told}, and {requirement.name} {found[requirement.name]} is installed")
+                problem = f"{package} {found[package]} asks for {requirement}"
+                yield Finding("problem", f"{problem}, and {requirement.name} {found[requirement.name]} is installed")
 
 
-def _wanted(package: str, of: Collection[str]) -> Iterator[Requirement]:
-    """What the package's metadata asks of these, each once: itself, and with an extra that is for one of them."""
-    wanted: dict[str, None] = {}
+def _requirements(package: str, among: Collection[str]) -> Iterator[Requirement]:
+    """Yield what the package requires of these packages, each once, with the extras for the stack."""
+    requirements: dict[str, None] = {}
     for requirement in map(Requirement, importlib.metadata.requires(package) or ()):
         marker = requirement.marker
-        asks = marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS)
-        if asks and requirement.name in {*STACK} & {*of} - {package}:
-            wanted[f"{requirement.name}{requirement.specifier}"] = None
-    yield from map(Requirement, wanted)
+        applies = marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS)
+        if applies and requirement.name in {*STACK} & {*among} - {package}:
+            requirements[f"{requirement.name}{requirement.specifier}"] = None
+    yield from map(Requirement, requirements)
 
 
 def _fits(requirement: Requirement, found: dict[str, str]) -> bool:

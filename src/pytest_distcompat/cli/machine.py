@@ -1,4 +1,4 @@
-"""What this machine and this environment are, and what about them makes runs fail or do something else than asked."""
+"""Machine and environment, and what in them makes runs fail or ignore their settings."""
 
 from __future__ import annotations
 
@@ -17,24 +17,30 @@ from typing import Any
 from pytest_distcompat.devices import gpu_uuids, visible_ids
 from pytest_distcompat.launch import loopback
 
-#: Where ranks of a machine share memory: NCCL's, and DeepSpeed's on the CPU.
-SHM = Path("/dev/shm")  # noqa: S108 - not ours, looked at only
-#: Less than this is docker's default, 64 MiB: https://docs.docker.com/reference/cli/docker/container/run/#shm-size
+#: Where NCCL, and DeepSpeed on the CPU, share memory between ranks.
+SHM = Path("/dev/shm")  # noqa: S108 - only inspected
+#: More than docker's default of 64 MiB: https://docs.docker.com/reference/cli/docker/container/run/#shm-size
 LEAST_SHM = 256 << 20
-#: A run of the default profile keeps its checkpoints, some hundreds of MiB, until pytest removes them.
+#: A session of the default profile keeps checkpoints of some hundreds of MiB, until pytest removes them.
 LEAST_TMP = 2 << 30
 HOSTS = Path("/etc/hosts")
-#: How long torch may take to be imported, in seconds.
-PATIENCE = 300.0
+#: The time limit for the import of torch, in seconds.
+IMPORT_TIMEOUT_S = 300.0
 
-#: What makes a trainer take its process for a rank, or take a strategy from the environment and not from its own settings.
-OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-OF_A_LAUNCHER = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
+#: Variables by which a trainer takes its process for a rank.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: Variables that accelerate prefers to a trainer's own settings.
+LAUNCHER_VARIABLES = (
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_USE_CPU",
+)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about the machine: a ``problem`` (a run fails, or is not what was asked), a ``warning`` (it may), a ``note``."""
+    """Finding about the machine: a ``problem`` (runs fail or differ from their settings), a ``warning``, a ``note``."""
 
     level: str
     text: str
@@ -42,9 +48,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Machine:
-    """``torch`` holds ``torch_facts.facts``, or only ``error``; sizes are in bytes, None where it cannot be known.
+    """Facts about the machine.
 
-    ``gpus`` are all of the machine, ``visible`` those that CUDA would show a process, both by UUID.
+    ``torch`` holds ``torch_facts.infos``, or only ``error``. Sizes are in bytes, None where they are unknown. ``gpus`` are all
+    GPUs of the machine, ``visible`` those that CUDA would show a process, both by UUID.
     """
 
     environ: Mapping[str, str]
@@ -63,16 +70,16 @@ class Machine:
 
     @property
     def device(self) -> str:
-        """What runs are on where nobody says: ``cuda`` or ``cpu``."""
+        """Return the default device of runs: ``cuda`` or ``cpu``."""
         return "cuda" if self.visible else "cpu"
 
 
 def this_machine() -> Machine:
-    """As it is now. Starts a Python process that imports torch."""
+    """Examine this machine. Starts a Python process that imports torch."""
     name = socket.gethostname()
     return Machine(
         environ=dict(os.environ),
-        torch=_ask_torch(),
+        torch=_torch_infos(),
         gpus=tuple(gpu_uuids()),
         visible=tuple(visible_ids()),
         cores=len(os.sched_getaffinity(0)),
@@ -86,22 +93,26 @@ def this_machine() -> Machine:
     )
 
 
-def _ask_torch() -> dict[str, Any]:
+def _torch_infos() -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest_distcompat.cli.torch_facts"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return {"error": f"torch was not imported within {PATIENCE:g} s"}
+        return {"error": f"torch was not imported within {IMPORT_TIMEOUT_S:g} s"}
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        return {"error": said[-1] if said else f"the process that imports torch ended with exit code {done.returncode}"}
+        errors = done.stderr.strip().splitlines()
+        return {
+            "error": errors[-1] if errors else f"the process that imports torch ended with exit code {done.returncode}"
+        }
     infos: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return infos
 
 
 def names_loopback(hosts: str) -> bool:
-    """Whether that text of ``/etc/hosts`` names ::1. torch looks for an IPv6 address of localhost first; where there is none it
-    takes ``::ffff:127.0.0.1``, which stands in no such file, and asks for the name of every address that connects.
+    """Tell whether the text of ``/etc/hosts`` names ::1.
+
+    torch looks for an IPv6 address of localhost first. Without one it takes ``::ffff:127.0.0.1``, which no such file has, and
+    looks up the name of every address that connects.
     """
     lines = (line.partition("#")[0].split() for line in hosts.splitlines())
     return any(line and line[0] == "::1" and "localhost" in line[1:] for line in lines)
@@ -123,23 +134,23 @@ def _resolves(name: str) -> bool:
 
 
 def findings(machine: Machine) -> Iterator[Finding]:
-    """Everything that is wrong with it or likely to be."""
+    """Yield what is wrong with the machine, or may be."""
     if "error" in machine.torch:
         yield Finding("problem", f"torch cannot be imported: {machine.torch['error']}")
     else:
-        yield from _of_gpus(machine)
+        yield from _gpu_findings(machine)
         if not machine.torch["gloo"]:
             yield Finding("problem", "this torch has no gloo, without which no ranks meet on the CPU")
-    yield from _of_environment(machine)
-    yield from _of_system(machine)
+    yield from _environment_findings(machine)
+    yield from _system_findings(machine)
 
 
-def _of_gpus(machine: Machine) -> Iterator[Finding]:
-    torch, wanted = machine.torch, machine.environ.get("CUDA_VISIBLE_DEVICES")
-    there = len(machine.gpus)
-    if there and not (torch["cuda"] or torch["hip"]):
+def _gpu_findings(machine: Machine) -> Iterator[Finding]:
+    torch, selection = machine.torch, machine.environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(machine.gpus)
+    if count and not (torch["cuda"] or torch["hip"]):
         yield Finding(
-            "problem", f"{there} GPUs are here, and this torch is built for the CPU only: install one for CUDA"
+            "problem", f"{count} GPUs are here, and this torch is built for the CPU only: install one for CUDA"
         )
     elif machine.visible and not torch["gpus"]:
         yield Finding(
@@ -149,55 +160,56 @@ def _of_gpus(machine: Machine) -> Iterator[Finding]:
         yield Finding("warning", f"{len(machine.visible)} GPUs are visible, and torch sees {len(torch['gpus'])}")
     if machine.visible and torch["gpus"] and not torch["has_nccl"]:
         yield Finding("problem", "this torch has no NCCL, without which no ranks meet on GPUs")
-    if there and wanted is not None and not wanted.strip():
-        yield Finding("warning", f"CUDA_VISIBLE_DEVICES is empty: none of {there} GPUs is used, runs are on the CPU")
-    elif there and wanted is not None and len(machine.visible) < len(wanted.split(",")):
-        told = f"CUDA_VISIBLE_DEVICES={wanted} names what is not here, or one GPU twice"
-        yield Finding("problem", f"{told}: CUDA shows {len(machine.visible)} of {there} GPUs")
+    if count and selection is not None and not selection.strip():
+        yield Finding("warning", f"CUDA_VISIBLE_DEVICES is empty: none of {count} GPUs is used, runs are on the CPU")
+    elif count and selection is not None and len(machine.visible) < len(selection.split(",")):
+        problem = f"CUDA_VISIBLE_DEVICES={selection} names what is not here, or one GPU twice"
+        yield Finding("problem", f"{problem}: CUDA shows {len(machine.visible)} of {count} GPUs")
 
 
-def _of_environment(machine: Machine) -> Iterator[Finding]:
+def _environment_findings(machine: Machine) -> Iterator[Finding]:
     environ = machine.environ
     threads = environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > max(1, machine.cores // 2):
-        told = f"OMP_NUM_THREADS={threads}: each rank starts so many threads, and there are {machine.cores} cores"
-        yield Finding("warning", f"{told}. torchrun takes 1 where it is not set")
-    left = [name for name in OF_A_RANK if name in environ]
-    if left:
+        problem = f"OMP_NUM_THREADS={threads}: each rank starts so many threads, and there are {machine.cores} cores"
+        yield Finding("warning", f"{problem}. torchrun takes 1 where it is not set")
+    rank_variables = [name for name in RANK_VARIABLES if name in environ]
+    if rank_variables:
         yield Finding(
-            "warning", f"{', '.join(left)}: set as for a rank of a process group; a trainer takes itself for one"
+            "warning",
+            f"{', '.join(rank_variables)}: set as for a rank of a process group; a trainer takes itself for one",
         )
-    obeyed = [f"{name}={environ[name]}" for name in OF_A_LAUNCHER if name in environ]
-    if obeyed:
+    overriding = [f"{name}={environ[name]}" for name in LAUNCHER_VARIABLES if name in environ]
+    if overriding:
         yield Finding(
-            "warning", f"{', '.join(obeyed)}: accelerate obeys the environment before your trainer's settings"
+            "warning", f"{', '.join(overriding)}: accelerate obeys the environment before your trainer's settings"
         )
     offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE") if environ.get(name)]
     if offline:
-        told = f"{', '.join(offline)}: nothing is downloaded"
+        problem = f"{', '.join(offline)}: nothing is downloaded"
         yield Finding(
-            "note", f"{told}; what your own trainer loads must be in the cache (the built-in models need nothing)"
+            "note", f"{problem}; what your own trainer loads must be in the cache (the built-in models need nothing)"
         )
 
 
-def _of_system(machine: Machine) -> Iterator[Finding]:
+def _system_findings(machine: Machine) -> Iterator[Finding]:
     if machine.shm is None or machine.shm < LEAST_SHM:
         size = "is not there" if machine.shm is None else f"has {machine.shm >> 20} MiB free"
         yield Finding("warning", f"{SHM} {size}; ranks share memory there: docker run --shm-size=1g, or --ipc=host")
     if machine.tmp is not None and machine.tmp < LEAST_TMP:
-        told = f"{tempfile.gettempdir()} has {machine.tmp >> 20} MiB free"
-        yield Finding("warning", f"{told}; checkpoints are kept there: set TMPDIR, or --basetemp")
+        problem = f"{tempfile.gettempdir()} has {machine.tmp >> 20} MiB free"
+        yield Finding("warning", f"{problem}; checkpoints are kept there: set TMPDIR, or --basetemp")
     if not machine.resolves:
-        told = f"the name of this machine, {machine.hostname}, does not resolve"
+        problem = f"the name of this machine, {machine.hostname}, does not resolve"
         yield Finding(
-            "warning", f"{told}: gloo may wait for it, or fail; add it to /etc/hosts or set GLOO_SOCKET_IFNAME"
+            "warning", f"{problem}: gloo may wait for it, or fail; add it to /etc/hosts or set GLOO_SOCKET_IFNAME"
         )
     if machine.unreachable:
         yield Finding("problem", machine.unreachable)
     if not machine.loopback:
-        told = (
+        problem = (
             f"{HOSTS} does not name ::1: torch's store asks a name server who 127.0.0.1 is, for each rank of each group"
         )
-        yield Finding("warning", f"{told}, and one that drops a query costs 5 s; add '::1 localhost' to {HOSTS}")
+        yield Finding("warning", f"{problem}, and one that drops a query costs 5 s; add '::1 localhost' to {HOSTS}")
     if not machine.compiler:
         yield Finding("warning", "there is no C++ compiler: inductor (compile) and DeepSpeed's offload cannot be run")

@@ -1,4 +1,4 @@
-"""Reads the command line and calls the subcommand."""
+"""Parser of the command line, and the call of the subcommand."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ from pytest_distcompat.cli import configure, doctor, init, releases, reports, tr
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
 
-#: The exit codes: nothing is wrong, or something is (news, problems); and what pytest and argparse say of wrong arguments.
+#: The exit codes: nothing is wrong; news or problems; wrong arguments, as in pytest and argparse.
 OK, NEWS, USAGE = 0, 1, 2
-#: What a shell says of Ctrl-C.
+#: The exit code of a shell after Ctrl-C.
 INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
-    """All subcommands; ``call`` of what it returns is the function of the one that was named."""
-    made = argparse.ArgumentParser("distcompat", description="pytest-distcompat without pytest.")
-    commands = made.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    """Return the parser of all subcommands; ``call`` of the parsed arguments is the subcommand's function."""
+    root = argparse.ArgumentParser("distcompat", description="pytest-distcompat without pytest.")
+    commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in (doctor, init, trace, configure, reports, releases):
         module.add(commands)
-    return made
+    return root
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0; 1 for news (``diff``), problems (``doctor``, ``trace``), red runs (``releases``); 2 for usage."""
-    told = parser().parse_args(arguments)
+    """Run the subcommand and return the exit code.
+
+    It is 1 for news (``diff``), problems (``doctor``, ``trace``) and red sessions (``releases``), 2 for wrong arguments, else 0.
+    """
+    options = parser().parse_args(arguments)
     try:
-        return int(told.call(told))
+        return int(options.call(options))
     except UsageProblem as problem:
         print("\n".join(map(visible, f"distcompat: {problem}".split("\n"))), file=sys.stderr)  # noqa: T201 - a command speaks
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Who reads the output has seen enough: distcompat diff ... | head
+        # The reader closed the pipe: distcompat diff ... | head
         sys.stderr.close()
         return NEWS

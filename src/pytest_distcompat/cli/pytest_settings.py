@@ -1,4 +1,4 @@
-"""pytest's settings of a repository: which file and table holds them, what is in it, and how a key comes into it."""
+"""pytest's settings of a repository: their file and table, their values, and how to add a key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# What pytest itself reads them by, and requires.
+# pytest depends on it, and reads ini files with it.
 import iniconfig
 
 from pytest_distcompat.failures import UsageProblem
@@ -39,7 +39,7 @@ TABLES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """``table`` is the section of ``file``, neither of which need be there yet; ``values`` is what it says.
+    """Settings in section ``table`` of ``file``, neither of which need exist yet.
 
     ``ours`` is the table ``[tool.distcompat]`` of a pyproject.toml beside it.
     """
@@ -50,7 +50,7 @@ class Settings:
     ours: Mapping[str, Any] = field(default_factory=dict)
 
     def listed(self, name: str) -> tuple[str, ...]:
-        """A setting of several names: a list in TOML, elsewhere a text as for a shell. Raises UsageProblem."""
+        """Return a setting of several names: a list in TOML, elsewhere a shell-like text. Raises UsageProblem."""
         value = self.values.get(name, "")
         try:
             return tuple(map(str, value)) if isinstance(value, list) else tuple(shlex.split(str(value)))
@@ -58,7 +58,7 @@ class Settings:
             raise UsageProblem(f"{self.file}: {name} = {value}: {error}") from None
 
     def line(self, key: str, value: str, *, several: bool = False) -> str:
-        """How the file says it; ``several``: where pytest wants a list, or in a text the names as for a shell."""
+        """Return the line for the file; ``several``: pytest expects a list, or a shell-like text."""
         toml = self.file.suffix == ".toml"
         if several and toml and self.table != "tool.pytest.ini_options":
             return f"{key} = [{json.dumps(value, ensure_ascii=False)}]"
@@ -66,27 +66,27 @@ class Settings:
         return f"{key} = {json.dumps(text, ensure_ascii=False) if toml else text}"
 
     def put(self, line: str) -> bool:
-        """Write that line right below the head of the table, and leave all else as it is; False where that cannot be done."""
+        """Insert that line below the head of the table; tell whether that could be done."""
         text = read(self.file) if self.file.exists() else ""
         lines = text.splitlines(keepends=True)
         end = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
         if lines and not lines[-1].endswith("\n"):
             lines[-1] += end
-        place = next((number for number, one in enumerate(lines) if self._is_head(one)), -1)
-        if place < 0:
+        head = next((index for index, one in enumerate(lines) if self._is_head(one)), -1)
+        if head < 0:
             lines += [*([end] if lines else []), f"[{self.table}]{end}"]
-            place = len(lines) - 1
-        lines.insert(place + 1, line + end)
-        now = "".join(lines)
+            head = len(lines) - 1
+        lines.insert(head + 1, line + end)
+        new_text = "".join(lines)
         try:
-            before, after = (_table(_parsed(self.file, one), self.table) or {} for one in (text, now))
+            before, after = (_table(_parsed(self.file, one), self.table) or {} for one in (text, new_text))
         except UsageProblem:
-            # The table is there in another way: ini_options = {...}
+            # The table is written in another way: ini_options = {...}
             return False
         key = line.partition(" ")[0]
         if key not in after or {name: value for name, value in after.items() if name != key} != before:
             return False
-        self.file.write_bytes(now.encode())
+        self.file.write_bytes(new_text.encode())
         return True
 
     def _is_head(self, line: str) -> bool:
@@ -97,7 +97,7 @@ class Settings:
 
 
 def settings_of(root: Path) -> Settings:
-    """Those that pytest reads there, be it from a directory above, or those that are to be made.
+    """Return the settings that pytest reads in a directory or above it, or those to create.
 
     Raises UsageProblem for a file that it cannot read.
     """
@@ -105,7 +105,7 @@ def settings_of(root: Path) -> Settings:
         for name, table in TABLES:
             path = directory / name
             found = _table(_parsed(path), table) if path.is_file() else None
-            # Those of its own name count even if they are empty.
+            # Files with pytest in their name count even if they are empty.
             if found is not None or ("pytest" in name and path.is_file()):
                 return Settings(path, table, found or {}, _ours(directory))
     if (root / "pyproject.toml").is_file():
@@ -126,18 +126,18 @@ def _table(data: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _parsed(path: Path, text: str | None = None) -> dict[str, Any]:
-    """Its tables. Raises UsageProblem."""
-    told = read(path) if text is None else text
+    """Return the tables of a file. Raises UsageProblem."""
+    content = read(path) if text is None else text
     try:
         if path.suffix == ".toml":
-            return tomllib.loads(told)
-        return {section.name: dict(section.items()) for section in iniconfig.IniConfig(str(path), data=told)}
+            return tomllib.loads(content)
+        return {section.name: dict(section.items()) for section in iniconfig.IniConfig(str(path), data=content)}
     except (tomllib.TOMLDecodeError, iniconfig.ParseError) as error:
         raise UsageProblem(str(error) if str(path) in str(error) else f"{path}: {error}") from None
 
 
 def read(path: Path) -> str:
-    """With its line ends as they are. Raises UsageProblem."""
+    """Return the text of a file with its line ends as they are. Raises UsageProblem."""
     try:
         return path.read_bytes().decode()
     except OSError as error:
@@ -147,5 +147,5 @@ def read(path: Path) -> str:
 
 
 def relative(path: Path, root: Path) -> Path:
-    """As it is told: from the repository, be it above it."""
+    """Return the path relative to the repository, even if it is above it."""
     return Path(os.path.relpath(path, root))

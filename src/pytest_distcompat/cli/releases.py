@@ -1,4 +1,4 @@
-"""``releases``: the same tests with several releases of a package, and what each of them changes."""
+"""``releases``: runs the same tests with several releases of a package and compares the results."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pytest_distcompat.report import Cause, Report, causes, counts, counts_text,
 from pytest_distcompat.report.markdown import escape
 from pytest_distcompat.report.text import cut
 
-#: What is compared with the others last: nothing but what is installed.
+#: The last column: the installed packages as they are.
 INSTALLED = "installed"
-#: How much of a cause stands in the table.
-CUT = 160
+#: The longest headline of a cause in the table, in characters.
+MAX_HEADLINE = 160
 
 
 @dataclass(frozen=True)
 class Run:
-    """The tests with one release: its report if there is one, and what else went wrong."""
+    """Session with one release: its report if there is one, and what else went wrong."""
 
     release: str
     report: Report | None
@@ -33,17 +33,17 @@ class Run:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is red, and nothing is missing."""
+        """Tell whether there is a report without red verdicts."""
         return not self.problem and self.report is not None and not counts(self.report)["red"]
 
     @property
     def causes(self) -> dict[str, Cause]:
-        """What makes it red, by what it says."""
+        """Return the causes of failure by their text."""
         return {cause.wording: cause for cause in causes(self.report.results)} if self.report else {}
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """Return the outcome in one line."""
         return "; ".join(filter(None, (counts_text(self.report) if self.report else "", self.problem)))
 
 
@@ -73,41 +73,41 @@ def add(commands: Any) -> None:
     releases.set_defaults(call=_releases)
 
 
-def _releases(told: argparse.Namespace) -> int:
-    for release in told.release:
+def _releases(options: argparse.Namespace) -> int:
+    for release in options.release:
         requirements(release)
-    directory = (told.into or _cache()).resolve()
-    _writable(directory, told.output)
-    arguments = told.arguments[1:] if told.arguments[:1] == ["--"] else told.arguments
-    # All of them first: one that is not there is told before any run, which takes minutes.
-    places = {release: environment(install(release, directory)) for release in dict.fromkeys(told.release)}
+    directory = (options.into or _cache()).resolve()
+    _check_writable(directory, options.output)
+    arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+    # Install all first: a missing release is reported before any session, which takes minutes.
+    environments = {release: environment(install(release, directory)) for release in dict.fromkeys(options.release)}
     runs = []
-    for release, where in {**places, INSTALLED: dict(os.environ)}.items():
-        runs.append(_run(release, where, directory, arguments))
+    for release, variables in {**environments, INSTALLED: dict(os.environ)}.items():
+        runs.append(_run(release, variables, directory, arguments))
         print(f"{release}: {runs[-1].summary}", flush=True)  # noqa: T201 - a command speaks
     page = "\n".join(table(runs)) + "\n"
     print(f"\n{page}", end="")  # noqa: T201 - a command speaks
-    if told.output:
+    if options.output:
         try:
-            replace_file(told.output, page)
+            replace_file(options.output, page)
         except OSError as error:
-            raise UsageProblem(f"{told.output}: {error.strerror}") from None
+            raise UsageProblem(f"{options.output}: {error.strerror}") from None
     return int(not all(run.good for run in runs))
 
 
-def _writable(directory: Path, page: Path | None) -> None:
-    """Raise UsageProblem if nothing can be kept in the directory, or the page not be written."""
+def _check_writable(directory: Path, page: Path | None) -> None:
+    """Raise UsageProblem if the directory or the page cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if page is not None:
-            # As it is, if it is there.
+            # Appends nothing, so an existing page stays as it is.
             page.open("ab").close()
     except OSError as error:
         raise UsageProblem(f"{error.filename}: {error.strerror}") from None
 
 
 def table(runs: Sequence[Run]) -> Iterator[str]:
-    """Markdown: what became of the verdicts with each release, then each cause with how many verdicts say it."""
+    """Yield a Markdown table: counts of each release, then each cause with the number of its verdicts."""
     yield f"| | {' | '.join(run.release for run in runs)} |"
     yield "|" + " --- |" * (len(runs) + 1)
     counted = [counts(run.report) if run.report else {} for run in runs]
@@ -119,34 +119,37 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
     for wording, cause in found.items():
         figures = (str(len(column[wording].results)) if wording in column else "" for column in columns)
         first, checks = next(iter(cause.cells.items()))
-        told = f"{escape(cut(cause.headline, CUT))} [{escape(first)}: {escape(checks[0])}]"
-        yield f"| {told} | {' | '.join(figures)} |"
+        label = f"{escape(cut(cause.headline, MAX_HEADLINE))} [{escape(first)}: {escape(checks[0])}]"
+        yield f"| {label} | {' | '.join(figures)} |"
     yield from (f"\n{run.release}: {run.problem}" for run in runs if run.problem)
 
 
-def _run(release: str, where: Mapping[str, str], directory: Path, arguments: Sequence[str]) -> Run:
-    written, log = (directory / f"{file_name(release)}.{kind}" for kind in ("json", "log"))
-    written.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", *arguments, f"--distcompat-report={written}"]
-    # A run takes minutes, and says nothing here.
+def _run(release: str, variables: Mapping[str, str], directory: Path, arguments: Sequence[str]) -> Run:
+    report_file, log = (directory / f"{file_name(release)}.{kind}" for kind in ("json", "log"))
+    report_file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", *arguments, f"--distcompat-report={report_file}"]
+    # A session takes minutes and prints nothing here.
     print(f"{release}: pytest writes to {log}", file=sys.stderr, flush=True)  # noqa: T201 - a command speaks
-    with log.open("wb") as out, subprocess.Popen(command, env=where, stdout=out, stderr=subprocess.STDOUT) as pytest:
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(command, env=variables, stdout=out, stderr=subprocess.STDOUT) as pytest,
+    ):
         try:
             code = pytest.wait()
         except KeyboardInterrupt:
-            # It heard Ctrl-C too, and ends its ranks.
+            # pytest received Ctrl-C too, and ends its ranks.
             pytest.wait()
             raise
     try:
-        report = Report.read(written)
+        report = Report.read(report_file)
     except UsageProblem:
         return Run(release, None, f"no report, pytest ended with {code}: {log}")
-    # 1 is that of a red run; that of tests which are no suite's, of a file that cannot be imported or of no test at all is none.
-    told = code == 0 or (code == 1 and counts(report)["red"])
-    return Run(release, report, "" if told else f"pytest ended with {code}: {log}")
+    # Exit code 1 is explained by red verdicts. Without any, another test failed, or a file could not be imported.
+    explained = code == 0 or (code == 1 and counts(report)["red"])
+    return Run(release, report, "" if explained else f"pytest ended with {code}: {log}")
 
 
 def _cache() -> Path:
-    # What is compiled for one Python is not for another.
+    # Compiled packages differ between Python versions.
     python = f"{sys.implementation.name}-{sys.version_info.major}.{sys.version_info.minor}"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distcompat-releases" / python

@@ -1,4 +1,4 @@
-"""``diff``, ``merge`` and ``report``: what can be done with the JSON of earlier runs."""
+"""``diff``, ``merge`` and ``report``: commands for the JSON reports of earlier sessions."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def _output(text: str) -> Path:
     return path
 
 
-def _diff(told: argparse.Namespace) -> int:
-    found = compare(Report.read(told.before), Report.read(told.after))
-    if told.json:
-        print(json.dumps(found.to_json(str(told.before)), indent=1))  # noqa: T201 - a command speaks
+def _diff(options: argparse.Namespace) -> int:
+    found = compare(Report.read(options.before), Report.read(options.after))
+    if options.json:
+        print(json.dumps(found.to_json(str(options.before)), indent=1))  # noqa: T201 - a command speaks
     else:
         print("\n".join(found.lines()))  # noqa: T201 - a command speaks
-    return int(bool(found.broken or (found.missing and not told.allow_missing)))
+    return int(bool(found.broken or (found.missing and not options.allow_missing)))
 
 
-def _merge(told: argparse.Namespace) -> int:
-    read = [Report.read(path) for path in told.reports]
+def _merge(options: argparse.Namespace) -> int:
+    read = [Report.read(path) for path in options.reports]
     report = merge(read) if len(read) > 1 else read[0]
-    for path in told.output:
+    for path in options.output:
         try:
             write_report(path, report)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What a repository tells of itself: where its tests and its pytest settings are, which trainer it has."""
+"""Inspection of a repository: its tests, its pytest settings, its trainer."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 from pytest_distcompat.cli.pytest_settings import Settings, relative, settings_of
 
-#: Library to the built-in driver, the one that stands on the others first.
+#: Library to the built-in driver; a library comes before those that it uses.
 DRIVERS = {"transformers": "trainer", "accelerate": "accelerate", "deepspeed": "deepspeed", "torch": "torch"}
-#: What is not the repository's own.
+#: Directories whose code is not the repository's own.
 _FOREIGN = {"node_modules", "build", "dist", "site-packages", "docs"}
 
 
 @dataclass(frozen=True)
 class Class:
-    """A class of the repository, by the name under which it is imported; that name begins in ``top``, below the root."""
+    """Class of the repository, by its import name, which is relative to ``top``, a directory below the root."""
 
     module: str
     name: str
@@ -28,11 +28,11 @@ class Class:
 
 @dataclass(frozen=True)
 class Repository:
-    """``tests`` is relative to ``root``.
+    """Facts about a repository; ``tests`` is relative to ``root``.
 
-    ``imports`` are the libraries of DRIVERS that the code imports; ``driver`` a subclass of ours that it has already, and
-    ``trainer`` one of ``transformers.Trainer``, each the first in the order of their paths, those of tests last; ``nameless`` are
-    such classes in files that no import can name. ``pythonpath`` is what pytest puts on ``sys.path`` already.
+    ``imports`` are the libraries of DRIVERS that the code imports. ``driver`` is its first subclass of Driver and ``trainer``
+    its first of ``transformers.Trainer``, in the order of their paths, tests last. ``nameless`` are messages about such classes
+    in files that no import can name. ``pythonpath`` are the directories that pytest already puts on ``sys.path``.
     """
 
     root: Path
@@ -48,8 +48,8 @@ class Repository:
     pythonpath: tuple[Path, ...] = ()
 
 
-def look_at(root: Path) -> Repository:
-    """All that can be found out by reading; nothing is imported or run. Raises UsageProblem."""
+def inspect_repository(root: Path) -> Repository:
+    """Inspect a repository by reading its files; nothing is imported or run. Raises UsageProblem."""
     settings = settings_of(root)
     above = relative(settings.file.parent, root)
     tests = next(
@@ -58,9 +58,9 @@ def look_at(root: Path) -> Repository:
     imports: set[str] = set()
     found: dict[str, Class] = {}
     nameless = []
-    # A class of the tests may be a stand-in.
+    # Tests come last: a class there may be a test double.
     for path in sorted(_own(root), key=lambda path: tests in path.relative_to(root).parents):
-        # A link to nothing, as editors leave it; a directory of that name; what is no Python.
+        # Skip dangling links, directories named *.py and files that are no Python.
         with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             imports |= set(_imports(tree)) & set(DRIVERS)
@@ -86,7 +86,7 @@ def look_at(root: Path) -> Repository:
 
 
 def _below(settings: Settings, above: Path) -> tuple[str, ...]:
-    """Where pytest is told to look for tests; what a directory above says is of other ones."""
+    """Return ``testpaths``; those in settings of a directory above concern other directories."""
     return settings.listed("testpaths") if above == Path() else ()
 
 
@@ -107,7 +107,7 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 
 
 def _classes(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(what it is a subclass of, its name), for the classes at the top of a module."""
+    """Yield (``trainer`` or ``driver``, name) for such classes at the top level of a module."""
     from_us = "pytest_distcompat" in _imports(tree)
     trainers = set(_trainers(tree))
     for node in tree.body:
@@ -119,7 +119,7 @@ def _classes(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _trainers(tree: ast.Module) -> Iterator[str]:
-    """What ``transformers.Trainer`` is called there; Lightning has a Trainer too."""
+    """Yield the names of ``transformers.Trainer`` in a module; Lightning has a Trainer too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = (alias.asname or alias.name for alias in node.names if alias.name == "transformers")
@@ -129,7 +129,7 @@ def _trainers(tree: ast.Module) -> Iterator[str]:
 
 
 def _module(root: Path, tests: Path, path: Path) -> tuple[str, Path]:
-    """As what it is imported, and from where: packages by their own name, test modules from their directory."""
+    """Return the import name of a module and the directory that it is relative to."""
     top = path.parent
     while (top / "__init__.py").exists() and top != root:
         top = top.parent

@@ -1,4 +1,4 @@
-"""Other releases of packages beside the installed ones: each in a directory of its own, which comes first on PYTHONPATH."""
+"""Installation of other releases, each in a directory that comes first on PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from packaging.utils import canonicalize_name
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.installed import fits, version_of
 
-#: Never fetched for another package's sake: it pulls gigabytes, and all that is compiled against it would have to change too.
-KEPT = ("torch",)
-#: How often what was just installed may need more.
-ROUNDS = 5
+#: Packages that are never installed as a requirement of another: torch takes gigabytes, and packages compiled against it
+#: would have to change too.
+PACKAGES_KEPT = ("torch",)
+#: How many times newly installed packages may require further ones.
+MAX_ROUNDS = 5
 
 
 def requirements(release: str) -> list[Requirement]:
-    """What ``transformers==4.57.6,accelerate==1.12.0`` asks for, or ``transformers @ git+https://...``.
+    """Parse ``transformers==4.57.6,accelerate==1.12.0`` or ``transformers @ git+https://...``.
 
-    Raises UsageProblem for what names no single release.
+    Raises UsageProblem for a text that names no single release.
     """
     found = []
     for text in release.split(","):
@@ -44,15 +45,17 @@ def requirements(release: str) -> list[Requirement]:
 
 
 def file_name(release: str) -> str:
-    """A name for its directory and files."""
+    """Return the name of a release's directory and files."""
     return re.sub(r"[^\w.=+,-]+", "-", release)
 
 
 def install(release: str, directory: Path) -> Path:
-    """The directory of these releases, and of what they need and what is installed does not fulfil; made if it is not there.
+    """Return the directory with these releases and what they require beyond the installed packages; make it if needed.
 
-    What a URL names is fetched every time, and anew what an environment made that had other packages. Raises UsageProblem with
-    pip's last words, or for requirements without end.
+    A release from a URL is installed again each time, and so is one whose directory no longer meets its requirements.
+
+    Raises:
+        UsageProblem: pip failed, or the requirements contradict one another.
     """
     wanted = requirements(release)
     target = directory / file_name(release)
@@ -60,11 +63,11 @@ def install(release: str, directory: Path) -> Path:
         shutil.rmtree(target, ignore_errors=True)
     if not target.is_dir():
         directory.mkdir(parents=True, exist_ok=True)
-        # Half an installation would be taken for a whole one the next time.
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".") as place:
-            partial = Path(place) / "installed"
+        # An incomplete installation must not be taken for a complete one the next time.
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".") as temporary:
+            partial = Path(temporary) / "installed"
             _pip([str(requirement) for requirement in wanted], partial)
-            for _ in range(ROUNDS):
+            for _ in range(MAX_ROUNDS):
                 more = sorted(set(unmet(partial)))
                 if not more:
                     break
@@ -76,12 +79,12 @@ def install(release: str, directory: Path) -> Path:
 
 
 def unmet(target: Path) -> Iterator[str]:
-    """What the distributions in the directory require, and neither it nor the environment has."""
+    """Yield what the distributions in the directory require and neither it nor the environment has."""
     path = [str(target), *sys.path]
     for distribution in importlib.metadata.distributions(path=[str(target)]):
         for text in distribution.requires or ():
             requirement = Requirement(text)
-            if canonicalize_name(requirement.name) in KEPT:
+            if canonicalize_name(requirement.name) in PACKAGES_KEPT:
                 continue
             if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
                 continue
@@ -90,7 +93,7 @@ def unmet(target: Path) -> Iterator[str]:
 
 
 def environment(target: Path) -> dict[str, str]:
-    """The variables under which Python finds what is in the directory first."""
+    """Return the environment in which Python imports from the directory first."""
     paths = [str(target), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -108,5 +111,5 @@ def _pip(wanted: Sequence[str], target: Path) -> None:
     ]
     done = subprocess.run([*command, "--target", str(target), *wanted], capture_output=True, text=True, check=False)
     if done.returncode:
-        told = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise UsageProblem(f"pip cannot install {', '.join(wanted)}: {' '.join(told[-2:])}")
+        errors = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        raise UsageProblem(f"pip cannot install {', '.join(wanted)}: {' '.join(errors[-2:])}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]], indent: str = "  ") -> Iterator[str]:
-    """A line for the heads and one for each row, the columns as wide as they must be."""
+    """Yield a line for the heads and one for each row, in columns of equal width."""
     lines = [list(heads), *([str(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

@@ -1,4 +1,4 @@
-"""What torch says of itself and of the GPUs, as a line of JSON: a process of its own, for it imports torch and starts CUDA."""
+"""Facts about torch and the GPUs, printed as a line of JSON by a process that imports torch and starts CUDA."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 
 def infos() -> dict[str, Any]:
-    """``cuda`` and ``nccl`` are versions, empty where torch was built without; ``gpus`` the names of those that it can use."""
+    """Return facts about torch.
+
+    ``cuda`` and ``nccl`` are versions, empty where torch was built without; ``gpus`` are the names of the usable ones.
+    """
     import torch
     from torch import distributed
 
@@ -25,4 +28,4 @@ def infos() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(infos()))  # noqa: T201 - that is what it is for
+    print(json.dumps(infos()))  # noqa: T201 - the output of this process

@@ -1,4 +1,4 @@
-"""``trace``: train one cell and show what its ranks' probes saw, as tables; without pytest."""
+"""``trace``: trains one cell and prints what its ranks' probes recorded, without pytest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.judge import Verdict
     from pytest_distcompat.trace import RunTrace, Trace
 
-#: Why a check that holds to a limit has nothing to say here.
+#: The reason why a check with a limit is not applicable here.
 _LIMIT = "a run of the suite is given its limit"
 
 
@@ -42,29 +42,29 @@ def add(commands: Any) -> None:
     trace.set_defaults(call=_trace)
 
 
-def _trace(told: argparse.Namespace) -> int:
+def _trace(options: argparse.Namespace) -> int:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.checks import CHECKS
 
-    driver = named(told.driver)
+    driver = named(options.driver)
     try:
-        cell = Cell.parse(told.cell)
+        cell = Cell.parse(options.cell)
     except ValueError as error:
         raise UsageProblem(str(error)) from None
-    checks = [CHECKS.get(name) for name in told.check]
-    if told.timeout is not None and not 0 < told.timeout < float("inf"):
-        raise UsageProblem(f"--timeout {told.timeout:g} is not right: expected a number of seconds above 0")
-    if told.keep is None:
+    checks = [CHECKS.get(name) for name in options.check]
+    if options.timeout is not None and not 0 < options.timeout < float("inf"):
+        raise UsageProblem(f"--timeout {options.timeout:g} is not right: expected a number of seconds above 0")
+    if options.keep is None:
         with tempfile.TemporaryDirectory(prefix="distcompat-trace-") as directory:
-            return _traced(told, driver, cell, checks, Path(directory))
+            return _run(options, driver, cell, checks, Path(directory))
     try:
-        told.keep.mkdir(parents=True, exist_ok=True)
+        options.keep.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageProblem(f"--keep {told.keep}: {error.strerror}") from None
-    return _traced(told, driver, cell, checks, told.keep.resolve())
+        raise UsageProblem(f"--keep {options.keep}: {error.strerror}") from None
+    return _run(options, driver, cell, checks, options.keep.resolve())
 
 
-def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: list[Any], store: Path) -> int:
+def _run(options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: list[Any], store: Path) -> int:
     from pytest_distcompat.drivers import preload_of
     from pytest_distcompat.drivers._declared import unsupported_reason
     from pytest_distcompat.judge import judge
@@ -80,69 +80,71 @@ def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
 
     STRATEGIES.get(cell.strategy)
     PRECISIONS.get(cell.precision)
-    # Where the suite has no item, there is nothing to ask.
-    blank = {check.name: check.not_applicable(cell, driver) or (_LIMIT if check.limit else "") for check in checks}
-    scenarios = [TRAIN, *(check.runs(cell, driver) for check in checks if not blank[check.name])]
+    # As in the suite, which has no item for a check that is not applicable.
+    not_applicable = {
+        check.name: check.not_applicable(cell, driver) or (_LIMIT if check.limit else "") for check in checks
+    }
+    scenarios = [TRAIN, *(check.runs(cell, driver) for check in checks if not not_applicable[check.name])]
     most = max(run.cell(cell).world_size for scenario in scenarios for run in scenario.runs)
-    device = _device(told.device, most)
+    device = _device(options.device, most)
     reason = unsupported_reason(driver, cell, device)
     if reason:
         raise UsageProblem(f"{cell.id}: {reason}")
     warmth = Warmth(preload_of(driver, [cell]), path=import_path())
-    # Other runs of this user may be at work on the same devices.
+    # Other sessions of this user may use the same devices.
     pool = Pool(None, gpus() if device == "cuda" else cpu_slots(), say=_notice)
     launcher = LeasedLauncher(WarmLauncher(warmth, device=device), lambda: pool, _notice)
-    runner = Runner(store, launcher, device=device, timeout=told.timeout or Request.timeout, notice=_notice)
-    # What an earlier command kept there is of the trainer as it was then.
+    runner = Runner(store, launcher, device=device, timeout=options.timeout or Request.timeout, notice=_notice)
+    # The results of an earlier command in that directory may be of an older trainer.
     for scenario in scenarios:
-        runner.forget(told.driver, cell, scenario)
+        runner.forget(options.driver, cell, scenario)
     try:
-        trace = runner.trace(told.driver, cell, TRAIN)
+        trace = runner.trace(options.driver, cell, TRAIN)
         print("\n".join(map(visible, lines(cell, trace))))  # noqa: T201 - a command speaks
         known = applying(shipped(), concerned(driver), device)
-        good = []
+        passed = []
         for check in checks:
-            if blank[check.name]:
-                print(f"\ncheck {check.name}: blank\n  {blank[check.name]}")  # noqa: T201 - a command speaks
+            if not_applicable[check.name]:
+                print(f"\ncheck {check.name}: not applicable\n  {not_applicable[check.name]}")  # noqa: T201 - a command speaks
             else:
-                found = runner.trace(told.driver, cell, check.runs(cell, driver))
-                good.append(_tell(judge(check, cell, found, known)))
+                found = runner.trace(options.driver, cell, check.runs(cell, driver))
+                passed.append(_print_verdict(judge(check, cell, found, known)))
     finally:
         launcher.close()
-    return int(trace.run().end is not None or not all(good))
+    return int(trace.run().end is not None or not all(passed))
 
 
-def _device(asked: str, ranks: int) -> str:
+def _device(option: str, ranks: int) -> str:
     from pytest_distcompat.devices import visible_gpus
 
-    if asked == "cpu":
+    if option == "cpu":
         return "cpu"
-    there = visible_gpus()
-    if asked == "cuda" and there < ranks:
-        raise UsageProblem(f"--device cuda: {ranks} ranks need {ranks} GPUs, {there} visible")
-    return "cuda" if there >= ranks else "cpu"
+    found = visible_gpus()
+    if option == "cuda" and found < ranks:
+        raise UsageProblem(f"--device cuda: {ranks} ranks need {ranks} GPUs, {found} visible")
+    return "cuda" if found >= ranks else "cpu"
 
 
 def _notice(text: str) -> None:
     print(f"distcompat: {text}", file=sys.stderr)  # noqa: T201 - a command speaks
 
 
-def _tell(verdict: Verdict) -> bool:
-    """Print what a check says; whether it would leave a run green."""
-    said = [f"\ncheck {verdict.check}: {verdict.status}", *([verdict.reason] if verdict.reason else [])]
-    print("\n  ".join([*said, *map(visible, verdict.message.splitlines())]))  # noqa: T201 - a command speaks
+def _print_verdict(verdict: Verdict) -> bool:
+    """Print a verdict; tell whether a session would stay green with it."""
+    head = [f"\ncheck {verdict.check}: {verdict.status}", *([verdict.reason] if verdict.reason else [])]
+    print("\n  ".join([*head, *map(visible, verdict.message.splitlines())]))  # noqa: T201 - a command speaks
     return verdict.ok or verdict.status == "known"
 
 
 def lines(cell: Cell, trace: Trace) -> Iterator[str]:
-    """Everything that a training showed, as far as it got; how it ended, if not well."""
+    """Yield the lines about a training, as far as it got, and about its failure."""
     from pytest_distcompat.evidence import training
 
     run = trace.run()
-    shown = training(cell, run)
+    evidence = training(cell, run)
     yield f"{cell.id} (driver {trace.driver})"
     yield from _model(run)
-    if shown.names:
+    if evidence.names:
         local = _local(run)
         heads = (
             "unwrapped name",
@@ -169,25 +171,26 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
                 "flat" if row["held"] is None else row["held"],
                 len(row["files"]),
             )
-            for row in shown.names
+            for row in evidence.names
         ]
         yield from (
             "",
             "names and placements (= the unwrapped name; held: how often by the optimizer; files: how many have the name)",
         )
         yield from table(heads, rows)
-    if shown.dtypes:
+    if evidence.dtypes:
         yield from ("", "dtypes after three steps")
-        seen = [(row, ", ".join(row["seen"]) or "nothing") for row in shown.dtypes]
-        differs = ("" if not row["expected"] or row["seen"] == [row["expected"]] else "differs" for row, _ in seen)
+        recorded = [(row, ", ".join(row["seen"]) or "nothing") for row in evidence.dtypes]
+        differs = ("" if not row["expected"] or row["seen"] == [row["expected"]] else "differs" for row, _ in recorded)
         kinds = [
-            (row["kind"], row["expected"] or "any", found, no) for (row, found), no in zip(seen, differs, strict=True)
+            (row["kind"], row["expected"] or "any", found, no)
+            for (row, found), no in zip(recorded, differs, strict=True)
         ]
         yield from table(("kind", "expected", "seen", ""), kinds)
-    if shown.steps.get("loss"):
+    if evidence.steps.get("loss"):
         yield ""
-        names = [name for name in ("loss", "grad_norm", "seconds") if name in shown.steps]
-        steps = zip(*(shown.steps[name] for name in names), strict=True)
+        names = [name for name in ("loss", "grad_norm", "seconds") if name in evidence.steps]
+        steps = zip(*(evidence.steps[name] for name in names), strict=True)
         yield from table(
             ("step", *names), [(n, *("" if v is None else v for v in step)) for n, step in enumerate(steps, 1)]
         )
@@ -196,7 +199,7 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _model(run: RunTrace) -> Iterator[str]:
-    """The lines about the whole model and the optimizer."""
+    """Yield the lines about the whole model and the optimizer."""
     built = run.first("build")
     if built is None or built.model is None:
         return
@@ -208,13 +211,13 @@ def _model(run: RunTrace) -> Iterator[str]:
     if stepped is not None and stepped.optimizer is not None:
         optimizer = stepped.optimizer
         keys = dict.fromkeys(f"{state.key} {state.dtype}" for state in (*optimizer.masters, *optimizer.states))
-        told = f"; keeps {', '.join(keys)}" if keys else ""
+        kept_state = f"; keeps {', '.join(keys)}" if keys else ""
         entries = f"{optimizer.entries} entries on rank 0, {optimizer.foreign} foreign"
-        yield f"  optimizer {' > '.join(optimizer.chain)}; {entries}{told}"
+        yield f"  optimizer {' > '.join(optimizer.chain)}; {entries}{kept_state}"
 
 
 def _local(run: RunTrace) -> dict[str, str]:
-    """Live name to how many elements each rank stores: one number where all store as many."""
+    """Return the elements that each rank stores of each live name: one number if all ranks store as many."""
     sizes: dict[str, list[int]] = {}
     for snapshot in run.at("build"):
         for info in snapshot.model.parameters if snapshot.model else ():

@@ -1,4 +1,4 @@
-"""What the runs of a session left in its store, as plain data for the reports."""
+"""Evidence from the runs in a session's store, as plain data for the reports."""
 
 from pytest_distcompat.evidence.cells import Training, training
 from pytest_distcompat.evidence.running import Running, running

@@ -1,4 +1,4 @@
-"""What a cell's training showed: names, dtypes, losses and norms by step, memory."""
+"""Evidence from a cell's training: names, dtypes, losses and norms by step, memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot
 
-#: After which step names and dtypes are read: by then every optimizer has its state.
+#: The step after which names and dtypes are read: by then every optimizer has its state.
 STEP = 2
-#: How many parameters the table of names has at most.
-NAMES = 400
+#: The most rows that the table of names has.
+MAX_NAMES = 400
 
 
 @dataclass(frozen=True)
 class Training:
-    """The parts of a report's row (``report.Row``) that come from the run in which the cell was trained."""
+    """Fields of a report's row (``report.Row``) that come from the run in which the cell was trained."""
 
     names: list[dict[str, Any]] = field(default_factory=list)
     dtypes: list[dict[str, Any]] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Training:
 
 
 def training(cell: Cell, run: RunTrace, reference: RunTrace | None = None) -> Training:
-    """All of it, as far as the run got."""
+    """Return the evidence of a training, as far as the run got."""
     curves = _curves(run, "step")
     if reference is not None:
         measured = _curves(reference, "reference")
@@ -42,9 +42,9 @@ def training(cell: Cell, run: RunTrace, reference: RunTrace | None = None) -> Tr
 
 
 def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
-    """The unwrapped model's parameters, each with its live counterpart on rank 0 and the saved files that know it by that name.
+    """Return the unwrapped model's parameters, each with its live counterpart on rank 0 and the files that hold it.
 
-    A live parameter or a key of a model's file that maps to no unwrapped name has a row of its own, without one.
+    A live parameter or a key of a model's file that maps to no unwrapped name has a row of its own.
     """
     first, trained = run.first("build_model"), run.first("build")
     if first is None or first.unwrapped is None:
@@ -70,16 +70,16 @@ def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
         row |= {"local": other.local_numel if other else 0, "held": other.held if other else None}
         row |= {"files": keys.get(name, [])} if one or other else {"live": "", "key": name, "files": keys[name]}
         rows.append(row)
-    return rows[:NAMES]
+    return rows[:MAX_NAMES]
 
 
 def _dtypes(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
-    """A row for each kind of tensor: what the strategy's table promises, what all ranks showed."""
+    """Return a row for each kind of tensor: the dtype that the strategy promises, and those of all ranks."""
     trained = run.at("step", STEP)
     if not trained:
         return []
     row = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
-    seen: Mapping[str, Iterable[str]] = {
+    recorded: Mapping[str, Iterable[str]] = {
         "storage": (info.dtype for info in _parameters(trained) if info.trainable and info.local_numel),
         "compute": (info.output for snapshot in trained for info in snapshot.compute),
         "reduce": (dtype for snapshot in trained for dtype in _reduced(snapshot)),
@@ -88,7 +88,7 @@ def _dtypes(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
         "state": (dtype for snapshot in trained for step in snapshot.steps for dtype in step.state),
     }
     found = [
-        {"kind": name, "expected": getattr(row, name), "seen": sorted(set(dtypes))} for name, dtypes in seen.items()
+        {"kind": name, "expected": getattr(row, name), "seen": sorted(set(dtypes))} for name, dtypes in recorded.items()
     ]
     return [one for one in found if one["seen"] or one["expected"]]
 
@@ -98,7 +98,7 @@ def _parameters(snapshots: Iterable[Snapshot]) -> Iterable[ParameterInfo]:
 
 
 def _reduced(snapshot: Snapshot) -> Iterable[str]:
-    """What most elements were reduced in: norms, metrics and flags are reduced too."""
+    """Return the dtype of the largest reduction: norms, metrics and flags are reduced too."""
     kinds: dict[str, int] = {}
     for info in snapshot.collectives:
         if info.op in REDUCTIONS and "float" in info.dtype:
@@ -107,18 +107,18 @@ def _reduced(snapshot: Snapshot) -> Iterable[str]:
 
 
 def _curves(run: RunTrace, action: str) -> dict[str, list[float | None]]:
-    """One number a step: the mean of the ranks' losses, the norm that rank 0 tells, the seconds of the slowest rank."""
+    """Return one number per step: the ranks' mean loss, rank 0's gradient norm, the slowest rank's seconds."""
     curves: dict[str, list[float | None]] = {}
     for nth in range(len({snapshot.index for snapshot in run.snapshots if snapshot.action == action})):
         snapshots = run.at(action, nth)
         losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
-        curves.setdefault("loss", []).append(_short(sum(losses) / len(losses)) if losses else None)
+        curves.setdefault("loss", []).append(_rounded(sum(losses) / len(losses)) if losses else None)
         norm = snapshots[0].grad_norm
-        curves.setdefault("grad_norm", []).append(None if norm is None else _short(norm))
-        curves.setdefault("seconds", []).append(_short(max(snapshot.seconds for snapshot in snapshots)))
+        curves.setdefault("grad_norm", []).append(None if norm is None else _rounded(norm))
+        curves.setdefault("seconds", []).append(_rounded(max(snapshot.seconds for snapshot in snapshots)))
     return {name: values for name, values in curves.items() if any(value is not None for value in values)}
 
 
-def _short(value: float) -> float | None:
-    """Six digits; None for what JSON has no number for."""
+def _rounded(value: float) -> float | None:
+    """Round to six digits; return None for a number that JSON does not have."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The runs that run at this moment, seen from outside: by the files in the store, whichever process started them."""
+"""Runs in progress, whichever process started them, according to the files in the store."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from pytest_distcompat import clock
 from pytest_distcompat.launch.request import read_end
 from pytest_distcompat.runner import DONE
 
-#: The end of a rank's log that is read: the events that say where it is are short.
-TAIL = 8192
-#: How long after its time limit a run is no longer believed to run, in seconds.
-PATIENCE = 60.0
+#: How much of the end of a rank's log is read, in bytes: the events about actions are short.
+TAIL_BYTES = 8192
+#: How long after its time limit a run still counts as running, in seconds.
+GRACE_S = 60.0
 
 
 @dataclass(frozen=True)
 class Running:
-    """A run in progress: what rank 0 does (``action``), and which of ``actions`` it is, from 1; 0 before the first."""
+    """Run in progress: the ``action`` of rank 0, and its number among ``actions``, from 1; 0 before the first."""
 
     cell: str
     driver: str
     run: str
     action: str
-    place: int
+    number: int
     actions: int
     seconds: float
 
     def __str__(self) -> str:
-        """As the user reads it: ``fsdp2-fp32-w2 train: step 7/27, 3 s``."""
-        where = f"{self.action} {self.place}/{self.actions}" if self.place else "starts"
+        """Return a line for the user: ``fsdp2-fp32-w2 train: step 7/27, 3 s``."""
+        where = f"{self.action} {self.number}/{self.actions}" if self.number else "starts"
         return f"{self.cell} {self.run}: {where}, {self.seconds:.0f} s"
 
 
-def running(store: Path, over: set[str], since: float = 0.0) -> Iterator[Running]:
-    """The runs in the store that have begun, after ``since`` (in seconds since the epoch), and not ended.
+def running(store: Path, ended: set[str], since: float = 0.0) -> Iterator[Running]:
+    """Yield the runs in the store that have begun after ``since`` (seconds since the epoch) and not ended.
 
-    ``over`` keeps the names of those that have ended, so that they are not looked at again.
+    ``ended`` collects the names of those that have ended, so that they are not read again.
     """
     try:
         names = sorted(path.name for path in store.iterdir())
@@ -46,10 +46,10 @@ def running(store: Path, over: set[str], since: float = 0.0) -> Iterator[Running
         return
     for name in names:
         directory = store / name
-        if name in over or name.endswith(".lock"):
+        if name in ended or name.endswith(".lock"):
             continue
         if (directory / DONE).exists():
-            over.add(name)
+            ended.add(name)
             continue
         try:
             begun = (directory / "request.json").stat().st_mtime
@@ -57,8 +57,8 @@ def running(store: Path, over: set[str], since: float = 0.0) -> Iterator[Running
         except (OSError, ValueError):
             continue  # it waits for its devices, or is being written
         seconds = max(0.0, clock.wall() - begun)
-        # One whose pytest process died leaves no end.
-        if begun >= since and seconds < request["timeout"] + PATIENCE:
+        # A run whose pytest process died never ends.
+        if begun >= since and seconds < request["timeout"] + GRACE_S:
             payload, (action, index) = request["payload"], _action(directory / "rank-0.jsonl")
             run = payload["run"]
             yield Running(
@@ -67,8 +67,8 @@ def running(store: Path, over: set[str], since: float = 0.0) -> Iterator[Running
 
 
 def _action(log: Path) -> tuple[str, int]:
-    """The last action that a rank said it begins, and its index; nothing and -1 if it said none yet."""
-    for line in reversed(read_end(log, TAIL).splitlines()):
+    """Return the last action that a rank has begun, and its index; an empty text and -1 before the first."""
+    for line in reversed(read_end(log, TAIL_BYTES).splitlines()):
         if '"event": "action"' in line:
             try:
                 event = json.loads(line)

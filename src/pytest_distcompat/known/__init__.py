@@ -1,4 +1,4 @@
-"""Known upstream issues as data: which versions have them, where they show, how they read."""
+"""Known upstream issues as data: the versions that have them, the cells that show them, their messages."""
 
 from pytest_distcompat.known.read import KnownIssue, applying, concerned, concerning, read_entries, read_file, shipped
 

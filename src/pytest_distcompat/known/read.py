@@ -1,4 +1,4 @@
-"""Reads known issues and turns what applies here into expectations.
+"""Reader of known issues; makes expectations of those that apply here.
 
 A file is TOML, ``version = 1``, one ``[[issue]]`` each; ``docs/known.md`` has every key. The one that is shipped is
 ``issues.toml`` beside this module; an adopter's own is given with ``--distcompat-known``. Entries of an adopter's
@@ -28,10 +28,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-#: The format of the file; raised when an old reader would get a new file wrong.
+#: The format of the file; raised when an older release would misread a new file.
 FORMAT = 1
 
-#: ``may_refuse``: where the machine decides whether it is supported; ``may_fail``: where rounding decides.
+#: ``may_refuse``: only some machines support it; ``may_fail``: it fails only sometimes.
 KINDS: dict[str, Callable[..., Expectation]] = {
     "fails": fails,
     "may_fail": may_fail,
@@ -40,23 +40,23 @@ KINDS: dict[str, Callable[..., Expectation]] = {
 }
 
 _TEXTS = ("id", "link", "reason", "match", "also", "kind", "device", "fixed_in", "script", "test")
-#: In a file, which others read too.
+#: The keys that an issue in a file needs, since others read it too.
 _NEEDED = ("id", "link", "reason", "check", "match")
-#: In an adopter's own pyproject.toml.
-_NEEDED_AT_HOME = ("reason", "match")
+#: The keys that an issue in an adopter's pyproject.toml needs.
+_NEEDED_IN_PYPROJECT = ("reason", "match")
 _KEYS = {*_TEXTS, "check", "packages", "when", "drivers", "cells", "strict"}
 _EVERY = "*"
 
 
 @dataclass(frozen=True)
 class KnownIssue:
-    """One bug of somebody else's.
+    """One bug in another project.
 
     ``packages`` are requirements (``accelerate>=1.7``) that must all be installed and fit for the bug to be there.
-    ``drivers`` are the libraries through which it shows: a suite is concerned whose driver names one of them; with none
-    named, every suite. ``match`` is a regular expression in what is found, ``also`` one for what the bug brings with it.
-    ``cells`` says in which cells, ``check`` by which checks, ``device`` (``cpu``, ``cuda``; empty for both) on which ranks,
-    ``test`` in the items whose node id contains that regular expression. ``kind`` is one of KINDS. ``strict``: whether
+    ``drivers`` are the libraries that have it: it applies to suites whose driver names one of them; without any, to every
+    suite. ``match`` is a regular expression for the findings, ``also`` one for further findings of the same bug.
+    ``cells``, ``check``, ``device`` (``cpu``, ``cuda``; empty for both) and ``test`` (a regular expression for node ids) say
+    where it occurs. ``kind`` is one of KINDS. ``strict``: whether
     each item that it covers must fail; ``where`` is the entry, for messages.
     """
 
@@ -79,18 +79,18 @@ class KnownIssue:
     requirements: tuple[Requirement, ...] = field(default=(), compare=False, repr=False)
 
     def there(self, device: str) -> bool:
-        """Whether the installed versions have it, on that device."""
+        """Tell whether the installed versions have it, on that device."""
         return not self.waits_for(device)
 
     def waits_for(self, device: str) -> tuple[str, ...]:
-        """What keeps it from being there: requirements that do not hold here, and its device."""
+        """Return why it does not apply here: requirements that are not met, and its device."""
         pairs = zip(self.packages, self.requirements, strict=True)
         missing = [text for text, one in pairs if not (_marked(one) and fits(one, version_of(one.name)))]
         return (*missing, *([self.device] if self.device not in {"", device} else []))
 
     @functools.cached_property
     def expectations(self) -> tuple[Expectation, ...]:
-        """One for each check and each entry of ``cells``. Made once: every item of a suite asks all issues."""
+        """Return an expectation for each check and each entry of ``cells``; cached, since every item reads all issues."""
         reason = f"{self.reason} ({self.link})" if self.link else self.reason
         make, texts = KINDS[self.kind], {"match": self.match, "reason": reason}
         if self.also and "refuse" in self.kind:
@@ -101,11 +101,14 @@ class KnownIssue:
         return tuple(replace(one, strict=one.strict and self.strict) for one in made)
 
     def speaks_of(self, nodeid: str) -> bool:
-        """Whether ``test`` leaves that item in."""
+        """Tell whether ``test`` matches that item."""
         return re.search(self.test, nodeid) is not None
 
     def expected_of(self, nodeid: str, cell: Cell | None) -> Expectation | None:
-        """What it says of a test that is no item of a suite, None if nothing: such a test has no driver and no check."""
+        """Return the expectation for a test that is no item of a suite, None if there is none.
+
+        Such a test has no driver and no check.
+        """
         if self.drivers or self.check != (_EVERY,) or not self.speaks_of(nodeid):
             return None
         for one in self.expectations:
@@ -116,12 +119,12 @@ class KnownIssue:
 
 @functools.cache
 def shipped() -> tuple[KnownIssue, ...]:
-    """The issues that come with the package."""
+    """Return the issues that come with the package."""
     return read_file(Path(__file__).parent / "issues.toml")
 
 
 def read_file(path: Path) -> tuple[KnownIssue, ...]:
-    """All issues of a file. Raises UsageProblem, saying which entry is wrong and how."""
+    """Return the issues of a file. Raises UsageProblem, which names an invalid entry and its fault."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -137,8 +140,16 @@ def read_file(path: Path) -> tuple[KnownIssue, ...]:
 
 
 def read_entries(entries: Any, where: str) -> tuple[KnownIssue, ...]:
-    """Issues that an adopter declares at home, ``where``: only ``reason`` and ``match`` are needed. Raises UsageProblem."""
-    return _issues(entries, where, _NEEDED_AT_HOME)
+    """Return the issues of an adopter's pyproject.toml, which need only ``reason`` and ``match``.
+
+    Args:
+        entries: The TOML data.
+        where: Where they are, for messages.
+
+    Raises:
+        UsageProblem: An entry is invalid.
+    """
+    return _issues(entries, where, _NEEDED_IN_PYPROJECT)
 
 
 def _issues(entries: Any, where: str, needed: Iterable[str]) -> tuple[KnownIssue, ...]:
@@ -162,7 +173,7 @@ def _issue(entry: Mapping[str, Any], where: str, needed: Iterable[str]) -> Known
     if wrong:
         raise UsageProblem(f"{where}: no key named {wrong[0]!r}. Known: {', '.join(sorted(_KEYS))}")
     for name in _TEXTS:
-        # A list of expressions, read as a text, would be a set of letters, which all that fails contains.
+        # Reject a list: as a regular expression, its text would be a character class that matches everything.
         if not isinstance(entry.get(name, ""), str):
             raise UsageProblem(f"{where}: {name}={entry[name]!r}; expected a text")
     if entry.get("device", "") not in {"", "cpu", "cuda"}:
@@ -183,7 +194,7 @@ def _issue(entry: Mapping[str, Any], where: str, needed: Iterable[str]) -> Known
             where=where,
             requirements=tuple(Requirement(text) for text in packages),
         )
-        issue.expectations  # noqa: B018 - making them is the check
+        issue.expectations  # noqa: B018 - validates the entry
         re.compile(issue.test)
     except (InvalidRequirement, UsageProblem) as error:
         raise UsageProblem(f"{where}: {error}") from error
@@ -193,7 +204,7 @@ def _issue(entry: Mapping[str, Any], where: str, needed: Iterable[str]) -> Known
 
 
 def _strict(entry: Mapping[str, Any]) -> bool:
-    """Strict unless it says otherwise, or does not say where it shows: then nothing has to fail."""
+    """Tell whether it must fail: by default if the entry names a check or a test."""
     somewhere = "check" in entry or "test" in entry
     strict = entry.get("strict", somewhere)
     if not isinstance(strict, bool):
@@ -213,7 +224,7 @@ def _names(entry: Any, name: str) -> tuple[str, ...]:
 
 
 def _sets(cells: Any) -> list[Mapping[str, Any]]:
-    """The sets of cells: one table, or a list of them. None at all would be an entry that is about nothing."""
+    """Return the sets of cells, from one table or a list of them. Raises UsageProblem for an empty list."""
     found = [cells] if isinstance(cells, Mapping) else cells
     if not isinstance(found, list) or not found or not all(isinstance(one, Mapping) for one in found):
         raise UsageProblem(f"cells={cells!r}: expected a table of facets, or a list of such")
@@ -221,12 +232,12 @@ def _sets(cells: Any) -> list[Mapping[str, Any]]:
 
 
 def _marked(requirement: Requirement) -> bool:
-    """Whether what stands behind its semicolon holds here: python_version, sys_platform."""
+    """Tell whether the environment marker of a requirement holds here: python_version, sys_platform."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 
 def _facets(entry: Mapping[str, Any]) -> dict[str, FacetValue]:
-    """TOML has lists where an expectation has tuples."""
+    """Return the facets of an expectation: TOML has lists where it has tuples."""
     empty = [name for name, value in entry.items() if value == []]
     if empty:
         raise UsageProblem(f"cells: {empty[0]} = [] is no cell; leave it out for all")
@@ -234,14 +245,14 @@ def _facets(entry: Mapping[str, Any]) -> dict[str, FacetValue]:
 
 
 def concerned(driver: type[Driver]) -> tuple[str, ...]:
-    """What ``drivers`` of an issue may name for that driver: its libraries, and ``driver:<name>`` for itself alone."""
+    """Return the names for that driver in ``drivers`` of an issue: its libraries, and ``driver:<name>``."""
     return (*driver.libraries, f"driver:{driver.name}")
 
 
 def concerning(issues: Iterable[KnownIssue], libraries: Iterable[str], device: str) -> tuple[KnownIssue, ...]:
-    """The issues for a driver that stands on these libraries, with the versions that are installed.
+    """Return the issues of a driver with these libraries, in the installed versions.
 
-    What does not say where it shows comes last: it must not stand before what does.
+    Issues that name neither check nor test come last, since others are more specific.
     """
     named = set(libraries)
     found = [issue for issue in issues if (not issue.drivers or named & set(issue.drivers)) and issue.there(device)]
@@ -249,7 +260,7 @@ def concerning(issues: Iterable[KnownIssue], libraries: Iterable[str], device: s
 
 
 def applying(issues: Iterable[KnownIssue], libraries: Iterable[str], device: str) -> tuple[Expectation, ...]:
-    """What they make expected of any item, but for those issues that are about some items only (``test``)."""
+    """Return the expectations of the issues that apply to all items, without those that name a ``test``."""
     return tuple(
         expectation
         for issue in concerning(issues, libraries, device)

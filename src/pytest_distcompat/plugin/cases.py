@@ -51,7 +51,7 @@ class Case:
     cell: Cell
     check: Check
     #: The checks that have no item in the cell, with the reason.
-    blanks: Mapping[str, str] = field(default_factory=dict, compare=False)
+    not_applicable: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def id(self) -> str:
@@ -122,7 +122,7 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         device=session.device,
     )
     empty = {
-        cell: blanks(cell, driver, session)
+        cell: not_applicable_checks(cell, driver, session)
         for cell in cells
         if not (strategies and cell.strategy not in strategies)
         and not (precisions and cell.precision not in precisions)
@@ -139,7 +139,7 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     return found
 
 
-def blanks(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict[str, str]:
+def not_applicable_checks(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict[str, str]:
     """The checks that have no item in a cell, with the reason."""
     found = {name: check.not_applicable(cell, driver) for name, check in CHECKS.by_name.items()}
     for name, check in CHECKS.by_name.items():
@@ -178,7 +178,7 @@ class BoundCase:
             "nodeid": strip_group(self.item.config, self.item.nodeid),
             "rank": self._rank,
             "reproduce": self.item.config.stash[SESSION].reproduce(self.item),
-            "blanks": dict(case.blanks),
+            "not_applicable": dict(case.not_applicable),
             "cost": self._cost,
         }
         if verdict.status == "skipped":

@@ -108,13 +108,13 @@ class Results:
         report.user_properties.extend(self._properties(nodeid, report))
 
     def _keep(self, data: dict[str, Any], report: pytest.TestReport) -> None:
-        more = {name: data[name] for name in ("blanks", "cost")}
+        more = {name: data[name] for name in ("not_applicable", "cost")}
         own = {name: value for name, value in data.items() if name not in more}
         if own["rank"] is None:
             own["rank"] = rank_of_cause(data["message"])
         result = self.found[data["nodeid"]] = Result(**own, seconds=report.duration)
         row = self._row(result)
-        row.blanks.update(more["blanks"])
+        row.not_applicable.update(more["not_applicable"])
         row.cost.update(more["cost"])
 
     def _keep_without_verdict(self, nodeid: str, report: pytest.TestReport) -> None:

@@ -1,4 +1,4 @@
-"""Verdicts as reports: lines for the terminal, JSON, Markdown, HTML. Knows only strings and plain data."""
+"""Reports of verdicts: terminal, JSON, Markdown, HTML. Uses only strings and plain data."""
 
 from pytest_distcompat.report.causes import Cause, causes, rank_of_cause
 from pytest_distcompat.report.compare import Change, Comparison, compare

@@ -1,4 +1,4 @@
-"""Failures grouped by what they say: of a run that broke off, every check of the cell tells the same."""
+"""Causes: failures grouped by message, since every check of a cell reports the same failed run."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from dataclasses import dataclass
 
 from pytest_distcompat.report.result import Result
 
-#: What differs from one rank, run or layer to the next where the cause is the same.
-_CHANCE = re.compile(r"0x[0-9a-f]+|\branks? \d+(, \d+)*|\d+(\.\d+)?(e-?\d+)?", re.IGNORECASE)
+#: Numbers, ranks and addresses, which differ between failures of one cause.
+_VARIABLE = re.compile(r"0x[0-9a-f]+|\branks? \d+(, \d+)*|\d+(\.\d+)?(e-?\d+)?", re.IGNORECASE)
 
-#: The last line of a traceback that stands inside a message: an exception of several ranks is told as theirs.
-_ROOT = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
+#: The last line of a traceback inside a message: an exception of several ranks contains theirs.
+_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
 _RANK = re.compile(r"\brank (\d+)\b")
-_SEVERAL = re.compile(r"\branks (\d+)")
+_RANKS = re.compile(r"\branks (\d+)")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Verdicts that read alike."""
+    """Failed verdicts with the same message, numbers aside."""
 
     results: tuple[Result, ...]
 
     @property
     def headline(self) -> str:
-        """What they say, in the words of the first."""
+        """Return the headline of the first verdict."""
         return _headline(self.results[0])
 
     @property
     def wording(self) -> str:
-        """What they say, without what is chance: what makes them one cause."""
-        return _same(self.results[0])
+        """Return the text that the verdicts share: the headline without its numbers."""
+        return _key(self.results[0])
 
     @property
     def words(self) -> str:
-        """The statuses: FAIL, CRASH."""
+        """Return the statuses as the matrix shows them: ``FAIL, CRASH``."""
         return ", ".join(dict.fromkeys(result.word for result in self.results))
 
     @property
     def cells(self) -> dict[str, list[str]]:
-        """Cell, with its driver, to its checks."""
+        """Return the failed checks by cell and driver."""
         found: dict[str, list[str]] = {}
         for result in self.results:
             found.setdefault(f"{result.cell} ({result.driver})", []).append(result.check)
@@ -48,39 +48,39 @@ class Cause:
 
     @property
     def reproduce(self) -> str:
-        """The command that shows one of them alone."""
+        """Return the command that runs one of the verdicts alone; empty if there is none."""
         return next((result.reproduce for result in self.results if result.reproduce), "")
 
 
 def causes(results: Iterable[Result]) -> list[Cause]:
-    """What makes the run red, the most frequent cause first."""
+    """Return the causes of the red verdicts, the most frequent first."""
     found: dict[str, list[Result]] = {}
     for result in results:
         if result.red:
-            found.setdefault(_same(result), []).append(result)
+            found.setdefault(_key(result), []).append(result)
     return [Cause(tuple(group)) for group in sorted(found.values(), key=len, reverse=True)]
 
 
-def _same(result: Result) -> str:
-    """What results of one cause have in common; one that says nothing is a cause of its own."""
+def _key(result: Result) -> str:
+    """Return the key of a result's cause; a result without a message is a cause of its own."""
     return wording(result) or result.nodeid
 
 
 def wording(result: Result) -> str:
-    """What it says, without what is chance: numbers, and which rank."""
-    return _CHANCE.sub("#", _headline(result))
+    """Return the headline of a result without numbers and ranks."""
+    return _VARIABLE.sub("#", _headline(result))
 
 
 def unshown(count: int) -> str:
-    """The line for causes that are left out."""
+    """Return the line that counts the causes that are left out."""
     return f"and {count} more cause{'s' if count > 1 else ''}"
 
 
 def _headline(result: Result) -> str:
-    """What went wrong, where the message begins with what was expected instead: ``judge`` has that after an empty line.
+    """Return the line of the message that names the failure.
 
-    A first line that says nothing by itself is followed by the one that does: ``Error(s) in loading state_dict for X:``, or an
-    exception that is made of other ranks' tracebacks.
+    Where the message begins with a declaration, ``judge`` has the failure after an empty line. Some first lines need the next
+    one: ``Error(s) in loading state_dict for X:``, or an exception that contains the tracebacks of other ranks.
     """
     message = result.message.strip()
     if message.startswith(("fails otherwise than declared", "fails as declared, and otherwise too")):
@@ -89,14 +89,14 @@ def _headline(result: Result) -> str:
     more = rest.strip()
     if first.endswith(":") and more:
         return f"{first} {more.splitlines()[0]}"
-    root = _ROOT.search(more) if more.startswith("Traceback") else None
+    root = _EXCEPTION.search(more) if more.startswith("Traceback") else None
     return f"{first.partition(': ')[0]}: {root[0]}" if root else first
 
 
 def rank_of_cause(message: str) -> int | None:
-    """The rank that a finding names first, in its own words; None where it names none."""
+    """Return the rank that a finding names first, None where it names none."""
     for line in message.splitlines():
-        named = _RANK.search(line) or _SEVERAL.search(line)
+        named = _RANK.search(line) or _RANKS.search(line)
         if named:
             return int(named[1])
     return None

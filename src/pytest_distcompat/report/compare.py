@@ -1,4 +1,4 @@
-"""Two reports side by side: what is newly broken, newly fixed, newly missing, and what else is different."""
+"""Comparison of two reports: verdicts that are newly broken, fixed or missing, and other differences."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pytest_distcompat.report.causes import wording
 from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import WORDS, Result
 
-#: The settings that say which cells are asked for.
+#: The settings that select cells.
 SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "device", "gpus")
-#: What is counted in the last line: a suite that goes dark shows in the first three.
+#: The counts in the last line: a suite that stops running shows in the first three.
 COUNTED = ("asked", "ran", "skipped", "unreached", "red", "known", "fixed?")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One verdict that is not what it was; ``before`` or ``after`` is empty where there was none."""
+    """Verdict that changed; ``before`` or ``after`` is empty where there was none."""
 
     suite: str
     driver: str
@@ -33,16 +33,18 @@ class Change:
     why: str = ""
 
     def __str__(self) -> str:
-        """One line."""
+        """Return the change as one line."""
         words = " -> ".join(WORDS.get(status, status) or "none" for status in (self.before, self.after))
         return f"{self.cell}:{self.check} ({self.driver}): {words}{f': {self.why}' if self.why else ''}"
 
 
 @dataclass
 class Comparison:
-    """What is different. ``broken``: red now and not before, or not like this (a crash where there was a finding, a teardown that
-    fails besides); ``missing``: ran before and not now; ``new``: was not asked for before, and is not red; ``otherwise``: of
-    those still broken whose message is another, numbers aside.
+    """Differences between two reports.
+
+    ``broken``: red now and not before, or red in another way (a crash instead of a finding, or with a failed teardown);
+    ``missing``: ran before and not now; ``new``: not selected before, and not red; ``otherwise``: still broken with another
+    message, numbers aside.
     """
 
     broken: list[Change] = field(default_factory=list)
@@ -57,13 +59,13 @@ class Comparison:
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
-        """For people: the news first. Names and messages are those of a file, so they are made fit for a terminal."""
+        """Yield the lines for a terminal, the newly broken first; control characters are escaped."""
         return map(visible, self._lines())
 
     def _lines(self) -> Iterator[str]:
-        told = (("newly broken", self.broken), ("newly missing", self.missing), ("newly fixed", self.fixed))
+        news = (("newly broken", self.broken), ("newly missing", self.missing), ("newly fixed", self.fixed))
         yield ", ".join(
-            f"{len(found)} {title}" for title, found in (*told, ("still broken", self.still), ("new", self.new))
+            f"{len(found)} {title}" for title, found in (*news, ("still broken", self.still), ("new", self.new))
         )
         for title, values in (("versions", self.versions), ("settings", self.settings)):
             if values:
@@ -81,14 +83,14 @@ class Comparison:
         yield from (f"still broken, otherwise: {change}" for change in self.otherwise)
 
     def to_json(self, name: str) -> dict[str, Any]:
-        """For the report of the later run: ``name`` is the earlier one's file."""
+        """Return the differences for the later report; ``name`` is the earlier report's file."""
         lists = {kind: [vars(change) for change in getattr(self, kind)] for kind in ("broken", "fixed", "missing")}
         return {"file": name, "text": list(self.lines()), **lists}
 
 
 def compare(before: Report, after: Report) -> Comparison:
-    """What became of each verdict."""
-    dark = set(after.unreached)
+    """Compare two reports, verdict by verdict."""
+    unreached = set(after.unreached)
     found = Comparison(
         versions=_differ(before.session.get("versions", {}), after.session.get("versions", {})),
         settings=_differ(_settings(before), _settings(after)),
@@ -96,8 +98,8 @@ def compare(before: Report, after: Report) -> Comparison:
     earlier, later = counts(before), counts(after)
     found.counts = {name: (earlier[name], later[name]) for name in COUNTED}
     earlier_of = _earlier(before, after)
-    for number, result in enumerate(after.results):
-        was = earlier_of.get(number)
+    for index, result in enumerate(after.results):
+        was = earlier_of.get(index)
         change = _change(result, was.status if was else "", result.status, result.why)
         if result.red:
             _broken(found, was, result, change)
@@ -108,10 +110,10 @@ def compare(before: Report, after: Report) -> Comparison:
                 found.missing.append(change)
         elif was.red or (was.status == "known" and result.status == "passed"):
             found.fixed.append(change)
-    there = {id(was) for was in earlier_of.values()}
+    paired = {id(was) for was in earlier_of.values()}
     for was in before.results:
-        if id(was) not in there and was.status != "skipped":
-            why = "not reached" if was.nodeid in dark else "not asked for"
+        if id(was) not in paired and was.status != "skipped":
+            why = "not reached" if was.nodeid in unreached else "not asked for"
             found.missing.append(_change(was, was.status, "", why))
     return found
 
@@ -128,38 +130,41 @@ def _broken(found: Comparison, was: Result | None, now: Result, change: Change) 
 
 
 def _alike(was: Result, now: Result) -> bool:
-    """Whether they say the same, names of temporary directories aside."""
+    """Tell whether the messages are the same, names of temporary directories aside."""
     one, other = (re.sub(r"\S*/\S*", "", wording(result)) for result in (was, now))
     return one == other
 
 
-def _change(of: Result, before: str, after: str, why: str) -> Change:
-    return Change(of.suite, of.driver, of.cell, of.check, before, after, why)
+def _change(result: Result, before: str, after: str, why: str) -> Change:
+    return Change(result.suite, result.driver, result.cell, result.check, before, after, why)
 
 
 def _earlier(before: Report, after: Report) -> dict[int, Result]:
-    """From the number of a verdict to what it was: of the same item, else of the same suite.
+    """Return the earlier verdict for each later one, by the index of the later one.
 
-    A suite that is elsewhere now is known by its name; of several such, the first place becomes the first.
+    Verdicts pair by node id, else by suite. A suite that moved is found by its name; of several of one name the first becomes
+    the first.
     """
-    here = {nodeid.rpartition("::test")[0] for nodeid in after.unreached} | {one.place for one in after.results}
-    there = {nodeid.rpartition("::test")[0] for nodeid in before.unreached} | {one.place for one in before.results}
-    # Sorted, for which of several is the first must not depend on the order of the run.
+    suites_after = {nodeid.rpartition("::test")[0] for nodeid in after.unreached} | {one.place for one in after.results}
+    suites_before = {nodeid.rpartition("::test")[0] for nodeid in before.unreached} | {
+        one.place for one in before.results
+    }
+    # Sorted, so that the pairs do not depend on the order of the run.
     old = sorted(before.results, key=lambda one: (one.place, one.nodeid))
     now = sorted(enumerate(after.results), key=lambda one: (one[1].place, one[1].nodeid))
     found: dict[int, Result] = {}
 
-    def pair(name: Callable[[Result], object], moved: bool) -> None:
+    def pair(key: Callable[[Result], object], moved: bool) -> None:
         taken = {id(was) for was in found.values()}
-        waiting: defaultdict[object, list[Result]] = defaultdict(list)
+        unpaired: defaultdict[object, list[Result]] = defaultdict(list)
         for was in old:
-            if id(was) not in taken and not (moved and was.place in here):
-                waiting[name(was)].append(was)
-        for number, result in now:
-            if number not in found and not (moved and result.place in there) and waiting[name(result)]:
-                found[number] = waiting[name(result)].pop(0)
+            if id(was) not in taken and not (moved and was.place in suites_after):
+                unpaired[key(was)].append(was)
+        for index, result in now:
+            if index not in found and not (moved and result.place in suites_before) and unpaired[key(result)]:
+                found[index] = unpaired[key(result)].pop(0)
 
-    # Not by the driver: an item that came to no verdict may have none.
+    # Not by the driver: an item without a verdict may have none.
     pair(lambda one: (one.nodeid, one.suite, one.cell, one.check), moved=False)
     pair(lambda one: (one.place, one.suite, one.cell, one.check), moved=False)
     pair(lambda one: (one.suite, one.cell, one.check), moved=True)

@@ -1,4 +1,4 @@
-"""All that a run found, as one document: what every report is made from, and the JSON that it is kept in.
+"""Report: the results of a session as one document, from which every format is made, and its JSON.
 
 ``schema.json`` beside this file describes the JSON; docs/reports.md explains it.
 """
@@ -18,21 +18,21 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import MalformedError, check, decode
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.report.format_1 import from_format_1
 from pytest_distcompat.report.result import WORDS, Result, Row
 
-#: Raised when a key changes its meaning or goes away; new keys may come at any time.
-FORMAT = 1
+#: The format of the JSON: raised when a key changes its meaning or is removed. New keys may be added at any time.
+FORMAT = 2
 
 #: How a session ended, from bad to good.
 ENDINGS = ("internal error", "interrupted", "stopped", "finished")
 
-#: How much of a verdict's message is kept, in characters: the whole story of a run that broke off stands once, with the run.
-MESSAGE = 2500
+#: The longest message of a verdict, in characters: the full text of a failed run is stored once, with the run.
+MAX_MESSAGE = 2500
 
-
-#: How deep a document may be nested. Ours have six levels.
-DEPTH = 50
-#: What a cell's cost has, if it has one (``cost.Cost``).
+#: The deepest nesting of a document. A report has six levels.
+MAX_DEPTH = 50
+#: The fields of a cell's cost, if it has one (``cost.Cost``).
 COST = ("step_seconds", "tokens_per_second", "state_bytes", "memory")
 
 _Setting = TypedDict("_Setting", {"value": str, "from": str})
@@ -93,7 +93,7 @@ class _Needed(TypedDict):
 
 
 class _Document(_Needed, total=False):
-    """What reading relies on. Whoever only shows a value takes what there is."""
+    """Fields that reading relies on; values that are only shown are not checked."""
 
     cells: list[Row]
     runs: list[_Run]
@@ -102,10 +102,10 @@ class _Document(_Needed, total=False):
 
 @dataclass
 class Report:
-    """What one run found, or several merged.
+    """Results of one session, or of several merged.
 
     ``session``: versions, device, settings, how the session ended. ``runs``: the process groups (``evidence.store``).
-    ``unreached``: the node ids of the items that were asked for and never ran.
+    ``unreached``: the node ids of the items that were collected and never ran.
     """
 
     session: dict[str, Any] = field(default_factory=dict)
@@ -116,11 +116,11 @@ class Report:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the session was broken off."""
+        """Tell whether the session ended early."""
         return bool(self.session.get("ending", "finished") != "finished")
 
     def to_json(self) -> dict[str, Any]:
-        """The document as plain data."""
+        """Return the document as plain data."""
         return {
             "format": FORMAT,
             "session": {**self.session, "counts": counts(self)},
@@ -131,40 +131,46 @@ class Report:
         }
 
     def to_text(self) -> str:
-        """The JSON: a line for each result, cell and run, so that it can be read, searched and compared."""
+        """Return the JSON, with one line for each result, cell and run, so that it can be searched and compared."""
         return "".join(_lines(self.to_json()))
 
     @classmethod
     def from_json(cls, data: Any) -> Report:
-        """The report that ``to_json`` wrote; keys that are not known are left out. Raises UsageProblem for anything else."""
+        """Return the report that ``to_json`` of this or an earlier release wrote. Unknown keys are ignored.
+
+        Raises:
+            UsageProblem: The data is no report.
+        """
         if not isinstance(data, Mapping) or "format" not in data:
             raise UsageProblem("is no report of pytest-distcompat")
-        if data["format"] != FORMAT:
-            raise UsageProblem(f"format {data['format']!r} is not known here; expected {FORMAT}")
+        if data["format"] not in {1, FORMAT}:
+            raise UsageProblem(f"format {data['format']!r} is not known here; expected 1 or {FORMAT}")
         if _too_deep(data):
-            raise UsageProblem(f"is no report: more than {DEPTH} objects and lists are inside one another")
+            raise UsageProblem(f"is no report: more than {MAX_DEPTH} objects and lists are inside one another")
+        if data["format"] == 1:
+            data = from_format_1(data)
         try:
             check(_Document, data, "")
         except MalformedError as problem:
             raise UsageProblem(f"is no report: {problem}") from None
         results = [decode(Result, one) for one in data["results"]]
         rows = [Row(**_known(Row, one)) for one in data.get("cells", ())]
-        # It would be neither red nor missing: a comparison would call it no news.
+        # Reject an unknown status: a comparison would take it for neither red nor missing.
         unknown = [result.status for result in results if result.status not in WORDS]
         if unknown:
             raise UsageProblem(f"status {unknown[0]!r} is not known here. Known: {', '.join(WORDS)}")
         ending = data["session"].get("ending", ENDINGS[-1])
         if ending not in ENDINGS:
             raise UsageProblem(f"is no report: ending {ending!r}; expected one of {', '.join(ENDINGS)}")
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             lacking = [name for name in COST if row.cost and name not in row.cost]
             if lacking:
-                raise UsageProblem(f"is no report: {lacking[0]!r} is missing in cells[{place}].cost")
+                raise UsageProblem(f"is no report: {lacking[0]!r} is missing in cells[{index}].cost")
         return cls(data["session"], results, rows, list(data.get("runs", ())), list(data.get("unreached", ())))
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """The report in a JSON file. Raises UsageProblem if there is none."""
+        """Return the report in a JSON file. Raises UsageProblem if there is none."""
         try:
             return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
@@ -178,20 +184,20 @@ class Report:
 
 
 def counts(report: Report) -> dict[str, int]:
-    """How many verdicts were asked for, ran, were skipped or never reached; and how many there are of each status.
+    """Count the verdicts that were asked for, that ran and that were not reached; and those of each status.
 
-    A suite that goes dark shows in ``ran``: asked, less what was skipped and what was not reached.
+    ``ran`` shows a suite that stops running: it is ``asked`` without what was skipped and what was not reached.
     """
     found = Counter(result.status for result in report.results)
     asked = len(report.results) + len(report.unreached)
-    told = {status: found[status] for status in WORDS}
+    by_status = {status: found[status] for status in WORDS}
     ran = len(report.results) - found["skipped"]
     red = sum(result.red for result in report.results)
-    return {"asked": asked, "ran": ran, "unreached": len(report.unreached), "red": red, **told}
+    return {"asked": asked, "ran": ran, "unreached": len(report.unreached), "red": red, **by_status}
 
 
 def facets(cell: str) -> dict[str, Any]:
-    """Strategy, precision and world size of a cell, and the options that it names; nothing for what is no cell's id."""
+    """Return strategy, precision, world size and options of a cell id; nothing for any other text."""
     try:
         found = Cell.parse(cell)
     except ValueError:
@@ -204,16 +210,16 @@ def _result(result: Result) -> dict[str, Any]:
     data = dataclasses.asdict(result)
     return {
         **data,
-        "message": excerpt(result.message, MESSAGE),
+        "message": excerpt(result.message, MAX_MESSAGE),
         "seconds": round(result.seconds, 3),
         "facets": facets(result.cell),
     }
 
 
 def _too_deep(data: Any) -> bool:
-    """Tell whether the JSON is nested deeper than any report, and than functions that call themselves may go."""
+    """Tell whether the JSON is nested deeper than any report, and too deep for recursive functions."""
     level = [data]
-    for _ in range(DEPTH):
+    for _ in range(MAX_DEPTH):
         level = [one for part in level for one in (part.values() if isinstance(part, Mapping) else part) if _nests(one)]
         if not level:
             return False
@@ -248,7 +254,7 @@ def _compact(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same without the numbers that JSON does not have, which browsers refuse to read: None in their place."""
+    """Return the value with None for numbers that JSON does not have, which browsers refuse to read."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The report as one page that needs nothing else: no network, no files beside it."""
+"""HTML report: one page without network access or further files."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from pytest_distcompat.report.markdown import headline
 from pytest_distcompat.report.result import WORDS, Result, Table, by_suite
 from pytest_distcompat.report.text import STYLES, counts_text
 
-#: What the browser may load: nothing. Bars and colours are set by our script.
+#: The page may load nothing. Its own script sets bars and colours.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 _TEMPLATES = resources.files("pytest_distcompat.report") / "templates"
 
 
 def html(report: Report) -> str:
-    """The page. Everything in it that came from a test is text: jinja2 escapes it, and the script sets it as text.
+    """Return the page.
 
-    The policy in its head lets the browser run our script, known by its hash, and nothing else, and load nothing.
+    Everything from a test is text: jinja2 escapes it, and the script sets it as text. The policy in the head lets the browser
+    run the page's own script, by its hash, and load nothing.
     """
     import jinja2
     from markupsafe import Markup
@@ -35,8 +36,8 @@ def html(report: Report) -> str:
     data = report.to_json()
     return environment.from_string(_read("page.html.j2")).render(
         policy=f"{POLICY}; script-src 'sha256-{digest}'",
-        style=Markup(_read("page.css")),  # noqa: S704 - our own file
-        script=Markup(script),  # noqa: S704 - our own file
+        style=Markup(_read("page.css")),  # noqa: S704 - a file of this package
+        script=Markup(script),  # noqa: S704 - a file of this package
         data=data,
         session=data["session"],
         headline=headline(report),
@@ -45,7 +46,7 @@ def html(report: Report) -> str:
         unreached=len(report.unreached),
         suites=[_suite(found) for found in by_suite(report.results)],
         causes=causes(report.results),
-        blanks=[row for row in report.rows if row.blanks],
+        not_applicable=[row for row in report.rows if row.not_applicable],
         words=WORDS,
         styles=STYLES,
         facets=_axes(report.results),
@@ -54,7 +55,7 @@ def html(report: Report) -> str:
 
 
 def place(result: Result) -> str:
-    """By what the page's script knows a verdict: where it stands, and its check."""
+    """Return the key by which the page's script finds a verdict: its place and its check."""
     return f"{result.place}:{result.cell}:{result.check}"
 
 
@@ -68,7 +69,7 @@ def _suite(found: list[Result]) -> dict[str, Any]:
 
 
 def _axes(results: list[Result]) -> dict[str, list[str]]:
-    """What can be filtered by: the values that there are, in the order of their appearance."""
+    """Return the values of each filter, in the order of their appearance."""
     known = [facets(result.cell) for result in results]
     return {
         "driver": list(dict.fromkeys(result.driver for result in results)),

@@ -1,4 +1,4 @@
-"""The report for people who read it on a page: Markdown, and a short form for chat."""
+"""Markdown report, and a short text for chat."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Iterable, Iterator
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report
-from pytest_distcompat.report.result import Result, Row, Table, blank_reasons, by_suite
+from pytest_distcompat.report.result import Result, Row, Table, by_suite, not_applicable_reasons
 from pytest_distcompat.report.text import HEADLINE, counts_text, cut
 
-#: What a message in a chat may have, in characters (Slack cuts at 3000: https://docs.slack.dev/reference/block-kit/blocks/section-block).
+#: The longest chat message, in characters (Slack cuts at 3000: https://docs.slack.dev/reference/block-kit/blocks/section-block).
 CHAT = 2999
 #: How many causes a page and a chat message show at most.
 CAUSES = 50
 CHAT_CAUSES = 8
 
-#: What Markdown would read as markup; an underscore inside a word is none.
+#: Characters that Markdown would read as markup; an underscore inside a word is none.
 _SPECIAL = re.compile(r"([\\`*\[\]<>|~&]|(?<!\w)_|_(?!\w)|^[#+=-])")
 
 
 def markdown(report: Report) -> str:
-    """The whole page: the matrices, what went wrong by cause, why what is blank is blank, what cells cost."""
+    """Return the page: failures by cause, matrices, checks that are not applicable, costs of cells."""
     return "\n".join(_page(report)) + "\n"
 
 
 def chat(report: Report) -> str:
-    """What to post: the counts, the versions, the most frequent causes. Shorter than 3000 characters."""
+    """Return a chat message: counts, versions, the most frequent causes. Shorter than 3000 characters."""
     lines = [headline(report), counts_text(report), _versions(report)]
     found = causes(report.results)
     for cause in found[:CHAT_CAUSES]:
@@ -42,14 +42,14 @@ def chat(report: Report) -> str:
 
 
 def headline(report: Report) -> str:
-    """In a few words how it went."""
+    """Return the outcome in a few words."""
     red = sum(result.red for result in report.results)
-    said = "interrupted" if report.interrupted else "ok" if not red else ""
-    return "Distributed compatibility: " + ", ".join(filter(None, (said, f"{red} failed" if red else "")))
+    outcome = "interrupted" if report.interrupted else "ok" if not red else ""
+    return "Distributed compatibility: " + ", ".join(filter(None, (outcome, f"{red} failed" if red else "")))
 
 
 def escape(text: str) -> str:
-    """Text as it is: no markup of its own, whatever a message holds."""
+    """Escape a text, so that nothing in it is markup."""
     return _SPECIAL.sub(r"\\\1", visible(" ".join(text.split())))
 
 
@@ -70,7 +70,7 @@ def _page(report: Report) -> Iterator[str]:
     yield from _causes(causes(report.results))
     for found in by_suite(report.results):
         yield from _suite(found)
-    yield from _blanks(report.rows)
+    yield from _not_applicable(report.rows)
     yield from _cost(report.rows)
 
 
@@ -100,13 +100,13 @@ def _suite(found: list[Result]) -> Iterator[str]:
     yield from dict.fromkeys(f"- {escape(f'{r.cell}:{r.check}')}: {r.word}: {escape(r.why)}" for r in reasons)
 
 
-def _blanks(rows: Iterable[Row]) -> Iterator[str]:
-    """Why a check has nothing to say in a cell: a line a reason."""
-    known = [row for row in rows if row.blanks]
+def _not_applicable(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield the reasons for which checks are not applicable, one per line."""
+    known = [row for row in rows if row.not_applicable]
     if known:
-        yield from ("", "## Blanks", "")
+        yield from ("", "## Not applicable", "")
     for driver in dict.fromkeys(row.driver for row in known):
-        for (check, reason), names in blank_reasons(row for row in known if row.driver == driver).items():
+        for (check, reason), names in not_applicable_reasons(row for row in known if row.driver == driver).items():
             yield f"- {escape(f'{driver}: {check}')}: {escape(reason)} ({len(names)} cells: {escape(', '.join(names))})"
 
 
@@ -122,10 +122,10 @@ def _cost(rows: Iterable[Row]) -> Iterator[str]:
         yield f"| {escape(row.driver)} | {escape(row.cell)} | {' | '.join(numbers)} |"
 
 
-#: What of a cell's cost is shown, in which unit, with how many digits.
+#: The columns of the table of costs: field, factor, digits.
 _COST = (("step_seconds", 1000.0, 1), ("tokens_per_second", 1.0, 0), ("state_bytes", 1.0, 1), ("memory", 1 / 2**20, 0))
 
 
 def _number(value: float | None, scale: float, digits: int) -> str:
-    """Return the number; nothing for one that JSON does not have, such as infinity."""
+    """Return the number; an empty text for one that JSON does not have, such as infinity."""
     return "" if value is None else f"{value * scale:.{digits}f}"

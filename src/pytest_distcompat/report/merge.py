@@ -1,4 +1,4 @@
-"""Several reports as one: the parts of a matrix that several jobs ran."""
+"""Merging of reports: the parts of a matrix that several jobs ran."""
 
 from __future__ import annotations
 
@@ -11,40 +11,46 @@ from pytest_distcompat.report.result import Result, Row
 
 
 def merge(reports: Sequence[Report]) -> Report:
-    """One report. Where several have a verdict on the same check in the same cell, the worst counts, and one that ran counts
-    more than one that was skipped; what was not reached in one and ran in another was reached. Of a cell that several ran,
-    names, dtypes, steps and cost are those of the first that has them.
+    """Merge reports into one.
+
+    Of several verdicts on a check in a cell the worst counts, and one that ran counts more than one that was skipped. An item
+    that ran in any of the reports was reached. Names, dtypes, steps and cost of a cell are those of the first report that has
+    them.
     """
     results: dict[tuple[str, ...], Result] = {}
     rows: dict[tuple[str, ...], Row] = {}
     runs: list[dict[str, Any]] = []
     for number, report in enumerate(reports, 1):
         for result in report.results:
-            # Not by the driver: an item that came to no verdict has none where nothing else told it.
+            # Not by the driver: an item without a verdict may have none.
             key = (result.suite, result.place, result.cell, result.check)
             if key not in results or result.weight > results[key].weight:
                 results[key] = result
         runs += [{**run, "id": f"{number}/{run['id']}"} for run in report.runs]
         for row in report.rows:
-            own = dataclasses.replace(row, runs=[f"{number}/{run}" for run in row.runs])
+            numbered = dataclasses.replace(row, runs=[f"{number}/{run}" for run in row.runs])
             name = (row.suite, row.place, row.cell)
-            rows[name] = _richer(rows[name], own) if name in rows else own
+            rows[name] = _richer(rows[name], numbered) if name in rows else numbered
     drivers = {(row.suite, row.place): row.driver for row in rows.values() if row.driver}
     for row in rows.values():
         row.driver = row.driver or drivers.get((row.suite, row.place), "")
-    told = [
+    verdicts = [
         dataclasses.replace(result, driver=result.driver or drivers.get((result.suite, result.place), ""))
         for result in results.values()
     ]
     reached = {result.nodeid for result in results.values()}
     unreached = dict.fromkeys(nodeid for report in reports for nodeid in report.unreached if nodeid not in reached)
-    return Report(_session([report.session for report in reports]), told, list(rows.values()), runs, list(unreached))
+    return Report(
+        _session([report.session for report in reports]), verdicts, list(rows.values()), runs, list(unreached)
+    )
 
 
 def _richer(one: Row, other: Row) -> Row:
-    """Both cells' runs and blanks; of the rest what the first knows, else what the other does."""
+    """Return the row of both: all runs and reasons, of the rest what the first has, else what the other has."""
     known = {field.name: getattr(one, field.name) or getattr(other, field.name) for field in dataclasses.fields(Row)}
-    return Row(**{**known, "runs": [*one.runs, *other.runs], "blanks": {**other.blanks, **one.blanks}})
+    return Row(
+        **{**known, "runs": [*one.runs, *other.runs], "not_applicable": {**other.not_applicable, **one.not_applicable}}
+    )
 
 
 def _session(sessions: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -85,10 +91,10 @@ def _session(sessions: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _who(who: str, number: int) -> str:
-    """A node id is the same in all jobs; a run's id is not."""
+    """Number the id of a run, which differs between jobs; a node id is the same in all."""
     return who if "::" in who else f"{number}/{who}"
 
 
 def _join(values: Any) -> str:
-    """The different values, each once."""
+    """Join the different values, each once."""
     return " | ".join(dict.fromkeys(value for value in values if value))

@@ -1,4 +1,4 @@
-"""One item's result, as the reports know it."""
+"""Results of items and rows of cells, as reports have them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-#: How each status reads in the matrix. Capitals are for what makes the run red, so that no colour is needed to see it.
+#: Status to its word in the matrix. Statuses that make a session red are in capitals, so that no colour is needed.
 WORDS = {
     "passed": "ok",
     "refused": "refused",
@@ -20,9 +20,9 @@ WORDS = {
     "leaked": "LEAK",
     "error": "ERROR",
 }
-#: The statuses that make a run red. ``error``: the item came to no verdict at all.
+#: The statuses that make a session red. ``error``: the item came to no verdict.
 RED = frozenset({"failed", "fixed?", "late", "crashed", "hung", "leaked", "error"})
-#: Which of two verdicts on the same thing counts: what is red, then what is not as it should be, then what ran at all.
+#: The heavier of two verdicts on a check in a cell counts: red, then known, then any that ran.
 _WEIGHT = {**dict.fromkeys(RED, 4), "known": 3, "refused": 2, "passed": 2, "skipped": 1}
 
 
@@ -30,9 +30,9 @@ _WEIGHT = {**dict.fromkeys(RED, 4), "known": 3, "refused": 2, "passed": 2, "skip
 class Result:
     """One check in one cell of one suite.
 
-    ``rank`` is the rank that failed first, or that the finding names; ``seconds`` what the item took, with the runs that it
-    was the first to need; ``reproduce`` the command that runs it alone, empty for an item that came to no verdict. ``teardown``
-    is what its teardown failed with, besides.
+    ``rank`` is the rank that failed first, or that the finding names; ``seconds`` the duration of the item, with the runs that
+    it was the first to need; ``reproduce`` the command that runs it alone, empty for an item without a verdict. ``teardown``
+    is the error of its teardown, if that failed too.
     """
 
     suite: str
@@ -50,50 +50,50 @@ class Result:
 
     @property
     def word(self) -> str:
-        """As it reads in the matrix."""
+        """Return the status as the matrix shows it."""
         return WORDS.get(self.status, self.status)
 
     @property
     def red(self) -> bool:
-        """Whether it makes the run red."""
+        """Tell whether it makes the session red."""
         return self.status in RED
 
     @property
     def weight(self) -> int:
-        """Of two on the same check in the same cell the heavier one counts."""
+        """Return the weight: of two results for a check in a cell, the heavier one counts."""
         return _WEIGHT.get(self.status, 0)
 
     @property
     def place(self) -> str:
-        """The suite's own place: classes of one name in two modules are two suites."""
+        """Return the suite's node id: classes of one name in two modules are two suites."""
         return self.nodeid.rpartition("::test")[0]
 
     @property
     def headline(self) -> str:
-        """The first line of the message that says anything."""
+        """Return the first line of the message that is not empty."""
         return next((line.strip() for line in self.message.splitlines() if line.strip()), "")
 
     @property
     def why(self) -> str:
-        """The reason in one line, where nobody gave one the first line of the message."""
+        """Return the reason; the first line of the message if there is none."""
         return self.reason or self.headline
 
 
 @dataclass
 class Row:
-    """What a cell has beside its verdicts.
+    """Data of a cell besides its verdicts.
 
-    ``blanks``: the checks without a verdict, each with the reason. ``cost``: the fields of ``cost.Cost``. ``runs``: the ids
-    of the runs that its checks read. ``names``, ``dtypes``, ``steps`` and ``memory``: what its training showed
-    (``evidence.cells``).
+    ``not_applicable``: the checks without a verdict, each with the reason. ``cost``: the fields of ``cost.Cost``. ``runs``: the
+    ids of the runs that its checks read. ``names``, ``dtypes``, ``steps`` and ``memory``: the evidence of its
+    training (``evidence.cells``).
     """
 
     suite: str
     driver: str
     cell: str
     place: str = ""
-    blanks: dict[str, str] = field(default_factory=dict)
-    #: None stands for a number that JSON does not have.
+    not_applicable: dict[str, str] = field(default_factory=dict)
+    #: A value is None for a number that JSON does not have.
     cost: dict[str, float | None] = field(default_factory=dict)
     runs: list[str] = field(default_factory=list)
     names: list[dict[str, Any]] = field(default_factory=list)
@@ -102,17 +102,17 @@ class Row:
     memory: list[int] = field(default_factory=list)
 
 
-def blank_reasons(rows: Iterable[Row]) -> dict[tuple[str, str], list[str]]:
-    """(check, why it has nothing to say) to the cells."""
+def not_applicable_reasons(rows: Iterable[Row]) -> dict[tuple[str, str], list[str]]:
+    """Return the cells by (check, reason for which it is not applicable)."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        for check, reason in row.blanks.items():
+        for check, reason in row.not_applicable.items():
             reasons.setdefault((check, reason), []).append(row.cell)
     return reasons
 
 
 def by_suite(results: Iterable[Result]) -> list[list[Result]]:
-    """Grouped, in the order of first appearance."""
+    """Group the results by suite, in the order of first appearance."""
     suites: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         suites.setdefault((result.suite, result.place), []).append(result)
@@ -121,7 +121,7 @@ def by_suite(results: Iterable[Result]) -> list[list[Result]]:
 
 @dataclass(frozen=True)
 class Table:
-    """One suite's matrix: a row a cell, a column a check; None where a cell has no such verdict."""
+    """Matrix of one suite: a row for each cell, a column for each check."""
 
     checks: tuple[str, ...]
     cells: tuple[str, ...]
@@ -129,17 +129,17 @@ class Table:
 
     @classmethod
     def of(cls, results: Iterable[Result]) -> Table:
-        """The matrix of one suite's results, in their order: of items that a fixture made several of, the worst."""
+        """Return the matrix of a suite's results, in their order; of several for a check in a cell, the worst."""
         found: dict[tuple[str, str], Result] = {}
         for result in results:
-            known = found.setdefault((result.cell, result.check), result)
-            if result.weight > known.weight:
+            worst = found.setdefault((result.cell, result.check), result)
+            if result.weight > worst.weight:
                 found[result.cell, result.check] = result
         return cls(
             tuple(dict.fromkeys(check for _, check in found)), tuple(dict.fromkeys(cell for cell, _ in found)), found
         )
 
     def word(self, cell: str, check: str) -> str:
-        """What stands there; nothing for a blank."""
+        """Return the word of the verdict, empty where there is none."""
         result = self.found.get((cell, check))
         return result.word if result else ""

@@ -1,4 +1,4 @@
-"""The matrix for the terminal: lines of spans, each a text with the name of its style."""
+"""Terminal report: lines of spans, each a text with the name of its style."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from pytest_distcompat.report.causes import causes, unshown
 from pytest_distcompat.report.document import Report, counts
-from pytest_distcompat.report.result import WORDS, Result, Row, Table, blank_reasons, by_suite
+from pytest_distcompat.report.result import WORDS, Result, Row, Table, by_suite, not_applicable_reasons
 
 #: A text and its style: ``good``, ``known``, ``bad``, ``dim``, ``head`` or nothing.
 Span = tuple[str, str]
@@ -15,27 +15,30 @@ Line = tuple[Span, ...]
 
 STYLES = {"passed": "good", "refused": "good", "known": "known", "skipped": "dim"}
 
-#: How many runs are named as the slowest, and how many causes of failure are shown.
+#: How many of the slowest runs, and of the causes of failure, are shown.
 SLOWEST = 5
 CAUSES = 20
-#: How many characters of what went wrong stand in a list of causes.
+#: The longest headline in the list of causes, in characters.
 HEADLINE = 240
 
 
 def cut(text: str, length: int) -> str:
-    """The text, no longer than that."""
+    """Cut the text to that length."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def plain_text(line: Line) -> str:
-    """The line without its styles."""
+    """Return the line without its styles."""
     return "".join(text for text, _ in line)
 
 
 def matrix_text(results: Iterable[Result], cells: Iterable[Row] = (), width: int = 0) -> Iterator[Line]:
-    """Each suite's matrix, then the reason of everything that is known, refused, blank or was not run, each once.
+    """Yield each suite's matrix, then each reason for what is known, not run, refused or not applicable.
 
-    ``width`` is how many characters a line may have (0: any number): a wider matrix goes on in a further block below.
+    Args:
+        results: The results of any number of suites.
+        cells: The rows of their cells.
+        width: The longest line, in characters; 0 for any length. A wider matrix continues in a further block.
     """
     extra = list(cells)
     for found in by_suite(results):
@@ -44,9 +47,9 @@ def matrix_text(results: Iterable[Result], cells: Iterable[Row] = (), width: int
         for status, title in (("known", "known"), ("skipped", "not run"), ("refused", "refused")):
             for reason, names in _reasons(found, status).items():
                 yield ((f"  {title}: {reason} [{_short(names)}]", ""),)
-        here = (row for row in extra if row.suite == found[0].suite and row.driver == found[0].driver)
-        for (check, reason), names in blank_reasons(here).items():
-            yield ((f"  blank: {check}: {reason} [{_short(names)}]", "dim"),)
+        own_rows = (row for row in extra if row.suite == found[0].suite and row.driver == found[0].driver)
+        for (check, reason), names in not_applicable_reasons(own_rows).items():
+            yield ((f"  not applicable: {check}: {reason} [{_short(names)}]", "dim"),)
 
 
 def _blocks(table: Table, width: int) -> Iterator[Line]:
@@ -56,7 +59,7 @@ def _blocks(table: Table, width: int) -> Iterator[Line]:
     ]
     while columns:
         taken, used = 0, 2 + label
-        # One column at least: a line that is too long is better than none.
+        # At least one column, even if the line is too long.
         while taken < len(columns) and (not taken or not width or used + 2 + columns[taken][1] <= width):
             used += 2 + columns[taken][1]
             taken += 1
@@ -64,7 +67,7 @@ def _blocks(table: Table, width: int) -> Iterator[Line]:
         yield _row(" " * label, [(check, "") for check, _ in block], block)
         for cell in table.cells:
             words = [(table.word(cell, check), _style(table.found.get((cell, check)))) for check, _ in block]
-            # In a further block a cell with nothing to say there is no line.
+            # A further block leaves out cells without a verdict in it.
             if taken == len(table.checks) or any(text for text, _ in words):
                 yield _row(cell.ljust(label), words, block)
 
@@ -83,14 +86,14 @@ def _style(result: Result | None) -> str:
 
 
 def causes_text(results: Iterable[Result]) -> Iterator[Line]:
-    """What went wrong, each cause once, with the cells and checks that show it and the command for one of them."""
+    """Yield each cause of failure with its cells and checks, and the command that reproduces one of them."""
     found = causes(results)
     if found:
         yield (("failures by cause", "head"),)
     for number, cause in enumerate(found[:CAUSES], 1):
         cells = cause.cells
-        verdicts, places = len(cause.results), len(cells)
-        counted = f"{verdicts} verdict{'s' * (verdicts > 1)} in {places} cell{'s' * (places > 1)}"
+        verdicts, affected = len(cause.results), len(cells)
+        counted = f"{verdicts} verdict{'s' * (verdicts > 1)} in {affected} cell{'s' * (affected > 1)}"
         yield ((f"  {number}. ", ""), (cause.words, "bad"), (f" {counted}: {cut(cause.headline, HEADLINE)}", ""))
         named = [f"{cell}: {_short(checks, 6)}" for cell, checks in cells.items()]
         yield ((f"     {'; '.join(named[:3])}{_more(len(named) - 3)}", ""),)
@@ -101,7 +104,7 @@ def causes_text(results: Iterable[Result]) -> Iterator[Line]:
 
 
 def runs_text(runs: Iterable[dict[str, Any]], timeline: Iterable[dict[str, Any]] = ()) -> Iterator[Line]:
-    """The slowest runs, and which devices were used for how much of the time."""
+    """Yield the slowest runs, and the fraction of the time in which each device was in use."""
     slow = sorted((run for run in runs if run["seconds"]), key=lambda run: run["seconds"], reverse=True)
     if slow:
         named = (f"{run['seconds']:.1f} s {run['cell']} {run['name']} ({run['driver']})" for run in slow[:SLOWEST])
@@ -117,17 +120,17 @@ def runs_text(runs: Iterable[dict[str, Any]], timeline: Iterable[dict[str, Any]]
 
 
 def counts_text(report: Report) -> str:
-    """In one line, how many verdicts were asked for and what became of them: no count that is 0 but those of a dark suite."""
+    """Return the counts in one line; counts of 0 are left out, except those that show a suite that stopped running."""
     found = counts(report)
     parts = [f"{found['asked']} asked", f"{found['ran']} ran", f"{found['skipped']} skipped"]
     if found["unreached"]:
         parts.append(f"{found['unreached']} not reached")
-    became = [f"{found[status]} {status}" for status in WORDS if found[status] and status != "skipped"]
-    return f"{', '.join(parts)}: {', '.join(became) or 'nothing'}"
+    statuses = [f"{found[status]} {status}" for status in WORDS if found[status] and status != "skipped"]
+    return f"{', '.join(parts)}: {', '.join(statuses) or 'nothing'}"
 
 
 def _reasons(results: Iterable[Result], status: str) -> dict[str, list[str]]:
-    """Reason to the cells (and checks) that have it."""
+    """Return the cells (and checks) of each reason."""
     found: dict[str, list[str]] = {}
     for result in results:
         if result.status == status:

@@ -1,4 +1,4 @@
-"""Which versions a run is about."""
+"""Versions of the packages that a session tests."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import platform
 
 from pytest_distcompat.installed import version_of
 
-#: What is under test, and what tests it.
+#: The packages under test, and those that test them.
 PACKAGES = ("pytest-distcompat", "torch", "accelerate", "transformers", "deepspeed", "pytest")
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Python's version and those of the packages that are installed, by their metadata: none of them is imported."""
-    there = {name: version_of(name) for name in packages}
-    return {"python": platform.python_version(), **{name: version for name, version in there.items() if version}}
+    """Return the versions of Python and of the installed packages, from metadata: none is imported."""
+    installed = {name: version_of(name) for name in packages}
+    return {"python": platform.python_version(), **{name: version for name, version in installed.items() if version}}

@@ -1,4 +1,4 @@
-"""The report files: JSON for machines, HTML and Markdown for people, a short text for chat; all from one document."""
+"""Report files: JSON, HTML, Markdown and a short text for chat, all from one document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.html import html
 from pytest_distcompat.report.markdown import chat, markdown
 
-#: Suffix of the file to what makes its text.
+#: Suffix of the file to the function that makes its text.
 FORMATS: Mapping[str, Callable[[Report], str]] = {
     ".json": Report.to_text,
     ".md": markdown,
@@ -20,55 +20,57 @@ FORMATS: Mapping[str, Callable[[Report], str]] = {
     ".txt": chat,
 }
 
-#: What a step's summary on GitHub may have, in bytes
+#: The longest summary of a step on GitHub, in bytes
 #: (https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#step-isolation-and-limits).
-SUMMARY = 1024 * 1024
+MAX_SUMMARY = 1024 * 1024
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write the file in the format of its suffix. Raises KeyError for a suffix that is not in FORMATS.
+    """Write the report in the format of the file's suffix.
 
-    Raises OSError where it cannot be written; what was there before is there still.
+    Raises:
+        KeyError: The suffix is not in FORMATS.
+        OSError: The file cannot be written; its earlier content is unchanged.
     """
     replace_file(path, FORMATS[path.suffix](report))
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write the file as a whole or not at all: beside it, then by renaming. Raises OSError, which names the file."""
+    """Write the file atomically, by renaming a new file. Raises OSError, which names the file."""
     data = text.encode("utf-8", "replace")
     try:
-        # A link is followed, as it is when a file is written.
+        # Follow a link, as a write does.
         target = path.resolve()
         if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
-            # A pipe, /dev/stdout, or a file alone in a container: nothing can take its place.
+            # A pipe, /dev/stdout or a single mounted file cannot be replaced.
             target.write_bytes(data)
             return
-        beside = target.with_name(f".{secrets.token_hex(8)}.part")
+        partial = target.with_name(f".{secrets.token_hex(8)}.part")
         try:
-            _write_new(beside, data, like=target)
-            beside.replace(target)
+            _write_new(partial, data, like=target)
+            partial.replace(target)
         finally:
-            beside.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _write_new(path: Path, data: bytes, *, like: Path) -> None:
-    """Write a new file, down to the disk, with the mode of another one if that is there."""
+    """Write a new file to the disk, with the mode of ``like`` if that exists."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
-        # Some file systems tell only now that there was no space.
+        # Some file systems report only here that there was no space.
         os.fsync(file.fileno())
     if like.exists():
         shutil.copymode(like, path)
 
 
 def append_summary(path: Path, report: Report) -> None:
-    """Append the Markdown to a step's summary on GitHub; the end is left out where the whole is too long to be taken."""
+    """Append the Markdown to a step's summary on GitHub; cut the end where it is too long."""
     raw = markdown(report).encode("utf-8", "replace")
-    already = path.stat().st_size if path.exists() else 0
-    room = SUMMARY - already - 100
+    size = path.stat().st_size if path.exists() else 0
+    room = MAX_SUMMARY - size - 100
     if len(raw) > room:
         raw = raw[: max(0, room)].rpartition(b"\n")[0] + b"\n\nThe rest does not fit here: see the report's file.\n"
     with path.open("ab") as file:

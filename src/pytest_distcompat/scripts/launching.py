@@ -18,7 +18,7 @@ from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.launch.process import on_device
 from pytest_distcompat.launch.request import Request
 from pytest_distcompat.lease import Pool, cpu_slots, gpus
-from pytest_distcompat.leased import told
+from pytest_distcompat.leased import leak_message
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scripts import command as commands
 from pytest_distcompat.scripts.configuration import find_configuration
@@ -158,7 +158,7 @@ def launch(
             cwd=at,
             reproduce=_reproduce(command.line, with_probe(ours, directory), where.device),
         ).run()
-    ending = replace(ending, leaks=tuple(map(told, lease.own_leak)))
+    ending = replace(ending, leaks=tuple(map(leak_message, lease.own_leak)))
     run = ScriptRun(
         ending,
         cell if strategy else None,

@@ -136,9 +136,9 @@
       put(body, "h3", `${result.check}: ${result.status}`);
       if (result.reason) put(body, "p", result.reason);
       if (result.message && result.message !== result.reason) put(body, "pre", result.message);
-      const told = [`${number(result.seconds)} s`];
-      if (result.rank !== null) told.push(`cause on rank ${result.rank}`);
-      put(body, "p", told.join(", "), { class: "hint" });
+      const details = [`${number(result.seconds)} s`];
+      if (result.rank !== null) details.push(`cause on rank ${result.rank}`);
+      put(body, "p", details.join(", "), { class: "hint" });
       if (result.reproduce) { put(body, "p", "Reproduce:"); put(body, "pre", result.reproduce, { class: "command" }); }
     };
     for (const result of report.results.filter((one) => place(one) === key)) {
