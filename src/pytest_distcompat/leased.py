@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 
-from pytest_distcompat.launch import Ending, Keeping, Launcher, Request
+from pytest_distcompat.launch import Ending, Launcher, Request, Reuse
 from pytest_distcompat.lease import Leak, Lease, Pool
 
 
@@ -39,12 +39,12 @@ class LeasedLauncher:
         """Wait until ready."""
         return self._launcher.get_warm()
 
-    def run(self, request: Request, keep: Keeping | None = None) -> Ending:
+    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
         """Start the ranks when there are devices for all of them. Raises LeaseTimeout if there are none in time.
 
         Ranks that are kept keep their devices.
         """
-        if self._lease is None or keep is None or keep.scope != self.keeping:
+        if self._lease is None or reuse is None or reuse.scope != self.reuse_scope:
             # Imports take seconds and no device: others run meanwhile. What goes wrong with them, ``run`` says.
             self._launcher.get_warm()
             problem = self.retire()
@@ -57,16 +57,16 @@ class LeasedLauncher:
         own: tuple[Leak, ...] = ()
         environment = {**request.set, **self._lease.environment}
         try:
-            ending = self._launcher.run(dataclasses.replace(request, set=environment), keep)
+            ending = self._launcher.run(dataclasses.replace(request, set=environment), reuse)
         finally:
-            if not self._launcher.keeping:
+            if not self._launcher.reuse_scope:
                 own = self._give_back()
         return dataclasses.replace(ending, leaks=tuple(map(told, own)))
 
     @property
-    def keeping(self) -> str:
+    def reuse_scope(self) -> str:
         """The scope of the ranks that wait for a request; empty if there are none."""
-        return self._launcher.keeping
+        return self._launcher.reuse_scope
 
     def retire(self) -> str:
         """Have ranks that wait leave, and give their devices back; what went wrong, if something did."""

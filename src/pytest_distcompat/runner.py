@@ -216,5 +216,5 @@ def told_of_ranks(ending: Ending) -> list[dict[str, Any]]:
 
 def _told(end: RankEnd) -> dict[str, Any]:
     told = {name: getattr(end, name) for name in ("rank", "status", "message", "text", "output")}
-    collectives = end.standing.history() if end.standing is not None else ""
+    collectives = end.wait_state.history() if end.wait_state is not None else ""
     return {**told, "stack": without_launcher(end.stack) if end.stack else "", "collectives": collectives}

@@ -1,0 +1,85 @@
+"""Detection of ranks that wait in torch for a rank that will not come: their main threads sleep there, and never wake up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import psutil
+
+from pytest_distcompat import clock
+from pytest_distcompat.launch.stacks import threads
+
+#: How long a main thread must have slept without waking up once, in seconds, before and after it was found to be in torch.
+QUIET_S = 0.6
+#: After how many seconds the stacks of ranks that slept elsewhere are read again: twice as long each time, up to the second.
+RECHECK_S, RECHECK_AT_MOST_S = 1.0, 8.0
+
+
+class StallDetector:
+    """Tells whether processes have stalled in torch. Its owner calls ``check`` now and then."""
+
+    def __init__(self) -> None:
+        self._switches: list[object] = []
+        self._since = self._recheck_at = 0.0
+        self._pause = RECHECK_S
+        self._in_torch = False
+
+    def check(self, pids: Collection[int], wait_in_torch: Callable[[], bool]) -> bool:
+        """Tell whether all processes wait in torch.
+
+        Args:
+            pids: The processes.
+            wait_in_torch: Reads their stacks, which may wake them. It is called once they sleep.
+
+        """
+        if self._have_run(pids):
+            self._in_torch = False
+            return False
+        now = clock.now()
+        if not pids or now - self._since < QUIET_S:
+            return False
+        if not self._in_torch and now >= self._recheck_at:
+            self._in_torch = wait_in_torch()
+            if not self._in_torch:
+                self._recheck_at, self._pause = now + self._pause, min(2 * self._pause, RECHECK_AT_MOST_S)
+            # From here on they must sleep for as long again.
+            self._have_run(pids)
+            self._since = clock.now()
+            return False
+        return self._in_torch
+
+    def _have_run(self, pids: Collection[int]) -> bool:
+        """Tell whether a main thread has run since the last call.
+
+        The kernel counts the context switches of a thread (``/proc/PID/status``); a thread that blocks in a call has none.
+        """
+        switches = list(map(_switches, pids))
+        if switches == self._switches:
+            return False
+        self._switches, self._since = switches, clock.now()
+        return True
+
+
+def _switches(pid: int) -> object:
+    try:
+        return psutil.Process(pid).num_ctx_switches()
+    except psutil.Error:
+        return None
+
+
+def in_torch(stack: str) -> bool:
+    """Tell whether the innermost Python function of the main thread is torch's."""
+    found = threads(stack)
+    return bool(found) and found[0][0].of_torch
+
+
+def waits_for_a_thread(pid: int) -> bool:
+    """Tell whether the main thread sleeps until another thread of its process wakes it, as in the ``wait`` of gloo's work.
+
+    https://man7.org/linux/man-pages/man5/proc_pid_wchan.5.html
+    """
+    with contextlib.suppress(OSError):
+        return "futex" in Path(f"/proc/{pid}/task/{pid}/wchan").read_text(encoding="ascii")
+    return False
