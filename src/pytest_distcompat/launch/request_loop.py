@@ -288,7 +288,7 @@ def _changes(state_watch: StateWatch) -> list[str]:
     try:
         return state_watch.changes()
     except Exception as error:
-        return [f"what cannot be looked at ({rank.message_of(error)})"]
+        return [f"state that cannot be read ({rank.message_of(error)})"]
 
 
 @contextlib.contextmanager
