@@ -6,7 +6,7 @@ from __future__ import annotations
 class WithoutProcesses:
     """All that a launcher must be able to do, but for ``run``."""
 
-    keeping: str = ""
+    reuse_scope: str = ""
 
     def warm_up(self) -> None:
         """Nothing."""

@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 
-from pytest_distcompat.launch import Ending, Keeping, Launcher, Request
+from pytest_distcompat.launch import Ending, Launcher, Request, Reuse
 from pytest_distcompat.lease import Leak, Lease, Pool
 
 
@@ -39,7 +39,7 @@ class LeasedLauncher:
         """Wait until the launcher is ready; return what is wrong with it, if anything."""
         return self._launcher.get_warm()
 
-    def run(self, request: Request, keep: Keeping | None = None) -> Ending:
+    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
         """Start the ranks when there are devices for all of them.
 
         Ranks that are kept keep their devices.
@@ -47,7 +47,7 @@ class LeasedLauncher:
         Raises:
             LeaseTimeout: There were no devices in time.
         """
-        if self._lease is None or keep is None or keep.scope != self.keeping:
+        if self._lease is None or reuse is None or reuse.scope != self.reuse_scope:
             # Imports take seconds and need no device, so other runs can use them. ``run`` reports what goes wrong.
             self._launcher.get_warm()
             problem = self.retire()
@@ -60,16 +60,16 @@ class LeasedLauncher:
         leaks: tuple[Leak, ...] = ()
         environment = {**request.set, **self._lease.environment}
         try:
-            ending = self._launcher.run(dataclasses.replace(request, set=environment), keep)
+            ending = self._launcher.run(dataclasses.replace(request, set=environment), reuse)
         finally:
-            if not self._launcher.keeping:
+            if not self._launcher.reuse_scope:
                 leaks = self._give_back()
         return dataclasses.replace(ending, leaks=tuple(map(leak_message, leaks)))
 
     @property
-    def keeping(self) -> str:
+    def reuse_scope(self) -> str:
         """Return the scope of the ranks that wait for a request; empty if there are none."""
-        return self._launcher.keeping
+        return self._launcher.reuse_scope
 
     def retire(self) -> str:
         """End the ranks that wait and give their devices back; return what went wrong, if anything."""

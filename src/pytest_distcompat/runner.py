@@ -219,5 +219,5 @@ def rank_reports(ending: Ending) -> list[dict[str, Any]]:
 
 def _rank_report(end: RankEnd) -> dict[str, Any]:
     fields = {name: getattr(end, name) for name in ("rank", "status", "message", "text", "output")}
-    collectives = end.standing.history() if end.standing is not None else ""
+    collectives = end.wait_state.history() if end.wait_state is not None else ""
     return {**fields, "stack": without_launcher(end.stack) if end.stack else "", "collectives": collectives}

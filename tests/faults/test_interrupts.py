@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.pytest_runs import temporaries
 
-from pytest_distcompat.launch.temporary import remove_those_of_the_dead
+from pytest_distcompat.launch.temporary import remove_abandoned
 from pytest_distcompat.lease import default_directory
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def test_temporary_files_of_the_killed_go_with_the_next_run(
     assert any(busy.temporary.glob("distcompat-*")), "what is to be removed is there"
     # The next run begins with that.
     monkeypatch.setattr("tempfile.tempdir", str(busy.temporary))
-    remove_those_of_the_dead()
+    remove_abandoned()
     assert temporaries(busy.temporary) == {default_directory().name}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.faults.conftest import Start
 
-from pytest_distcompat.launch.temporary import OwnedDirectory, place
+from pytest_distcompat.launch.temporary import OwnedDirectory, temporary_root
 
 OWNER = """
 import time
@@ -124,4 +124,4 @@ def test_sockets_go_where_their_names_have_room(
     usual = "/" + "d" * (length - 1)
     monkeypatch.setattr("tempfile.tempdir", usual)
     monkeypatch.setattr("os.access", lambda *_: writable)
-    assert str(place()) == ("/tmp" if short else usual)
+    assert str(temporary_root()) == ("/tmp" if short else usual)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import devices
-from pytest_distcompat.launch import LAUNCHERS, Ending, Keeping, RankEnd, Request, Warmth
+from pytest_distcompat.launch import LAUNCHERS, Ending, RankEnd, Request, Reuse, Warmth
 from pytest_distcompat.lease import memory, pool
 from pytest_distcompat.plugin.phase import Phase
 
@@ -31,7 +31,7 @@ def script() -> dict[str, dict[str, float]]:
 class Ranks:
     """Stands for a launcher: every run ends well, after its time."""
 
-    keeping = ""
+    reuse_scope = ""
 
     def __init__(self, warmth: Warmth, *, device: str) -> None:
         assert device == "cuda"
@@ -45,7 +45,7 @@ class Ranks:
     def retire(self) -> str:
         return ""
 
-    def run(self, request: Request, keep: Keeping | None = None) -> Ending:
+    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
         item = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
         told = script().get(item.rpartition("::")[2], {})
         time.sleep(told.get("seconds", 0.0))

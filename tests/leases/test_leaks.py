@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.launchers import WithoutProcesses
 
-from pytest_distcompat.launch import Ending, Keeping, RankEnd, Request
+from pytest_distcompat.launch import Ending, RankEnd, Request, Reuse
 from pytest_distcompat.lease import Inventory, Leak, Pool
 from pytest_distcompat.leased import LeasedLauncher, leak_message
 
@@ -217,22 +217,22 @@ def test_a_rank_that_failed_is_told_first_and_a_crash_stays_one(status: str, kin
 
 
 @dataclass
-class KeptRanks(WithoutProcesses):
+class ReusedRanks(WithoutProcesses):
     """Stands for a launcher whose ranks are kept; what they leave is there when they are gone."""
 
     memory: MadeUpMemory
     leaves: int
-    keeping: str = ""
+    reuse_scope: str = ""
 
-    def run(self, request: Request, keep: Keeping | None = None) -> Ending:
-        assert keep is not None
-        self.keeping = "" if keep.last else keep.scope
-        if keep.last:
+    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
+        assert reuse is not None
+        self.reuse_scope = "" if reuse.last else reuse.scope
+        if reuse.last:
             self.retire()
         return Ending((RankEnd(0, "done"),), {0: []})
 
     def retire(self) -> str:
-        self.keeping = ""
+        self.reuse_scope = ""
         self.memory.now["GPU-a"] += self.leaves
         return ""
 
@@ -240,11 +240,11 @@ class KeptRanks(WithoutProcesses):
 def test_what_kept_ranks_leave_is_charged_to_their_last_test(memory: MadeUpMemory, tmp_path: Path) -> None:
     pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, patience=0)
     notices: list[str] = []
-    launcher = LeasedLauncher(KeptRanks(memory, 300 << 20), lambda: pool, notices.append)
+    launcher = LeasedLauncher(ReusedRanks(memory, 300 << 20), lambda: pool, notices.append)
     request = Request("", {}, 1, str(tmp_path / "run"))
-    assert not launcher.run(request, Keeping("module", 10, last=False)).failed
+    assert not launcher.run(request, Reuse("module", 10, last=False)).failed
     assert [holder.id for holder in pool.holders()] == ["GPU-a"]
-    last = launcher.run(request, Keeping("module", 10, last=True))
+    last = launcher.run(request, Reuse("module", 10, last=True))
     assert last.headline() == "300 MiB stayed in use on GPU-a after the ranks were gone"
     assert not pool.holders()
     assert not notices
@@ -253,8 +253,8 @@ def test_what_kept_ranks_leave_is_charged_to_their_last_test(memory: MadeUpMemor
 def test_what_they_leave_when_nobody_comes_any_more_is_told(memory: MadeUpMemory, tmp_path: Path) -> None:
     pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, patience=0)
     notices: list[str] = []
-    launcher = LeasedLauncher(KeptRanks(memory, 300 << 20), lambda: pool, notices.append)
-    launcher.run(Request("", {}, 1, str(tmp_path / "run")), Keeping("module", 10, last=False))
+    launcher = LeasedLauncher(ReusedRanks(memory, 300 << 20), lambda: pool, notices.append)
+    launcher.run(Request("", {}, 1, str(tmp_path / "run")), Reuse("module", 10, last=False))
     launcher.retire()
     here = os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0]
     left = "300 MiB stayed in use on GPU-a after the ranks were gone"

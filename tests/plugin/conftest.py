@@ -26,7 +26,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
-from pytest_distcompat.launch import LAUNCHERS, Ending, Keeping, RankEnd, Request, Warmth
+from pytest_distcompat.launch import LAUNCHERS, Ending, RankEnd, Request, Reuse, Warmth
 from pytest_distcompat.models import MODELS
 from pytest_distcompat.plugin.phase import Phase
 from pytest_distcompat.precisions import PRECISIONS
@@ -182,8 +182,8 @@ class FakeRanks:
 
     tell: Callable[[Request], Ending]
     requests: list[Request] = field(default_factory=list)
-    kept: list[Keeping | None] = field(default_factory=list)
-    keeping: str = ""
+    kept: list[Reuse | None] = field(default_factory=list)
+    reuse_scope: str = ""
     warmth: Warmth | None = None
     calls: list[str] = field(default_factory=list)
 
@@ -198,10 +198,10 @@ class FakeRanks:
     def get_warm(self) -> str:
         return ""
 
-    def run(self, request: Request, keep: Keeping | None = None) -> Ending:
+    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
         request.write()
         self.requests.append(request)
-        self.kept.append(keep)
+        self.kept.append(reuse)
         return self.tell(request)
 
     def retire(self) -> str:

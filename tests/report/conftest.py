@@ -67,7 +67,7 @@ def claim(cell, trace):
 
 
 class Made(TorchrunLauncher):
-    def run(self, request, keep=None):
+    def run(self, request, reuse=None):
         request.write()
         if "cell" not in request.payload:
             phases = [{"event": "phase", "when": when, "outcome": "passed"} for when in ("setup", "call", "teardown")]

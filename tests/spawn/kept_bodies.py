@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pytest_distcompat.launch import RankLog, randomness, serving
+from pytest_distcompat.launch import RankLog, randomness, request_loop
 
 
 def look(payload: Mapping[str, Any], log: RankLog) -> None:
@@ -55,8 +55,8 @@ def shared_group(payload: Mapping[str, Any], log: RankLog) -> None:
     import torch
     from torch import distributed
 
-    assert serving.kept is not None
-    group = serving.kept.process_group("gloo")
+    assert request_loop.reused is not None
+    group = request_loop.reused.process_group("gloo")
     total = torch.ones(())
     distributed.all_reduce(total)
     log.write("sum", value=float(total), group=id(group))
@@ -69,8 +69,8 @@ def corrupt(payload: Mapping[str, Any], log: RankLog) -> None:
     import torch
     from torch import distributed
 
-    assert serving.kept is not None
-    serving.kept.process_group("gloo")
+    assert request_loop.reused is not None
+    request_loop.reused.process_group("gloo")
     distributed.all_reduce(torch.ones(()))
     _SPOILED[payload["what"]](log.rank)
 
@@ -123,20 +123,20 @@ _SPOILED: Mapping[str, Callable[[int], object]] = {
 
 def no_group(payload: Mapping[str, Any], log: RankLog) -> None:
     """As before a test that may make its own."""
-    assert serving.kept is not None
-    serving.kept.without_group()
+    assert request_loop.reused is not None
+    request_loop.reused.without_group()
 
 
 def at_end(payload: Mapping[str, Any], log: RankLog) -> None:
     """Leave something that goes wrong when the ranks leave."""
-    assert serving.kept is not None
-    serving.kept.at_end.append(lambda: globals().pop("no such fixture"))
+    assert request_loop.reused is not None
+    request_loop.reused.at_end.append(lambda: globals().pop("no such fixture"))
 
 
 def sleep_at_end(payload: Mapping[str, Any], log: RankLog) -> None:
     """Leave something that takes too long when the ranks leave."""
-    assert serving.kept is not None
-    serving.kept.at_end.append(lambda: time.sleep(60))
+    assert request_loop.reused is not None
+    request_loop.reused.at_end.append(lambda: time.sleep(60))
 
 
 def break_randomness(payload: Mapping[str, Any], log: RankLog) -> None:

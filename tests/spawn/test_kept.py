@@ -14,7 +14,7 @@ import psutil
 import pytest
 from tests.spawn.kept_changes import CHANGES
 
-from pytest_distcompat.launch import Ending, Keeping, Request, WarmLauncher, Warmth
+from pytest_distcompat.launch import Ending, Request, Reuse, WarmLauncher, Warmth
 
 pytestmark = pytest.mark.spawn
 
@@ -36,7 +36,7 @@ def ask(supervisor: WarmLauncher, tmp_path: Path, importable: None) -> Iterator[
 
     def ask(body: str, world_size: int = 2, *, timeout: float = 30.0, keep: Any = (), **payload: Any) -> Ending:
         where = tmp_path / str(len(asked))
-        keeping = keep if keep is None else Keeping(**{"scope": f"{world_size}", "uses": 100, **dict(keep)})
+        keeping = keep if keep is None else Reuse(**{"scope": f"{world_size}", "uses": 100, **dict(keep)})
         module = "" if ":" in body else "kept_bodies:"
         asked.append(supervisor.run(Request(f"{module}{body}", payload, world_size, str(where), timeout), keeping))
         return asked[-1]
@@ -54,7 +54,7 @@ def test_requests_share_ranks(ask: Ask, supervisor: WarmLauncher) -> None:
     first, second = (said(ask("look"), "seen", "pid") for _ in range(2))
     assert first == second
     assert len(set(first)) == 2
-    assert supervisor.keeping == "2"
+    assert supervisor.reuse_scope == "2"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_requests_of_others_do_not(ask: Ask, then: dict[str, Any]) -> None:
 def test_the_last_request_ends_them(ask: Ask, supervisor: WarmLauncher) -> None:
     first = said(ask("look"), "seen", "pid")
     assert said(ask("look", keep={"last": True}), "seen", "pid") == first
-    assert not supervisor.keeping
+    assert not supervisor.reuse_scope
 
 
 def test_they_do_so_many_requests_and_no_more(ask: Ask) -> None:
@@ -106,7 +106,7 @@ def test_each_draws_random_numbers_of_its_own(ask: Ask) -> None:
 
 def test_a_process_group_may_be_made_again_and_again(ask: Ask, supervisor: WarmLauncher) -> None:
     assert [said(ask("own_group"), "sum", "value") for _ in range(3)] == [[2.0, 2.0]] * 3
-    assert supervisor.keeping
+    assert supervisor.reuse_scope
 
 
 def test_the_shared_group_stays(ask: Ask) -> None:
@@ -118,7 +118,7 @@ def test_the_shared_group_stays(ask: Ask) -> None:
 def test_a_collective_that_one_rank_left_half_done_ends_them(ask: Ask, supervisor: WarmLauncher) -> None:
     ending = ask("shared_group", half=True)
     assert "the process group" in ending.left, ending.text()
-    assert not supervisor.keeping
+    assert not supervisor.reuse_scope
     assert said(ask("shared_group"), "sum", "value") == [2.0, 2.0]
 
 
@@ -140,7 +140,7 @@ def test_a_group_that_is_no_longer_sound_ends_them_and_their_request_passes(
     ending = ask("corrupt", what=what, timeout=4.0)
     assert ending.kind == "ok", ending.text()
     assert "the process group" in ending.left, ending.left
-    assert not supervisor.keeping
+    assert not supervisor.reuse_scope
     assert said(ask("shared_group"), "sum", "value") == [2.0, 2.0]
 
 
@@ -177,7 +177,7 @@ def test_what_a_request_leaves_changed_ends_them_and_is_named(what: str, ask: As
     assert ending.kind == "ok", ending.text()
     assert ending.left.startswith("on rank 1 it left "), ending.left
     assert what.partition(":")[0] in ending.left
-    assert not supervisor.keeping
+    assert not supervisor.reuse_scope
     assert not set(said(ask("look"), "seen", "pid")) & set(said(first, "seen", "pid"))
 
 
@@ -211,7 +211,7 @@ def test_a_failure_is_told_as_ever_and_ends_them(
     ending = ask("bodies:act", acts=acts)
     assert ending.kind == kind, ending.text()
     assert fnmatch(ending.headline(), headline), ending.text()
-    assert not supervisor.keeping
+    assert not supervisor.reuse_scope
     assert ask("look").kind == "ok"
 
 

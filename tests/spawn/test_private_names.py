@@ -68,7 +68,7 @@ def test_the_watch_of_the_agent() -> None:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     assert callable(getattr(LocalElasticAgent, "_monitor_workers", None)), (
-        "LocalElasticAgent._monitor_workers is gone: launch/agent.py:Watching notes there when a rank was first seen to be gone"
+        "LocalElasticAgent._monitor_workers is gone: launch/agent.py:WaitingAgent notes there when a rank was first seen to be gone"
     )
 
 
@@ -79,11 +79,11 @@ def test_what_the_agent_waits_for() -> None:
 
     context = MultiprocessContext("two", print, {0: (), 1: ()}, {0: {}, 1: {}}, "spawn", DefaultLogsSpecs())
     assert [hasattr(queue, "_reader") for queue in context._ret_vals.values()] == [True, True], (
-        "MultiprocessContext._ret_vals is not what it was: see launch/agent.py:_news"
+        "MultiprocessContext._ret_vals is not what it was: see launch/agent.py:_readable_on_change"
     )
     joined: Any = torch.multiprocessing
     assert hasattr(joined.ProcessContext([], []), "sentinels"), (
-        "ProcessContext.sentinels is gone: see launch/agent.py:_news"
+        "ProcessContext.sentinels is gone: see launch/agent.py:_readable_on_change"
     )
 
 
@@ -260,12 +260,12 @@ def test_the_modes_that_were_entered() -> None:
 )
 def test_the_digest_of_what_torch_compile_is_told(module: str, setting: str) -> None:
     config: Any = importlib.import_module(module)
-    before = library_state._asked(module, "get_hash")
+    before = library_state._call(module, "get_hash")
     with config.patch({setting: not getattr(config, setting)}):
-        assert library_state._asked(module, "get_hash") != before, (
+        assert library_state._call(module, "get_hash") != before, (
             f"{module}.get_hash does not tell of {setting}: see launch/library_state.py:SETTINGS"
         )
-    assert library_state._asked(module, "get_hash") == before
+    assert library_state._call(module, "get_hash") == before
 
 
 def test_how_many_functions_wait_for_the_exit() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.launch.collectives import Standing, parting, standing, told
+from pytest_distcompat.launch.collectives import WaitState, describe_wait_states, first_mismatch, read_wait_state
 from pytest_distcompat.launch.flight_recorder import END, record_file
 
 PACKAGES = sysconfig.get_path("purelib")
@@ -33,9 +33,9 @@ class Rank:
         text = json.dumps({"version": "2.10", "entries": dated[::-1]}) + "\n"
         record_file(self.directory, self.number).write_bytes(text.encode() + END)
 
-    def at(self, *frames: str) -> Standing:
+    def at(self, *frames: str) -> WaitState:
         stack = "\n".join(("Current thread 0x1 (most recent call first):", *frames, BELOW))
-        found = standing(record_file(self.directory, self.number), stack)
+        found = read_wait_state(record_file(self.directory, self.number), stack)
         assert found is not None
         return found
 
@@ -62,53 +62,54 @@ def user(function: str = "step", line: int = 2) -> str:
 def test_a_rank_in_a_collective(rank: Rank) -> None:
     rank.recorded(entry(1), entry(2, retired=False))
     assert (
-        rank.at(f"{C10D} all_reduce", WRAPPER, user()).words() == "waits in all_reduce (default_pg, #2) at train.py:2"
+        rank.at(f"{C10D} all_reduce", WRAPPER, user()).description()
+        == "waits in all_reduce (default_pg, #2) at train.py:2"
     )
 
 
 def test_without_a_recorder_the_stack_tells(rank: Rank) -> None:
-    assert rank.at(f"{C10D} all_reduce", WRAPPER, user()).words() == "waits in all_reduce at train.py:2"
+    assert rank.at(f"{C10D} all_reduce", WRAPPER, user()).description() == "waits in all_reduce at train.py:2"
 
 
 def test_an_operation_that_is_made_of_another(rank: Rank) -> None:
     rank.recorded(entry(7, "all_gather", group=("3", "undefined"), retired=False))
     found = rank.at(f"{C10D} all_gather", WRAPPER, f"{C10D} all_gather_object", WRAPPER, user())
-    assert found.words() == "waits in all_gather_object (all_gather, group 3, #7) at train.py:2"
+    assert found.description() == "waits in all_gather_object (all_gather, group 3, #7) at train.py:2"
 
 
 @pytest.mark.parametrize("function", ["init_process_group", "new_group", "recv", "monitored_barrier"])
 def test_what_waits_and_is_no_collective_has_no_number(rank: Rank, function: str) -> None:
     rank.recorded(entry(4, retired=False))
-    assert rank.at(f"{C10D} {function}", user()).words() == f"waits in {function} at train.py:2"
+    assert rank.at(f"{C10D} {function}", user()).description() == f"waits in {function} at train.py:2"
 
 
 def test_a_receiver_that_nccl_recorded(rank: Rank) -> None:
     rank.recorded(entry(4), entry(0, "recv 0<-1", is_p2p=True, p2p_seq_id=5, retired=False))
     found = rank.at(f"{C10D} recv", user())
-    assert found.words() == "waits in recv (recv 0<-1, default_pg, #5) at train.py:2"
+    assert found.description() == "waits in recv (recv 0<-1, default_pg, #5) at train.py:2"
 
 
 def test_a_rank_elsewhere(rank: Rank) -> None:
     rank.recorded(entry(1), entry(2))
-    assert rank.at(user()).words() == "is in step at train.py:2: time.sleep(600)"
-    assert rank.at(user(line=3)).words() == f"is in step at train.py:3: {'x' * 80} ..."
-    assert rank.at(user(line=99)).words() == "is in step at train.py:99"
+    assert rank.at(user()).description() == "is in step at train.py:2: time.sleep(600)"
+    assert rank.at(user(line=3)).description() == f"is in step at train.py:3: {'x' * 80} ..."
+    assert rank.at(user(line=99)).description() == "is in step at train.py:99"
 
 
 def test_a_collective_that_is_under_way_while_the_rank_is_elsewhere(rank: Rank) -> None:
     rank.recorded(entry(1), entry(2, retired=False))
-    assert rank.at(user()).words().endswith("time.sleep(600), with all_reduce (default_pg, #2) unfinished")
+    assert rank.at(user()).description().endswith("time.sleep(600), with all_reduce (default_pg, #2) unfinished")
 
 
 def test_torch_that_waits_without_a_call_of_the_users(rank: Rank) -> None:
     rank.recorded(entry(2, retired=False))
     found = rank.at(f'  File "{PACKAGES}/torch/autograd/graph.py", line 5 in _engine_run_backward', user())
-    assert found.words() == "waits in all_reduce (default_pg, #2) at train.py:2"
+    assert found.description() == "waits in all_reduce (default_pg, #2) at train.py:2"
 
 
 def test_what_nccl_has_completed_is_done(rank: Rank) -> None:
     rank.recorded(entry(1, state="completed", retired=False))
-    assert "unfinished" not in rank.at(user()).words()
+    assert "unfinished" not in rank.at(user()).description()
 
 
 def test_whose_line_is_told_where_none_is_the_users(rank: Rank) -> None:
@@ -117,8 +118,8 @@ def test_whose_line_is_told_where_none_is_the_users(rank: Rank) -> None:
         f'  File "{PACKAGES}/torch/utils/data.py", line 2 in get',
         f'  File "{PACKAGES}/accelerate/data.py", line 4 in load',
     )
-    assert found.words() == "is in load at accelerate/data.py:4"
-    assert rank.at('  File "<string>", line 1 in <module>').words() == "is in <module> at <string>:1"
+    assert found.description() == "is in load at accelerate/data.py:4"
+    assert rank.at('  File "<string>", line 1 in <module>').description() == "is in <module> at <string>:1"
 
 
 def test_a_main_thread_that_waits_for_another(rank: Rank) -> None:
@@ -126,14 +127,14 @@ def test_a_main_thread_that_waits_for_another(rank: Rank) -> None:
         "Thread 0x2 (most recent call first):\n" + user("other") + "\n\n"
         f'Current thread 0x1 (most recent call first):\n  File "{STANDARD}/threading.py", line 1 in _shutdown\n'
     )
-    found = standing(record_file(rank.directory, 0), stack)
+    found = read_wait_state(record_file(rank.directory, 0), stack)
     assert found is not None
-    assert found.words() == "is in other at train.py:2: time.sleep(600)"
+    assert found.description() == "is in other at train.py:2: time.sleep(600)"
 
 
 @pytest.mark.parametrize("stack", ["", f"Current thread 0x1 (most recent call first):\n{BELOW}"])
 def test_a_rank_that_never_came_to_anything(rank: Rank, stack: str) -> None:
-    assert standing(record_file(rank.directory, 0), stack) is None
+    assert read_wait_state(record_file(rank.directory, 0), stack) is None
 
 
 def test_the_history_is_of_the_last_ones(rank: Rank) -> None:
@@ -155,14 +156,14 @@ def test_a_record_half_written_is_no_record(rank: Rank) -> None:
 
 def test_ranks_at_one_place_are_told_together(rank: Rank) -> None:
     waits, sleeps = rank.at(f"{C10D} barrier", user()), rank.at(user())
-    assert told({0: waits, 1: sleeps, 2: waits, 3: None}) == (
+    assert describe_wait_states({0: waits, 1: sleeps, 2: waits, 3: None}) == (
         "ranks 0, 2 wait in barrier at train.py:2; rank 1 is in step at train.py:2: time.sleep(600); rank 3 gave no stack"
     )
-    assert told({0: None, 2: None}) == "ranks 0, 2 still running"
+    assert describe_wait_states({0: None, 2: None}) == "ranks 0, 2 still running"
 
 
 def test_many_places_are_told_in_part(rank: Rank) -> None:
-    said = told({number: rank.at(user(line=10 + number)) for number in range(6)})
+    said = describe_wait_states({number: rank.at(user(line=10 + number)) for number in range(6)})
     assert said.endswith("rank 3 is in step at train.py:13; ranks 4, 5 elsewhere")
 
 
@@ -185,7 +186,7 @@ def test_where_ranks_part(tmp_path: Path, second: dict[str, Any], what: str, whe
     rank.recorded(entry(2), entry(3, retired=False))
     other.recorded(entry(2), second)
     said = f"{what} at #3 of default_pg: {where}" if what else ""
-    assert parting({0: rank.at(user()), 1: other.at(user()), 2: None}) == (what, said)
+    assert first_mismatch({0: rank.at(user()), 1: other.at(user()), 2: None}) == (what, said)
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter"])
@@ -193,7 +194,7 @@ def test_tensors_that_may_differ(tmp_path: Path, rank: Rank, name: str) -> None:
     other = Rank(tmp_path, 1)
     rank.recorded(entry(1, name))
     other.recorded(entry(1, name, input_sizes=[], input_dtypes=[]))
-    assert parting({0: rank.at(user()), 1: other.at(user())}) == ("", "")
+    assert first_mismatch({0: rank.at(user()), 1: other.at(user())}) == ("", "")
 
 
 @pytest.mark.parametrize("standard", ["/opt/other/lib/python3.13", "/opt/other/lib64/python3.14t"])

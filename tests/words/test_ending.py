@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat.launch import Ending, RankEnd
-from pytest_distcompat.launch.collectives import Standing
+from pytest_distcompat.launch.collectives import WaitState
 from pytest_distcompat.launch.ending import conclude
 from pytest_distcompat.launch.stacks import Frame
 
@@ -411,8 +411,8 @@ def test_a_hang_is_not_hidden_by_a_rank_that_gave_up_waiting(ranks: Ranks) -> No
 
 def test_of_ranks_that_hang_the_one_that_waits_for_others_is_not_the_cause() -> None:
     where = Frame("/its/test.py", 3, "body")
-    waits = RankEnd(0, "stuck", time=1.0, standing=Standing(where, waits="all_reduce"))
-    asleep = RankEnd(1, "stuck", time=2.0, standing=Standing(where))
+    waits = RankEnd(0, "stuck", time=1.0, wait_state=WaitState(where, waits="all_reduce"))
+    asleep = RankEnd(1, "stuck", time=2.0, wait_state=WaitState(where))
     cause = Ending((waits, asleep), {}, timed_out=True).cause
     assert cause == asleep
 

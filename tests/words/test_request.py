@@ -41,7 +41,7 @@ def test_who_watches_passes_over_what_the_probe_saw(tmp_path: Path) -> None:
         file.write('{"event": "done", "ra')
     everything = ["start", "snapshot", "snapshots", "error"]
     assert [event["event"] for event in read_events(tmp_path, 1)] == everything
-    assert [event["event"] for event in read_events(tmp_path, 1, but="snapshot")] == ["start", "snapshots", "error"]
+    assert [event["event"] for event in read_events(tmp_path, 1, skip="snapshot")] == ["start", "snapshots", "error"]
     assert read_events(tmp_path, 0) == []
 
 

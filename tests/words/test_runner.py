@@ -12,7 +12,7 @@ import pytest
 from tests.launchers import WithoutProcesses
 
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.launch import Ending, Keeping, RankEnd, RankLog, Request
+from pytest_distcompat.launch import Ending, RankEnd, RankLog, Request, Reuse
 from pytest_distcompat.runner import Runner, count_runs, rank_reports, run_trace
 from pytest_distcompat.scenario import DAMAGE, EXPORT, PARITY, RESUME, TRAIN, TRAIN_RUN, Run, Scenario
 
@@ -24,7 +24,7 @@ class Ranks(WithoutProcesses):
     broken: dict[str, str] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
 
-    def run(self, request: Request, keep: Keeping | None = None) -> Ending:
+    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
         self.requests.append(request)
         run = request.payload["run"]
         if "save" in run["actions"]:

@@ -1,14 +1,16 @@
-"""Starts ranks, waits for them, ends them, and says how they ended. Knows neither strategies nor checks nor pytest.
+"""Launching of ranks: starts them, waits for them, ends them, and reports how they ended.
+
+Knows neither strategies nor checks nor pytest.
 
 ``request`` and ``ending`` are plain data; ``warm`` and ``cold`` are the two launchers of the parent; ``server``,
-``agent`` and ``preload`` run in the launcher process and in the fork server; ``rank`` is the main of every rank.
+``agent`` and ``preload`` run in the launcher process and in the fork servers; ``rank`` is the main of every rank.
 """
 
 from pytest_distcompat.launch.cold import TorchrunLauncher
 from pytest_distcompat.launch.ending import Ending, RankEnd
-from pytest_distcompat.launch.kept import Keeping
 from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.request import RankLog, Request, Warmth
+from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.launch.warm import WarmLauncher
 
 LAUNCHERS: dict[str, type[WarmLauncher] | type[TorchrunLauncher]] = {
@@ -19,11 +21,11 @@ LAUNCHERS: dict[str, type[WarmLauncher] | type[TorchrunLauncher]] = {
 __all__ = [
     "LAUNCHERS",
     "Ending",
-    "Keeping",
     "Launcher",
     "RankEnd",
     "RankLog",
     "Request",
+    "Reuse",
     "TorchrunLauncher",
     "WarmLauncher",
     "Warmth",

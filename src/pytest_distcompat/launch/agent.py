@@ -22,22 +22,22 @@ from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.process import sweep_shared_memory
 from pytest_distcompat.launch.request import Request
 
-# Formatting the traceback of a failed run makes torch import torch._dynamo, more than a second that no one reads: what
-# the ranks did is told by themselves.
+# To format the traceback of a failed run torch imports torch._dynamo, which takes more than a second. That traceback is
+# of no use: the ranks themselves report what they did.
 logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
-#: How long the agent sleeps before it looks at its ranks again, in seconds. torchrun's default of 0.1 would be most of a warm
-#: run, and a few milliseconds a twentieth of a core that ranks need, if a look did not wait for news (``Watching``).
-MONITOR_INTERVAL = 0.001
-#: How long it waits for some, in seconds: torch has limits of its own that it tests after each look.
-LONGEST_LOOK = 1.0
+#: How long the agent sleeps before it checks its ranks again, in seconds. torchrun's default of 0.1 s would be most of a warm
+#: run. An interval of a few milliseconds costs no processor time only because a check waits for a change (``WaitingAgent``).
+MONITOR_INTERVAL_S = 0.001
+#: How long a check waits for a change, in seconds: torch has limits of its own that it tests after each check.
+LONGEST_WAIT_S = 1.0
 
 
 class OneNode(RendezvousHandler):
-    """A rendezvous of one agent with itself, on a store bound to port 0: the kernel chooses, nobody can race for it.
+    """A rendezvous of one agent with itself, on a store bound to port 0: the kernel chooses the port, without a race.
 
-    The store answers whoever connects, so it listens on the loopback interface only. torch's own choice is all interfaces.
-    torchrun's static back end needs a port chosen beforehand, and its c10d one backs off at random (0.1 to 0.4 s).
+    The store answers every client that connects, so it listens on the loopback interface only. torch's own choice is all
+    interfaces. torchrun's static back end needs a port chosen beforehand, and its c10d one backs off at random (0.1 to 0.4 s).
     Ranks meet on this very store, as they do under torchrun (``TORCHELASTIC_USE_AGENT_STORE``).
     https://pytorch.org/docs/stable/elastic/rendezvous.html
     """
@@ -48,54 +48,54 @@ class OneNode(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks connect to the agent's store."""
+        """True: ranks connect to the agent's store."""
         return True
 
     def get_backend(self) -> str:
-        """The name in logs."""
+        """Return the name that logs show."""
         return "distcompat"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """At once: the only node is here."""
-        where = RendezvousStoreInfo(loopback.HOST, self.store.port)
-        return RendezvousInfo(PrefixStore(self._run_id, self.store), 0, 1, where)
+        """Return the rendezvous at once: the only node is here."""
+        store_info = RendezvousStoreInfo(loopback.HOST, self.store.port)
+        return RendezvousInfo(PrefixStore(self._run_id, self.store), 0, 1, store_info)
 
     def is_closed(self) -> bool:
-        """Never: it lives as long as the agent."""
+        """Return False: the rendezvous lives as long as the agent."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
     def num_nodes_waiting(self) -> int:
-        """No other node ever comes."""
+        """Return 0: no other node ever comes."""
         return 0
 
     def get_run_id(self) -> str:
-        """A new id for each run."""
+        """Return the run's id, a new one for each run."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """The store goes with the object."""
+        """Return True: the store goes with the object."""
         return True
 
 
 def _store_on(listening: socket.socket) -> Any:
-    """Return a store on that socket, which is the store's from then on."""
+    """Return a store that listens on that socket, and owns it from then on."""
     port = listening.getsockname()[1]
     file = listening.detach()
-    more: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": file}
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": file}
     try:
-        return TCPStore(loopback.HOST, port, **more)
+        return TCPStore(loopback.HOST, port, **options)
     except NotImplementedError:
         # Some releases of torch take such a socket only without libuv, which is their default.
-        return TCPStore(loopback.HOST, port, use_libuv=False, **more)
+        return TCPStore(loopback.HOST, port, use_libuv=False, **options)
 
 
-class Watching(LocalElasticAgent):
-    """Waits for news of its ranks instead of asking again and again.
+class WaitingAgent(LocalElasticAgent):
+    """torchrun's agent, which waits for its ranks instead of polling them.
 
-    Notes when it first saw a rank gone, for a rank that is killed cannot tell.
+    It notes when it first saw that a rank was gone: a killed rank cannot report that.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -103,8 +103,8 @@ class Watching(LocalElasticAgent):
         self.ended_at: dict[int, float] = {}
 
     def _monitor_workers(self, worker_group: Any) -> Any:
-        # A signal that ends us raises in here too.
-        multiprocessing.connection.wait(_news(self), LONGEST_LOOK)
+        # A signal that ends this process raises in here too.
+        multiprocessing.connection.wait(_readable_on_change(self), LONGEST_WAIT_S)
         for rank, code in enumerate(_exit_codes(self)):
             if code is not None:
                 self.ended_at.setdefault(rank, clock.now())
@@ -112,35 +112,37 @@ class Watching(LocalElasticAgent):
 
 
 def run(request: Request, entrypoint: Callable[[str], None], start_method: str) -> dict[str, Any]:
-    """One run under torchrun's agent.
+    """Run one request under torchrun's agent.
 
-    Returns the ranks' exit codes (None: still alive), the rank that the agent saw fail first, and what was swept.
+    Returns:
+        The ranks' ``exit_codes`` (None: still alive), the rank that the agent saw fail ``first``, the names of the shared memory
+        that was ``swept``, and by rank when the agent saw its process gone (``ended_at``).
     """
-    meeting = OneNode()
-    port = meeting.store.port
+    rendezvous = OneNode()
+    port = rendezvous.store.port
     spec = WorkerSpec(
         role="default",
         local_world_size=request.world_size,
         entrypoint=entrypoint,
         args=(str(request.path),),
-        rdzv_handler=meeting,
+        rdzv_handler=rendezvous,
         max_restarts=0,
-        monitor_interval=MONITOR_INTERVAL,
+        monitor_interval=MONITOR_INTERVAL_S,
     )
     logs = DefaultLogsSpecs(log_dir=str(Path(request.directory) / "logs"), redirects=Std.ALL)
     Path(request.directory, "logs").mkdir(exist_ok=True)
-    # Where torch has ranks write their exceptions; it does not always remove those files.
+    # Ranks write their exceptions there for torch, which does not always remove the files.
     tempfile.tempdir = request.directory
-    agent = Watching(spec, logs, start_method=start_method)
+    agent = WaitingAgent(spec, logs, start_method=start_method)
     first: int | None = None
     try:
         result = agent.run()
         first = next(iter(result.failures), None) if result is not None else None
     except SignalException:
-        # Our parent knows that no rank is left; an agent whose ranks all left by os._exit(0) would wait for ever.
+        # The parent knows that no rank is left. An agent whose ranks all ended by os._exit(0) would wait for ever.
         pass
     except Exception:
-        # torch reads what a rank left of its exception, which may be cut (a full disk). Exit codes are there all the same.
+        # torch reads the file with a rank's exception, which may be cut (a full disk). Exit codes are there all the same.
         if agent._pcontext is None:  # noqa: SLF001 - see _exit_codes
             raise
     finally:
@@ -155,11 +157,11 @@ def run(request: Request, entrypoint: Callable[[str], None], start_method: str) 
     }
 
 
-def _news(agent: LocalElasticAgent) -> list[Any]:
-    """What there is something to read from when a rank has returned, or when its process has ended.
+def _readable_on_change(agent: LocalElasticAgent) -> list[Any]:
+    """Return the objects that become readable when a rank has returned, or when its process has ended.
 
     A rank that returned waits until the agent has noticed. Both are private to the agent;
-    ``tests/spawn/test_private_names.py`` says when they move.
+    ``tests/spawn/test_private_names.py`` fails when they move.
     """
     context: Any = agent._pcontext  # noqa: SLF001 - see the docstring
     returned = [queue._reader for queue in context._ret_vals.values()]  # noqa: SLF001
@@ -167,10 +169,10 @@ def _news(agent: LocalElasticAgent) -> list[Any]:
 
 
 def _exit_codes(agent: LocalElasticAgent) -> list[int | None]:
-    """Each rank's exit code, negative for a signal.
+    """Return each rank's exit code, negative for a signal.
 
-    ``agent.run()`` tells only of the rank that it noticed first, which need not be the one that failed first. The
-    processes themselves are private to the agent; ``tests/spawn/test_private_names.py`` says when they move.
+    ``agent.run()`` reports only the rank that it noticed first, which need not be the one that failed first. The processes
+    themselves are private to the agent; ``tests/spawn/test_private_names.py`` fails when they move.
     """
     context: Any = agent._pcontext  # noqa: SLF001 - see the docstring
     processes: list[multiprocessing.Process] = context._pc.processes  # noqa: SLF001

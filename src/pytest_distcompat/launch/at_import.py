@@ -1,4 +1,4 @@
-"""What code reads or makes at import that each rank of torchrun would read or make for itself.
+"""Watch over imports: what code reads or makes at import that each rank of torchrun would read or make for itself.
 
 Ranks that are forked from a process share what its modules got when they were imported. ``RANK = os.environ.get("RANK")`` is the
 same on all of them, and so are a directory named after the clock, a random number, a port that was free, the offset of an
@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from pytest_distcompat.launch import randomness
 from pytest_distcompat.launch.environment import OF_THE_AGENT
 
-#: In place of a file: a finding that concerns every test.
+#: Stands in place of a file for a finding that concerns every test.
 EVERY_TEST = ""
 
 
@@ -44,8 +44,8 @@ class Findings:
     """What was read or made at import.
 
     Attributes:
-        made: The first thing found, as one sentence, by the file of the test module that it concerns, or ``EVERY_TEST``.
-        reads: The same for each environment variable that was read, by its name.
+        made: The first finding, as one sentence, by the file of the test module that it concerns, or ``EVERY_TEST``.
+        reads: By the name of each environment variable that was read, the first finding in the same form.
     """
 
     made: dict[str, str] = field(default_factory=dict)
@@ -58,18 +58,18 @@ class Findings:
             file: The test module that the ranks run; None if they may run any.
             differs: Whether ranks have another value of an environment variable than the process that imported.
         """
-        read = [places for name, places in self.reads.items() if differs(name)]
-        for places in (self.made, *read):
-            for place, sentence in places.items():
-                if file is None or place in {EVERY_TEST, file}:
+        read = [sentences for name, sentences in self.reads.items() if differs(name)]
+        for sentences in (self.made, *read):
+            for concerned, sentence in sentences.items():
+                if file is None or concerned in {EVERY_TEST, file}:
                     return sentence
         return ""
 
     def join(self, other: Findings) -> None:
-        """Add what another process found that imported the same."""
+        """Add the findings of another process that imported the same modules."""
         self.made = other.made | self.made
-        for name, places in other.reads.items():
-            self.reads[name] = places | self.reads.get(name, {})
+        for name, sentences in other.reads.items():
+            self.reads[name] = sentences | self.reads.get(name, {})
 
 
 class _Importing(NamedTuple):
@@ -81,7 +81,7 @@ class _Importing(NamedTuple):
     alone: bool = True
 
 
-#: The watch that is on in this process, for whoever knows of more to watch.
+#: The watch that is active in this process, so that plugins can add more to watch.
 active: Watch | None = None
 
 
@@ -92,8 +92,8 @@ class Watch:
     processes are watched by a profile function, which is there only while the user's own code runs. Afterwards all is as it was.
     What compiled code reads by itself is not seen.
 
-    Installed libraries may read the clock and the like: they do so wherever they are imported. Where one reads which rank it is
-    on, as Lightning does, that counts.
+    Installed libraries may read the clock and the like: they do so wherever they are imported. But a library that reads which
+    rank it is on, as Lightning does, counts.
 
     Args:
         own: Files that are the user's own code although they are installed.
@@ -116,7 +116,7 @@ class Watch:
     def __enter__(self) -> Watch:  # noqa: PYI034 - Self is not in Python 3.10
         global active  # noqa: PLW0603 - a process has one
         active = self
-        self._compare(report=False)
+        self._compare_state(report=False)
         self._shared = _shared_memory()
         self._undo.enter_context(environment_read(self._variable_read, self._variable_written))
         for module in (builtins, io, os):
@@ -168,135 +168,144 @@ class Watch:
         return self._running(_Importing(name, "", own=True))
 
     def at_end(self, undo: Callable[[], object]) -> None:
-        """Call that when the watch is over."""
+        """Call ``undo`` when the watch is over."""
         self._undo.callback(undo)
 
     def only_in(self, files: set[str]) -> None:
-        """Have findings concern every test, but for those in these test modules, which concern themselves.
+        """Make findings concern every test, except those in these test modules, which concern only themselves.
 
-        A test module whose name stands in another module of the user's may be imported there: it concerns every test too.
+        A test module whose name occurs in another of the user's modules may be imported there: it concerns every test too.
         """
         alone = {file for file in map(os.path.realpath, files) if not self._is_named_elsewhere(file)}
-        for places in (self.findings.made, *self.findings.reads.values()):
-            for file in [file for file in places if file not in alone]:
-                places.setdefault(EVERY_TEST, places.pop(file))
+        for sentences in (self.findings.made, *self.findings.reads.values()):
+            for file in [file for file in sentences if file not in alone]:
+                sentences.setdefault(EVERY_TEST, sentences.pop(file))
 
     def is_own(self, file: str) -> bool:
-        """Return whether that is a file of the user's own code, not of an installed library or of this package."""
+        """Tell whether that is a file of the user's own code, not of an installed library or of this package."""
         if not file.endswith(".py") or file.startswith("<"):
             return False
         return os.path.realpath(file) in self._own or not _is_installed(file)
 
     @contextlib.contextmanager
-    def _running(self, what: _Importing) -> Iterator[None]:
-        outer = self._importing[-1] if self._importing else None
-        if not what.own:
-            self._libraries.append(what.name)
-        # Between two libraries nothing is to be told apart.
-        boundary = what.own or outer is None or outer.own
+    def _running(self, started: _Importing) -> Iterator[None]:
+        importer = self._importing[-1] if self._importing else None
+        if not started.own:
+            self._libraries.append(started.name)
+        # Between two libraries there is nothing to compare.
+        boundary = started.own or importer is None or importer.own
         if boundary:
-            self._compare(report=outer is not None and outer.own)
-        self._importing.append(what)
+            self._compare_state(report=importer is not None and importer.own)
+        self._importing.append(started)
         before = sys.getprofile()
-        sys.setprofile(self._profile if what.own else None)
+        sys.setprofile(self._profile if started.own else None)
         try:
             yield
         finally:
             sys.setprofile(before)
             if boundary:
-                self._compare(report=what.own)
+                self._compare_state(report=started.own)
             self._importing.pop()
 
-    def _compare(self, *, report: bool) -> None:
-        """Find what the code that ran since the last time left open, and from which generators it drew."""
+    def _compare_state(self, *, report: bool) -> None:
+        """Find what the code that ran since the last call left open, and from which generators it drew."""
         files, generators = _open_files(), randomness.states()
-        known = self._generators
+        before = self._generators
+        # During a hook, code other than the user's runs too.
         if report and self._importing[-1].alone:
-            drawn = [name for name in known if randomness.drawn(name, known[name], generators[name])]
-            left = [path for _, path in sorted(files - self._open)]
-            for what in [
+            drawn = [name for name in before if randomness.drawn(name, before[name], generators[name])]
+            left_open = [path for _, path in sorted(files - self._open)]
+            for finding in [
                 *(f"draws random numbers of {name}" for name in drawn),
-                *(f"leaves {one} open" for one in left),
+                *(f"leaves {one} open" for one in left_open),
             ]:
-                self._add(what, self._importing[-1].file, "")
+                self._add(finding, self._importing[-1].file, "")
         self._open, self._generators = files, generators
 
-    def _add(self, what: str, file: str, where: str, variable: str = "") -> None:
-        now = self._importing[-1]
-        sentence = f"{where or now.file or now.name} {what} {'at import' if now.file else 'while tests are collected'}"
-        places = self.findings.reads.setdefault(variable, {}) if variable else self.findings.made
-        places.setdefault(file, sentence)
+    def _add(self, finding: str, file: str, location: str, variable: str = "") -> None:
+        importing = self._importing[-1]
+        phase = "at import" if importing.file else "while tests are collected"
+        sentence = f"{location or importing.file or importing.name} {finding} {phase}"
+        sentences = self.findings.reads.setdefault(variable, {}) if variable else self.findings.made
+        sentences.setdefault(file, sentence)
 
-    def _found(self, what: str, frame: FrameType | None, variable: str = "", *, everywhere: bool = False) -> bool:
-        """Add what was read from that frame, if the user's own code did it; ``everywhere``: it concerns every test."""
+    def _add_if_own(
+        self, finding: str, frame: FrameType | None, variable: str = "", *, everywhere: bool = False
+    ) -> bool:
+        """Add a finding from that frame, and tell whether it was added: it is, if the user's own code caused it.
+
+        ``everywhere``: it concerns every test.
+        """
         if not self._importing or not self._importing[-1].own:
             return False
-        now = self._importing[-1]
+        importing = self._importing[-1]
         while frame is not None:
             module, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
-            if module.partition(".")[0] in _PASSING:
+            if module.partition(".")[0] in _PASSED_OVER:
                 return False
             if self.is_own(path):
-                # What a function of another module read may be kept there, and what a module of a module's is not its alone.
-                alone = os.path.realpath(path) == now.file and not any(one.own for one in self._importing[:-1])
+                # Another module may store what its function read, and a module imported by a module may be imported elsewhere.
+                alone = os.path.realpath(path) == importing.file and not any(one.own for one in self._importing[:-1])
                 alone = alone and not everywhere
-                self._add(what, now.file if alone else EVERY_TEST, f"{path}:{frame.f_lineno}", variable)
+                self._add(finding, importing.file if alone else EVERY_TEST, f"{path}:{frame.f_lineno}", variable)
                 return True
             frame = frame.f_back
         return False
 
     def _profile(self, frame: FrameType, event: str, function: Any) -> None:
-        if event == "c_call" and (what := self._read_by(function, frame)):
-            variable = _DECIDED_BY.get(what, "")
-            self._found(what, frame, variable, everywhere=bool(variable))
+        if event == "c_call" and (finding := self._read_by(function, frame)):
+            variable = _DECIDED_BY.get(finding, "")
+            self._add_if_own(finding, frame, variable, everywhere=bool(variable))
 
     def _read_by(self, function: Any, frame: FrameType) -> str:
-        """Return what a function in C that is about to be called reads or changes; empty for what is the same everywhere."""
+        """Return what a C function that is about to be called reads or changes; empty if it is the same everywhere."""
         instance = getattr(function, "__self__", None)
         if isinstance(instance, _random.Random):
-            return self._drawn(function.__name__, instance, frame)
+            return self._random_number_drawn(function.__name__, instance, frame)
         if type(instance).__module__ == "torch._C" and type(instance).__name__ == "Generator":
-            return self._asked(function.__name__, instance)
+            return self._torch_generator_called(function.__name__, instance)
         if isinstance(instance, _socket.socket):
             return "uses a socket"
         if isinstance(instance, type):
-            return "reads the clock" if function.__name__ in _NOW and issubclass(instance, dt.date) else ""
+            return "reads the clock" if function.__name__ in _CLOCK_METHODS and issubclass(instance, dt.date) else ""
         if not isinstance(function, BuiltinFunctionType):
             return ""
         return _READ_BY.get(function) or _READ_BY_NAME.get((function.__module__, function.__name__), "")
 
-    def _drawn(self, name: str, generator: _random.Random, frame: FrameType) -> str:
-        """A generator that was given a seed draws the same on every rank."""
+    def _random_number_drawn(self, name: str, generator: _random.Random, frame: FrameType) -> str:
+        """Return what a call of a generator's method makes; empty if it draws the same on every rank.
+
+        A generator that was given a seed does so.
+        """
         if name == "seed" and frame.f_locals.get("a") is not None:
             self._seeded.add(id(generator))
             return ""
         if name == "seed":
             self._seeded.discard(id(generator))
-        return "" if id(generator) in self._seeded or name == "setstate" else _RANDOM
+        return "" if id(generator) in self._seeded or name == "setstate" else _MAKES_RANDOM
 
-    def _asked(self, name: str, generator: Any) -> str:
-        """Return what a method of a generator of torch's tells; what is drawn from it is found by its state."""
+    def _torch_generator_called(self, name: str, generator: Any) -> str:
+        """Return the finding for a call of a method of a generator of torch's; draws are found by its state."""
         if name == "manual_seed":
             self._seeded.add(id(generator))
         if name == "seed":
             self._seeded.discard(id(generator))
-            return _RANDOM
+            return _MAKES_RANDOM
         # Each process has another seed in this one, and all have the same in any other.
         default = generator is sys.modules["torch"].default_generator
-        return (
-            _RANDOM if default and name in {"initial_seed", "get_state"} and id(generator) not in self._seeded else ""
-        )
+        reads = default and name in {"initial_seed", "get_state"} and id(generator) not in self._seeded
+        return _MAKES_RANDOM if reads else ""
 
     def _variable_read(self, name: str, frame: FrameType | None) -> None:
         while frame is not None and frame.f_globals.get("__name__") in _OF_THE_ENVIRONMENT:
             if frame.f_code.co_name == "setdefault" and _is_discarded(frame.f_back):
-                # Who only sees to it that there is a value keeps none.
+                # Code that only makes sure that there is a value does not store it.
                 return
             frame = frame.f_back
-        if self._found(f"reads {name or 'the whole environment'}", frame, variable=name) or not self._importing:
+        if self._add_if_own(f"reads {name or 'the whole environment'}", frame, variable=name) or not self._importing:
             return
-        now = self._importing[-1]
-        if OF_THE_AGENT.fullmatch(name) and not now.own:
+        importing = self._importing[-1]
+        if OF_THE_AGENT.fullmatch(name) and not importing.own:
             self._ranked |= {one.name.partition(".")[0] for one in self._importing if not one.own}
             self._add(f"reads {name}", EVERY_TEST, "", variable=name)
 
@@ -307,26 +316,26 @@ class Watch:
             by_default = by_default or frame.f_code.co_name == "setdefault"
             frame = frame.f_back
         if OF_THE_AGENT.fullmatch(name) and not by_default:
-            self._found(f"sets {name}", frame, everywhere=True)
+            self._add_if_own(f"sets {name}", frame, everywhere=True)
 
     def _watch_open(self, module: Any) -> None:
         ordinary = module.open
 
         @functools.wraps(ordinary)
         def watched(file: Any, *args: Any, **kwargs: Any) -> Any:
-            if active is self and (_writes(args, kwargs) or str(file).startswith(_OF_THE_PROCESS)):
-                self._found(f"opens {file!s:.200}, not only to read it,", _caller())
+            if active is self and (_writes(args, kwargs) or str(file).startswith(_PROCESS_FILES)):
+                self._add_if_own(f"opens {file!s:.200}, not only to read it,", _caller())
             return ordinary(file, *args, **kwargs)
 
         module.open = watched
         self._undo.callback(setattr, module, "open", ordinary)
 
     def _is_named_elsewhere(self, file: str) -> bool:
-        word = re.compile(rf"\b{re.escape(Path(file).stem)}\b")
+        pattern = re.compile(rf"\b{re.escape(Path(file).stem)}\b")
         others = {str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
         for other in filter(self.is_own, others):
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                if os.path.realpath(other) != file and word.search(Path(other).read_text(encoding="utf-8")):
+                if os.path.realpath(other) != file and pattern.search(Path(other).read_text(encoding="utf-8")):
                     return True
         return False
 
@@ -400,23 +409,23 @@ def _is_discarded(frame: FrameType | None) -> bool:
 
 
 def _caller() -> FrameType | None:
-    """The frame of whoever called the function that asks."""
+    """Return the frame that called the caller of this function."""
     return sys._getframe(2)  # noqa: SLF001 - documented, in spite of its name
 
 
-_RANDOM = "makes something random"
-#: Functions of ``time`` that are given all that they need.
-_NO_CLOCK = frozenset({"sleep", "mktime", "strptime", "asctime", "get_clock_info", "tzset"})
-#: What a function in C reads or changes.
+_MAKES_RANDOM = "makes something random"
+#: Functions of ``time`` that compute only from their arguments.
+_WITHOUT_CLOCK = frozenset({"sleep", "mktime", "strptime", "asctime", "get_clock_info", "tzset"})
+#: By C function, what it reads or changes.
 _READ_BY: dict[Any, str] = {
     **{
         function: "reads the clock"
         for name, function in vars(time).items()
-        if isinstance(function, BuiltinFunctionType) and name not in _NO_CLOCK
+        if isinstance(function, BuiltinFunctionType) and name not in _WITHOUT_CLOCK
     },
     os.times: "reads the clock",
     **dict.fromkeys((os.getpid, os.getppid, threading.get_native_id), "asks for the number of its process"),
-    **dict.fromkeys((os.urandom, os.getrandom), _RANDOM),
+    **dict.fromkeys((os.urandom, os.getrandom), _MAKES_RANDOM),
     **{
         function: f"calls os.{name}"
         for name in (
@@ -443,32 +452,32 @@ with contextlib.suppress(ImportError):
 
     _READ_BY[_posixsubprocess.fork_exec] = "starts a process"
 with contextlib.suppress(ImportError):
-    import _uuid  # type: ignore[import-not-found]  # typeshed has it not
+    import _uuid  # type: ignore[import-not-found]  # typeshed lacks it
 
     _READ_BY[_uuid.generate_time_safe] = "reads the clock"
 #: The same of modules that are not to be imported for it.
 _READ_BY_NAME = {
-    **dict.fromkeys((("_ssl", name) for name in ("RAND_bytes", "RAND_pseudo_bytes")), _RANDOM),
+    **dict.fromkeys((("_ssl", name) for name in ("RAND_bytes", "RAND_pseudo_bytes")), _MAKES_RANDOM),
     **dict.fromkeys(((module, "connect") for module in ("sqlite3", "_sqlite3")), "opens a database"),
 }
 _THREADS = "sets how many threads torch uses"
 _READ_BY_NAME["torch", "set_num_threads"] = _THREADS
 #: What matters only where ranks have another value of a variable, by which they are brought to it after the fork.
 _DECIDED_BY = {_THREADS: "OMP_NUM_THREADS"}
-_NOW = frozenset({"now", "utcnow", "today"})
-#: Modules that read the clock and write files for what they tell or import, not for who calls them.
-_PASSING = frozenset({"importlib", "_frozen_importlib", "_frozen_importlib_external", "logging", "warnings"}) | {
+_CLOCK_METHODS = frozenset({"now", "utcnow", "today"})
+#: Modules that read the clock and write files for their own purposes, such as logging and import, not for their callers.
+_PASSED_OVER = frozenset({"importlib", "_frozen_importlib", "_frozen_importlib_external", "logging", "warnings"}) | {
     "_pytest",
     "pytest",
     "pluggy",
     "hypothesis",
 }
-#: Files that each process reads something else from.
-_OF_THE_PROCESS = ("/proc/self/", "/dev/random", "/dev/urandom")
+#: Files that give each process other contents.
+_PROCESS_FILES = ("/proc/self/", "/dev/random", "/dev/urandom")
 
 
 def _writes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether these arguments of ``open`` or ``os.open`` ask for more than to read."""
+    """Tell whether these arguments of ``open`` or ``os.open`` ask for more than to read."""
     mode = args[0] if args else kwargs.get("mode", kwargs.get("flags", "r"))
     if isinstance(mode, int):
         return bool(mode & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
@@ -476,7 +485,7 @@ def _writes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _open_files() -> frozenset[tuple[int, str]]:
-    """The file descriptors that this process has, with what they lead to."""
+    """Return this process's file descriptors, with the files that they lead to."""
     found = set()
     for link in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
@@ -499,7 +508,7 @@ def _shared_memory() -> frozenset[str]:
 
 @functools.cache
 def _is_installed(file: str) -> bool:
-    """Return whether that file is of an installed library: of Python's own, a site's, the user's, of ``pip --target``."""
+    """Tell whether that file is of an installed library: of Python's own, a site's, the user's, of ``pip --target``."""
     return os.path.realpath(file).startswith(_installed_in(tuple(sys.path)))
 
 

@@ -1,7 +1,7 @@
-"""Locks of builds of torch's extensions: a build that is killed leaves its own, and all later ones wait for it for ever.
+"""Locks of builds of torch's extensions: a killed build leaves its lock, and all later builds wait for it for ever.
 
-A lock is an empty file ``lock`` in the directory of the build, kept open by the process that builds (torch/utils/file_baton.py).
-https://docs.pytorch.org/docs/stable/cpp_extension.html says where these directories are.
+A lock is an empty file ``lock`` in the directory of the build, which the building process keeps open
+(torch/utils/file_baton.py). https://docs.pytorch.org/docs/stable/cpp_extension.html says where these directories are.
 """
 
 from __future__ import annotations
@@ -16,43 +16,46 @@ import psutil
 from pytest_distcompat import clock
 from pytest_distcompat.launch.stacks import Frame
 
-#: Where torch waits for a lock.
-_WAITS = ("/torch/utils/file_baton.py", "wait")
+#: The function of torch that waits for a lock.
+_WAIT_FILE_AND_FUNCTION = ("/torch/utils/file_baton.py", "wait")
 
 
-def waits(frames: Iterable[Frame]) -> bool:
-    """Return whether a thread waits for another build."""
-    return any(frame.file.endswith(_WAITS[0]) and frame.function == _WAITS[1] for frame in frames)
+def is_waiting(frames: Iterable[Frame]) -> bool:
+    """Tell whether a thread with these frames waits for another build."""
+    return any(
+        frame.file.endswith(_WAIT_FILE_AND_FUNCTION[0]) and frame.function == _WAIT_FILE_AND_FUNCTION[1]
+        for frame in frames
+    )
 
 
 def remove_abandoned(seconds: float, environment: Mapping[str, str]) -> None:
-    """Remove the locks that builds of the last ``seconds`` left which were killed."""
+    """Remove the locks of killed builds that were made within the last ``seconds``."""
     began = clock.wall() - seconds
     for lock, made, holder in _locks(environment):
         if holder is None and made >= began:
             lock.unlink(missing_ok=True)
 
 
-def told(environment: Mapping[str, str]) -> str:
+def describe_locks(environment: Mapping[str, str]) -> str:
     """Return what is known of the locks for which a build may wait, in a line."""
-    said = [
+    descriptions = [
         f"no process holds {lock}, which a build that was killed left: remove it"
         if holder is None
         else f"{lock} is held by process {holder.pid} ({holder.name()})"
         for lock, _, holder in _locks(environment)
     ]
-    return "; ".join(said)
+    return "; ".join(descriptions)
 
 
 def _locks(environment: Mapping[str, str]) -> list[tuple[Path, float, psutil.Process | None]]:
-    """All locks of this user, when each was made, and who holds it."""
+    """Return this user's locks: the file, when it was made, and the process that holds it."""
     named = environment.get("TORCH_EXTENSIONS_DIR")
     cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/"), ".cache")
     # The default has a directory for each Python and CUDA.
     root, below = (Path(named), "*/lock") if named else (Path(cache, "torch_extensions"), "*/*/lock")
     found: dict[Path, float] = {}
     for lock in sorted(root.resolve().glob(below)):
-        # It may be gone by now.
+        # The lock may be gone by now.
         with contextlib.suppress(OSError):
             made = lock.stat()
             if made.st_uid == os.getuid():

@@ -1,4 +1,4 @@
-"""The cross-check: the very same work through the ``torchrun`` command, cold each time."""
+"""The cold launcher, as a cross-check: the same work through the ``torchrun`` command, without anything warm."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 from pytest_distcompat import clock
 from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.ending import Ending, conclude
-from pytest_distcompat.launch.kept import Keeping
 from pytest_distcompat.launch.process import descendants, kill, kill_and_wait, on_device
 from pytest_distcompat.launch.request import Request, Warmth, interpreter, read_events
+from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.launch.watchdog import Watchdog
 
-#: A failed rank as torchrun's final report shows it.
+#: A failed rank in torchrun's final report.
 FAILURE = re.compile(r"rank\s+:\s+(\d+)\s+\(local_rank.*?exitcode\s+:\s+(-?\d+)", re.DOTALL)
-#: The process of a rank that torchrun ended because of another.
+#: The process of a rank that torchrun ended because another one failed.
 ENDED = re.compile(r"Sending process (\d+) closing signal SIGTERM")
 
 
 class TorchrunLauncher:
-    """Runs ``python -m torch.distributed.run`` for each run."""
+    """A launcher that starts ``python -m torch.distributed.run`` for each run."""
 
     def __init__(self, warmth: Warmth, *, device: str = "cpu") -> None:
         self._warmth = warmth
@@ -31,21 +31,21 @@ class TorchrunLauncher:
         self._process: subprocess.Popen[bytes] | None = None
 
     def warm_up(self) -> None:
-        """Nothing can be prepared: that is the point."""
+        """Do nothing: a cold launcher prepares nothing."""
 
     def get_warm(self) -> str:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
         return ""
 
     #: Each request has ranks of its own.
-    keeping = ""
+    reuse_scope = ""
 
     def retire(self) -> str:
-        """Nobody waits."""
+        """Do nothing: no ranks wait."""
         return ""
 
-    def run(self, request: Request, keep: Keeping | None = None) -> Ending:  # noqa: ARG002 - the launchers' protocol
-        """Start the ranks, wait until they ended or were ended; never raises for what the ranks do."""
+    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:  # noqa: ARG002 - the launchers' protocol
+        """Start the ranks, and wait until they ended or were ended; never raises for what the ranks do."""
         problem = loopback.problem()
         if problem:
             return conclude(request.directory, request.world_size, None, launch_error=problem)
@@ -60,7 +60,7 @@ class TorchrunLauncher:
         path = request.write()
         logs = Path(request.directory) / "logs"
         logs.mkdir(exist_ok=True)
-        # Standalone: a port that the kernel chooses. Before torch 2.13 the default was 29500 for everybody.
+        # Standalone: the kernel chooses the port. Before torch 2.13 the default was 29500 for every run.
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(request.world_size)]
         # By itself torchrun starts its ranks without the flags that this interpreter was given.
@@ -78,13 +78,13 @@ class TorchrunLauncher:
                 start_new_session=True,
                 cwd=request.cwd,
             )
-        patience: float | None = None
+        give_up_at: float | None = None
         while self._process.poll() is None:
             clock.sleep(0.02)
-            watch.look()
+            watch.check()
             if watch.acted:
-                patience = patience or clock.now() + 5.0
-                if clock.now() > patience:
+                give_up_at = give_up_at or clock.now() + 5.0
+                if clock.now() > give_up_at:
                     break
         text = output.read_text(encoding="utf-8", errors="replace")
         failed = self._process.returncode != 0
@@ -117,6 +117,9 @@ class TorchrunLauncher:
 
 
 def _unlisted(request: Request, rank: int, text: str) -> int:
-    """The exit code of a rank that torchrun does not count as failed; some versions leave out those that it ended."""
+    """Return the exit code of a rank that torchrun does not list as failed.
+
+    Some versions leave out the ranks that torchrun ended itself.
+    """
     pids = {event["pid"] for event in read_events(request.directory, rank) if event["event"] == "start"}
     return -15 if pids & {int(pid) for pid in ENDED.findall(text)} else 0

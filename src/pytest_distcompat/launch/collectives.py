@@ -1,7 +1,7 @@
-"""Which collective each rank of a hang waits in, or where else it is: from its Python stack and torch's flight recorder.
+"""The collective that each rank of a hang waits in, or where else it is: from its Python stack and flight recorder.
 
 The stack is there whatever the rank does. The recorder adds the group, the number and the tensors, if torch has one, if it
-got to write (a rank that holds the GIL in a thread does not), and for collectives only: gloo records no send and recv.
+could write (a rank that holds the GIL in a thread cannot), and for collectives only: gloo records no send and recv.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 from pytest_distcompat.launch.stacks import Frame, nearest, threads
 
 _C10D = "/torch/distributed/distributed_c10d.py"
-#: Of the functions there, those that pass from one rank to another, and those that wait without anything recorded.
+#: Of the functions there, those that send from one rank to another, and those that wait without a record.
 _P2P = re.compile(r"send|recv")
 _UNRECORDED = re.compile(r"_group|subgroups|monitored_barrier")
 #: Collectives whose tensors may differ between ranks.
 _UNEVEN = ("all_to_all", "alltoall", "gather", "scatter")
 #: How many collectives of a rank its section shows.
-_SHOWN = 5
-#: How many different places the headline names.
-_PLACES = 4
+_COLLECTIVES_SHOWN = 5
+#: How many different positions the headline names.
+_DESCRIPTIONS_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Collective:
     """One collective as the flight recorder has it: the ``number``-th of its ``group``.
 
     ``key`` tells groups of one name apart; ``tensors`` are the types and shapes of all its inputs; ``p2p``: a send or recv,
-    which are numbered by themselves.
+    which have numbers of their own.
     """
 
     name: str
@@ -48,17 +48,20 @@ class Collective:
         return f"{self.name} ({self.group}, #{self.number})"
 
     @property
-    def asks_for(self) -> tuple[str, str]:
+    def signature(self) -> tuple[str, str]:
         """What all ranks of the group must agree on: the operation and, for most, the tensors."""
         return self.name, "" if self.name.startswith(_UNEVEN) else self.tensors
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a rank was at the time limit.
+class WaitState:
+    """Where a rank was at the time limit, and what it waited for.
 
-    ``waits``: the operation of torch.distributed that it is in, by name. ``unfinished``: the collective that it waits for, or
-    that it has begun and left to itself. ``recorded``: the collectives of each group, in order.
+    Attributes:
+        frame: The innermost frame of the user's own code.
+        waits: The function of torch.distributed that the rank is in, by name.
+        unfinished: The collective that it waits for, or that it began and does not wait for.
+        recorded: The collectives of each group, in order.
     """
 
     frame: Frame
@@ -68,16 +71,19 @@ class Standing:
 
     @property
     def waiting(self) -> bool:
-        """Whether it waits for other ranks: for NCCL a GPU does, and the stack tells of whatever asks for its result."""
+        """Tell whether the rank waits for others.
+
+        Under NCCL a GPU does, and the stack shows the code that uses the result.
+        """
         return bool(self.waits) or (self.unfinished is not None and self.unfinished.backend == "nccl")
 
-    def words(self, *, many: bool = False) -> str:
-        """What stands behind "rank 0" or, with ``many``, behind "ranks 0, 1"."""
+    def description(self, *, plural: bool = False) -> str:
+        """Return what follows "rank 0" or, with ``plural``, "ranks 0, 1"."""
         if self.waits:
-            return f"{'wait' if many else 'waits'} in {self._operation()} at {self.frame.where}"
+            return f"{'wait' if plural else 'waits'} in {self._operation()} at {self.frame.where}"
         source = f": {self.frame.source}" if self.frame.source else ""
-        place = f"{'are' if many else 'is'} in {self.frame.function} at {self.frame.where}{source}"
-        return f"{place}, with {self.unfinished} unfinished" if self.unfinished else place
+        position = f"{'are' if plural else 'is'} in {self.frame.function} at {self.frame.where}{source}"
+        return f"{position}, with {self.unfinished} unfinished" if self.unfinished else position
 
     def _operation(self) -> str:
         one = self.unfinished
@@ -86,37 +92,38 @@ class Standing:
         return f"{self.waits} ({one.name}, {one.group}, #{one.number})"
 
     def history(self) -> str:
-        """The last collectives of this rank, one line; empty without a recorder."""
+        """Return the last collectives of this rank in one line; empty without a recorder."""
         last = [
             " of ".join(filter(None, (str(one), one.tensors))) + ("" if one.finished else ", unfinished")
-            for one in self.recorded[-_SHOWN:]
+            for one in self.recorded[-_COLLECTIVES_SHOWN:]
         ]
         return f"last collectives: {'; '.join(last)}" if last else ""
 
 
-def standing(record: Path, stack: str) -> Standing | None:
-    """Where a rank was, from its stack and from the file with its record; None without a stack."""
+def read_wait_state(record: Path, stack: str) -> WaitState | None:
+    """Return where a rank was, from the file with its flight record and from its stack; None without a stack."""
     found = threads(stack)
     if not found:
         return None
-    # A main thread without any code of the user's waits for other threads to end.
+    # A main thread without any of the user's code waits for other threads to end.
     frames = next((frames for frames in found if any(frame.of_the_user for frame in frames)), found[0])
-    recorded = tuple(read(record))
+    recorded = tuple(read_record(record))
     # The outermost of torch's own functions is the one that was called.
     called = [frame.function for frame in frames if frame.file.endswith(_C10D) and not frame.function.startswith("_")]
     waits = called[-1] if called else ""
     begun = [one for one in recorded if not one.finished and (not waits or one.p2p == bool(_P2P.search(waits)))]
     unfinished = begun[-1] if begun and not _UNRECORDED.search(waits) else None
     if not waits and unfinished and frames[0].of_torch:
-        # In backward(), or in the wait of FSDP2: whoever called the collective, torch is in it.
+        # In backward(), or in the wait of FSDP2: torch is in the collective, whatever code called it.
         waits = unfinished.name
-    return Standing(nearest(frames), waits, unfinished, recorded)
+    return WaitState(nearest(frames), waits, unfinished, recorded)
 
 
-def read(path: Path) -> Iterable[Collective]:
-    """What a rank's recorders held, in order; nothing without the file, and without what a dying rank left half written.
+def read_record(path: Path) -> Iterable[Collective]:
+    """Return what a rank's recorders held, in order; nothing without the file.
 
-    Of a group that was destroyed and made again only what came after: numbers begin anew.
+    A line that a dying rank left half written is passed over. Of a group that was destroyed and made again only the collectives
+    after that are returned: their numbers begin anew.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -140,9 +147,9 @@ def read(path: Path) -> Iterable[Collective]:
 
 
 def _collective(entry: Mapping[str, Any]) -> Collective:
-    """``entry``: as torch writes it (torch/csrc/distributed/c10d/FlightRecorder.hpp).
+    """Return the collective of an entry as torch writes it (torch/csrc/distributed/c10d/FlightRecorder.hpp).
 
-    gloo leaves its state at ``scheduled`` and tells by ``retired`` that it is done.
+    gloo leaves its state at ``scheduled`` and shows by ``retired`` that it is done.
     """
     name, description = entry["process_group"]
     known = description not in {"", "undefined"}
@@ -164,35 +171,39 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
     )
 
 
-def told(standings: Mapping[int, Standing | None]) -> str:
-    """One line: which ranks are where, those that are at the same place together."""
-    if not any(standings.values()):
-        return f"{_ranks(list(standings))} still running"
-    places: dict[str, list[int]] = {}
-    for rank, one in standings.items():
-        places.setdefault(one.words() if one else "", []).append(rank)
-    said = []
-    for ranks in list(places.values())[:_PLACES]:
-        one = standings[ranks[0]]
-        many = len(ranks) > 1
-        said.append(f"{_ranks(ranks)} {one.words(many=many) if one else 'gave no stack'}")
-    rest = [rank for ranks in list(places.values())[_PLACES:] for rank in ranks]
-    return "; ".join([*said, *([f"{_ranks(rest)} elsewhere"] if rest else [])])
+def describe_wait_states(wait_states: Mapping[int, WaitState | None]) -> str:
+    """Return one line that says which ranks are where; ranks at the same place are named together."""
+    if not any(wait_states.values()):
+        return f"{_ranks(list(wait_states))} still running"
+    ranks_by_description: dict[str, list[int]] = {}
+    for rank, one in wait_states.items():
+        ranks_by_description.setdefault(one.description() if one else "", []).append(rank)
+    parts = []
+    for ranks in list(ranks_by_description.values())[:_DESCRIPTIONS_SHOWN]:
+        one = wait_states[ranks[0]]
+        plural = len(ranks) > 1
+        parts.append(f"{_ranks(ranks)} {one.description(plural=plural) if one else 'gave no stack'}")
+    rest = [rank for ranks in list(ranks_by_description.values())[_DESCRIPTIONS_SHOWN:] for rank in ranks]
+    return "; ".join([*parts, *([f"{_ranks(rest)} elsewhere"] if rest else [])])
 
 
-def parting(standings: Mapping[int, Standing | None]) -> tuple[str, str]:
-    """The first collective in which the ranks do not agree: what differs in two words, and all in a line; or nothing."""
+def first_mismatch(wait_states: Mapping[int, WaitState | None]) -> tuple[str, str]:
+    """Find the first collective in which the ranks do not agree.
+
+    Returns:
+        What differs, in two words and in a line; both empty if the ranks agree.
+    """
     by_number: dict[tuple[str, int], dict[int, Collective]] = {}
-    for rank, one in standings.items():
+    for rank, one in wait_states.items():
         for collective in one.recorded if one else ():
             if not collective.p2p:
                 by_number.setdefault((collective.key, collective.number), {})[rank] = collective
     for (_, number), of_ranks in sorted(by_number.items(), key=lambda item: item[0][1]):
-        if len({collective.asks_for for collective in of_ranks.values()}) > 1:
-            what = "tensors" if len({collective.name for collective in of_ranks.values()}) == 1 else "collectives"
+        if len({collective.signature for collective in of_ranks.values()}) > 1:
+            difference = "tensors" if len({collective.name for collective in of_ranks.values()}) == 1 else "collectives"
             group = next(iter(of_ranks.values())).group
-            said = [f"rank {rank} {one.name} of {one.tensors or 'nothing'}" for rank, one in of_ranks.items()]
-            return f"different {what}", f"different {what} at #{number} of {group}: {'; '.join(said)}"
+            inputs = [f"rank {rank} {one.name} of {one.tensors or 'nothing'}" for rank, one in of_ranks.items()]
+            return f"different {difference}", f"different {difference} at #{number} of {group}: {'; '.join(inputs)}"
     return "", ""
 
 

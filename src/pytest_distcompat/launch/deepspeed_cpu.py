@@ -1,17 +1,17 @@
-"""Keeps DeepSpeed on CPU from compiling an operator and from leaving shared memory behind."""
+"""DeepSpeed on CPU, kept from compiling an operator and from leaving shared memory behind."""
 
 from __future__ import annotations
 
 import sys
 
-#: The all-reduce through /dev/shm: compiled at first use (40 s), and 66 MiB a rank that nothing unlinks.
+#: The all-reduce through /dev/shm: compiled at first use (40 s), and it leaves 66 MiB a rank that nothing unlinks.
 OPERATOR = "deepspeed_shm_comm"
 
 
 def without_shared_memory() -> None:
     """Switch DeepSpeed's shared-memory all-reduce off in this process and its forks; gloo does the work then.
 
-    Does nothing where DeepSpeed is not imported. ``__compatible_ops__`` is DeepSpeed's table of the operators that it
+    It does nothing where DeepSpeed is not imported. ``__compatible_ops__`` is DeepSpeed's table of the operators that it
     may build (printed by ``ds_report``), read when its communication back end starts.
     """
     ops = sys.modules.get("deepspeed.ops")

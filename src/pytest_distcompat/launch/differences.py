@@ -1,4 +1,4 @@
-"""Which variable, handler or thread a test left changed, in a few words."""
+"""Descriptions of what a test left changed: which variable, handler or thread, in a few words."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Any
 
 from pytest_distcompat.excerpt import encodable
 
-#: How many things are named, and how much of a value is shown.
-_SHOWN, _LENGTH = 3, 40
+#: How many items are named, and how many characters of a value are shown.
+_ITEMS_NAMED, _VALUE_LENGTH = 3, 40
 
 
 def described(name: str, was: Any, now: Any, labels: Sequence[str] = ()) -> str:
-    """Return ``name`` and, where it can be said, what of it has changed: ``the environment (FOO set to 'x')``.
+    """Return ``name`` and, where possible, what of it has changed: ``the environment (FOO set to 'x')``.
 
     Args:
         name: What is compared.
         was: What it was before.
         now: What it is.
         labels: What the items are called where both are lists of as many items.
-
     """
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         found = list(_of_mappings(was, now))
@@ -35,18 +34,18 @@ def described(name: str, was: Any, now: Any, labels: Sequence[str] = ()) -> str:
         found = []
     if not found:
         return name
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return encodable(f"{name} ({', '.join(found[:_SHOWN])}{more})")
+    more = f" and {len(found) - _ITEMS_NAMED} more" if len(found) > _ITEMS_NAMED else ""
+    return encodable(f"{name} ({', '.join(found[:_ITEMS_NAMED])}{more})")
 
 
 def signal_names(numbers: Sequence[int]) -> list[str]:
-    """Return the signals' names; the number of one that has none."""
+    """Return the signals' names; the number of a signal that has none."""
     names = {int(one): one.name for one in signal.Signals}
     return [names.get(int(number), str(int(number))) for number in numbers]
 
 
 def _of_mappings(was: Mapping[Any, Any], now: Mapping[Any, Any]) -> Iterator[str]:
-    # Keys may be of kinds that have no order.
+    # Keys of different types may have no order.
     for key in sorted({*was, *now}, key=str):
         name = key.__name__ if isinstance(key, type) else key
         if key not in now:
@@ -55,13 +54,16 @@ def _of_mappings(was: Mapping[Any, Any], now: Mapping[Any, Any]) -> Iterator[str
             yield f"{name} set to {_cut(now[key])}"
 
 
-def _of_items(front: str, here: Any, there: Any) -> Iterator[str]:
-    """Those that are here and not there. What has no name of its own is not shown: its address says nothing."""
-    for one in here:
-        if one not in there and isinstance(one, (str, int, threading.Thread)):
-            yield front + (one.name if isinstance(one, threading.Thread) else _cut(one))
+def _of_items(prefix: str, items: Any, others: Any) -> Iterator[str]:
+    """Yield the items that are not among the others.
+
+    Only those with a name of their own: the address of any other object says nothing.
+    """
+    for one in items:
+        if one not in others and isinstance(one, (str, int, threading.Thread)):
+            yield prefix + (one.name if isinstance(one, threading.Thread) else _cut(one))
 
 
 def _cut(value: object) -> str:
     text = repr(int(value) if isinstance(value, int) else value)
-    return text if len(text) <= _LENGTH else f"{text[:_LENGTH]}..."
+    return text if len(text) <= _VALUE_LENGTH else f"{text[:_VALUE_LENGTH]}..."

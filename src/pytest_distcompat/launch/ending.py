@@ -1,4 +1,4 @@
-"""How a run ended, from what its ranks wrote and how their processes went: never weaker than the worst rank.
+"""The ending of a run, from what its ranks wrote and how their processes ended: never weaker than the worst rank.
 
 The rank that failed first is the cause and is shown first; ranks that only lost their peer, or were ended because of
 it, are folded under it.
@@ -16,24 +16,24 @@ from typing import Any
 
 from pytest_distcompat.excerpt import encodable
 from pytest_distcompat.launch import builds
-from pytest_distcompat.launch.collectives import Standing, parting, standing, told
+from pytest_distcompat.launch.collectives import WaitState, describe_wait_states, first_mismatch, read_wait_state
 from pytest_distcompat.launch.files import Files
 from pytest_distcompat.launch.peers import aborted_by_lost_peer
 from pytest_distcompat.launch.request import EXCUSED, is_excused, read_events
 from pytest_distcompat.launch.stacks import threads, without_launcher
 
-#: What is said of a rank that waited for one which had left its test.
-_WAITED = "waited for ranks that had left the test, and was killed"
+#: The message about a rank that waited for a rank which had left its test.
+_LEFT_WAITING = "waited for ranks that had left the test, and was killed"
 
 
 @dataclass(frozen=True)
 class RankEnd:
     """How one rank ended.
 
-    ``status``: ``done``; ``raised`` (it reported an exception); ``excused`` (the same of one that its test allows);
+    ``status``: ``done``; ``raised`` (it reported an exception); ``excused`` (it reported one that its test allows);
     ``killed`` and ``exited`` (it could not report);
     ``stuck`` (the time limit found it running); ``lost peer`` and ``stopped`` (consequences of another rank's end);
-    ``missing`` (it never started). A rank that is stuck has a ``stack`` and, made of that, a ``standing``;
+    ``missing`` (it never started). A rank that is stuck has a ``stack`` and, made of that, a ``wait_state``;
     one that others gave up waiting for has the ``stack``. ``lost``: what it raised only says that another rank is gone.
     """
 
@@ -44,7 +44,7 @@ class RankEnd:
     kind: str = ""
     time: float = 0.0
     stack: str = ""
-    standing: Standing | None = None
+    wait_state: WaitState | None = None
     output: str = ""
     lost: bool = False
     last: Mapping[str, Any] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class RankEnd:
 class Ending:
     """How all ranks of a run ended, and what each wrote.
 
-    ``left`` says why ranks that were kept left early; ``leaks`` what stayed in use of the devices after the ranks were gone:
-    a failure, however they ended. ``builds`` says whom ranks waited for that were to build an extension.
+    ``left`` says why reused ranks were ended early; ``leaks`` what stayed in use of the devices after the ranks were gone:
+    a failure, however they ended. ``builds`` names the processes whose builds of an extension the ranks waited for.
     """
 
     ranks: tuple[RankEnd, ...]
@@ -73,7 +73,7 @@ class Ending:
 
     @property
     def failed(self) -> bool:
-        """Whether anything at all went wrong."""
+        """Tell whether anything at all went wrong."""
         return bool(self.leaks) or self._ranks_failed
 
     @property
@@ -82,9 +82,9 @@ class Ending:
 
     @property
     def kind(self) -> str:
-        """``ok``, ``raised``, ``leaked``, ``hung`` or ``crashed``: the worst that happened to any rank, first or not.
+        """One of ``ok``, ``raised``, ``leaked``, ``hung`` and ``crashed``: the worst that happened to any rank.
 
-        An exception can be an expected one; a leak, a crash and a hang beside it cannot.
+        An exception may be expected; a leak, a crash and a hang beside it cannot be.
         """
         statuses = {end.status for end in self.ranks} - {"done"}
         if self.launch_error or statuses & {"killed", "exited", "missing"}:
@@ -92,7 +92,7 @@ class Ending:
         if self.timed_out:
             return "hung"
         if statuses and not statuses & {"raised", "excused", "lost peer"}:
-            # "stopped" alone: nobody is left to have been the cause, which no exception explains.
+            # "stopped" alone: no rank is the cause, and no exception explains the end.
             return "crashed"
         return "leaked" if self.leaks else "raised" if statuses else "ok"
 
@@ -103,44 +103,53 @@ class Ending:
         return ordered[0] if ordered else None
 
     def in_order(self) -> list[RankEnd]:
-        """The ranks that did not end well: causes by time, then those that hang, then what is allowed, then mere consequences.
+        """Return the ranks that did not end well, ordered by how likely they are the cause.
 
-        Of those that hang the ones that wait for others come last.
+        Causes come first, by time, then ranks that hang, then what tests allow, then consequences. Of the ranks that hang those
+        that wait for others come last.
         """
         order = ({"raised", "killed", "exited"}, {"missing"}, {"stuck"}, {"excused"}, {"lost peer"}, {"stopped"})
         weight = {status: number for number, statuses in enumerate(order) for status in statuses}
         bad = [end for end in self.ranks if end.status != "done"]
-        waits = {end.rank: end.standing is not None and bool(end.standing.waits) for end in bad}
+        waits = {end.rank: end.wait_state is not None and bool(end.wait_state.waits) for end in bad}
         return sorted(bad, key=lambda end: (weight[end.status], waits[end.rank], end.time, end.rank))
 
     def headline(self) -> str:
-        """One line: which rank, what happened; what is left where, if all ranks ended well."""
+        """Return one line: which rank, and what happened to it, or what leaked if all ranks ended well."""
         if self.leaks and not self._ranks_failed:
             return "; ".join(self.leaks)
         if self.launch_error:
-            what = self.launch_error.strip().splitlines()[-1]
-            return what if any(self.events.values()) else f"the ranks could not be started: {what}"
+            message = self.launch_error.strip().splitlines()[-1]
+            return message if any(self.events.values()) else f"the ranks could not be started: {message}"
         cause = self.cause
         if cause is None:
             late = f"time limit of {self.timeout:g} s passed while the ranks were leaving, all of them done"
             return late if self.timed_out else "all ranks ended well"
         if self.timed_out and cause.status == "stuck":
-            what, _ = parting(self._standings)
+            message, _ = first_mismatch(self._wait_states)
             return ": ".join(
-                filter(None, (f"time limit of {self.timeout:g} s", what, told(self._standings), self.builds))
+                filter(
+                    None,
+                    (
+                        f"time limit of {self.timeout:g} s",
+                        message,
+                        describe_wait_states(self._wait_states),
+                        self.builds,
+                    ),
+                )
             )
         return f"rank {cause.rank} {cause.message}"
 
     @property
-    def _standings(self) -> dict[int, Standing | None]:
-        return {end.rank: end.standing for end in self.ranks if end.status == "stuck"}
+    def _wait_states(self) -> dict[int, WaitState | None]:
+        return {end.rank: end.wait_state for end in self.ranks if end.status == "stuck"}
 
     def text(self) -> str:
-        """The whole story, first cause first; a leak comes last, for it was seen last."""
+        """Return the whole report, first cause first; a leak comes last, because it was found last."""
         if self.leaks and not self._ranks_failed:
             return "\n\n".join(self.leaks)
-        _, where_they_part = parting(self._standings)
-        parts = [self.headline(), *([where_they_part] if where_they_part else [])]
+        _, mismatch = first_mismatch(self._wait_states)
+        parts = [self.headline(), *([mismatch] if mismatch else [])]
         if self.launch_error:
             parts.append(self.launch_error)
         ordered = self.in_order()
@@ -171,8 +180,8 @@ def _section(end: RankEnd) -> str:
     lines = [f"--- rank {end.rank}: {_first_line(end.message)} ---"]
     if end.text:
         lines.append(end.text.rstrip())
-    if end.standing is not None and end.standing.recorded:
-        lines.append(end.standing.history())
+    if end.wait_state is not None and end.wait_state.recorded:
+        lines.append(end.wait_state.history())
     if end.stack and end.status == "stuck":
         lines.append("Python stack at the time limit (most recent call first):\n" + without_launcher(end.stack))
     if end.output and end.status in {"killed", "exited", "stuck", "missing"}:
@@ -194,11 +203,22 @@ def conclude(
     environment: Mapping[str, str] = os.environ,
     **more: Any,
 ) -> Ending:
-    """Put together what is known of each rank, from its log in ``directory`` and from its ``files``, if they lie elsewhere.
+    """Put together what is known of each rank, from its log and from its files.
 
-    ``exit_codes`` are negative for signals, None where unknown; ``ended_by_us`` the ranks killed at the time limit, or
-    because they outlived another rank's failure, all ``ended_since`` that time; ``first`` the rank that the agent saw fail
-    first. ``environment`` is what ranks had. Locks of builds that they left are removed.
+    Locks of builds that the ranks left are removed.
+
+    Args:
+        directory: Where the ranks' logs are.
+        world_size: The number of ranks.
+        exit_codes: By rank; negative for signals, None where unknown.
+        timed_out: Whether the time limit ended the run.
+        ended_by_us: The ranks killed at the time limit, or because they outlived another rank's failure.
+        ended_since: When the first of them was killed.
+        first: The rank that the agent saw fail first.
+        ended_at: By rank, when the agent saw that it was gone.
+        files: The ranks' files, if they are not in ``directory``.
+        environment: The environment that the ranks had.
+        **more: Further fields of the ``Ending``.
     """
     files = files or Files.of(directory)
     events = {rank: read_events(directory, rank) for rank in range(world_size)}
@@ -210,24 +230,24 @@ def conclude(
         for rank in range(world_size)
     ]
     died = {rank: time for rank, time in enumerate(ended_at) if time is not None}
-    # The agent looks no more once it has seen a rank gone: whoever died unseen did so at that time or later.
+    # The agent stops looking once it has seen a rank gone: a rank that died unseen did so at that time or later.
     last = max(died.values(), default=0.0)
     ends = [
         replace(end, time=died.get(end.rank, max(end.time, last))) if end.status in {"killed", "exited"} else end
         for end in ends
     ]
     stuck = [end for end in ends if end.status == "stuck"]
-    if stuck and waited and all(end.standing and end.standing.waiting for end in stuck):
-        # For a rank whose test allows that it left.
+    if stuck and waited and all(end.wait_state and end.wait_state.waiting for end in stuck):
+        # They wait for a rank that left its test as the test allows.
         timed_out = False
-        ends = [replace(end, status="stopped", message=_WAITED) if end in stuck else end for end in ends]
+        ends = [replace(end, status="stopped", message=_LEFT_WAITING) if end in stuck else end for end in ends]
     gone_since = {rank: min(_gone_since(events[rank]), ended_since) for rank in events}
     ending = Ending(tuple(_fold(ends, first, gone_since)), events, timed_out=timed_out, **more)
     if not ending.failed:
         return ending
     builds.remove_abandoned(ending.seconds, environment)
-    waited_for = any(builds.waits(frames) for end in stuck for frames in threads(end.stack))
-    return replace(ending, builds=builds.told(environment)) if waited_for else ending
+    waited_for = any(builds.is_waiting(frames) for end in stuck for frames in threads(end.stack))
+    return replace(ending, builds=builds.describe_locks(environment)) if waited_for else ending
 
 
 def _rank_end(
@@ -237,12 +257,12 @@ def _rank_end(
     last = events[-1] if events else {}
     known: dict[str, Any] = {"rank": rank, "time": float(last.get("time", 0.0)), "last": last}
     known["output"] = files.output(rank)
-    # One that waited for the others was ended with them: by us, or by the agent.
+    # A rank that waited for the others was ended with them: by us, or by the agent.
     excused = is_excused(events) and (ended or code in {None, -signal.SIGTERM})
     if excused or ("error" in names and ended != "stuck"):
         error = last if excused else names["error"]
-        said = {"message": encodable(f"raised {error['message']}"), "text": encodable(error["text"])}
-        known |= {**said, "time": error["time"], "kind": error["kind"], "lost": error.get("lost", False)}
+        error_fields = {"message": encodable(f"raised {error['message']}"), "text": encodable(error["text"])}
+        known |= {**error_fields, "time": error["time"], "kind": error["kind"], "lost": error.get("lost", False)}
         return RankEnd(**known, status="raised")
     if not ended and "done" in names and code in {0, None}:
         return RankEnd(**known, status="done")
@@ -251,10 +271,10 @@ def _rank_end(
     known["stack"] = stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else ""
     after = " after it had finished its work" if "done" in names else _where(events)
     if ended == "stopped":
-        message = _WAITED if waited else f"outlived another rank's failure and was killed{after}"
+        message = _LEFT_WAITING if waited else f"outlived another rank's failure and was killed{after}"
         return RankEnd(**known, status="stopped", message=message)
     if ended == "stuck":
-        known["standing"] = standing(files.record(rank), known["stack"])
+        known["wait_state"] = read_wait_state(files.record(rank), known["stack"])
         return RankEnd(**known, status="stuck", message=f"was still running at the time limit{after}")
     if "start" not in names:
         ending = f" ({exit_name(code)})" if code else ""
@@ -267,13 +287,13 @@ def _rank_end(
 
 
 def _where(events: Sequence[Mapping[str, Any]]) -> str:
-    """The action that a rank was in, where it said so."""
+    """Return the action that a rank was in, if it logged one."""
     actions = [event for event in events if event["event"] in {"action", "snapshot"}]
     return f" during {actions[-1]['action']!r}" if actions and actions[-1]["event"] == "action" else ""
 
 
 def exit_name(code: int | None) -> str:
-    """An exit code as people say it."""
+    """Return an exit code as text; a signal by its name."""
     if code is None:
         return "exit code unknown"
     if code >= 0:
@@ -305,15 +325,18 @@ def _fold(ends: Sequence[RankEnd], first: int | None, gone_since: Mapping[int, f
         # The agent ends the other ranks by SIGTERM once one has failed; that one may have got its SIGTERM elsewhere.
         if end.status in {"killed", "missing"} and "SIGTERM" in end.message and end.rank != first:
             return "stopped"
-        # gloo throws from a thread that nobody catches in: abort() in a rank whose peer went away.
+        # gloo throws in a thread of its own, where nothing catches it: abort() in a rank whose peer went away.
         if end.status == "killed" and "SIGABRT" in end.message and aborted_by_lost_peer(end.output):
             return "lost peer"
         return ""
 
-    working = [end for end in ends if end.status == "stuck" and not _said(end, "done")]
+    working = [end for end in ends if end.status == "stuck" and not _last_event_is(end, "done")]
     if working:
         # torchrun keeps ranks that are done until the last one is: those did not hang.
-        ends = [replace(end, status="done") if end.status == "stuck" and _said(end, "done") else end for end in ends]
+        ends = [
+            replace(end, status="done") if end.status == "stuck" and _last_event_is(end, "done") else end
+            for end in ends
+        ]
 
     def explained(end: RankEnd) -> bool:
         if end.last.get("cut") or consequence(end) != "lost peer":
@@ -322,11 +345,11 @@ def _fold(ends: Sequence[RankEnd], first: int | None, gone_since: Mapping[int, f
 
     roots = [end for end in ends if end.status not in {"done", "stopped"} and not consequence(end)]
     if not roots:
-        # Each is said to be another's consequence. One that raised is nearer to the cause than those that were ended.
+        # Each is another's consequence. A rank that raised is nearer to the cause than those that were ended.
         raised = any(end.status == "raised" for end in ends)
         return [replace(end, status="stopped") if raised and consequence(end) == "stopped" else end for end in ends]
     return [replace(end, status=consequence(end) or end.status) if explained(end) else end for end in ends]
 
 
-def _said(end: RankEnd, event: str) -> bool:
+def _last_event_is(end: RankEnd, event: str) -> bool:
     return bool(end.last.get("event") == event)

@@ -17,7 +17,7 @@ OF_THE_AGENT = re.compile(
 
 
 def of_ranks(now: Mapping[str, str], device: str, world_size: int) -> dict[str, str]:
-    """What ranks inherit from the torchrun command, and it from ``now`` (torch/distributed/run.py)."""
+    """Return what ranks inherit from the torchrun command, and it from ``now`` (torch/distributed/run.py)."""
     environment = on_device(now, device)
     environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
@@ -27,21 +27,30 @@ def of_ranks(now: Mapping[str, str], device: str, world_size: int) -> dict[str, 
 
 
 def of_launcher(now: Mapping[str, str], device: str) -> dict[str, str]:
-    """The launcher process's environment: nothing in it starts CUDA or threads, unless the user asks for threads."""
+    """Return the launcher process's environment.
+
+    Nothing in it starts CUDA or threads, unless the user wants threads.
+    """
     environment = of_ranks(now, device, 1)
-    # Keeps OpenMP and OpenBLAS in the fork server from threads, whatever ranks get.
+    # OpenMP and OpenBLAS start no threads in the fork servers, whatever ranks get.
     environment.setdefault("OMP_NUM_THREADS", "1")
-    # So that pyarrow, which datasets imports, starts no thread of its jemalloc's: https://jemalloc.net/jemalloc.3.html
+    # pyarrow, which datasets imports, then starts no thread of its jemalloc: https://jemalloc.net/jemalloc.3.html
     # (opt.background_thread); pyarrow's own has this prefix.
-    asked = environment.get("JE_ARROW_MALLOC_CONF", "")
-    environment["JE_ARROW_MALLOC_CONF"] = ",".join(filter(None, ("background_thread:false", asked)))
-    # So that torch.cuda.is_available() asks NVML and leaves the fork server without a CUDA context.
+    users_value = environment.get("JE_ARROW_MALLOC_CONF", "")
+    environment["JE_ARROW_MALLOC_CONF"] = ",".join(filter(None, ("background_thread:false", users_value)))
+    # torch.cuda.is_available() then asks NVML, and leaves the fork server without a CUDA context.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return environment
 
 
-def brought_to(wanted: Mapping[str, str], request: Request, base: Mapping[str, str]) -> Request:
-    """The request with what makes ``wanted``, and what it sets itself, of a rank's environment that is ``base``."""
+def adapted(wanted: Mapping[str, str], request: Request, base: Mapping[str, str]) -> Request:
+    """Return the request with the changes that turn one environment into another.
+
+    Args:
+        wanted: The environment that the ranks should have, besides what the request sets itself.
+        request: The request.
+        base: The environment that the ranks have.
+    """
     now = {**wanted, **request.set}
     names = {name for name in {*now, *base} if not OF_THE_AGENT.fullmatch(name)}
     changed = sorted(name for name in names if now.get(name) != base.get(name))

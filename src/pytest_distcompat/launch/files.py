@@ -1,4 +1,4 @@
-"""What the ranks of a request leave beside its logs: their output, and their stacks and records if they were asked for them."""
+"""Files that the ranks of a request write beside their logs: output, and on request stacks and records."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pytest_distcompat.launch.request import read_end
 from pytest_distcompat.launch.stacks import stack_file, without_launcher_in_crash
 
 #: The last lines of each file of a rank's output that a report shows.
-TAIL = 40
-#: How many bytes of it are looked at for them: a crash writes up to a hundred frames, and the names of all extension modules.
-READ = 60_000
-#: As faulthandler begins what it writes as a process crashes.
+LINES_SHOWN = 40
+#: How many bytes of a file are read for them: a crash writes up to a hundred frames, and the names of all extension modules.
+BYTES_READ = 60_000
+#: The beginning of what faulthandler writes when a process crashes.
 CRASH = "Fatal Python error: "
 
 
@@ -22,8 +22,8 @@ CRASH = "Fatal Python error: "
 class Files:
     """The files of the ranks that do a request.
 
-    Ranks that live on write to those of the ``run`` that they were started with; ``since`` says how long its logs were
-    when the request began.
+    Reused ranks write to the files of the ``run`` that they were started with; ``since`` says how long its logs were when the
+    request began.
     """
 
     run: Path
@@ -31,44 +31,47 @@ class Files:
 
     @classmethod
     def of(cls, directory: str | Path) -> Files:
-        """Of a request with ranks of its own."""
+        """Return the files of a request with ranks of its own."""
         return cls(Path(directory))
 
     def stack(self, rank: int) -> Path:
-        """Where that rank writes its stacks when it is asked for them."""
+        """Return the file to which that rank writes its stacks."""
         return stack_file(self.run, rank)
 
     def record(self, rank: int) -> Path:
-        """Where that rank writes what torch recorded of collectives when it is asked for it."""
+        """Return the file to which that rank writes what torch recorded of collectives."""
         return record_file(self.run, rank)
 
     def output(self, rank: int) -> str:
-        """The last lines of each file that the rank wrote to: a crash's stack in one must not hide the last words in another."""
+        """Return the last lines of each file that the rank wrote to.
+
+        Of each: a crash's stack in one file must not hide the last lines of another.
+        """
         lines: list[str] = []
         for path in (*captured_files(self.run, rank), *_logs(self.run, rank)):
-            lines += _told(read_end(path, READ, self.since.get(path, 0)).splitlines())
+            lines += _excerpt(read_end(path, BYTES_READ, self.since.get(path, 0)).splitlines())
         return "\n".join(lines)
 
 
-def _told(lines: Sequence[str]) -> list[str]:
-    """The last of them; of a crash the first: its innermost frames, where it happened."""
+def _excerpt(lines: Sequence[str]) -> list[str]:
+    """Return the last of the lines; of a crash the first ones, with the innermost frames, where it happened."""
     begins = next((number for number, line in enumerate(lines) if line.startswith(CRASH)), len(lines))
-    return [*lines[:begins][-TAIL:], *without_launcher_in_crash(lines[begins:])[:TAIL]]
+    return [*lines[:begins][-LINES_SHOWN:], *without_launcher_in_crash(lines[begins:])[:LINES_SHOWN]]
 
 
-def sizes(run: Path, world_size: int) -> dict[Path, int]:
-    """How long the logs of that run's ranks are."""
+def log_sizes(run: Path, world_size: int) -> dict[Path, int]:
+    """Return how long the logs of that run's ranks are, in bytes."""
     found = (path for rank in range(world_size) for path in _logs(run, rank))
     return {path: path.stat().st_size for path in found if path.exists()}
 
 
 def captured_files(run: Path, rank: int) -> tuple[Path, Path]:
-    """Where pytest on that rank captures what goes to stdout and stderr."""
+    """Return the files to which pytest on that rank captures stdout and stderr."""
     return run / f"rank-{rank}.stdout.captured", run / f"rank-{rank}.stderr.captured"
 
 
 def _logs(run: Path, rank: int) -> Iterator[Path]:
-    """As torchrun's agent lays them, below a directory for each of its runs."""
+    """Yield the logs of a rank, which torchrun's agent puts below a directory for each of its runs."""
     logs = run / "logs"
     attempts = sorted(logs.iterdir()) if logs.exists() else []
     for name in ("stdout.log", "stderr.log"):

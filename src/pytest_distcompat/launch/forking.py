@@ -1,4 +1,4 @@
-"""The fork servers from which warm ranks are started: multiprocessing's own, several of them, started our way.
+"""Fork servers from which warm ranks are started: multiprocessing's own, several of them, started our way.
 
 Ranks of torchrun are processes that were started one by one: each has its own hash seed and its own layout of memory. So there
 are two interpreters (``SIDES``) from which ranks come, and the next run starts with the other one. What goes by the order
@@ -27,30 +27,33 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-#: How many interpreters ranks are forked from in turn. A third one would tell ranks 0 and 2 apart, at the price of its memory.
+#: From how many interpreters ranks are forked in turn. A third would make ranks 0 and 2 differ too, but needs memory of its own.
 SIDES = 2
 #: What a fork server has imported: libraries, or the user's modules too, with the tests collected from them.
 LIBRARIES, SESSION = "libraries", "session"
-#: Where they write what they print, by side; the launcher process does so where the first does.
+#: Their log files, by side; the launcher process writes to the first one too.
 LOGS = ("server.log", "other.log")
 
 
 @dataclass(frozen=True)
 class Ends:
-    """A fork server's ends: what it listens on, what tells it that nobody needs it any more, where it says how it is."""
+    """A fork server's ends of its sockets and pipes, as file descriptors.
+
+    It listens on ``listener``, ends when the other end of ``alive`` is closed, and writes its status to ``ready``.
+    """
 
     listener: int
     alive: int
     ready: int
 
     def close(self) -> None:
-        """Leave them to another process."""
+        """Close them, in a process that has handed them to another one."""
         for descriptor in asdict(self).values():
             os.close(descriptor)
 
 
 class ForkServer:
-    """The other ends of a fork server, for those who have ranks forked from it."""
+    """The other ends of a fork server, for the process that has ranks forked from it."""
 
     def __init__(self, name: str) -> None:
         self.address = str(Path(multiprocessing.util.get_temp_dir()) / name)
@@ -62,19 +65,19 @@ class ForkServer:
             self.ends = Ends(listener.detach(), alive, ready)
 
     def status(self) -> dict[str, Any] | None:
-        """Wait until it serves, and return how it is; None if it died before."""
-        # A line, not all: somebody whom it forked meanwhile may have the other end open.
+        """Wait until it serves, and return its status; None if it died before."""
+        # One line, not the whole: a process that it forked meanwhile may have the other end open.
         with os.fdopen(self._ready, encoding="utf-8") as ready:
             line = ready.readline()
         return json.loads(line) if line else None
 
     def forget(self) -> None:
-        """Close these ends, in a process that is to be a fork server itself."""
+        """Close these ends, in a process that becomes a fork server itself."""
         os.close(self.alive)
         os.close(self._ready)
 
     def dismiss(self) -> None:
-        """Have it end once the ranks that it forked have."""
+        """Have the server end once the ranks that it forked have ended."""
         os.close(self.alive)
 
 
@@ -82,15 +85,15 @@ class ForkServers:
     """All fork servers of this process: by kind, one for each side."""
 
     def __init__(self, kinds: Sequence[str]) -> None:
-        # Ranks are handed its descriptor.
+        # Ranks inherit its descriptor.
         multiprocessing.resource_tracker.ensure_running()
         self._servers = {kind: [ForkServer(f"{kind}-{side}") for side in range(SIDES)] for kind in kinds}
         self._runs = 0
-        #: The processes that were started here; those of the sessions are their children.
+        #: The processes that were started here; the session servers are their children.
         self.pids: list[int] = []
 
     def ends(self, side: int) -> dict[str, Ends]:
-        """The ends of the servers of one side, by kind."""
+        """Return the ends of the servers of one side, by kind."""
         return {kind: servers[side].ends for kind, servers in self._servers.items()}
 
     def fork(self, side: int, serve: Callable[[Mapping[str, Ends]], NoReturn]) -> None:
@@ -102,76 +105,76 @@ class ForkServers:
                     server.forget()
             serve(self.ends(side))
         self.pids.append(pid)
-        self._leave(side)
+        self._close_ends(side)
 
     def spawn(self, side: int, line: Sequence[str], log: Path) -> None:
-        """Start the servers of that side as another interpreter, by a command that is given the ends as JSON.
+        """Start the servers of that side as another interpreter, by a command that gets the ends as JSON.
 
-        What they write goes to ``log``: two that hang at once would write their stacks into each other's.
+        Their output goes to ``log``, a file of their own: two that hang at once would write their stacks into each other's.
         """
         ends = self.ends(side)
-        told = json.dumps({kind: asdict(one) for kind, one in ends.items()})
+        ends_json = json.dumps({kind: asdict(one) for kind, one in ends.items()})
         descriptors = [descriptor for one in ends.values() for descriptor in asdict(one).values()]
-        # Nobody asks Popen how it ended: it is kept for as long as this object.
+        # Popen must live as long as this object, although its exit code is never read.
         with log.open("wb") as file:
-            self._process = subprocess.Popen([*line, told], pass_fds=descriptors, stdout=file, stderr=file)
+            self._process = subprocess.Popen([*line, ends_json], pass_fds=descriptors, stdout=file, stderr=file)
         self.pids.append(self._process.pid)
-        self._leave(side)
+        self._close_ends(side)
 
-    def _leave(self, side: int) -> None:
-        """Leave their ends to the servers: nobody else is to have the other end of what tells that one died."""
+    def _close_ends(self, side: int) -> None:
+        """Close the servers' ends here: no other process may have the end whose closing tells that a server died."""
         for ends in self.ends(side).values():
             ends.close()
 
-    def serving(self) -> list[dict[str, dict[str, Any] | None]]:
-        """Wait until all serve; by side and kind how they are."""
+    def wait_until_serving(self) -> list[dict[str, dict[str, Any] | None]]:
+        """Wait until all serve, and return by side and kind their statuses."""
         return [{kind: servers[side].status() for kind, servers in self._servers.items()} for side in range(SIDES)]
 
     def choose(self, kind: str, turn: int | None) -> None:
         """Have the ranks that multiprocessing starts from now on, rank 0 first, forked from servers of that kind.
 
+        Private names used here: ``connect_to_new_process`` of ``multiprocessing.forkserver``, which ``popen_forkserver`` looks up
+        at each call, and three attributes of its fork server. ``tests/spawn/test_private_names.py`` fails when they move.
+        Python 3.14 requires a key of those that connect, except with a server that was started without one, as these are; their
+        sockets lie in a directory that only the user can enter.
+
         Args:
             kind: ``LIBRARIES`` or ``SESSION``.
             turn: From which side rank 0 comes, by its parity; None for another one each time.
-
-        What is private here: ``connect_to_new_process`` of ``multiprocessing.forkserver``, which ``popen_forkserver`` looks up
-        at each call, and three attributes by which multiprocessing knows its fork server. ``tests/spawn/test_private_names.py``
-        says when they move. Python 3.14 asks those that connect for a key, but for a server that was started without one, as
-        these are; their sockets lie in a directory of the user's alone.
         """
         servers = self._servers[kind]
         first = self._runs if turn is None else turn
         self._runs += 1
         started = itertools.count()
         module: Any = multiprocessing.forkserver
-        known = module._forkserver  # noqa: SLF001 - see the docstring
+        forkserver_state = module._forkserver  # noqa: SLF001 - see the docstring
 
         def connect(descriptors: Sequence[int]) -> Any:
             server = servers[(first + next(started).bit_count()) % SIDES]
-            known._forkserver_address = server.address  # noqa: SLF001
-            known._forkserver_alive_fd = server.alive  # noqa: SLF001
-            return type(known).connect_to_new_process(known, descriptors)
+            forkserver_state._forkserver_address = server.address  # noqa: SLF001
+            forkserver_state._forkserver_alive_fd = server.alive  # noqa: SLF001
+            return type(forkserver_state).connect_to_new_process(forkserver_state, descriptors)
 
-        # It would start a server of its own if it knew of no child that is one.
-        known._forkserver_pid = self.pids[0]  # noqa: SLF001
+        # multiprocessing would start a server of its own if it knew of no child that is one.
+        forkserver_state._forkserver_pid = self.pids[0]  # noqa: SLF001
         module.connect_to_new_process = connect
 
     def dismiss(self) -> None:
-        """Have all servers end once nobody needs them."""
+        """Have all servers end once the ranks that they forked have ended."""
         for servers in self._servers.values():
             for server in servers:
                 server.dismiss()
 
 
 def serve(ends: Ends, status: Mapping[str, Any], at_end: Callable[[], None] = lambda: None) -> NoReturn:
-    """Say how this process is, and fork ranks for whoever asks until nobody is left who could; then call ``at_end``."""
+    """Write this process's status, and fork ranks on request until no other process can ask; then call ``at_end``."""
     code = 1
     try:
         with os.fdopen(ends.ready, "w", encoding="utf-8") as file:
             file.write(f"{json.dumps(status)}\n")
         multiprocessing.forkserver.main(ends.listener, ends.alive, [])
     except SystemExit:
-        # Nobody is left who would ask it for a process.
+        # No process is left that could ask for a rank.
         code = 0
         at_end()
     except BaseException:

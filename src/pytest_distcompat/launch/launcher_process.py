@@ -1,4 +1,4 @@
-"""The parent's end of the launcher process (``server``): started, talked to, found dead, killed."""
+"""The launcher process (``server``) as the parent sees it: started, sent requests, found dead, killed."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from pytest_distcompat.launch.process import (
 from pytest_distcompat.launch.request import ANY_MODULE, Request, Warmth, interpreter
 from pytest_distcompat.launch.temporary import OwnedDirectory
 
-#: How long it may take to end by itself, in seconds.
-FAREWELL = 4.0
+#: How long the launcher process may take to end by itself, in seconds.
+EXIT_TIMEOUT_S = 4.0
 
 
 class LauncherProcess:
-    """One launcher process and its fork server, from start to end. ``base`` is the environment that it has."""
+    """One launcher process with its fork servers, from start to end. ``base`` is the environment that it has."""
 
     def __init__(self, warmth: Warmth, device: str) -> None:
         self._directory = OwnedDirectory()
         self._timeout = warmth.timeout
-        place = self._directory.path
-        told = place / "warmth.json"
-        wanted = {**dataclasses.asdict(warmth), "device": device}
-        told.write_text(json.dumps(wanted), encoding="utf-8")
-        self._channel, theirs = socket.socketpair()
+        directory = self._directory.path
+        warmth_file = directory / "warmth.json"
+        warmth_fields = {**dataclasses.asdict(warmth), "device": device}
+        warmth_file.write_text(json.dumps(warmth_fields), encoding="utf-8")
+        self._channel, server_end = socket.socketpair()
         self._buffer = b""
         self.base = environment.of_launcher(os.environ, device)
         # Without the working directory: see extend_import_path.
@@ -57,69 +57,69 @@ class LauncherProcess:
             "import sys; sys.path[:] = filter(None, sys.path); "
             "from pytest_distcompat.launch.server import main; main(int(sys.argv[1]), sys.argv[2])"
         )
-        with theirs, (place / LOGS[0]).open("wb") as log:
+        with server_end, (directory / LOGS[0]).open("wb") as log:
             self._process = subprocess.Popen(
-                [*interpreter(), "-c", script, str(theirs.fileno()), str(told)],
-                pass_fds=[theirs.fileno()],
+                [*interpreter(), "-c", script, str(server_end.fileno()), str(warmth_file)],
+                pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=self.base,
-                # Ctrl-C is for pytest, which then ends us.
+                # Ctrl-C is for pytest, which then ends this process.
                 start_new_session=True,
             )
-        #: What ``preload`` said; None until it is ready.
+        #: The status that ``preload`` reported; None until it is ready.
         self.status: dict[str, Any] | None = None
-        self._own: set[int] = set()
+        self._own_pids: set[int] = set()
         self._findings = Findings()
 
     @property
     def directory(self) -> Path:
-        """A directory that goes with it, by a path short enough for a socket."""
+        """A directory that is removed with the process, by a path short enough for a socket."""
         return self._directory.path
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process number."""
         return self._process.pid
 
     @property
     def dead(self) -> bool:
-        """Whether it ended."""
+        """Tell whether the process has ended."""
         return self._process.poll() is not None
 
     @property
     def intact(self) -> bool:
-        """Whether it is there, and its fork server too: one whose server died must be replaced.
+        """Tell whether the process is there, and its fork servers too: one whose server died must be replaced.
 
-        A server that nothing is forked from may die, and one that died while it imported may do so at its leisure.
+        A server that is unfit, so that no rank is forked from it, may die.
         """
-        return not self.dead and (bool(self.unfit) or all(alive(pid) for pid in self._own))
+        return not self.dead and (bool(self.unfit) or all(alive(pid) for pid in self._own_pids))
 
     @property
     def unfit(self) -> str:
-        """Why its fork server must not be forked from; empty if it may."""
+        """The reason why its fork servers must not be forked from; empty if they may."""
         return str(self.status["unfit"]) if self.status is not None else ""
 
     @property
     def missing(self) -> dict[str, str]:
-        """Which modules it could not import, and why."""
+        """The modules that it could not import, and why."""
         return dict(self.status["missing"]) if self.status is not None else {}
 
     def get_warm(self) -> str:
-        """Wait until it is ready; what went wrong, if something did."""
+        """Wait until the process is ready, and return what went wrong; empty if nothing did."""
         if self.status is not None:
             return ""
         self.status = self.receive(clock.now() + self._timeout)
         if self.status is None:
-            return self.death("while it got ready")
+            return self.death_report("while it got ready")
         for found in self.status["findings"]:
             self._findings.join(Findings(**found))
-        self._own = {process.pid for process in self._below() if alive(process.pid)}
+        self._own_pids = {process.pid for process in self._below() if alive(process.pid)}
         return ""
 
     def not_shared(self, request: Request) -> str:
-        """Return why the ranks of a request that runs tests must collect them themselves; empty if they may inherit them."""
+        """Return why the ranks of a request must collect their tests themselves; empty if they may inherit them."""
         assert self.status is not None
         differing = {*request.set, *request.unset}
         file = None if request.collected == ANY_MODULE else request.collected
@@ -128,13 +128,16 @@ class LauncherProcess:
         )
 
     def send(self, request: Request) -> None:
-        """Hand it that request. If it died just now, nobody hears."""
+        """Send a request to the process. If it died just now, ``receive`` notices."""
         start = "spawn" if self.unfit else SESSION if request.collected and not self.not_shared(request) else LIBRARIES
         with contextlib.suppress(BrokenPipeError):
             self._channel.sendall(f"{json.dumps({'request': str(request.write()), 'start': start})}\n".encode())
 
     def receive(self, deadline: float, others: Sequence[socket.socket] = ()) -> dict[str, Any] | None:
-        """Its next answer; None when the deadline passes, when there is something on another socket, or when it is gone."""
+        """Return the process's next answer.
+
+        None when the deadline passes, when there is something to read from another socket, or when the process is gone.
+        """
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._channel, *others], [], [], max(0.0, deadline - clock.now()))
             if self._channel not in ready:
@@ -151,49 +154,52 @@ class LauncherProcess:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def stop_waiting(self) -> None:
-        """Tell the agent that no rank is left: it would wait for ever for ranks that all left by ``os._exit(0)``."""
+    def stop_agent(self) -> None:
+        """Stop the agent, which would wait for ever for ranks that all ended by ``os._exit(0)``."""
         self._process.send_signal(signal.SIGTERM)
 
-    def death(self, when: str) -> str:
-        """What it wrote last, and how it died."""
+    def death_report(self, when: str) -> str:
+        """Return what the process wrote last, and how it died."""
         files = [self.directory / name for name in LOGS]
         logs = [file.read_text(encoding="utf-8", errors="replace")[-8000:] for file in files if file.exists()]
-        # All import the same, and mostly come to the same end.
+        # All import the same modules, and mostly fail in the same way.
         log = "\n".join({text.splitlines()[-1]: text for text in reversed(logs) if text}.values())
         if not self.dead:
             hangs = "a module or a conftest.py hangs at import, or needs more time (--distcompat-warm-timeout)"
             return f"{log}\nthe launcher process did not get ready within {self._timeout:g} s: {hangs}"
         return f"{log}\nthe launcher process died {when} ({exit_name(self._process.poll())})"
 
-    def clear_up(self) -> list[str]:
-        """Kill what ranks left running; who they were."""
+    def kill_strays(self) -> list[str]:
+        """Kill what ranks left running, and return the names of these processes."""
         return kill_named(self.strays())
 
     def strays(self) -> list[psutil.Process]:
-        """What runs below it and is no part of it: ranks, and what they started, without those that will end by themselves."""
-        others = (process for process in self._below() if process.pid not in self._own and alive(process.pid))
+        """Return the processes below this one that are no part of it.
+
+        These are ranks, and what they started, without those that will end by themselves.
+        """
+        others = (process for process in self._below() if process.pid not in self._own_pids and alive(process.pid))
         return [process for process in others if not tidies_up(process)]
 
     def _below(self) -> list[psutil.Process]:
-        """All processes below it; none if it is dead, for its number may be another's by now."""
+        """Return all processes below this one; none if it is dead, because its number may be another's by now."""
         return [] if self.dead else descendants(self._process.pid)
 
     def close(self, *, farewell: bool = False) -> None:
-        """Kill it and all below it. With ``farewell`` it gets a moment to do what collected tests want done at the end."""
+        """Kill the process and all below it. With ``farewell`` it may first end collected tests properly."""
         try:
             if farewell and self.status is not None and self.status["leaves"] and self.intact and not self.unfit:
                 with contextlib.suppress(OSError):
                     self._channel.shutdown(socket.SHUT_WR)
-                await_exit(self._process, FAREWELL)
+                await_exit(self._process, EXIT_TIMEOUT_S)
             below = self._below()
-            # They wait for the launcher process too.
-            tidy = [process for process in below if tidies_up(process)]
+            # These wait for the end of the launcher process too.
+            tidying = [process for process in below if tidies_up(process)]
             kill(below)
             kill_and_wait(self._process)
-            let_tidy_up(tidy)
+            let_tidy_up(tidying)
         finally:
-            # Ctrl-C may come while we are at it, as in a worker of xdist that is done when others are not. What is below it
+            # Ctrl-C may interrupt the above, as in a worker of xdist that is done before the others. What is below the process
             # dies with it.
             kill_and_wait(self._process)
             self._channel.close()

@@ -1,4 +1,4 @@
-"""What libraries have for all of a process: settings, hooks and singletons that a test may leave changed."""
+"""Process-wide state of libraries: settings, hooks and singletons that a test may leave changed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from typing import Any
 _Settings = dict[str, tuple[str, Callable[[], object]]]
 
 
-class Known(dict[Any, Any]):  # noqa: PLW1641 - a dict has no hash either
-    """What is registered under names. What is new does not count: a library that was imported meanwhile brings its own."""
+class Registered(dict[Any, Any]):  # noqa: PLW1641 - a dict has no hash either
+    """Objects that are registered under names.
+
+    A new one does not count as a change: a library that was imported meanwhile registers its own.
+    """
 
     def __eq__(self, before: object) -> bool:
-        """Return whether all that was there is there, and is the same."""
-        return isinstance(before, Known) and before.items() <= self.items()
+        """Return whether all that was registered before still is, and is the same."""
+        return isinstance(before, Registered) and before.items() <= self.items()
 
     def __ne__(self, before: object) -> bool:
-        """Return whether something that was there is gone, or is another."""
+        """Return whether something that was registered before is gone, or is another."""
         return not self == before
 
 
-#: What torch's settings are read from, below ``torch``; an older release may lack some. Functions are called.
+#: Names of torch's settings, below ``torch``; an older release may lack some. Functions are called.
 _FLAGS = (
     "get_default_dtype",
     "is_grad_enabled",
@@ -70,24 +73,24 @@ _FLAGS = (
     "jit.onednn_fusion_enabled",
     "hub._hub_dir",
     "nn.attention.current_flash_attention_impl",
-    # Under private names; ``tests/spawn/kept_changes.py`` changes each thing that is read by one.
+    # Private names; ``tests/spawn/kept_changes.py`` changes each setting that is read by one.
     "_C._is_fwd_grad_enabled",
     "_C._autograd._profiler_enabled",
     "_C._autograd._saved_tensors_hooks_get_disabled_error_message",
 )
 _read_flags = tuple(map(operator.attrgetter, _FLAGS))
-#: How torch loads and saves, below ``torch.serialization``; and how it recomputes, below ``torch.utils.checkpoint``.
-_OF_FILES = ("get_default_load_endianness", "get_crc32_options", "get_default_mmap_options")
-_OF_RECOMPUTING = (
+#: Names of how torch loads and saves, below ``torch.serialization``, and of how it recomputes, below ``torch.utils.checkpoint``.
+_FILE_OPTIONS = ("get_default_load_endianness", "get_crc32_options", "get_default_mmap_options")
+_RECOMPUTE_OPTIONS = (
     "_enable_checkpoint_early_stop",
     "_checkpoint_debug_enabled",
     "DefaultDeviceType._default_device_type",
 )
-#: Whose classes are registered as safe to load when they are imported.
-_SAFE = frozenset({"torch", "deepspeed"})
-#: Half of it is 0 where numbers so small are taken for 0.
-_SMALL = sys.float_info.min
-#: What of torch is replaced most often: by tests, and by DeepSpeed for as long as models are made in parts.
+#: Packages that register classes as safe to load when they are imported.
+_SAFE_PACKAGES = frozenset({"torch", "deepspeed"})
+#: Half of it is 0 if denormal numbers are flushed to 0.
+_SMALLEST_NORMAL = sys.float_info.min
+#: The functions of torch that are replaced most often: by tests, and by DeepSpeed while it builds a model in parts.
 _patched = operator.attrgetter(
     *("empty", "zeros", "ones", "full", "tensor", "randn", "save", "load"),
     *("Tensor.backward", "autograd.backward", "optim.Optimizer.zero_grad", "nn.utils.clip_grad_norm_"),
@@ -103,29 +106,29 @@ _patched_collectives = operator.attrgetter(
 _HOOKS = {"torch.nn.modules.module": "_global_", "torch.optim.optimizer": "_global_optimizer_"}
 
 
-def _torch() -> list[object]:
-    """The global flags of torch."""
+def _torch_flags() -> list[object]:
+    """Return the global flags of torch."""
     torch: Any = sys.modules["torch"]
     found = [
         str(torch.get_default_device()),
-        _SMALL / 2 == 0.0,
+        _SMALLEST_NORMAL / 2 == 0.0,
         *[torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
         *[torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")],
     ]
-    readers: tuple[Callable[[Any], Any], ...] = (*_read_flags, *_pairs())
+    readers: tuple[Callable[[Any], Any], ...] = (*_read_flags, *_readers_of_setters())
     for read in readers:
         try:
             value = read(torch)
             found.append(value() if callable(value) else value)
         except (AttributeError, RuntimeError):
-            # Old and new ways to say which precision products have: who used one is refused by the other.
+            # Old and new ways to set the precision of products: torch refuses the one once the other was used.
             found.append(None)
     return found
 
 
 @functools.cache
-def _pairs() -> tuple[Callable[[Any], Any], ...]:
-    """Return what reads each flag that torch's C++ part has a private setter and a getter without arguments for.
+def _readers_of_setters() -> tuple[Callable[[Any], Any], ...]:
+    """Return a reader for each flag with a private setter in torch's C++ part, and a getter without arguments.
 
     The flags of all backends are among them, those of later releases too.
     """
@@ -139,8 +142,8 @@ def _pairs() -> tuple[Callable[[Any], Any], ...]:
     return tuple(found)
 
 
-def _below(module: str, names: tuple[str, ...]) -> list[object]:
-    """Return what these names of a module stand for, or say if called; None for what an older release lacks."""
+def _attributes(module: str, names: tuple[str, ...]) -> list[object]:
+    """Return the values of a module's names, called if they are functions; None for what an older release lacks."""
     found: list[object] = []
     for name in names:
         try:
@@ -151,16 +154,16 @@ def _below(module: str, names: tuple[str, ...]) -> list[object]:
     return found
 
 
-def _files() -> list[object]:
-    """Return how torch loads and saves, and what of others' it takes for safe to load."""
+def _loading_and_saving() -> list[object]:
+    """Return how torch loads and saves, and which classes of other packages it takes for safe to load."""
     torch: Any = sys.modules["torch.serialization"]
     safe = [one[0] if isinstance(one, tuple) else one for one in torch.get_safe_globals()]
-    others = [one for one in safe if str(getattr(one, "__module__", "")).partition(".")[0] not in _SAFE]
-    return [*_below("torch.serialization", _OF_FILES), others]
+    others = [one for one in safe if str(getattr(one, "__module__", "")).partition(".")[0] not in _SAFE_PACKAGES]
+    return [*_attributes("torch.serialization", _FILE_OPTIONS), others]
 
 
 def _printing() -> Mapping[str, object]:
-    """Return how tensors are printed; torch says it under a private name only."""
+    """Return how tensors are printed; torch has only a private name for that."""
     return dict(vars(sys.modules["torch._tensor_str"].PRINT_OPTS))
 
 
@@ -180,7 +183,7 @@ _of_context = operator.attrgetter("prec", "rounding", "Emin", "Emax", "capitals"
 
 
 def _asyncio() -> list[object]:
-    """Return the policy of event loops, and the loop that was set; a policy is made when one is first asked for."""
+    """Return the policy of event loops, and the loop that was set; Python makes a policy at its first use."""
     events: Any = sys.modules["asyncio.events"]
     policy = events._event_loop_policy  # noqa: SLF001
     loop = getattr(getattr(policy, "_local", None), "_loop", None)
@@ -189,22 +192,22 @@ def _asyncio() -> list[object]:
     return [None if type(policy) is default else policy, loop]
 
 
-def _collating() -> Known:
+def _collating() -> Registered:
     """Return how a DataLoader makes a batch of each type."""
-    return Known(sys.modules["torch.utils.data._utils.collate"].default_collate_fn_map)
+    return Registered(sys.modules["torch.utils.data._utils.collate"].default_collate_fn_map)
 
 
 def _gpu() -> int:
-    """Return what torch does about calls that wait for the GPU; nothing as long as there is none."""
+    """Return what torch does about calls that wait for the GPU; 0 as long as CUDA is not initialised."""
     torch: Any = sys.modules["torch"]
     return int(torch.cuda.get_sync_debug_mode()) if torch.cuda.is_initialized() else 0
 
 
 @functools.cache
 def _hook_dicts() -> tuple[dict[object, object], ...]:
-    """Where torch keeps the functions that it calls for every module, and for every optimizer.
+    """Return the dicts in which torch keeps the functions that it calls for every module, and for every optimizer.
 
-    It does so under private names; ``tests/spawn/test_private_names.py`` says when they go away.
+    They have private names; ``tests/spawn/test_private_names.py`` fails when they go away.
     """
     return tuple(
         value
@@ -215,14 +218,14 @@ def _hook_dicts() -> tuple[dict[object, object], ...]:
 
 
 def _hooks() -> list[int]:
-    """How many of them there are."""
+    """Return how many global hooks there are."""
     return list(map(len, _hook_dicts()))
 
 
 def _modes() -> tuple[int, int]:
-    """How many modes were entered through which all calls of torch go, and all operators.
+    """Return how many modes are active: those for all functions of torch, and those for all operators.
 
-    Under private names; ``tests/spawn/test_private_names.py`` says when they go away.
+    They have private names; ``tests/spawn/test_private_names.py`` fails when they go away.
     """
     torch: Any = sys.modules["torch"]
     operators = sys.modules["torch.utils._python_dispatch"]._get_current_dispatch_mode_stack()  # noqa: SLF001
@@ -230,17 +233,17 @@ def _modes() -> tuple[int, int]:
 
 
 def _functions() -> object:
-    """Functions of torch, which are the same as long as nobody puts others in their place."""
+    """Return functions of torch, which stay the same unless a test replaces them."""
     return _patched(sys.modules["torch"])
 
 
 def _collectives() -> object:
-    """The same of its process groups."""
+    """Return functions of torch.distributed, which stay the same unless a test replaces them."""
     return _patched_collectives(sys.modules["torch.distributed"])
 
 
 def _numpy() -> list[object]:
-    """What numpy does about floating-point errors, and how it prints."""
+    """Return how numpy handles floating-point errors, and how it prints."""
     numpy: Any = sys.modules["numpy"]
     return [numpy.geterr(), numpy.geterrcall(), numpy.get_printoptions(), numpy.getbufsize()]
 
@@ -255,7 +258,7 @@ def _level(logger: str) -> int:
 
 
 def _memory_of_gpu() -> int:
-    """Bytes in tensors on this rank's GPU; one that is referred to in a cycle is none that was left."""
+    """Return the bytes in tensors on this rank's GPU. Tensors in reference cycles are collected first."""
     torch: Any = sys.modules["torch"]
     if not torch.cuda.is_initialized():
         return 0
@@ -264,65 +267,65 @@ def _memory_of_gpu() -> int:
 
 
 def _accelerate() -> bool:
-    """Whether accelerate's shared states are made: they keep the device, the strategy and the precision.
+    """Tell whether accelerate's shared states are made: they keep the device, the strategy and the precision.
 
-    The public question, ``accelerate.state.is_initialized``, tells of one of the three only;
-    ``tests/spawn/test_private_names.py`` says when the dicts go away.
+    The public function ``accelerate.state.is_initialized`` knows of one of the three only;
+    ``tests/spawn/test_private_names.py`` fails when the dicts go away.
     """
     state: Any = sys.modules["accelerate.state"]
     return any(kind._shared_state for kind in (state.PartialState, state.AcceleratorState, state.GradientState))  # noqa: SLF001
 
 
-def _asked(module: str, function: str) -> object:
-    """What a function of that module says."""
+def _call(module: str, function: str) -> object:
+    """Return the result of a function of that module."""
     return getattr(sys.modules[module], function)()
 
 
-def _says(module: str, function: str) -> tuple[str, Callable[[], object]]:
-    return module, functools.partial(_asked, module, function)
+def _from_function(module: str, function: str) -> tuple[str, Callable[[], object]]:
+    return module, functools.partial(_call, module, function)
 
 
-#: What is told of it to the module that must be imported for it, and what reads it. What there always is:
+#: Settings that always have a value: by the name in messages, the module that must be imported, and what reads the setting.
 SETTINGS: _Settings = {
-    "torch's global flags": ("torch", _torch),
+    "torch's global flags": ("torch", _torch_flags),
     "torch's global hooks": ("torch", _hooks),
     "torch's modes": ("torch.utils._python_dispatch", _modes),
     "functions of torch": ("torch", _functions),
     "functions of torch.distributed": ("torch.distributed", _collectives),
-    "how torch loads and saves": ("torch.serialization", _files),
+    "how torch loads and saves": ("torch.serialization", _loading_and_saving),
     "how torch prints": ("torch._tensor_str", _printing),
     "hooks for saved tensors": ("torch", _saved_tensors),
-    "the debug level of torch.distributed": _says("torch.distributed", "get_debug_level"),
+    "the debug level of torch.distributed": _from_function("torch.distributed", "get_debug_level"),
     "what torch does about waiting for the GPU": ("torch", _gpu),
     "how torch recomputes": (
         "torch.utils.checkpoint",
-        functools.partial(_below, "torch.utils.checkpoint", _OF_RECOMPUTING),
+        functools.partial(_attributes, "torch.utils.checkpoint", _RECOMPUTE_OPTIONS),
     ),
     "the level of forward differentiation": (
         "torch.autograd.forward_ad",
-        functools.partial(_below, "torch.autograd.forward_ad", ("_current_level",)),
+        functools.partial(_attributes, "torch.autograd.forward_ad", ("_current_level",)),
     ),
     "how distributions check their arguments": (
         "torch.distributions",
-        functools.partial(_below, "torch.distributions", ("Distribution._validate_args",)),
+        functools.partial(_attributes, "torch.distributions", ("Distribution._validate_args",)),
     ),
     "how batches are collated": ("torch.utils.data._utils.collate", _collating),
     # Digests of modules that hold settings; torch makes a new one only after a change.
-    "torch.compile's settings": _says("torch._dynamo.config", "get_hash"),
+    "torch.compile's settings": _from_function("torch._dynamo.config", "get_hash"),
     "torch.compile's stance": (
         "torch._dynamo.eval_frame",
-        functools.partial(_below, "torch._dynamo.eval_frame", ("_stance",)),
+        functools.partial(_attributes, "torch._dynamo.eval_frame", ("_stance",)),
     ),
-    "inductor's settings": _says("torch._inductor.config", "get_hash"),
-    "functorch's settings": _says("torch._functorch.config", "get_hash"),
-    "fx's settings": _says("torch.fx.experimental._config", "get_hash"),
-    "torch.distributed's settings": _says("torch.distributed.config", "get_hash"),
-    "torch.compiler's settings": _says("torch.compiler.config", "get_hash"),
+    "inductor's settings": _from_function("torch._inductor.config", "get_hash"),
+    "functorch's settings": _from_function("torch._functorch.config", "get_hash"),
+    "fx's settings": _from_function("torch.fx.experimental._config", "get_hash"),
+    "torch.distributed's settings": _from_function("torch.distributed.config", "get_hash"),
+    "torch.compiler's settings": _from_function("torch.compiler.config", "get_hash"),
     "numpy's settings": ("numpy", _numpy),
     "how numpy prints polynomials": ("numpy.polynomial._polybase", _unicode),
     "how decimal numbers are computed": ("decimal", _decimal),
     "asyncio's event loops": ("asyncio", _asyncio),
-    "how long a field of csv may be": _says("csv", "field_size_limit"),
+    "how long a field of csv may be": _from_function("csv", "field_size_limit"),
     **{
         f"the log level of {name}": (module, functools.partial(_level, name))
         for module, name in (
@@ -331,12 +334,14 @@ SETTINGS: _Settings = {
         )
     },
 }
-#: And what there is after the first use only.
+#: The same for state that exists only after the first use of a library.
 SINGLETONS: _Settings = {
     "torch's memory on the GPU": ("torch", _memory_of_gpu),
     "accelerate's singletons": ("accelerate.state", _accelerate),
-    "DeepSpeed's communication": _says("deepspeed.comm", "is_initialized"),
-    "DeepSpeed's checkpointing": _says("deepspeed.runtime.activation_checkpointing.checkpointing", "is_configured"),
-    # From a TrainingArguments to its end it takes all models for ZeRO-3's.
-    "transformers' ZeRO-3 mode": _says("transformers.integrations.deepspeed", "is_deepspeed_zero3_enabled"),
+    "DeepSpeed's communication": _from_function("deepspeed.comm", "is_initialized"),
+    "DeepSpeed's checkpointing": _from_function(
+        "deepspeed.runtime.activation_checkpointing.checkpointing", "is_configured"
+    ),
+    # As long as a TrainingArguments lives, transformers takes all models for ZeRO-3's.
+    "transformers' ZeRO-3 mode": _from_function("transformers.integrations.deepspeed", "is_deepspeed_zero3_enabled"),
 }

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import socket
 
-#: By name, as torchrun has it. torch asks for the name of each address that connects, and 127.0.0.1, which it takes for
-#: ``::ffff:127.0.0.1``, is in no /etc/hosts: a slow name server would cost each run seconds.
+#: By name, as torchrun has it. torch looks up the name of each address that connects. It takes 127.0.0.1 for
+#: ``::ffff:127.0.0.1``, which no /etc/hosts has, so a slow name server would cost each run seconds.
 HOST = "localhost"
 
-#: What ``socket.socket`` is derived from; plugins replace that one to forbid connections.
+#: The base class of ``socket.socket``, which plugins replace to forbid connections.
 _Socket = socket.SocketType
 _resolve = socket.getaddrinfo
 
 
 def problem() -> str:
-    """Say why ranks could not meet at localhost, empty if they could. Sends nothing."""
+    """Return why ranks cannot meet at localhost; empty if they can. Sends nothing."""
     try:
         found = _addresses()
     except OSError as error:
@@ -24,7 +24,7 @@ def problem() -> str:
     for family, address in found:
         probe = _Socket(family, socket.SOCK_DGRAM)
         try:
-            # Of a datagram's socket it only asks for the route.
+            # For a datagram socket this only looks up the route.
             probe.connect((address, 9))
         except OSError:
             continue
@@ -36,14 +36,18 @@ def problem() -> str:
 
 
 def listen() -> socket.socket:
-    """Listen where nobody but this machine can connect, on a port that the kernel chooses. Raises OSError."""
+    """Listen where only this machine can connect, on a port that the kernel chooses.
+
+    Raises:
+        OSError: No loopback interface, or no free port.
+    """
     for family, address in _addresses():
         made = socket.socket(family, socket.SOCK_STREAM)
         try:
             made.bind((address, 0))
             made.listen()
         except OSError:
-            # Such as IPv6 that is turned off, and named in /etc/hosts all the same.
+            # IPv6 may be turned off, and still be in /etc/hosts.
             made.close()
             continue
         return made

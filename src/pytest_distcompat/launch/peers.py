@@ -1,6 +1,6 @@
-"""Tell an exception that only says that another rank is gone from one that is a cause.
+"""Exceptions that only say that another rank is gone, told apart from those that are a cause.
 
-A rank decides it, where the exception itself is at hand: a test may raise what it likes, in whatever words.
+A rank decides it, where the exception itself is at hand: a test may raise what it likes, in any words.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ _LOST_PEER = re.compile(
     r"NCCL communicator was aborted|connectFullMesh failed|wait timeout after|Application timeout caused pair closure",
     re.IGNORECASE,
 )
-#: Where torch's Python is that reaches other ranks, and the place in its C++ code that gloo's exceptions begin with.
-_MODULE, _GLOO = "torch.distributed", re.compile(r"\bgloo/")
+#: torch's Python module that communicates with other ranks, and the C++ source file that gloo's exceptions begin with.
+_TORCH_MODULE, _GLOO_SOURCE = "torch.distributed", re.compile(r"\bgloo/")
 
 
 def lost_peer(error: BaseException | None) -> bool:
-    """Return whether that exception, or one that led to it, is how torch.distributed tells that another rank is gone."""
+    """Tell whether torch.distributed raised the exception, or one that led to it, because another rank is gone."""
     return any(
         _of_torch(one) and _LOST_PEER.search(f"{type(one).__name__}: {one}") is not None for one in _chain(error)
     )
 
 
 def aborted_by_lost_peer(output: str) -> bool:
-    """Return whether a rank that aborted wrote that a C++ thread of its did so for a lost peer.
+    """Tell whether the output of a rank that aborted shows that a C++ thread of it did so for a lost peer.
 
-    gloo throws in a thread of its own, where nobody can catch it.
+    gloo throws in a thread of its own, where nothing can catch it.
     """
-    _, _, said = output.partition("terminate called")
-    return _LOST_PEER.search(said) is not None
+    _, _, abort_message = output.partition("terminate called")
+    return _LOST_PEER.search(abort_message) is not None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield the exception and those that it was raised from, or while they were handled."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _of_torch(error: BaseException) -> bool:
-    """Return whether torch.distributed raised it: in its Python code, or in C++ code that some line called."""
-    own_type = isinstance(error, RuntimeError) and type(error).__module__ == _MODULE
+    """Tell whether torch.distributed raised the exception: in its Python code, or in C++ code that some line called."""
+    own_type = isinstance(error, RuntimeError) and type(error).__module__ == _TORCH_MODULE
     trace = error.__traceback__
     if trace is None or not (own_type or type(error) is RuntimeError):
         return False
     while trace.tb_next is not None:
         trace = trace.tb_next
-    if f"{trace.tb_frame.f_globals.get('__name__')}.".startswith(f"{_MODULE}."):
+    if f"{trace.tb_frame.f_globals.get('__name__')}.".startswith(f"{_TORCH_MODULE}."):
         return True
-    return not _by_statement(trace) and (own_type or _GLOO.search(str(error)) is not None)
+    return not _raised_by_statement(trace) and (own_type or _GLOO_SOURCE.search(str(error)) is not None)
 
 
-def _by_statement(trace: TracebackType) -> bool:
-    """Return whether a ``raise`` (or an ``assert``) of that frame raised the exception, and not what the frame called."""
+def _raised_by_statement(trace: TracebackType) -> bool:
+    """Tell whether a ``raise`` or ``assert`` of that frame raised the exception, and not a call that it made."""
     return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"

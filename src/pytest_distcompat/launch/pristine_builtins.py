@@ -1,6 +1,6 @@
-"""What a rank reports with, bound before any test runs: patches of a test are still there when its phase is reported.
+"""Functions that a rank reports with, bound before any test runs: a test's patches are still there when it reports.
 
-Functions that look nothing else up which tests replace: ``json.dumps`` would do for the first, if it were not for those.
+These functions look up nothing that tests replace. ``json.dumps`` would, which is why it is not used here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import os
 from traceback import format_exception, format_exception_only
 
-#: Plain data as a line of JSON, and back.
+#: Convert plain data to a line of JSON, and back.
 encode = json.JSONEncoder().encode
 decode = json.JSONDecoder().decode
 
@@ -19,15 +19,15 @@ write_to = os.write
 close_descriptor = os.close
 
 own_pid = os.getpid
-leave = os._exit
+exit_now = os._exit
 
 __all__ = [
     "close_descriptor",
     "decode",
     "encode",
+    "exit_now",
     "format_exception",
     "format_exception_only",
-    "leave",
     "open_descriptor",
     "open_file",
     "own_pid",

@@ -1,4 +1,4 @@
-"""Processes: who dies with whom, how a tree is killed, what a dead rank leaves."""
+"""Processes: which die with which, how a tree is killed, what a dead rank leaves behind."""
 
 from __future__ import annotations
 
@@ -18,32 +18,35 @@ import psutil
 
 from pytest_distcompat import clock
 
-#: Makes a rank write the Python stack of each of its threads. A real-time signal: programs leave those alone.
+#: Makes a rank write the Python stack of each of its threads. A real-time signal, because programs do not use those.
 STACK_SIGNAL = signal.SIGRTMIN + 7
 
-#: There if this kernel lists children (CONFIG_PROC_CHILDREN).
-_LISTED = Path("/proc/thread-self/children")
+#: The file exists if this kernel lists children (CONFIG_PROC_CHILDREN).
+_CHILDREN_FILE = Path("/proc/thread-self/children")
 
-#: How long those that tidy up after others get for it, in seconds. torch's waits for another user for two.
-TIDY = 4.0
-_TIDY = ("multiprocessing.resource_tracker", "torch_shm_manager")
+#: How long processes that tidy up after others may take, in seconds. torch's waits two seconds for another user.
+TIDY_TIMEOUT_S = 4.0
+_TIDYING_PROCESSES = ("multiprocessing.resource_tracker", "torch_shm_manager")
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, even if it is stuck in C (Linux; elsewhere nothing)."""
+    """Have the kernel kill this process when its parent dies, even if it is stuck in C (Linux; elsewhere nothing)."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what our descendants leave behind, so that it can be found and ended (Linux)."""
+    """Become the parent of what our descendants leave behind, so that it can be found and killed (Linux)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def on_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
-    """That environment for ranks on ``cpu`` or ``cuda``: on the CPU no GPU is seen. A copy, without pytest's own mark."""
+    """Return a copy of the environment for ranks on ``cpu`` or ``cuda``; on the CPU no GPU is visible.
+
+    pytest's own variable ``PYTEST_CURRENT_TEST`` is left out.
+    """
     found = {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
     if device == "cpu":
         found["CUDA_VISIBLE_DEVICES"] = ""
@@ -58,14 +61,14 @@ def _prctl(option: int, value: int) -> None:
 
 
 def reap_adopted(keep: Iterable[int]) -> None:
-    """Wait for children that are zombies, but for ``keep``: who adopts orphans has to bury them."""
+    """Wait for children that are zombies, but for ``keep``: a process that adopts orphans has to reap them."""
     for pid in set(children(os.getpid())) - set(keep):
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
 def alive(pid: int) -> bool:
-    """Whether that process still runs; a zombie does not."""
+    """Tell whether that process still runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -73,19 +76,19 @@ def alive(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """The children of that process, zombies among them; none of one that is gone.
+    """Return the children of that process, zombies among them; none of a process that is gone.
 
-    By Linux's own lists: psutil asks every process of the machine for its parent, 30 ms where a thousand run, as on any
+    It reads Linux's own lists: psutil reads the parent of every process of the machine, 30 ms where a thousand run, as on any
     machine with many cores. https://docs.kernel.org/filesystems/proc.html, 3.7
     """
-    if not _LISTED.exists():
+    if not _CHILDREN_FILE.exists():
         try:
             return [child.pid for child in psutil.Process(pid).children()]
         except psutil.NoSuchProcess:
             return []
     found: list[int] = []
     with contextlib.suppress(OSError):
-        # Each thread has its own. One that ends meanwhile hands its children on to another.
+        # Each thread has its own children. A thread that ends meanwhile hands them on to another.
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
                 found += map(int, (task / "children").read_text(encoding="ascii").split())
@@ -93,7 +96,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """All processes below ``pid``."""
+    """Return all processes below ``pid``."""
     found: list[psutil.Process] = []
     parents = [pid]
     while parents:
@@ -105,9 +108,10 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def kill(processes: Iterable[psutil.Process], *, wait: float = 2.0) -> list[psutil.Process]:
-    """SIGKILL them and wait until they are gone, or zombies, which is up to their parents; who was killed.
+    """SIGKILL the processes, wait until they are gone, and return those that were killed.
 
-    Those that tidy up after others are left alone: they end by themselves when the others are gone.
+    Zombies count as gone: their parents have to reap them. Processes that tidy up after others are left alone: they end by
+    themselves when the others are gone.
     """
     doomed = [process for process in processes if not tidies_up(process)]
     for process in doomed:
@@ -118,23 +122,23 @@ def kill(processes: Iterable[psutil.Process], *, wait: float = 2.0) -> list[psut
 
 
 def let_tidy_up(processes: Iterable[psutil.Process]) -> None:
-    """Wait until those that tidy up have ended, now that nobody uses them. One that does not is killed."""
+    """Wait until processes that tidy up have ended, now that no others use them. One that does not end is killed."""
     tidy = list(processes)
-    await_end(tidy, TIDY)
+    await_end(tidy, TIDY_TIMEOUT_S)
     for process in tidy:
         with contextlib.suppress(psutil.Error):
             process.kill()
 
 
 def tidies_up(process: psutil.Process) -> bool:
-    """Whether that one unlinks what the processes that use it leave, and ends when they are gone.
+    """Tell whether that process unlinks what its users leave, and ends when they are gone.
 
     Python's resource tracker does so with semaphores and shared memory, torch's with files of ``file_system`` sharing:
     https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
     https://pytorch.org/docs/stable/multiprocessing.html#file-system-file-system
     """
     with contextlib.suppress(psutil.Error):
-        return any(name in part for part in process.cmdline() for name in _TIDY)
+        return any(name in part for part in process.cmdline() for name in _TIDYING_PROCESSES)
     return False
 
 
@@ -151,7 +155,7 @@ def kill_and_wait(process: subprocess.Popen[Any]) -> None:
 
 
 def kill_named(processes: Iterable[psutil.Process]) -> list[str]:
-    """``kill`` them; who they were."""
+    """Kill the processes as ``kill`` does, and return names of those that were killed."""
     names = {}
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -160,27 +164,30 @@ def kill_named(processes: Iterable[psutil.Process]) -> list[str]:
 
 
 def await_exit(process: subprocess.Popen[Any], seconds: float) -> bool:
-    """Whether a child of ours ends within that time. Popen's own ``wait`` asks a clock that a test may have frozen."""
+    """Wait for the end of a child of ours, and tell whether it came within that time.
+
+    Popen's own ``wait`` reads a clock that a test may have frozen.
+    """
     return clock.wait_until(lambda: process.poll() is not None, seconds)
 
 
 def await_end(processes: Iterable[psutil.Process], seconds: float) -> None:
-    """Wait until they are gone or zombies. psutil's own wait would wait for the parents of zombies."""
+    """Wait until the processes are gone or zombies. psutil's own wait would wait for the parents of zombies."""
     pids = [process.pid for process in processes]
     clock.wait_until(lambda: not any(map(alive, pids)), seconds)
 
 
-def ask_for_stack(pid: int) -> None:
-    """Have a rank write its stacks; it needs neither the GIL nor the main thread's attention for that."""
+def request_stack(pid: int) -> None:
+    """Have a rank write its stacks, for which it needs neither the GIL nor the main thread's attention."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, STACK_SIGNAL)
 
 
 def run_exit_functions() -> None:
-    """Call what waits for the end of the interpreter (``atexit``), in a process that ends without it.
+    """Call the ``atexit`` functions of the interpreter, in a process that ends without it.
 
-    The standard library does it under a private name only; ``tests/spawn/test_private_names.py`` says when it goes away.
-    What a function raises is printed, and nothing else becomes of it, as at an ordinary end.
+    The standard library has only a private name for that; ``tests/spawn/test_private_names.py`` fails when it goes away.
+    What a function raises is printed, and has no other effect, as at an ordinary end.
     """
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()  # noqa: SLF001 - see the docstring
@@ -190,7 +197,10 @@ def run_exit_functions() -> None:
 
 
 def native_threads() -> Counter[str]:
-    """Return the names of this process's threads, those of C libraries included; one that nobody named has the process's name."""
+    """Return the names of this process's threads, those of C libraries included.
+
+    A thread without a name has the process's name.
+    """
     names: Counter[str] = Counter()
     for thread in psutil.Process().threads():
         with contextlib.suppress(OSError):
@@ -199,7 +209,7 @@ def native_threads() -> Counter[str]:
 
 
 def sweep_shared_memory(ranks: Iterable[int], master_port: int) -> list[str]:
-    """Remove what DeepSpeed's CPU collectives leave in /dev/shm; the names of the files removed.
+    """Remove what DeepSpeed's CPU collectives leave in /dev/shm, and return the names of the files removed.
 
     They are named ``deepspeed_allreduce_buffer_<uid>_<addr>_<port>_<rank>`` and never unlinked
     (https://github.com/deepspeedai/DeepSpeed, csrc/cpu/comm/shm.cpp). Uid, port and rank make sure that they are ours.

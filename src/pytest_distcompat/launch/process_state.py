@@ -1,4 +1,7 @@
-"""What of a process a test may leave changed, and the next one would see. Ranks that live on are compared by it."""
+"""Process-wide state that a test may change: environment, signal handlers, limits, hooks and the like.
+
+Reused ranks compare it before and after each test, because the next test would see the change.
+"""
 
 from __future__ import annotations
 
@@ -41,26 +44,26 @@ from typing import Any
 import psutil
 
 from pytest_distcompat.launch.differences import described, signal_names
-from pytest_distcompat.launch.library_state import SETTINGS, SINGLETONS, Known
+from pytest_distcompat.launch.library_state import SETTINGS, SINGLETONS, Registered
 from pytest_distcompat.launch.process import children
 
-#: How much more memory a rank may use than at its beginning, in bytes, before it leaves.
-GROWTH = 256 * 2**20
-#: How many more threads of C libraries, and how many more open files. Those that a library starts once are no leak.
+#: How much more memory a rank may use than at its beginning, in bytes, before it ends.
+MEMORY_GROWTH = 256 * 2**20
+#: How many more threads of C libraries, and how many more open files it may have: what a library opens once is no leak.
 NATIVE_THREADS = 32
 OPEN_FILES = 128
 
 _SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
-#: ``signal``'s own makes an enum of each answer if it can, which would be a third of all looks together.
+#: ``signal.getsignal`` makes an enum of each result if it can, which would take a third of the time of a comparison.
 _handler = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-_LIMITED = tuple(number for name, number in vars(resource).items() if name.startswith("RLIMIT_"))
-#: What the items of a list are called.
+_RESOURCES = tuple(number for name, number in vars(resource).items() if name.startswith("RLIMIT_"))
+#: The names of the items of lists.
 _LABELS = {
     "signal handlers": signal_names(_SIGNALS),
     "resource limits": [name for name in vars(resource) if name.startswith("RLIMIT_")],
 }
-#: Whose functions tests replace most often.
+#: The modules whose functions tests replace most often.
 _PATCHED = (builtins, os, time)
 _ALSO_PATCHED = (copy, json, math, pickle, random, shutil, socket, subprocess)
 #: The levels that logging has names for itself.
@@ -79,26 +82,26 @@ _libm = ctypes.CDLL("libm.so.6")
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What must be the same after a test as before it, by name."""
+    """The state that must be the same after a test as before it, by name."""
 
     same: dict[str, Any]
 
     @classmethod
     def now(cls) -> ProcessState:
-        """Of this process."""
+        """Return the state of this process."""
         same: dict[str, Any] = {
             "the environment": dict(os.environ),
-            "the working directory": _directory(),
-            "the file mode mask": _mask(),
+            "the working directory": _working_directory(),
+            "the file mode mask": _file_mode_mask(),
             "sys.path": list(sys.path),
             "signal handlers": list(map(_handler, _SIGNALS)),
             "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-            "the file that signals wake up": _wakeup(),
-            # What is left of one is less each time.
+            "the file that signals wake up": _wakeup_descriptor(),
+            # The remaining time is less each time.
             "timers": [any(signal.getitimer(timer)) for timer in _TIMERS],
-            "resource limits": list(map(resource.getrlimit, _LIMITED)),
+            "resource limits": list(map(resource.getrlimit, _RESOURCES)),
             "user, group and session": (os.getresuid(), os.getresgid(), os.getgroups(), os.getpgid(0), os.getsid(0)),
-            "what the kernel was told by prctl": _prctl(),
+            "what the kernel was told by prctl": _kernel_settings(),
             "how numbers are rounded": _libm.fegetround(),
             "which operations on numbers raise a signal": _libm.fegetexcept(),
             "its personality and its turn to be killed": (_libc.personality(_ASK_PERSONALITY), _oom_score()),
@@ -107,7 +110,7 @@ class ProcessState:
             "threads": set(threading.enumerate()),
             "garbage collection": (
                 *(gc.isenabled(), gc.get_threshold(), gc.get_debug(), list(gc.callbacks)),
-                # Of what was frozen less is left each time.
+                # The number of frozen objects gets smaller each time.
                 bool(gc.get_freeze_count()),
             ),
             "import hooks": (list(sys.meta_path), list(sys.path_hooks)),
@@ -116,7 +119,7 @@ class ProcessState:
             "functions of warnings": (warnings.showwarning, warnings.formatwarning),
             "the default time limit of sockets": socket.getdefaulttimeout(),
             "how text is encoded that does not fit": list(map(codecs.lookup_error, _ERROR_HANDLERS)),
-            "how objects are pickled": Known(copyreg.dispatch_table),
+            "how objects are pickled": Registered(copyreg.dispatch_table),
             "the locale": locale.setlocale(locale.LC_ALL),
             "the time zone": (time.tzname, time.timezone),
             "builtins, os or time": [tuple(vars(module).values()) for module in _PATCHED],
@@ -132,30 +135,33 @@ class ProcessState:
             ),
             "loggers": _Loggers(),
         }
-        # torch puts its own there with each process group, and leaves it.
+        # torch sets its own hook with each process group, and leaves it.
         if not str(getattr(sys.excepthook, "__module__", "")).startswith("torch."):
             same["sys.excepthook"] = sys.excepthook
         of_libraries = (*SETTINGS.items(), *SINGLETONS.items())
         same |= {name: _read(read) for name, (module, read) in of_libraries if module in sys.modules}
-        # Last, for to ask for the context of decimal numbers makes one.
+        # Last, because reading the context of decimal numbers makes one.
         same["context variables"] = contextvars.copy_context()
         return cls(same)
 
     def changes(self, before: ProcessState) -> list[str]:
-        """What is not as it was, and which of it. Of a library that came meanwhile ``before`` is told."""
-        # What its settings were at first, nobody knows. But of what is made by use there was nothing.
-        then = {**self.same, **dict.fromkeys(SINGLETONS, False), **before.same}
+        """Return what differs from ``before``, each with the part of it that changed.
+
+        The state of a library that was imported meanwhile is added to ``before``.
+        """
+        # The first settings of such a library are unknown. But its singletons did not exist.
+        expected = {**self.same, **dict.fromkeys(SINGLETONS, False), **before.same}
         for name, value in self.same.items():
             before.same.setdefault(name, value)
         return [
-            described(name, then[name], value, _LABELS.get(name, ()))
+            described(name, expected[name], value, _LABELS.get(name, ()))
             for name, value in self.same.items()
-            if value != then[name]
+            if value != expected[name]
         ]
 
 
 class Sizes:
-    """What may grow in the run of a process, but not beyond a limit."""
+    """Sizes that may grow in the run of a process, but not beyond a limit."""
 
     def __init__(self) -> None:
         self._own = psutil.Process()
@@ -171,21 +177,24 @@ class Sizes:
         }
 
     def grown(self) -> list[str]:
-        """The names of what has grown too much since this was made."""
+        """Return the names of what has grown too much since this object was made."""
         return [name for name, size in self._now().items() if size - self._first[name] > _LIMITS[name]]
 
 
 def _read(read: Callable[[], object]) -> object:
-    """What that says. A test may have left a mode, or a function of its own, with which torch raises whatever it is asked."""
+    """Return what ``read`` returns, or the type of its error.
+
+    A test may have left a mode, or a function of its own, with which every call of torch raises.
+    """
     try:
         return read()
     except Exception as error:
         return type(error)
 
 
-def _directory() -> str:
+def _working_directory() -> str:
     try:
-        return os.getcwd()  # noqa: PTH109 - a Path would take longer than all that this is compared with
+        return os.getcwd()  # noqa: PTH109 - a Path would take longer than the whole comparison
     except FileNotFoundError:
         return ""
 
@@ -196,8 +205,8 @@ def _first_of_temporaries() -> str:
     return os.path.abspath(next(filter(None, found), "/tmp"))  # noqa: PTH100, S108 - as tempfile has it
 
 
-def _wakeup() -> int:
-    """Return the file descriptor to which signals are written. Python tells it to who sets it, in the main thread."""
+def _wakeup_descriptor() -> int:
+    """Return the file descriptor to which signals are written. Only setting it reads it, in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return -1
     number = signal.set_wakeup_fd(-1)
@@ -207,23 +216,23 @@ def _wakeup() -> int:
     return number
 
 
-def _mask() -> int:
+def _file_mode_mask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
 def _scheduling() -> tuple[object, ...]:
-    """Return how the kernel gives this process its turn: its policy, and its turn at the disk."""
+    """Return how the kernel schedules this process: its policy and priority, and its priority at the disk."""
     return os.sched_getscheduler(0), os.sched_getparam(0).sched_priority, _process(os.getpid()).ionice()
 
 
-#: The process of that number; a fork is another one.
+#: The process of that number; a fork has another number.
 _process = functools.cache(psutil.Process)
 
 
 def _descriptors() -> list[tuple[int, int] | None]:
-    """What the first three file descriptors lead to."""
+    """Return the files of the first three file descriptors."""
     found: list[tuple[int, int] | None] = []
     for number in range(3):
         try:
@@ -235,7 +244,7 @@ def _descriptors() -> list[tuple[int, int] | None]:
 
 
 def _interpreter() -> tuple[object, ...]:
-    """What ``sys`` and ``threading`` have for all of Python."""
+    """Return the settings of ``sys``, ``threading`` and the like for all of Python."""
     return (
         sys.gettrace(),
         sys.getprofile(),
@@ -248,7 +257,7 @@ def _interpreter() -> tuple[object, ...]:
         threading.excepthook,
         sys.breakpointhook,
         sys.getdlopenflags(),
-        # Python 3.10 has it from its seventh release on.
+        # Python 3.10 has the function from 3.10.7 on.
         getattr(sys, "get_int_max_str_digits", int)(),
         sys.get_asyncgen_hooks(),
         sys.get_coroutine_origin_tracking_depth(),
@@ -273,7 +282,7 @@ def _oom_score() -> str:
 
 
 def _stack_size() -> int:
-    """Return the stack size of new threads. Python tells it to who sets it."""
+    """Return the stack size of new threads. Only setting it reads it."""
     size = threading.stack_size()
     if size:
         threading.stack_size(size)
@@ -281,31 +290,34 @@ def _stack_size() -> int:
 
 
 def _monitoring() -> list[str | None]:
-    """Return which tools have a place in ``sys.monitoring``, which came with Python 3.12."""
+    """Return which tools are registered in ``sys.monitoring``, which came with Python 3.12."""
     monitoring: Any = getattr(sys, "monitoring", None)
     return list(map(monitoring.get_tool, range(6))) if monitoring else []
 
 
-def _prctl() -> list[object]:
-    """Return what the kernel was told of this process: its name, what it gets when its parent dies, and the like."""
+def _kernel_settings() -> list[object]:
+    """Return what prctl set for this process: its name, the signal it gets when its parent dies, and the like."""
     found: list[object] = [_libc.prctl(option, 0, 0, 0, 0) for option in _GETTERS_OF_PRCTL]
     for option in (_GET_PDEATHSIG, _GET_CHILD_SUBREAPER):
-        _libc.prctl(option, ctypes.byref(_number))
-        found.append(_number.value)
-    _libc.prctl(_GET_NAME, _name)
-    return [*found, _name.value]
+        _libc.prctl(option, ctypes.byref(_prctl_number))
+        found.append(_prctl_number.value)
+    _libc.prctl(_GET_NAME, _prctl_name)
+    return [*found, _prctl_name.value]
 
 
-_number, _name = ctypes.c_int(), ctypes.create_string_buffer(16)
+_prctl_number, _prctl_name = ctypes.c_int(), ctypes.create_string_buffer(16)
 
 
 class _Loggers:
-    """What was set for each logger but the root. A logger that is new does not count: its library was imported meanwhile."""
+    """The settings of each logger but the root.
+
+    A new logger does not count as a change: its library was imported meanwhile.
+    """
 
     def __init__(self) -> None:
         loggers = logging.root.manager.loggerDict.copy()
         self.known = loggers.keys()
-        # Of most nothing was set: only the others are kept, for there may be hundreds.
+        # Most loggers have no settings, and there may be hundreds: only the others are recorded.
         self.set = {
             name: (one.level, one.propagate, one.disabled, *one.filters, *one.handlers)
             for name, one in loggers.items()
@@ -325,13 +337,13 @@ class _Loggers:
 
 
 def _at_exit() -> tuple[int, int]:
-    """How many functions wait for the end of the interpreter, and of a process of multiprocessing, which a rank is.
+    """Return how many functions wait for the end of the interpreter, and of a multiprocessing process, which a rank is.
 
-    What they do belongs to the test that left them. The standard library tells it under private names only;
-    ``tests/spawn/test_private_names.py`` says when they go away.
+    They belong to the test that registered them. The standard library has only private names for them;
+    ``tests/spawn/test_private_names.py`` fails when these go away.
     """
     registry: Any = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]  # noqa: SLF001
     return atexit._ncallbacks(), len(registry)  # noqa: SLF001
 
 
-_LIMITS = {"memory": GROWTH, "native threads": NATIVE_THREADS, "open files": OPEN_FILES, "child processes": 0}
+_LIMITS = {"memory": MEMORY_GROWTH, "native threads": NATIVE_THREADS, "open files": OPEN_FILES, "child processes": 0}

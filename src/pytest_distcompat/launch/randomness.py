@@ -1,4 +1,4 @@
-"""Random numbers of a rank: a fork hands all generators on as they are, a fresh process has its own."""
+"""Random number generators of a rank: a fork inherits all generators as they are, a fresh process has its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-#: The states of the generators that were seeded while the session was collected.
+#: By name, the states of the generators that were seeded while the session was collected.
 _seeded: dict[str, Any] = {}
 
 
@@ -16,7 +16,7 @@ def states() -> dict[str, Any]:
     """Return the states of the global generators of Python, numpy and torch, of those that are imported."""
     found: dict[str, Any] = {"random": random.getstate()}
     for name, module, read in (("numpy", "numpy.random", "get_state"), ("torch", "torch", "get_rng_state")):
-        # A module that is being imported may lack it yet.
+        # A module that is still being imported may lack the function.
         if (state := getattr(sys.modules.get(module), read, None)) is not None:
             found[name] = state()
     return found
@@ -25,15 +25,15 @@ def states() -> dict[str, Any]:
 def remember_seeds(before: dict[str, Any]) -> None:
     """Find which generators were seeded since they were in those states.
 
-    One that numbers were merely drawn from was not, though its state is another: pytest-random-order draws one wherever pytest
-    is configured, and ranks that all went on from there would draw the same.
+    A generator from which numbers were merely drawn was not seeded, though its state is another: pytest-random-order draws one
+    wherever pytest is configured, and ranks that all went on from there would draw the same numbers.
     """
     after = states()
     _seeded.update({name: after[name] for name in before if _SEEDS[name](before[name], after[name])})
 
 
 def drawn(name: str, before: Any, after: Any) -> bool:
-    """Return whether numbers were drawn from that generator between these states of it, and it was given no seed."""
+    """Tell whether numbers were drawn from that generator between these states of it, and it was given no seed."""
     if name == "torch":
         same = sys.modules["torch"].equal(before, after)
     elif name == "numpy":
@@ -44,10 +44,10 @@ def drawn(name: str, before: Any, after: Any) -> bool:
 
 
 def renew() -> None:
-    """Give this rank generators as a fresh process has them: its own, but where a module set them when it was imported.
+    """Give this rank generators as a fresh process has them, except those that a module seeded when it was imported.
 
-    A fork hands torch's and numpy's on as they are, so all ranks would draw the same, and seeds Python's anew. A rank that
-    lives on gets new ones for each request.
+    A fork inherits torch's and numpy's generators as they are, so all ranks would draw the same, and Python seeds its own anew. A
+    reused rank gets new generators for each request.
     """
     torch: Any = sys.modules.get("torch")
     numpy: Any = sys.modules.get("numpy.random")
@@ -67,9 +67,9 @@ def renew() -> None:
             torch.cuda.seed_all()
 
 
-#: The words that a Mersenne Twister makes at a time, and for how many times we look whether it came from one state to another
-#: by drawing. Nobody draws forty thousand numbers at import.
-_WORDS, _TIMES = 624, 64
+#: The words that a Mersenne Twister makes at a time, and how often it is drawn from to see whether that leads from one state to
+#: another. No module draws forty thousand numbers at import.
+_WORDS, _MOST_DRAWS = 624, 64
 
 
 def _seeds_of_python(before: Any, after: Any) -> bool:
@@ -85,8 +85,11 @@ def _seeds_of_numpy(before: Any, after: Any) -> bool:
 
 
 def _reached(goal: Sequence[int], state: Callable[[], Sequence[int]], draw: Callable[[], object]) -> bool:
-    """Whether a generator gets to those words by drawing alone; how many of them are used up does not matter."""
-    for _ in range(_TIMES):
+    """Tell whether a generator gets to a state by drawing alone.
+
+    How many words of the state are used up does not matter.
+    """
+    for _ in range(_MOST_DRAWS):
         if list(state()[:_WORDS]) == list(goal[:_WORDS]):
             return True
         draw()
@@ -94,7 +97,7 @@ def _reached(goal: Sequence[int], state: Callable[[], Sequence[int]], draw: Call
 
 
 def _seeds_of_torch(before: Any, after: Any) -> bool:
-    """Its state holds the seed."""
+    """Tell whether the generator was seeded between these states: a state holds the seed."""
     replay = sys.modules["torch"].Generator()
     first, last = (int(replay.set_state(state).initial_seed()) for state in (before, after))
     return first != last

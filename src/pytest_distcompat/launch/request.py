@@ -1,4 +1,4 @@
-"""What is asked of the ranks, and the log in which each rank answers: files, since stdout belongs to the tests."""
+"""Requests to the ranks, and the log in which each rank answers: files, because stdout belongs to the tests."""
 
 from __future__ import annotations
 
@@ -23,11 +23,19 @@ from pytest_distcompat.launch import pristine_builtins
 class Request:
     """One run: what to call on every rank, and where its files go.
 
-    ``target`` is ``module:function``, called with ``payload`` and the rank's log. ``directory`` holds the request, the
-    ranks' logs and their output. ``set`` and ``unset`` bring the rank's environment to that of the process that asks,
-    ``cwd``, ``argv`` and ``import_path`` its working directory, its command line and what it imports from.
-    ``collected`` is the test module, collected beforehand, that the ranks run tests of: ``ANY_MODULE`` for several, empty for
-    none. ``turn`` says by its parity from which of the warm interpreters rank 0 comes: runs that follow each other count it up.
+    Attributes:
+        target: ``module:function``, called with ``payload`` and the rank's log.
+        payload: Plain data for the target.
+        world_size: The number of ranks.
+        directory: Where the request, the ranks' logs and their output are written.
+        timeout: The time limit, in seconds.
+        set: Environment variables that the rank needs set, to have the environment of the process that sends the request.
+        unset: Environment variables that it needs unset for that.
+        cwd: The rank's working directory.
+        argv: Its command line.
+        import_path: What it imports from.
+        collected: The test module, collected beforehand, whose tests the ranks run: ``ANY_MODULE`` for several, empty for none.
+        turn: Says by its parity from which of the warm interpreters rank 0 comes; runs that follow each other count it up.
     """
 
     target: str
@@ -44,7 +52,7 @@ class Request:
     turn: int | None = None
 
     def from_here(self) -> Request:
-        """The same, with this process's working directory, if none was said, its command line and its ``sys.path``."""
+        """Return the request with this process's command line, ``sys.path`` and, if it has none, working directory."""
         return dataclasses.replace(
             self, cwd=self.cwd or str(Path.cwd()), argv=tuple(map(str, sys.argv)), import_path=import_path()
         )
@@ -55,14 +63,14 @@ class Request:
         return Path(self.directory) / "request.json"
 
     def write(self) -> Path:
-        """Store the request in its directory, made if need be."""
+        """Write the request to its file, and return the file. The directory is made if need be."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(self.line, encoding="utf-8")
         return self.path
 
     @classmethod
     def read(cls, path: str | Path) -> Request:
-        """The request in that file."""
+        """Return the request in that file."""
         return cls.from_line(Path(path).read_text(encoding="utf-8"))
 
     @functools.cached_property
@@ -72,33 +80,33 @@ class Request:
 
     @classmethod
     def from_line(cls, line: str) -> Request:
-        """The request of which that is the ``line``."""
+        """Return the request of which that is the ``line``."""
         return cls(**json.loads(line))
 
     def command(self) -> str:
-        """The command line that runs this one run alone, without pytest and without a fork server."""
+        """Return the command line that runs this one run alone, without pytest and without a fork server."""
         rank = f"-m pytest_distcompat.launch.rank {shlex.quote(str(self.path))} --by-hand"
-        # torchrun starts its ranks without the flags that Python was given.
+        # torchrun starts its ranks without the flags of its own Python.
         python = f"--no-python {shlex.join(interpreter())} -u " if len(interpreter()) > 1 else ""
         return f"torchrun --standalone --nproc-per-node {self.world_size} {python}{rank}"
 
 
-#: Of a request whose ranks run tests of several modules.
+#: ``Request.collected``, if the ranks run tests of several modules.
 ANY_MODULE = "*"
 
 
 def interpreter() -> list[str]:
-    """Return the command of this interpreter with the flags that its command line gave it (``-W error``, ``-X dev``, ``-O``).
+    """Return the command of this interpreter with the flags of its command line (``-W error``, ``-X dev``, ``-O``).
 
-    What the environment says to it (``PYTHONWARNINGS``) is inherited anyway.
+    Settings in the environment (``PYTHONWARNINGS``) are inherited anyway.
     https://docs.python.org/3/library/sys.html#sys.orig_argv
     """
     command = [sys.executable]
     arguments = iter(sys.orig_argv[1:])
-    # A cluster of letters without value, then perhaps one that has one: the rest, or the next argument.
+    # Letters without a value, then perhaps one with a value: the rest of the argument, or the next one.
     while (found := re.fullmatch(r"-([^-\sWXmc]*)(?:([WXmc])(.*))?", next(arguments, ""), re.DOTALL)) is not None:
         letters, valued, value = found.groups("")
-        # To stay at a prompt is not for ranks.
+        # A rank must not stay at a prompt (-i).
         command += [f"-{letter}" for letter in letters if letter != "i"]
         if valued in {"m", "c"}:
             break
@@ -109,13 +117,17 @@ def interpreter() -> list[str]:
 
 @dataclass(frozen=True)
 class Warmth:
-    """What the fork server has ready: imported ``modules``, and what ``call`` ("module:function") left behind.
+    """What the fork servers have ready: imported modules, and the result of one call.
 
-    Those of the modules that the user ``named`` are told of if they cannot be imported; others depend on what is installed.
-
-    ``path`` is what its ``sys.path`` has besides its own: pytest finds modules in directories that it adds itself.
-    ``own`` are files that are installed and yet the user's own code.
-    ``timeout`` is how long all that may take, in seconds.
+    Attributes:
+        modules: What is imported.
+        named: Those of the modules that the user named. The user gets a notice if one cannot be imported; whether others can
+            depends on what is installed.
+        call: The function that is called, as ``module:function``.
+        payload: Plain data for the function.
+        path: Entries of ``sys.path`` besides the interpreter's own: pytest finds modules in directories that it adds itself.
+        own: Files that are installed and yet the user's own code.
+        timeout: How long all that may take, in seconds.
     """
 
     modules: tuple[str, ...] = ()
@@ -128,35 +140,39 @@ class Warmth:
 
 
 def import_path() -> tuple[str, ...]:
-    """What this process imports from: pytest adds directories to it (rootdir, conftest.py, the ini key pythonpath).
+    """Return the directories that this process imports from.
 
-    Some conftest adds a ``Path``, which Python itself passes over.
+    pytest adds some to Python's own (rootdir, conftest.py, the ini key pythonpath). A ``Path``, as some conftest adds it, is left
+    out: Python ignores it.
     """
     return tuple(entry for entry in sys.path if entry and isinstance(entry, str))
 
 
 def extend_import_path(entries: Sequence[str]) -> None:
-    """Import from there too, after what this process imports from already.
+    """Import from these directories too, after those that this process imports from already.
 
-    But not from the working directory, unless they say so: Python puts it first in a process that was started with -c, and
-    then a cmd.py or profile.py that lies there is what torch imports.
+    But not from the working directory, unless it is among them: Python puts it first in a process that was started with -c, and
+    then torch would import a cmd.py or profile.py that lies there.
     """
     sys.path[:] = filter(None, dict.fromkeys((*sys.path, *entries)))
 
 
 class RankLog:
-    """One rank's answers: a line of JSON each, written at once, so that a killed rank leaves all it said.
+    """The log of one rank: one JSON line for each event, written at once, so that a killed rank leaves all its events.
 
     Times are CLOCK_MONOTONIC, which all processes of a machine share, so that they order events across ranks.
 
-    ``by_hand``: somebody runs the run again and looks at a terminal. The log starts afresh, and errors are shown there.
+    Args:
+        directory: The directory of the request.
+        rank: The rank.
+        by_hand: Whether a user runs the run again and looks at a terminal: the log starts afresh, and errors are shown.
     """
 
     def __init__(self, directory: str | Path, rank: int, *, by_hand: bool = False) -> None:
         self.path = Path(directory) / f"rank-{rank}.jsonl"
         self.rank = rank
-        # Kept now: a test's capture may have replaced it when the error comes.
         self.by_hand = by_hand
+        # Duplicated now: a test's capture may have replaced stderr when the error comes.
         self._terminal = os.dup(2) if by_hand else None
         if by_hand:
             self.path.unlink(missing_ok=True)
@@ -172,73 +188,87 @@ class RankLog:
             raw = raw[pristine_builtins.write_to(self._file, raw) :]
 
     def error(self, kind: str, message: str, text: str, **data: Any) -> None:
-        """The last thing a failing rank says: the exception's type, its message, and the whole text to show."""
+        """Append the last event of a failing rank: the exception's type, its message, and the whole text to show."""
         self.write("error", kind=kind, message=message, text=text, **data)
         if self._terminal is not None:
             shown = f"\nrank {self.rank}: {message}\n{text}\n".encode("utf-8", "replace")
             pristine_builtins.write_to(self._terminal, shown)
 
     def close(self) -> None:
-        """Nothing more is to be said."""
+        """Close the log."""
         for descriptor in (self._file, self._terminal):
             if descriptor is not None:
                 pristine_builtins.close_descriptor(descriptor)
 
 
-def read_events(directory: str | Path, rank: int, *, but: str = "") -> list[dict[str, Any]]:
-    """What that rank wrote so far. A line that is no event is dropped: a dying rank left it unfinished, or a test wrote there.
+def read_events(directory: str | Path, rank: int, *, skip: str = "") -> list[dict[str, Any]]:
+    """Return what that rank has logged so far.
 
-    Events called ``but`` are passed over unread: who looks five times a second need not decode what a probe saw.
+    A line that is no event is dropped: a dying rank left it unfinished, or a test wrote there.
+
+    Args:
+        directory: The directory of the request.
+        rank: The rank.
+        skip: The name of events that are left out without decoding them, which saves time in a caller that reads often.
     """
     try:
         with pristine_builtins.open_file(f"{directory}/rank-{rank}.jsonl", encoding="utf-8", errors="replace") as file:
             raw = file.read()
     except FileNotFoundError:
         return []
-    # As ``RankLog.write`` begins it.
-    passed = pristine_builtins.encode({"event": but})[:-1] if but else "\n"
+    # The beginning of a line of ``RankLog.write``.
+    skipped = pristine_builtins.encode({"event": skip})[:-1] if skip else "\n"
     events: list[dict[str, Any]] = []
     for line in raw.splitlines():
-        if line.startswith(passed):
+        if line.startswith(skipped):
             continue
         with contextlib.suppress(ValueError):
             event = pristine_builtins.decode(line)
             if isinstance(event, dict) and isinstance(event.get("event"), str):
                 events.append(event)
-    return [event for event in events if _of_the_rank(event, events[0])]
+    return [event for event in events if _is_of_the_rank(event, events[0])]
 
 
-def _of_the_rank(event: Mapping[str, Any], start: Mapping[str, Any]) -> bool:
-    """Not so the last word of a forked child, which writes to the same file: the rank itself may be gone without one."""
+def _is_of_the_rank(event: Mapping[str, Any], start: Mapping[str, Any]) -> bool:
+    """Tell whether the rank itself wrote an event.
+
+    A forked child writes ``done`` to the same file, while the rank may be gone without it.
+    """
     return event["event"] != "done" or event.get("pid") in {None, start.get("pid")}
 
 
-def read_end(path: Path, most: int, since: int = 0) -> str:
-    """The last ``most`` bytes of that file as text, of what came after ``since`` bytes; nothing of a file that is not there."""
+def read_end(path: Path, limit: int, since: int = 0) -> str:
+    """Return the last bytes of a file as text; empty if there is no such file.
+
+    Args:
+        path: The file.
+        limit: How many bytes at most.
+        since: Only what came after so many bytes.
+    """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(0, os.SEEK_END)
-        file.seek(max(since, file.tell() - most))
+        file.seek(max(since, file.tell() - limit))
         return file.read().decode("utf-8", "replace")
     return ""
 
 
 TERMINAL = frozenset({"done", "error"})
-#: What a rank writes that has left its test as the test allows (a skip, an expected failure) and waits for what the others come
-#: to; and what it writes when it goes on with them. As its last word the first is an error of that ``kind``.
+#: The event of a rank that has left its test as the test allows (a skip, an expected failure) and waits for the others' end, and
+#: the event of a rank that then goes on with them. If the first is a rank's last event, it counts as an error of that ``kind``.
 EXCUSED, RESUMED = "excused", "resumed"
 
 
-def pids_of(said: Sequence[Sequence[Mapping[str, Any]]]) -> dict[int, int]:
-    """Of the ranks that started, their processes: the first thing that a rank says."""
-    started = {rank: events[0] for rank, events in enumerate(said) if events}
+def pids_of(events_by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> dict[int, int]:
+    """Return the process numbers of the ranks that started, which is the first event that a rank logs."""
+    started = {rank: events[0] for rank, events in enumerate(events_by_rank) if events}
     return {rank: int(event["pid"]) for rank, event in started.items() if event["event"] == "start"}
 
 
 def is_excused(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the rank waits for what the others come to, or did to its end."""
+    """Tell whether the rank waits for the others' end, or did so to its own."""
     return bool(events) and events[-1]["event"] == EXCUSED
 
 
 def has_ended(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the rank said its last word."""
+    """Tell whether the rank has logged its last event."""
     return any(event["event"] in TERMINAL for event in events)

@@ -9,17 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-#: The main of a rank. What is below it in a stack is the same in all: agent, multiprocessing, fork server.
+#: The main of a rank. The frames below it are the same in all stacks: agent, multiprocessing, fork server.
 _MAIN = "pytest_distcompat/launch/rank.py"
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 _STANDARD = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<")
-#: The ranks of a script may have another Python than we: https://docs.python.org/3/library/sysconfig.html#installation-paths.
+#: The ranks of a script may have another Python than this process: https://docs.python.org/3/library/sysconfig.html#installation-paths.
 _ANY_STANDARD = re.compile(r"/.*/lib(64)?/python3\.\d+t?/")
-_OURS = Path(__file__).parents[1]
+_OUR_PACKAGE = Path(__file__).parents[1]
 
-#: How much of a source line is shown.
-_SOURCE = 80
+#: How many characters of a source line are shown.
+_SOURCE_LENGTH = 80
 
 
 @dataclass(frozen=True)
@@ -34,46 +34,46 @@ class Frame:
     def source(self) -> str:
         """The text of that line, cut; empty if the file cannot be read."""
         text = linecache.getline(self.file, self.line).strip()
-        return text if len(text) <= _SOURCE else f"{text[:_SOURCE]} ..."
+        return text if len(text) <= _SOURCE_LENGTH else f"{text[:_SOURCE_LENGTH]} ..."
 
     @property
     def where(self) -> str:
-        """File and line: below the working directory, or of an installed package or of ours, without what leads there."""
+        """File and line; the file relative to the working directory or to the directory of installed packages."""
         path = Path(_PACKAGES.sub("", self.file))
-        for base in (Path.cwd(), _OURS.parent):
+        for base in (Path.cwd(), _OUR_PACKAGE.parent):
             if path.is_relative_to(base):
                 path = path.relative_to(base)
         return f"{path}:{self.line}"
 
     @property
     def package(self) -> str:
-        """The installed package that it is of, or the directory that has it."""
+        """The installed package of the file, or the directory that has the file."""
         return _PACKAGES.sub("", self.file).split("/")[0] if _PACKAGES.match(self.file) else str(Path(self.file).parent)
 
     @property
     def of_torch(self) -> bool:
-        """Whether it is torch's code."""
+        """Tell whether the file is torch's."""
         return "-packages/torch/" in self.file
 
     @property
     def of_python(self) -> bool:
-        """Whether it is of the standard library, that of this Python or of another one, or of no file."""
+        """Tell whether the code is of a standard library, this Python's or another's, or of no file."""
         standard = self.file.startswith(_STANDARD) or _ANY_STANDARD.match(self.file) is not None
         return standard and not _PACKAGES.match(self.file)
 
     @property
     def of_the_user(self) -> bool:
-        """Whether it is neither Python's own, nor of an installed package, nor ours."""
-        return not (self.of_python or _PACKAGES.match(self.file) or Path(self.file).is_relative_to(_OURS))
+        """Tell whether the file is neither Python's own, nor an installed package's, nor this package's."""
+        return not (self.of_python or _PACKAGES.match(self.file) or Path(self.file).is_relative_to(_OUR_PACKAGE))
 
 
 def stack_file(directory: str | Path, rank: int) -> Path:
-    """Where that rank writes its stacks when it is asked for them."""
+    """Return the file to which that rank writes its stacks."""
     return Path(directory) / f"rank-{rank}.stack"
 
 
 def _above_main(stack: str) -> Iterator[str]:
-    """The lines of a stack, of each thread those down to the rank's main."""
+    """Yield the lines of a stack, of each thread those down to the rank's main."""
     below = False
     for line in stack.rstrip().splitlines():
         below = line.startswith("  ") and (below or _MAIN in line)
@@ -82,7 +82,7 @@ def _above_main(stack: str) -> Iterator[str]:
 
 
 def threads(stack: str) -> list[list[Frame]]:
-    """The frames of each thread, innermost first, down to the rank's main; the main thread first.
+    """Return the frames of each thread, innermost first, down to the rank's main; the main thread first.
 
     faulthandler writes the newest thread first.
     """
@@ -97,8 +97,9 @@ def threads(stack: str) -> list[list[Frame]]:
 
 
 def nearest(frames: Sequence[Frame]) -> Frame:
-    """The innermost frame of the user's own code: without any that of the package whose script runs, else that of a library, but
-    torch; else the innermost at all.
+    """Return the innermost frame of the user's own code.
+
+    Without one: the innermost of the package whose script runs, else of a library other than torch, else of all.
     """
     of_libraries = [frame for frame in frames if not (frame.of_python or frame.of_torch)]
     outermost = of_libraries[-1] if of_libraries else None
@@ -110,12 +111,15 @@ def nearest(frames: Sequence[Frame]) -> Frame:
 
 
 def without_launcher(stack: str) -> str:
-    """The stack without pytest's frames and those below the rank's main."""
+    """Return the stack without pytest's frames and those below the rank's main."""
     # pytest's way to the test is the same in every stack.
     return "\n".join(line for line in _above_main(stack) if "/_pytest/" not in line and "/pluggy/" not in line)
 
 
 def without_launcher_in_crash(lines: Sequence[str]) -> list[str]:
-    """The same for what faulthandler wrote as the process crashed; its last line names all extension modules, and goes too."""
-    told = without_launcher("\n".join(lines)).splitlines()
-    return [line for line in told if not line.startswith("Extension modules: ")]
+    """Return the same for what faulthandler wrote when the process crashed.
+
+    Its last line, which names all extension modules, is left out too.
+    """
+    shown = without_launcher("\n".join(lines)).splitlines()
+    return [line for line in shown if not line.startswith("Extension modules: ")]

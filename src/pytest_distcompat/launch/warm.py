@@ -9,35 +9,35 @@ from typing import Any
 from pytest_distcompat import clock
 from pytest_distcompat.launch import environment, loopback
 from pytest_distcompat.launch.ending import Ending, conclude
-from pytest_distcompat.launch.kept import Keeping, KeptRanks
 from pytest_distcompat.launch.launcher_process import LauncherProcess
 from pytest_distcompat.launch.request import Request, Warmth
+from pytest_distcompat.launch.reused_ranks import Reuse, ReusedRanks
 from pytest_distcompat.launch.watchdog import Watchdog
 
-#: How long the agent may take to notice that its ranks are gone.
-AGENT_TIME = 5.0
-#: How long until it is told.
-AGENT_NOTICES = 0.2
+#: How long the agent may take to notice that its ranks are gone, in seconds.
+AGENT_TIMEOUT_S = 5.0
+#: After how many seconds it is notified.
+AGENT_NOTIFIED_AFTER_S = 0.2
 
 
 class WarmLauncher:
-    """Keeps one launcher process and one fork server, started when first needed, replaced when they break."""
+    """A launcher that keeps one launcher process with its fork servers, and replaces it when it breaks."""
 
     def __init__(self, warmth: Warmth, *, device: str = "cpu") -> None:
         self._warmth = warmth
         self._device = device
         self._process: LauncherProcess | None = None
-        self._kept: KeptRanks | None = None
-        self._told = False
+        self._reused: ReusedRanks | None = None
+        self._notice_given = False
 
     def warm_up(self) -> None:
         """Start the launcher process, without waiting until it is ready."""
         if self._process is None or not self._process.intact:
-            self._end()
+            self._kill()
             self._process = LauncherProcess(self._warmth, self._device)
 
     def get_warm(self) -> str:
-        """Wait until ready; what went wrong, if something did."""
+        """Wait until the launcher process is ready, and return what went wrong; empty if nothing did."""
         problem = loopback.problem()
         if problem:
             return problem
@@ -45,112 +45,123 @@ class WarmLauncher:
         assert self._process is not None
         problem = self._process.get_warm()
         if problem:
-            self._end()
+            self._kill()
         return problem
 
-    def run(self, request: Request, keep: Keeping | None = None) -> Ending:
-        """Start the ranks, wait until they ended or were ended; never raises for what the ranks do.
+    def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
+        """Start the ranks, and wait until they ended or were ended.
 
-        With ``keep`` the ranks may be those of an earlier request, and may wait for the next one.
+        It never raises for what the ranks do. With ``reuse`` the ranks may be those of an earlier request, and may wait for the
+        next one.
         """
         try:
             problem = self.get_warm()
             if problem:
                 return conclude(request.directory, request.world_size, None, launch_error=problem)
             assert self._process is not None
-            if keep is not None:
-                return self._share(self._process, request, keep)
+            if reuse is not None:
+                return self._run_reused(self._process, request, reuse)
             self.retire()
-            request = self._brought(request, self._process.base)
+            request = self._adapted(request, self._process.base)
             watch = Watchdog(request)
             self._process.send(request)
             return self._conclude(self._process, request, watch, self._wait(self._process, watch))
         except BaseException:
-            # Ctrl-C, or pytest-timeout's signal: nothing of ours may live on.
-            self._end()
+            # Ctrl-C, or pytest-timeout's signal: no process of ours may live on.
+            self._kill()
             raise
 
     @property
-    def keeping(self) -> str:
+    def reuse_scope(self) -> str:
         """The scope of the ranks that wait for a request; empty if there are none."""
-        return self._kept.keep.scope if self._kept is not None else ""
+        return self._reused.reuse.scope if self._reused is not None else ""
 
     def retire(self) -> str:
-        """Have ranks that wait leave, if there are any; what went wrong, if something did."""
-        if self._kept is None or self._process is None:
+        """End the ranks that wait for a request, if there are any, and return what went wrong."""
+        if self._reused is None or self._process is None:
             return ""
-        # What goes wrong then is told where the last request's fixtures are, which have as long as it had.
-        request = self._kept.asked
-        ending = self._leave(self._process, self._kept, request, Watchdog(request, self._kept.files))
+        # The last request's fixtures are torn down now, and have the time limit that it had.
+        request = self._reused.current_request
+        ending = self._dismiss_reused(self._process, self._reused, request, Watchdog(request, self._reused.files))
         return ending.text() if ending.failed else ""
 
-    def _share(self, process: LauncherProcess, request: Request, keep: Keeping) -> Ending:
-        """Have ranks do the request that live on thereafter, if all went well."""
+    def _run_reused(self, process: LauncherProcess, request: Request, reuse: Reuse) -> Ending:
+        """Do the request with reused ranks, which wait for the next one if all went well."""
         died = self._died_waiting(process)
-        if self.keeping != keep.scope:
+        if self.reuse_scope != reuse.scope:
             self.retire()
-        kept = self._kept
-        if kept is None:
-            there = environment.of_ranks(os.environ, self._device, request.world_size)
-            ranks = self._brought(request, process.base)
-            kept = self._kept = KeptRanks(ranks, keep, process.directory / "kept", {**there, **request.set})
-            process.send(kept.request)
-        request = self._brought(request, kept.environment)
-        kept.ask(request)
-        watch = Watchdog(request, kept.files)
-        answer = self._wait(process, watch, kept)
+        reused = self._reused
+        if reused is None:
+            environ = environment.of_ranks(os.environ, self._device, request.world_size)
+            ranks = self._adapted(request, process.base)
+            reused = self._reused = ReusedRanks(ranks, reuse, process.directory / "reused", {**environ, **request.set})
+            process.send(reused.start_request)
+        request = self._adapted(request, reused.environment)
+        reused.send(request)
+        watch = Watchdog(request, reused.files)
+        answer = self._wait(process, watch, reused)
         if answer is not None or watch.acted:
-            self._kept = None
-            kept.leave()
+            self._reused = None
+            reused.dismiss()
             return self._conclude(process, request, watch, answer)
-        if keep.last or kept.to_leave:
-            return self._leave(process, kept, request, watch)
-        ending = self._ended(process, request, watch, {}, notice=died)
+        if reuse.last or reused.end_reason:
+            return self._dismiss_reused(process, reused, request, watch)
+        ending = self._ending(process, request, watch, {}, notice=died)
         # A child that a rank forked may have failed where the rank went on.
-        return self._leave(process, kept, request, watch) if ending.failed else ending
+        return self._dismiss_reused(process, reused, request, watch) if ending.failed else ending
 
     def _died_waiting(self, process: LauncherProcess) -> str:
-        """How ranks that waited for a request came to their end, if they did; whoever asks next is not to blame."""
-        if self._kept is None:
+        """Describe how ranks died while they waited for a request; empty if they did not.
+
+        It becomes a notice: the next request is not to blame.
+        """
+        if self._reused is None:
             return ""
-        self._kept.look()
-        if not self._kept.lost:
+        self._reused.receive()
+        if not self._reused.lost:
             return ""
-        request = self._kept.request
-        ending = self._leave(process, self._kept, request, Watchdog(request))
+        request = self._reused.start_request
+        ending = self._dismiss_reused(process, self._reused, request, Watchdog(request))
         return f"between two tests {ending.headline()}; new ranks were started"
 
-    def _leave(self, process: LauncherProcess, kept: KeptRanks, request: Request, watch: Watchdog) -> Ending:
-        """The end of ranks that were kept, as the end of that request."""
-        self._kept = None
-        kept.leave()
-        return self._conclude(process, request, watch, self._wait(process, watch), left=kept.to_leave)
+    def _dismiss_reused(
+        self, process: LauncherProcess, reused: ReusedRanks, request: Request, watch: Watchdog
+    ) -> Ending:
+        """End reused ranks, and return their end as that of the request."""
+        self._reused = None
+        reused.dismiss()
+        return self._conclude(process, request, watch, self._wait(process, watch), left=reused.end_reason)
 
-    def _brought(self, request: Request, base: Mapping[str, str]) -> Request:
-        """The request for ranks that have that environment."""
+    def _adapted(self, request: Request, base: Mapping[str, str]) -> Request:
+        """Return the request with the changes that ranks with the environment ``base`` need."""
         wanted = environment.of_ranks(os.environ, self._device, request.world_size)
-        return environment.brought_to(wanted, request.from_here(), base)
+        return environment.adapted(wanted, request.from_here(), base)
 
-    def _wait(self, process: LauncherProcess, watch: Watchdog, kept: KeptRanks | None = None) -> dict[str, Any] | None:
-        """What the agent answers in the end; None if it does not, or if ranks that are kept all have replied before it."""
+    def _wait(
+        self, process: LauncherProcess, watch: Watchdog, reused: ReusedRanks | None = None
+    ) -> dict[str, Any] | None:
+        """Return the agent's final answer.
+
+        None, if the agent does not answer in time, or if all reused ranks have replied, which goes on without its answer.
+        """
         acted: float | None = None
-        told = False
-        sockets = kept.sockets if kept is not None else []
+        agent_notified = False
+        sockets = reused.sockets if reused is not None else []
         while (answer := process.receive(clock.now() + 0.1, sockets)) is None:
-            if kept is not None:
-                sockets = kept.look()
-                if kept.replied:
+            if reused is not None:
+                sockets = reused.receive()
+                if reused.replied:
                     return None
-            watch.look()
+            watch.check()
             if process.dead:
-                return {"launch_error": process.death("while ranks ran")}
+                return {"launch_error": process.death_report("while ranks ran")}
             if watch.acted:
                 acted = acted or clock.now()
-                if clock.now() > acted + AGENT_TIME:
+                if clock.now() > acted + AGENT_TIMEOUT_S:
                     return None
-                if not told and clock.now() > acted + AGENT_NOTICES:
-                    told = True
-                    process.stop_waiting()
+                if not agent_notified and clock.now() > acted + AGENT_NOTIFIED_AFTER_S:
+                    agent_notified = True
+                    process.stop_agent()
         return answer
 
     def _conclude(
@@ -161,14 +172,14 @@ class WarmLauncher:
         answer: Mapping[str, Any] | None,
         **more: Any,
     ) -> Ending:
-        """How the request ended whose ranks are gone."""
-        left_over = process.clear_up()
-        ending = self._ended(process, request, watch, answer or {}, left_over=tuple(left_over), **more)
+        """Return how the request ended, once its ranks are gone."""
+        left_over = process.kill_strays()
+        ending = self._ending(process, request, watch, answer or {}, left_over=tuple(left_over), **more)
         if answer is None or "launch_error" in answer:
-            self._end()
+            self._kill()
         return ending
 
-    def _ended(
+    def _ending(
         self, process: LauncherProcess, request: Request, watch: Watchdog, answer: Mapping[str, Any], **more: Any
     ) -> Ending:
         more["notice"] = more.get("notice") or self._notice(process, request)
@@ -190,8 +201,8 @@ class WarmLauncher:
         )
 
     def _notice(self, process: LauncherProcess, request: Request) -> str:
-        """What the user should know once about the fork servers."""
-        if self._told:
+        """Return what the user should know about the fork servers; only the first notice of a session is given."""
+        if self._notice_given:
             return ""
         notice = ""
         if process.unfit:
@@ -206,18 +217,18 @@ class WarmLauncher:
                 f"each rank imports the tests itself, as under torchrun, which takes longer: {reason}, and ranks that are forked "
                 "after that would share what came of it."
             )
-        self._told = bool(notice)
+        self._notice_given = bool(notice)
         return notice
 
     def close(self) -> None:
-        """End the launcher process and all below it, once nothing runs there."""
-        self._end(farewell=True)
+        """End the launcher process and all processes below it, once nothing runs there."""
+        self._kill(farewell=True)
 
-    def _end(self, *, farewell: bool = False) -> None:
-        """Kill the launcher process and all below it; with ``farewell`` it may do what is to be done at its end."""
-        if self._kept is not None:
-            self._kept.leave()
-            self._kept = None
+    def _kill(self, *, farewell: bool = False) -> None:
+        """Kill the launcher process and all below it; with ``farewell`` it may run its exit functions first."""
+        if self._reused is not None:
+            self._reused.dismiss()
+            self._reused = None
             farewell = False
         if self._process is not None:
             self._process.close(farewell=farewell)

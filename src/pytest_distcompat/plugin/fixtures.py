@@ -90,13 +90,13 @@ def process_group(world: World) -> Iterator[Any]:
     import torch
     from torch import distributed
 
-    from pytest_distcompat.launch import serving
+    from pytest_distcompat.launch import request_loop
 
     if world.device != "cpu":
         torch.cuda.set_device(world.device)
-    if serving.kept is not None:
+    if request_loop.reused is not None:
         # One group for all tests that these ranks run.
-        yield serving.kept.process_group(world.backend)
+        yield request_loop.reused.process_group(world.backend)
         return
     distributed.init_process_group(world.backend)
     if world.backend == "gloo":

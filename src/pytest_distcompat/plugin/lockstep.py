@@ -15,11 +15,11 @@ from typing import Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.launch import connections
-from pytest_distcompat.launch.collectives import standing
+from pytest_distcompat.launch.collectives import read_wait_state
 from pytest_distcompat.launch.flight_recorder import dumps
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.launch.rank import GRACE
-from pytest_distcompat.launch.standstill import Standstill, in_torch, may_wait_for_work
+from pytest_distcompat.launch.stalled_ranks import StallDetector, in_torch, may_wait_for_work
 from pytest_distcompat.plugin.agreement import STUCK, Said, agree
 from pytest_distcompat.plugin.outcome import Outcome
 from pytest_distcompat.plugin.store_client import POLL, StoreClient
@@ -51,7 +51,7 @@ class Step:
     limit: float
     said: bool = False
     cut: bool = False
-    standstill: Standstill = dataclasses.field(default_factory=Standstill)
+    stall_detector: StallDetector = dataclasses.field(default_factory=StallDetector)
     stands: bool = False
 
 
@@ -249,7 +249,7 @@ class Lockstep:
 
         Each sees it of itself. As long as one of them is at work, it may still come to another end.
         """
-        stands = step.standstill.look([os.getpid()], _waits_in_torch)
+        stands = step.stall_detector.check([os.getpid()], _waits_in_torch)
         if stands != step.stands:
             step.stands = stands
             self._store_client.put(f"{step.number}/stands/{self.rank}", "yes" if stands else "")
@@ -280,7 +280,7 @@ def _waits_in_torch() -> bool:
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"\n".join(dump().strip() for dump in dumps()))
         file.flush()
-        found = standing(Path(file.name), stack)
+        found = read_wait_state(Path(file.name), stack)
     return found is not None and found.unfinished is not None
 
 

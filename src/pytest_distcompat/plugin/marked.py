@@ -20,7 +20,7 @@ from pytest_distcompat.plugin.representation import represent
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
 if TYPE_CHECKING:
-    from pytest_distcompat.launch import Keeping, Request
+    from pytest_distcompat.launch import Request, Reuse
 
 MARK = "distcompat"
 OUTCOME: pytest.StashKey[Outcome] = pytest.StashKey()
@@ -224,7 +224,7 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
 
 def _verified(outcome: Outcome, request: Request, session: DistcompatSession, item: pytest.Function) -> Outcome:
     """Run the item again under cold torchrun; return the same outcome, or a failure where that comes to another one."""
-    if session.keeping:
+    if session.reuse_scope:
         # They hold the devices.
         session.launcher.retire()
     directory = str(session.new_directory(f"cold-{item.originalname}"))
@@ -236,9 +236,9 @@ def _verified(outcome: Outcome, request: Request, session: DistcompatSession, it
     return dataclasses.replace(outcome, kind="failed", text=text, hard=True, location=None)
 
 
-def _keeping(item: pytest.Item, mark: Mark, session: DistcompatSession) -> tuple[Keeping | None, pytest.Item | None]:
+def _keeping(item: pytest.Item, mark: Mark, session: DistcompatSession) -> tuple[Reuse | None, pytest.Item | None]:
     """For whom the item's ranks are kept, None if for nobody; and the next item, if it is one of those."""
-    from pytest_distcompat.launch import Keeping
+    from pytest_distcompat.launch import Reuse
 
     scope = scope_of(item, session)
     if scope is None:
@@ -246,7 +246,7 @@ def _keeping(item: pytest.Item, mark: Mark, session: DistcompatSession) -> tuple
     following = item.stash.get(NEXT, None)
     if following is not None and scope_of(following, session) != scope:
         following = None
-    return Keeping(scope, session.setting("reuse_limit").value, following is None), following
+    return Reuse(scope, session.setting("reuse_limit").value, following is None), following
 
 
 def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
@@ -279,7 +279,7 @@ def retire_for(item: pytest.Item) -> None:
 
 
 def _retire(session: DistcompatSession, following: pytest.Item | None) -> str:
-    if session.keeping and (following is None or session.keeping != scope_of(following, session)):
+    if session.reuse_scope and (following is None or session.reuse_scope != scope_of(following, session)):
         return session.launcher.retire()
     return ""
 

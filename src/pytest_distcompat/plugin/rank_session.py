@@ -31,7 +31,7 @@ from pytest_distcompat.world import World
 if TYPE_CHECKING:
     from pytest_distcompat.launch import RankLog
     from pytest_distcompat.launch.at_import import Watch
-    from pytest_distcompat.launch.serving import Kept
+    from pytest_distcompat.launch.request_loop import ReusedRank
 
 COLLECT = f"{__name__}:collect"
 RUN = f"{__name__}:run"
@@ -285,19 +285,19 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     ``payload``: ``nodeid``; ``next``, the item that these ranks run thereafter, or None; ``device``, ``directory``,
     ``session``, the file with what ``describe`` gave.
     """
-    from pytest_distcompat.launch import preload, serving
+    from pytest_distcompat.launch import preload, request_loop
 
     if preload.collected is None:
         preload.collected = collect(
             json.loads(Path(payload["session"]).read_text(encoding="utf-8")), by_hand=log.by_hand
         )
-        if serving.kept is not None:
-            serving.kept.settle()
+        if request_loop.reused is not None:
+            request_loop.reused.reset_baseline()
     items = _items(preload.collected)
     item = _find(items, payload["nodeid"])
     following = items.get(payload["next"])
-    if serving.kept is not None:
-        _as_if_alone(serving.kept, item)
+    if request_loop.reused is not None:
+        _as_if_alone(request_loop.reused, item)
     directory = Path(payload["directory"])
     config = item.config
     config.stash[WORLD] = World.from_environment(payload["device"])
@@ -307,10 +307,10 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     fault_handler(config)
     # pytest makes its own below it once a process, which may be at any request of ranks that live on. What is captured goes to
     # files of their run too, as the agent's logs do.
-    temporary = serving.kept.directory if serving.kept is not None else directory
+    temporary = request_loop.reused.directory if request_loop.reused is not None else directory
     with _own_temporary_directory(temporary, log.rank), capturing(config, temporary, log.rank):
         config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        if serving.kept is None:
+        if request_loop.reused is None:
             _finish()
 
 
@@ -322,7 +322,7 @@ def _finish() -> None:
         preload.finishing()
 
 
-def _as_if_alone(kept: Kept, item: pytest.Item) -> None:
+def _as_if_alone(reused: ReusedRank, item: pytest.Item) -> None:
     """Before an item on ranks that live on.
 
     ``Session._setupstate`` is private; ``tests/plugin/test_private_names.py`` says when it goes away.
@@ -330,12 +330,12 @@ def _as_if_alone(kept: Kept, item: pytest.Item) -> None:
     state = item.session._setupstate  # noqa: SLF001 - see the docstring
     # The item that was to come next may have been skipped by the parent.
     state.teardown_exact(item)
-    if not kept.at_end:
+    if not reused.at_end:
         # The same, for items that these ranks never get to.
-        kept.at_end += [_finish, lambda: state.teardown_exact(None)]
+        reused.at_end += [_finish, lambda: state.teardown_exact(None)]
     if "process_group" not in getattr(item, "fixturenames", ()):
         # It may make its own.
-        kept.without_group()
+        reused.without_group()
 
 
 @functools.cache

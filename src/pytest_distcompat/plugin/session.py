@@ -192,9 +192,9 @@ class DistcompatSession:
         return zlib.crc32(f"{today} {nodeid}".encode()) % 10000 < 100 * self.verified
 
     @property
-    def keeping(self) -> str:
+    def reuse_scope(self) -> str:
         """For which tests ranks wait; empty if for none."""
-        return self._launcher.keeping if self._launcher is not None else ""
+        return self._launcher.reuse_scope if self._launcher is not None else ""
 
     @functools.cached_property
     def pool(self) -> Pool:

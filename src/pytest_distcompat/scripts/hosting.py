@@ -137,7 +137,7 @@ def _watch(hosted: Hosted, supervisor: _Supervisor) -> Ending:
     acted: float | None = None
     while (ended := supervisor.ended()) is None:
         clock.sleep(0.02)
-        watch.look()
+        watch.check()
         deaths.look()
         if watch.acted:
             acted = acted or clock.now()

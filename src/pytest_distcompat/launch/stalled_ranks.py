@@ -1,4 +1,4 @@
-"""See that ranks wait in torch for a rank that will not come: their main threads sleep there, and never wake up."""
+"""Detection of ranks that wait in torch for a rank that will not come: their main threads sleep there, and never wake up."""
 
 from __future__ import annotations
 
@@ -11,43 +11,49 @@ import psutil
 from pytest_distcompat import clock
 from pytest_distcompat.launch.stacks import threads
 
-#: How long a main thread must have slept without waking up once, in seconds, before and after it was seen to be in torch.
-QUIET = 0.6
-#: After how many seconds ranks that slept elsewhere are asked again where they are: twice as long each time, up to the second.
-ASK_AGAIN, ASK_AGAIN_AT_MOST = 1.0, 8.0
+#: How long a main thread must have slept without waking up once, in seconds, before and after it was found to be in torch.
+QUIET_S = 0.6
+#: After how many seconds the stacks of ranks that slept elsewhere are read again: twice as long each time, up to the second.
+RECHECK_S, RECHECK_AT_MOST_S = 1.0, 8.0
 
 
-class Standstill:
-    """Tells whether processes have come to a stand in torch. ``look`` now and then."""
+class StallDetector:
+    """Tells whether processes have stalled in torch. Its owner calls ``check`` now and then."""
 
     def __init__(self) -> None:
         self._switches: list[object] = []
-        self._since = self._ask_at = 0.0
-        self._pause = ASK_AGAIN
+        self._since = self._recheck_at = 0.0
+        self._pause = RECHECK_S
         self._in_torch = False
 
-    def look(self, pids: Collection[int], wait_in_torch: Callable[[], bool]) -> bool:
-        """Return whether all of them wait in torch. That is asked once they sleep, and may wake them."""
+    def check(self, pids: Collection[int], wait_in_torch: Callable[[], bool]) -> bool:
+        """Tell whether all processes wait in torch.
+
+        Args:
+            pids: The processes.
+            wait_in_torch: Reads their stacks, which may wake them. It is called once they sleep.
+
+        """
         if self._have_run(pids):
             self._in_torch = False
             return False
         now = clock.now()
-        if not pids or now - self._since < QUIET:
+        if not pids or now - self._since < QUIET_S:
             return False
-        if not self._in_torch and now >= self._ask_at:
+        if not self._in_torch and now >= self._recheck_at:
             self._in_torch = wait_in_torch()
             if not self._in_torch:
-                self._ask_at, self._pause = now + self._pause, min(2 * self._pause, ASK_AGAIN_AT_MOST)
-            # From here on they are to sleep as long again.
+                self._recheck_at, self._pause = now + self._pause, min(2 * self._pause, RECHECK_AT_MOST_S)
+            # From here on they must sleep for as long again.
             self._have_run(pids)
             self._since = clock.now()
             return False
         return self._in_torch
 
     def _have_run(self, pids: Collection[int]) -> bool:
-        """Return whether a main thread has run since the last call.
+        """Tell whether a main thread has run since the last call.
 
-        The kernel counts how often it was switched to and from (``/proc/PID/status``): one that blocks in a call never is.
+        The kernel counts the context switches of a thread (``/proc/PID/status``); a thread that blocks in a call has none.
         """
         switches = list(map(_switches, pids))
         if switches == self._switches:
@@ -64,13 +70,13 @@ def _switches(pid: int) -> object:
 
 
 def in_torch(stack: str) -> bool:
-    """Return whether the innermost of the main thread's functions in Python is torch's."""
+    """Tell whether the innermost Python function of the main thread is torch's."""
     found = threads(stack)
     return bool(found) and found[0][0].of_torch
 
 
 def may_wait_for_work(pid: int, stack: str) -> bool:
-    """Return whether the main thread may sleep in C++ that its line calls, as in the ``wait`` of gloo's work.
+    """Tell whether the main thread may sleep in C++ that its line calls, as in the ``wait`` of gloo's work.
 
     There it sleeps until another thread of its process wakes it. So does one that waits for a lock or a thread of Python's:
     then Python's own code is innermost, or another thread runs the user's.

@@ -1,0 +1,305 @@
+"""The main loop of a reused rank: it does request after request, and reports what each left changed.
+
+``reused_ranks`` is the parent's part.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.launch import pristine_builtins, randomness, rank
+from pytest_distcompat.launch.process_state import ProcessState, Sizes
+from pytest_distcompat.launch.request import RankLog, Request
+
+#: How long the check of the process group may take, in seconds, and at most which part of its request's time limit: the
+#: request must not look as if it hung.
+GROUP_CHECK_TIMEOUT_S, GROUP_CHECK_PART_OF_LIMIT = 5.0, 0.25
+#: How long the destruction of the process group may take, in seconds: it waits for collectives that a peer never joins. At
+#: the end of the process it may take less, because that end destroys the group too.
+DESTROY_TIMEOUT_S, DESTROY_TIMEOUT_AT_END_S = 5.0, 1.0
+
+_CLEARED = "distcompat/cleared/"
+_DONE = "distcompat/done/"
+
+
+class Store:
+    """The agent's store, on which process groups meet. torch expects a new store for each run of a rank's process."""
+
+    def __init__(self) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
+
+        # A request may change the environment.
+        self._rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        self._can_list = hasattr(self._store, "list_keys")
+        self._agent_keys = set(self._store.list_keys()) if self._can_list else set()
+        self._initial_keys = self._store.num_keys()
+        self._clears = 0
+        self._requests = 0
+
+    def announce_done(self) -> Callable[[], None]:
+        """Tell the other ranks that this one has done its request.
+
+        Returns:
+            A function that waits until all ranks have done theirs.
+
+        """
+        self._requests += 1
+        count, all_done = f"{_DONE}count", f"{_DONE}{self._requests}"
+        if self._store.add(count, 1) == self._requests * self._ranks:
+            self._store.set(all_done, "")
+            return lambda: None
+        # The parent enforces the request's own time limit.
+        return lambda: self._store.wait([all_done], timedelta(days=1))
+
+    def clear(self) -> None:
+        """Remove the keys that process groups left, which a new group would take for its own.
+
+        All ranks call it together. In a torch without ``list_keys`` nothing can be removed; ``has_leftover_keys`` tells then.
+        """
+        self._clears += 1
+        done = f"{_CLEARED}{self._clears}"
+        if self._rank == 0:
+            for key in set(self._store.list_keys()) - self._agent_keys if self._can_list else ():
+                # A slower rank may still wait for one of these.
+                if not key.startswith((_CLEARED, _DONE)):
+                    self._store.delete_key(key)
+            self._store.set(done, "")
+        self._store.wait([done])
+
+    def has_leftover_keys(self) -> bool:
+        """Tell whether there are keys that ``clear`` cannot remove."""
+        return not self._can_list and self._store.num_keys() > self._initial_keys + self._clears + self._requests + 1
+
+
+class ReusedRank:
+    """What this process keeps from one request to the next.
+
+    Args:
+        directory: The directory of its run.
+
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.store = Store()
+        self.group: Any = None
+        self._group_checks = 0
+        self._sound = True
+        self.at_end: list[Callable[[], None]] = []
+        self.state_watch = StateWatch()
+        #: ``sys.path`` as it is between two requests.
+        self.path = list(sys.path)
+
+    def reset_baseline(self) -> None:
+        """Take this process's present state as that which requests must leave: no test has caused the changes so far."""
+        self.state_watch.reset_baseline()
+        self.path = list(sys.path)
+
+    def process_group(self, backend: str) -> Any:
+        """Return the default process group, which the first call makes."""
+        from torch import distributed
+
+        if self.group is None:
+            distributed.init_process_group(backend)
+            self.group = distributed.group.WORLD
+        return self.group
+
+    def without_group(self) -> None:
+        """Destroy the process group before a request that may make its own. All ranks call it together."""
+        if self.group is not None:
+            if not self._destroy_group(DESTROY_TIMEOUT_S):
+                raise RuntimeError(
+                    f"the process group that tests share could not be destroyed within {DESTROY_TIMEOUT_S:g} s: "
+                    "an earlier test left a collective unfinished"
+                )
+            self.store.clear()
+
+    def release_group(self) -> None:
+        """Destroy the process group at the end of this process, if it is sound: otherwise that could last for ever."""
+        if self.group is not None and not (self._sound and self._destroy_group(DESTROY_TIMEOUT_AT_END_S)):
+            # A forked rank ends by os._exit anyway; in a spawned one the interpreter would destroy the group.
+            atexit.register(os._exit, 0)
+            atexit.register(rank.flush)
+
+    def _destroy_group(self, seconds: float) -> bool:
+        """Destroy the process group, and tell whether that took no longer than ``seconds``."""
+        from torch import distributed
+
+        self.group = None
+        problems: list[BaseException] = []
+
+        def destroy() -> None:
+            try:
+                distributed.destroy_process_group()
+            except BaseException as error:  # whatever it is, it is raised below
+                problems.append(error)
+
+        # A thread that hangs can be left behind: the end of the process does not wait for it.
+        thread = threading.Thread(target=destroy, name="distcompat: destroys the process group", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        for problem in problems:
+            raise problem
+        return not thread.is_alive()
+
+    def finish_group_check(self, check: Callable[[float], bool], seconds: float) -> bool:
+        """Tell whether the group is sound, by the function that ``begin_group_check`` returned."""
+        self._sound = check(seconds)
+        return self._sound
+
+    def begin_group_check(self) -> Callable[[float], bool]:
+        """Start a collective of ours on the process group, once all ranks have done the request.
+
+        The group must still be ours, and work: a collective that a request left half done would pair with this one.
+
+        Returns:
+            A function that waits up to so many seconds, and tells whether the collective gave the right result.
+
+        """
+        # A test may have left another default group, a mode, or a function of its own in place of torch's. Those may do
+        # anything, and torch may not even be importable.
+        try:
+            import torch
+            from torch import distributed
+
+            if self.group is None or not distributed.is_initialized():
+                there = self.group is not None or distributed.is_initialized()
+                return lambda _: not there
+            if distributed.group.WORLD is not self.group:
+                return lambda _: False
+            self._group_checks += 1
+            expected = float(self._group_checks * distributed.get_world_size())
+            device = "cpu" if distributed.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+            count = torch.full((), float(self._group_checks), dtype=torch.float32, device=device)
+            work = distributed.all_reduce(count, async_op=True)
+        except Exception:
+            return lambda _: False
+
+        def sound(seconds: float) -> bool:
+            try:
+                work.wait(timedelta(seconds=seconds))
+                return bool(count.item() == expected)
+            except Exception:
+                return False
+
+        return sound
+
+
+#: This process, if it is a reused rank; None in all other processes.
+reused: ReusedRank | None = None
+
+
+def serve(payload: Mapping[str, Any], log: RankLog) -> None:
+    """Do the requests that arrive on the socket ``payload["socket"]``, one line each, until it is closed.
+
+    A request that fails ends this process, as it ends any rank. After any other, report what it left changed.
+    """
+    global reused  # noqa: PLW0603 - what runs in this process looks it up here
+    reused = ReusedRank(log.path.parent)
+    requests: list[Request] = []
+    try:
+        _serve(reused, payload["socket"], log.rank, requests)
+    except BaseException as error:
+        # The parent reads the log of the last request. The error also goes up to the log of this run, where the next
+        # request's notice finds it.
+        if requests:
+            with contextlib.closing(RankLog(requests[-1].directory, log.rank)) as last:
+                rank.report_error(last, error)
+        raise
+
+
+def _serve(reused: ReusedRank, socket_path: str, number: int, requests: list[Request]) -> None:
+    """Do what ``serve`` does; ``requests`` holds the last request."""
+    with socket.socket(socket.AF_UNIX) as channel:
+        channel.connect(socket_path)
+        for line in channel.makefile("r", encoding="utf-8"):
+            requests[:] = [Request.from_line(line)]
+            changed = _perform(reused, requests[-1])
+            channel.sendall(f"{pristine_builtins.encode({'rank': number, 'changed': changed})}\n".encode())
+            # For the next request: now no process waits for this one.
+            randomness.renew()
+    for call in reversed(reused.at_end):
+        call()
+    reused.release_group()
+
+
+class StateWatch:
+    """Finds what a request left changed: in the state of this process, and in sizes that may not grow too much."""
+
+    def __init__(self) -> None:
+        self._sizes = Sizes()
+        self._settings: tuple[object, ...] = ()
+        self._baseline = ProcessState.now()
+
+    def begin(self, request: Request) -> None:
+        """Record this process's state, which ``rank.prepare`` has just brought to what the request wants.
+
+        The last request left the state as it found it, or the ranks would have ended. So it is recorded again only if this
+        request wants another one.
+        """
+        settings = (request.set, request.unset, request.cwd, request.import_path)
+        if settings != self._settings:
+            self._settings, self._baseline = settings, ProcessState.now()
+
+    def reset_baseline(self) -> None:
+        """Record the state again, after something other than a test has changed this process."""
+        self._baseline = ProcessState.now()
+
+    def changes(self) -> list[str]:
+        """Return the names of what differs from the recorded state, and of what has grown too much."""
+        return ProcessState.now().changes(self._baseline) + self._sizes.grown()
+
+
+def _perform(reused: ReusedRank, request: Request) -> list[str]:
+    """Do one request, and return what it left changed."""
+    if reused.group is None:
+        reused.store.clear()
+    with _restored_afterwards(reused, request):
+        rank.prepare(request)
+        reused.state_watch.begin(request)
+        rank.perform(request)
+        # What comes next in this run's logs is the next request's.
+        rank.flush()
+        # The check starts only when all ranks have done the request. Otherwise it could pair with a collective that a test
+        # left unmatched, and let that pass.
+        wait_for_all = reused.store.announce_done()
+        changed = _changes(reused.state_watch)
+        wait_for_all()
+        check = reused.begin_group_check()
+    if not reused.finish_group_check(check, min(GROUP_CHECK_TIMEOUT_S, request.timeout * GROUP_CHECK_PART_OF_LIMIT)):
+        changed.append("the process group")
+    if reused.store.has_leftover_keys():
+        changed.append("the store of process groups")
+    return changed
+
+
+def _changes(state_watch: StateWatch) -> list[str]:
+    """Return what the request left changed. State that cannot be read counts as a change, and the verdict stands."""
+    try:
+        return state_watch.changes()
+    except Exception as error:
+        return [f"state that cannot be read ({rank.message_of(error)})"]
+
+
+@contextlib.contextmanager
+def _restored_afterwards(reused: ReusedRank, request: Request) -> Iterator[None]:
+    """Restore what ``rank.prepare`` changes after the block; the next request brings its own settings."""
+    touched = {name: os.environ.get(name) for name in (*request.set, *request.unset)}
+    reused.path = list(sys.path)
+    yield
+    for name, value in touched.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    sys.path[:] = reused.path

@@ -1,0 +1,148 @@
+"""Reused ranks as the parent sees them: one run whose ranks do request after request.
+
+``request_loop`` is the part that runs in the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_distcompat.launch.files import Files, log_sizes
+from pytest_distcompat.launch.request import Request
+
+SERVE = "pytest_distcompat.launch.request_loop:serve"
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Which requests may share ranks, and for how long.
+
+    Requests of one ``scope`` share ranks; they must all have the same world size. The ranks end after the ``last`` request,
+    after ``uses`` requests, after any failure, and when a request left a change that the next one could see.
+    """
+
+    scope: str
+    uses: int
+    last: bool = False
+
+
+class ReusedRanks:
+    """A run of ranks that wait for requests on a socket.
+
+    Args:
+        first: The request for which the ranks are started.
+        reuse: Which requests they may do.
+        socket_path: Where their socket is made.
+        environment: The environment that they start with.
+
+    """
+
+    def __init__(self, first: Request, reuse: Reuse, socket_path: Path, environment: Mapping[str, str]) -> None:
+        self.reuse = reuse
+        self.environment = dict(environment)
+        self.uses = 0
+        self._socket_path = socket_path
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(socket_path))
+        self._listener.listen(first.world_size)
+        #: The request that starts the ranks and their request loop.
+        self.start_request = Request(
+            target=SERVE,
+            payload={"socket": str(socket_path)},
+            world_size=first.world_size,
+            directory=str(Path(first.directory) / "ranks"),
+            timeout=first.timeout,
+            set=first.set,
+            unset=first.unset,
+            argv=first.argv,
+            collected=first.collected,
+        )
+        #: The request that the ranks do now, or did last, and the files that they write meanwhile.
+        self.current_request = first
+        self.files = Files.of(first.directory)
+        #: Whether a rank has died, or at least closed its socket.
+        self.lost = False
+        self._buffers: dict[socket.socket, bytes] = {}
+        #: By rank: what the current request left changed there.
+        self.replies: dict[int, list[str]] = {}
+
+    def send(self, request: Request) -> None:
+        """Send a request to all ranks; those that are still starting get it once they connect."""
+        run = Path(self.start_request.directory)
+        self.files = Files(run, log_sizes(run, request.world_size))
+        self.uses += 1
+        self.current_request = request
+        self.replies = {}
+        # The ranks write there. They do not need the request's file, which is for running the request again by hand.
+        Path(request.directory).mkdir(parents=True, exist_ok=True)
+        for rank in self._buffers:
+            self._send_current(rank)
+        request.write()
+
+    def _send_current(self, rank: socket.socket) -> None:
+        # If the rank died, the agent reports how.
+        with contextlib.suppress(OSError):
+            rank.sendall(f"{self.current_request.line}\n".encode())
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """The sockets on which ranks may connect or reply."""
+        return [self._listener, *self._buffers]
+
+    def receive(self) -> list[socket.socket]:
+        """Read what has arrived, and return the sockets on which more may arrive."""
+        ready, _, _ = select.select(self.sockets, [], [], 0)
+        for one in ready:
+            if one is self._listener:
+                rank, _ = one.accept()
+                self._buffers[rank] = b""
+                self._send_current(rank)
+            else:
+                self._read(one)
+        return self.sockets
+
+    @property
+    def replied(self) -> bool:
+        """Tell whether all ranks have done the current request."""
+        return len(self.replies) == self.start_request.world_size
+
+    def _read(self, rank: socket.socket) -> None:
+        try:
+            received = rank.recv(65536)
+        except ConnectionError:
+            received = b""
+        if not received:
+            self.lost = True
+            self._buffers.pop(rank)
+            rank.close()
+            return
+        line, end, rest = (self._buffers[rank] + received).partition(b"\n")
+        self._buffers[rank] = rest if end else line
+        if end:
+            reply = json.loads(line)
+            self.replies[reply["rank"]] = reply["changed"]
+
+    @property
+    def end_reason(self) -> str:
+        """The reason why these ranks must not do another request; empty if they may."""
+        for changed in (reply for _, reply in sorted(self.replies.items()) if reply):
+            # An unsound process group is reported by several ranks, and none of them is more to blame than the others.
+            ranks = [str(rank) for rank, reply in sorted(self.replies.items()) if reply == changed]
+            several = "all ranks" if self.replied and len(ranks) == len(self.replies) else f"ranks {', '.join(ranks)}"
+            where = several if len(ranks) > 1 else f"rank {ranks[0]}"
+            return f"on {where} it left {', '.join(changed)} changed"
+        return f"they did {self.uses} requests" if self.uses >= self.reuse.uses else ""
+
+    def dismiss(self) -> None:
+        """End the ranks' request loops by closing their sockets."""
+        for rank in self._buffers:
+            rank.close()
+        self._buffers.clear()
+        self._listener.close()
+        self._socket_path.unlink(missing_ok=True)
