@@ -160,7 +160,10 @@ class Watch:
             self._undo.callback(setattr, kind, "exec_module", execute)
 
     def hook(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Watch a hook that functions of the user's own are called by, beside others. What they read concerns every test."""
+        """Watch a hook that calls functions of the user's, beside others.
+
+        What they read concerns every test.
+        """
         return self._running(_Importing(name, "", own=True, alone=False))
 
     def function(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -232,9 +235,9 @@ class Watch:
     def _add_if_own(
         self, finding: str, frame: FrameType | None, variable: str = "", *, everywhere: bool = False
     ) -> bool:
-        """Add a finding from that frame, and tell whether it was added: it is, if the user's own code caused it.
+        """Add a finding from that frame, and tell whether it was added.
 
-        ``everywhere``: it concerns every test.
+        It is, if the user's own code caused it. With ``everywhere`` it concerns every test.
         """
         if not self._importing or not self._importing[-1].own:
             return False
@@ -285,13 +288,16 @@ class Watch:
         return "" if id(generator) in self._seeded or name == "setstate" else _MAKES_RANDOM
 
     def _torch_generator_called(self, name: str, generator: Any) -> str:
-        """Return the finding for a call of a method of a generator of torch's; draws are found by its state."""
+        """Return what a call of a torch generator's method reads.
+
+        What is drawn from the generator is found by its state.
+        """
         if name == "manual_seed":
             self._seeded.add(id(generator))
         if name == "seed":
             self._seeded.discard(id(generator))
             return _MAKES_RANDOM
-        # Each process has another seed in this one, and all have the same in any other.
+        # The default generator has another seed in each process; any other has the same in all.
         default = generator is sys.modules["torch"].default_generator
         reads = default and name in {"initial_seed", "get_state"} and id(generator) not in self._seeded
         return _MAKES_RANDOM if reads else ""
@@ -401,7 +407,7 @@ _OF_THE_ENVIRONMENT = frozenset({"os", "collections.abc", __name__})
 
 
 def _is_discarded(frame: FrameType | None) -> bool:
-    """Return whether that frame throws away what the call that it is in returns."""
+    """Tell whether that frame discards the result of the call that it is in."""
     if frame is None:
         return False
     after = (one for one in dis.get_instructions(frame.f_code) if one.offset > frame.f_lasti and one.opname != "CACHE")
@@ -508,7 +514,7 @@ def _shared_memory() -> frozenset[str]:
 
 @functools.cache
 def _is_installed(file: str) -> bool:
-    """Tell whether that file is of an installed library: of Python's own, a site's, the user's, of ``pip --target``."""
+    """Tell whether the file is of an installed library: Python's own, a site's, the user's, of ``pip --target``."""
     return os.path.realpath(file).startswith(_installed_in(tuple(sys.path)))
 
 

@@ -66,17 +66,17 @@ _LABELS = {
 #: The modules whose functions tests replace most often.
 _PATCHED = (builtins, os, time)
 _ALSO_PATCHED = (copy, json, math, pickle, random, shutil, socket, subprocess)
-#: The levels that logging has names for itself.
+#: The levels for which logging has names of its own.
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
-#: How text is read and written that does not fit its encoding: the handlers that Python has itself.
+#: Python's own handlers for text that does not fit its encoding.
 _ERROR_HANDLERS = ("strict", "ignore", "replace", "xmlcharrefreplace", "backslashreplace", "namereplace")
 #: prctl(2): pdeathsig, dumpable, keepcaps, securebits, timerslack, child subreaper, no_new_privs, thp_disable.
 _GET_PDEATHSIG, _GET_NAME, _GET_CHILD_SUBREAPER = 2, 16, 37
 _GETTERS_OF_PRCTL = (3, 7, 27, 30, 39, 42)
 #: personality(2): asks for it.
-_ASK_PERSONALITY = 0xFFFFFFFF
+_READ_PERSONALITY = 0xFFFFFFFF
 _libc = ctypes.CDLL(None)
-#: Of floating-point numbers; glibc has it in a library of its own.
+#: Has the rounding mode of floating-point numbers; it is a library of its own in glibc.
 _libm = ctypes.CDLL("libm.so.6")
 
 
@@ -104,7 +104,7 @@ class ProcessState:
             "what the kernel was told by prctl": _kernel_settings(),
             "how numbers are rounded": _libm.fegetround(),
             "which operations on numbers raise a signal": _libm.fegetexcept(),
-            "its personality and its turn to be killed": (_libc.personality(_ASK_PERSONALITY), _oom_score()),
+            "its personality and its turn to be killed": (_libc.personality(_READ_PERSONALITY), _oom_score()),
             "the CPUs it may use": (os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), *_scheduling()),
             "the standard streams": (sys.stdin, sys.stdout, sys.stderr, _descriptors()),
             "threads": set(threading.enumerate()),
@@ -200,7 +200,10 @@ def _working_directory() -> str:
 
 
 def _first_of_temporaries() -> str:
-    """Return the directory that ``tempfile`` takes when it is first asked; to ask would keep it from following ``TMPDIR``."""
+    """Return the directory that ``tempfile`` takes at its first use.
+
+    To call ``tempfile.gettempdir`` would fix that directory, which then no longer followed ``TMPDIR``.
+    """
     found = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
     return os.path.abspath(next(filter(None, found), "/tmp"))  # noqa: PTH100, S108 - as tempfile has it
 

@@ -78,8 +78,8 @@ def in_torch(stack: str) -> bool:
 def may_wait_for_work(pid: int, stack: str) -> bool:
     """Tell whether the main thread may sleep in C++ that its line calls, as in the ``wait`` of gloo's work.
 
-    There it sleeps until another thread of its process wakes it. So does one that waits for a lock or a thread of Python's:
-    then Python's own code is innermost, or another thread runs the user's.
+    There it sleeps until another thread of its process wakes it. A thread that waits for a lock or a thread of Python's does so
+    too, but then Python's own code is innermost, or another thread runs the user's.
     https://man7.org/linux/man-pages/man5/proc_pid_wchan.5.html
     """
     found = threads(stack)
