@@ -111,7 +111,7 @@ class _Rank:
         found = self.run_paths.save_to if self.run.damage else self.run_paths.load_from
         plan = Plan(actions, self.number, self.run_paths.save_to, found)
         with self.observer.watching():
-            self.observer.look_closely(on=self._closely)
+            self.observer.record_operators(on=self._closely)
             self.driver.train(unwrapped, plan, self._seen)  # type: ignore[arg-type]  # a plan without build needs no model
         if self.index < self.end:
             raise RuntimeError(f"the driver's train() came back before {self.run.actions[self.index]!r} was seen")
@@ -149,7 +149,7 @@ class _Rank:
         while self.index < len(self.run.actions) and self.run.actions[self.index] == "files":
             # By now all ranks have left ``save``, for they took collective steps since.
             self._own()
-        self.observer.look_closely(on=self._closely)
+        self.observer.record_operators(on=self._closely)
 
     def _build_model(self) -> dict[str, Any]:
         self.unwrapped = self.driver.build_model()
@@ -234,10 +234,10 @@ class _Rank:
         return {"files": (corrupt(self.run_paths.save_to, self.run.damage),)}
 
     def _look(self, *, whole: bool) -> dict[str, Any]:
-        from pytest_distcompat.probe.snapshot import look
+        from pytest_distcompat.probe.snapshot import read_snapshot_fields
 
         driver = self.driver
-        return look(
+        return read_snapshot_fields(
             driver.model,
             driver.optimizer,
             device=driver.world.device,
