@@ -137,7 +137,7 @@ def test_launch_raises_with_the_whole_story(host: Host) -> None:
 
 
 def test_all_dies_with_whoever_launched(tmp_path: Path) -> None:
-    """Pytest itself may be killed: a pipe to it is all that the keeper has to go by."""
+    """Pytest itself may be killed: a pipe to it is all that the supervisor has to go by."""
     line = ["2", str(PROGRAMS / "ends.py"), "hang", "--session", f"--{tmp_path.name}"]
     script = (
         "from pytest_distcompat.scripts import launch, launching; import sys\n"

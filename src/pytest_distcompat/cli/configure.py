@@ -28,7 +28,7 @@ def _configure(told: argparse.Namespace) -> int:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.failures import UsageProblem
     from pytest_distcompat.precisions import PRECISIONS
-    from pytest_distcompat.scripts.configuration import unwritten, write_configuration
+    from pytest_distcompat.scripts.configuration import unsupported_reason, write_configuration
     from pytest_distcompat.strategies import STRATEGIES
 
     strategies = [STRATEGIES.get(name).name for name in told.strategy or STRATEGIES.names()]
@@ -40,7 +40,7 @@ def _configure(told: argparse.Namespace) -> int:
         raise UsageProblem(str(error)) from None
     try:
         for cell in cells:
-            problem = unwritten(cell)
+            problem = unsupported_reason(cell)
             # What cannot be written is told with its reason.
             print(f"{cell.id}: {problem}" if problem else write_configuration(cell, told.directory))  # noqa: T201 - a command speaks
     except OSError as error:
