@@ -90,7 +90,7 @@ def _traced(told: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
         raise UsageProblem(f"{cell.id}: {reason}")
     warmth = Warmth(preload_of(driver, [cell]), path=import_path())
     # Other runs of this user may be at work on the same devices.
-    pool = Pool(None, gpus() if device == "cuda" else cpu_slots(), say=_notice)
+    pool = Pool(None, gpus() if device == "cuda" else cpu_slots(), notify=_notice)
     launcher = LeasedLauncher(WarmLauncher(warmth, device=device), lambda: pool, _notice)
     runner = Runner(store, launcher, device=device, timeout=told.timeout or Request.timeout, notice=_notice)
     # What an earlier command kept there is of the trainer as it was then.

@@ -1,4 +1,4 @@
-"""Judge of the model that a script leaves in its output directory: does it load, and does it hold the trained values?"""
+"""Check that the model a script leaves in its output directory loads, and that it holds the trained values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Round trip of a script that is stopped and resumed: does it train as if it had never stopped?"""
+"""Round trip of a script that is stopped and resumed: check that it trains as if it had never stopped."""
 
 from __future__ import annotations
 
