@@ -113,7 +113,7 @@ class _Rank:
         load_from = self.run_paths.save_to if self.run.damage else self.run_paths.load_from
         plan = Plan(actions, self.number, self.run_paths.save_to, load_from)
         with self.observer.watching():
-            self.observer.look_closely(on=self._observes_operators)
+            self.observer.record_operators(on=self._observes_operators)
             self.driver.train(unwrapped, plan, self._record_action)  # type: ignore[arg-type]  # a plan without build needs no model
         if self.index < self.end:
             raise RuntimeError(f"the driver's train() came back before {self.run.actions[self.index]!r} was seen")
@@ -151,7 +151,7 @@ class _Rank:
         while self.index < len(self.run.actions) and self.run.actions[self.index] == "files":
             # All ranks have left ``save``: they took collective steps since.
             self._perform_own()
-        self.observer.look_closely(on=self._observes_operators)
+        self.observer.record_operators(on=self._observes_operators)
 
     def _build_model(self) -> dict[str, Any]:
         self.unwrapped = self.driver.build_model()
@@ -240,10 +240,10 @@ class _Rank:
         return {"files": (corrupt(self.run_paths.save_to, self.run.damage),)}
 
     def _snapshot(self, *, whole: bool) -> dict[str, Any]:
-        from pytest_distcompat.probe.snapshot import look
+        from pytest_distcompat.probe.snapshot import read_snapshot_fields
 
         driver = self.driver
-        return look(
+        return read_snapshot_fields(
             driver.model,
             driver.optimizer,
             device=driver.world.device,

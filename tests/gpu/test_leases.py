@@ -46,7 +46,7 @@ def test_memory_that_came_back_is_no_leak(tmp_path: Path, gpu: str) -> None:
 
 
 def test_memory_that_is_still_held_is_one(tmp_path: Path, gpu: str) -> None:
-    pool = Pool(tmp_path / "leases", gpus(1), patience=1.0)
+    pool = Pool(tmp_path / "leases", gpus(1), free_timeout=1.0)
     with pool.lease(1, who="leaky") as lease:
         holder = start(dict(lease.environment))
     try:

@@ -71,5 +71,5 @@ devices.gpu_uuids = lambda: list(GPUS)
 memory.used_memory = used_memory  # type: ignore[attr-defined]
 # What is made up comes back at once or never.
 assert pool.Pool.__init__.__kwdefaults__ is not None
-pool.Pool.__init__.__kwdefaults__["patience"] = 0.0
+pool.Pool.__init__.__kwdefaults__["free_timeout"] = 0.0
 LAUNCHERS["warm"] = Ranks  # type: ignore[assignment]

@@ -238,7 +238,7 @@ class ReusedRanks(WithoutProcesses):
 
 
 def test_what_kept_ranks_leave_is_charged_to_their_last_test(memory: MadeUpMemory, tmp_path: Path) -> None:
-    pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, patience=0)
+    pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, free_timeout=0)
     notices: list[str] = []
     launcher = LeasedLauncher(ReusedRanks(memory, 300 << 20), lambda: pool, notices.append)
     request = Request("", {}, 1, str(tmp_path / "run"))
@@ -251,7 +251,7 @@ def test_what_kept_ranks_leave_is_charged_to_their_last_test(memory: MadeUpMemor
 
 
 def test_what_they_leave_when_nobody_comes_any_more_is_told(memory: MadeUpMemory, tmp_path: Path) -> None:
-    pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, patience=0)
+    pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, free_timeout=0)
     notices: list[str] = []
     launcher = LeasedLauncher(ReusedRanks(memory, 300 << 20), lambda: pool, notices.append)
     launcher.run(Request("", {}, 1, str(tmp_path / "run")), Reuse("module", 10, last=False))

@@ -319,7 +319,9 @@ def test_a_link_is_refused(target: str, tmp_path: Path) -> None:
 
 def lease_with(memory: MadeUpMemory, directory: Path, who: str, change: dict[str, int]) -> Lease:
     """A lease of two GPUs in which memory in use changes."""
-    with Pool(directory, Inventory("gpu", ("GPU-a", "GPU-b")), memory=memory, patience=0).lease(2, who=who) as lease:
+    with Pool(directory, Inventory("gpu", ("GPU-a", "GPU-b")), memory=memory, free_timeout=0).lease(
+        2, who=who
+    ) as lease:
         memory.now.update({name: memory.now[name] + change[name] for name in change})
     return lease
 
@@ -331,7 +333,7 @@ def test_what_stays_in_use_is_charged_to_the_lease_and_not_to_the_next(tmp_path:
 
 
 def test_memory_that_comes_back_late_is_waited_for(tmp_path: Path, memory: MadeUpMemory) -> None:
-    pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, patience=60)
+    pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, free_timeout=60)
     before = memory.now["GPU-a"]
     with pool.lease(1, who="slow") as lease:
         memory.to_come = [{"GPU-a": before + (500 << 20)}, {"GPU-a": before + (200 << 20)}, {"GPU-a": before}]
@@ -345,16 +347,16 @@ def test_memory_of_a_killed_holder_is_waited_for_and_charged_to_it(arena: Field,
     holder.hear()
     for name in ("GPU-a", "GPU-b"):
         # As if NVML had known the made-up GPUs.
-        signed = arena.pool._signed(name)
+        signed = arena.pool._read_record(name)
         assert signed is not None
-        arena.pool._sign(Holder(name, signed.who, signed.pid, signed.since, memory.now[name]))
+        arena.pool._write_record(Holder(name, signed.who, signed.pid, signed.since, memory.now[name]))
     holder.kill()
     before = dict(memory.now)
     memory.to_come = [
         {"GPU-a": before["GPU-a"] + (900 << 20), "GPU-b": before["GPU-b"] + (900 << 20)},
         {"GPU-a": before["GPU-a"], "GPU-b": before["GPU-b"] + (400 << 20)},
     ]
-    pool = Pool(arena.directory, arena.pool.inventory, memory=memory, patience=0.1)
+    pool = Pool(arena.directory, arena.pool.inventory, memory=memory, free_timeout=0.1)
     with pool.lease(2, who="next") as lease:
         assert [(leak.id, leak.bytes, leak.who) for leak in lease.leak] == [
             ("GPU-b", 400 << 20, "tests/a.py::test_killed")

@@ -31,7 +31,7 @@ def test_each_lease_leaves_a_line(arena: Field) -> None:
 
 
 def test_the_leak_is_in_it(tmp_path: Path, memory: MadeUpMemory) -> None:
-    pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, patience=0, timeline=tmp_path)
+    pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, free_timeout=0, timeline=tmp_path)
     with pool.lease(1, who="leaky"):
         memory.now["GPU-a"] += 1 << 30
     assert [line.leak for line in read_timeline(tmp_path)] == [(Leak("GPU-a", 1 << 30, "leaky"),)]

@@ -27,7 +27,7 @@ SLOTS = ("cpu-0.0", "cpu-0.1")
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("TOLD_AFTER", 0.05), ("GIVEN_UP_AFTER", 0.1), ("_LOOK", 0.01)):
+    for name, seconds in (("NOTIFY_AFTER_S", 0.05), ("GIVE_UP_AFTER_S", 0.1), ("_CHECK_INTERVAL_S", 0.01)):
         monkeypatch.setattr(watch, name, seconds)
 
 
@@ -42,7 +42,7 @@ def test_cpu_slots_of_a_suspended_process_are_not_waited_for(arena: Field) -> No
     assert holder.hear() == ["got", *SLOTS]
     suspend(holder)
     said: list[str] = []
-    pool = Pool(arena.directory, Inventory("cpu", SLOTS), say=said.append)
+    pool = Pool(arena.directory, Inventory("cpu", SLOTS), notify=said.append)
     with pool.lease(2, who="tests/b.py::test_waits", timeout=DEADLINE) as lease:
         assert (lease.ids, lease.environment) == ((), {})
     assert re.fullmatch(
@@ -57,7 +57,7 @@ def test_cpu_slots_of_a_suspended_process_are_not_waited_for(arena: Field) -> No
     with pool.lease(1, who="next", timeout=DEADLINE):
         pass
     assert said == []
-    assert time.monotonic() - began < watch.GIVEN_UP_AFTER
+    assert time.monotonic() - began < watch.GIVE_UP_AFTER_S
     # When it goes on and gives them back, they are lent again.
     holder.process.send_signal(signal.SIGCONT)
     holder.tell("release")
@@ -86,7 +86,7 @@ def test_a_suspended_waiter_does_not_hold_up_those_behind_it(arena: Field) -> No
     arena.await_waiting("tests/a.py::test_suspended")
     suspend(waiter)
     said: list[str] = []
-    pool = Pool(arena.directory, Inventory("cpu", SLOTS), say=said.append)
+    pool = Pool(arena.directory, Inventory("cpu", SLOTS), notify=said.append)
     with pool.lease(1, who="behind", timeout=DEADLINE):
         pass
     assert f"tests/a.py::test_suspended (pid {waiter.process.pid}, suspended) waits before it; it goes on" in said[-1]
@@ -102,7 +102,7 @@ def test_another_run_that_keeps_cpu_slots_for_long_is_not_waited_for(
     slots = Inventory("cpu", SLOTS)
     with pytest.raises(LeaseTimeout), Pool(arena.directory, slots).lease(1, who="soon", timeout=0.5):
         pass
-    monkeypatch.setattr(watch, "LONG", 0.0)
+    monkeypatch.setattr(watch, "LONG_LEASE_S", 0.0)
     with Pool(arena.directory, slots).lease(1, who="late", timeout=DEADLINE) as lease:
         assert lease.ids == ()
     # Within a run tests last as long as they last, and the run's own limits end them.
@@ -124,7 +124,7 @@ def test_gpus_are_waited_for_and_the_user_is_told(arena: Field) -> None:
         said.append(text)
         told.set()
 
-    pool = Pool(arena.directory, arena.pool.inventory, say=say)
+    pool = Pool(arena.directory, arena.pool.inventory, notify=say)
     got: list[tuple[str, ...]] = []
 
     def wait() -> None:
@@ -152,7 +152,7 @@ def test_that_workers_of_one_run_wait_for_each_other_is_no_news(arena: Field) ->
     assert holder.hear() == ["got", *GPUS]
     for timeline, expected in ((arena.timeline, False), (None, True)):
         said: list[str] = []
-        pool = Pool(arena.directory, arena.pool.inventory, timeline=timeline, say=said.append)
+        pool = Pool(arena.directory, arena.pool.inventory, timeline=timeline, notify=said.append)
         with pytest.raises(LeaseTimeout), pool.lease(1, who="late", timeout=0.5):
             pass
         assert bool(said) is expected

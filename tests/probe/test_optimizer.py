@@ -11,7 +11,7 @@ import torch
 from pytest_distcompat.probe import Observer, read_optimizer, read_unwrapped, sample
 from pytest_distcompat.probe.live import read_model
 from pytest_distcompat.probe.optimizer import read_scheduler
-from pytest_distcompat.probe.snapshot import look
+from pytest_distcompat.probe.snapshot import read_snapshot_fields
 from pytest_distcompat.probe.tensors import digest
 
 
@@ -29,7 +29,7 @@ def test_what_is_no_model_is_told(wrong: Any) -> None:
     with pytest.raises(
         TypeError, match=r"^the driver's self\.model is .*; expected a torch\.nn\.Module, build\(\) is to "
     ):
-        look(wrong, None, device="cpu", whole=False)
+        read_snapshot_fields(wrong, None, device="cpu", whole=False)
     with pytest.raises(TypeError, match=r"^the unwrapped model is .*, which build_model\(\) and reload\(\) return$"):
         read_unwrapped(wrong)
 

@@ -84,9 +84,9 @@ LIBRARIES = {
 #: All that torch, Python and the script itself call of ours: each does nothing but call ``guard`` and the original.
 DOORS = {
     "guard.attempt",
-    "guard.door",
-    "wrappers.wrapper",
-    "closure.evaluated",
+    "guard.guarded_call",
+    "wrappers.wrapped",
+    "closure.wrapped",
     "import_hooks.exec_module",
     "import_hooks.find_spec",
     "observe.__call__",

@@ -190,9 +190,9 @@ def test_a_failed_probe_passes_no_check(run: Launch, tmp_path: Path) -> None:
     """Something of torch's that the probe needs is gone: the script never notices."""
     broken = tmp_path / "sitecustomize.py"
     broken.write_text(
-        "from pytest_distcompat.scripts.subjects import Subjects\n"
-        "def see_unwrapped(self, model): raise RuntimeError('no such thing any more')\n"
-        "Subjects.see_unwrapped = see_unwrapped\n",
+        "from pytest_distcompat.scripts.tracked_objects import TrackedObjects\n"
+        "def read_unwrapped(self, model): raise RuntimeError('no such thing any more')\n"
+        "TrackedObjects.read_unwrapped = read_unwrapped\n",
         encoding="utf-8",
     )
     found = run(TORCH, strategy="ddp", environment={"PYTHONPATH": str(tmp_path)})

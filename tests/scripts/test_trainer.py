@@ -42,7 +42,7 @@ def test_what_it_leaves(gone_on: RoundTrip) -> None:
     """(c) as it is today: ``save_model`` under FSDP with a sharded state dict writes nothing, and says nothing."""
     assert gone_on.through.cell is not None
     if gone_on.through.cell.strategy != "fsdp2":
-        left = gone_on.through.left_in()
+        left = gone_on.through.model_path()
         assert left is not None
         # Its checkpoint lies beside it, and is not what the run was for.
         for output in (left, left.parent):

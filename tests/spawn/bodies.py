@@ -136,23 +136,23 @@ def watched(payload: Mapping[str, Any], log: RankLog) -> None:
     reduce("before")
     with observer.watching():
         reduce("watching")
-        observer.look_closely(on=True)
+        observer.record_operators(on=True)
         reduce("closely")
         with observer.aside():
             reduce("aside")
         reduce("closely again")
-        observer.look_closely(on=False)
+        observer.record_operators(on=False)
         reduce("not closely")
         # A trainer that tells of a step inside a mode of its own, and another one that enters one after it told.
         with FlopCounterMode(display=False):
-            observer.look_closely(on=True)
+            observer.record_operators(on=True)
             with FlopCounterMode(display=False):
                 reduce("below another mode")
-                observer.look_closely(on=False)
+                observer.record_operators(on=False)
                 reduce("still below it")
             reduce("below the first")
         reduce("below none")
-        observer.look_closely(on=False)
+        observer.record_operators(on=False)
         reduce("looked away")
     reduce("after")
     distributed.destroy_process_group()
@@ -221,7 +221,7 @@ def zero0(payload: Mapping[str, Any], log: RankLog) -> None:
     from torch import distributed
 
     from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
-    from pytest_distcompat.probe.optimizer import copied, torch_optimizer
+    from pytest_distcompat.probe.optimizer import master_copies, torch_optimizer
 
     without_shared_memory()
     model = torch.nn.Linear(4, 3)
@@ -230,7 +230,7 @@ def zero0(payload: Mapping[str, Any], log: RankLog) -> None:
         model=model, optimizer=torch.optim.SGD(model.parameters()), config=config
     )
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    copies = copied(optimizer)
+    copies = master_copies(optimizer)
     for group in torch_optimizer(optimizer).param_groups:
         for parameter in group["params"]:
             log.write("copy", of=names.get(id(copies.get(id(parameter)))), dtype=str(parameter.dtype))

@@ -125,7 +125,7 @@ def test_the_modes_that_are_put_aside(run: Run) -> None:
         "after": 0,
     }, (
         "torch.utils._python_dispatch has not what it had: _disable_current_modes, _get_current_dispatch_mode, _pop_mode, "
-        f"_push_mode and _get_current_dispatch_mode_stack, see probe/observe.py:Observer.aside and look_closely\n{ending.text()}"
+        f"_push_mode and _get_current_dispatch_mode_stack, see probe/observe.py:Observer.aside and record_operators\n{ending.text()}"
     )
 
 

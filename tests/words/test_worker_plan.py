@@ -53,7 +53,7 @@ class Listens:
     def aside(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def look_closely(self, *, on: bool) -> None:
+    def record_operators(self, *, on: bool) -> None:
         self.closely = on
 
     def __enter__(self) -> None:

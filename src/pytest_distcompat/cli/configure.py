@@ -32,7 +32,7 @@ def _configure(options: argparse.Namespace) -> int:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.failures import UsageProblem
     from pytest_distcompat.precisions import PRECISIONS
-    from pytest_distcompat.scripts.configuration import unwritten, write_configuration
+    from pytest_distcompat.scripts.configuration import unsupported_reason, write_configuration
     from pytest_distcompat.strategies import STRATEGIES
 
     strategies = [STRATEGIES.get(name).name for name in options.strategy or STRATEGIES.names()]
@@ -44,7 +44,7 @@ def _configure(options: argparse.Namespace) -> int:
         raise UsageProblem(str(error)) from None
     try:
         for cell in cells:
-            problem = unwritten(cell)
+            problem = unsupported_reason(cell)
             # A cell that has no such file is printed with the reason.
             print(f"{cell.id}: {problem}" if problem else write_configuration(cell, options.directory))  # noqa: T201 - a command speaks
     except OSError as error:

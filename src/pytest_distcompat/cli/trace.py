@@ -92,7 +92,7 @@ def _run(options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
         raise UsageProblem(f"{cell.id}: {reason}")
     warmth = Warmth(preload_of(driver, [cell]), path=import_path())
     # Other sessions of this user may use the same devices.
-    pool = Pool(None, gpus() if device == "cuda" else cpu_slots(), say=_notice)
+    pool = Pool(None, gpus() if device == "cuda" else cpu_slots(), notify=_notice)
     launcher = LeasedLauncher(WarmLauncher(warmth, device=device), lambda: pool, _notice)
     runner = Runner(store, launcher, device=device, timeout=options.timeout or Request.timeout, notice=_notice)
     # The results of an earlier command in that directory may be of an older trainer.

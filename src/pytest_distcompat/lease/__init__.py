@@ -1,7 +1,8 @@
-"""Leases GPUs, or slots of the CPU, to one process group at a time. Knows neither ranks nor pytest.
+"""Leases of GPUs, or of CPU slots, to one process group at a time. It knows neither ranks nor pytest.
 
-``inventory`` is what there is, ``tickets`` who comes first, ``pool`` who has what, ``watch`` what a request waits for,
-``directory`` the locks, ``memory`` whether it came back, ``timeline`` the record, ``packing`` in which order to ask.
+``inventory`` lists the devices, ``tickets`` is the queue, ``pool`` leases devices, ``watch`` reports what a request waits for,
+``directory`` has the locks, ``memory`` checks that GPU memory is free again, ``timeline`` records leases, and ``packing`` orders
+requests.
 """
 
 from pytest_distcompat.lease.inventory import Inventory, cpu_slots, gpus, here

@@ -1,4 +1,4 @@
-"""A directory of locks and records that a cleaner may remove at any time, while the locks are held."""
+"""Directory of locks and records, which a cleaner may remove at any time, even while the locks are held."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ QUEUE = "queue"
 
 
 class TakenError(Exception):
-    """Somebody else has the lock."""
+    """Another process or thread has the lock."""
 
 
 class FileLock:
-    """A locked file of the directory, until ``close`` or the end of the process. Threads of one process contend, too."""
+    """Lock on a file of the directory, until ``close`` or the end of the process. It excludes threads of one process too."""
 
     def __init__(self, path: Path, file: int) -> None:
         self._path = path
@@ -44,15 +44,15 @@ class FileLock:
 
 
 class LeaseDirectory:
-    """This user's own directory, made anew whenever it is missing. Names are relative to it.
+    """Directory of this user, which is made again whenever it is missing. Names are relative to it.
 
-    A lock on a removed file excludes nobody: whoever comes next makes the file anew. So each device has a name in the
-    kernel besides, an abstract socket address (``claim``), which nobody can remove. It is known within a network
-    namespace; the file is also known to containers that share the directory.
+    A lock on a removed file excludes no one, because the next process makes the file again. So each device also has a name in
+    the kernel, an abstract socket address (``claim``), which cannot be removed. It is visible within a network namespace; the
+    file is also visible to containers that share the directory.
     """
 
     def __init__(self, path: Path) -> None:
-        """Make the directory. Raises UsageProblem if it is somebody else's, or open to others."""
+        """Make the directory. Raises UsageProblem if it belongs to another user, or is open to others."""
         self.path = path
         self.make()
         self._address = os.path.realpath(path)
@@ -60,10 +60,10 @@ class LeaseDirectory:
     def make(self) -> None:
         """Make the directory if it is missing, with its mode in one step, so that it does not matter who is first."""
         while True:
-            # Whoever cleans up may be at it still.
+            # A cleaner may still be removing the directory.
             with contextlib.suppress(FileNotFoundError):
                 own_directory(self.path)
-                # Not by pathlib's own exist_ok, which looks once more.
+                # pathlib's exist_ok would check the directory once more, and it may be gone by then.
                 with contextlib.suppress(FileExistsError):
                     (self.path / QUEUE).mkdir(mode=0o700)
                 return
@@ -100,11 +100,11 @@ class LeaseDirectory:
             except BlockingIOError:
                 os.close(file)
                 raise TakenError(name) from None
-            found = FileLock(path, file)
-            if found.in_place():
-                return found
+            locked = FileLock(path, file)
+            if locked.in_place():
+                return locked
             # It was removed after it was opened.
-            found.close()
+            locked.close()
 
     def claim(self, name: str) -> socket.SocketType:
         """Bind the abstract socket address of a device, which is free again when the socket is closed. Raises TakenError.
@@ -136,19 +136,19 @@ class LeaseDirectory:
 
 
 def own_directory(path: Path) -> Path:
-    """Make that directory, for this user alone. Raises UsageProblem if it is somebody else's, or open to others.
+    """Make that directory for this user alone. Raises UsageProblem if it belongs to another user, or is open to others.
 
-    In a temporary directory for all, whoever comes first could lay a link there, or hold our locks.
+    In a shared temporary directory another user could otherwise place a link at the path, or hold the locks.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode):
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode):
         problem = "is not a directory"
-    elif found.st_uid != os.getuid():
-        problem = f"belongs to user {found.st_uid}, not {os.getuid()}"
-    elif found.st_mode & 0o077:
-        problem = f"is open to others (mode {stat.S_IMODE(found.st_mode):o}, expected 700)"
+    elif status.st_uid != os.getuid():
+        problem = f"belongs to user {status.st_uid}, not {os.getuid()}"
+    elif status.st_mode & 0o077:
+        problem = f"is open to others (mode {stat.S_IMODE(status.st_mode):o}, expected 700)"
     else:
         return path
     raise UsageProblem(f"leases cannot be kept in {path}: it {problem}")

@@ -1,4 +1,4 @@
-"""What there is to lease: the GPUs this process may use or, without any, slots of the CPU."""
+"""Inventory of the devices to lease: the GPUs that this process may use or, without any, slots of the CPU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Literal
 from pytest_distcompat.devices import visible_ids
 from pytest_distcompat.failures import UsageProblem
 
-#: The variables that tell runtimes which devices to show, where they take names (UUIDs) and numbers: CUDA's, and HIP's on AMD's
-#: GPUs. Not ROCR_VISIBLE_DEVICES: HIP's numbers count within it, both would leave out twice (torch/cuda/__init__.py).
+#: Variables of visible devices that accept names (UUIDs) and numbers: CUDA's, and HIP's on AMD's GPUs.
+#: ROCR_VISIBLE_DEVICES is not set: HIP numbers the devices within it, so both would filter twice (torch/cuda/__init__.py).
 BY_NAME = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-#: Those of runtimes that take numbers only, as accelerate's launcher knows them (accelerate/utils/launch.py): Ascend, Cambricon,
-#: Moore Threads, Tecorigin, Gaudi, Neuron, Intel.
+#: Variables that accept numbers only, from accelerate's launcher (accelerate/utils/launch.py): Ascend, Cambricon, Moore
+#: Threads, Tecorigin, Gaudi, Neuron, Intel.
 BY_NUMBER = (
     "ASCEND_RT_VISIBLE_DEVICES",
     "MLU_VISIBLE_DEVICES",
@@ -28,9 +28,13 @@ BY_NUMBER = (
 
 @dataclass(frozen=True)
 class Inventory:
-    """Devices of one kind. Their ids mean the same to every process of the machine, so that several pytest runs agree.
+    """Devices of one kind.
 
-    ``ranks_each`` is how many ranks may share a GPU where there are fewer GPUs than ranks.
+    Attributes:
+        kind: ``gpu`` or ``cpu``.
+        ids: The same for every process of the machine, so that several pytest sessions agree on them.
+        ranks_each: How many ranks may share a GPU if there are fewer GPUs than ranks.
+
     """
 
     kind: Literal["gpu", "cpu"]
@@ -38,20 +42,23 @@ class Inventory:
     ranks_each: int = 1
 
     def __post_init__(self) -> None:
-        """Raises UsageProblem for an inventory that is empty or names something twice."""
+        """Raise UsageProblem for an inventory that is empty or names a device twice."""
         if not self.ids or len(set(self.ids)) < len(self.ids):
             raise UsageProblem(f"an inventory needs at least one device and each once, not {list(self.ids)}")
 
     @property
     def words(self) -> str:
-        """What its devices are called."""
+        """Return the name of its devices in messages."""
         return {"gpu": "GPUs", "cpu": "CPU slots"}[self.kind]
 
     def needed(self, ranks: int) -> int:
-        """How many devices so many ranks take. Raises UsageProblem for more ranks than the GPUs may have.
+        """Return how many devices to lease for so many ranks.
 
-        Cores can be shared: ranks beyond their number take all slots, and so wait for nothing that will never be. So it
-        is with GPUs, up to ``ranks_each``.
+        Ranks can share cores, so more ranks than CPU slots take all slots. Up to ``ranks_each`` ranks can share a GPU.
+
+        Raises:
+            UsageProblem: If there are too few GPUs, or ``ranks`` is below 1.
+
         """
         if ranks < 1:
             raise UsageProblem(f"a lease is of at least 1, not {ranks}")
@@ -61,7 +68,7 @@ class Inventory:
         return min(ranks, len(self.ids))
 
     def environment(self, ids: Sequence[str]) -> dict[str, str]:
-        """What shows a process these devices and no others. Slots of the CPU are a count, no place: nothing is pinned."""
+        """Return the variables that make only these devices visible; none for CPU slots, to which nothing is pinned."""
         if self.kind == "cpu":
             return {}
         numbers = all(name.isdecimal() for name in ids)
@@ -69,21 +76,26 @@ class Inventory:
 
 
 def gpus(most: int | None = None, ranks_each: int = 1) -> Inventory:
-    """The first ``most`` of the GPUs that CUDA shows this process, or all. Raises UsageProblem where there are none."""
+    """Return the first ``most`` GPUs that are visible to this process, or all.
+
+    Raises:
+        UsageProblem: If there are none.
+
+    """
     return Inventory("gpu", tuple(visible_ids()[:most]), ranks_each)
 
 
-#: Slots a core. Ranks wait for one another a good part of their time, so two groups of a rank a core keep the cores busy: of the
-#: built-in suite a quarter of two cores idles with one group at a time, next to nothing with two.
+#: Slots for each core. Ranks spend much of their time waiting for each other, so two groups keep the cores busy: in the
+#: built-in suite a quarter of two cores is idle with one group at a time, and almost nothing with two.
 SLOTS = 2
 
 
 def cpu_slots() -> Inventory:
-    """Slots for the cores that this process may run on; runs that are pinned to different cores share none."""
+    """Return the slots of the cores that this process may run on; sessions that are pinned to different cores share none."""
     cores = sorted(os.sched_getaffinity(0))
     return Inventory("cpu", tuple(f"cpu-{core}.{slot}" for core in cores for slot in range(SLOTS)))
 
 
 def here() -> Inventory:
-    """The GPUs, or CPU slots where there are none."""
+    """Return the GPUs of this machine, or CPU slots if there are none."""
     return gpus() if visible_ids() else cpu_slots()

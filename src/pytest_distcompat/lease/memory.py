@@ -1,4 +1,4 @@
-"""Whether a GPU's memory came back: seen free again before the next lease, or charged to the one that kept it."""
+"""Check that a lease has freed the memory of its GPUs before the next one begins."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Protocol
 from pytest_distcompat import clock
 from pytest_distcompat.devices import used_memory
 
-#: How far above what it was before memory may stay, in bytes. The driver itself moves by a few MiB; the least that a
-#: process costs, a CUDA context, is some hundreds.
+#: How many bytes more than before a lease may stay in use after it. The driver's own use varies by a few MiB; the least that
+#: a process uses, a CUDA context, is some hundreds.
 TOLERANCE = 64 << 20
-#: How long memory may take to come back, in seconds. That of a killed process takes a moment.
-PATIENCE = 10.0
-#: How often to look meanwhile, in seconds.
+#: How long memory may take to become free, in seconds. That of a killed process takes a moment.
+FREE_TIMEOUT_S = 10.0
+#: The interval between measurements, in seconds.
 _POLL = 0.05
 
 
 class Memory(Protocol):
-    """What tells how much of each device's memory is in use."""
+    """Source of how much memory of each device is in use."""
 
     def used(self, ids: Sequence[str]) -> Mapping[str, int]:
-        """Bytes in use on each of these devices now, by whatever process; what cannot be told is left out."""
+        """Return the bytes in use on each device, by all processes; devices whose use is unknown are left out."""
 
 
 class DeviceMemory:
-    """The memory of GPUs as NVML sees it. Of CPU slots it knows nothing, and there is nothing to know."""
+    """Memory of GPUs as NVML reports it; CPU slots have none."""
 
     def used(self, ids: Sequence[str]) -> Mapping[str, int]:
-        """Bytes in use."""
+        """Return the bytes in use on each GPU."""
         return used_memory(ids)
 
 
 @dataclass(frozen=True)
 class Leak:
-    """So many bytes above what was in use before stayed in use on that device after the lease of ``who``."""
+    """Memory that was not in use before the lease of ``who``, and still was after it: ``bytes`` on the device ``id``."""
 
     id: str
     bytes: int
@@ -43,10 +43,21 @@ class Leak:
 
 
 def await_free(
-    memory: Memory, before: Mapping[str, int], *, tolerance: int = TOLERANCE, patience: float = PATIENCE
+    memory: Memory, before: Mapping[str, int], *, tolerance: int = TOLERANCE, timeout: float = FREE_TIMEOUT_S
 ) -> dict[str, int]:
-    """Wait up to ``patience`` seconds for each device to use no more than ``before`` again; bytes by which some still do."""
-    deadline = clock.now() + patience
+    """Wait until each device uses no more memory than before a lease.
+
+    Args:
+        memory: Measures the use.
+        before: Device -> bytes in use before the lease.
+        tolerance: How many bytes more are accepted.
+        timeout: How long to wait, in seconds.
+
+    Returns:
+        Device -> bytes above ``before``, for the devices that still exceed the tolerance at the timeout.
+
+    """
+    deadline = clock.now() + timeout
     while True:
         used = memory.used(list(before)) if before else {}
         above = {name: used[name] - before[name] for name in used if used[name] - before[name] > tolerance}

@@ -1,9 +1,9 @@
-"""Leases devices to one process group at a time, among all processes of one user on a machine.
+"""Pool of devices, leased to one process group at a time, among all processes of one user on a machine.
 
-A device is leased while the process that took it keeps the device's file locked and its name claimed, so the operating
-system ends the lease of a process that dies, in whatever way. The name holds even if a cleaner removes the file. Beside each
-lock lies who has it, for messages, and how much memory was in use before: a file that is still there when the lock can be had
-tells of a holder that died.
+A device is leased while a process holds the lock on the device's file and the claim on its name, so the operating system ends
+the lease of a process that dies, however it dies. The claim holds even if a cleaner removes the file. Beside each lock is a
+record of the holder, for messages, and of the memory in use before the lease. A record without a lock belongs to a holder
+that died.
 """
 
 from __future__ import annotations
@@ -27,27 +27,30 @@ from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.lease.directory import LeaseDirectory, TakenError
 from pytest_distcompat.lease.inventory import Inventory
-from pytest_distcompat.lease.memory import PATIENCE, TOLERANCE, DeviceMemory, Leak, Memory, await_free
-from pytest_distcompat.lease.tickets import POLL, CircleError, Queue, Ticket, ahead
+from pytest_distcompat.lease.memory import FREE_TIMEOUT_S, TOLERANCE, DeviceMemory, Leak, Memory, await_free
+from pytest_distcompat.lease.tickets import POLL, DeadlockError, Queue, Ticket, ahead
 from pytest_distcompat.lease.timeline import Span, append, now
 from pytest_distcompat.lease.watch import Blocker, GivenUpError, Holder, Watch
 
-#: Differs between machines, and after a restart, with which the clock of tickets begins anew (``man 4 random``).
+#: Differs between machines, and between boots, because the clock of tickets restarts at boot (``man 4 random``).
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 #: How long to wait for a lease, in seconds: longer than any test should hold one.
 TIMEOUT = 3600.0
 
 
 class LeaseTimeout(DistcompatError, TimeoutError):
-    """The devices were not to be had in time; the message says who holds them and who waits before."""
+    """The devices did not become free in time; the message says who holds them and who waits for them."""
 
 
 @dataclass
 class Lease:
-    """What was leased, and the environment that shows it to ranks and nothing else.
+    """Devices that are leased.
 
-    ``ids`` are fewer than asked for where a request went on without the CPU slots that a suspended process holds.
-    ``leak`` tells, from the beginning, what the last holder left if it died, and at the end what this lease left.
+    Attributes:
+        ids: The devices; fewer than requested if the request went on without CPU slots that a suspended process holds.
+        environment: Variables that make only these devices visible.
+        leak: Memory that a dead holder left before this lease and, after the end of the lease, memory that it left itself.
+
     """
 
     ids: tuple[str, ...]
@@ -55,30 +58,39 @@ class Lease:
     leak: tuple[Leak, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        self._inherited = len(self.leak)
+        self._inherited_count = len(self.leak)
 
     @property
     def own_leak(self) -> tuple[Leak, ...]:
-        """What this lease itself left; nothing before its end."""
-        return self.leak[self._inherited :]
+        """Return the memory that this lease itself left; nothing before its end."""
+        return self.leak[self._inherited_count :]
 
 
 _threads = threading.local()
 
 
-def _held() -> set[Path]:
-    """The locks of what is lent to this thread, of whichever pool."""
-    found: set[Path] = vars(_threads).setdefault("held", set())
-    return found
+def _locks_of_this_thread() -> set[Path]:
+    """Return the paths of the locks that this thread holds, of all pools."""
+    paths: set[Path] = vars(_threads).setdefault("held", set())
+    return paths
 
 
 class Pool:
-    """The devices of an inventory, leased from a directory that all who share them use.
+    """Devices of an inventory, leased through a directory that all processes share.
 
-    ``memory``, ``tolerance`` in bytes and ``patience`` in seconds say when a device is free again (``lease.memory``);
-    ``timeline`` is the directory for the record of leases (``lease.timeline``), in which this process is ``worker``; ``say``
-    tells the user at once what is waited for.
-    Raises UsageProblem if the directory is not this user's own.
+    Args:
+        directory: The directory of the locks; None for the default one.
+        inventory: The devices.
+        memory: Measures the memory of the devices; by default NVML does.
+        tolerance: How many bytes more than before may stay in use after a lease.
+        free_timeout: How long memory may take to become free after a lease, in seconds.
+        timeline: The directory for the record of leases (``lease.timeline``), None for no record.
+        worker: The name of this process in that record.
+        notify: Shows the user what a request waits for.
+
+    Raises:
+        UsageProblem: If the directory is not this user's own.
+
     """
 
     def __init__(
@@ -88,80 +100,89 @@ class Pool:
         *,
         memory: Memory | None = None,
         tolerance: int = TOLERANCE,
-        patience: float = PATIENCE,
+        free_timeout: float = FREE_TIMEOUT_S,
         timeline: Path | None = None,
         worker: str = "",
-        say: Callable[[str], None] | None = None,
+        notify: Callable[[str], None] | None = None,
     ) -> None:
         self.inventory = inventory
         self._directory = LeaseDirectory(directory or default_directory())
         self._queue = Queue(self._directory)
         self._memory = memory or DeviceMemory()
         self._tolerance = tolerance
-        self._patience = patience
+        self._free_timeout = free_timeout
         self._timeline = timeline
         self._worker = worker
-        self._say = say
+        self._notify = notify
         self._run = str(timeline or "")
-        #: What a request went on without, so that the next one need not wait for it again.
+        #: Holders that a request has given up on, so that the next one need not wait for them again.
         self._given_up: set[Blocker] = set()
 
     @contextlib.contextmanager
     def lease(self, ranks: int, *, who: str, timeout: float = TIMEOUT) -> Iterator[Lease]:
-        """Devices for so many ranks, all or none, for the block; ``who`` is told to others who wait.
+        """Lease devices for so many ranks inside the block, all at once.
 
-        Raises UsageProblem for more GPUs than there are, and for devices that this thread has itself: it would wait for them as
-        long as it has them. LeaseTimeout after ``timeout`` seconds of waiting, and at once where others hold what this one waits
-        for and wait for what it holds.
+        Args:
+            ranks: The number of ranks.
+            who: Names the request in messages to others who wait.
+            timeout: How long to wait for the devices, in seconds.
+
+        Raises:
+            UsageProblem: If there are too few devices, or this thread holds some of them itself.
+            LeaseTimeout: After ``timeout``, or at once if the request and others wait for each other's devices.
+
         """
         count = self.inventory.needed(ranks)
-        mine = tuple(name for name in self.inventory.ids if self._path(name, "lock") in _held())
+        mine = tuple(name for name in self.inventory.ids if self._path(name, "lock") in _locks_of_this_thread())
         if timeout > 0 and count > len(self.inventory.ids) - len(mine):
-            there = f"{len(mine)} of the {len(self.inventory.ids)} {self.inventory.words} are lent to what asks already"
-            raise UsageProblem(f"{who}: {count} are needed, and {there}")
-        asked = now()
+            lent = f"{len(mine)} of the {len(self.inventory.ids)} {self.inventory.words} are lent to what asks already"
+            raise UsageProblem(f"{who}: {count} are needed, and {lent}")
+        requested = now()
         with contextlib.ExitStack() as held:
-            ids = self._take(count, who, asked.monotonic + timeout, held, mine)
-            left = self._left_by_the_dead(ids)
-            got = now()
+            ids = self._take(count, who, requested.monotonic + timeout, held, mine)
+            left = self._leaks_of_dead_holders(ids)
+            granted = now()
             before = self._memory.used(ids) if self.inventory.kind == "gpu" else {}
             for name in ids:
-                self._sign(Holder(name, who, os.getpid(), got.wall, before.get(name), self._run))
+                self._write_record(Holder(name, who, os.getpid(), granted.wall, before.get(name), self._run))
             lease = Lease(ids, self.inventory.environment(ids), left)
             owner = os.getpid()
             own = {self._path(name, "lock") for name in ids}
-            _held().update(own)
+            _locks_of_this_thread().update(own)
             try:
                 yield lease
             finally:
-                _held().difference_update(own)
-                # A forked child that leaves the block gives nothing back: the lease is its parent's.
+                _locks_of_this_thread().difference_update(own)
+                # A forked child that leaves the block must not end the lease of its parent.
                 if os.getpid() == owner:
-                    self._see_free(lease, who, before)
+                    self._await_free_memory(lease, who, before)
                     if self._timeline is not None:
-                        # No test depends on it.
+                        # The record is for reports only.
                         with contextlib.suppress(OSError):
-                            append(self._timeline, Span(ids, who, owner, asked, got, now(), lease.leak, self._worker))
+                            append(
+                                self._timeline,
+                                Span(ids, who, owner, requested, granted, now(), lease.leak, self._worker),
+                            )
 
-    def _see_free(self, lease: Lease, who: str, before: Mapping[str, int]) -> None:
-        """Wait for the memory of all its devices, and charge it with what does not come back."""
-        above = await_free(self._memory, before, tolerance=self._tolerance, patience=self._patience)
+    def _await_free_memory(self, lease: Lease, who: str, before: Mapping[str, int]) -> None:
+        """Wait until the memory of the lease's devices is free, and add to its leaks what stays in use."""
+        above = await_free(self._memory, before, tolerance=self._tolerance, timeout=self._free_timeout)
         lease.leak += tuple(Leak(name, size, who) for name, size in above.items())
         for name in lease.ids:
             self._path(name, "json").unlink(missing_ok=True)
 
     def holders(self) -> list[Holder]:
-        """Who has which device of the inventory at this moment."""
+        """Return the current holders of the devices of the inventory."""
         return [holder for name in self.inventory.ids if (holder := self._holder(name)) is not None]
 
     def _holder(self, name: str) -> Holder | None:
-        with contextlib.ExitStack() as probe:
-            if self._lock(name, probe):
+        with contextlib.ExitStack() as lock:
+            if self._lock(name, lock):
                 return None
-        signed = self._signed(name)
-        if signed is not None and psutil.pid_exists(signed.pid):
-            return signed
-        # Who has not yet all that it asked for signs later; until then a dead one's name may stand there. Or a cleaner was here.
+        record = self._read_record(name)
+        if record is not None and psutil.pid_exists(record.pid):
+            return record
+        # A lease writes its record when it has all its devices; until then that of a dead holder may be there, or none.
         return Holder(
             name,
             "a lease that is about to begin, or whose record was removed",
@@ -172,20 +193,22 @@ class Pool:
     def _take(
         self, count: int, who: str, deadline: float, held: contextlib.ExitStack, mine: tuple[str, ...]
     ) -> tuple[str, ...]:
-        """Lock that many devices. What is locked is kept while waiting for more: nobody may take it before us who came later.
+        """Lock ``count`` devices and return their ids.
 
-        Unless one of us has some already: what it has comes back when it was served, so nothing is kept from it, nor by it.
+        Devices stay locked while the request waits for more, so that a later request cannot take them. An exception is a
+        request of a thread that holds devices already, ``mine``: it holds back no further devices, and others hold back
+        none from it, because it returns its own devices only after it was served.
         """
         taken: set[str] = set()
 
-        def in_the_way(ticket: Ticket | None) -> Iterator[Holder | Ticket]:
+        def blockers(ticket: Ticket | None) -> Iterator[Holder | Ticket]:
             names = (name for name in self.inventory.ids if name not in taken and name not in mine)
             yield from filter(None, map(self._holder, names))
             yield from ahead(ticket, self._queue.waiting()) if ticket is not None else ()
 
-        watch = Watch(self.inventory, count, who, mine, in_the_way, self._given_up, run=self._run, say=self._say)
+        watch = Watch(self.inventory, count, who, mine, blockers, self._given_up, run=self._run, notify=self._notify)
         try:
-            with self._queue.turn(self.inventory.ids, count, who, deadline, look=watch, holds=mine) as ticket:
+            with self._queue.turn(self.inventory.ids, count, who, deadline, poll=watch, holds=mine) as ticket:
                 while True:
                     for name in self.inventory.ids:
                         if len(taken) < count and name not in taken and self._lock(name, held):
@@ -195,22 +218,22 @@ class Pool:
                     if mine or self._queue.overtaken(ticket):
                         held.close()
                         taken.clear()
-                        self._queue.give_way(ticket, deadline, watch)
+                        self._queue.await_turn(ticket, deadline, watch)
                     watch(ticket)
                     clock.sleep(POLL)
         except TakenError:
-            # Somebody who came before still waits.
+            # A request before this one still waits.
             pass
-        except CircleError as circle:
-            raise LeaseTimeout(_told(count, who, mine, circle)) from None
+        except DeadlockError as deadlock:
+            raise LeaseTimeout(_deadlock_message(count, who, mine, deadlock)) from None
         except GivenUpError:
             count = len(taken)
         if len(taken) < count:
-            raise LeaseTimeout(self._why(count, who, taken))
+            raise LeaseTimeout(self._timeout_message(count, who, taken))
         return tuple(name for name in self.inventory.ids if name in taken)
 
     def _lock(self, name: str, held: contextlib.ExitStack) -> bool:
-        """Lock a device until ``held`` is closed; whether it was free."""
+        """Lock a device until ``held`` is closed, and tell whether it was free."""
         with contextlib.ExitStack() as both:
             try:
                 both.callback(self._directory.lock(self._path(name, "lock").name).close)
@@ -220,14 +243,14 @@ class Pool:
             held.push(both.pop_all())
         return True
 
-    def _left_by_the_dead(self, ids: tuple[str, ...]) -> tuple[Leak, ...]:
-        """Wait for the memory of holders that died before they could; what did not come back is theirs."""
-        dead = {name: signed for name in ids if (signed := self._signed(name)) is not None}
+    def _leaks_of_dead_holders(self, ids: tuple[str, ...]) -> tuple[Leak, ...]:
+        """Wait until the memory of dead holders of these devices is free, and return what stays in use as their leaks."""
+        dead = {name: record for name in ids if (record := self._read_record(name)) is not None}
         before = {name: holder.before for name, holder in dead.items() if holder.before is not None}
-        above = await_free(self._memory, before, tolerance=self._tolerance, patience=self._patience)
+        above = await_free(self._memory, before, tolerance=self._tolerance, timeout=self._free_timeout)
         return tuple(Leak(name, size, dead[name].who) for name, size in above.items())
 
-    def _why(self, count: int, who: str, taken: set[str]) -> str:
+    def _timeout_message(self, count: int, who: str, taken: set[str]) -> str:
         lines = [f"{who}: no {count} of {len(self.inventory.ids)} {self.inventory.words} to be had in time"]
         for holder in (self._holder(name) for name in self.inventory.ids if name not in taken):
             if holder is not None:
@@ -237,33 +260,33 @@ class Pool:
         lines.extend(f"  {ticket.who} (pid {ticket.pid}) waits for {ticket.count}" for ticket in before)
         return "\n".join(lines)
 
-    def _sign(self, holder: Holder) -> None:
+    def _write_record(self, holder: Holder) -> None:
         self._directory.write(self._path(holder.id, "json").name, json.dumps(asdict(holder)))
 
-    def _signed(self, name: str) -> Holder | None:
+    def _read_record(self, name: str) -> Holder | None:
         with contextlib.suppress(FileNotFoundError, ValueError):
             return decode(Holder, json.loads(self._path(name, "json").read_text(encoding="utf-8")))
         return None
 
     def _path(self, name: str, kind: str) -> Path:
-        # An older MIG name has slashes.
+        # Older names of MIG devices contain slashes.
         return self._directory.path / f"{quote(name, safe='')}.{kind}"
 
 
-def _told(count: int, who: str, mine: tuple[str, ...], circle: CircleError) -> str:
+def _deadlock_message(count: int, who: str, mine: tuple[str, ...], deadlock: DeadlockError) -> str:
     lines = [f"{who} holds {', '.join(mine)} and waits for {count} more, which would never be free:"]
     lines += [
         f"  {other.who} (pid {other.pid}) holds {', '.join(other.holds)} and waits for {other.count} more"
-        for other in circle.others
+        for other in deadlock.others
     ]
     return "\n".join(lines)
 
 
 def default_directory() -> Path:
-    """The directory that all pytest runs of this user on this machine share.
+    """Return the directory that all pytest sessions of this user on this machine share.
 
-    A temporary directory may be several machines', and neither slots nor the clock of tickets are. Containers of a machine
-    have names of their own, and one boot.
+    Its name contains the id of the boot, because machines may share a temporary directory, but not slots and clocks. The host
+    name would not do: containers of one machine have different ones.
     """
     try:
         machine = BOOT.read_text(encoding="ascii").strip()

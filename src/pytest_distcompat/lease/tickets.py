@@ -1,12 +1,12 @@
-"""Who is served before whom: a queue of tickets, each a file that its owner keeps locked while it waits.
+"""Queue of requests for devices: each ticket is a file that its owner keeps locked while it waits.
 
-First come, first served. Nobody overtakes an earlier ticket that may take one of the same devices, so a large request is
-served after those that came before it, however many small ones follow. Tickets of inventories with no device in common do
-not see each other: that delays nobody. Who holds devices already and asks for more (a test that was lent some and starts a
-script) overtakes who holds none: what it holds comes back when it was served, and not before. A small request that would
-fit beside a waiting large one does wait; packing (``packing.py``) keeps that rare by asking for the large ones first.
+First come, first served. No ticket overtakes an earlier one that may take one of the same devices, so a large request is
+served after those before it, however many small ones follow. Tickets of inventories without a common device do not affect
+each other. A request by a holder of devices (a test that starts a script) overtakes requests by others, because it returns
+its devices only after it was served. A small request that would fit beside a waiting large one waits too; ``packing.py``
+makes that rare, because it starts with the large ones.
 
-The operating system unlocks the file of a process that dies, and so takes it out of the queue.
+The operating system unlocks the file of a process that dies, which removes its ticket from the queue.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pytest_distcompat import clock
 from pytest_distcompat.decode import decode
 from pytest_distcompat.lease.directory import QUEUE, FileLock, LeaseDirectory, TakenError
 
-#: How often a waiter looks, in seconds.
+#: The interval in which a request checks its turn, in seconds.
 POLL = 0.02
-#: The same for the lock around taking a ticket, which is held for well under a millisecond.
+#: The interval for the lock around adding a ticket, which is held for well under a millisecond.
 _POLL_JOINING = 0.002
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A request: the devices that it may take (``ids``), how many of them, for whom; and which of them that one ``holds``."""
+    """Request for ``count`` of the devices ``ids``, by ``who``, which ``holds`` some of them already."""
 
     number: int
     ids: tuple[str, ...]
@@ -39,12 +39,12 @@ class Ticket:
     holds: tuple[str, ...] = ()
 
 
-#: What a waiter calls again and again, with its ticket if it has one.
-Look = Callable[[Ticket | None], None]
+#: Called repeatedly while a request waits, with its ticket if it has one.
+Poll = Callable[[Ticket | None], None]
 
 
-class CircleError(Exception):
-    """The asker, and ``others``, hold devices and wait for more than all the rest would ever give back."""
+class DeadlockError(Exception):
+    """The request and ``others`` hold devices and wait for each other's, so that none of them can ever be served."""
 
     def __init__(self, others: list[Ticket]) -> None:
         super().__init__(", ".join(other.who for other in others))
@@ -52,9 +52,9 @@ class CircleError(Exception):
 
 
 def ahead(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
-    """The tickets to be served before ``mine``, of those that may take one of its devices; the nearest first.
+    """Return the tickets to be served before ``mine``, of those that may take one of its devices; the next one first.
 
-    Nobody waits for others while he holds what they may wait for.
+    A request by a holder of devices waits for no ticket, because others may wait for its devices.
     """
     if mine.holds:
         return []
@@ -63,21 +63,21 @@ def ahead(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
     return sorted(before, key=lambda ticket: (not ticket.holds, ticket.number), reverse=True)
 
 
-def circle(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
-    """The other tickets of a circle that ``mine``, of one who holds devices, closes; none if it closes none.
+def deadlocked_with(mine: Ticket, others: Iterable[Ticket]) -> list[Ticket]:
+    """Return the tickets that are in a deadlock with ``mine``, whose owner holds devices; none if there is no deadlock.
 
-    Whoever holds devices and does not wait gives them back some day. Those that hold some and wait do so only if one of them
-    can be served from the rest.
+    Holders that do not wait return their devices at some time. Holders that wait do so only if one of them can be served from
+    the devices that no waiting holder has.
     """
     rivals = [other for other in others if other.number != mine.number and set(other.ids) & set(mine.ids)]
     waiting = [other for other in rivals if other.holds]
-    kept = {name for ticket in (mine, *waiting) for name in ticket.holds}
-    served = any(ticket.count <= len(set(ticket.ids) - kept) for ticket in (mine, *waiting))
+    held = {name for ticket in (mine, *waiting) for name in ticket.holds}
+    served = any(ticket.count <= len(set(ticket.ids) - held) for ticket in (mine, *waiting))
     return [] if served else waiting
 
 
 class Queue:
-    """The tickets of all processes, as files of one directory. Who waits lays its ticket there again if it is removed."""
+    """Tickets of all processes, as files of one directory. A waiting process restores its ticket if it is removed."""
 
     def __init__(self, directory: LeaseDirectory) -> None:
         self._directory = directory
@@ -86,51 +86,62 @@ class Queue:
 
     @contextlib.contextmanager
     def turn(
-        self, ids: tuple[str, ...], count: int, who: str, deadline: float, *, look: Look, holds: tuple[str, ...] = ()
+        self, ids: tuple[str, ...], count: int, who: str, deadline: float, *, poll: Poll, holds: tuple[str, ...] = ()
     ) -> Iterator[Ticket]:
-        """Wait for one's turn and keep it in the block, unless ``overtaken``; call ``look`` again and again meanwhile.
+        """Wait until the request is the next one, and keep its turn in the block.
 
-        Raises TakenError at ``deadline`` (monotonic seconds), and CircleError at once.
+        Args:
+            ids: The devices that it may take.
+            count: How many it needs.
+            who: Names the request in messages.
+            deadline: When to give up, in monotonic seconds.
+            poll: Called repeatedly while it waits.
+            holds: The devices that its owner holds already.
+
+        Raises:
+            TakenError: At ``deadline``.
+            DeadlockError: At once, if it can never be served.
+
         """
-        with self._joined(ids, count, who, deadline, look=look, holds=holds) as mine:
-            # Who closes a circle sees all of it: nobody in it leaves the queue before it is served.
-            if holds and (others := circle(mine, self.waiting())):
-                raise CircleError(others)
-            self.give_way(mine, deadline, look)
+        with self._enqueued(ids, count, who, deadline, poll=poll, holds=holds) as mine:
+            # The last ticket of a deadlock sees all others: none of them leaves the queue before it is served.
+            if holds and (others := deadlocked_with(mine, self.waiting())):
+                raise DeadlockError(others)
+            self.await_turn(mine, deadline, poll)
             yield mine
 
     def overtaken(self, mine: Ticket) -> bool:
-        """Whether there is a ticket to be served before that one."""
-        self._stay(mine)
+        """Tell whether another ticket is to be served first."""
+        self._restore(mine)
         return bool(ahead(mine, self._tickets()))
 
-    def give_way(self, mine: Ticket, deadline: float, look: Look) -> None:
-        """Wait until there is none. Raises TakenError."""
+    def await_turn(self, mine: Ticket, deadline: float, poll: Poll) -> None:
+        """Wait until no other ticket is to be served first. Raises TakenError at the deadline."""
 
-        def stay_and_look() -> None:
-            self._stay(mine)
-            look(mine)
+        def restore_and_poll() -> None:
+            self._restore(mine)
+            poll(mine)
 
         while before := ahead(mine, self._tickets()):
-            self._await_end(before[0], deadline, stay_and_look)
-            self._stay(mine)
+            self._await_end(before[0], deadline, restore_and_poll)
+            self._restore(mine)
 
     def waiting(self) -> list[Ticket]:
-        """The tickets whose owners live, in order."""
+        """Return the tickets whose owners are alive, in order."""
         return [ticket for ticket in self._tickets() if not self._ended(ticket)]
 
     @contextlib.contextmanager
-    def _joined(
-        self, ids: tuple[str, ...], count: int, who: str, deadline: float, *, look: Look, holds: tuple[str, ...]
+    def _enqueued(
+        self, ids: tuple[str, ...], count: int, who: str, deadline: float, *, poll: Poll, holds: tuple[str, ...]
     ) -> Iterator[Ticket]:
-        joining = self._acquired(f"{QUEUE}/joining.lock", deadline, _POLL_JOINING, lambda: look(None))
+        joining = self._await_lock(f"{QUEUE}/joining.lock", deadline, _POLL_JOINING, lambda: poll(None))
         with contextlib.closing(joining):
-            # All processes of a machine share this clock, so numbers grow; and none comes twice, not even when its
-            # owner is long gone and somebody still looks for it.
+            # All processes of a machine share this clock, so numbers grow and are never used twice, not even when a process
+            # still waits for a ticket whose owner is gone.
             mine = Ticket(clock.now_ns(), ids, count, who, os.getpid(), holds)
             self._own[mine.number] = self._directory.lock(self._name(mine, "lock"))
             try:
-                # Only now: a ticket that can be seen and is not locked is a dead man's.
+                # After the lock, because a visible ticket without a lock belongs to a dead process.
                 self._directory.write(self._name(mine, "json"), json.dumps(asdict(mine)))
             except BaseException:
                 self._own.pop(mine.number).close()
@@ -138,25 +149,25 @@ class Queue:
         try:
             yield mine
         finally:
-            # Before the lock is let go.
-            self._forget(mine)
+            # Before the lock is released.
+            self._remove(mine)
             self._own.pop(mine.number).close()
 
-    def _stay(self, mine: Ticket) -> None:
-        """Lay one's ticket there again where it was removed: who comes later must not take the same turn."""
+    def _restore(self, mine: Ticket) -> None:
+        """Restore the ticket if it was removed, so that a later request cannot overtake it."""
         lock = self._own[mine.number]
         if not lock.in_place():
-            # Who finds a ticket unlocked is about to remove it as a dead man's: the next time, then.
+            # Another process that found the ticket unlocked is about to remove it: try again at the next call.
             with contextlib.suppress(TakenError):
                 self._own[mine.number] = self._directory.lock(self._name(mine, "lock"))
                 lock.close()
         if self._own[mine.number].in_place() and not (self._directory.path / self._name(mine, "json")).exists():
             self._directory.write(self._name(mine, "json"), json.dumps(asdict(mine)))
 
-    def _await_end(self, other: Ticket, deadline: float, look: Callable[[], None] = lambda: None) -> None:
-        """Wait until its owner has been served, has given up or is dead; then its lock can be had."""
-        with contextlib.closing(self._acquired(self._name(other, "lock"), deadline, POLL, look)):
-            self._forget(other)
+    def _await_end(self, other: Ticket, deadline: float, poll: Callable[[], None] = lambda: None) -> None:
+        """Wait until the ticket's owner was served, gave up or died: then its lock is free."""
+        with contextlib.closing(self._await_lock(self._name(other, "lock"), deadline, POLL, poll)):
+            self._remove(other)
 
     def _ended(self, other: Ticket) -> bool:
         try:
@@ -166,28 +177,28 @@ class Queue:
         return True
 
     def _tickets(self) -> list[Ticket]:
-        """All tickets, those of the dead included, in order."""
-        found = []
+        """Return all tickets in order, those of dead processes included."""
+        tickets = []
         for text in self._directory.tickets():
-            # It may be half written, or by another version of this package, which tells more or less.
+            # It may be half written, or written by another version of this package with other fields.
             with contextlib.suppress(ValueError):
-                found.append(decode(Ticket, json.loads(text)))
-        return sorted(found, key=lambda ticket: ticket.number)
+                tickets.append(decode(Ticket, json.loads(text)))
+        return sorted(tickets, key=lambda ticket: ticket.number)
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _remove(self, ticket: Ticket) -> None:
         for kind in ("json", "lock"):
             (self._directory.path / self._name(ticket, kind)).unlink(missing_ok=True)
 
     def _name(self, ticket: Ticket, kind: str) -> str:
         return f"{QUEUE}/{ticket.number}.{kind}"
 
-    def _acquired(self, name: str, deadline: float, interval: float, look: Callable[[], None]) -> FileLock:
-        """Wait for that lock. Raises TakenError at the deadline."""
+    def _await_lock(self, name: str, deadline: float, interval: float, poll: Callable[[], None]) -> FileLock:
+        """Wait for that lock and return it. Raises TakenError at the deadline."""
         while True:
             try:
                 return self._directory.lock(name)
             except TakenError:
                 if clock.now() >= deadline:
                     raise
-            look()
+            poll()
             clock.sleep(interval)

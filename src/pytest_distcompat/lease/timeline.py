@@ -1,4 +1,4 @@
-"""Who had what from when to when: a line of JSON for each lease, from all processes into one file."""
+"""Timeline of leases: one line of JSON for each lease, from all processes in one file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 
 
 class Instant(NamedTuple):
-    """A point in time in seconds: CLOCK_MONOTONIC, which orders the events of a machine, and since the epoch."""
+    """Point in time in seconds: of CLOCK_MONOTONIC, which orders the events of a machine, and since the epoch."""
 
     monotonic: float
     wall: float
@@ -26,7 +26,7 @@ class Instant(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """One lease, from its request to its end; ``worker`` is what the process that held it is called, if anything."""
+    """One lease, from its request to its end; ``worker`` is the name of the xdist worker that held it, if any."""
 
     ids: tuple[str, ...]
     who: str
@@ -39,20 +39,20 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it had its devices."""
+        """Return how long it had its devices, in seconds."""
         return self.released.monotonic - self.got.monotonic
 
 
 def now() -> Instant:
-    """This instant."""
+    """Return the current time."""
     return Instant(clock.now(), clock.wall())
 
 
 def append(directory: Path, span: Span) -> None:
-    """Add one line to the timeline in that directory, made if need be."""
+    """Add one line to the timeline in that directory, which is made if it is missing."""
     directory.mkdir(parents=True, exist_ok=True)
     line = json.dumps(asdict(span)) + "\n"
-    # One write of an appending file: lines of several processes do not mix.
+    # A single write to a file in append mode, so that lines of several processes do not mix.
     file = os.open(directory / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         os.write(file, line.encode())
@@ -61,7 +61,7 @@ def append(directory: Path, span: Span) -> None:
 
 
 def read_timeline(directory: Path) -> list[Span]:
-    """All leases that ended so far, in the order in which they began; a line that was left unfinished is dropped."""
+    """Return all leases that have ended, in the order in which they began; incomplete lines are ignored."""
     path = directory / FILE
     spans = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
@@ -77,47 +77,53 @@ def _span(data: dict[str, Any]) -> Span:
 
 
 def entries(directory: Path, since: float) -> list[dict[str, Any]]:
-    """The timeline as a report has it: a plain dict for each device of each lease, in the order in which they began.
+    """Return the timeline for a report: a dict for each device of each lease, in the order in which the leases began.
 
-    ``device``, ``who``, ``worker``, ``begin`` and ``end`` in seconds after ``since`` (CLOCK_MONOTONIC), and ``leak``, the
-    bytes that stayed in use there after its end.
+    Args:
+        directory: Where the timeline is.
+        since: The time that counts as 0, in seconds of CLOCK_MONOTONIC.
+
+    Returns:
+        Dicts of ``device``, ``who``, ``worker``, ``begin`` and ``end`` in seconds, and ``leak``: the bytes that stayed in use
+        on the device after the lease.
+
     """
     return [
         {
-            "device": name,
+            "device": device,
             "who": span.who,
             "worker": span.worker,
             "begin": round(span.got.monotonic - since, 3),
             "end": round(span.released.monotonic - since, 3),
-            # What an earlier holder left is charged to that one.
-            "leak": sum(leak.bytes for leak in span.leak if leak.id == name and leak.who == span.who),
+            # Leaks of an earlier holder do not count for this lease.
+            "leak": sum(leak.bytes for leak in span.leak if leak.id == device and leak.who == span.who),
         }
         for span in read_timeline(directory)
-        for name in span.ids
+        for device in span.ids
     ]
 
 
 def busy(spans: Iterable[Span], ids: Sequence[str]) -> float:
-    """Which part of the devices' time, from the first lease's begin to the last one's end, was leased: 0 to 1."""
-    known = list(spans)
-    if not known:
+    """Return the fraction of the devices' time that was leased, from the first begin to the last end: 0 to 1."""
+    all_spans = list(spans)
+    if not all_spans:
         return 0.0
-    length = max(span.released.monotonic for span in known) - min(span.got.monotonic for span in known)
-    leased = sum(len(span.ids) * span.seconds for span in known)
+    length = max(span.released.monotonic for span in all_spans) - min(span.got.monotonic for span in all_spans)
+    leased = sum(len(span.ids) * span.seconds for span in all_spans)
     return leased / (len(ids) * length) if length else 0.0
 
 
 def chart(spans: Sequence[Span], ids: Sequence[str], width: int = 80) -> list[str]:
-    """The timeline as text: a line for each device, a letter for each lease, a dot where nobody had it."""
+    """Return the timeline as text: a line for each device, a letter for each lease, a dot while the device was free."""
     if not spans:
         return []
     begin = min(span.got.monotonic for span in spans)
     column = (max(span.released.monotonic for span in spans) - begin) / width or 1.0
     rows = {name: ["."] * width for name in ids}
-    for place, span in enumerate(spans):
+    for index, span in enumerate(spans):
         first = min(width - 1, round((span.got.monotonic - begin) / column))
         last = max(first + 1, round((span.released.monotonic - begin) / column))
         for name in span.ids:
-            rows[name][first:last] = _LETTERS[place % len(_LETTERS)] * (min(last, width) - first)
+            rows[name][first:last] = _LETTERS[index % len(_LETTERS)] * (min(last, width) - first)
     longest = max(map(len, ids))
     return [f"{name:<{longest}}  {''.join(row)}" for name, row in rows.items()]

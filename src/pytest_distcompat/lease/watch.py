@@ -1,4 +1,4 @@
-"""What a request waits for: told to the user, and on the CPU given up where nobody will give it back soon."""
+"""Watch on a waiting request: reports what it waits for, and gives up on CPU slots that will not be free soon."""
 
 from __future__ import annotations
 
@@ -13,21 +13,28 @@ from pytest_distcompat import clock
 from pytest_distcompat.lease.inventory import Inventory
 from pytest_distcompat.lease.tickets import Ticket
 
-#: After how many seconds of waiting the user is told who has the devices, how often again, and how often to look.
-TOLD_AFTER = 2.0
-TOLD_AGAIN = 60.0
-_LOOK = 1.0
-#: After how many seconds of waiting a request goes on without CPU slots, which only keep too many ranks from sharing the cores:
-#: where a suspended process has them, or another run has had them for ``LONG`` seconds (a debugger).
-GIVEN_UP_AFTER = 5.0
-LONG = 60.0
+#: After how many seconds of waiting the user is notified, how often again, and how often the holders are checked.
+NOTIFY_AFTER_S = 2.0
+NOTIFY_INTERVAL_S = 60.0
+_CHECK_INTERVAL_S = 1.0
+#: After how many seconds of waiting a request goes on without CPU slots that a suspended process holds, or that another session
+#: has held for ``LONG_LEASE_S`` seconds (a debugger). Slots only limit how many ranks share the cores.
+GIVE_UP_AFTER_S = 5.0
+LONG_LEASE_S = 60.0
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has a device: ``since`` when, in seconds since the epoch, and its memory in use ``before``, in bytes, if known.
+    """Holder of a device.
 
-    ``run`` is the pytest run that it belongs to, the same for all xdist workers; empty if unknown.
+    Attributes:
+        id: The device.
+        who: Names the lease in messages.
+        pid: The process that holds it, 0 if unknown.
+        since: When the lease began, in seconds since the epoch.
+        before: The device's memory in use before the lease, in bytes, if known.
+        run: The pytest session that it belongs to, the same for all xdist workers; empty if unknown.
+
     """
 
     id: str
@@ -38,7 +45,7 @@ class Holder:
     run: str = ""
 
 
-#: Who holds a device, or has a ticket to be served before.
+#: A holder of a device, or a ticket to be served before.
 Blocker = Holder | Ticket
 
 
@@ -48,65 +55,75 @@ class GivenUpError(Exception):
 
 @dataclass
 class Watch:
-    """Looks now and then at who is ``in_the_way`` of a request for so many devices by ``who``, who has some of his own already.
+    """Periodic check of what a request waits for.
 
-    ``given_up`` is what earlier requests of this ``run`` went on without, so that the next one need not wait for it again.
+    Attributes:
+        inventory: The devices.
+        count: How many the request needs.
+        who: Names the request in messages.
+        mine: The devices that the requesting thread holds already.
+        blockers: Returns the holders and tickets that the request waits for.
+        given_up: Blockers that earlier requests of this process have given up on, so that the next one does not wait for
+            them again.
+        run: The pytest session of the request, as in ``Holder``.
+        notify: Shows the user a message; None to show none.
+
     """
 
     inventory: Inventory
     count: int
     who: str
     mine: tuple[str, ...]
-    in_the_way: Callable[[Ticket | None], Iterable[Blocker]]
+    blockers: Callable[[Ticket | None], Iterable[Blocker]]
     given_up: set[Blocker]
     run: str
-    say: Callable[[str], None] | None
+    notify: Callable[[str], None] | None
 
     def __post_init__(self) -> None:
-        """Begin to wait."""
-        self._asked = clock.now()
-        self._look = self._asked + (0.0 if self.given_up else TOLD_AFTER)
-        self._tell = self._asked + TOLD_AFTER
+        """Set the times of the first check and the first notice."""
+        self._began = clock.now()
+        self._next_check = self._began + (0.0 if self.given_up else NOTIFY_AFTER_S)
+        self._next_notice = self._began + NOTIFY_AFTER_S
 
     def __call__(self, ticket: Ticket | None) -> None:
-        """Look if it is time to. Raises GivenUpError."""
+        """Check the blockers if it is time to, and notify the user. Raises GivenUpError."""
         now = clock.now()
-        if now < self._look:
+        if now < self._next_check:
             return
-        self._look = now + _LOOK
-        waited = now - self._asked
-        found = list(self.in_the_way(ticket))
-        stuck = {one for one in found if self._stuck(one)}
+        self._next_check = now + _CHECK_INTERVAL_S
+        waited = now - self._began
+        blockers = list(self.blockers(ticket))
+        stuck = {one for one in blockers if self._stuck(one)}
         if self.inventory.kind == "cpu" and self._too_few_without(stuck):
             known = stuck <= self.given_up
-            if known or waited >= GIVEN_UP_AFTER:
+            if known or waited >= GIVE_UP_AFTER_S:
                 if not known:
-                    self._tell_user(f"{self._text(found, waited)}; it goes on without, for ranks can share cores")
+                    self._notify_user(f"{self._text(blockers, waited)}; it goes on without, for ranks can share cores")
                 self.given_up.update(stuck)
                 raise GivenUpError
-        # That the workers of one run wait for each other is no news.
-        news = stuck or any(isinstance(one, Holder) and not self._of_this_run(one) for one in found)
-        if now >= self._tell and (news or waited >= TOLD_AGAIN):
-            self._tell = now + TOLD_AGAIN
-            self._tell_user(self._text(found, waited))
+        # Workers of one session often wait for each other, which is not worth a notice.
+        noteworthy = stuck or any(isinstance(one, Holder) and not self._of_this_run(one) for one in blockers)
+        if now >= self._next_notice and (noteworthy or waited >= NOTIFY_INTERVAL_S):
+            self._next_notice = now + NOTIFY_INTERVAL_S
+            self._notify_user(self._text(blockers, waited))
 
     def _too_few_without(self, stuck: set[Blocker]) -> bool:
-        """Tell whether too little is left for the request when all others gave back what they have."""
+        """Tell whether the request cannot be served although all other holders return their devices."""
         held = sum(isinstance(one, Holder) for one in stuck)
-        # A ticket before this one blocks it whatever is free.
+        # A stuck ticket blocks the request however many devices are free.
         return len(self.inventory.ids) - len(self.mine) - held < self.count or held < len(stuck)
 
     def _stuck(self, one: Blocker) -> bool:
         if _suspended(one.pid):
             return True
-        return isinstance(one, Holder) and clock.wall() - one.since >= LONG and not self._of_this_run(one)
+        return isinstance(one, Holder) and clock.wall() - one.since >= LONG_LEASE_S and not self._of_this_run(one)
 
     def _of_this_run(self, holder: Holder) -> bool:
         return holder.pid == os.getpid() or (bool(holder.run) and holder.run == self.run)
 
-    def _tell_user(self, text: str) -> None:
-        if self.say is not None:
-            self.say(text)
+    def _notify_user(self, text: str) -> None:
+        if self.notify is not None:
+            self.notify(text)
 
     def _text(self, found: list[Blocker], waited: float) -> str:
         held: dict[tuple[str, int, float], list[str]] = {}
@@ -116,12 +133,12 @@ class Watch:
                 held.setdefault((one.who, one.pid, one.since), []).append(one.id)
             else:
                 parts.append(f"{one.who} ({_process(one.pid)}) waits before it")
-        had = [
+        holders = [
             f"{who} ({_process(pid)}) has had {', '.join(ids)} for {max(0.0, clock.wall() - since):.0f} s"
             for (who, pid, since), ids in held.items()
         ]
-        there = f"{self.count} of {len(self.inventory.ids)} {self.inventory.words}"
-        return f"{self.who} has waited {waited:.0f} s for {there}: {'; '.join(had + parts)}"
+        devices = f"{self.count} of {len(self.inventory.ids)} {self.inventory.words}"
+        return f"{self.who} has waited {waited:.0f} s for {devices}: {'; '.join(holders + parts)}"
 
 
 def _process(pid: int) -> str:

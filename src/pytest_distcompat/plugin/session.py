@@ -202,7 +202,7 @@ class DistcompatSession:
         from pytest_distcompat.lease import Pool
 
         worker = getattr(self.config, "workerinput", {}).get("workerid", "")
-        return Pool(None, self.inventory, timeline=self.store, worker=worker, say=self.say)
+        return Pool(None, self.inventory, timeline=self.store, worker=worker, notify=self.say)
 
     @functools.cached_property
     def inventory(self) -> Inventory:

@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks, and what they are called in the unwrapped model, whatever wraps them by now."""
+"""Blocks of a model, and their names in the unwrapped model whatever wraps them now."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ if TYPE_CHECKING:
 
 
 def is_a(module: Module, *names: str) -> bool:
-    """Whether the module is of a class of such a name, which need not be importable, by any of its bases.
+    """Tell whether the module's class, or one of its bases, has one of these names.
 
-    ``fully_shard`` makes a class of its own of the one it is given: ``FSDPLlamaDecoderLayer``.
+    Names instead of classes, because the class's library need not be installed. Bases too, because ``fully_shard`` replaces
+    the class by a subclass: ``FSDPLlamaDecoderLayer``.
     """
     return any(base.__name__ in names for base in type(module).__mro__)
 
 
 def unwrapped(module: Module) -> Module:
-    """The module that a wrapper of torch's holds, at any depth; the module itself if it is none.
+    """Return the module inside torch's wrappers, however many there are; the module itself if nothing wraps it.
 
-    From what torch.compile and activation checkpointing return no public way leads back to what they were given;
-    ``tests/scripts/test_private_names.py`` says when these go away.
+    torch.compile and activation checkpointing have no public attribute for the module that they wrap;
+    ``tests/scripts/test_private_names.py`` fails when the private ones change.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
@@ -30,45 +31,46 @@ def unwrapped(module: Module) -> Module:
         if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
             module = cast("Module", module.module)
         elif is_a(module, "OptimizedModule"):
-            module = cast("Module", module._orig_mod)  # noqa: SLF001 - as said above
+            module = cast("Module", module._orig_mod)  # noqa: SLF001 - see the docstring
         elif is_a(module, "ActivationWrapper"):
-            module = cast("Module", module._checkpoint_wrapped_module)  # noqa: SLF001 - as said above
+            module = cast("Module", module._checkpoint_wrapped_module)  # noqa: SLF001 - see the docstring
         else:
             return module
 
 
 def declared_blocks(model: Module) -> tuple[str, ...]:
-    """Class names of the blocks as the model itself declares them, or else as the largest parts that do; sorted.
+    """Return the sorted class names of the blocks that the model declares, or else those that its submodules declare.
 
-    By ``_no_split_modules`` of transformers and diffusers: private, but there is no other word for it, and accelerate's wrapping
-    and transformers' go by it (https://huggingface.co/docs/accelerate/usage_guides/fsdp). PEFT passes on that of the
-    model inside. ``tests/scripts/test_private_names.py`` says when it goes away.
+    They are declared by ``_no_split_modules`` of transformers and diffusers: private, but there is no public name for it, and
+    accelerate and transformers wrap by it (https://huggingface.co/docs/accelerate/usage_guides/fsdp). PEFT passes on that
+    of the model inside. ``tests/scripts/test_private_names.py`` fails when it changes.
     """
-    found = set(getattr(model, "_no_split_modules", None) or ())
-    return tuple(sorted(found or {name for part in model.children() for name in declared_blocks(part)}))
+    declared = set(getattr(model, "_no_split_modules", None) or ())
+    return tuple(sorted(declared or {name for child in model.children() for name in declared_blocks(child)}))
 
 
 def named_blocks(model: Module, classes: Collection[str]) -> tuple[str, ...]:
-    """The names of the modules of these classes, without the segments that wrappers have put in between."""
-    return tuple(name for name, module in _named(model, "", set()) if is_a(module, *classes))
+    """Return the names of the modules of these classes, without the segments that wrappers insert."""
+    return tuple(name for name, module in _named_modules(model, "", set()) if is_a(module, *classes))
 
 
-def _named(module: Module, name: str, seen: set[Module]) -> Iterator[tuple[str, Module]]:
+def _named_modules(module: Module, name: str, visited: set[Module]) -> Iterator[tuple[str, Module]]:
+    """Yield what ``named_modules`` yields, with each module and name unwrapped."""
     module = unwrapped(module)
-    if module not in seen:
-        seen.add(module)
+    if module not in visited:
+        visited.add(module)
         yield name, module
-        for child, part in module.named_children():
-            yield from _named(part, join(name, child), seen)
+        for child_name, child in module.named_children():
+            yield from _named_modules(child, join(name, child_name), visited)
 
 
 def join(prefix: str, name: str) -> str:
-    """The name of what is called ``name`` inside of the module called ``prefix``."""
+    """Return the qualified name of ``name`` inside the module named ``prefix``."""
     return f"{prefix}.{name}" if prefix else name
 
 
 def multiplies(module: Module) -> bool:
-    """Whether it is a layer that multiplies by a matrix and does nothing else: a Linear or a convolution."""
+    """Tell whether the module is a layer that only multiplies by a matrix: a Linear or a convolution."""
     from torch import nn
 
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -1,4 +1,4 @@
-"""Steps whose gradients a closure computes, inside of ``optimizer.step(closure)``."""
+"""Optimizer steps whose gradients a closure computes, inside ``optimizer.step(closure)``."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from typing import Any
 
 
 def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> tuple[Any, Any] | None:
-    """``step(closure)``'s arguments with one that calls ``then`` when it has returned; None for a step without a closure.
+    """Return the arguments of ``step(closure)`` with the closure wrapped so that ``then`` is called after it.
 
-    https://docs.pytorch.org/docs/stable/optim.html (optimizer.step(closure)); Lightning's Trainer takes every step so.
+    https://docs.pytorch.org/docs/stable/optim.html (optimizer.step(closure)). Lightning's Trainer takes every step like this.
+
+    Returns:
+        Positional and keyword arguments of the step; None for a step without a closure.
+
     """
     closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
     if not callable(closure):
         return None
 
     @functools.wraps(closure)
-    def evaluated(*given: Any, **named: Any) -> Any:
-        result = closure(*given, **named)
+    def wrapped(*closure_args: Any, **closure_kwargs: Any) -> Any:
+        result = closure(*closure_args, **closure_kwargs)
         then()
         return result
 
-    return (
-        (args, {**kwargs, "closure": evaluated}) if "closure" in kwargs else ((args[0], evaluated, *args[2:]), kwargs)
-    )
+    return (args, {**kwargs, "closure": wrapped}) if "closure" in kwargs else ((args[0], wrapped, *args[2:]), kwargs)

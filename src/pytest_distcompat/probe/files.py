@@ -1,4 +1,4 @@
-"""Reads what a trainer saved: which keys stand in which file, in each library's own format."""
+"""Reader of saved files: the keys in each file, in each library's own format."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from pytest_distcompat.trace import FileInfo
 
 
 def read_files(directory: Path, prefix: str = "") -> tuple[FileInfo, ...]:
-    """Every file below the directory that holds keys of a model or of an optimizer; call it when all ranks are done.
+    """Return every file below the directory that holds keys of a model or of an optimizer.
 
-    ``prefix`` is put before the paths in what is returned.
+    Call it when all ranks have finished writing.
+
+    Args:
+        directory: Where the files are, at any depth.
+        prefix: Put before the paths that are returned.
+
     """
     infos: list[FileInfo] = []
-    with readable(directory) as there:
-        for path in sorted(path for path in there.rglob("*") if path.is_file()):
-            name = prefix + str(path.relative_to(there))
+    with readable(directory) as root:
+        for path in sorted(path for path in root.rglob("*") if path.is_file()):
+            name = prefix + str(path.relative_to(root))
             if path.suffix == ".safetensors":
                 shapes, dtypes = _safetensors(path)
                 infos.append(FileInfo(name, "safetensors", "model", tuple(shapes), shapes, dtypes))
             elif path.name == ".metadata":
-                infos.extend(_dcp(path.parent, prefix + str(path.parent.relative_to(there))))
+                infos.extend(_dcp(path.parent, prefix + str(path.parent.relative_to(root))))
             elif path.suffix in PICKLED:
                 infos.extend(_pickled(path, name))
     return tuple(infos)
@@ -35,7 +40,7 @@ def read_files(directory: Path, prefix: str = "") -> tuple[FileInfo, ...]:
 
 @contextlib.contextmanager
 def readable(directory: Path) -> Iterator[Path]:
-    """Give a path of the directory that torch and safetensors can open: they take UTF-8 only. It need not be there."""
+    """Provide a path of the directory that torch and safetensors can open: they accept UTF-8 only. It need not exist."""
     try:
         str(directory).encode()
     except UnicodeEncodeError:
@@ -53,15 +58,15 @@ def readable(directory: Path) -> Iterator[Path]:
         yield directory
 
 
-#: Files that ``torch.save`` wrote.
+#: Suffixes of the files that ``torch.save`` writes.
 PICKLED = frozenset({".pt", ".pth", ".bin", ".ckpt", ".tar"})
-#: What trainers call the parts of a checkpoint: DeepSpeed, accelerate, torch's tutorials, Lightning.
+#: Names of the parts of a checkpoint in DeepSpeed, accelerate, torch's tutorials and Lightning.
 MODEL = ("module", "model", "model_state_dict", "state_dict", "model_state")
 OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state")
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
 
 
-#: safetensors' names of dtypes to torch's: https://huggingface.co/docs/safetensors/index#format.
+#: The dtype names of safetensors and torch's name for each: https://huggingface.co/docs/safetensors/index#format.
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -75,13 +80,13 @@ def _safetensors(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]
 
 
 def _dcp(directory: Path, name: str) -> Iterator[FileInfo]:
-    """A torch.distributed.checkpoint: its keys are in the metadata."""
+    """Yield the model and the optimizer of a torch.distributed.checkpoint: their keys are in its metadata."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     metadata = FileSystemReader(directory).read_metadata()
     parts = dcp_parts(metadata)
     stored = {inner: metadata.state_dict_metadata[key] for key, (part, inner) in parts.items() if part == "model"}
-    sizes = {inner: tuple(getattr(kept, "size", ())) for inner, kept in stored.items()}
+    sizes = {inner: tuple(getattr(entry, "size", ())) for inner, entry in stored.items()}
     # ``state.layers.0.weight.exp_avg`` -> ``layers.0.weight``
     states = [inner for part, inner in parts.values() if part == "optimizer" and inner.startswith("state.")]
     optimizer = tuple(dict.fromkeys(inner.removeprefix("state.").rpartition(".")[0] for inner in states))
@@ -92,33 +97,38 @@ def _dcp(directory: Path, name: str) -> Iterator[FileInfo]:
 
 
 def dcp_parts(metadata: Any) -> dict[str, tuple[str, str]]:
-    """Key to the part of a training that it is of (``model``, ``optimizer``, ``scheduler``, or none), and its name there.
+    """Map each key of the checkpoint to its part and to its name there.
 
-    The planner writes down where in the nested state dict each stood: ``("app", "model", "layers.0.weight")``, as torch's
-    recipe has it (https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html). What another planner wrote is
-    told by its beginning. Where nothing is called a part, what stands by itself is a model's own state dict.
+    The part is ``model``, ``optimizer``, ``scheduler``, or empty. The planner records the path of each key in the nested state
+    dict: ``("app", "model", "layers.0.weight")`` in torch's recipe
+    (https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html). Without that record, the segment before
+    the first dot is tried. If no key belongs to a part, top-level tensors are a model's own state dict.
     """
     planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     paths = {
-        key: [str(one) for one in planned.get(key) or key.split(".", 1)] for key in sorted(metadata.state_dict_metadata)
+        key: [str(segment) for segment in planned.get(key) or key.split(".", 1)]
+        for key in sorted(metadata.state_dict_metadata)
     }
-    found = {key: _part_of(path) or ("", key) for key, path in paths.items()}
-    if not any(part for part, _ in found.values()):
-        alone = {key for key in found if len(paths[key]) == 1 and hasattr(metadata.state_dict_metadata[key], "size")}
-        found |= {key: ("model", key) for key in alone}
-    return found
+    parts = {key: _part_of(path) or ("", key) for key, path in paths.items()}
+    if not any(part for part, _ in parts.values()):
+        top_level = {
+            key for key in parts if len(paths[key]) == 1 and hasattr(metadata.state_dict_metadata[key], "size")
+        }
+        parts |= {key: ("model", key) for key in top_level}
+    return parts
 
 
 def _part_of(path: list[str]) -> tuple[str, str] | None:
-    for place, segment in enumerate(path[:-1]):
+    """Return the part that the path leads into and the rest of the path; None if no segment names a part."""
+    for depth, segment in enumerate(path[:-1]):
         for part, names in (("model", MODEL), ("optimizer", OPTIMIZER), ("scheduler", SCHEDULER)):
             if segment in names:
-                return part, ".".join(path[place + 1 :])
+                return part, ".".join(path[depth + 1 :])
     return None
 
 
 def _pickled(path: Path, name: str) -> Iterator[FileInfo]:
-    """A torch.save file: DeepSpeed's model states, a full state dict, an optimizer's."""
+    """Yield the parts of a torch.save file: DeepSpeed's model states, a full state dict, an optimizer's."""
     data = _load(path)
     if not isinstance(data, Mapping):
         return
@@ -126,15 +136,15 @@ def _pickled(path: Path, name: str) -> Iterator[FileInfo]:
     if deepspeed:
         trained = {str(key): tuple(shape) for group in data["param_shapes"] for key, shape in group.items()}
         frozen = {str(key): tuple(shape) for key, shape in (data.get("frozen_param_shapes") or {}).items()}
-        for what, shapes in (("param_shapes", trained), ("frozen_param_shapes", frozen)):
+        for entry, shapes in (("param_shapes", trained), ("frozen_param_shapes", frozen)):
             if shapes:
-                yield FileInfo(f"{name}:{what}", "deepspeed", "model", tuple(shapes), shapes)
+                yield FileInfo(f"{name}:{entry}", "deepspeed", "model", tuple(shapes), shapes)
     for part in MODEL:
         if isinstance(data.get(part), Mapping):
             form = "deepspeed" if part == "module" else "torch"
             tensors = _shapes(data[part])
             if deepspeed:
-                # ZeRO-3 leaves empty tensors here for what it partitioned: those parameters stand elsewhere.
+                # ZeRO-3 writes empty tensors here for the parameters that it partitioned: their values are elsewhere.
                 tensors = {key: shape for key, shape in tensors.items() if shape != (0,)}
             if tensors:
                 yield FileInfo(f"{name}:{part}", form, "model", tuple(tensors), tensors)
@@ -148,14 +158,14 @@ def _pickled(path: Path, name: str) -> Iterator[FileInfo]:
 
 
 def _shapes(state: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
-    """Those of the tensors in a state dict, sharded ones as a whole."""
+    """Return the shapes of the tensors in a state dict; of sharded tensors the global shape."""
     return {str(key): tuple(value.size()) for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _load(path: Path) -> Any:
-    """The file's content with its tensors mapped, not read; None for a pickle of something else.
+    """Return the file's content with its tensors memory-mapped; None if torch cannot load it.
 
-    The file was written a moment ago by the trainer under test, so trusting its pickles adds no danger.
+    The trainer under test has just written the file, so unpickling it adds no danger.
     """
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=False)

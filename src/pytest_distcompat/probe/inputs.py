@@ -1,4 +1,4 @@
-"""Finds the tensors that a model is fed, wherever in its arguments they stand."""
+"""Search for the tensors in a model's arguments, however nested they are."""
 
 from __future__ import annotations
 
@@ -8,42 +8,44 @@ from typing import Any
 
 import torch
 
-#: How far below an argument a tensor may stand.
+#: How many levels below an argument are searched.
 DEPTH = 6
 
 
 def tensors_fed(arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """Those with a dimension, in mappings, sequences and dataclasses; only where there are none, in attributes of other objects.
+    """Return the tensors with at least one dimension in mappings, sequences and dataclasses.
 
-    The batches of torch_geometric keep theirs so.
+    If there are none, attributes of other objects are searched too: the batches of torch_geometric keep their tensors there.
     """
-    given = list(arguments)
-    return list(_found(given, attributes=False)) or list(_found(given, attributes=True))
+    values = list(arguments)
+    return list(_tensors_in(values, attributes=False)) or list(_tensors_in(values, attributes=True))
 
 
-def _found(values: Iterable[Any], *, attributes: bool) -> Iterator[torch.Tensor]:
-    seen: set[int] = set()
+def _tensors_in(values: Iterable[Any], *, attributes: bool) -> Iterator[torch.Tensor]:
+    """Yield the tensors with at least one dimension, level by level; each object is visited once."""
+    visited: set[int] = set()
     level = list(values)
     for _ in range(DEPTH):
-        below: list[Any] = []
+        next_level: list[Any] = []
         for value in level:
-            if id(value) in seen:
+            if id(value) in visited:
                 continue
-            seen.add(id(value))
+            visited.add(id(value))
             if not isinstance(value, torch.Tensor):
-                below += _parts(value, attributes=attributes)
+                next_level += _children(value, attributes=attributes)
             elif value.dim():
                 yield value
-        level = below
+        level = next_level
 
 
-def _parts(value: Any, *, attributes: bool) -> list[Any]:
+def _children(value: Any, *, attributes: bool) -> list[Any]:
+    """Return the values that a container, or with ``attributes`` any object, holds directly."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, (list, tuple)):
         return list(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, one.name) for one in dataclasses.fields(value)]
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
     if attributes and not isinstance(value, (type, torch.nn.Module)):
         return list(getattr(value, "__dict__", {}).values())
     return []

@@ -1,4 +1,4 @@
-"""Reads a model: first unwrapped, as the oracle, then as the trainer has it."""
+"""Reader of models: unwrapped, as the expected state, and as the trainer has wrapped them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_distcompat.probe.blocks import declared_blocks, is_a, multiplies, named_blocks
-from pytest_distcompat.probe.optimizer import copied, entries
+from pytest_distcompat.probe.optimizer import entries, master_copies
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of, zero3_shard
 from pytest_distcompat.trace import ModelInfo, ParameterInfo, UnwrappedInfo
 
@@ -18,30 +18,38 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def as_module(model: object, what: str, how: str) -> None:
-    """Raise TypeError for what is no model: all that reads it would fail by a name that says nothing to its author."""
+def require_module(model: object, name: str, hint: str) -> None:
+    """Raise TypeError if ``model`` is not a module, with ``name`` and a ``hint`` that the author of a driver understands."""
     if not isinstance(model, torch.nn.Module):
-        told = f"{model!r:.100}" if model is None else f"a {type(model).__name__}: {model!r:.100}"
-        raise TypeError(f"{what} is {told}; expected a torch.nn.Module, {how}")
+        description = f"{model!r:.100}" if model is None else f"a {type(model).__name__}: {model!r:.100}"
+        raise TypeError(f"{name} is {description}; expected a torch.nn.Module, {hint}")
 
 
 def read_unwrapped(
     model: Module, blocks: tuple[str, ...] = (), ignored_modules: tuple[str, ...] = (), obeyed: tuple[str, ...] = ()
 ) -> UnwrappedInfo:
-    """Names, shapes and dtypes of a model that nothing has wrapped; groups of names that are one tied parameter.
+    """Return names, shapes, dtypes and digests of a model that nothing has wrapped, and its groups of tied names.
 
-    ``blocks`` are class names, where none are given those that the model declares: the names of the modules that have one
-    of them go into the trace.
+    Args:
+        model: The unwrapped model.
+        blocks: Class names of its blocks; if empty, those that the model declares. The names of the modules of these
+            classes are recorded.
+        ignored_modules: Recorded as given.
+        obeyed: Recorded as given.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
+
     """
-    as_module(model, "the unwrapped model", "which build_model() and reload() return")
+    require_module(model, "the unwrapped model", "which build_model() and reload() return")
     classes = blocks or declared_blocks(model)
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    parameters = tuple(_unwrapped(name, parameter) for name, parameter in model.named_parameters())
+    parameters = tuple(parameter_info(name, parameter) for name, parameter in model.named_parameters())
     state_dict = tuple(model.state_dict())
     buffers = tuple(
-        _unwrapped(name, buffer, placement="persistent" if name in state_dict else "non-persistent")
+        parameter_info(name, buffer, placement="persistent" if name in state_dict else "non-persistent")
         for name, buffer in model.named_buffers()
     )
     tied = tuple(tuple(group) for group in names.values() if len(group) > 1)
@@ -54,17 +62,17 @@ def read_unwrapped(
         block_classes=classes,
         ignored_modules=ignored_modules,
         obeyed=obeyed,
-        linears=sum(isinstance(module, torch.nn.Linear) and _for_8_bits(module) for module in model.modules()),
+        linears=sum(isinstance(module, torch.nn.Linear) and _fits_8_bits(module) for module in model.modules()),
         products=sum(multiplies(module) for module in model.modules()),
     )
 
 
-def _for_8_bits(linear: torch.nn.Linear) -> bool:
-    """In 8 bits a product needs sizes that 16 divides."""
+def _fits_8_bits(linear: torch.nn.Linear) -> bool:
+    """Tell whether the layer's sizes are divisible by 16, as products in 8 bits need."""
     return not (linear.in_features % 16 or linear.out_features % 16)
 
 
-def _unwrapped(name: str, tensor: torch.Tensor, placement: str = "") -> ParameterInfo:
+def parameter_info(name: str, tensor: torch.Tensor, placement: str = "") -> ParameterInfo:
     return ParameterInfo(
         name=name,
         shape=tuple(tensor.shape),
@@ -77,9 +85,13 @@ def _unwrapped(name: str, tensor: torch.Tensor, placement: str = "") -> Paramete
 
 
 def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) -> ModelInfo:
-    """The live model: what wraps it, each parameter as this rank stores it, and how the optimizer holds it.
+    """Return the live model: its wrappers, and each parameter as this rank stores it.
 
-    ``optimizer`` is the trainer's, wrapped or not, or None.
+    Args:
+        model: The model as the trainer has it, wrapped or not.
+        optimizer: The trainer's optimizer, wrapped or not, or a list of them; None if there is none.
+        trainer_world_size: The number of ranks that the trainer believes it has; None if it does not say.
+
     """
     from torch import distributed
 
@@ -87,14 +99,14 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
     stage = _zero_stage(model)
     flat = bool(stage)
     if optimizer is not None and not flat:
-        copies = copied(optimizer)
-        held = Counter(id(copies.get(id(p), p)) for p in entries(optimizer))
+        masters = master_copies(optimizer)
+        held = Counter(id(masters.get(id(p), p)) for p in entries(optimizer))
     wrappers = _wrappers(model)
     parameters = tuple(
-        _live(name, parameter, wrappers, held=None if flat else held[id(parameter)])
+        live_parameter_info(name, parameter, wrappers, held=None if flat else held[id(parameter)])
         for name, parameter in model.named_parameters()
     )
-    buffers = tuple(_unwrapped(name, buffer) for name, buffer in model.named_buffers())
+    buffers = tuple(parameter_info(name, buffer) for name, buffer in model.named_buffers())
     ready = distributed.is_available() and distributed.is_initialized()
     return ModelInfo(
         type=type(model).__name__,
@@ -102,21 +114,21 @@ def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) ->
         parameters=parameters,
         buffers=buffers,
         world_size=distributed.get_world_size() if ready else 1,
-        # A trainer may have it as text, from the environment.
+        # A trainer may have it as a string, from the environment.
         trainer_world_size=None if trainer_world_size is None else int(trainer_world_size),
         backend=str(distributed.get_backend()) if ready else "",
         zero_stage=stage,
         units=tuple(_units(model)),
         checkpointed=tuple(_checkpointed(model)),
         compiled=tuple(compiled_modules(model)),
-        float8=sum("Float8" in type(module).__name__ or _of_te(module) for module in model.modules()),
-        graphs=_graphs(),
+        float8=sum("Float8" in type(module).__name__ or _is_te_linear(module) for module in model.modules()),
+        graphs=_graph_count(),
         shard_group=tuple(_shard_group(model)),
     )
 
 
 def _shard_group(model: Module) -> list[int]:
-    """The ranks that hold this copy of the model: a row of the mesh that parameters are sharded on, or FSDP1's group."""
+    """Return the ranks that hold this replica of the model: the mesh dimension that shards it, or FSDP1's group."""
     from torch import distributed
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -124,7 +136,7 @@ def _shard_group(model: Module) -> list[int]:
         if isinstance(module, FullyShardedDataParallel):
             return distributed.get_process_group_ranks(module.process_group)
     for parameter in model.parameters():
-        # A DTensor has them: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
+        # A DTensor has placements: https://docs.pytorch.org/docs/stable/distributed.tensor.html.
         for dimension, placement in enumerate(getattr(parameter, "placements", ())):
             if placement.is_shard():
                 mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]  # a plain tensor has none
@@ -133,7 +145,7 @@ def _shard_group(model: Module) -> list[int]:
 
 
 def _units(model: Module) -> Iterator[str]:
-    """The modules that FSDP wraps."""
+    """Yield the names of the modules that FSDP wraps."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     for name, module in model.named_modules():
@@ -142,33 +154,37 @@ def _units(model: Module) -> Iterator[str]:
 
 
 def _checkpointed(model: Module) -> Iterator[str]:
-    """The modules whose activations are recomputed: wrapped for it, or told so, as transformers tells its layers."""
+    """Yield the names of the modules whose activations are recomputed, by a wrapper or by transformers' attribute."""
     for name, module in model.named_modules():
-        # fully_shard makes a class of its own of the one it is given: FSDPCheckpointWrapper.
+        # fully_shard replaces the class by a subclass: FSDPCheckpointWrapper.
         if is_a(module, "CheckpointWrapper") or getattr(module, "gradient_checkpointing", False) is True:
             yield name
 
 
 def compiled_modules(model: Module) -> Iterator[str]:
-    """The modules that torch.compile wraps, or that were compiled in place.
+    """Yield the names of the modules that torch.compile wraps, or that were compiled in place.
 
-    In place leaves a private trace only, ``_compiled_call_impl``; ``tests/spawn/test_private_names.py`` says when it
-    goes away.
+    Compilation in place leaves only a private mark, ``_compiled_call_impl``; ``tests/spawn/test_private_names.py`` fails
+    when it changes.
     """
     for name, module in model.named_modules():
         if is_a(module, "OptimizedModule") or getattr(module, "_compiled_call_impl", None) is not None:
             yield name
 
 
-def _of_te(module: Module) -> bool:
-    """A linear layer of Transformer Engine, which need not be installed; by its sizes, for its weight may be a flat shard."""
+def _is_te_linear(module: Module) -> bool:
+    """Tell whether it is a linear layer of Transformer Engine, which need not be installed.
+
+    ``in_features`` marks a linear layer. Its weight does not, because it may be a flat shard.
+    """
     return type(module).__module__.startswith("transformer_engine") and hasattr(module, "in_features")
 
 
-def _graphs() -> int:
-    """How many graphs torch.compile has made in this process: private, held by ``tests/spawn/test_private_names.py``.
+def _graph_count() -> int:
+    """Return how many graphs torch.compile has made in this process.
 
-    A model can be wrapped by torch.compile and run uncompiled all the same.
+    A model can be wrapped by torch.compile and run uncompiled all the same. The counter is private;
+    ``tests/spawn/test_private_names.py`` fails when it changes.
     """
     if "torch._dynamo" not in sys.modules:
         return 0
@@ -178,27 +194,27 @@ def _graphs() -> int:
 
 
 def _wrappers(model: Module) -> dict[str, int]:
-    """How often each known wrapper occurs; by class name where the class's own library need not be installed."""
+    """Count the known wrappers; by class name where the wrapper's library need not be installed."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
-            found["DDP"] += 1
+            counts["DDP"] += 1
         elif isinstance(module, FullyShardedDataParallel):
-            found["FSDP1"] += 1
+            counts["FSDP1"] += 1
         elif isinstance(module, FSDPModule):
-            found["FSDP2"] += 1
+            counts["FSDP2"] += 1
         elif is_a(module, "DeepSpeedEngine"):
-            found["DeepSpeedEngine"] += 1
+            counts["DeepSpeedEngine"] += 1
         if is_a(module, "OptimizedModule"):
-            found["OptimizedModule"] += 1
-    return dict(found)
+            counts["OptimizedModule"] += 1
+    return dict(counts)
 
 
 def _zero_stage(model: Module) -> int | None:
-    """The stage that a DeepSpeed engine runs; the engine may be inside a wrapper."""
+    """Return the ZeRO stage of the DeepSpeed engine, which may be inside a wrapper; None without an engine."""
     for module in model.modules():
         stage = getattr(module, "zero_optimization_stage", None)
         if callable(stage):
@@ -206,7 +222,9 @@ def _zero_stage(model: Module) -> int | None:
     return None
 
 
-def _live(name: str, parameter: torch.Tensor, wrappers: dict[str, int], held: int | None) -> ParameterInfo:
+def live_parameter_info(
+    name: str, parameter: torch.Tensor, wrappers: dict[str, int], held: int | None
+) -> ParameterInfo:
     from torch.distributed.fsdp import FlatParameter
 
     shape, kind, placement, local = tuple(parameter.shape), "Tensor", "", parameter
@@ -214,9 +232,9 @@ def _live(name: str, parameter: torch.Tensor, wrappers: dict[str, int], held: in
         shape, kind, placement = tuple(parameter.ds_shape), "ZeRO-3", "partition"
         local = zero3_shard(parameter)
     elif hasattr(parameter, "placements"):
-        kind, placement = "DTensor", ", ".join(repr(one) for one in parameter.placements)
+        kind, placement = "DTensor", ", ".join(map(repr, parameter.placements))
         local = local_of(parameter)
-    elif isinstance(parameter, FlatParameter):  # by an attribute: its class is plain nn.Parameter
+    elif isinstance(parameter, FlatParameter):  # which checks an attribute: its class is nn.Parameter
         kind, placement = "FlatParameter", "flat shard"
     elif "FSDP1" in wrappers:
         # With use_orig_params each parameter is a one-dimensional view of this rank's part of the flat one (maybe empty).

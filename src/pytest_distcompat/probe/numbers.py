@@ -1,4 +1,4 @@
-"""Reads what is neither model nor optimizer: random states, a gradient scaler, memory, a model's output."""
+"""Readers of everything beside model and optimizer: RNG states, gradient scaler, memory, a model's output."""
 
 from __future__ import annotations
 
@@ -10,49 +10,54 @@ import torch
 
 from pytest_distcompat.probe.optimizer import links
 
-#: Numbers of an output that go into the trace: enough to tell two models apart, few enough to read.
+#: How many numbers of an output go into the trace: enough to tell two models apart, few enough to read.
 SAMPLED = 32
 
 
 def read_rng(device: str) -> str:
-    """A digest of torch's random state on the CPU and, where the rank has one, on its GPU."""
+    """Return a digest of torch's RNG state on the CPU and, if ``device`` is a GPU, of that on the GPU."""
     states = [torch.get_rng_state()]
     if device.startswith("cuda"):
         states.append(torch.cuda.get_rng_state(device))
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for state in states:
-        found.update(state.numpy().tobytes())
-    return found.hexdigest()[:16]
+        hasher.update(state.numpy().tobytes())
+    return hasher.hexdigest()[:16]
 
 
 def read_scaler(scaler: Any, optimizer: Any) -> dict[str, float]:
-    """The numbers of a ``torch.amp.GradScaler``, or the scale of DeepSpeed's own, which its optimizers show."""
+    """Return the numbers of a ``torch.amp.GradScaler``, or those of DeepSpeed's loss scaler, which its optimizers have."""
     if scaler is not None:
         state = scaler.state_dict()
         return {key: float(value) for key, value in state.items() if isinstance(value, (int, float))}
-    own = next((link for link in links(optimizer) if hasattr(link, "loss_scale")), None)
-    return {} if own is None else {"scale": float(own.loss_scale), **_patience(own)}
+    scaling = next((link for link in links(optimizer) if hasattr(link, "loss_scale")), None)
+    return {} if scaling is None else {"scale": float(scaling.loss_scale), **_hysteresis(scaling)}
 
 
-def _patience(optimizer: Any) -> dict[str, float]:
-    """``hysteresis``: which overflow from now on makes the scale smaller, 1 for the next; empty if there is no such thing.
+def _hysteresis(optimizer: Any) -> dict[str, float]:
+    """Return ``hysteresis``: the number of further overflows until the scale shrinks; empty without such a number.
 
-    Of DeepSpeed's ZeRO optimizers, which keep it in ``loss_scaler``; that is not documented, and
-    ``tests/spawn/test_private_names.py`` says when it goes away.
+    DeepSpeed's ZeRO optimizers keep it in ``loss_scaler``, which is not documented; ``tests/spawn/test_private_names.py``
+    fails when it changes.
     """
-    bears = getattr(getattr(optimizer, "loss_scaler", None), "cur_hysteresis", None)
-    return {} if bears is None else {"hysteresis": float(bears)}
+    hysteresis = getattr(getattr(optimizer, "loss_scaler", None), "cur_hysteresis", None)
+    return {} if hysteresis is None else {"hysteresis": float(hysteresis)}
 
 
 def peak_memory(device: str) -> int:
-    """Bytes: the most that torch ever had on this rank's GPU, on the CPU the most that the process ever had resident."""
+    """Return the peak memory in bytes: allocated by torch on the GPU, or resident in the process on the CPU."""
     if device.startswith("cuda"):
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def sample(output: torch.Tensor) -> tuple[float, ...]:
-    """Numbers from all over the output, always the same places. Raises TypeError for what is no tensor."""
+    """Return at most ``SAMPLED`` evenly spaced numbers of the output, rounded to 6 digits.
+
+    Raises:
+        TypeError: If ``output`` is not a tensor.
+
+    """
     if not hasattr(output, "detach"):
         raise TypeError(f"evaluate() returned {output!r:.100}; expected a tensor: what the model computes, not a loss")
     flat = output.detach().float().cpu().reshape(-1)

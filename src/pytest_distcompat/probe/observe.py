@@ -1,4 +1,4 @@
-"""Watches single steps through torch's public hooks: what computed, what was reduced, what the optimizer stepped on."""
+"""Observer of single steps: matrix products, collectives and optimizer steps, seen through torch's public hooks."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-#: (name of the place, function) -> the function as it is to be called there.
+#: (description of the call, function) -> the function that is called instead.
 Guarded = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
-def _as_it_is(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _unguarded(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
     del where
     return function
 
 
 class Hook:
-    """A hook on a module of somebody else's: in a copy of the module, or in a pickle of it, it is one that does nothing."""
+    """Hook on a user's module that becomes a hook without effect in a copy or a pickle of the module."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
     def __call__(self, *args: Any) -> Any:
-        """What the hook is for."""
+        """Call the function."""
         return self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Who reads the pickle need not have this package."""
+        """Pickle as a function of the standard library, so that the reader of the pickle does not need this package."""
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 @dataclass
 class _Step:
-    """What is seen of a step while it goes on; ``optimizer`` is the ``id`` of the outermost one."""
+    """Observations of a step that is under way; ``optimizer`` is the ``id`` of the outermost optimizer."""
 
     optimizer: int
     master: set[str] = field(default_factory=set)
@@ -67,19 +67,19 @@ class _Step:
 
 
 class Observer:
-    """Hooks that write down what steps do. Made once a run; ``watching()`` around a training says when, and how closely.
+    """Hooks that record what steps do. Make one for each run; they record inside ``watching()``.
 
-    The step hooks are torch's global ones (``register_optimizer_step_pre_hook``): they see the optimizer that really
-    steps, at the time it steps, through any number of wrappers, and for ZeRO the flat partitions, which no param_group
-    shows between steps.
+    The step hooks are torch's global ones (``register_optimizer_step_pre_hook``). They see the optimizer that really steps,
+    at the time it steps, through any number of wrappers. With ZeRO they see the flat partitions, which no param_group has
+    between steps.
     """
 
-    def __init__(self, guarded: Guarded = _as_it_is) -> None:
+    def __init__(self, guarded: Guarded = _unguarded) -> None:
         """Register the step hooks.
 
         Args:
-            guarded: Wraps each function that torch calls. In somebody else's script it keeps what the probe raises
-                from the script; in a run of ours that is a failure like any other.
+            guarded: Wraps each function that torch calls. In a user's script it keeps the probe's exceptions away from
+                the script; in a run of a driver they fail the run like any other.
 
         """
         self._guarded = guarded
@@ -90,72 +90,76 @@ class Observer:
         self.inputs: list[str] = []
         self.float8 = 0
         self._active = False
-        self._mode: _Collectives | None = None
-        self._below = 0
+        self._mode: _OperatorMode | None = None
+        self._outer_modes = 0
         self._step: _Step | None = None
         register_optimizer_step_pre_hook(guarded("before an optimizer's step, its gradients", self._pre_step))
         register_optimizer_step_post_hook(guarded("after an optimizer's step, its state", self._post_step))
-        self.saw_operator = guarded("an operator", self._saw_operator)
+        self.record_operator = guarded("an operator", self._record_operator)
 
     def attach(self, model: Module) -> None:
-        """Watch all leaf modules that multiply by a matrix; before anything wraps the model.
+        """Register hooks on the model and on all its leaf modules that multiply by a matrix.
 
-        All, for a unit that was wrapped otherwise computes otherwise.
+        Call it before anything wraps the model. All such modules have a hook, because a unit that is wrapped differently
+        may compute in another dtype.
         """
         self.attach_to_products(model)
-        model.register_forward_pre_hook(Hook(self.fed), with_kwargs=True)
+        model.register_forward_pre_hook(Hook(self.record_inputs), with_kwargs=True)
 
     def attach_to_products(self, model: Module) -> list[RemovableHandle]:
-        """The same without the model's inputs; what takes the hooks off again."""
+        """Register hooks on the leaf modules that multiply by a matrix, and return handles that remove them."""
         return [
             module.register_forward_hook(Hook(self._guarded("a forward hook of a layer", self._forward_hook(name))))
             for name, module in model.named_modules()
             if multiplies(module)
         ]
 
-    def fed(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What the model is fed, in no order of arguments: a wrapper may name what the caller did not. Empty without a tensor."""
+    def record_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the digests of the model's input tensors, as a forward pre-hook.
+
+        They are sorted, because a wrapper may pass by keyword what the caller passed by position.
+        """
         if torch.compiler.is_compiling():
-            return  # a trainer that compiles though nobody asked for it
+            return  # a trainer may compile without being asked to
         if self._active and torch.is_grad_enabled():
             with self.aside():
-                fed = tensors_fed((*args, *kwargs.values()))
-                self.inputs.append(" ".join(sorted(digest(value) for value in fed)))
+                tensors = tensors_fed((*args, *kwargs.values()))
+                self.inputs.append(" ".join(sorted(digest(tensor) for tensor in tensors)))
 
-    def listen(self, *, on: bool) -> None:
-        """Let the hooks write down what they see, or not, from now on; single operators in ``operators`` only."""
+    def set_active(self, *, on: bool) -> None:
+        """Turn the recording of all hooks on or off. Operators are recorded in ``recording_operators`` only."""
         self._active = on
 
     @contextlib.contextmanager
-    def operators(self) -> Iterator[None]:
-        """See single operators inside, where the hooks listen: for who wraps single calls of a training that is not his."""
+    def recording_operators(self) -> Iterator[None]:
+        """Record the operators inside, if the hooks are active. For a single call of a user's script."""
         if not self._active:
             yield
             return
-        with _Collectives(self):
+        with _OperatorMode(self):
             yield
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what happens inside; single operators where ``look_closely`` asks for them."""
-        self._active, self._below = True, len(_get_current_dispatch_mode_stack())
+        """Record the training inside; its operators only while ``record_operators`` has turned that on."""
+        self._active, self._outer_modes = True, len(_get_current_dispatch_mode_stack())
         self._step = None
         try:
             yield
         finally:
             self._active = False
-            self.look_closely(on=False)
+            self.record_operators(on=False)
 
-    def look_closely(self, *, on: bool) -> None:
-        """See single operators, or not, from now on. A tiny model's step takes four times as long meanwhile.
+    def record_operators(self, *, on: bool) -> None:
+        """Turn the recording of single operators on or off. A tiny model's step takes four times as long while it is on.
 
-        Modes are left in the order in which they were entered, so ours goes below all that the trainer is in by now; and it
-        stays while another lies over it. A mode is moved by two private functions, with which torch takes modes off and puts
-        them back itself; ``tests/spawn/test_private_names.py`` says when they go away.
+        Dispatch modes form a stack. Ours is inserted below the modes that the trainer has entered, so that the trainer can
+        leave its own; and it is removed only when no other mode lies above it. The two functions that move modes are
+        private, and torch uses them for the same purpose; ``tests/spawn/test_private_names.py`` fails when they change.
         """
         if on and self._mode is None:
-            above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()[self._below :]]
-            self._mode = _Collectives(self)
+            above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()[self._outer_modes :]]
+            self._mode = _OperatorMode(self)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
             for mode in reversed(above):
                 _push_mode(mode)
@@ -165,16 +169,16 @@ class Observer:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What is computed inside is the probe's own, and no business of anybody's.
+        """Disable dispatch modes inside: operators there belong to the probe and are not recorded.
 
-        ``_disable_current_modes`` is private, but torch's own kernels use it so; without it every operator of a digest goes
-        through Python. ``tests/spawn/test_private_names.py`` says when it goes away.
+        ``_disable_current_modes`` is private, but torch's own kernels use it like this. Without it every operator of a digest
+        goes through Python. ``tests/spawn/test_private_names.py`` fails when it changes.
         """
         with _disable_current_modes():
             yield
 
     def restart(self) -> None:
-        """Forget what was seen: the next action begins."""
+        """Forget everything recorded, for the next action."""
         self.steps.clear()
         self.compute.clear()
         self.collectives.clear()
@@ -183,7 +187,7 @@ class Observer:
         self.float8 = 0
 
     def infos(self) -> dict[str, Any]:
-        """The keyword arguments of a Snapshot that come from here."""
+        """Return the fields of a Snapshot that were recorded here."""
         collectives = tuple(
             CollectiveInfo(op, dtype, calls, *self.sizes[op, dtype])
             for (op, dtype), calls in sorted(self.collectives.items())
@@ -200,29 +204,34 @@ class Observer:
         def hook(module: Module, inputs: tuple[Any, ...], output: Any) -> None:
             if self._active and inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
                 weight = getattr(module, "weight", None)
-                kept = dtype_name(weight.dtype) if isinstance(weight, torch.Tensor) else ""
-                dtypes = (kept, dtype_name(inputs[0].dtype), dtype_name(output.dtype))
-                # One module speaks for all that do the same; a trace is to stay readable.
+                stored = dtype_name(weight.dtype) if isinstance(weight, torch.Tensor) else ""
+                dtypes = (stored, dtype_name(inputs[0].dtype), dtype_name(output.dtype))
+                # One module for each combination of dtypes keeps the trace readable.
                 self.compute.setdefault(dtypes, ComputeInfo(name, *dtypes))
 
         return hook
 
     def _pre_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """What the optimizer steps on is there now, or when the closure that it was given has computed it.
+        """Record what the optimizer steps on: now, and again after the closure that computes gradients, if there is one.
 
-        A step within a step is the same one: torch's ZeroRedundancyOptimizer has another step for it, on this rank's part.
+        A step inside a step belongs to the outer one: torch's ZeroRedundancyOptimizer lets another optimizer step on this
+        rank's part.
+
+        Returns:
+            The arguments with the closure wrapped; None to leave them as they are.
+
         """
         if not self._active:
             return None
         if self._step is not None and self._step.optimizer != id(optimizer):
             return None
         step = self._step = _Step(id(optimizer))
-        self._handed(optimizer, step)
-        handed = self._guarded("the closure of an optimizer's step", self._handed)
-        return with_closure(args, kwargs, functools.partial(handed, optimizer, step))
+        self._record_gradients(optimizer, step)
+        record = self._guarded("the closure of an optimizer's step", self._record_gradients)
+        return with_closure(args, kwargs, functools.partial(record, optimizer, step))
 
-    def _handed(self, optimizer: Any, step: _Step) -> None:
-        # Frozen parameters may have been handed over too: nobody updates them.
+    def _record_gradients(self, optimizer: Any, step: _Step) -> None:
+        # The optimizer may hold frozen parameters too, which it does not update.
         tensors = [p for group in optimizer.param_groups for p in group["params"] if p.numel() and p.requires_grad]
         step.master = {dtype_name(p.dtype) for p in tensors}
         gradients = [local_of(p.grad) for p in tensors if p.grad is not None]
@@ -239,21 +248,22 @@ class Observer:
             for values in optimizer.state.values()
             if isinstance(values, Mapping)
             for key, value in values.items()
-            # A number that is kept beside them (NAdam's ``mu_product``) is no state of the elements.
+            # A scalar beside them (NAdam's ``mu_product``) is no state of the elements.
             if key != "step" and isinstance(value, torch.Tensor) and value.numel() and value.dim()
         }
         if step.optimizer == id(optimizer):
             self._step = None
-            master, gradient, state = (tuple(sorted(found)) for found in (step.master, step.gradient, step.state))
+            master, gradient, state = (tuple(sorted(dtypes)) for dtypes in (step.master, step.gradient, step.state))
             self.steps.append(StepInfo(type(optimizer).__name__, master, gradient, state, step.square))
 
-    def _saw_operator(self, func: Any, args: Any, result: Any) -> None:
-        """Write down a collective, and a tensor in 8 bits that was made, not passed on: a view is another operator's result."""
+    def _record_operator(self, func: Any, args: Any, result: Any) -> None:
+        """Record a collective, or a cast to 8 bits: a result in 8 bits without an input in 8 bits (a view has one)."""
         if func.namespace in {"c10d", "_c10d_functional"}:
-            self._saw(func._schema.name.split("::")[1].strip("_"), _tensors(args))  # noqa: SLF001 - no public way to an operator's name
+            name = func._schema.name.split("::")[1].strip("_")  # noqa: SLF001 - an operator's name is not public
+            self._record_collective(name, _tensors(args))
         self.float8 += _in_8_bits(result) and not any(map(_in_8_bits, args))
 
-    def _saw(self, op: str, tensors: list[torch.Tensor]) -> None:
+    def _record_collective(self, op: str, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
             key = (op, dtype_name(tensor.dtype))
             self.collectives[key] += 1
@@ -261,19 +271,19 @@ class Observer:
             self.sizes[key] = (max(most, tensor.numel()), total + tensor.numel())
 
 
-#: What matrix products in 8 bits take their factors in.
+#: The dtypes of the factors of matrix products in 8 bits.
 FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 
 
-class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped
-    """Sees every c10d operator that this thread dispatches, from Python or from DDP's reducer in C++, and casts to 8 bits.
+class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base class untyped
+    """Dispatch mode that sees every c10d operator of this thread, DDP's reducer in C++ included, and casts to 8 bits.
 
-    The mechanism of torch's own CommDebugMode, which counts them but does not tell dtypes.
+    torch's own CommDebugMode works in the same way, but it counts operators without their dtypes.
     """
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Under any other mode torch.compile quietly runs the model uncompiled."""
+        """Return True: under a mode that says False, torch.compile silently runs the model uncompiled."""
         return True
 
     def __init__(self, observer: Observer) -> None:
@@ -282,7 +292,7 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._observer.saw_operator(func, args, result)
+        self._observer.record_operator(func, args, result)
         return result
 
 
@@ -291,13 +301,13 @@ def _in_8_bits(value: Any) -> bool:
 
 
 def _tensors(args: Any) -> list[torch.Tensor]:
-    """Input tensors of a c10d operator: the last of its tensor arguments (outputs come first)."""
-    found: list[list[torch.Tensor]] = []
+    """Return the input tensors of a c10d operator: the last of its tensor arguments (outputs come first)."""
+    candidates: list[list[torch.Tensor]] = []
     for argument in args:
         if isinstance(argument, torch.Tensor):
-            found.append([argument])
+            candidates.append([argument])
         elif isinstance(argument, (list, tuple)):
-            flat = [x for x in argument if isinstance(x, torch.Tensor)]
-            if flat:
-                found.append(flat)
-    return found[-1] if found else []
+            tensors = [x for x in argument if isinstance(x, torch.Tensor)]
+            if tensors:
+                candidates.append(tensors)
+    return candidates[-1] if candidates else []

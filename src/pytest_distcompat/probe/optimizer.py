@@ -1,4 +1,4 @@
-"""Reads an optimizer and a scheduler."""
+"""Reader of optimizers and learning rate schedulers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 def several(optimizer: Any) -> list[Any]:
-    """The trainer's optimizers, each as it is wrapped: one, or those of a list or whatever else is iterated over.
+    """Return the trainer's optimizers or schedulers as a list: one, those of an iterable, or none for None.
 
-    One for matrices and one for the rest, as ``torch.optim.Muon`` wants it
+    ``torch.optim.Muon`` needs a second optimizer for parameters that are no matrices
     (https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html); ``get_state_dict`` takes several in the same way.
-    None for None.
     """
     if optimizer is None:
         return []
@@ -30,16 +29,15 @@ def several(optimizer: Any) -> list[Any]:
 
 
 def entries(optimizer: Any) -> list[torch.Tensor]:
-    """What all of them optimize, in the order of their groups."""
+    """Return the parameters of all the optimizers, in the order of their groups."""
     groups = (group for one in several(optimizer) for group in torch_optimizer(one).param_groups)
     return [parameter for group in groups for parameter in group["params"]]
 
 
 def chain(optimizer: Any) -> list[Any]:
-    """From the outermost wrapper of one optimizer to the torch optimizer that steps.
+    """Return the wrappers of one optimizer, the outermost first, and at the end the torch optimizer.
 
-    AcceleratedOptimizer, DeepSpeedOptimizerWrapper and DeepSpeed's ZeRO optimizers all keep the inner one as
-    ``.optimizer``.
+    AcceleratedOptimizer, DeepSpeedOptimizerWrapper and DeepSpeed's ZeRO optimizers all have the inner one as ``.optimizer``.
     """
     links = [optimizer]
     while (inner := getattr(links[-1], "optimizer", None)) is not None and inner not in links:
@@ -48,64 +46,77 @@ def chain(optimizer: Any) -> list[Any]:
 
 
 def _delegate(optimizer: Any) -> Any:
-    """The one that a torch optimizer has step for it; itself, if it does so itself.
+    """Return the optimizer that a torch optimizer delegates its step to, or the optimizer itself.
 
-    ``torch.distributed.optim.ZeroRedundancyOptimizer`` (https://docs.pytorch.org/docs/stable/distributed.optim.html) knows all
-    parameters and keeps the state of this rank's in ``optim``. In its own state is what was loaded, and None for the others.
+    ``torch.distributed.optim.ZeroRedundancyOptimizer`` (https://docs.pytorch.org/docs/stable/distributed.optim.html) holds all
+    parameters; ``optim`` holds those of this rank and their state. Its own state is what was loaded, and None for the others.
     """
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def links(optimizer: Any) -> Iterator[Any]:
-    """Of all of the trainer's optimizers, the wrappers and what they wrap."""
+    """Yield the wrappers and the torch optimizer of each of the trainer's optimizers."""
     return (link for one in several(optimizer) for link in chain(one))
 
 
 def torch_optimizer(optimizer: Any) -> Any:
-    """The torch optimizer at the end of the chain; None for None."""
+    """Return the torch optimizer inside all wrappers; None for None."""
     return None if optimizer is None else chain(optimizer)[-1]
 
 
-def copied(optimizer: Any) -> dict[int, torch.Tensor]:
-    """The id of a float32 copy that is optimized -> the parameter in low precision that it is a copy of.
+def master_copies(optimizer: Any) -> dict[int, torch.Tensor]:
+    """Map the ``id`` of each float32 master copy to the parameter in low precision that it is a copy of.
 
-    DeepSpeed keeps such where it runs without ZeRO (``FP16_UnfusedOptimizer``), in two lists that are not documented;
-    ``tests/spawn/test_private_names.py`` says when they go away.
+    DeepSpeed has them where it runs without ZeRO (``FP16_UnfusedOptimizer``), in two lists that are not documented;
+    ``tests/spawn/test_private_names.py`` fails when they change.
     """
     for link in links(optimizer):
         low, high = getattr(link, "fp16_groups", None), getattr(link, "fp32_groups", None)
         if low and high:
             groups = zip(low, high, strict=True)
-            return {id(copy): one for ones, copies in groups for one, copy in zip(ones, copies, strict=True)}
+            return {
+                id(master): parameter
+                for parameters, masters in groups
+                for parameter, master in zip(parameters, masters, strict=True)
+            }
     return {}
 
 
 def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> OptimizerInfo:
-    """Whose tensors the optimizer holds, and every tensor of its state; if not ``whole``, the numbers of its groups only.
+    """Return the parameters that the optimizer holds and every tensor of its state; several optimizers count as one.
 
-    Of several: what they are together. Never through ``get_optimizer_state_dict``: on a fresh optimizer that takes a step
+    It does not call ``get_optimizer_state_dict``, which takes a step on a fresh optimizer
     (https://github.com/pytorch/pytorch/pull/125708).
+
+    Args:
+        model: The model as the trainer has it.
+        optimizer: The optimizer as the trainer has it, or a list of several.
+        whole: Read all state. If False, only the numbers of the parameter groups are read.
+
+    Raises:
+        TypeError: If one of them has no ``param_groups``.
+
     """
     chains = [chain(one) for one in several(optimizer)]
     inner = [one[-1] for one in chains]
     for one in inner:
         if not hasattr(one, "param_groups"):
-            told = (
+            hint = (
                 "self.optimizer of the driver is to be the optimizer that steps, or what wraps it; of several, a list"
             )
-            raise TypeError(f"{type(one).__name__} has no param_groups: {told}")
+            raise TypeError(f"{type(one).__name__} has no param_groups: {hint}")
     stepping = [_delegate(one) for one in inner]
     types = [
         tuple(type(link).__name__ for link in dict.fromkeys((*one, last)))
         for one, last in zip(chains, stepping, strict=True)
     ]
-    shown = types[0] if len(types) == 1 else (" + ".join(map(" > ".join, types)),)
+    type_names = types[0] if len(types) == 1 else (" + ".join(map(" > ".join, types)),)
     groups = tuple(_numbers(group) for one in inner for group in one.param_groups)
     if not whole:
-        return OptimizerInfo(shown, 0, param_groups=groups)
+        return OptimizerInfo(type_names, 0, param_groups=groups)
     live = {id(parameter): name for name, parameter in model.named_parameters()}
-    owners = live | {copy: live[id(low)] for copy, low in copied(optimizer).items() if id(low) in live}
+    owners = live | {copy: live[id(low)] for copy, low in master_copies(optimizer).items() if id(low) in live}
     held = entries(optimizer)
     partitioned = _partitioned(model)
     states: list[StateInfo] = []
@@ -115,26 +126,26 @@ def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> Opti
             states.append(_state(owner, "master", parameter))
         states.extend(_state(owner, key, value) for key, value in state.items() if _is_number(value))
     return OptimizerInfo(
-        chain=shown,
+        chain=type_names,
         entries=len(held),
         foreign=0 if partitioned else sum(id(parameter) not in owners for parameter in held),
         states=tuple(states),
         partitioned=partitioned,
-        # DeepSpeed's, whose engines have one optimizer.
+        # Only DeepSpeed has masters, and its engine has one optimizer.
         masters=tuple(info for one in stepping[:1] for info in _masters(model, one)),
-        accumulates=_accumulates(optimizer),
+        accumulates=_accumulation_dtype(optimizer),
         param_groups=groups,
     )
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:
-    """The numbers that steer the steps of a group, a tuple of them (betas) one by one."""
-    found: dict[str, float] = {}
+    """Return the hyperparameters of a parameter group that are numbers; those of a tuple (betas) one by one."""
+    numbers: dict[str, float] = {}
     for key, value in group.items():
         many = isinstance(value, (tuple, list))
         parts = {f"{key}.{n}": part for n, part in enumerate(value)} if many else {key: value}
-        found |= {name: float(part) for name, part in parts.items() if key != "params" and _is_number(part)}
-    return found
+        numbers |= {name: float(part) for name, part in parts.items() if key != "params" and _is_number(part)}
+    return numbers
 
 
 def _is_number(value: Any) -> bool:
@@ -148,27 +159,29 @@ def _state(owner: str, key: str, value: Any) -> StateInfo:
 
 
 def _partitioned(model: Module) -> dict[str, int]:
-    """How many elements of each live parameter this rank's flat masters hold, where DeepSpeed keeps such.
+    """Return how many elements of each live parameter this rank's flat masters hold, where DeepSpeed has such masters.
 
-    ZeRO-3 tells it by ``safe_get_local_fp32_param`` and the public ``ds_tensor`` and ``ds_numel``. ZeRO-1 and 2 keep it
-    in ``_hp_mapping``, private: the public accessors (``deepspeed.utils.safe_get_full_fp32_param``) take part in an
-    all_reduce, which a probe must not, and always answer in float32. ``tests/spawn/test_private_names.py`` says when it
-    goes away.
+    ZeRO-3 has ``safe_get_local_fp32_param`` and the public ``ds_tensor`` and ``ds_numel`` for it. ZeRO-1 and 2 have only the
+    private ``_hp_mapping``: the public accessors (``deepspeed.utils.safe_get_full_fp32_param``) take part in an all_reduce,
+    which a probe must not, and always return float32. ``tests/spawn/test_private_names.py`` fails when it changes.
     """
-    found: dict[str, int] = {}
+    numels: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if hasattr(parameter, "ds_tensor"):
-            found[name] = zero3_shard(parameter).numel() if _has_master(parameter) else 0
+            numels[name] = zero3_shard(parameter).numel() if _has_master(parameter) else 0
         elif hasattr(parameter, "_hp_mapping"):
             mapping = parameter._hp_mapping  # noqa: SLF001 - see the docstring
-            found[name] = 0 if mapping is None else int(mapping.lp_fragment_address.numel)
-    return found
+            numels[name] = 0 if mapping is None else int(mapping.lp_fragment_address.numel)
+    return numels
 
 
-def _accumulates(optimizer: Any) -> str:
-    """What DeepSpeed adds gradients up in: private, ``tests/spawn/test_private_names.py`` says when it goes away."""
+def _accumulation_dtype(optimizer: Any) -> str:
+    """Return the dtype in which DeepSpeed accumulates gradients; empty without DeepSpeed.
+
+    The attributes are private; ``tests/spawn/test_private_names.py`` fails when they change.
+    """
     for link in links(optimizer):
         for attribute in ("gradient_accumulation_dtype", "grad_acc_dtype"):
             if isinstance(dtype := getattr(link, attribute, None), torch.dtype):
@@ -177,9 +190,9 @@ def _accumulates(optimizer: Any) -> str:
 
 
 def _masters(model: Module, inner: Any) -> Iterator[StateInfo]:
-    """This rank's part of each parameter's flat master and of its moments, where DeepSpeed keeps such; see ``_partitioned``.
+    """Yield this rank's part of each parameter's flat master and moments, where DeepSpeed has them; see ``_partitioned``.
 
-    The parts of all ranks, in their order, are the parameter.
+    The parts of all ranks, concatenated in the order of the ranks, are the parameter.
     """
     keys = sorted({key for state in inner.state.values() for key, value in state.items() if _is_flat(value)})
     for name, parameter in model.named_parameters():
@@ -189,17 +202,17 @@ def _masters(model: Module, inner: Any) -> Iterator[StateInfo]:
             numel = zero3_shard(parameter).numel()
             yield _state(name, "master", safe_get_local_fp32_param(parameter).reshape(-1)[:numel])
             for key in keys:
-                # A partition of its own may have no state yet.
+                # A partition may have no state before its first step.
                 with contextlib.suppress(KeyError):
                     yield _state(name, key, safe_get_local_optimizer_state(parameter, key).reshape(-1)[:numel])
         elif (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
             yield _state(name, "master", mapping.hp_fragment)
-            place = mapping.hp_fragment_address
-            # Not ``mapping.optim_fragment``: until the first step after a load that is of the state before it.
+            fragment = mapping.hp_fragment_address
+            # Not ``mapping.optim_fragment``: after a load it is stale until the next step.
             for flat in inner.param_groups[mapping.param_group_index]["params"]:
                 for key, value in inner.state.get(flat, {}).items():
                     if _is_flat(value):
-                        yield _state(name, key, value.narrow(0, place.start, place.numel))
+                        yield _state(name, key, value.narrow(0, fragment.start, fragment.numel))
 
 
 def _is_flat(value: Any) -> bool:
@@ -207,7 +220,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _has_master(parameter: torch.Tensor) -> bool:
-    """Whether the ZeRO-3 optimizer knows the parameter: every one is partitioned, also one that nobody optimizes."""
+    """Tell whether the ZeRO-3 optimizer has the parameter: ZeRO-3 partitions parameters that are not optimized too."""
     from deepspeed.utils import safe_get_local_fp32_param
 
     try:
@@ -217,21 +230,26 @@ def _has_master(parameter: torch.Tensor) -> bool:
 
 
 def read_scheduler(scheduler: Any) -> str:
-    """A digest of the scheduler's state and of the learning rates it set; empty for None. Of several: each one's."""
+    """Return a digest of the scheduler's state and its learning rates; one for each of several, empty for None.
+
+    Raises:
+        TypeError: If one of them has no state.
+
+    """
     return "; ".join(map(_read_scheduler, several(scheduler)))
 
 
 def _read_scheduler(scheduler: Any) -> str:
     if not hasattr(scheduler, "state_dict") and not hasattr(scheduler, "__dict__"):
-        told = f"self.scheduler of the driver is a {type(scheduler).__name__}: {scheduler!r:.100}"
-        raise TypeError(f"{told}; expected the scheduler, None, or of several a list")
-    kept = scheduler.state_dict() if hasattr(scheduler, "state_dict") else vars(scheduler)
-    state = {key: value for key, value in kept.items() if isinstance(value, (int, float, list, str))}
-    # One shared scheduler counts its calls inside a run; that count is no state of training.
+        description = f"self.scheduler of the driver is a {type(scheduler).__name__}: {scheduler!r:.100}"
+        raise TypeError(f"{description}; expected the scheduler, None, or of several a list")
+    attributes = scheduler.state_dict() if hasattr(scheduler, "state_dict") else vars(scheduler)
+    state = {key: value for key, value in attributes.items() if isinstance(value, (int, float, list, str))}
+    # A scheduler counts its calls since it was made; that count is no state of training.
     state.pop("_step_count", None)
     text = json.dumps(state, sort_keys=True, default=repr)
     rates: Any = None
-    # One that somebody wrote himself may not tell, DeepSpeed's OneCycle not before its first step.
+    # A user's own scheduler may lack this method, and DeepSpeed's OneCycle raises before its first step.
     with contextlib.suppress(AttributeError, AssertionError):
         rates = scheduler.get_last_lr()
     return f"last_epoch={state.get('last_epoch')} lr={rates} {hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""Reads the values in a checkpoint that is to hold the model alone, and what else stands in it."""
+"""Reader of the values in a checkpoint that should hold only the model, and of whatever else it holds."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pytest_distcompat.trace import FileInfo
 
 
 def read_saved(directory: Path) -> tuple[FileInfo, ...]:
-    """Every file below the directory that holds a model, an optimizer or a scheduler; call it when all ranks are done.
+    """Return every file below the directory that holds a model, an optimizer or a scheduler.
 
-    It reads all tensors of the model, so not for every cell.
+    Call it when all ranks have finished writing. It reads all tensors of the model, which is too slow for every cell.
     """
     infos = []
-    with readable(directory) as there:
-        for path in sorted(path for path in there.rglob("*") if path.is_file()):
+    with readable(directory) as root:
+        for path in sorted(path for path in root.rglob("*") if path.is_file()):
             for holds, content in _parts(path):
                 digests = {str(key): digest(value) for key, value in content.items()} if holds == "model" else {}
                 if content:
                     keys = tuple(map(str, content))
-                    infos.append(FileInfo(str(path.relative_to(there)), "", holds, keys, digests=digests))
+                    infos.append(FileInfo(str(path.relative_to(root)), "", holds, keys, digests=digests))
     return tuple(infos)
 
 
 def _parts(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """``model`` with its tensors, ``optimizer`` and ``scheduler`` with whatever they hold."""
+    """Yield the parts of a file: ``model`` with its tensors, ``optimizer`` and ``scheduler`` with their entries."""
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -42,7 +42,7 @@ def _parts(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _dcp(directory: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A torch.distributed.checkpoint, read without the other ranks."""
+    """Yield the parts of a torch.distributed.checkpoint, read without the other ranks."""
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -52,18 +52,18 @@ def _dcp(directory: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     stored = metadata.state_dict_metadata
     parts = dcp_parts(metadata)
     tensors = {
-        key: torch.empty(kept.size, dtype=kept.properties.dtype)
-        for key, kept in stored.items()
-        if parts[key][0] == "model" and isinstance(kept, TensorStorageMetadata)
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in stored.items()
+        if parts[key][0] == "model" and isinstance(entry, TensorStorageMetadata)
     }
     load(tensors, checkpoint_id=directory, no_dist=True)
     yield "model", {parts[key][1]: tensor for key, tensor in tensors.items()}
     for part in ("optimizer", "scheduler"):
-        yield part, {key: kept for key, kept in stored.items() if parts[key][0] == part}
+        yield part, {key: entry for key, entry in stored.items() if parts[key][0] == part}
 
 
 def _pickled(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A torch.save file: a state dict by itself, an optimizer's, a scheduler's, or several under names."""
+    """Yield the parts of a torch.save file: a state dict, an optimizer's, a scheduler's, or several by name."""
     import torch
 
     if "param_groups" in data and "state" in data:

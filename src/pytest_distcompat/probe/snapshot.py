@@ -1,10 +1,10 @@
-"""Everything that is read of a live trainer after an action, as the fields of a Snapshot."""
+"""Reader of a live trainer: everything that a Snapshot records after an action."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.probe.live import as_module, read_model
+from pytest_distcompat.probe.live import read_model, require_module
 from pytest_distcompat.probe.numbers import peak_memory, read_rng, read_scaler
 from pytest_distcompat.probe.optimizer import read_optimizer, read_scheduler
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def look(
+def read_snapshot_fields(
     model: Module,
     optimizer: Any,
     *,
@@ -22,16 +22,27 @@ def look(
     trainer_world_size: int | None = None,
     whole: bool,
 ) -> dict[str, Any]:
-    """What stands in ``model``, ``optimizer`` and the rest, each as the trainer has it; if not ``whole``, numbers only.
+    """Return the fields of a Snapshot that come from a live trainer.
 
-    ``device`` is the rank's own: ``cpu``, ``cuda:1``.
+    Args:
+        model: The model as the trainer has it.
+        optimizer: The optimizer as the trainer has it, a list of several, or None.
+        device: This rank's own device: ``cpu``, ``cuda:1``.
+        scheduler: The learning rate scheduler, a list of several, or None.
+        scaler: The gradient scaler, or None.
+        trainer_world_size: The number of ranks that the trainer believes it has; None if it does not say.
+        whole: Read all values. If False, only numbers are read: memory, scheduler and parameter groups.
+
+    Raises:
+        TypeError: If ``model`` is not a module, or ``optimizer`` or ``scheduler`` is something else.
+
     """
-    as_module(model, "the driver's self.model", "build() is to set it to the model as the trainer has it")
-    infos: dict[str, Any] = {"scheduler": read_scheduler(scheduler), "memory": peak_memory(device)}
+    require_module(model, "the driver's self.model", "build() is to set it to the model as the trainer has it")
+    fields: dict[str, Any] = {"scheduler": read_scheduler(scheduler), "memory": peak_memory(device)}
     if optimizer is not None:
-        infos["optimizer"] = read_optimizer(model, optimizer, whole=whole)
+        fields["optimizer"] = read_optimizer(model, optimizer, whole=whole)
     if whole:
-        infos["model"] = read_model(model, optimizer, trainer_world_size)
-        infos["rng"] = read_rng(device)
-        infos["scaler"] = read_scaler(scaler, optimizer)
-    return infos
+        fields["model"] = read_model(model, optimizer, trainer_world_size)
+        fields["rng"] = read_rng(device)
+        fields["scaler"] = read_scaler(scaler, optimizer)
+    return fields

@@ -1,4 +1,4 @@
-"""Single tensors: dtype names and digests."""
+"""Single tensors: dtype names, local shards and digests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pytest_distcompat import digests
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    """Return the name without the module: ``"bfloat16"`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank stores of the tensor: the local shard of a DTensor, any other tensor itself."""
+    """Return the part of the tensor that this rank stores: the local shard of a DTensor, or the tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     with torch.no_grad():
         local: torch.Tensor = to_local() if to_local is not None else tensor.detach()
@@ -24,9 +24,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def zero3_shard(parameter: Any) -> torch.Tensor:
-    """What this rank holds of a ZeRO-3 parameter, without the padding.
+    """Return this rank's shard of a ZeRO-3 parameter, without the padding.
 
-    Every rank stores the same rounded-up size, and anything may stand in what is too much.
+    Every rank stores the same number of elements, rounded up; the values of the padding are undefined.
     """
     from torch import distributed
 
@@ -35,13 +35,18 @@ def zero3_shard(parameter: Any) -> torch.Tensor:
     return stored.reshape(-1)[: max(0, int(parameter.ds_numel) - start)]
 
 
-#: Words hashed at a time: so many products of halves of 16 bits sum up to less than 2**53, and float64 has them exactly.
+#: Words hashed at a time: the sum of so many products of 16-bit halves is below 2**53, so float64 has it exactly.
 _CHUNK = 1 << 15
 
 
 @functools.cache
 def _powers() -> torch.Tensor:
-    """base**(n-1), ..., base, 1 modulo its prime, for a whole chunk and either prime, in halves: float64 of shape (chunk, 4)."""
+    """Return the powers base**(n-1), ..., base, 1 of a chunk, modulo both primes, in 16-bit halves.
+
+    Returns:
+        float64 of shape (chunk, 4): the upper and the lower halves for each prime.
+
+    """
     columns = []
     for prime, base in zip(digests.PRIMES, digests.BASES, strict=True):
         powers = torch.ones(1, dtype=torch.int64)
@@ -52,11 +57,11 @@ def _powers() -> torch.Tensor:
 
 
 def digest(value: Any) -> str:
-    """A digest of the local values that composes, see ``pytest_distcompat.digests``.
+    """Return a digest of the local values; digests of parts can be combined, see ``pytest_distcompat.digests``.
 
-    Of the values, whatever they are stored in: bfloat16 hashes like the float32 it is cast to, exactly. FSDP1 shows its
-    upcast only at the first forward, and a frozen weight has not moved by that. Numbers hash like a tensor that holds
-    them, so a ``step`` of 3 and of 3.0 agree. Empty text for what is no tensor.
+    The digest is of the values, not of their storage: bfloat16 hashes like the float32 that it is cast to exactly. FSDP1
+    upcasts only at the first forward, which does not change a frozen weight. Numbers hash like a tensor that holds them,
+    so a ``step`` of 3 and of 3.0 agree. The digest of anything else is empty.
     """
     if isinstance(value, (int, float)):
         value = torch.tensor(float(value))
@@ -68,7 +73,7 @@ def digest(value: Any) -> str:
     except NotImplementedError:
         if not hasattr(flat, "__tensor_flatten__"):
             raise
-        # What is quantized (torchao's ``OptimState8bit``) may have no arithmetic: of the tensors that it is made of.
+        # A quantized tensor (torchao's ``OptimState8bit``) may have no arithmetic, so its inner tensors are hashed.
         names, _ = flat.__tensor_flatten__()
         return digests.combine(digest(getattr(flat, name)) for name in names)
 
@@ -79,7 +84,7 @@ def _of_values(flat: torch.Tensor) -> str:
             return digests.EMPTY
         flat = flat.cpu().contiguous().reshape(-1)
         if flat.is_floating_point():
-            # -0.0 equals 0.0, and is to hash like it.
+            # -0.0 equals 0.0, so it must hash like it.
             flat = (flat.float() if flat.element_size() < torch.float32.itemsize else flat) + 0.0
         elif flat.element_size() % 4:
             flat = flat.to(torch.int32)
@@ -88,21 +93,26 @@ def _of_values(flat: torch.Tensor) -> str:
 
 
 def _hash(words: torch.Tensor) -> tuple[int, int]:
-    """Of words in halves, the lower one first: float64 of shape (n, 2). Under both primes at once, by one product of matrices:
-    a probe hashes hundreds of small tensors a step, and each operator is a call.
+    """Return the hashes of the words modulo both primes.
+
+    Both come from one matrix product, because a probe hashes hundreds of small tensors a step and each operator costs a call.
+
+    Args:
+        words: float64 of shape (n, 2): the lower and the upper 16-bit half of each word.
+
     """
     powers = _powers()
     if len(words) <= _CHUNK:
         chunks = [torch.mm(words.t(), powers[_CHUNK - len(words) :]).tolist()]
     else:
         # Zeros in front do not change the sum, so the first chunk may be filled up.
-        filled = torch.nn.functional.pad(words, (0, 0, -len(words) % _CHUNK, 0)).view(-1, _CHUNK, 2)
-        chunks = (filled.transpose(1, 2) @ powers).tolist()
-    found = [0, 0]
-    for which, (prime, base) in enumerate(zip(digests.PRIMES, digests.BASES, strict=True)):
+        padded = torch.nn.functional.pad(words, (0, 0, -len(words) % _CHUNK, 0)).view(-1, _CHUNK, 2)
+        chunks = (padded.transpose(1, 2) @ powers).tolist()
+    hashes = [0, 0]
+    for index, (prime, base) in enumerate(zip(digests.PRIMES, digests.BASES, strict=True)):
         step = pow(base, _CHUNK, prime)
         for lower, upper in chunks:
-            higher, lowest = int(lower[2 * which]) + int(upper[2 * which + 1]), int(lower[2 * which + 1])
-            total = (int(upper[2 * which]) << 32) + (higher << 16) + lowest
-            found[which] = (found[which] * step + total) % prime
-    return found[0], found[1]
+            higher, lowest = int(lower[2 * index]) + int(upper[2 * index + 1]), int(lower[2 * index + 1])
+            total = (int(upper[2 * index]) << 32) + (higher << 16) + lowest
+            hashes[index] = (hashes[index] * step + total) % prime
+    return hashes[0], hashes[1]

@@ -1,9 +1,9 @@
-"""Runs unmodified scripts and command lines on ranks, with the probe put into them by the environment alone.
+"""Launches of unmodified scripts and command lines on ranks; environment variables alone put the probe into them.
 
-``command`` says how a launcher is called, ``hosting`` runs it and says how it ended, ``launching`` puts both together;
-``hosted_rank``, ``instrumentation``, ``recorder`` and ``bridge`` run in the ranks, let in by ``site/sitecustomize.py``.
+In the parent, ``command`` builds the launcher's command line, ``hosting`` runs it and reports how it ended, and ``launching``
+combines both. In the ranks, ``site/sitecustomize.py`` starts ``hosted_rank``, ``instrumentation``, ``recorder`` and ``bridge``.
 
-Every Python process of a launched script imports this package: what it holds is loaded when it is first asked for.
+Every Python process of a launched script imports this package, so its modules are loaded on first use only.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Ranks on the CPU that run what accelerate and transformers keep for GPUs: FSDP and DeepSpeed over gloo.
+"""CPU bridge: makes accelerate and transformers run FSDP and DeepSpeed on CPU ranks over gloo.
 
-Left alone, accelerate takes the FSDP branch for accelerators only: on the CPU it trains bare models, or plain DDP, and says
-nothing. What makes it run what it is asked for is ``drivers.accelerate.on_cpu``, which the built-in drivers call too; here it
-is called at the one place that all scripts come by, the first ``PartialState``, and ``TrainingArguments`` are told that the
-CPU is meant. In effect on CPU ranks only, checked against accelerate's version, and told in every report.
+By itself accelerate uses FSDP on accelerators only: on the CPU it silently trains a bare model, or plain DDP.
+``drivers.accelerate.on_cpu`` changes that, and the built-in drivers call it too. Here it is called when a script makes its
+first ``PartialState``, which every use of accelerate does, and ``TrainingArguments`` get ``use_cpu=True``. The bridge changes
+CPU ranks only, is checked against accelerate's version, and is named in every report.
 """
 
 from __future__ import annotations
@@ -20,46 +20,47 @@ from pytest_distcompat.scripts.import_hooks import on_import
 
 
 def install() -> None:
-    """Wait for the libraries; nothing is imported."""
-    on_import("accelerate.state", _accelerate)
-    on_import("transformers.training_args", _transformers)
-    on_import("deepspeed.ops", _deepspeed)
+    """Patch the libraries when they are imported; import none."""
+    on_import("accelerate.state", _patch_accelerate)
+    on_import("transformers.training_args", _patch_transformers)
+    on_import("deepspeed.ops", _patch_deepspeed)
 
 
-def _tell(what: str) -> None:
-    found = current_rank()
-    if found is not None:
-        guard.attempt("the CPU bridge", found.log.write, "bridge", what=what, always=True)
+def _log_change(description: str) -> None:
+    rank = current_rank()
+    if rank is not None:
+        guard.attempt("the CPU bridge", rank.log.write, "bridge", what=description, always=True)
 
 
-def _is(name: str) -> bool:
-    return os.environ.get(name, "").lower() in {"1", "true", "yes"}
+def _is_true(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in {"1", "true", "yes"}
 
 
-def _asked() -> Mapping[str, None]:
-    """What the environment, by which ``accelerate launch`` and Accelerator's own plugins speak, asks for."""
-    if _is("ACCELERATE_USE_DEEPSPEED"):
+def _requested_plugin() -> Mapping[str, None]:
+    """Return the plugin that the environment requests, which ``accelerate launch`` and Accelerator's plugins set."""
+    if _is_true("ACCELERATE_USE_DEEPSPEED"):
         return {"deepspeed_plugin": None}
-    return {"fsdp_plugin": None} if _is("ACCELERATE_USE_FSDP") else {}
+    return {"fsdp_plugin": None} if _is_true("ACCELERATE_USE_FSDP") else {}
 
 
-def _accelerate(state: ModuleType) -> None:
-    """The first ``PartialState`` of a rank, whoever makes it."""
+def _patch_accelerate(state: ModuleType) -> None:
+    """Call ``on_cpu`` when the first ``PartialState`` of a rank is made."""
     original = state.PartialState.__init__
+    #: Not empty inside ``on_cpu``, which makes a state itself.
     busy: list[bool] = []
 
     @functools.wraps(original)
     def init(self: Any, cpu: bool = False, **kwargs: Any) -> None:
-        # The state is shared by all instances: an empty one is the first.
+        # All instances share one state, so an empty one means that this is the first.
         if busy or state.PartialState._shared_state or int(os.environ.get("WORLD_SIZE", "1")) < 2:  # noqa: SLF001 - transformers asks so too
             original(self, cpu, **kwargs)
             return
         from pytest_distcompat.drivers.accelerate import on_cpu
 
-        asked = dict(_asked())
+        plugin = dict(_requested_plugin())
         busy.append(True)
         try:
-            settings = on_cpu(asked)
+            settings = on_cpu(plugin)
         finally:
             busy.clear()
         for handler in settings.pop("kwargs_handlers", ()):
@@ -67,15 +68,15 @@ def _accelerate(state: ModuleType) -> None:
         original(self, settings.pop("cpu", cpu), **kwargs)
         import accelerate
 
-        _tell(
-            f"accelerate {accelerate.__version__} runs {next(iter(asked), 'ddp').removesuffix('_plugin')} on gloo ranks"
+        _log_change(
+            f"accelerate {accelerate.__version__} runs {next(iter(plugin), 'ddp').removesuffix('_plugin')} on gloo ranks"
         )
 
     state.PartialState.__init__ = init
 
 
-def _transformers(module: ModuleType) -> None:
-    """``TrainingArguments`` that say nothing of the device would take bfloat16 for a mistake, and each rank for alone."""
+def _patch_transformers(module: ModuleType) -> None:
+    """Set ``use_cpu``: without it ``TrainingArguments`` reject bfloat16 and take each rank for a single process."""
     original = module.TrainingArguments.__post_init__
 
     @functools.wraps(original)
@@ -83,16 +84,16 @@ def _transformers(module: ModuleType) -> None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             self.use_cpu = True
             if self.fsdp:
-                # Said too late for the first state otherwise.
+                # TrainingArguments would set it only after the first state was made.
                 os.environ["ACCELERATE_USE_FSDP"] = "true"
-            _tell("TrainingArguments use the CPU")
+            _log_change("TrainingArguments use the CPU")
         original(self, *args, **kwargs)
 
     module.TrainingArguments.__post_init__ = post_init
 
 
-def _deepspeed(ops: ModuleType) -> None:
-    """Its all-reduce through shared memory would be compiled first, and leaves the memory behind."""
+def _patch_deepspeed(ops: ModuleType) -> None:
+    """Turn off DeepSpeed's all-reduce through shared memory, which would have to be compiled and leaks that memory."""
     del ops
     from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 

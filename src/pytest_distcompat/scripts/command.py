@@ -1,4 +1,4 @@
-"""How a script or a command line is called by each launcher, and in which environment."""
+"""Command lines and environments by which each launcher runs a script."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pytest_distcompat.failures import UsageProblem
 
 LAUNCHERS = ("torchrun", "accelerate", "cli")
 
-#: What belongs to one process group: a launcher that inherits it would take itself for a rank.
-_OF_A_RANK = (
+#: Variables of one rank: a launcher that inherits them would take itself for a rank.
+_RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
     "GROUP_RANK",
@@ -27,7 +27,7 @@ _OF_A_RANK = (
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, and what its environment has besides the user's own."""
+    """Command line, and the variables to add to the user's environment."""
 
     line: tuple[str, ...]
     environment: Mapping[str, str]
@@ -36,38 +36,48 @@ class Command:
 def build(
     script: str, args: Sequence[str], launcher: str, *, world_size: int, directory: Path, configuration: Path | None
 ) -> Command:
-    """The command that runs ``script`` with ``args`` on so many ranks.
+    """Return the command that runs ``script`` on ``world_size`` ranks.
 
-    ``torchrun`` and ``accelerate`` take a path, or ``module`` after ``-m``; ``cli`` any command, which is told by torchrun's
-    own variables (``PET_*``, https://docs.pytorch.org/docs/stable/elastic/run.html) how many ranks to start, where torchrun is
-    what it ends in. Raises UsageProblem for an unknown launcher, a script that is not there, and a command that is not installed.
+    Args:
+        script: For ``torchrun`` and ``accelerate`` a path, or ``-m`` with the module in ``args``. For ``cli`` any command: if
+            it ends in torchrun, torchrun's own variables set the number of ranks (``PET_*``,
+            https://docs.pytorch.org/docs/stable/elastic/run.html).
+        args: The arguments of the script.
+        launcher: ``torchrun``, ``accelerate`` or ``cli``.
+        world_size: The number of ranks.
+        directory: Where the launcher writes the logs of the ranks.
+        configuration: The configuration file for ``accelerate``, if any.
+
+    Raises:
+        UsageProblem: For an unknown launcher, a missing script, or a command that is not installed.
+
     """
     logs = directory / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     environment = {"PET_LOG_DIR": str(logs), "PET_REDIRECTS": "3"}
     if launcher == "cli":
-        found = shutil.which(script) or _beside_python(script)
-        if found is None:
+        executable = shutil.which(script) or _beside_python(script)
+        if executable is None:
             raise UsageProblem(f"there is no command {script!r} on the PATH")
         environment |= {"PET_NPROC_PER_NODE": str(world_size), "PET_STANDALONE": "1"}
-        return Command((found, *args), environment)
-    what = _target(script, args)
+        return Command((executable, *args), environment)
+    target = _target(script, args)
     if launcher == "torchrun":
-        # Standalone: a port that the kernel chooses, so that two runs at a time do not meet.
+        # Standalone: the kernel chooses the port, so that two runs at a time cannot connect to each other.
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-        return Command((*start, *what), environment)
+        return Command((*start, *target), environment)
     if launcher == "accelerate":
         start = [sys.executable, "-m", "accelerate.commands.launch"]
-        # It takes no word of torchrun's variables, but has these two of torchrun's options.
+        # It ignores torchrun's variables, but has these two of torchrun's options.
         start += ["--num_processes", str(world_size), "--main_process_port", "0", "--tee", "3", "--log_dir", str(logs)]
         if configuration is not None:
             start += ["--config_file", str(configuration)]
-        return Command((*start, *what), environment)
+        return Command((*start, *target), environment)
     raise UsageProblem(f"no launcher named {launcher!r}. Known: {', '.join(LAUNCHERS)}")
 
 
 def _target(script: str, args: Sequence[str]) -> tuple[str, ...]:
-    """A path to a script, or ``-m module``."""
+    """Return the absolute path of the script, or ``-m module``, with its arguments."""
     if script == "-m":
         if not args:
             raise UsageProblem("'-m' needs the name of a module after it")
@@ -78,14 +88,14 @@ def _target(script: str, args: Sequence[str]) -> tuple[str, ...]:
 
 
 def _beside_python(name: str) -> str | None:
-    """A command of the environment that this Python belongs to, which need not be activated."""
+    """Return the path of a command in this Python's environment, which need not be activated; None if there is none."""
     return shutil.which(name, path=str(Path(sys.executable).parent))
 
 
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """That environment without what makes its process a rank of another group."""
+    """Return the environment without the variables that make a process a rank."""
     return {
         name: value
         for name, value in environment.items()
-        if name not in _OF_A_RANK and not name.startswith(("TORCHELASTIC_", "PET_"))
+        if name not in _RANK_VARIABLES and not name.startswith(("TORCHELASTIC_", "PET_"))
     }

@@ -1,4 +1,4 @@
-"""A strategy as the files that ``accelerate launch`` and DeepSpeed take: made from the strategies' own backend configs.
+"""Configuration files for ``accelerate launch`` and DeepSpeed, made from the backend configs of the strategies.
 
 https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch, https://www.deepspeed.ai/docs/config-json/
 """
@@ -16,42 +16,58 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.strategies._fsdp import parallelism
 
-#: How accelerate's own examples and adopters call a strategy, where it is not by our name.
-ALSO = {"ddp": ("multi_gpu", "ddp_config")}
-#: What a script says too, by its own arguments: the JSON leaves it to them.
+#: Other names of a strategy's file in accelerate's examples and in adopters' repositories.
+FILE_ALIASES = {"ddp": ("multi_gpu", "ddp_config")}
+#: Settings that a script's own arguments also control: the JSON sets them to "auto".
 _LEFT_TO_THE_SCRIPT = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _MIXED = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
-#: Words of ``fsdp_config`` in transformers that are others in accelerate's file.
+#: Keys of ``fsdp_config`` in transformers -> in accelerate's file; empty for keys that it lacks.
 _RENAMED = {"cpu_offload": "offload_params", "transformer_layer_cls_to_wrap": ""}
 
 
 def find_configuration(given: str | Path | None, cell: Cell, directory: Path, blocks: Sequence[str] = ()) -> Path:
-    """The file for ``accelerate launch``: the one that is given, the cell's of a directory that is given, or a new one.
+    """Return the file for ``accelerate launch``: the given one, the cell's in a given directory, or a new one.
 
-    In a directory it is called as the cell's strategy, with or without its precision: ``fsdp2-bf16_mixed.yaml``, ``fsdp2.yaml``.
-    Raises UsageProblem if there is none.
+    Args:
+        given: A file, or a directory of files named after the strategy, with or without the precision:
+            ``fsdp2-bf16_mixed.yaml``, ``fsdp2.yaml``. None to write a new file.
+        cell: What is to be running.
+        directory: Where a new file is written.
+        blocks: Class names of the modules that FSDP wraps one by one, for a new file.
+
+    Raises:
+        UsageProblem: If a given directory has no file for the cell, or no file can describe the cell.
+
     """
     if given is None:
         return write_configuration(cell, directory, blocks)
     path = Path(given).resolve()
     if path.is_file():
         return path
-    names = [f"{cell.strategy}-{cell.precision}", cell.strategy, *ALSO.get(cell.strategy, ())]
-    tried = [path / f"{name}.{suffix}" for name in names for suffix in ("yaml", "yml", "json")]
-    found = next((one for one in tried if one.is_file()), None)
-    if found is None:
+    names = [f"{cell.strategy}-{cell.precision}", cell.strategy, *FILE_ALIASES.get(cell.strategy, ())]
+    candidates = [path / f"{name}.{suffix}" for name in names for suffix in ("yaml", "yml", "json")]
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if file is None:
         raise UsageProblem(
-            f"{given}: no configuration for {cell.strategy}; looked for {', '.join(one.name for one in tried)}"
+            f"{given}: no configuration for {cell.strategy}; looked for "
+            f"{', '.join(candidate.name for candidate in candidates)}"
         )
-    return found
+    return file
 
 
 def write_configuration(cell: Cell, directory: Path, blocks: Sequence[str] = ()) -> Path:
-    """Write the cell's YAML, and the DeepSpeed JSON that it names, if it names one; the YAML's path.
+    """Write the cell's YAML file, and the DeepSpeed JSON file that it refers to, if any; return the path of the YAML file.
 
-    ``blocks`` are class names of the modules that FSDP wraps one by one; if none, those that the model declares.
-    It says the same for GPUs and for the CPU: that accelerate runs it there is the business of the bridge.
-    Raises UsageProblem for what accelerate cannot be told by a file.
+    The files are the same for GPUs and for the CPU, where the bridge lets accelerate run them.
+
+    Args:
+        cell: What is to be running.
+        directory: Where the files are written.
+        blocks: Class names of the modules that FSDP wraps one by one; if empty, those that the model declares.
+
+    Raises:
+        UsageProblem: If no file can describe the cell.
+
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{cell.strategy}-{cell.precision}.yaml"
@@ -59,8 +75,8 @@ def write_configuration(cell: Cell, directory: Path, blocks: Sequence[str] = ())
     return path
 
 
-def unwritten(cell: Cell) -> str | None:
-    """Why no file can say the cell, as one sentence; None if one can."""
+def unsupported_reason(cell: Cell) -> str | None:
+    """Return why no file can describe the cell, as one sentence; None if one can."""
     strategy, precision = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision)
     if precision.float8 and strategy.zero_stage is not None:
         return "accelerate takes fp8 under DeepSpeed from Accelerator(mixed_precision='fp8') only, not from a file"
@@ -73,7 +89,7 @@ def unwritten(cell: Cell) -> str | None:
 
 def _settings(cell: Cell, path: Path, blocks: Sequence[str]) -> dict[str, Any]:
     strategy, precision = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision)
-    problem = unwritten(cell)
+    problem = unsupported_reason(cell)
     if problem:
         raise UsageProblem(f"{cell.id}: {problem}")
     mixed = "fp8" if precision.float8 else _MIXED[precision.compute] if precision.mixed else "no"
@@ -86,16 +102,15 @@ def _settings(cell: Cell, path: Path, blocks: Sequence[str]) -> dict[str, Any]:
         "num_processes": cell.world_size,
         "use_cpu": False,
     }
-    if (how := cell.option("compile")) not in {False, "partial"}:
-        backend = {True: "INDUCTOR", "regional": "AOT_EAGER"}.get(how, str(how).upper())
-        settings["dynamo_config"] = {"dynamo_backend": backend, "dynamo_use_regional_compilation": how == "regional"}
+    if (mode := cell.option("compile")) not in {False, "partial"}:
+        backend = {True: "INDUCTOR", "regional": "AOT_EAGER"}.get(mode, str(mode).upper())
+        settings["dynamo_config"] = {"dynamo_backend": backend, "dynamo_use_regional_compilation": mode == "regional"}
     if precision.float8:
         settings["fp8_config"] = {"backend": "TE" if cell.option("fp8_backend") == "te" else "AO"}
     if strategy.zero_stage is not None:
-        written = _deepspeed(cell)
         file = path.with_suffix(".deepspeed.json")
-        file.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-        # The JSON says it, and accelerate takes no second word on that.
+        file.write_text(json.dumps(_deepspeed(cell), indent=2) + "\n", encoding="utf-8")
+        # The JSON file sets the precision, and accelerate does not accept it twice.
         del settings["mixed_precision"]
         settings["distributed_type"] = "DEEPSPEED"
         settings["deepspeed_config"] = {"deepspeed_config_file": str(file), "zero3_init_flag": False}
@@ -114,23 +129,23 @@ def _deepspeed(cell: Cell) -> dict[str, Any]:
 
 
 def _fsdp(cell: Cell, blocks: Sequence[str]) -> dict[str, Any]:
-    """As TrainingArguments are told, but for the blocks: a model of transformers names its own, if nobody else does."""
+    """Return the ``fsdp_config`` of TrainingArguments with accelerate's keys, and with ``blocks`` in place of a declaration."""
     strategy = STRATEGIES.get(cell.strategy)
     assert strategy.transformers is not None
-    # Of copies this process would have to import accelerate to speak, and they stand beside it.
-    alone = cell.without("dp_replicate")
-    told: Mapping[str, Any] = strategy.transformers(PRECISIONS.get(cell.precision), alone)["fsdp_config"]
-    renamed = ((_RENAMED.get(name, name), value) for name, value in told.items())
-    found = {f"fsdp_{name}": value for name, value in renamed if name}
+    # With replicas the strategy would import accelerate here, and ``parallelism_config`` describes them.
+    one_replica = cell.without("dp_replicate")
+    config: Mapping[str, Any] = strategy.transformers(PRECISIONS.get(cell.precision), one_replica)["fsdp_config"]
+    renamed = ((_RENAMED.get(name, name), value) for name, value in config.items())
+    settings = {f"fsdp_{name}": value for name, value in renamed if name}
     if blocks and cell.option("wrap_policy") != "size":
-        found["fsdp_transformer_layer_cls_to_wrap"] = ",".join(blocks)
+        settings["fsdp_transformer_layer_cls_to_wrap"] = ",".join(blocks)
     if cell.strategy == "fsdp1":
-        found["fsdp_reshard_after_forward"] = str(found["fsdp_reshard_after_forward"]).upper()
-    return found
+        settings["fsdp_reshard_after_forward"] = str(settings["fsdp_reshard_after_forward"]).upper()
+    return settings
 
 
 def _yaml(settings: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """YAML of names, numbers and truth values, one level deep in one another: all that these files have."""
+    """Yield the lines of a YAML file of strings, numbers, booleans and nested mappings of them."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield f"{indent}{name}:"

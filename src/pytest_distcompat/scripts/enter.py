@@ -1,4 +1,4 @@
-"""What happens at the start of every Python process of a launched script."""
+"""Start of the probe and the CPU bridge in every Python process of a launched script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pytest_distcompat.scripts.hosted_rank import claim
 
 
 def enter() -> None:
-    """Be known, if it is a rank; let the probe and the bridge in when their libraries come."""
+    """Claim the rank if this process is one, and install the probe and the bridge."""
     if os.environ.get(RUN):
         if os.environ.get("RANK", "").isdecimal():
             claim(int(os.environ["RANK"]))

@@ -1,6 +1,6 @@
-"""The one door through which a script enters the probe: what goes wrong behind it is written down and never raised.
+"""Guard around every call from a script into the probe: exceptions of the probe are reported and never raised.
 
-The first failure silences the probe for the rest of the process. The script goes on, and no check passes.
+The first failure silences the probe for the rest of the process. The script continues, and no check passes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 from pytest_distcompat.scripts.environment import RUN
 
 _failed = False
-#: (place, traceback) -> whether it went to the log of a rank.
+#: (description of the call, traceback) -> whether it was written to the log of a rank.
 _report: Callable[[str, str], bool] | None = None
 
 
 def report_to(report: Callable[[str, str], bool]) -> None:
-    """Have the first failure written to the log of the rank that this process is from now on."""
+    """Set the function that writes the first failure to the log of the rank that this process has become."""
     global _report  # noqa: PLW0603 - a process has one probe
     _report = report
 
 
 def failed() -> bool:
-    """Return whether the probe has failed in this process."""
+    """Tell whether the probe has failed in this process."""
     return _failed
 
 
@@ -35,10 +35,10 @@ def attempt(where: str, function: Callable[..., Any], *args: Any, always: bool =
     """Call ``function`` and return its result; None if it raises, or if the probe has failed before.
 
     Args:
-        where: The name of the place in the script, for the report.
+        where: Names the call of the script, for the report.
         function: The part of the probe that is called.
         *args: Its positional arguments.
-        always: Call it although the probe has failed before: it says how the rank ended, or undoes what was done.
+        always: Call it even if the probe has failed before, because it reports how the rank ended or undoes a change.
         **kwargs: Its keyword arguments.
 
     """
@@ -49,22 +49,22 @@ def attempt(where: str, function: Callable[..., Any], *args: Any, always: bool =
         return function(*args, **kwargs)
     except Exception:
         _failed = True
-        _write_down(where, traceback.format_exc())
+        _report_failure(where, traceback.format_exc())
         return None
 
 
 def guarded(where: str, function: Callable[..., Any], *, always: bool = False) -> Callable[..., Any]:
-    """Return ``function`` behind the door, for whoever keeps it and calls it later: a hook, a callback."""
+    """Return ``function`` wrapped in ``attempt``, for a caller that stores it: a hook, a callback."""
 
     @functools.wraps(function)
-    def door(*args: Any, **kwargs: Any) -> Any:
+    def guarded_call(*args: Any, **kwargs: Any) -> Any:
         return attempt(where, function, *args, always=always, **kwargs)
 
-    return door
+    return guarded_call
 
 
-def _write_down(where: str, text: str) -> None:
-    """Write it to the log of the rank, or to a file of its own in a process that is no rank (yet) or has lost its log."""
+def _report_failure(where: str, text: str) -> None:
+    """Write a failure to the log of the rank, or to a separate file if there is no such log or it cannot be written."""
     with contextlib.suppress(Exception):
         if _report is not None and _report(where, text):
             return

@@ -1,7 +1,7 @@
-"""A rank makes itself known: who it is, that it started, how it ended. In processes that somebody else's launcher starts.
+"""Reports of a rank that a foreign launcher has started: its number, its start and its end.
 
-A rank is the process that has RANK in its environment, as torchrun, accelerate and deepspeed give it, or that becomes one
-by ``init_process_group`` (``mp.spawn``, mpirun). Its children are none, whatever they inherit.
+A rank is a process that has RANK in its environment, which torchrun, accelerate and deepspeed set, or that becomes one by
+``init_process_group`` (``mp.spawn``, mpirun). Its child processes are no ranks, although they inherit its environment.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pytest_distcompat.scripts.environment import RANK_PID, RUN
 if TYPE_CHECKING:
     from pytest_distcompat.launch import RankLog
 
-#: The frame in which the exception that ends a process was last: its main module, or what runs ``python -m``.
+#: The outermost frame of an exception that ends a process: the main module, or the function that runs ``python -m``.
 _OUTERMOST = frozenset({"<module>", "_run_module_as_main"})
 
 
 class HostedRank:
-    """One rank's word to the parent."""
+    """Log of this process as a rank, which the parent reads."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         from pytest_distcompat.launch import RankLog
@@ -38,32 +38,32 @@ class HostedRank:
         self.rank = rank
         self.pid = os.getpid()
         self.log: RankLog = RankLog(directory, rank)
-        self._said = False
-        #: The last ``sys.exit``, which somebody may have caught, and the exception that was being handled then.
+        self._end_logged = False
+        #: The last ``sys.exit``, which the script may have caught, and the exception that was being handled then.
         self._exit: SystemExit | None = None
         self._cause: BaseException | None = None
 
-    def here(self) -> bool:
-        """Whether this is the rank itself, not a process that was forked from it."""
+    def is_this_process(self) -> bool:
+        """Tell whether this process is the rank itself, and not a fork of it."""
         return os.getpid() == self.pid
 
     def begin(self) -> None:
-        """Say so, and see to it that the end is told, whichever it is."""
+        """Log the start, and install handlers that log the end of the process, whatever ends it."""
         guard.report_to(self._probe_failed)
         from pytest_distcompat.launch.process import STACK_SIGNAL
 
-        # Files of their own, kept open: at the time they are needed this process may be unable to open one.
+        # Files that are opened now: at the time of a crash this process may be unable to open one.
         faulthandler.register(STACK_SIGNAL, file=self._open("stack"), all_threads=True)
         if not faulthandler.is_enabled():
             faulthandler.enable(file=self._open("fault"))
-        # Who is ended by SIGTERM cannot say so otherwise; the signal then does what it would have done.
+        # A process that SIGTERM ends runs no Python code any more; ``chain`` keeps the signal's effect.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             faulthandler.register(signal.SIGTERM, file=self._open("ended"), all_threads=False, chain=True)
         self._watch_exit()
         self.log.write("start", pid=self.pid, python=sys.executable, argv=list(sys.orig_argv), cwd=str(Path.cwd()))
 
     def _probe_failed(self, where: str, text: str) -> bool:
-        if not self.here():
+        if not self.is_this_process():
             return False
         self.log.write("probe failed", where=where, text=text)
         return True
@@ -86,7 +86,7 @@ class HostedRank:
         self._hook = excepthook
         end = guard.guarded("the end of the process", self.end, always=True)
         atexit.register(end)
-        # What multiprocessing forks leaves without a call to atexit's functions.
+        # Processes that multiprocessing forks exit without calling atexit's functions.
         if "multiprocessing.util" in sys.modules:
             from multiprocessing import util
 
@@ -97,48 +97,48 @@ class HostedRank:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """The last word of a rank that raised."""
+        """Log the exception that ended the rank."""
         from pytest_distcompat.launch.peers import lost_peer
 
-        if self.here() and not self._said:
-            self._said = True
+        if self.is_this_process() and not self._end_logged:
+            self._end_logged = True
             message = "".join(traceback.format_exception_only(error)).strip()
             text = "".join(traceback.format_exception(error))
             self.log.error(type(error).__name__, message, text, lost=lost_peer(error))
 
-    def heard(self, event: str, rank: int) -> bool:
-        """Whether that rank has told of such an event."""
+    def has_logged(self, event: str, rank: int) -> bool:
+        """Tell whether that rank has logged such an event."""
         from pytest_distcompat.launch.request import read_events
 
-        return any(one["event"] == event for one in read_events(self.directory, rank))
+        return any(entry["event"] == event for entry in read_events(self.directory, rank))
 
-    def leave(self) -> None:
-        """Be gone at once, and well: as a preempted rank is, without atexit functions and without a word to its peers."""
-        self._said = True
+    def exit_like_preempted(self) -> None:
+        """Exit at once with code 0, as a preempted rank does: without atexit functions or leaving the process group."""
+        self._end_logged = True
         self.log.write("done")
         os._exit(0)
 
     def end(self) -> None:
-        """The last word of a rank that leaves, as far as Python can tell why it does."""
-        if self._said or not self.here():
+        """Log how the rank ends, as far as Python knows the reason."""
+        if self._end_logged or not self.is_this_process():
             return
-        finish()
+        _run_before_end()
         error = sys.exc_info()[1]
         if error is None and self._exit is not None and _ends_process(self._exit.__traceback__):
             error = self._exit
         if error is None and sys.excepthook is not self._hook:
-            # Somebody replaced it (rich, a debugger): then Python's own note of what ended the main module counts.
+            # The script has replaced the hook (rich, a debugger), so use Python's own record of the last exception.
             error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         code = 0
         if isinstance(error, SystemExit):
-            # A text as exit status is printed, and stands for 1.
+            # Python prints a string as exit status and exits with 1.
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
-            # ``sys.exit(1)`` in an ``except``, as mp.spawn has it, tells of the exception.
+            # The cause of a ``sys.exit(1)`` inside an ``except``, as in mp.spawn, is the exception.
             error = self._cause if error is self._exit and code else None
         if error is not None:
             self.fail(error)
             return
-        self._said = True
+        self._end_logged = True
         if code:
             self.log.write("exit", code=code)
         else:
@@ -146,45 +146,49 @@ class HostedRank:
 
 
 def _ends_process(trace: TracebackType | None) -> bool:
-    """Whether an exception with that traceback got as far as the main module: C code may have one printed that ends nothing.
+    """Tell whether an exception with that traceback reached the main module. C code prints exceptions that end nothing.
 
-    A ``sys.exit(3)`` that the main module itself catches cannot be told from one that it lets pass, and counts as an end.
+    A ``sys.exit(3)`` that the main module itself catches looks the same, and counts as an end.
     """
     return trace is None or trace.tb_frame.f_code.co_name in _OUTERMOST
 
 
-#: What is to be done before the last word; the recorder puts itself here.
+#: Functions to be called before the end is logged; the recorder registers one.
 _before_end: list[Any] = []
 
 
-def before_end(function: Any) -> None:
-    """Call it once, when the rank leaves well or not, while its log can still be written."""
+def call_before_end(function: Any) -> None:
+    """Register a function to be called once before the end of the rank is logged."""
     _before_end.append(function)
 
 
-def finish() -> None:
-    """Do what was to be done before the end."""
+def _run_before_end() -> None:
+    """Call the registered functions, the last one first."""
     while _before_end:
         guard.attempt("the end of the process", _before_end.pop())
 
 
-_present: HostedRank | None = None
+_current: HostedRank | None = None
 
 
 def current_rank() -> HostedRank | None:
-    """This process's, if it is a rank."""
-    return _present if _present is not None and _present.here() else None
+    """Return the rank that this process is, None if it is none."""
+    return _current if _current is not None and _current.is_this_process() else None
 
 
 def claim(rank: int) -> HostedRank | None:
-    """Be that rank; None if this process is the child of one, or another process is it already.
+    """Make this process that rank, and return it.
 
-    One process may follow another as the same rank (a shell script that prepares, then trains): the last one counts,
-    if all before it ended well. So does a program that follows another in the same process (``os.execv``).
+    Several processes may be the same rank one after the other (a shell script that prepares, then trains). The last one
+    counts if all before it ended well. The same holds for programs in one process (``os.execv``).
+
+    Returns:
+        The rank; None if this process is a child of a rank, or another process is that rank already.
+
     """
-    global _present  # noqa: PLW0603 - a process is one rank
+    global _current  # noqa: PLW0603 - a process is one rank
     if current_rank() is not None:
-        return _present
+        return _current
     if os.environ.get(RANK_PID, "") not in {"", str(os.getpid())}:
         return None
     directory = Path(os.environ[RUN])
@@ -199,13 +203,13 @@ def claim(rank: int) -> HostedRank | None:
     with os.fdopen(descriptor, "w") as file:
         file.write(str(os.getpid()))
     os.environ[RANK_PID] = str(os.getpid())
-    _present = HostedRank(directory, rank)
-    _present.begin()
-    return _present
+    _current = HostedRank(directory, rank)
+    _current.begin()
+    return _current
 
 
 def _ended_well(directory: Path, rank: int) -> bool:
-    """Whether the process that was this rank is done."""
+    """Tell whether the log of that rank says that it ended well."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         last = (directory / f"rank-{rank}.jsonl").read_text(encoding="utf-8").splitlines()[-1]
         return bool(json.loads(last)["event"] == "done")

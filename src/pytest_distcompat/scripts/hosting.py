@@ -1,8 +1,8 @@
-"""Runs a launcher that is not ours, watches the ranks that it starts, and says how they ended: one verdict from all.
+"""Host of a foreign launcher: run it, watch the ranks that it starts, and combine their endings.
 
-The verdict is put together by ``launch.ending``, as for ranks of our own. What differs: who starts the ranks is unknown, so
-they announce themselves (``hosted_rank``); their exit codes are the launcher's to know, so they are read from torchrun's
-report, or from what the ranks left; and the launcher itself can fail.
+``launch.ending`` combines them, as for ranks of our own launcher. There are three differences. The ranks are not our
+children, so they announce themselves (``hosted_rank``). Only the launcher knows their exit codes, so these are read from
+torchrun's report or from the files of the ranks. The launcher itself can fail.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from pytest_distcompat.launch.process import alive, await_end, await_exit, desce
 from pytest_distcompat.launch.request import Request, read_end, read_events
 from pytest_distcompat.launch.watchdog import Watchdog
 
-#: How long a launcher may take to notice that its ranks are gone, and ranks to leave once their launcher has.
-PATIENCE = 5.0
-#: How long helpers of Python's own (resource trackers) may take to notice that nobody needs them.
-TIDY = 1.0
-#: Bytes of a launcher's output that are looked through, and lines of it that are shown.
-READ, SHOWN = 400_000, 60
+#: How long a launcher may take to exit after its ranks are gone, and the supervisor after its launcher, in seconds.
+EXIT_TIMEOUT_S = 5.0
+#: How long ranks and Python's own helpers (resource trackers) may take to exit after their launcher, in seconds.
+REMAINDER_TIMEOUT_S = 1.0
+#: How many bytes of a launcher's output are searched, and how many lines of it are shown.
+OUTPUT_BYTES_READ, OUTPUT_LINES_SHOWN = 400_000, 60
 
-#: How faulthandler calls the signal that ended a process.
+#: faulthandler's names of the signals that end a process, and the exit codes.
 _FATAL = {"Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Floating": -8, "Illegal instruction": -4}
 
 
 @dataclass(frozen=True)
 class Hosted:
-    """A command to be run on ``world_size`` ranks, for ``timeout`` seconds at most; ``name`` is what messages call it."""
+    """Command to be run on ``world_size`` ranks, for ``timeout`` seconds at most; messages call it ``name``."""
 
     name: str
     line: Sequence[str]
@@ -52,7 +52,10 @@ class Hosted:
     reproduce: str
 
     def run(self) -> Ending:
-        """Start it, wait until it ended or was ended; never raises for what it does."""
+        """Start the command, wait until it has ended or kill it at the timeout, and return how it ended.
+
+        The failure of the command or of a rank is part of the result and raises nothing.
+        """
         # A launcher tries for minutes, and then says what it could not connect to.
         if problem := loopback.problem():
             return conclude(self.directory, self.world_size, None, launch_error=problem)
@@ -64,96 +67,97 @@ class Hosted:
 
 
 class _Supervisor:
-    """The process below which the launcher and all its ranks are, see ``supervisor``."""
+    """Process that is an ancestor of the launcher and of all its ranks, see ``scripts.supervisor``."""
 
     def __init__(self, hosted: Hosted) -> None:
         directory = hosted.directory
         self.status = directory / "launcher.json"
         self.output = directory / "launcher.log"
-        wanted = {
+        request = {
             "command": list(hosted.line),
             "environment": dict(hosted.environment),
             "cwd": str(hosted.cwd),
             "output": str(self.output),
             "status": str(self.status),
         }
-        path = directory / "wanted.json"
-        path.write_text(json.dumps(wanted), encoding="utf-8")
+        path = directory / "command.json"
+        path.write_text(json.dumps(request), encoding="utf-8")
         with (directory / "supervisor.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pytest_distcompat.scripts.supervisor", str(path)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                # Ctrl-C is for pytest, which then lets go.
+                # Ctrl-C must reach pytest only, which then closes the pipe.
                 start_new_session=True,
             )
 
-    def ended(self) -> Mapping[str, Any] | None:
-        """How the launcher ended; None while it runs."""
+    def launcher_status(self) -> Mapping[str, Any] | None:
+        """Return how the launcher ended: its exit ``code`` and a ``problem``; None while it runs."""
         if self.status.exists():
-            found: dict[str, Any] = json.loads(self.status.read_text(encoding="utf-8"))
-            return found
+            status: dict[str, Any] = json.loads(self.status.read_text(encoding="utf-8"))
+            return status
         if self._process.poll() is not None:
-            said = read_end(self.output.with_name("supervisor.log"), READ)
-            died = f"the process that ran it died ({exit_name(self._process.returncode)})"
-            return {"code": None, "problem": f"{died} {said}".rstrip()}
+            output = read_end(self.output.with_name("supervisor.log"), OUTPUT_BYTES_READ)
+            reason = f"the process that ran it died ({exit_name(self._process.returncode)})"
+            return {"code": None, "problem": f"{reason} {output}".rstrip()}
         return None
 
-    def below(self) -> list[psutil.Process]:
-        """What runs: the launcher, its ranks, and what they started."""
+    def processes(self) -> list[psutil.Process]:
+        """Return the live processes: the launcher, its ranks, and the processes that they started."""
         return [process for process in descendants(self._process.pid) if alive(process.pid)]
 
     def close(self) -> None:
-        """Kill all that still runs."""
-        kill(self.below())
+        """Kill all processes that still run, and the supervisor."""
+        kill(self.processes())
         assert self._process.stdin is not None
         self._process.stdin.close()
-        if not await_exit(self._process, PATIENCE):
+        if not await_exit(self._process, EXIT_TIMEOUT_S):
             kill_and_wait(self._process)
 
 
-class _Deaths:
-    """When each rank was first seen gone: one that is killed cannot tell."""
+class _RankExits:
+    """Times at which ranks were first seen gone: a rank that is killed cannot log its end."""
 
     def __init__(self, hosted: Hosted) -> None:
         self._hosted = hosted
-        self.at: dict[int, float] = {}
+        self.exited_at: dict[int, float] = {}
         self.pids: dict[int, int] = {}
 
-    def look(self) -> None:
+    def update(self) -> None:
+        """Read the process numbers of new ranks, and note the time for ranks that are gone."""
         for rank in range(self._hosted.world_size):
             if rank not in self.pids:
-                said = read_events(self._hosted.directory, rank)
-                if said and said[0]["event"] == "start":
-                    self.pids[rank] = int(said[0]["pid"])
-            if rank in self.pids and rank not in self.at and not alive(self.pids[rank]):
-                self.at[rank] = clock.now()
+                events = read_events(self._hosted.directory, rank)
+                if events and events[0]["event"] == "start":
+                    self.pids[rank] = int(events[0]["pid"])
+            if rank in self.pids and rank not in self.exited_at and not alive(self.pids[rank]):
+                self.exited_at[rank] = clock.now()
 
 
 def _watch(hosted: Hosted, supervisor: _Supervisor) -> Ending:
     watch = Watchdog(Request("", {}, hosted.world_size, str(hosted.directory), hosted.timeout))
-    deaths = _Deaths(hosted)
+    exits = _RankExits(hosted)
     acted: float | None = None
-    while (ended := supervisor.ended()) is None:
+    while (ended := supervisor.launcher_status()) is None:
         clock.sleep(0.02)
         watch.check()
-        deaths.look()
+        exits.update()
         if watch.acted:
             acted = acted or clock.now()
-            if clock.now() > acted + PATIENCE:
+            if clock.now() > acted + EXIT_TIMEOUT_S:
                 break
-    outlived = _outlived(supervisor, deaths, watch)
-    left_over = _clear_up(supervisor, watch)
-    deaths.look()
-    text = read_end(supervisor.output, READ)
+    surviving = _surviving_ranks(supervisor, exits, watch)
+    left_over = _kill_remaining(supervisor, watch)
+    exits.update()
+    text = read_end(supervisor.output, OUTPUT_BYTES_READ)
     first = FAILURE.search(text, max(0, text.find("Root Cause")))
-    codes = [_exit_code(hosted, rank, text, deaths.pids.get(rank)) for rank in range(hosted.world_size)]
+    codes = [_exit_code(hosted, rank, text, exits.pids.get(rank)) for rank in range(hosted.world_size)]
     known: dict[str, Any] = {
         "timed_out": watch.timed_out,
-        "ended_by_us": [*watch.ended_by_us, *outlived],
+        "ended_by_us": [*watch.ended_by_us, *surviving],
         "first": int(first.group(1)) if first else None,
-        "ended_at": [deaths.at.get(rank) for rank in range(hosted.world_size)],
+        "ended_at": [exits.exited_at.get(rank) for rank in range(hosted.world_size)],
         "seconds": clock.now() - watch.began,
         "timeout": hosted.timeout,
         "environment": hosted.environment,
@@ -161,28 +165,28 @@ def _watch(hosted: Hosted, supervisor: _Supervisor) -> Ending:
         "command": hosted.reproduce,
     }
     ending = conclude(hosted.directory, hosted.world_size, codes, **known)
-    problem = _problem(hosted, ending, ended, outlived, text)
+    problem = _launch_problem(hosted, ending, ended, surviving, text)
     if problem:
         ending = conclude(hosted.directory, hosted.world_size, codes, launch_error=problem, **known)
     return ending
 
 
-def _outlived(supervisor: _Supervisor, deaths: _Deaths, watch: Watchdog) -> list[int]:
-    """Ranks that run on though their launcher is gone. They get a moment to leave, and are then killed."""
-    await_end(supervisor.below(), TIDY if not watch.acted else 0.0)
-    deaths.look()
-    return [rank for rank, pid in deaths.pids.items() if alive(pid) and rank not in watch.ended_by_us]
+def _surviving_ranks(supervisor: _Supervisor, exits: _RankExits, watch: Watchdog) -> list[int]:
+    """Return the ranks that still run a moment after their launcher has ended."""
+    await_end(supervisor.processes(), REMAINDER_TIMEOUT_S if not watch.acted else 0.0)
+    exits.update()
+    return [rank for rank, pid in exits.pids.items() if alive(pid) and rank not in watch.ended_by_us]
 
 
-def _clear_up(supervisor: _Supervisor, watch: Watchdog) -> list[str]:
-    """Kill what is left below the supervisor; who it was, of a run that was not ended by us."""
-    names = kill_named(supervisor.below())
+def _kill_remaining(supervisor: _Supervisor, watch: Watchdog) -> list[str]:
+    """Kill all processes that are left, and return their names unless the watchdog has ended the run."""
+    names = kill_named(supervisor.processes())
     return [] if watch.acted else names
 
 
 def _exit_code(hosted: Hosted, rank: int, text: str, pid: int | None) -> int | None:
-    """As torchrun reports it, or as the rank or the signal that ended it left it; None if nobody knows."""
-    reported = {int(one): int(code) for one, code in FAILURE.findall(text)}
+    """Return the exit code from torchrun's report, the rank's log or its crash file; None if it is unknown."""
+    reported = {int(failed): int(code) for failed, code in FAILURE.findall(text)}
     if rank in reported:
         return reported[rank]
     if str(pid) in ENDED.findall(text):
@@ -190,24 +194,24 @@ def _exit_code(hosted: Hosted, rank: int, text: str, pid: int | None) -> int | N
     for event in read_events(hosted.directory, rank):
         if event["event"] == "exit":
             return int(event["code"])
-    fault = read_end(hosted.directory / f"rank-{rank}.fault", READ)
+    fault = read_end(hosted.directory / f"rank-{rank}.fault", OUTPUT_BYTES_READ)
     for name, code in _FATAL.items():
         if f"{CRASH}{name}" in fault:
             return code
-    return -15 if read_end(hosted.directory / f"rank-{rank}.ended", READ) else None
+    return -15 if read_end(hosted.directory / f"rank-{rank}.ended", OUTPUT_BYTES_READ) else None
 
 
-def _problem(
-    hosted: Hosted, ending: Ending, ended: Mapping[str, Any] | None, outlived: Sequence[int], text: str
+def _launch_problem(
+    hosted: Hosted, ending: Ending, ended: Mapping[str, Any] | None, surviving: Sequence[int], text: str
 ) -> str:
-    """What went wrong that is no rank's: the launcher's failure, a failed probe in another process, ranks too many or none.
+    """Return what went wrong apart from the ranks: in the launcher, in the probe of another process, in the number of ranks.
 
-    The last line is the headline; the launcher's last output stands before it.
+    The last line is the headline, and the end of the launcher's output stands before it. Empty if nothing went wrong.
     """
     code = ended["code"] if ended else None
     headline = ""
     failed = sorted(hosted.directory.glob("probe-*.failed"))
-    extra = _ranks(hosted.directory) - set(range(hosted.world_size))
+    extra = _announced_ranks(hosted.directory) - set(range(hosted.world_size))
     if failed:
         text = failed[0].read_text(encoding="utf-8")
         headline = "the probe failed in a process of the run"
@@ -216,24 +220,25 @@ def _problem(
     elif code is not None and code < 0:
         headline = f"{hosted.name} was killed by {exit_name(code)}"
     elif extra:
-        told = f"rank {', '.join(map(str, sorted(extra)))} announced itself too"
-        headline = f"{told}; expected {hosted.world_size} ranks"
-    elif not _ranks(hosted.directory):
-        late = f"time limit of {hosted.timeout:g} s" if ending.timed_out else f"{hosted.name} ended ({exit_name(code)})"
+        announced = f"rank {', '.join(map(str, sorted(extra)))} announced itself too"
+        headline = f"{announced}; expected {hosted.world_size} ranks"
+    elif not _announced_ranks(hosted.directory):
+        end = f"time limit of {hosted.timeout:g} s" if ending.timed_out else f"{hosted.name} ended ({exit_name(code)})"
         headline = (
-            f"{late}, and no process announced itself as a rank: none had RANK in its environment or made a process group "
+            f"{end}, and no process announced itself as a rank: none had RANK in its environment or made a process group "
             "(is Python started with -E, -I or -S, or without its environment?)"
         )
-    elif outlived and not code:
-        headline = f"{hosted.name} ended ({exit_name(code)}) while rank {', '.join(map(str, outlived))} still ran"
+    elif surviving and not code:
+        headline = f"{hosted.name} ended ({exit_name(code)}) while rank {', '.join(map(str, surviving))} still ran"
     elif code and not ending.failed:
         headline = f"all ranks ended well, but {hosted.name} exited with code {code}"
     if not headline:
         return ""
-    shown = "\n".join(text.rstrip().splitlines()[-SHOWN:])
-    return f"last output of {hosted.name}:\n{shown}\n\n{headline}" if shown else headline
+    output = "\n".join(text.rstrip().splitlines()[-OUTPUT_LINES_SHOWN:])
+    return f"last output of {hosted.name}:\n{output}\n\n{headline}" if output else headline
 
 
-def _ranks(directory: Path) -> set[int]:
-    found = (re.fullmatch(r"rank-(\d+)\.jsonl", path.name) for path in directory.glob("rank-*.jsonl"))
-    return {int(match.group(1)) for match in found if match}
+def _announced_ranks(directory: Path) -> set[int]:
+    """Return the ranks that have a log."""
+    matches = (re.fullmatch(r"rank-(\d+)\.jsonl", path.name) for path in directory.glob("rank-*.jsonl"))
+    return {int(match.group(1)) for match in matches if match}

@@ -1,4 +1,4 @@
-"""Calls a function when a module has been imported: what patches a library must neither import it nor come too late."""
+"""Import hooks: call a function when a module has been imported, to patch a library without importing it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OnImport = Callable[[ModuleType], None]
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: it asks the others, and has the loader tell when it is done."""
+    """Finder that delegates to the other finders and wraps the loader of a module that someone waits for."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[OnImport]] = {}
@@ -31,17 +31,17 @@ class _ImportHook(importlib.abc.MetaPathFinder):
                 find(fullname, path, target) if find is not None and finder is not self else None
             )
             if spec is not None:
-                guard.attempt(f"the import of {fullname}", self._tell, spec.loader, fullname)
+                guard.attempt(f"the import of {fullname}", self._wrap_loader, spec.loader, fullname)
                 return spec
         return None
 
-    def _tell(self, loader: Any, name: str) -> None:
+    def _wrap_loader(self, loader: Any, name: str) -> None:
         if loader is None:
             return
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            # The loader is the module's own, and is left as it was found.
+            # Restore the loader, which belongs to the module.
             del loader.exec_module
             execute(module)
             for function in self.waiting.pop(name, ()):
@@ -54,9 +54,9 @@ _import_hook = _ImportHook()
 
 
 def on_import(name: str, function: OnImport) -> None:
-    """Call ``function(module)`` once the module of that name is imported; now, if it is."""
+    """Call ``function(module)`` when the module of that name has been imported; at once if it is imported already."""
     module = sys.modules.get(name)
-    if module is not None and not _arriving(module):
+    if module is not None and not _is_being_imported(module):
         guard.attempt(f"the import of {name}", function, module)
         return
     if _import_hook not in sys.meta_path:
@@ -64,6 +64,6 @@ def on_import(name: str, function: OnImport) -> None:
     _import_hook.waiting.setdefault(name, []).append(function)
 
 
-def _arriving(module: ModuleType) -> bool:
-    """Whether its import is still under way. ``_initializing`` is importlib's own mark; without it, it is here."""
+def _is_being_imported(module: ModuleType) -> bool:
+    """Tell whether the module's import is still under way, by importlib's own mark ``_initializing``."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))

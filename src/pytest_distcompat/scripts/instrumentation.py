@@ -1,4 +1,4 @@
-"""The calls of a script that the probe is told by, library by library; each is wrapped when its library arrives."""
+"""Library calls that are wrapped so that the probe sees them; each when its library has been imported."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pytest_distcompat.scripts import guard, lightning_instrumentation, trainer_
 from pytest_distcompat.scripts.hosted_rank import claim, current_rank
 from pytest_distcompat.scripts.import_hooks import on_import
 from pytest_distcompat.scripts.recorder import Recorder
-from pytest_distcompat.scripts.subjects import Subjects
-from pytest_distcompat.scripts.wrappers import Arguments, Keywords, Steps, put
+from pytest_distcompat.scripts.tracked_objects import TrackedObjects
+from pytest_distcompat.scripts.wrappers import Arguments, Keywords, Steps, wrap_attribute
 
 
 def install() -> None:
-    """Have the points wrapped when their libraries are imported; nothing is imported for that."""
-    on_import("torch", _groups)
+    """Wrap each library's calls when the library is imported; import none."""
+    on_import("torch", _process_groups)
     if not wrappers.probe_config().steps:
         return
     for name, wrap in (
@@ -30,7 +30,10 @@ def install() -> None:
         ("accelerate.accelerator", _accelerate),
         ("deepspeed", _deepspeed),
         ("safetensors.torch", _safetensors),
-        ("transformers.modeling_utils", lambda module: put(module.PreTrainedModel, "save_pretrained", _exports)),
+        (
+            "transformers.modeling_utils",
+            lambda module: wrap_attribute(module.PreTrainedModel, "save_pretrained", _exports),
+        ),
         ("transformers.trainer", lambda module: trainer_instrumentation.wrap(module.Trainer)),
         *((f"{package}.trainer", lightning_instrumentation.trainer) for package in lightning_instrumentation.PACKAGES),
         *(
@@ -41,15 +44,15 @@ def install() -> None:
         on_import(name, wrap)
 
 
-def _groups(torch: ModuleType) -> None:
-    """A process may be a rank by its process group only."""
+def _process_groups(torch: ModuleType) -> None:
+    """Claim the rank when the process joins a group: without RANK in the environment nothing else makes it a rank."""
     if not torch.distributed.is_available():
         return
     original = torch.distributed.init_process_group
 
     def joined() -> None:
         if claim(torch.distributed.get_rank()) is not None:
-            wrappers.recorder()
+            wrappers.current_recorder()
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
@@ -64,80 +67,80 @@ def _torch(torch: ModuleType) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     def before(optimizer: Any, *_: Any) -> None:
-        if (found := wrappers.recorder()) is not None:
-            found.aside(found.about_to_step, optimizer)
+        if (recorder := wrappers.current_recorder()) is not None:
+            recorder.call_unobserved(recorder.before_step, optimizer)
 
     def after(*_: Any) -> None:
-        if (found := wrappers.recorder()) is not None:
-            found.aside(found.stepped)
+        if (recorder := wrappers.current_recorder()) is not None:
+            recorder.call_unobserved(recorder.after_step)
 
     register_optimizer_step_pre_hook(guard.guarded("before an optimizer's step", before))
     register_optimizer_step_post_hook(guard.guarded("after an optimizer's step", after))
     # What ``loss.backward()`` calls.
-    put(torch.autograd, "backward", wrappers.trains(_first))
-    put(torch, "compile", wrappers.wraps(lambda result, _args: wrappers.models([result]), compiles=True))
-    put(torch.nn.Module, "compile", wrappers.wraps(lambda _result, _args: (), compiles=True))
-    put(
+    wrap_attribute(torch.autograd, "backward", wrappers.trains(_first_argument))
+    wrap_attribute(torch, "compile", wrappers.wraps(lambda result, _args: wrappers.models([result]), compiles=True))
+    wrap_attribute(torch.nn.Module, "compile", wrappers.wraps(lambda _result, _args: (), compiles=True))
+    wrap_attribute(
         torch,
         "save",
         wrappers.saves(
-            lambda _result, args, kwargs: _file(args[1:2] or (kwargs.get("f"),)), everyone=False, model=False
+            lambda _result, args, kwargs: _path_or_none(args[1:2] or (kwargs.get("f"),)), everyone=False, model=False
         ),
     )
-    put(torch.nn.parallel.DistributedDataParallel, "__init__", wrappers.constructs)
-    put(torch.optim.Optimizer, "__init__", _noted(lambda subjects: subjects.made))
-    put(torch.optim.lr_scheduler.LRScheduler, "__init__", _noted(lambda subjects: subjects.schedulers))
+    wrap_attribute(torch.nn.parallel.DistributedDataParallel, "__init__", wrappers.constructs)
+    wrap_attribute(torch.optim.Optimizer, "__init__", _tracks(lambda tracked: tracked.torch_optimizers))
+    wrap_attribute(torch.optim.lr_scheduler.LRScheduler, "__init__", _tracks(lambda tracked: tracked.schedulers))
     if torch.distributed.is_available():
-        put(torch.distributed, "destroy_process_group", wrappers.settles)
+        wrap_attribute(torch.distributed, "destroy_process_group", wrappers.may_end_training)
     if current_rank() is not None:
-        # Now, for it hangs hooks into torch too, which must not happen while such are being called.
-        wrappers.recorder()
+        # The recorder registers hooks of torch, which must not happen later, inside such a hook.
+        wrappers.current_recorder()
 
 
-def _first(args: Arguments, kwargs: Keywords) -> Any:
+def _first_argument(args: Arguments, kwargs: Keywords) -> Any:
     return next(iter((*args, *kwargs.values())), None)
 
 
-def _file(values: tuple[Any, ...]) -> Any:
+def _path_or_none(values: tuple[Any, ...]) -> Any:
     return values[0] if isinstance(values[0], (str, os.PathLike)) else None
 
 
 def _safetensors(module: ModuleType) -> None:
-    """``save_file(tensors, filename)`` and ``save_model(model, filename)``, by which scripts write safetensors themselves."""
+    """Wrap ``save_file(tensors, filename)`` and ``save_model(model, filename)``."""
 
     def where(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
-        return _second(args, kwargs, "filename")
+        return _second_argument(args, kwargs, "filename")
 
-    put(module, "save_file", wrappers.saves(where, everyone=False, model=False))
-    put(module, "save_model", wrappers.saves(where, everyone=False))
+    wrap_attribute(module, "save_file", wrappers.saves(where, everyone=False, model=False))
+    wrap_attribute(module, "save_model", wrappers.saves(where, everyone=False))
 
 
-def _second(args: Arguments, kwargs: Keywords, name: str) -> Any:
+def _second_argument(args: Arguments, kwargs: Keywords, name: str) -> Any:
     return args[1] if len(args) > 1 else kwargs.get(name)
 
 
-def _exports(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
-    """``model.save_pretrained(save_directory)``: what is trained is looked at, and its files are read."""
-    if not found.depth:
-        found.aside(found.settled)
-    path = _second(args, kwargs, "save_directory") if kwargs.get("is_main_process", True) else None
-    yield from wrappers.saves(lambda *_: path, everyone=False)(found, args, kwargs)
+def _exports(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
+    """Wrap ``model.save_pretrained(save_directory)``: record the trained model and the files."""
+    if not recorder.depth:
+        recorder.call_unobserved(recorder.record_final_model)
+    path = _second_argument(args, kwargs, "save_directory") if kwargs.get("is_main_process", True) else None
+    yield from wrappers.saves(lambda *_: path, everyone=False)(recorder, args, kwargs)
 
 
-def _noted(where: Callable[[Subjects], list[weakref.ref[Any]]]) -> wrappers.Wrapper:
-    """An ``__init__`` whose objects are noted in the order they are made."""
+def _tracks(choose_list: Callable[[TrackedObjects], list[weakref.ref[Any]]]) -> wrappers.Wrapper:
+    """Make a wrapper of an ``__init__`` that adds the new object to the list that ``choose_list`` returns."""
 
-    def point(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a point
+    def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
         yield
-        where(found.subjects).append(weakref.ref(args[0]))
+        choose_list(recorder.tracked).append(weakref.ref(args[0]))
 
-    return point
+    return wrapper
 
 
 def _fsdp(fsdp: ModuleType) -> None:
-    put(fsdp.FullyShardedDataParallel, "__init__", wrappers.constructs)
-    # In place: of one module, or of each in a list.
-    put(
+    wrap_attribute(fsdp.FullyShardedDataParallel, "__init__", wrappers.constructs)
+    # It wraps in place: one module, or each of a list.
+    wrap_attribute(
         fsdp,
         "fully_shard",
         wrappers.wraps(
@@ -148,57 +151,59 @@ def _fsdp(fsdp: ModuleType) -> None:
 
 def _checkpoints(checkpoint: ModuleType) -> None:
     def where(_result: Any, _args: Arguments, kwargs: Keywords) -> Any:
-        """``save(state_dict, *, checkpoint_id=None, storage_writer=None)``."""
+        """Return the path of ``save(state_dict, *, checkpoint_id=None, storage_writer=None)``."""
         return kwargs.get("checkpoint_id") or getattr(kwargs.get("storage_writer"), "path", None)
 
-    # Where they are defined too, for those who import them from there.
+    # In the defining modules too, because a script may import them from there.
     for module in (checkpoint, checkpoint.state_dict_saver):
-        put(module, "save", wrappers.saves(where))
-        put(module, "async_save", wrappers.saves(where))
+        wrap_attribute(module, "save", wrappers.saves(where))
+        wrap_attribute(module, "async_save", wrappers.saves(where))
     for module in (checkpoint, checkpoint.state_dict_loader):
-        put(module, "load", wrappers.loads)
+        wrap_attribute(module, "load", wrappers.loads)
 
 
 def _state_dicts(module: ModuleType) -> None:
-    """Of a fresh optimizer these take a step on no gradients (https://github.com/pytorch/pytorch/pull/125708)."""
+    """Wrap the functions that step a fresh optimizer without gradients (https://github.com/pytorch/pytorch/pull/125708)."""
     for name in ("get_state_dict", "get_optimizer_state_dict", "set_state_dict", "set_optimizer_state_dict"):
-        put(module, name, wrappers.hides)
+        wrap_attribute(module, name, wrappers.ignores_steps)
 
 
 def _accelerate(module: ModuleType) -> None:
     made = wrappers.wraps(lambda result, _args: result if isinstance(result, (tuple, list)) else (result,))
 
-    def prepares(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
-        found.subjects.accelerator = weakref.ref(args[0])
-        yield from made(found, args, kwargs)
+    def prepares(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
+        recorder.tracked.accelerator = weakref.ref(args[0])
+        yield from made(recorder, args, kwargs)
 
     accelerator = module.Accelerator
     for name in ("prepare", "prepare_model"):
-        put(accelerator, name, prepares)
+        wrap_attribute(accelerator, name, prepares)
     for name in ("get_state_dict", "save_model", "end_training"):
-        put(accelerator, name, wrappers.settles)
-    # The loss before it is divided or scaled.
-    put(accelerator, "backward", wrappers.trains(lambda args, kwargs: _first(args[1:], kwargs)))
-    put(accelerator, "save_state", wrappers.saves(lambda result, _args, _kwargs: result))
-    put(accelerator, "load_state", wrappers.loads)
+        wrap_attribute(accelerator, name, wrappers.may_end_training)
+    # The argument is the loss before it is divided or scaled.
+    wrap_attribute(accelerator, "backward", wrappers.trains(lambda args, kwargs: _first_argument(args[1:], kwargs)))
+    wrap_attribute(accelerator, "save_state", wrappers.saves(lambda result, _args, _kwargs: result))
+    wrap_attribute(accelerator, "load_state", wrappers.loads)
 
 
 def _deepspeed(deepspeed: ModuleType) -> None:
-    def steps(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a point
+    def steps(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
         engine = args[0]
-        found.aside(found.about_to_step, None, engine)
-        before, found.in_engine = engine.global_steps, True
+        recorder.call_unobserved(recorder.before_step, None, engine)
+        before, recorder.in_engine = engine.global_steps, True
         try:
-            with found.inside(training=True):
+            with recorder.inside_call(training=True):
                 yield
         finally:
-            found.in_engine = False
+            recorder.in_engine = False
         if engine.global_steps > before:
-            found.aside(found.stepped)
+            recorder.call_unobserved(recorder.after_step)
 
     engine = deepspeed.DeepSpeedEngine
-    put(deepspeed, "initialize", wrappers.wraps(lambda result, _args: result[:1]))
-    put(engine, "backward", wrappers.trains(lambda args, kwargs: _first(args[1:], kwargs)))
-    put(engine, "step", steps)
-    put(engine, "save_checkpoint", wrappers.saves(lambda _result, args, kwargs: _first(args[1:], kwargs)))
-    put(engine, "load_checkpoint", wrappers.loads)
+    wrap_attribute(deepspeed, "initialize", wrappers.wraps(lambda result, _args: result[:1]))
+    wrap_attribute(engine, "backward", wrappers.trains(lambda args, kwargs: _first_argument(args[1:], kwargs)))
+    wrap_attribute(engine, "step", steps)
+    wrap_attribute(
+        engine, "save_checkpoint", wrappers.saves(lambda _result, args, kwargs: _first_argument(args[1:], kwargs))
+    )
+    wrap_attribute(engine, "load_checkpoint", wrappers.loads)

@@ -1,4 +1,4 @@
-"""A script or a command line, run on ranks and judged; for pytest, ``unittest`` and plain scripts alike."""
+"""Launch of a script or a command line on ranks, for pytest, ``unittest`` and plain scripts alike."""
 
 from __future__ import annotations
 
@@ -31,9 +31,16 @@ from pytest_distcompat.strategies import STRATEGIES
 
 @dataclass(frozen=True)
 class Host:
-    """Where scripts run: on which ``device`` (``cpu``, ``cuda``), on how many ranks and for how many seconds if nobody says,
-    who lends the devices, and which directory holds the runs. If None, each has a temporary one, which is kept if the run
-    failed, and goes with this process if it did not.
+    """Where scripts run.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        world_size: The number of ranks, unless ``launch`` is given another.
+        pool: Leases the devices.
+        timeout: The time limit in seconds, unless ``launch`` is given another.
+        directory: Where the runs have their directories. If None, each has a temporary one, which is removed at the end of
+            this process unless the run failed.
+
     """
 
     device: str
@@ -44,14 +51,14 @@ class Host:
 
     @classmethod
     def here(cls) -> Host:
-        """All GPUs of this machine, or two ranks on its CPU."""
-        found = visible_gpus()
-        if found:
-            return cls("cuda", found, Pool(None, gpus()))
+        """Return a host with all GPUs of this machine, or with two ranks on its CPU."""
+        gpu_count = visible_gpus()
+        if gpu_count:
+            return cls("cuda", gpu_count, Pool(None, gpus()))
         return cls("cpu", CPU_WORLD_SIZE, Pool(None, cpu_slots()))
 
     def new_directory(self, name: str) -> Path:
-        """An empty directory for one run."""
+        """Make an empty directory for one run."""
         if self.directory is not None:
             self.directory.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f"distcompat-{name}-", dir=self.directory))
@@ -79,39 +86,53 @@ def launch(
     fails: str = "",
     host: Host | None = None,
 ) -> ScriptRun:
-    """Run an unmodified script (a path, or ``"-m", "module"``) or command line on ranks, and say how all of them ended.
+    """Run an unmodified script or command line on ranks, and return how all of them ended.
 
-    ``launcher`` is ``torchrun``, ``accelerate``, or ``cli`` for any command that ends in torchrun, accelerate, deepspeed or
-    ``mp.spawn``. ``strategy``, ``precision`` and ``options`` (those of a Cell) say what is to be running: the checks measure by
-    them, and ``accelerate`` gets a configuration file made from them, unless ``configuration`` names one, or a directory of
-    such; in ``args``, ``{configuration}`` stands for its path. ``output`` is where the script leaves its model.
-    ``timeout`` is in seconds, from the start of the launcher. ``environment`` is added to this process's.
+    Args:
+        script: A path, ``"-m"`` with the module as the first argument, or a command for ``launcher="cli"``.
+        *args: The arguments of the script; ``{configuration}`` stands for the path of the configuration file.
+        launcher: ``torchrun``, ``accelerate``, or ``cli`` for any command that ends in torchrun, accelerate, deepspeed or
+            ``mp.spawn``.
+        strategy: What should be running. The checks compare with it, and ``accelerate`` gets a configuration file for it.
+        precision: Likewise.
+        options: Likewise, as in a Cell.
+        configuration: A configuration file, or a directory of such files, to use instead of a new one.
+        output: Where the script leaves its model.
+        world_size: The number of ranks, instead of the host's.
+        timeout: The time limit in seconds, from the start of the launcher, instead of the host's.
+        environment: Added to the environment of this process.
+        cwd: The working directory, instead of the current one.
+        blocks: Class names of the modules that should be sharded, recomputed and compiled one by one. Models of
+            transformers declare their own.
+        saved_name: Returns the unwrapped name of a saved key, for libraries that change names when they save.
+        watch_steps: How many optimizer steps the probe records in full, 0 for no probe.
+        stop_after: All ranks exit after the checkpoint of this step, as if they had been preempted.
+        bridge: If False, accelerate and transformers are not changed on the CPU: there they reject FSDP or silently
+            ignore it.
+        allow_failure: Return a failed run instead of raising.
+        fails: Declares that the run must fail: a regular expression for the first cause, as the first line of the report has
+            it (``"rank 1 raised ValueError"``, ``"exited with code 3"``). A hang never matches.
+        host: Where it runs; by default on all GPUs of the machine, or on two CPU ranks.
 
-    ``blocks`` are class names of the modules that are to be sharded, recomputed and compiled one by one; models of transformers
-    declare their own. ``saved_name`` gives the unwrapped name of a saved key, for libraries that map names on save.
-    ``watch_steps`` is how many optimizer steps the probe looks at in full, 0 for no probe; ``stop_after``
-    has all ranks leave after the checkpoint of that step, as if they had been preempted. ``bridge=False`` leaves accelerate
-    and transformers alone on the CPU: there they refuse FSDP, or drop it without a word. ``host`` says where it runs: on all
-    GPUs of the machine, or on two CPU ranks.
+    Raises:
+        RunFailedError: If the launcher or a rank failed, unless ``allow_failure``, or failed otherwise than ``fails`` says.
+            The message reports all ranks, the first cause first.
+        Incompatible: If a run that must fail does not.
+        UsageProblem: For a wrong argument.
+        LeaseTimeout: If the devices do not become free in time.
 
-    ``fails`` declares that the run is to fail: a regular expression for the first cause, as the first line of its story says it
-    (``"rank 1 raised ValueError"``, ``"exited with code 3"``). No hang is ever what was declared.
-
-    Raises RunFailedError, with the story of all ranks and the first cause first, if the launcher or any rank failed, unless
-    ``allow_failure``, or failed otherwise than ``fails`` says. Raises Incompatible if a run that was to fail does not. Raises
-    UsageProblem for a wrong word, LeaseTimeout if no devices were to be had.
     """
-    where = host or Host.here()
-    limit = where.timeout if timeout is None else timeout
-    ranks = where.world_size if world_size is None else world_size
-    at = Path(cwd or Path.cwd())
-    _check(
+    host = host or Host.here()
+    limit = host.timeout if timeout is None else timeout
+    ranks = host.world_size if world_size is None else world_size
+    working_directory = Path(cwd or Path.cwd())
+    _check_arguments(
         script,
         args,
         timeout=limit,
         world_size=ranks,
         watch_steps=watch_steps,
-        cwd=at,
+        cwd=working_directory,
         environment=environment or {},
         blocks=blocks,
         saved_name=saved_name,
@@ -120,18 +141,20 @@ def launch(
     classes = (blocks,) if isinstance(blocks, str) else tuple(blocks)
     cell = _cell(strategy, precision, ranks, options or {})
     arguments = tuple(map(str, args))
-    # Another launcher takes no file, and what no file can say (fp8 under DeepSpeed) its script may do all the same.
-    wanted = launcher == "accelerate" or any("{configuration}" in argument for argument in arguments)
-    if configuration and not wanted:
+    # Make no file that is not used: a script may do what no file can describe (fp8 under DeepSpeed).
+    uses_file = launcher == "accelerate" or any("{configuration}" in argument for argument in arguments)
+    if configuration and not uses_file:
         raise UsageProblem(
             f"configuration={str(configuration)!r} reaches nobody: launcher {launcher!r} takes none, and no argument has "
             "{configuration} in it"
         )
     if "{configuration}" in "".join(arguments) and not (strategy or configuration):
         raise UsageProblem("{configuration} stands for no file: give configuration=, or strategy= to have one made")
-    directory = where.new_directory(arguments[0] if script == "-m" and arguments else Path(script).stem)
+    directory = host.new_directory(arguments[0] if script == "-m" and arguments else Path(script).stem)
     file = (
-        find_configuration(configuration, cell, directory, classes) if wanted and (strategy or configuration) else None
+        find_configuration(configuration, cell, directory, classes)
+        if uses_file and (strategy or configuration)
+        else None
     )
     command = commands.build(
         str(script),
@@ -141,33 +164,33 @@ def launch(
         directory=directory,
         configuration=file,
     )
-    ProbeConfig(watch_steps, where.device, stop_after, classes).write(directory)
-    ours = {**command.environment, **(environment or {})}
-    if bridge and where.device == "cpu":
-        ours[ON_CPU] = "1"
-    with where.pool.lease(cell.world_size, who=f"script {script} {cell.id} in {directory}") as lease:
-        ours |= lease.environment
-        whole = commands.without_rank(on_device(os.environ, where.device)) | ours
+    ProbeConfig(watch_steps, host.device, stop_after, classes).write(directory)
+    added = {**command.environment, **(environment or {})}
+    if bridge and host.device == "cpu":
+        added[ON_CPU] = "1"
+    with host.pool.lease(cell.world_size, who=f"script {script} {cell.id} in {directory}") as lease:
+        added |= lease.environment
+        complete = commands.without_rank(on_device(os.environ, host.device)) | added
         ending = Hosted(
             name=launcher if launcher != "cli" else str(script),
             line=command.line,
-            environment=with_probe(whole, directory),
+            environment=with_probe(complete, directory),
             world_size=cell.world_size,
             directory=directory,
             timeout=limit,
-            cwd=at,
-            reproduce=_reproduce(command.line, with_probe(ours, directory), where.device),
+            cwd=working_directory,
+            reproduce=_reproduce(command.line, with_probe(added, directory), host.device),
         ).run()
     ending = replace(ending, leaks=tuple(map(leak_message, lease.own_leak)))
     run = ScriptRun(
         ending,
         cell if strategy else None,
         directory,
-        where.device,
+        host.device,
         Path(output) if output else None,
         saved_name or ScriptRun.saved_name,
     )
-    if where.directory is None and not run.failed:
+    if host.directory is None and not run.failed:
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
     if fails:
         run.raise_unless_failed(fails)
@@ -176,7 +199,7 @@ def launch(
     return run
 
 
-def _check(
+def _check_arguments(
     script: object,
     args: Sequence[object],
     *,
@@ -189,13 +212,13 @@ def _check(
     saved_name: object,
     fails: object,
 ) -> None:
-    """Raise UsageProblem for an argument of ``launch`` that is of another kind than it takes, before anything is leased."""
+    """Raise UsageProblem for an argument of ``launch`` that has a wrong type or value, before anything is leased."""
     if not isinstance(script, (str, Path)):
         raise UsageProblem(f"script={script!r:.200}: expected a path, or '-m' before the name of a module")
     if not isinstance(blocks, (str, tuple, list)) or not all(isinstance(one, str) for one in blocks):
         raise UsageProblem(f"blocks={blocks!r:.200}: expected class names")
     try:
-        re.compile(fails)  # type: ignore[call-overload]  # what is no text raises too
+        re.compile(fails)  # type: ignore[call-overload]  # anything but a string raises too
     except (re.error, TypeError) as error:
         raise UsageProblem(f"fails={fails!r:.200}: expected a regular expression ({error})") from None
     if saved_name is not None and not callable(saved_name):
@@ -218,13 +241,18 @@ def _check(
 
 
 def check_ranks(name: str, value: object) -> None:
-    """Raise UsageProblem for what is no number of ranks."""
+    """Raise UsageProblem if ``value``, of the argument ``name``, is not a number of ranks."""
     if not isinstance(value, int) or value < 1:
         raise UsageProblem(f"{name}={value!r}: expected a number of ranks, 1 or more")
 
 
 def _cell(strategy: str, precision: str, world_size: int, options: Mapping[str, OptionValue]) -> Cell:
-    """What is to be running; where no strategy is named, for its world size only. Raises UsageProblem for a wrong word."""
+    """Return the cell that should be running; without a strategy only its world size has a meaning.
+
+    Raises:
+        UsageProblem: For an unknown name, a wrong value, or a cell that its strategy does not support.
+
+    """
     PRECISIONS.get(precision)
     if strategy:
         STRATEGIES.get(strategy)
@@ -241,6 +269,6 @@ def _cell(strategy: str, precision: str, world_size: int, options: Mapping[str, 
 
 
 def _reproduce(line: tuple[str, ...], environment: Mapping[str, str], device: str) -> str:
-    """The command that runs it alone, with what only we put into the environment."""
-    shown = on_device(environment, device) if device == "cpu" else dict(environment)
-    return shlex.join(["env", *(f"{name}={value}" for name, value in shown.items()), *line])
+    """Return the shell command that repeats the run, with the variables that ``launch`` has added."""
+    added = on_device(environment, device) if device == "cpu" else dict(environment)
+    return shlex.join(["env", *(f"{name}={value}" for name, value in added.items()), *line])

@@ -1,4 +1,4 @@
-"""The points of Lightning's Trainer: its checkpoints, which it writes through a buffer and a file system of its own.
+"""Wrappers of Lightning's Trainer: its checkpoints, which it writes through a buffer and a file system of its own.
 
 https://lightning.ai/docs/pytorch/stable/common/trainer.html
 """
@@ -11,22 +11,22 @@ from typing import Any
 from pytest_distcompat.scripts import wrappers
 from pytest_distcompat.scripts.wrappers import Arguments, Keywords
 
-#: Lightning comes under two names, each with classes of its own.
+#: Lightning is installed under two names, each with classes of its own.
 PACKAGES = ("pytorch_lightning", "lightning.pytorch")
 
 
 def trainer(module: ModuleType) -> None:
-    """``Trainer.save_checkpoint``, which all ranks call, callbacks of Lightning's own too."""
-    wrappers.put(module.Trainer, "save_checkpoint", wrappers.saves(_path))
+    """Wrap ``Trainer.save_checkpoint``, which all ranks call, Lightning's own callbacks included."""
+    wrappers.wrap_attribute(module.Trainer, "save_checkpoint", wrappers.saves(_path))
 
 
 def strategies(module: ModuleType) -> None:
-    """``Strategy.load_checkpoint``, by which ``fit(ckpt_path=...)`` reads: of each strategy that has one of its own."""
+    """Wrap ``load_checkpoint`` of each strategy that defines it: ``fit(ckpt_path=...)`` reads by it."""
     for kind in vars(module).values():
         if isinstance(kind, type) and "load_checkpoint" in vars(kind):
-            wrappers.put(kind, "load_checkpoint", wrappers.loads)
+            wrappers.wrap_attribute(kind, "load_checkpoint", wrappers.loads)
 
 
 def _path(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """``save_checkpoint(self, filepath, weights_only=None, ...)``."""
+    """Return ``filepath`` of ``save_checkpoint(self, filepath, weights_only=None, ...)``."""
     return args[1] if len(args) > 1 else kwargs.get("filepath")

@@ -1,13 +1,14 @@
-"""Turns what an unmodified script does into the snapshots that a driver's methods would have left.
+"""Recorder of snapshots in an unmodified script, as the methods of a driver would have left them.
 
-A script has no actions. What it calls anyway is told by ``points``: a model is about to be wrapped, an optimizer has stepped,
-a checkpoint was written. From that: ``plain`` (the model before anything wrapped it), ``build`` (just before the first
-step, when nothing has moved yet), ``step`` (told when the next thing begins, for by then its scheduler has stepped too),
-``save`` and ``load``. The place of a snapshot follows from how many steps were taken, not from how many snapshots there were,
-so that ranks agree on it though one of them may save alone.
+A script has no actions. Instead ``wrappers`` report its library calls: a model is about to be wrapped, an optimizer has
+stepped, a checkpoint was written. From these calls the recorder makes snapshots of the actions ``build_model`` (the model before
+anything wrapped it), ``build`` (just before the first step, when no parameter has changed yet), ``step`` (written when the next
+call begins, because only then the scheduler has stepped too), ``save``, ``load`` and ``export``. The index of a snapshot
+follows from the number of steps taken, not from the number of snapshots, so that ranks agree on it although one of them may
+save alone.
 
-It takes part in no collective, changes nothing, and is never an error of the script's: whatever calls it goes through
-``guard``.
+The recorder takes part in no collective and changes nothing. It is called through ``guard``, so that its failures never reach
+the script.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.scripts import guard
-from pytest_distcompat.scripts.hosted_rank import HostedRank, before_end
+from pytest_distcompat.scripts.hosted_rank import HostedRank, call_before_end
 from pytest_distcompat.scripts.probe_config import ProbeConfig
-from pytest_distcompat.scripts.stopping import leave_together
-from pytest_distcompat.scripts.subjects import Subjects
+from pytest_distcompat.scripts.stopping import exit_together
+from pytest_distcompat.scripts.tracked_objects import TrackedObjects
 from pytest_distcompat.trace import Snapshot
 
 if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
-#: Places in the run between two steps.
+#: The distance between the snapshot indices of two steps, and the offsets of the snapshots between them.
 STRIDE = 100
 BUILD_MODEL, BUILD, LOAD, SAVE, END = 0, 1, 2, 10, 90
 
 
 class Recorder:
-    """What one rank's probe knows of the training that it is put into."""
+    """State of the probe in one rank of a script."""
 
     def __init__(self, rank: HostedRank, config: ProbeConfig) -> None:
         from pytest_distcompat.probe import Observer
@@ -47,104 +48,109 @@ class Recorder:
             config.device if config.device == "cpu" else f"{config.device}:{os.environ.get('LOCAL_RANK', '0')}"
         )
         self.steps = 0
-        self.depth = self._quiet = 0
-        self.subjects = Subjects(config.blocks)
+        self.depth = self._ignored_depth = 0
+        self.tracked = TrackedObjects(config.blocks)
         self._root: weakref.ref[Module] | None = None
         self._model: weakref.ref[Module] | None = None
-        #: Inside of an engine's step the model is not what it is before and after.
+        #: True inside a step of a DeepSpeed engine, where the model is in an intermediate state.
         self.in_engine = False
         self._optimizer: Any = None
         self._hooks: list[Any] = []
         self._losses: list[torch.Tensor] = []
         self._pending: dict[str, Any] | None = None
         self._loaded = False
-        #: What a checkpoint left in a model that was not trained since: the snapshots to be told if it never is.
-        self._at_rest: dict[str, dict[str, Any]] = {}
-        self._built = self._grouped = False
+        #: Action -> fields of the snapshots after a load, written only if the loaded model is never trained.
+        self._untrained_snapshots: dict[str, dict[str, Any]] = {}
+        self._built = self._had_process_group = False
         self._saves = 0
-        self._settled_at = -1
-        self._stops = False
-        self._listen()
-        before_end(self._leave)
+        self._final_recorded_at = -1
+        self._should_stop = False
+        self._update_observer()
+        call_before_end(self._before_end)
 
-    def _leave(self) -> None:
+    def _before_end(self) -> None:
         from torch import distributed
 
-        self.aside(self.close)
-        for action, infos in {} if self._built else self._at_rest.items():
-            self._tell(action, {"build_model": BUILD_MODEL, "load": LOAD}[action], **infos)
-        # Without its group a rank of ZeRO-3 cannot tell which part of a parameter is its own; it was looked at before that.
-        if not self._grouped or distributed.is_initialized():
-            self.aside(self.settled)
+        self.call_unobserved(self.finish_step)
+        for action, infos in {} if self._built else self._untrained_snapshots.items():
+            self._write_snapshot(action, {"build_model": BUILD_MODEL, "load": LOAD}[action], **infos)
+        # Without its process group a rank of ZeRO-3 does not know its shards; it was recorded before the group was destroyed.
+        if not self._had_process_group or distributed.is_initialized():
+            self.call_unobserved(self.record_final_model)
 
     @property
-    def whole(self) -> bool:
-        """Whether the step that goes on is looked at in full."""
+    def in_full(self) -> bool:
+        """Tell whether the current step is recorded in full."""
         return self.steps < self.config.steps
 
-    def aside(self, function: Callable[..., None], *args: Any) -> None:
-        """Call what is ours in the midst of what is not: what it computes is no business of the script's."""
-        if self.rank.here():
+    def call_unobserved(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function of the probe in the middle of the script, without observing what it computes."""
+        if self.rank.is_this_process():
             with self.observer.aside():
                 function(*args)
 
     @contextlib.contextmanager
-    def inside(self, *, training: bool = False) -> Iterator[bool]:
-        """Inside a call that is a point; whether it is the outermost, for what a library does inside is its own business.
+    def inside_call(self, *, training: bool = False) -> Iterator[bool]:
+        """Mark the time inside a wrapped call.
 
-        Only a call that is ``training`` computes gradients or steps. In the others an optimizer may step too, on nothing: to
-        have a state that can be saved or filled (``torch.distributed.checkpoint.state_dict``).
+        Args:
+            training: Whether the call computes gradients or steps. Steps inside other calls are ignored:
+                ``torch.distributed.checkpoint.state_dict`` steps without gradients to create optimizer state.
+
+        Yields:
+            Whether this call is the outermost wrapped call. Calls inside it belong to the library, not to the script.
+
         """
         outermost = self.depth == 0
         self.depth += 1
-        self._quiet += not training
-        self._listen()
+        self._ignored_depth += not training
+        self._update_observer()
         try:
-            with self.observer.operators() if training and outermost else contextlib.nullcontext():
+            with self.observer.recording_operators() if training and outermost else contextlib.nullcontext():
                 yield outermost
         finally:
             self.depth -= 1
-            self._quiet -= not training
-            self._listen()
+            self._ignored_depth -= not training
+            self._update_observer()
 
-    def _listen(self) -> None:
-        self.observer.listen(on=self.whole and not self._quiet)
+    def _update_observer(self) -> None:
+        self.observer.set_active(on=self.in_full and not self._ignored_depth)
 
     # Models.
 
-    def about_to_wrap(self, model: Module) -> None:
-        """A model is what its author made, for the last time."""
-        self.subjects.see_unwrapped(model)
+    def before_wrap(self, model: Module) -> None:
+        """Record the unwrapped model, before a call that wraps it."""
+        self.tracked.read_unwrapped(model)
 
-    def made(self, value: Any) -> None:
-        """A model or an optimizer as the trainer has it, until something is wrapped around it."""
+    def after_wrap(self, value: Any) -> None:
+        """Track a model or an optimizer that a call has wrapped."""
         import torch
 
         from pytest_distcompat.probe.observe import Hook
 
         if isinstance(value, torch.nn.Module):
-            self.subjects.models.append(weakref.ref(value))
-            # Before FSDP's own hook: what a rank is fed, not what its shard of the model gets.
-            watched = guard.guarded("a forward pre-hook of a model", self._forward)
+            self.tracked.models.append(weakref.ref(value))
+            # Before FSDP's own hook, to see the inputs of the rank and not those of its shard of the model.
+            guarded = guard.guarded("a forward pre-hook of a model", self._forward)
 
-            def hook(*given: Any) -> None:
+            def hook(*arguments: Any) -> None:
                 if not torch.compiler.is_compiling():
-                    watched(*given)
+                    guarded(*arguments)
 
             self._hooks.append(value.register_forward_pre_hook(Hook(hook), prepend=True, with_kwargs=True))
         elif hasattr(value, "param_groups"):
-            self.subjects.optimizers.append(weakref.ref(value))
+            self.tracked.optimizers.append(weakref.ref(value))
 
-    def compiled(self) -> None:
-        """No hook of ours may lie in what is to be compiled: it would break the graph."""
+    def remove_hooks(self) -> None:
+        """Remove the probe's hooks from modules: in a module that is compiled they would break the graph."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def _forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """A model that somebody wrapped computes. The first that does in training is the outermost one.
+        """Record the inputs of the outermost model: the first wrapped model that computes in training.
 
-        torch goes through a copy of the hooks, but looks up at the call whether one takes keyword arguments: one that was
-        taken off meanwhile, by an earlier hook, gets none.
+        ``kwargs`` is None for a hook that an earlier hook of the same call has removed: torch iterates over a copy of the
+        hooks, but looks up at each call whether a hook takes keyword arguments.
         """
         import torch
 
@@ -152,149 +158,160 @@ class Recorder:
             return
         if self._root is None and any(parameter.requires_grad for parameter in module.parameters()):
             self._root = weakref.ref(module)
-            self.aside(self._attach, module)
+            self.call_unobserved(self._attach, module)
         if self._root is not None and self._root() is module:
-            self.aside(self._begin, module, args, kwargs)
+            self.call_unobserved(self._before_forward, module, args, kwargs)
 
     def _attach(self, module: Module) -> None:
-        """Look at single products from now on, unless that would be inside of a graph."""
+        """Register hooks on the layers of the model, unless a part of it is compiled."""
         from pytest_distcompat.probe.blocks import unwrapped
         from pytest_distcompat.probe.live import compiled_modules
 
-        if self.whole and not any(compiled_modules(module)):
+        if self.in_full and not any(compiled_modules(module)):
             self._hooks += self.observer.attach_to_products(unwrapped(module))
 
-    def _begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._go_on()
-        self.observer.fed(module, args, kwargs)
+    def _before_forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._end_step_or_stop()
+        self.observer.record_inputs(module, args, kwargs)
 
     # Steps.
 
-    def backward(self, loss: object) -> None:
-        """Gradients of that loss are about to be computed."""
+    def before_backward(self, loss: object) -> None:
+        """Record the loss, before its gradients are computed."""
         import torch
 
-        self._go_on()
+        self._end_step_or_stop()
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach())
 
-    def about_to_step(self, optimizer: Any, engine: Any = None) -> None:
-        """The optimizer, or the engine that has it, is about to step: before the first time, all is built and nothing moved."""
-        if self._built or self._quiet or (self.in_engine and engine is None):
+    def before_step(self, optimizer: Any, engine: Any = None) -> None:
+        """Record the built model before the first step of the optimizer, or of the DeepSpeed engine that has it."""
+        if self._built or self._ignored_depth or (self.in_engine and engine is None):
             return
         from torch import distributed
 
-        self._built, self._grouped = True, distributed.is_available() and distributed.is_initialized()
-        model = engine if engine is not None else self.subjects.model_of(optimizer)
-        self._optimizer = engine.optimizer if engine is not None else self.subjects.together(optimizer, model)
+        self._built, self._had_process_group = True, distributed.is_available() and distributed.is_initialized()
+        model = engine if engine is not None else self.tracked.model_of(optimizer)
+        self._optimizer = engine.optimizer if engine is not None else self.tracked.optimizers_with(optimizer, model)
         if model is None:
             self.rank.log.write("unseen model", optimizer=type(optimizer).__name__)
             return
         self._model = weakref.ref(model)
-        self._tell("build_model", BUILD_MODEL, unwrapped=self.subjects.unwrapped_of(model))
-        infos = self._look(whole=True)
-        self._tell("build", BUILD, **infos)
+        self._write_snapshot("build_model", BUILD_MODEL, unwrapped=self.tracked.unwrapped_of(model))
+        infos = self._read_fields(whole=True)
+        self._write_snapshot("build", BUILD, **infos)
         if self._loaded:
             self._loaded = False
-            self._tell("load", self.steps * STRIDE + LOAD, **infos)
+            self._write_snapshot("load", self.steps * STRIDE + LOAD, **infos)
 
-    def stepped(self) -> None:
-        """An optimizer, or the engine, has stepped. What else belongs to the step (the scheduler) is seen when it is told."""
-        if self._model is not None and not self.in_engine and not self._quiet:
-            self._pending = self._look(whole=self.whole)
+    def after_step(self) -> None:
+        """Read the model after a step of the optimizer or engine. ``finish_step`` adds the scheduler, which steps later."""
+        if self._model is not None and not self.in_engine and not self._ignored_depth:
+            self._pending = self._read_fields(whole=self.in_full)
 
-    def close(self) -> None:
-        """Tell of the step that was taken, if it was not told of yet."""
+    def finish_step(self) -> None:
+        """Write the snapshot of the last step, if it is not written yet."""
         if self._pending is None:
             return
         infos, self._pending = self._pending, None
         losses, self._losses = self._losses, []
-        loss = sum(float(one) for one in losses) / len(losses) if losses else None
+        loss = sum(map(float, losses)) / len(losses) if losses else None
         from pytest_distcompat.probe import read_scheduler
 
-        if self.whole:
+        if self.in_full:
             infos |= self.observer.infos()
-        self._tell(
+        self._write_snapshot(
             "step",
             (self.steps + 1) * STRIDE,
-            **infos | {"loss": loss, "scheduler": read_scheduler(self.subjects.schedulers_of(self._optimizer))},
+            **infos | {"loss": loss, "scheduler": read_scheduler(self.tracked.schedulers_of(self._optimizer))},
         )
         self.observer.restart()
         self.steps += 1
         self._saves = 0
-        if not self.whole:
-            self._listen()
+        if not self.in_full:
+            self._update_observer()
             if self._root is not None:
-                self.compiled()
+                self.remove_hooks()
 
     # Checkpoints.
 
     @property
-    def _place(self) -> int:
+    def _save_index(self) -> int:
         return self.steps * STRIDE + SAVE + 2 * self._saves
 
-    def about_to_save(self, everyone: bool) -> None:
-        """A checkpoint is about to be written."""
-        self.close()
+    def before_save(self, everyone: bool) -> None:
+        """Log that a checkpoint is about to be written, if ``everyone`` writes a part of it."""
+        self.finish_step()
         if everyone:
-            self.rank.log.write("action", action="save", index=self._place)
+            self.rank.log.write("action", action="save", index=self._save_index)
 
-    def saved(self, path: Any, everyone: bool, model: bool) -> None:
-        """A checkpoint was written; ``everyone``: by all ranks together; ``model``: the model is to be in it."""
-        place = self._place
-        self.rank.log.write("saved", path=str(Path(path).resolve()), index=place, everyone=everyone, model=model)
+    def after_save(self, path: Any, everyone: bool, model: bool) -> None:
+        """Record a checkpoint that was written.
+
+        Args:
+            path: The file or directory.
+            everyone: Whether all ranks wrote it together.
+            model: Whether it should hold the model.
+
+        """
+        index = self._save_index
+        self.rank.log.write("saved", path=str(Path(path).resolve()), index=index, everyone=everyone, model=model)
         if everyone and self._model is not None:
             self._saves += 1
-            self._tell("save", place, **self._look(whole=True))
-            self._stops = self.steps == self.config.stop_after
+            self._write_snapshot("save", index, **self._read_fields(whole=True))
+            self._should_stop = self.steps == self.config.stop_after
 
-    def _go_on(self) -> None:
-        self.close()
-        if self._stops:
-            leave_together(self.rank)
+    def _end_step_or_stop(self) -> None:
+        self.finish_step()
+        if self._should_stop:
+            exit_together(self.rank)
 
-    def loaded(self) -> None:
-        """A checkpoint was read, maybe a part of it: what counts is what is there when training begins, or if it never does."""
-        self.close()
+    def after_load(self) -> None:
+        """Record a checkpoint, or a part of one, that was loaded.
+
+        Before the first step the script may load further parts, so the snapshot is written just before that step, or at the
+        end of the process if there is no step.
+        """
+        self.finish_step()
         if self._built and self._model is not None:
-            self._tell("load", self.steps * STRIDE + LOAD, **self._look(whole=True))
+            self._write_snapshot("load", self.steps * STRIDE + LOAD, **self._read_fields(whole=True))
         else:
             self._loaded = True
-            last = self.subjects.last_optimizer()
-            model = self.subjects.model_of(last)
-            self._optimizer = self.subjects.together(last, model) if last is not None else None
+            optimizer = self.tracked.last_optimizer()
+            model = self.tracked.model_of(optimizer)
+            self._optimizer = self.tracked.optimizers_with(optimizer, model) if optimizer is not None else None
             if model is not None:
                 self._model = weakref.ref(model)
-                self._at_rest = {
-                    "build_model": {"unwrapped": self.subjects.unwrapped_of(model)},
-                    "load": self._look(whole=True),
+                self._untrained_snapshots = {
+                    "build_model": {"unwrapped": self.tracked.unwrapped_of(model)},
+                    "load": self._read_fields(whole=True),
                 }
 
-    def settled(self) -> None:
-        """Training may be over: what is trained is looked at once more, if it was not since the last step."""
-        self.close()
+    def record_final_model(self) -> None:
+        """Record the trained model when training may be over, once after each step."""
+        self.finish_step()
         model = self._model() if self._model is not None else None
-        if model is not None and self._settled_at != self.steps:
-            self._settled_at = self.steps
-            self._tell("export", self.steps * STRIDE + END, **self._look(whole=True))
+        if model is not None and self._final_recorded_at != self.steps:
+            self._final_recorded_at = self.steps
+            self._write_snapshot("export", self.steps * STRIDE + END, **self._read_fields(whole=True))
 
-    def _look(self, *, whole: bool) -> dict[str, Any]:
-        from pytest_distcompat.probe.snapshot import look
+    def _read_fields(self, *, whole: bool) -> dict[str, Any]:
+        from pytest_distcompat.probe.snapshot import read_snapshot_fields
 
         model = self._model() if self._model is not None else None
         if model is None:
             return {}
-        size = self.subjects.of_accelerator("num_processes") or getattr(model, "world_size", None)
-        return look(
+        size = self.tracked.accelerator_attribute("num_processes") or getattr(model, "world_size", None)
+        return read_snapshot_fields(
             model,
             self._optimizer,
             device=self.device,
-            scheduler=self.subjects.schedulers_of(self._optimizer),
-            scaler=self.subjects.of_accelerator("scaler"),
+            scheduler=self.tracked.schedulers_of(self._optimizer),
+            scaler=self.tracked.accelerator_attribute("scaler"),
             trainer_world_size=size if isinstance(size, int) else None,
             whole=whole,
         )
 
-    def _tell(self, action: str, index: int, **infos: Any) -> None:
+    def _write_snapshot(self, action: str, index: int, **infos: Any) -> None:
         snapshot = Snapshot(self.rank.rank, "train", action, index, **infos)
         self.rank.log.write("snapshot", action=action, index=index, snapshot=snapshot.to_json())

@@ -1,4 +1,4 @@
-"""What one run of a script left: how it ended, its trace, and what the checks say of it."""
+"""Result of one run of a script: how it ended, its trace, and the verdicts of the checks."""
 
 from __future__ import annotations
 
@@ -16,28 +16,37 @@ from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProble
 from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.launch import Ending
 from pytest_distcompat.runner import run_trace
-from pytest_distcompat.scripts import final
+from pytest_distcompat.scripts.final_model import check_final_model
 from pytest_distcompat.scripts.probe_config import ProbeConfig
 from pytest_distcompat.scripts.reading import read_in_a_process
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace
 
-#: The checks that one run gives the evidence for. The others need runs that a script does not have, or actions of a driver.
-CLAIMS = ("active", "names", "optimizer", "dtypes", "memory", "units", "float8")
-FINAL = "final_model_loadable"
-#: The step that they look at. In the first ones a warm-up may not have moved anything, a gradient scaler may have skipped them.
-JUDGED = 3
-#: Where in a run stands what was read of its files after it: behind every step.
-_FILES = 10**9
-#: Where a model can be seen.
-KNOWN = "Accelerator.prepare, deepspeed.initialize, DistributedDataParallel, FullyShardedDataParallel, fully_shard, torch.compile"
+#: The checks that can judge one run. The others need several runs, or actions that only drivers have.
+SCRIPT_CHECKS = ("active", "names", "optimizer", "dtypes", "memory", "units", "float8")
+FINAL_MODEL_CHECK = "final_model_loadable"
+#: The step that they judge. In earlier steps a warm-up may change nothing, and a gradient scaler may skip the update.
+JUDGED_STEP = 3
+#: The index of snapshots of files that are read after the run: behind every step.
+_FILES_INDEX = 10**9
+#: Calls by which the probe sees a model.
+MODEL_CALLS = (
+    "Accelerator.prepare, deepspeed.initialize, DistributedDataParallel, FullyShardedDataParallel, fully_shard, "
+    "torch.compile"
+)
 
 
 @dataclass(frozen=True)
 class ScriptRun:
     """One run of a script on all its ranks.
 
-    ``cell`` is what was to be running, None where nobody said; ``directory`` holds logs and what the ranks wrote; ``output`` is
-    where the script was to leave its model, if that was said; ``saved_name`` gives the unwrapped name of a key in its files.
+    Attributes:
+        ending: How the launcher and each rank ended.
+        cell: What should have been running, None if ``launch`` was given no strategy.
+        directory: Holds the logs and the snapshots of the ranks.
+        device: ``cpu`` or ``cuda``.
+        output: Where the script should leave its model, None if ``launch`` was not told.
+        saved_name: Returns the unwrapped name of a key in the script's files.
+
     """
 
     ending: Ending
@@ -49,16 +58,16 @@ class ScriptRun:
 
     @property
     def failed(self) -> bool:
-        """Whether the launcher or any rank ended other than well."""
+        """Tell whether the launcher or any rank failed."""
         return self.ending.failed
 
     @property
     def hard(self) -> bool:
-        """Whether more happened than an exception: a crash, a hang."""
+        """Tell whether the run failed by more than an exception: a crash or a hang."""
         return self.failed and self.ending.kind != "raised"
 
     def raise_if_failed(self) -> None:
-        """Raise RunFailedError with the story of all ranks, if the launcher or any rank ended other than well."""
+        """Raise RunFailedError with a report of all ranks, if the launcher or any rank failed."""
         __tracebackhide__ = True  # pytest then shows the line of the test
         if self.failed:
             raise RunFailedError(self.text(), hard=self.hard)
@@ -72,85 +81,97 @@ class ScriptRun:
             raise RunFailedError(f"the run failed otherwise than with {declared!r}\n\n{self.text()}", hard=self.hard)
 
     def text(self) -> str:
-        """How it ended: the first cause first, what was bridged, and the command that runs it alone."""
+        """Return a report of how the run ended, with its CPU bridges, its logs and the command that repeats it."""
         parts = [self.ending.text(), *self.labels, f"logs: {self.directory}", f"this run alone: {self.ending.command}"]
         return "\n".join(parts)
 
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:
-        """What was done to libraries to make them run on CPU ranks, a line each; none where they were left alone."""
-        said = (event for events in self.ending.events.values() for event in events if event["event"] == "bridge")
-        return tuple(dict.fromkeys(f"CPU bridge: {event['what']}" for event in said))
+        """Return one line for each change that the CPU bridge has made to a library."""
+        changes = (event for events in self.ending.events.values() for event in events if event["event"] == "bridge")
+        return tuple(dict.fromkeys(f"CPU bridge: {event['what']}" for event in changes))
 
     @functools.cached_property
     def trace(self) -> RunTrace:
-        """What the probe saw, without what stands in files."""
+        """Return the snapshots of the run, without those of its files."""
         cell = self.cell or Cell("ddp", "fp32", len(self.ending.ranks))
         return run_trace("train", self.ending, cell)
 
     @property
     def losses(self) -> tuple[tuple[float | None, ...], ...]:
-        """The loss of each step that each rank's backward began with, by rank."""
+        """Return the losses that ``backward`` was called with: for each rank one for each step."""
         return tuple(
             tuple(
-                m.loss
-                for m in sorted(self.trace.snapshots, key=lambda one: one.index)
-                if m.action == "step" and m.rank == rank
+                snapshot.loss
+                for snapshot in sorted(self.trace.snapshots, key=lambda snapshot: snapshot.index)
+                if snapshot.action == "step" and snapshot.rank == rank
             )
             for rank in range(self.trace.world_size)
         )
 
     def output_of(self, rank: int) -> str:
-        """What that rank wrote to its stdout and stderr, where the launcher kept them apart."""
-        found = sorted(self.directory.glob(f"logs/*/attempt_0/{rank}/std*.log"))
-        return "".join(path.read_text(encoding="utf-8", errors="replace") for path in found)
+        """Return the stdout and stderr of that rank, if the launcher writes them to files."""
+        logs = sorted(self.directory.glob(f"logs/*/attempt_0/{rank}/std*.log"))
+        return "".join(path.read_text(encoding="utf-8", errors="replace") for path in logs)
 
     def check(self, *names: str) -> None:
-        """Have these checks judge the run: ``active names optimizer dtypes memory units float8 final_model_loadable``.
+        """Judge the run by these checks: ``active names optimizer dtypes memory units float8 final_model_loadable``.
 
-        One that says nothing of such a run (``units`` under DDP, ``float8`` without fp8) is left out, and ``verdicts`` says why.
-        Raises Incompatible with what all of them found; also where there was nothing to probe, or none of them says
-        anything, which is never a pass. Raises UsageProblem for an unknown name, or a run for which nobody said what was to
-        be running.
+        A check that does not apply to the run (``units`` under DDP, ``float8`` without fp8) is skipped; ``verdicts`` says why.
+
+        Args:
+            *names: The ids of the checks.
+
+        Raises:
+            Incompatible: With the findings of all checks; also if there was nothing to probe, or no check applies.
+            UsageProblem: For an unknown name, or if ``launch`` was given no strategy.
+
         """
-        found = self.verdicts(*names)
-        bad = [verdict for verdict in found if not verdict.ok and verdict.status != "skipped"]
-        if all(verdict.status == "skipped" for verdict in found):
-            bad = found
+        verdicts = self.verdicts(*names)
+        bad = [verdict for verdict in verdicts if not verdict.ok and verdict.status != "skipped"]
+        if all(verdict.status == "skipped" for verdict in verdicts):
+            bad = verdicts
         if bad:
-            told = "\n\n".join(
+            messages = "\n\n".join(
                 f"{verdict.check} ({verdict.cell}): {verdict.status}\n{verdict.message}" for verdict in bad
             )
-            more = self.text() if self.failed else "\n".join((*self.labels, f"logs: {self.directory}"))
-            raise Incompatible(f"{told}\n\n{more}", hard=self.hard)
+            context = self.text() if self.failed else "\n".join((*self.labels, f"logs: {self.directory}"))
+            raise Incompatible(f"{messages}\n\n{context}", hard=self.hard)
 
     def verdicts(self, *names: str) -> list[Verdict]:
-        """The same as data: one verdict a name; ``skipped``, and why, for a check that says nothing of such a run."""
+        """Return one verdict for each check; ``skipped``, with the reason, if it does not apply to the run.
+
+        Raises:
+            UsageProblem: As ``check``.
+
+        """
         if not names:
-            raise UsageProblem(f"no check is named. Known: {', '.join((*CLAIMS, FINAL))}")
+            raise UsageProblem(f"no check is named. Known: {', '.join((*SCRIPT_CHECKS, FINAL_MODEL_CHECK))}")
         for name in names:
-            if name not in {*CLAIMS, FINAL}:
-                raise UsageProblem(f"{name!r} is no check of a script's run. Known: {', '.join((*CLAIMS, FINAL))}")
+            if name not in {*SCRIPT_CHECKS, FINAL_MODEL_CHECK}:
+                raise UsageProblem(
+                    f"{name!r} is no check of a script's run. Known: {', '.join((*SCRIPT_CHECKS, FINAL_MODEL_CHECK))}"
+                )
         return [self._verdict(name) for name in names]
 
     def _verdict(self, name: str) -> Verdict:
-        if self.cell is None and name != FINAL:
+        if self.cell is None and name != FINAL_MODEL_CHECK:
             raise UsageProblem(f"check {name!r}: launch(strategy=...) was not told what is to be running")
         cell = self.cell or Cell("ddp", "fp32", self.trace.world_size)
         if self.failed:
-            # No check is better than the run that it is about.
+            # A check of a failed run has the status of the run.
             status = {"raised": "failed"}.get(self.ending.kind, self.ending.kind)
-            told = filter(None, (f"the run failed: {self.ending.headline()}", self._probe_failure()))
-            return Verdict(name, cell.id, status, "\n".join(told))
-        problem = self.unprobed()
+            causes = filter(None, (f"the run failed: {self.ending.headline()}", self._probe_failure()))
+            return Verdict(name, cell.id, status, "\n".join(causes))
+        problem = self.missing_evidence()
         if problem:
             return Verdict(name, cell.id, "failed", problem)
-        if name == FINAL:
+        if name == FINAL_MODEL_CHECK:
             checkpoints = [event["path"] for event in self.saved() if event["everyone"]]
-            found = final.findings(
-                self.trace, cell, self.left_in(), checkpoints, self._read, saved_name=self.saved_name
+            findings = check_final_model(
+                self.trace, cell, self.model_path(), checkpoints, self._read, saved_name=self.saved_name
             )
-            return Verdict(name, cell.id, "failed" if found else "passed", "\n".join(found))
+            return Verdict(name, cell.id, "failed" if findings else "passed", "\n".join(findings))
         check = CHECKS.get(name)
         reason = check.not_applicable(cell, Driver)
         if reason:
@@ -158,12 +179,12 @@ class ScriptRun:
         short = self._too_short()
         if short:
             return Verdict(name, cell.id, "failed", short)
-        run = self.trace if name != "names" else self.with_files
+        run = self.trace if name != "names" else self.trace_with_files
         trace = Trace.of("script", [run])
-        return judge(check, cell, replace(trace, saves=self._is_to_save))
+        return judge(check, cell, replace(trace, saves=self._should_save))
 
-    def unprobed(self, *, trains: bool = True) -> str:
-        """Why there is nothing to judge, if so; empty otherwise. One that ``trains`` is to take a step."""
+    def missing_evidence(self, *, trains: bool = True) -> str:
+        """Return why there is nothing to judge, empty if there is; a run that ``trains`` must have taken a step."""
         if failure := self._probe_failure():
             return failure
         if not ProbeConfig.read(self.directory).steps:
@@ -171,85 +192,88 @@ class ScriptRun:
         if trains and not self.trace.at("build"):
             events = (event for events in self.ending.events.values() for event in events)
             unseen = next((event for event in events if event["event"] == "unseen model"), None)
-            told = (
+            reason = (
                 f"{unseen['optimizer']} stepped, on a model that nothing wrapped"
                 if unseen
                 else "no optimizer of torch's stepped"
             )
-            return f"nothing to probe: {told}. A model is seen when it passes through one of: {KNOWN}"
+            return f"nothing to probe: {reason}. A model is seen when it passes through one of: {MODEL_CALLS}"
         return ""
 
     def _probe_failure(self) -> str:
-        """Where the probe itself failed first, and its traceback; empty if it did not."""
-        told = "the probe itself failed, at {}, and saw no more from then on\n{}"
+        """Return where the probe failed first, with the traceback; empty if it did not."""
+        message = "the probe itself failed, at {}, and saw no more from then on\n{}"
         for events in self.ending.events.values():
             for event in events:
                 if event["event"] == "probe failed":
-                    return f"rank {event['rank']}: {told.format(event['where'], event['text'])}"
+                    return f"rank {event['rank']}: {message.format(event['where'], event['text'])}"
         for file in sorted(self.directory.glob("probe-*.failed")):
             where, _, text = file.read_text(encoding="utf-8").removeprefix("at ").partition(":\n")
-            return f"a process that is no rank: {told.format(where, text)}"
+            return f"a process that is no rank: {message.format(where, text)}"
         return ""
 
     def _too_short(self) -> str:
-        """Why the step that checks look at was not seen in full; empty if it was."""
+        """Return why the step that checks judge was not recorded in full; empty if it was."""
         watched = ProbeConfig.read(self.directory).steps
-        if watched < JUDGED:
-            return f"watch_steps={watched}: the check looks at step {JUDGED} in full; expected {JUDGED} or more"
+        if watched < JUDGED_STEP:
+            return (
+                f"watch_steps={watched}: the check looks at step {JUDGED_STEP} in full; expected {JUDGED_STEP} or more"
+            )
         taken = len({snapshot.index for snapshot in self.trace.snapshots if snapshot.action == "step"})
-        if taken < JUDGED:
+        if taken < JUDGED_STEP:
             steps = "1 optimizer step" if taken == 1 else f"{taken} optimizer steps"
-            return f"the run took {steps}: the check looks at step {JUDGED}; let the script take {JUDGED} or more"
+            return f"the run took {steps}: the check looks at step {JUDGED_STEP}; let the script take {JUDGED_STEP} or more"
         return ""
 
     def saved(self) -> list[Mapping[str, Any]]:
-        """What the run wrote and the probe saw: ``path``, ``step`` and the place ``index``, in order; each path once."""
+        """Return the last ``saved`` event of each path, in the order of their ``index``."""
         events = (event for events in self.ending.events.values() for event in events if event["event"] == "saved")
         return sorted({event["path"]: event for event in events}.values(), key=lambda event: int(event["index"]))
 
-    def left_in(self) -> Path | None:
-        """Where the run was to leave its model, or where the probe saw it written last, not as a checkpoint."""
+    def model_path(self) -> Path | None:
+        """Return ``output``, or the path of the last model that the run saved outside its checkpoints; None without one."""
         if self.output is not None:
             return self.output
         events = (event for events in self.ending.events.values() for event in events)
         models = [event["path"] for event in self.saved() if not event["everyone"]]
-        told = models or [event["path"] for event in events if event["event"] == "output"]
-        return Path(told[-1]) if told else None
+        paths = models or [event["path"] for event in events if event["event"] == "output"]
+        return Path(paths[-1]) if paths else None
 
-    def _read(self, wanted: Mapping[str, Any]) -> Any:
+    def _read(self, request: Mapping[str, Any]) -> Any:
         events = (event for events in self.ending.events.values() for event in events)
         start = next((event for event in events if event["event"] == "start"), {})
-        return read_in_a_process(start, self.directory, wanted)
+        return read_in_a_process(start, self.directory, request)
 
     @functools.cached_property
-    def with_files(self) -> RunTrace:
-        """The same run with what stands in the files that it saved: each checkpoint, which is to be whole; then the other files.
+    def trace_with_files(self) -> RunTrace:
+        """Return the trace with a snapshot of each checkpoint, which must be complete, and of each other saved file.
 
-        Where there is no checkpoint the files are judged together: a script may write each part of the model by itself.
+        Without a checkpoint all files are one snapshot, because a script may write the model in parts.
         """
         paths = [event["path"] for event in self.saved() if Path(event["path"]).exists()]
         if not paths and self.output is not None and self.output.exists():
             paths = [str(self.output)]
-        read = self._read({"what": "files", "paths": paths})["files"] if paths else {}
-        found = {path: tuple(_file(info).renamed(self.saved_name) for info in read[path]) for path in paths}
+        read = self._read({"kind": "files", "paths": paths})["files"] if paths else {}
+        files = {path: tuple(_file(info).renamed(self.saved_name) for info in read[path]) for path in paths}
         checkpoints = {event["path"] for event in self.saved() if event["everyone"]}
-        others = [found[path] for path in paths if path not in checkpoints]
-        written = [found[path] for path in paths if path in checkpoints]
+        others = [files[path] for path in paths if path not in checkpoints]
+        written = [files[path] for path in paths if path in checkpoints]
         together = tuple(info for infos in others for info in infos)
         if written:
             written += others
-        elif self._is_to_save or any(info.holds == "model" for info in together):
+        elif self._should_save or any(info.holds == "model" for info in together):
             written = [together]
-        snapshots = [Snapshot(0, "train", "files", _FILES + nth, files=files) for nth, files in enumerate(written)]
+        snapshots = [
+            Snapshot(0, "train", "files", _FILES_INDEX + nth, files=infos) for nth, infos in enumerate(written)
+        ]
         return replace(self.trace, snapshots=(*self.trace.snapshots, *snapshots))
 
     @property
-    def _is_to_save(self) -> bool:
-        """Whether the run called what saves a model, or was to leave one."""
+    def _should_save(self) -> bool:
+        """Tell whether the run has called a function that saves a model, or should leave one."""
         return self.output is not None or any(event["model"] for event in self.saved())
 
 
 def _file(data: Mapping[str, Any]) -> FileInfo:
-    """A FileInfo that went through JSON."""
-    found = Snapshot.from_json({"rank": 0, "run": "", "action": "", "index": 0, "files": [data]}).files
-    return found[0]
+    """Decode a FileInfo from JSON."""
+    return Snapshot.from_json({"rank": 0, "run": "", "action": "", "index": 0, "files": [data]}).files[0]

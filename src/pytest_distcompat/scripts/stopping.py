@@ -1,21 +1,24 @@
-"""Ranks that leave after a checkpoint, as if they had been preempted: not before every one of them has written its part."""
+"""End of all ranks after a checkpoint, as if they had been preempted, when every rank has written its part."""
 
 from __future__ import annotations
 
 from pytest_distcompat import clock
 from pytest_distcompat.scripts.hosted_rank import HostedRank
 
-#: Seconds that a rank waits for the others to be done with a checkpoint.
-STOP_TIME = 60.0
+#: How many seconds a rank waits for the others to write their parts of a checkpoint.
+CHECKPOINT_TIMEOUT_S = 60.0
 
 
-def leave_together(hosted_rank: HostedRank) -> None:
-    """End this process once every rank has come here: files tell, for a collective would be one too many."""
+def exit_together(hosted_rank: HostedRank) -> None:
+    """End this process when every rank has called this.
+
+    Ranks wait for each other by their log files, because the probe takes part in no collective.
+    """
     from torch import distributed
 
     hosted_rank.log.write("stopped")
     ranks = range(distributed.get_world_size() if distributed.is_initialized() else 1)
-    deadline = clock.now() + STOP_TIME
-    while not all(hosted_rank.heard("stopped", rank) for rank in ranks) and clock.now() < deadline:
+    deadline = clock.now() + CHECKPOINT_TIMEOUT_S
+    while not all(hosted_rank.has_logged("stopped", rank) for rank in ranks) and clock.now() < deadline:
         clock.sleep(0.05)
-    hosted_rank.leave()
+    hosted_rank.exit_like_preempted()

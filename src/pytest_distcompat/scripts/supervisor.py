@@ -1,7 +1,8 @@
-"""The process between us and a launcher: it runs one command and is the parent of whatever the command leaves behind.
+"""Supervisor process of a launcher: it runs one command and adopts all processes that the command leaves behind.
 
-Started by name. It adopts orphans, so that ranks in sessions of their own, or whose launcher was killed, can be found
-below it; when our end of its standard input closes, by our death too, it kills all of them.
+It is started as ``python -m pytest_distcompat.scripts.supervisor``. Because it adopts orphans, ranks in sessions of their own,
+or whose launcher was killed, are its descendants. When the other end of its standard input closes, even by the death of
+pytest, it kills all of them.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from pytest_distcompat.launch.process import adopt_orphans, descendants, kill, r
 
 
 def main(path: str) -> None:
-    """Run what the file says: ``command``, ``environment``, ``cwd``, and where ``output`` and ``status`` go."""
-    wanted: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    """Run the command of a JSON file with ``command``, ``environment``, ``cwd``, and paths of ``output`` and ``status``."""
+    request: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     adopt_orphans()
-    threading.Thread(target=_until_let_go, daemon=True).start()
+    threading.Thread(target=_kill_all_at_end_of_input, daemon=True).start()
     status: dict[str, Any] = {"code": None, "problem": ""}
     child: subprocess.Popen[bytes] | None = None
-    with Path(wanted["output"]).open("wb") as output:
+    with Path(request["output"]).open("wb") as output:
         try:
             child = subprocess.Popen(
-                wanted["command"],
+                request["command"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=wanted["environment"],
-                cwd=wanted["cwd"],
+                env=request["environment"],
+                cwd=request["cwd"],
                 start_new_session=True,
             )
         except OSError as error:
@@ -42,16 +43,16 @@ def main(path: str) -> None:
         reap_adopted(keep=[child.pid])
         clock.sleep(0.02)
     status["code"] = child.returncode if child is not None else None
-    waiting = Path(f"{wanted['status']}.new")
-    waiting.write_text(json.dumps({**status, "time": clock.now()}), encoding="utf-8")
-    waiting.rename(wanted["status"])
+    unfinished = Path(f"{request['status']}.new")
+    unfinished.write_text(json.dumps({**status, "time": clock.now()}), encoding="utf-8")
+    unfinished.rename(request["status"])
     while True:
         reap_adopted(keep=())
         clock.sleep(0.05)
 
 
-def _until_let_go() -> None:
-    """Wait until nobody holds the other end of our input any more."""
+def _kill_all_at_end_of_input() -> None:
+    """Wait until the other end of standard input is closed, then kill all descendants and exit."""
     sys.stdin.buffer.read()
     kill(descendants(os.getpid()))
     os._exit(0)

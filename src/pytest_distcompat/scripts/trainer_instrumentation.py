@@ -1,4 +1,4 @@
-"""The points of ``transformers.Trainer``, to whose users what it does by many calls of other libraries is one."""
+"""Wrappers of ``transformers.Trainer``: each of its methods counts as one call, whatever other libraries it calls."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pytest_distcompat.scripts import guard, wrappers
 from pytest_distcompat.scripts.recorder import Recorder
 from pytest_distcompat.scripts.wrappers import Arguments, Keywords, Steps
 
-#: The method that writes ``checkpoint-N``. Private, but the hook ``on_save`` comes when all is written: what other
-#: libraries wrote before would have been taken for checkpoints of their own.
-#: ``tests/scripts/test_private_names.py`` says when it goes away.
+#: The method that writes ``checkpoint-N``. It is private, but the hook ``on_save`` comes too late: when it is called, the
+#: files that other libraries wrote for the Trainer would already count as checkpoints of their own.
+#: ``tests/scripts/test_private_names.py`` fails when it changes.
 SAVE = "_save_checkpoint"
 
 
 def wrap(trainer: Any) -> None:
-    """Put each wrapper in its place, in the class ``Trainer``."""
-    wrappers.put(trainer, "__init__", _constructor)
-    wrappers.put(
+    """Wrap the methods of the class ``Trainer``."""
+    wrappers.wrap_attribute(trainer, "__init__", _constructor)
+    wrappers.wrap_attribute(
         trainer,
         SAVE,
         wrappers.saves(
             lambda _result, args, _kwargs: Path(args[0].args.output_dir, f"checkpoint-{args[0].state.global_step}")
         ),
     )
-    # What a run leaves for others: no checkpoint to go on from.
-    wrappers.put(
+    # The final model, from which no training resumes.
+    wrappers.wrap_attribute(
         trainer,
         "save_model",
         wrappers.saves(
@@ -36,30 +36,30 @@ def wrap(trainer: Any) -> None:
     )
 
 
-def _constructor(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a point
+def _constructor(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
     yield
     trainer = args[0]
-    found.rank.log.write("output", path=str(Path(trainer.args.output_dir).resolve()))
-    trainer.add_callback(_callback(found))
+    recorder.rank.log.write("output", path=str(Path(trainer.args.output_dir).resolve()))
+    trainer.add_callback(_callback(recorder))
 
 
-def _callback(found: Recorder) -> Any:
+def _callback(recorder: Recorder) -> Any:
     from transformers import TrainerCallback
 
-    class _Watches(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
-        """Training that does not begin at step 0 goes on from a checkpoint; now all of it is back, random states too."""
+    class _RecordsLoad(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+        """Callback that records the loaded state at the first step of a resumed training, when the RNG states are back too."""
 
-        told = False
+        started = False
 
         def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
-            guard.attempt("TrainerCallback.on_step_begin", self._begins, state)
+            guard.attempt("TrainerCallback.on_step_begin", self._record_load, state)
 
         def on_train_end(self, *_: Any, **__: Any) -> None:
-            guard.attempt("TrainerCallback.on_train_end", found.aside, found.settled)
+            guard.attempt("TrainerCallback.on_train_end", recorder.call_unobserved, recorder.record_final_model)
 
-        def _begins(self, state: Any) -> None:
-            if not self.told and state.global_step:
-                found.aside(found.loaded)
-            self.told = True
+        def _record_load(self, state: Any) -> None:
+            if not self.started and state.global_step:
+                recorder.call_unobserved(recorder.after_load)
+            self.started = True
 
-    return _Watches()
+    return _RecordsLoad()

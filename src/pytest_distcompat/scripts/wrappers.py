@@ -1,9 +1,9 @@
-"""How a call of the script is wrapped so that the probe sees it: the original gets the very arguments and gives the very result.
+"""Wrappers of library calls in a script, by which the probe sees them; arguments and results are passed on unchanged.
 
-A point is a generator: what stands before its ``yield`` runs before the original call, the ``yield`` gives the result, and
-what stands behind it runs afterwards. Only ``put`` runs points, and only through ``guard``.
+A wrapper is a generator function: the code before its ``yield`` runs before the original call, the ``yield`` returns the
+result, and the code after it runs after the call. Only ``wrap_attribute`` runs wrappers, and only through ``guard``.
 
-Only the outermost call counts: what ``Accelerator.prepare`` does by ``fully_shard`` is accelerate's own business.
+Only the outermost call counts: when ``Accelerator.prepare`` calls ``fully_shard``, that call is not the script's.
 """
 
 from __future__ import annotations
@@ -24,157 +24,169 @@ from pytest_distcompat.scripts.recorder import Recorder
 Arguments = tuple[Any, ...]
 Keywords = Mapping[str, Any]
 Steps = Generator[None, Any, None]
-#: (recorder, positional arguments, keyword arguments) -> what is done before and after the call.
+#: (recorder, positional arguments, keyword arguments) -> generator that runs before and after the call.
 Wrapper = Callable[[Recorder, Arguments, Keywords], Steps]
 
 
 def probe_config() -> ProbeConfig:
-    """How much the probe is to look at in this run."""
+    """Return what the probe should record in this run."""
     return ProbeConfig.read(Path(os.environ[RUN]))
 
 
 @functools.cache
 def _recorder_of(pid: int) -> Recorder | None:
-    """One for each process that is a rank. One that calls a point and is none yet is the only one: its RANK is 0."""
+    """Return the recorder of the process ``pid``, None if it is no rank or the probe is off.
+
+    A process without RANK that reaches a wrapper runs alone, so it becomes rank 0.
+    """
     del pid
     rank, config = current_rank() or claim(0), probe_config()
     return Recorder(rank, config) if rank is not None and config.steps else None
 
 
-def recorder() -> Recorder | None:
-    """This process's."""
+def current_recorder() -> Recorder | None:
+    """Return the recorder of this process, None if it is no rank or the probe is off."""
     return _recorder_of(os.getpid())
 
 
-def put(owner: Any, name: str, point: Wrapper) -> None:
-    """Wrap ``owner.name``, if there is such a thing, in the point; without a recorder nothing changes."""
+def wrap_attribute(owner: Any, name: str, wrapper: Wrapper) -> None:
+    """Replace ``owner.name``, if it exists, by a function that runs the wrapper around it.
+
+    In a process without a recorder the function only calls the original.
+    """
     original = getattr(owner, name, None)
     if original is None:
         return
-    where = f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
+    qualified_name = f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
 
     @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        steps = guard.attempt(where, _begin, point, args, kwargs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        steps = guard.attempt(qualified_name, _begin, wrapper, args, kwargs)
         try:
             result = original(*args, **kwargs)
         except BaseException:
-            guard.attempt(where, _leave, steps, always=True)
+            guard.attempt(qualified_name, _close, steps, always=True)
             raise
-        guard.attempt(f"{where}, after the call", _finish, steps, result, always=True)
+        guard.attempt(f"{qualified_name}, after the call", _finish, steps, result, always=True)
         return result
 
-    setattr(owner, name, wrapper)
+    setattr(owner, name, wrapped)
 
 
-def _begin(point: Wrapper, args: Arguments, kwargs: Keywords) -> Steps | None:
-    found = recorder()
-    if found is None:
+def _begin(wrapper: Wrapper, args: Arguments, kwargs: Keywords) -> Steps | None:
+    recorder = current_recorder()
+    if recorder is None:
         return None
-    steps = point(found, args, kwargs)
+    steps = wrapper(recorder, args, kwargs)
     next(steps)
     return steps
 
 
 def _finish(steps: Steps | None, result: Any) -> None:
-    """Do what comes after the call; once the probe has failed, only what must be undone."""
+    """Run the code after the ``yield``; once the probe has failed, only its ``finally`` clauses."""
     if steps is not None and not guard.failed():
         with contextlib.suppress(StopIteration):
             steps.send(result)
-    _leave(steps)
+    _close(steps)
 
 
-def _leave(steps: Steps | None) -> None:
+def _close(steps: Steps | None) -> None:
     if steps is not None:
         steps.close()
 
 
 def models(values: Iterable[Any]) -> Iterator[Any]:
-    """The modules among them."""
+    """Yield the modules among the values."""
     import torch
 
     yield from (value for value in values if isinstance(value, torch.nn.Module))
 
 
 def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, compiles: bool = False) -> Wrapper:
-    """A call that makes a model the trainer's: the models among its arguments are plain for the last time.
+    """Make a wrapper of a call that wraps the models among its arguments.
 
-    ``made`` picks what holds the model from then on, of the result and the arguments.
+    Args:
+        made: (result, arguments) -> the models and optimizers that the call has wrapped.
+        compiles: Whether the call compiles the model, so that the probe's hooks must be removed.
+
     """
 
-    def point(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
-        with found.inside() as outermost:
-            nested = [one for value in args if isinstance(value, (list, tuple)) for one in value]
-            given = list(models((*args, *nested, *kwargs.values())))
-            for model in given if outermost else ():
-                found.aside(found.about_to_wrap, model)
-            if compiles and given:
-                found.compiled()
+    def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
+        with recorder.inside_call() as outermost:
+            nested = [element for value in args if isinstance(value, (list, tuple)) for element in value]
+            unwrapped = list(models((*args, *nested, *kwargs.values())))
+            for model in unwrapped if outermost else ():
+                recorder.call_unobserved(recorder.before_wrap, model)
+            if compiles and unwrapped:
+                recorder.remove_hooks()
             result = yield
         for value in made(result, args) if outermost else ():
-            found.aside(found.made, value)
+            recorder.call_unobserved(recorder.after_wrap, value)
 
-    return point
+    return wrapper
 
 
-def constructs(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
-    """A wrapper's ``__init__(self, module)``."""
-    with found.inside() as outermost:
+def constructs(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
+    """Wrap the ``__init__(self, module)`` of a class that wraps a module."""
+    with recorder.inside_call() as outermost:
         for model in models((*args[1:], *kwargs.values())) if outermost else ():
-            found.aside(found.about_to_wrap, model)
+            recorder.call_unobserved(recorder.before_wrap, model)
         yield
     if outermost:
-        found.aside(found.made, args[0])
+        recorder.call_unobserved(recorder.after_wrap, args[0])
 
 
 def trains(loss: Callable[[Arguments, Keywords], Any]) -> Wrapper:
-    """A call that computes gradients of the loss that ``loss`` picks of its arguments."""
+    """Make a wrapper of a call that computes gradients of the loss that ``loss`` picks from its arguments."""
 
-    def point(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
-        with found.inside(training=True) as outermost:
+    def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
+        with recorder.inside_call(training=True) as outermost:
             if outermost:
-                found.aside(found.backward, loss(args, kwargs))
+                recorder.call_unobserved(recorder.before_backward, loss(args, kwargs))
             yield
 
-    return point
+    return wrapper
 
 
 def saves(where: Callable[[Any, Arguments, Keywords], Any], *, everyone: bool = True, model: bool = True) -> Wrapper:
-    """A call that writes a checkpoint to the path that ``where`` picks of its result and arguments, None for no path.
+    """Make a wrapper of a call that writes a checkpoint or a file.
 
-    ``everyone``: on all ranks, and training can go on from it; the others are but files. ``model``: the model is to be in it;
-    what else a script may write by the call is its own business.
+    Args:
+        where: (result, arguments, keyword arguments) -> the path, None for no path.
+        everyone: Whether all ranks call it, so that it is a checkpoint from which training can resume.
+        model: Whether the file should hold the model. Other calls may write anything.
+
     """
 
-    def point(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
-        with found.inside() as outermost:
+    def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
+        with recorder.inside_call() as outermost:
             if outermost:
-                found.aside(found.about_to_save, everyone)
+                recorder.call_unobserved(recorder.before_save, everyone)
             result = yield
         path = where(result, args, kwargs) if outermost else None
         if path is not None:
-            found.aside(found.saved, path, everyone, model)
+            recorder.call_unobserved(recorder.after_save, path, everyone, model)
 
-    return point
+    return wrapper
 
 
-def loads(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a point
-    """A call that reads a checkpoint."""
-    with found.inside() as outermost:
+def loads(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
+    """Wrap a call that reads a checkpoint."""
+    with recorder.inside_call() as outermost:
         yield
     if outermost:
-        found.aside(found.loaded)
+        recorder.call_unobserved(recorder.after_load)
 
 
-def settles(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a point
-    """A call that comes when training is over: the trained model is looked at before it goes away."""
-    with found.inside() as outermost:
+def may_end_training(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
+    """Wrap a call that comes when training is over: the trained model is recorded before the script drops it."""
+    with recorder.inside_call() as outermost:
         if outermost:
-            found.aside(found.settled)
+            recorder.call_unobserved(recorder.record_final_model)
         yield
 
 
-def hides(found: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a point
-    """A call in which steps are none of the training's."""
-    with found.inside():
+def ignores_steps(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
+    """Wrap a call whose optimizer steps do not belong to the training."""
+    with recorder.inside_call():
         yield

@@ -1,7 +1,7 @@
-"""Python imports this by itself at the start of each process of a launched script: it lets the probe in, and steps aside.
+"""Startup file of each Python process of a launched script: it starts the probe and removes itself.
 
-Nothing is to see it afterwards: it takes its directory off ``sys.path``, and the user's own ``sitecustomize`` is imported
-as if it were the only one.
+It leaves no trace: it removes its directory from ``sys.path``, and the user's own ``sitecustomize`` is imported as if it were
+the only one.
 """
 
 # ruff: noqa: INP001 - a directory of PYTHONPATH, no package
@@ -22,7 +22,7 @@ _RUN = "DISTCOMPAT_RUN"
 
 
 class _OurPackage(importlib.abc.MetaPathFinder):
-    """Finds this package, and nothing else, where the process's own environment does not have it (``uv run``)."""
+    """Finder of this package only, for processes whose own environment does not have it (``uv run``)."""
 
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
@@ -33,8 +33,8 @@ class _OurPackage(importlib.abc.MetaPathFinder):
         return importlib.machinery.PathFinder.find_spec(fullname, [str(_HERE.parents[2])])
 
 
-def _step_aside() -> None:
-    """The next ``sitecustomize`` on the path takes this one's place."""
+def _import_own_sitecustomize() -> None:
+    """Import the next ``sitecustomize`` on the path in place of this one."""
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != _HERE]
     own = sys.modules.pop("sitecustomize")
     try:
@@ -46,16 +46,16 @@ def _step_aside() -> None:
         sys.modules.setdefault("sitecustomize", own)
 
 
-def _let_in() -> None:
-    """Never an error of the script's: what goes wrong is left where the parent looks for it."""
+def _start_probe() -> None:
+    """Start the probe; write a failure to a file that the parent reads, and never raise it in the script."""
     sys.meta_path.append(_OurPackage())
     try:
         importlib.import_module("pytest_distcompat.scripts.enter").enter()
     except Exception:
-        where = Path(os.environ.get(_RUN, ""), f"probe-{os.getpid()}.failed")
+        file = Path(os.environ.get(_RUN, ""), f"probe-{os.getpid()}.failed")
         with contextlib.suppress(OSError):
-            where.write_text("at the start of the process:\n" + traceback.format_exc(), encoding="utf-8")
+            file.write_text("at the start of the process:\n" + traceback.format_exc(), encoding="utf-8")
 
 
-_let_in()
-_step_aside()
+_start_probe()
+_import_own_sitecustomize()

@@ -1,4 +1,4 @@
-"""Does what the run left load, without the trainer, and is it what was trained?"""
+"""Check that the model a script leaves in its output directory loads, and that it holds the trained values."""
 
 from __future__ import annotations
 
@@ -14,33 +14,42 @@ from pytest_distcompat.scripts.recorder import END, STRIDE
 from pytest_distcompat.trace import RunTrace, Snapshot, UnwrappedInfo
 
 
-def findings(
+def check_final_model(
     run: RunTrace,
     cell: Cell,
-    place: Path | None,
+    path: Path | None,
     checkpoints: Sequence[str],
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     *,
     saved_name: Callable[[str], str],
 ) -> list[str]:
-    """What is wrong with what a run of that run left in ``place``, beside the ``checkpoints`` that it wrote on its way;
-    ``read`` has ``scripts.reading`` answer a question.
+    """Return what is wrong with the model that the run left at ``path``; an empty list if it is sound.
 
-    It is to hold weights; they load by transformers' ``from_pretrained`` (or, where there is no ``config.json``, as the DCP,
-    safetensors or torch file that they are) with no key missing, unexpected or of another shape; and each parameter and
-    persistent buffer equals the trained one, value by value, as after the last step.
+    The path must hold weights. They load by transformers' ``from_pretrained`` (or, without a ``config.json``, as a DCP,
+    safetensors or torch file), and no key is missing, unexpected or of another shape. Each parameter and persistent buffer
+    equals the trained one after the last step, value by value.
+
+    Args:
+        run: The trace of the run.
+        cell: What was running.
+        path: The file or directory that the run left; None if nothing says where it is.
+        checkpoints: Paths of the checkpoints that the run wrote, which are not the final model.
+        read: Sends a request to ``scripts.reading`` and returns the answer.
+        saved_name: Returns the unwrapped name of a key in a file.
+
     """
-    if place is None:
+    if path is None:
         return ["nothing says where the run leaves its model: tell launch(output=...)"]
-    if not place.exists():
-        return [f"{place} does not exist: the run left no model"]
-    found = read({"what": "final", "path": str(place.resolve()), "checkpoints": checkpoints})
-    if found["problem"]:
-        return [f"{place}: {found['problem']}"]
-    return [f"{place}: {text}" for text in _compare(run, cell, found, saved_name)]
+    if not path.exists():
+        return [f"{path} does not exist: the run left no model"]
+    loaded = read({"kind": "final", "path": str(path.resolve()), "checkpoints": checkpoints})
+    if loaded["problem"]:
+        return [f"{path}: {loaded['problem']}"]
+    return [f"{path}: {finding}" for finding in _compare(run, cell, loaded, saved_name)]
 
 
 def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Callable[[str], str]) -> Iterator[str]:
+    """Yield the differences between the trained model and the one that was read."""
     for title in ("missing", "unexpected", "mismatched"):
         if read[title]:
             first, *others = read[title]
@@ -52,11 +61,11 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
     files = Snapshot.from_json({"rank": 0, "run": "", "action": "", "index": 0, "files": read["files"]}).files
     files = tuple(file.renamed(saved_name) for file in files)
     yield from names_in(cell, first_snapshot.unwrapped, list(files))
-    last = max((m.index // STRIDE for m in run.snapshots if m.action == "step"), default=0)
+    last = max((snapshot.index // STRIDE for snapshot in run.snapshots if snapshot.action == "step"), default=0)
     trained = list(_trained(run, last))
     if len(trained) < run.world_size:
-        seen = ", ".join(str(snapshot.rank) for snapshot in trained) or "none"
-        yield f"the weights after step {last}, the last, were seen on ranks {seen} only: the model was gone at the end"
+        ranks = ", ".join(str(snapshot.rank) for snapshot in trained) or "none"
+        yield f"the weights after step {last}, the last, were seen on ranks {ranks} only: the model was gone at the end"
         return
     written = [Snapshot(0, "train", "files", last * STRIDE + END + n, files=files) for n in (1, 2)]
     train = RunTrace("train", run.world_size, (first_snapshot, *trained, *written), cell=cell.id)
@@ -92,8 +101,9 @@ def _renamed(unwrapped: UnwrappedInfo, name: Callable[[str], str]) -> UnwrappedI
 
 
 def _trained(run: RunTrace, last: int) -> Iterator[Snapshot]:
-    """Of each rank the latest look at all values since the last step."""
+    """Yield each rank's latest snapshot of all values since the last step."""
     for rank in range(run.world_size):
-        seen = [m for m in run.snapshots if m.rank == rank and m.model is not None and m.index // STRIDE == last]
-        if seen:
-            yield dataclasses.replace(max(seen, key=lambda one: one.index), action="export", index=last * STRIDE + END)
+        snapshots = [m for m in run.snapshots if m.rank == rank and m.model is not None and m.index // STRIDE == last]
+        if snapshots:
+            latest = max(snapshots, key=lambda snapshot: snapshot.index)
+            yield dataclasses.replace(latest, action="export", index=last * STRIDE + END)

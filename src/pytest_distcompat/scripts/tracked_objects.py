@@ -1,0 +1,117 @@
+"""Models, optimizers and schedulers that a script has made, and which of them belong together.
+
+All are held by weak references, so that the probe keeps nothing alive that the script has dropped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from pytest_distcompat.trace import UnwrappedInfo
+
+
+class TrackedObjects:
+    """Models, optimizers and schedulers that the wrappers have seen so far in one rank.
+
+    Args:
+        blocks: Class names of the models' blocks; if empty, those that the models declare.
+
+    """
+
+    def __init__(self, blocks: tuple[str, ...] = ()) -> None:
+        self._blocks = blocks
+        self.models: list[weakref.ref[Module]] = []
+        self.optimizers: list[weakref.ref[Any]] = []
+        self.schedulers: list[weakref.ref[Any]] = []
+        #: torch's own optimizers in the order they were made; ``optimizers`` are as the trainer has them, maybe wrapped.
+        self.torch_optimizers: list[weakref.ref[Any]] = []
+        self.accelerator: weakref.ref[Any] | None = None
+        self._unwrapped: dict[int, tuple[weakref.ref[Module], UnwrappedInfo]] = {}
+
+    def read_unwrapped(self, model: Module) -> None:
+        """Read a model that is about to be wrapped, once. Parts that are wrapped already count as they were before that."""
+        from pytest_distcompat.probe.blocks import unwrapped
+        from pytest_distcompat.probe.parts import read_parts
+
+        model = unwrapped(model)
+        known = {key: info for key, (reference, info) in self._unwrapped.items() if reference() is not None}
+        if id(model) not in known:
+            self._unwrapped[id(model)] = weakref.ref(model), read_parts(model, known, self._blocks)
+
+    def unwrapped_of(self, model: Module) -> UnwrappedInfo | None:
+        """Return what was read of the largest unwrapped model inside this one; None if there is none."""
+        inside = {id(module) for module in model.modules()}
+        infos = [
+            info for key, (reference, info) in self._unwrapped.items() if key in inside and reference() is not None
+        ]
+        return max(infos, key=lambda info: len(info.parameters), default=None)
+
+    def model_of(self, optimizer: Any) -> Module | None:
+        """Return the largest model of which the optimizer holds a parameter; if it holds none, or is None, the largest."""
+        groups = optimizer.param_groups if optimizer is not None else ()
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        alive = [model for reference in self.models if (model := reference()) is not None]
+        trained = [model for model in alive if any(id(parameter) in held for parameter in model.parameters())]
+        return max(trained or alive, key=lambda model: sum(1 for _ in model.modules()), default=None)
+
+    def wrapper_of(self, optimizer: Any) -> Any:
+        """Return the trainer's wrapper of that torch optimizer, or the optimizer itself if no wrapper was seen."""
+        from pytest_distcompat.probe import torch_optimizer
+
+        wrappers = [reference() for reference in self.optimizers]
+        return next(
+            (one for one in reversed(wrappers) if one is not None and torch_optimizer(one) is optimizer), optimizer
+        )
+
+    def last_optimizer(self) -> Any:
+        """Return the optimizer that the trainer wrapped last, None if there is none."""
+        alive = [optimizer for reference in self.optimizers if (optimizer := reference()) is not None]
+        return alive[-1] if alive else None
+
+    def optimizers_with(self, optimizer: Any, model: Module | None) -> Any:
+        """Return the optimizer, or a list of it and all others that train the model, in the order they were made.
+
+        The others hold parameters of the model, and none that a chosen one holds already. The latest are chosen first,
+        because an optimizer that was made and dropped holds the same parameters as the one that replaced it.
+        """
+        from pytest_distcompat.probe.optimizer import entries, torch_optimizer
+
+        inner = torch_optimizer(optimizer)
+        known = [
+            one
+            for reference in self.torch_optimizers
+            if (one := reference()) is not None and hasattr(one, "param_groups")
+        ]
+        live = {id(parameter) for parameter in model.parameters()} if model is not None else set()
+        held = {id(parameter) for parameter in entries(inner)}
+        chosen = [inner]
+        for candidate in reversed(known):
+            own = {id(parameter) for parameter in entries(candidate)}
+            if own & live and not own & held:
+                chosen.append(candidate)
+                held |= own
+        if len(chosen) == 1:
+            return self.wrapper_of(optimizer)
+        order = {id(one): index for index, one in enumerate(known)}
+        return [self.wrapper_of(one) for one in sorted(chosen, key=lambda one: order.get(id(one), -1))]
+
+    def schedulers_of(self, optimizer: Any) -> Any:
+        """Return the scheduler of that optimizer, None if it has none; for a list of optimizers a list of schedulers."""
+        from pytest_distcompat.probe.optimizer import torch_optimizer
+
+        if isinstance(optimizer, list):
+            return [scheduler for one in optimizer if (scheduler := self.schedulers_of(one)) is not None]
+        inner = torch_optimizer(optimizer)
+        for reference in reversed(self.schedulers):
+            scheduler = reference()
+            if scheduler is not None and torch_optimizer(scheduler.optimizer) is inner:
+                return scheduler
+        return None
+
+    def accelerator_attribute(self, name: str) -> Any:
+        """Return an attribute of the script's Accelerator, None without one."""
+        return getattr(self.accelerator() if self.accelerator is not None else None, name, None)
