@@ -1,10 +1,10 @@
 """Fork servers from which warm ranks are started: multiprocessing's own, several of them, started our way.
 
 Ranks of torchrun are processes that were started one by one: each has its own hash seed and its own layout of memory. So there
-are two interpreters (``SIDES``) from which ranks come, and the next run starts with the other one. What goes by the order
-of a set of strings then differs between the ranks of a group, and between the run that saves and the one that loads. Ranks whose
-numbers differ in one binary digit come from different interpreters: neighbours along each dimension of a mesh of 2 x 2 or
-2 x 4 ranks, where ranks that come strictly in turn would agree along one of them.
+are two interpreters (``SIDES``) from which ranks come in turn, and the next run starts with the other one. What goes by the order
+of a set of strings then differs between the ranks of a group, and between the run that saves and the one that loads. Of 4 or 8
+ranks those come from different interpreters whose numbers differ in one binary digit: they are neighbours along a dimension of a
+mesh of 2 x 2 or 2 x 4, and would agree along one of the dimensions if they came strictly in turn.
 
 Each interpreter has a server that has imported libraries. Where tests are collected beforehand, another server, forked from the
 first, has imported the user's modules too.
@@ -130,7 +130,7 @@ class ForkServers:
         """Wait until all serve, and return by side and kind their statuses."""
         return [{kind: servers[side].status() for kind, servers in self._servers.items()} for side in range(SIDES)]
 
-    def choose(self, kind: str, turn: int | None) -> None:
+    def choose(self, kind: str, turn: int | None, world_size: int) -> None:
         """Have the ranks that multiprocessing starts from now on, rank 0 first, forked from servers of that kind.
 
         Private names used here: ``connect_to_new_process`` of ``multiprocessing.forkserver``, which ``popen_forkserver`` looks up
@@ -141,6 +141,7 @@ class ForkServers:
         Args:
             kind: ``LIBRARIES`` or ``SESSION``.
             turn: From which side rank 0 comes, by its parity; None for another one each time.
+            world_size: How many ranks there will be.
         """
         servers = self._servers[kind]
         first = self._runs if turn is None else turn
@@ -150,7 +151,8 @@ class ForkServers:
         forkserver_state = module._forkserver  # noqa: SLF001 - see the docstring
 
         def connect(descriptors: Sequence[int]) -> Any:
-            server = servers[(first + next(started).bit_count()) % SIDES]
+            rank = next(started)
+            server = servers[(first + (rank.bit_count() if world_size % 4 == 0 else rank)) % SIDES]
             forkserver_state._forkserver_address = server.address  # noqa: SLF001
             forkserver_state._forkserver_alive_fd = server.alive  # noqa: SLF001
             return type(forkserver_state).connect_to_new_process(forkserver_state, descriptors)

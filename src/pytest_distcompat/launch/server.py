@@ -56,7 +56,7 @@ def main(descriptor: int, warmth: str) -> None:
             if message["start"] == "spawn":
                 outcome: dict[str, Any] = agent.run(request, rank.main, "spawn")
             else:
-                servers.choose(message["start"], request.turn)
+                servers.choose(message["start"], request.turn, request.world_size)
                 outcome = agent.run(request, rank.forked, "forkserver")
         except Exception:
             outcome = {"exit_codes": None, "launch_error": traceback.format_exc()}
