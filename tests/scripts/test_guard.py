@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -46,9 +47,12 @@ DDP = calls("DistributedDataParallel.__init__")
 PARTS = {
     "loop": {"the closure of an optimizer's step", *calls("torch.save", "LRScheduler.__init__"), *DDP},
     "checkpoints": calls(
-        "torch.distributed.checkpoint.save",
-        "torch.distributed.checkpoint.load",
-        "torch.distributed.checkpoint.state_dict.get_state_dict",
+        *(f"torch.distributed.checkpoint.{name}" for name in ("save", "async_save", "load")),
+        *(f"torch.distributed.checkpoint.state_dict_saver.{name}" for name in ("save", "async_save")),
+        "torch.distributed.checkpoint.state_dict_loader.load",
+        *(f"torch.distributed.checkpoint.state_dict.{name}_state_dict" for name in ("get", "set")),
+        *(f"torch.distributed.checkpoint.state_dict.{name}_optimizer_state_dict" for name in ("get", "set")),
+        *(f"safetensors.torch.{name}" for name in ("save_file", "save_model")),
     ),
     "wrappers": calls(
         "FullyShardedDataParallel.__init__", "torch.distributed.fsdp.fully_shard", "torch.compile", "Module.compile"
@@ -67,8 +71,10 @@ PARTS = {
         *("DeepSpeedEngine.backward", "DeepSpeedEngine.step", "deepspeed.initialize"),
         *("DeepSpeedEngine.save_checkpoint", "DeepSpeedEngine.load_checkpoint"),
     ),
-    "lightning": calls("Trainer.save_checkpoint", "DistributedDataParallel.__init__"),
+    "lightning": calls("Trainer.save_checkpoint", "Strategy.load_checkpoint", "DistributedDataParallel.__init__"),
 }
+#: Lightning's own strategies that run on GPUs only; what is put around their method is that of ``Strategy.load_checkpoint``.
+ON_GPUS = calls(*(f"{name}Strategy.load_checkpoint" for name in ("DeepSpeed", "FSDP", "ModelParallel")))
 LIBRARIES = {
     "accelerate": "accelerate",
     "trainer": "transformers",
@@ -150,6 +156,21 @@ def test_the_probe_fails_anywhere(part: str, tmp_path: Path) -> None:
     runs = broken(tmp_path, part)
     assert set(runs) > PARTS[part]
     check_broken(part, runs)
+
+
+@pytest.mark.nightly
+def test_every_call_that_is_wrapped_is_one_of_these(tmp_path: Path) -> None:
+    """A point that is added later has a training that comes by it."""
+    for library in LIBRARIES.values():
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"needs {library}")
+    Sight().write(tmp_path)
+    command = [sys.executable, str(PROGRAMS / "points_there.py")]
+    environment = with_probe({**os.environ, "RANK": "0"}, tmp_path)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    there = {line.removeprefix("wrapped: ") for line in done.stdout.splitlines() if line.startswith("wrapped: ")}
+    assert there
+    assert there <= {*ALWAYS, *ON_GPUS}.union(*PARTS.values())
 
 
 def test_the_probe_fails_in_a_script_that_fails(tmp_path: Path) -> None:

@@ -19,9 +19,11 @@ import torch
 import torch._dynamo  # what optimizers import at their first step, once for all children
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from safetensors.torch import save_file, save_model
+from torch.distributed.checkpoint import state_dict, state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_distcompat import launch, probe
 from pytest_distcompat.scripts import guard, recorder
@@ -104,10 +106,21 @@ def of_checkpoints(to: Path) -> list[float]:
     wrapped = torch.nn.parallel.DistributedDataParallel(net())
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
     losses = steps(wrapped, optimizer, lambda loss: loss.backward(), 2)
-    parts, states = get_state_dict(wrapped, optimizer)
-    dcp.save({"model": parts, "optimizer": states}, checkpoint_id=to / "dcp")  # type: ignore[attr-defined]
-    dcp.load({"model": parts, "optimizer": states}, checkpoint_id=to / "dcp")  # type: ignore[attr-defined]
-    return losses
+    parts, states = state_dict.get_state_dict(wrapped, optimizer)
+    saved = {"model": parts, "optimizer": states}
+    dcp.save(saved, checkpoint_id=to / "dcp")  # type: ignore[attr-defined]
+    dcp.load(saved, checkpoint_id=to / "dcp")  # type: ignore[attr-defined]
+    dcp.async_save(saved, checkpoint_id=to / "async").result()  # type: ignore[attr-defined,union-attr]
+    # Where they are defined, and each half of a state by itself.
+    state_dict_saver.save(saved, checkpoint_id=to / "defined")
+    state_dict_saver.async_save(saved, checkpoint_id=to / "defined-async").result()  # type: ignore[union-attr]
+    state_dict_loader.load(saved, checkpoint_id=to / "defined")
+    state_dict.set_state_dict(wrapped, optimizer, model_state_dict=parts, optim_state_dict=states)
+    states = state_dict.get_optimizer_state_dict(wrapped, optimizer)
+    state_dict.set_optimizer_state_dict(wrapped, optimizer, optim_state_dict=states)
+    save_file(wrapped.module.state_dict(), to / "file.safetensors")
+    save_model(wrapped.module, str(to / "model.safetensors"))
+    return losses + steps(wrapped, optimizer, lambda loss: loss.backward(), 2)
 
 
 def of_wrappers(to: Path) -> list[float]:
@@ -172,8 +185,8 @@ def of_lightning(to: Path) -> list[float]:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.1)
 
-        def training_step(self, batch: torch.Tensor, _number: int) -> Any:
-            loss = self.net(batch).square().mean()
+        def training_step(self, batch: list[torch.Tensor], _number: int) -> Any:
+            loss = self.net(batch[0]).square().mean()
             losses.append(float(loss))
             return loss
 
@@ -185,8 +198,11 @@ def of_lightning(to: Path) -> list[float]:
     }
     trainer = pytorch_lightning.Trainer(accelerator="cpu", devices=1, strategy="ddp", max_steps=4, **said)
     module = Module()
-    trainer.fit(module, [torch.ones(2, 4)] * 4)
+    # Of a list Lightning takes each element for data of its own.
+    trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2))
     trainer.save_checkpoint(to / "state.ckpt")
+    again = pytorch_lightning.Trainer(accelerator="cpu", devices=1, strategy="ddp", max_steps=6, **said)
+    again.fit(Module(), DataLoader(TensorDataset(torch.ones(12, 4)), batch_size=2), ckpt_path=to / "state.ckpt")
     return losses
 
 
