@@ -48,6 +48,17 @@ def test_names_that_the_script_maps_when_it_saves(run: Launch) -> None:
 
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+
+
+def test_names_of_a_part_that_its_library_loads_by_itself(run: Launch) -> None:
+    """The same names stand in the files and in the model that ``from_pretrained`` makes of them."""
+    pytest.importorskip("accelerate")
+    told = ("--inside", "--output", "{output}", "--steps", "4")
+    settings: dict[str, Any] = {"launcher": "accelerate", "strategy": "ddp", "output": "{output}/final"}
+    mapped = run("accelerate_loop.py", *told, **settings, saved_name=lambda key: f"inner.{key}")
+    mapped.check("names", "final_model_loadable")
+
+
 ADAPTER: dict[str, Any] = {"options": {"adapter": True}, "output": "{output}"}
 
 

@@ -62,8 +62,12 @@ def _compare(life: LifeTrace, cell: Cell, read: Mapping[str, Any], saved_name: C
     train = LifeTrace("train", life.world_size, (first_moment, *trained, *written), cell=cell.id)
     loaded = Moment.from_json({"rank": 0, "life": "reload", "verb": "reload", "index": 0, "plain": read["plain"]})
     assert loaded.plain is not None
-    if read["stored"]:  # as it stands in the files; what a library has loaded has its own names again
-        loaded = dataclasses.replace(loaded, plain=_renamed(loaded.plain, saved_name))
+    # A library may load names that it has mapped when it saved; what it still calls otherwise is a part of the model by itself.
+    known = {fact.name for fact in (*first_moment.plain.parameters, *first_moment.plain.buffers)}
+    kept = frozenset() if read["stored"] else known
+    loaded = dataclasses.replace(
+        loaded, plain=_renamed(loaded.plain, lambda key: key if key in kept else saved_name(key))
+    )
     assert loaded.plain is not None
     only = None
     if read["stored"] and cell.option(
@@ -77,9 +81,10 @@ def _compare(life: LifeTrace, cell: Cell, read: Mapping[str, Any], saved_name: C
 
 
 def _renamed(plain: PlainFact, name: Callable[[str], str]) -> PlainFact:
-    """Return the model with other names for its parameters."""
+    """Return the model with other names for its parameters and buffers."""
     parameters = tuple(dataclasses.replace(fact, name=name(fact.name)) for fact in plain.parameters)
-    return dataclasses.replace(plain, parameters=parameters)
+    buffers = tuple(dataclasses.replace(fact, name=name(fact.name)) for fact in plain.buffers)
+    return dataclasses.replace(plain, parameters=parameters, buffers=buffers)
 
 
 def _trained(life: LifeTrace, last: int) -> Iterator[Moment]:

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,7 +16,20 @@ parser.add_argument("--save-at", type=int, default=0)
 parser.add_argument("--resume", type=Path)
 parser.add_argument("--adapter", action="store_true")
 parser.add_argument("--bert", action="store_true")
+parser.add_argument("--inside", action="store_true")
 arguments = parser.parse_args()
+
+
+class Around(torch.nn.Module):
+    """A model of which another one is a part that is saved by itself, as sentence-transformers has it."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        return self.inner(**batch)
+
 
 accelerator = Accelerator()
 net = bert() if arguments.bert else model()
@@ -27,6 +41,8 @@ if arguments.adapter:
     if getattr(accelerator.state.fsdp_plugin, "fsdp_version", 2) == 1:
         # As PEFT's documentation has it: https://huggingface.co/docs/peft/accelerate/fsdp
         accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(net)
+if arguments.inside:
+    net = Around(net)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 data = DataLoader(Rows(), batch_size=2, shuffle=True)
@@ -52,7 +68,10 @@ for batch in accelerator.skip_first_batches(data, done) if done else data:
 if arguments.output:
     accelerator.wait_for_everyone()
     state = accelerator.get_state_dict(net)
-    accelerator.unwrap_model(net).save_pretrained(
+    whole = accelerator.unwrap_model(net)
+    if arguments.inside:
+        state = {name.removeprefix("inner."): value for name, value in state.items()}
+    (whole.inner if arguments.inside else whole).save_pretrained(
         arguments.output / "final", is_main_process=accelerator.is_main_process, state_dict=state
     )
 accelerator.end_training()
