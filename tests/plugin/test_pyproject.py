@@ -9,8 +9,8 @@ import pytest
 
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.launch import Ending, RankEnd, Request
+from pytest_distcompat.plugin.marked.phase import Phase, XFailed
 from pytest_distcompat.plugin.options import OPTIONS, setting
-from pytest_distcompat.plugin.phase import Phase, XFailed
 from pytest_distcompat.scenario import TRAIN
 
 if TYPE_CHECKING:

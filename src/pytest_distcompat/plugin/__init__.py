@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.plugin import launched, options, pyproject
+from pytest_distcompat.plugin import options, pyproject
 from pytest_distcompat.plugin.current import session_of
+from pytest_distcompat.plugin.inside import launched
 
 _MARK = "distcompat"
 # Kept apart from rank_session.ON_RANK & co.: those modules are not imported in a session without distributed tests.
@@ -31,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Of the ranks of somebody's launch, one reports."""
     if launched.here() and not launched.first():
-        from pytest_distcompat.plugin.rank_output import no_terminal
+        from pytest_distcompat.plugin.inside.rank_output import no_terminal
 
         no_terminal(early_config)
 
@@ -50,9 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(fixtures, "distcompat-fixtures")
     config.pluginmanager.register(scripted, "distcompat-scripts")
     if launched.here() and not _on_rank(config):
-        from pytest_distcompat.plugin import inside
+        from pytest_distcompat.plugin.inside import external_launch
 
-        inside.enter(config)
+        external_launch.enter(config)
     given = options.given(config)
     for name in given:
         options.setting(config, name)
@@ -67,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _on_rank(config: pytest.Config) -> bool:
-    from pytest_distcompat.plugin.rank_session import ON_RANK
+    from pytest_distcompat.plugin.inside.rank_session import ON_RANK
 
     return ON_RANK in config.stash
 
@@ -107,8 +108,8 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
     if suite is None or not isinstance(obj, type) or not issubclass(obj, suite.CompatSuite):
         return None
     from pytest_distcompat.failures import UsageProblem
-    from pytest_distcompat.plugin import cases
-    from pytest_distcompat.plugin.words import check_attributes
+    from pytest_distcompat.plugin.suite import cases
+    from pytest_distcompat.plugin.suite.declared_names import check_attributes
 
     try:
         check_attributes(obj)
@@ -128,7 +129,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         _generate_marked(metafunc, mark)
     elif "distcompat_case" in metafunc.fixturenames and metafunc.cls is not None:
         from pytest_distcompat.failures import UsageProblem
-        from pytest_distcompat.plugin import cases
+        from pytest_distcompat.plugin.suite import cases
 
         session = session_of(metafunc.config)
         try:
@@ -141,16 +142,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _generate_marked(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
-    from pytest_distcompat.plugin import marked
+    from pytest_distcompat.plugin.marked import marker
 
     try:
-        read = marked.read_mark(mark)
+        read = marker.read_mark(mark)
     except ValueError as problem:
         raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {problem}") from None
     if read.has_cells:
         session = session_of(metafunc.config)
         selected = session.setting("strategies").value, session.setting("precisions").value
-        marked.parametrize(metafunc, read, selected, session.world_size)
+        marker.parametrize(metafunc, read, selected, session.world_size)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -160,9 +161,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield
     marked_items = [item for item in items if item.get_closest_marker(_MARK) is not None]
     if marked_items:
-        from pytest_distcompat.plugin import marked
+        from pytest_distcompat.plugin.marked import marker
 
-        marked.check_items(marked_items)
+        marker.check_items(marked_items)
     ours = marked_items or [item for item in items if "distcompat_case" in getattr(item, "fixturenames", ())]
     if not ours or _on_rank(config):
         return
@@ -180,7 +181,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Tell what the tests ask for, before xdist's controller hears that this worker has collected."""
     collected = session.config.stash.get(_COLLECTED, None)
     if collected is not None and not session.config.option.collectonly:
-        from pytest_distcompat.plugin import packing
+        from pytest_distcompat.plugin.marked import packing
 
         packing.announce(session_of(session.config), collected, session.items)
 
@@ -188,7 +189,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """What was given on the command line is part of the command that runs a test again."""
-    from pytest_distcompat.plugin import reproduce
+    from pytest_distcompat.plugin.reporting import reproduce
 
     reproduce.tell_worker(node)
 
@@ -196,8 +197,8 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Under ``--dist load`` and ``worksteal``: tests in the order that keeps the devices busy, if there are tests of ours."""
-    from pytest_distcompat.plugin import packing
-    from pytest_distcompat.plugin.scheduling import OWN, LateScheduling
+    from pytest_distcompat.plugin.marked import packing
+    from pytest_distcompat.plugin.marked.scheduling import OWN, LateScheduling
 
     if config.getoption("dist") not in OWN:
         return None
@@ -221,20 +222,20 @@ def _is_controller(config: pytest.Config) -> bool:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Ranks that live on do so for tests that follow each other."""
     if _IN_USE in item.config.stash:
-        from pytest_distcompat.plugin import marked
+        from pytest_distcompat.plugin.marked import marker
 
-        item.stash[marked.NEXT] = nextitem
-        marked.retire_for(item)
+        item.stash[marker.NEXT] = nextitem
+        marker.retire_for(item)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A marked test is run on its ranks instead of here."""
     if item.get_closest_marker(_MARK) is not None and isinstance(item, pytest.Function) and not _on_rank(item.config):
-        from pytest_distcompat.plugin import marked
+        from pytest_distcompat.plugin.marked import marker
 
         session_of(item.config)
-        marked.take_over(item)
+        marker.take_over(item)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -242,9 +243,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Ranks that wait for no later test leave within this one's teardown, whose error it is what goes wrong then."""
     yield
     if _IN_USE in item.config.stash:
-        from pytest_distcompat.plugin import marked
+        from pytest_distcompat.plugin.marked import marker
 
-        marked.retire_after(item, nextitem)
+        marker.retire_after(item, nextitem)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -255,7 +256,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     items and have ``--distcompat-timeout``. https://github.com/pytest-dev/pytest-timeout#extending-pytest-timeout-with-plugins
     """
     if item.get_closest_marker(_MARK) is not None:
-        from pytest_distcompat.plugin.marked import TIME_LIMIT
+        from pytest_distcompat.plugin.marked.marker import TIME_LIMIT
 
         item.stash[TIME_LIMIT] = settings.timeout
         return True
@@ -269,11 +270,11 @@ def pytest_runtest_makereport(
     """Show what the ranks said, not our own frames; let a verdict travel with its report."""
     report = yield
     if item.get_closest_marker(_MARK) is not None and not _on_rank(item.config):
-        from pytest_distcompat.plugin import marked
+        from pytest_distcompat.plugin.marked import marker
 
-        marked.finish_report(item, call, report)
+        marker.finish_report(item, call, report)
     elif call.when == "call" and "distcompat_case" in getattr(item, "fixturenames", ()):
-        from pytest_distcompat.plugin import cases
+        from pytest_distcompat.plugin.suite import cases
 
         cases.finish_report(item, call, report)
     elif call.when == "call" and call.excinfo is not None and "distcompat" in getattr(item, "fixturenames", ()):

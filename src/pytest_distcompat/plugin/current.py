@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def session_of(config: pytest.Config) -> DistcompatSession:
     """The session, made at the first call; what it takes is imported then."""
-    from pytest_distcompat.plugin.rank_session import ON_RANK
+    from pytest_distcompat.plugin.inside.rank_session import ON_RANK
     from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
     if SESSION not in config.stash:
@@ -20,8 +20,8 @@ def session_of(config: pytest.Config) -> DistcompatSession:
         config.add_cleanup(session.close)
         if ON_RANK not in config.stash and not hasattr(config, "workerinput"):
             from pytest_distcompat.plugin.declared import declared_of
-            from pytest_distcompat.plugin.packing import Devices
-            from pytest_distcompat.plugin.results import Results
+            from pytest_distcompat.plugin.marked.packing import Devices
+            from pytest_distcompat.plugin.reporting.results import Results
 
             config.pluginmanager.register(Devices(session), "distcompat-devices")
             config.pluginmanager.register(Results(session), "distcompat-results")

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.failures import DistcompatError
-from pytest_distcompat.plugin.marked import MARK, OUTCOME, cell_of
-from pytest_distcompat.plugin.narrowed import partial
+from pytest_distcompat.plugin.marked.marker import MARK, OUTCOME, cell_of
+from pytest_distcompat.plugin.marked.outcome import RankFailure
 from pytest_distcompat.plugin.nodeids import strip_group
-from pytest_distcompat.plugin.outcome import RankFailure
+from pytest_distcompat.plugin.selection import partial
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.judge import Verdict
     from pytest_distcompat.known import KnownIssue
-    from pytest_distcompat.plugin.outcome import Outcome
+    from pytest_distcompat.plugin.marked.outcome import Outcome
 
 #: The attribute of a report that carries, from an xdist worker to the controller, the entries that cover the item and those
 #: that it failed by.

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.plugin.cases import BoundCase
+    from pytest_distcompat.plugin.suite.cases import BoundCase
     from pytest_distcompat.world import World
 
 
 def _on_rank(request: pytest.FixtureRequest) -> None:
-    from pytest_distcompat.plugin.rank_session import ON_RANK
+    from pytest_distcompat.plugin.inside.rank_session import ON_RANK
 
     if ON_RANK not in request.config.stash:
         pytest.fail(
@@ -43,7 +43,7 @@ def cell(request: pytest.FixtureRequest) -> Cell:
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> World:
     """Where this rank stands: ``rank``, ``size``, ``local_rank``, ``device``, ``backend``."""
-    from pytest_distcompat.plugin.rank_session import WORLD
+    from pytest_distcompat.plugin.inside.rank_session import WORLD
 
     _on_rank(request)
     return request.config.stash[WORLD]
@@ -72,7 +72,7 @@ def device(world: World) -> torch.device:
 @pytest.fixture
 def shared_dir(request: pytest.FixtureRequest) -> Path:
     """A directory that all ranks of this test share, empty at its start. ``tmp_path`` is each rank's own."""
-    from pytest_distcompat.plugin.rank_session import SHARED
+    from pytest_distcompat.plugin.inside.rank_session import SHARED
 
     _on_rank(request)
     directory = request.config.stash[SHARED]
@@ -110,6 +110,6 @@ def process_group(world: World) -> Iterator[Any]:
 @pytest.fixture
 def distcompat_case(request: pytest.FixtureRequest) -> BoundCase:
     """One check in one cell of a CompatSuite, to be called."""
-    from pytest_distcompat.plugin.cases import BoundCase
+    from pytest_distcompat.plugin.suite.cases import BoundCase
 
     return BoundCase(request.param, request.node)

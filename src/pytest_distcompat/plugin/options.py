@@ -130,13 +130,13 @@ def _part(text: str) -> float:
 
 
 def _report(text: str, base: Path) -> Any:
-    from pytest_distcompat.plugin.report_files import to_write
+    from pytest_distcompat.plugin.reporting.report_files import to_write
 
     return to_write(text, base)
 
 
 def _baseline(text: str, base: Path) -> Any:
-    from pytest_distcompat.plugin.report_files import to_compare_with
+    from pytest_distcompat.plugin.reporting.report_files import to_compare_with
 
     return to_compare_with(text, base)
 

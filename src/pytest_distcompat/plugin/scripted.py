@@ -62,7 +62,7 @@ class Distcompat:
 def finish_report(report: pytest.TestReport, error: BaseException) -> None:
     """No xfail mark excuses more than an exception."""
     from pytest_distcompat.plugin.declared import is_hard
-    from pytest_distcompat.plugin.outcome import unexcused
+    from pytest_distcompat.plugin.marked.outcome import unexcused
 
     if hasattr(report, "wasxfail") and is_hard(error):
         unexcused(report)

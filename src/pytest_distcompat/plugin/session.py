@@ -19,8 +19,9 @@ from pytest_distcompat import clock
 from pytest_distcompat.devices import CPU_WORLD_SIZE
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.plugin import pyproject, reproduce
+from pytest_distcompat.plugin import pyproject
 from pytest_distcompat.plugin.options import PRELOAD, Setting, setting
+from pytest_distcompat.plugin.reporting import reproduce
 
 if TYPE_CHECKING:
     from pytest_distcompat.known import KnownIssue
@@ -148,7 +149,7 @@ class DistcompatSession:
         from pytest_distcompat.launch import LAUNCHERS, Warmth
         from pytest_distcompat.launch.request import import_path
         from pytest_distcompat.leased import LeasedLauncher
-        from pytest_distcompat.plugin import rank_session
+        from pytest_distcompat.plugin.inside import rank_session
 
         if os.getpid() != self._process:
             raise UsageProblem(FORKED)
@@ -275,7 +276,7 @@ class DistcompatSession:
     @functools.cached_property
     def described(self) -> Path:
         """A file from which a rank that is started without a fork server collects what this process did."""
-        from pytest_distcompat.plugin import rank_session
+        from pytest_distcompat.plugin.inside import rank_session
 
         worker = getattr(self.config, "workerinput", {}).get("workerid", "main")
         path = self.store / f"session-{worker}.json"
@@ -314,7 +315,7 @@ class DistcompatSession:
 
 def _check_words(issue: KnownIssue) -> None:
     """Raise pytest.UsageError for a check, a strategy or a precision that there is not."""
-    from pytest_distcompat.plugin.words import check_words
+    from pytest_distcompat.plugin.suite.declared_names import check_words
 
     try:
         for expectation in issue.expectations:

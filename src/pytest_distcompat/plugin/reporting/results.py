@@ -14,12 +14,12 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.plugin.declared import declared_of
-from pytest_distcompat.plugin.narrowed import narrowed
 from pytest_distcompat.plugin.nodeids import strip_group
 from pytest_distcompat.plugin.options import OPTIONS
-from pytest_distcompat.plugin.progress import Progress
+from pytest_distcompat.plugin.reporting.progress import Progress
+from pytest_distcompat.plugin.reporting.summary import Summary
+from pytest_distcompat.plugin.selection import narrowed
 from pytest_distcompat.plugin.session import DistcompatSession
-from pytest_distcompat.plugin.summary import Summary
 from pytest_distcompat.report import (
     Report,
     Result,

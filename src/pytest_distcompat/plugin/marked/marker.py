@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
-from pytest_distcompat.plugin.conditions import leave_to_ranks
+from pytest_distcompat.plugin.marked.conditions import leave_to_ranks
+from pytest_distcompat.plugin.marked.outcome import UNCAPTURED, Outcome, RankFailure, disagreement, merge, unexcused
 from pytest_distcompat.plugin.nodeids import strip_group
-from pytest_distcompat.plugin.outcome import UNCAPTURED, Outcome, RankFailure, disagreement, merge, unexcused
-from pytest_distcompat.plugin.representation import represent
+from pytest_distcompat.plugin.reporting.representation import represent
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
     """Run the real item on all ranks, and end here as the worst of them did."""
     from pytest_distcompat.launch import Request
     from pytest_distcompat.launch.request import ANY_MODULE
-    from pytest_distcompat.plugin import rank_session
+    from pytest_distcompat.plugin.inside import rank_session
 
     session = item.config.stash[SESSION]
     world_size = world_size_of(item, mark, session)

@@ -20,10 +20,10 @@ from pytest_distcompat.launch.flight_recorder import dumps
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.launch.rank import GRACE
 from pytest_distcompat.launch.standstill import Standstill, in_torch, may_wait_for_work
-from pytest_distcompat.plugin.agreement import STUCK, Said, agree
-from pytest_distcompat.plugin.outcome import Outcome
-from pytest_distcompat.plugin.store_client import POLL, StoreClient
-from pytest_distcompat.plugin.termination import Termination
+from pytest_distcompat.plugin.inside.agreement import STUCK, Said, agree
+from pytest_distcompat.plugin.inside.store_client import POLL, StoreClient
+from pytest_distcompat.plugin.inside.termination import Termination
+from pytest_distcompat.plugin.marked.outcome import Outcome
 
 #: How long ranks may take to say something after they should have, in seconds: they may be busy, or dying.
 PATIENCE = 10.0

@@ -23,12 +23,12 @@ from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.plugin import scripted
 from pytest_distcompat.plugin.declared import declared_of
+from pytest_distcompat.plugin.marked.outcome import disagreement
 from pytest_distcompat.plugin.nodeids import strip_group
-from pytest_distcompat.plugin.outcome import disagreement
-from pytest_distcompat.plugin.representation import represent
-from pytest_distcompat.plugin.results import ATTRIBUTE
+from pytest_distcompat.plugin.reporting.representation import represent
+from pytest_distcompat.plugin.reporting.results import ATTRIBUTE
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
-from pytest_distcompat.plugin.words import check_words
+from pytest_distcompat.plugin.suite.declared_names import check_words
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.suite import CompatSuite

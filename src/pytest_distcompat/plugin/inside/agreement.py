@@ -14,9 +14,9 @@ import pytest
 from pytest_distcompat.launch.ending import conclude
 from pytest_distcompat.launch.request import EXCUSED
 from pytest_distcompat.launch.stacks import stack_file
-from pytest_distcompat.plugin.outcome import STRICT_XPASS, Outcome, merge, of_all_ranks
-from pytest_distcompat.plugin.phase import Phase
-from pytest_distcompat.plugin.representation import represent
+from pytest_distcompat.plugin.marked.outcome import STRICT_XPASS, Outcome, merge, of_all_ranks
+from pytest_distcompat.plugin.marked.phase import Phase
+from pytest_distcompat.plugin.reporting.representation import represent
 
 #: What there is to say of a phase that passed on all ranks.
 SAME = "same"

@@ -17,17 +17,17 @@ from typing import Any, Literal
 import pytest
 
 from pytest_distcompat import clock
-from pytest_distcompat.plugin import launched
-from pytest_distcompat.plugin.agreement import impose
 from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.declared import declared_of, weigh
-from pytest_distcompat.plugin.lockstep import Gone, Lockstep
-from pytest_distcompat.plugin.marked import TIME_LIMIT, cell_of, mark_of
-from pytest_distcompat.plugin.outcome import LOST, Outcome, Phases, mark_lost_peer
-from pytest_distcompat.plugin.rank_session import OF_RANK_ZERO, ON_RANK, SHARED, WORLD
+from pytest_distcompat.plugin.inside import launched
+from pytest_distcompat.plugin.inside.agreement import impose
+from pytest_distcompat.plugin.inside.lockstep import Gone, Lockstep
+from pytest_distcompat.plugin.inside.rank_session import OF_RANK_ZERO, ON_RANK, SHARED, WORLD
+from pytest_distcompat.plugin.inside.termination import Termination
+from pytest_distcompat.plugin.marked.marker import TIME_LIMIT, cell_of, mark_of
+from pytest_distcompat.plugin.marked.outcome import LOST, Outcome, Phases, mark_lost_peer
+from pytest_distcompat.plugin.marked.subtests import name_of
 from pytest_distcompat.plugin.session import DistcompatSession, session_basetemp
-from pytest_distcompat.plugin.subtests import name_of
-from pytest_distcompat.plugin.termination import Termination
 from pytest_distcompat.world import World
 
 #: Fixtures that start ranks.

@@ -64,11 +64,11 @@ def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | 
 
     The checks of a suite's cell share runs, and tests that reuse ranks share those: together they are one demand.
     """
-    from pytest_distcompat.plugin import marked
+    from pytest_distcompat.plugin.marked import marker
 
-    mark = marked.mark_of(item)
+    mark = marker.mark_of(item)
     if mark is not None:
-        return marked.scope_of(item, session) or item.nodeid, marked.world_size_of(item, mark, session)
+        return marker.scope_of(item, session) or item.nodeid, marker.world_size_of(item, mark, session)
     callspec: Any = getattr(item, "callspec", None)
     case = callspec.params.get("distcompat_case") if callspec is not None else None
     # A suite of which no case was chosen has one item, which pytest skips, with a parameter that stands for none.

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat import clock
-from pytest_distcompat.plugin import launched, pyproject
-from pytest_distcompat.plugin.outcome import Phases, mark_lost_peer
-from pytest_distcompat.plugin.phase import Phase
-from pytest_distcompat.plugin.rank_output import capturing, fault_handler, no_terminal
+from pytest_distcompat.plugin import pyproject
+from pytest_distcompat.plugin.inside import launched
+from pytest_distcompat.plugin.inside.rank_output import capturing, fault_handler, no_terminal
+from pytest_distcompat.plugin.marked.outcome import Phases, mark_lost_peer
+from pytest_distcompat.plugin.marked.phase import Phase
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:

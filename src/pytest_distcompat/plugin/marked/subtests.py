@@ -14,7 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from pytest_distcompat.launch import Ending, RankEnd
-    from pytest_distcompat.plugin.phase import Phase
+    from pytest_distcompat.plugin.marked.phase import Phase
 
 #: The title of what is told of subtests that were skipped or failed as expected.
 TITLE = "Subtests"

@@ -47,7 +47,7 @@ class LateScheduling:
             return
         units = self._plan(first, len(found))
         if units:
-            from pytest_distcompat.plugin.packed import PackedScheduling
+            from pytest_distcompat.plugin.marked.packed import PackedScheduling
 
             self._now = PackedScheduling(self._config, self._log, units)
             for node, collection in found.items():

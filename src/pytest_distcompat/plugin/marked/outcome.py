@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.excerpt import excerpt, explained
-from pytest_distcompat.plugin.phase import Phase, SkipElsewhere, XFailed, fields_of
-from pytest_distcompat.plugin.subtests import broken_off, name_of, weighed, with_subtests
+from pytest_distcompat.plugin.marked.phase import Phase, SkipElsewhere, XFailed, fields_of
+from pytest_distcompat.plugin.marked.subtests import broken_off, name_of, weighed, with_subtests
 
 if TYPE_CHECKING:
     from pytest_distcompat.launch import Ending
