@@ -95,5 +95,5 @@ def test_a_text_is_represented_as_an_exception_is(pytester: pytest.Pytester) -> 
 def test_fixtures_can_be_torn_down_out_of_turn(pytester: pytest.Pytester) -> None:
     session = pytester.getitem("def test_it(): pass", "test_it").session
     assert callable(getattr(getattr(session, "_setupstate", None), "teardown_exact", None)), (
-        "plugin/inside/rank_session.py: _as_if_alone() calls Session._setupstate.teardown_exact(), which is gone"
+        "plugin/inside/rank_session.py: _reset_between_items() calls Session._setupstate.teardown_exact(), which is gone"
     )

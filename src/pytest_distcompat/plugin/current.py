@@ -1,4 +1,4 @@
-"""This process's session of ours, made when something first asks for it, with the hooks that go with it."""
+"""Access to the ``DistcompatSession`` of this process, which is made on first use with its hooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def session_of(config: pytest.Config) -> DistcompatSession:
-    """The session, made at the first call; what it takes is imported then."""
+    """Return the session; the first call makes it, imports what it needs, and registers its hooks."""
     from pytest_distcompat.plugin.inside.rank_session import ON_RANK
     from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 

@@ -1,1 +1,1 @@
-"""pytest inside a launch: sessions on ranks that the plugin starts, and under somebody's own ``torchrun -m pytest``."""
+"""pytest inside a launch: on ranks that the plugin starts, and on those of an external ``torchrun -m pytest``."""

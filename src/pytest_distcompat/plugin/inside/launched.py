@@ -1,25 +1,25 @@
-"""Whether a launcher started this pytest as one rank of several: ``torchrun -m pytest``. Standard library only."""
+"""Tells whether a launcher started this pytest as one of several ranks. Imports the standard library only."""
 
 from __future__ import annotations
 
 import os
 
-#: What torchrun, accelerate, deepspeed and composer's launcher all tell a rank.
+#: Variables that torchrun, accelerate, deepspeed and composer's launcher all set for a rank.
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: Set by pytest on a rank for the processes that it starts: they inherit the variables, and are no ranks.
-_TAKEN = "DISTCOMPAT_INSIDE"
+#: Set on a rank for the processes that it starts: they inherit the variables, and are no ranks.
+_HIDDEN = "DISTCOMPAT_INSIDE"
 
 
-def here() -> bool:
-    """Whether this process is a rank."""
-    return all(name in os.environ for name in _VARIABLES) and _TAKEN not in os.environ
+def is_rank() -> bool:
+    """Tell whether this process is a rank."""
+    return all(name in os.environ for name in _VARIABLES) and _HIDDEN not in os.environ
 
 
-def first() -> bool:
-    """Whether it is rank 0."""
+def is_rank_zero() -> bool:
+    """Tell whether this rank is rank 0."""
     return os.environ["RANK"] == "0"
 
 
-def hide() -> None:
-    """This process is the rank; what it starts is not."""
-    os.environ[_TAKEN] = "1"
+def hide_from_children() -> None:
+    """Have the processes that this one starts not take themselves for ranks."""
+    os.environ[_HIDDEN] = "1"

@@ -1,4 +1,4 @@
-"""Notices at once that the launcher ends this rank, whatever its main thread waits for."""
+"""SIGTERM of the launcher, noticed at once whatever the main thread waits for."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from pytest_distcompat import clock
 
 
 class Termination:
-    """A handler of SIGTERM that lets the process live until it has said what it knows. Made in the main thread.
+    """A handler of SIGTERM that keeps the process alive until it has reported. Made in the main thread.
 
-    torchrun ends all ranks by SIGTERM once one has failed, and kills them 30 s later. A handler of Python's runs only when the
-    main thread comes back from C; the byte that Python writes for it (``signal.set_wakeup_fd``) is there at once.
+    torchrun sends SIGTERM to all ranks once one has failed, and kills them 30 s later. A Python handler runs only when the main
+    thread returns from C; the byte that Python writes for the signal (``signal.set_wakeup_fd``) is there at once.
     """
 
     def __init__(self) -> None:
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
-        self._came: float | None = None
-        signal.signal(signal.SIGTERM, _go_on)
+        self._received_at: float | None = None
+        signal.signal(signal.SIGTERM, _stay_alive)
         signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._in_child)
 
     @property
     def since(self) -> float:
-        """How many seconds ago it came; 0 if it has not."""
-        return 0.0 if self._came is None else max(clock.now() - self._came, 1e-9)
+        """Seconds since the signal came; 0 if it has not."""
+        return 0.0 if self._received_at is None else max(clock.now() - self._received_at, 1e-9)
 
     def wait(self, seconds: float) -> None:
-        """Wait so long at most for it to come."""
+        """Wait for the signal, at most so many seconds."""
         readable, _, _ = select.select([self._reading], [], [], seconds)
-        if readable and signal.SIGTERM in os.read(self._reading, 64) and self._came is None:
-            self._came = clock.now()
+        if readable and signal.SIGTERM in os.read(self._reading, 64) and self._received_at is None:
+            self._received_at = clock.now()
 
     def ignore(self) -> None:
-        """From here to the end of the process. Python takes its own handlers away before it has ended."""
-        # In another thread it cannot be set; what ends the process there does not wait for Python.
+        """Ignore SIGTERM from now on: Python restores the default handler before the process has ended."""
+        # Only the main thread can set a handler; other threads end the process by os._exit, without Python's shutdown.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _in_child(self) -> None:
-        """A worker of a data loader is ended by SIGTERM: it must die of it."""
+        """Restore the default handler in a forked child: workers of a data loader must die by SIGTERM."""
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
-            if signal.getsignal(signal.SIGTERM) is _go_on:
+            if signal.getsignal(signal.SIGTERM) is _stay_alive:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _go_on(number: int, frame: FrameType | None) -> None:
+def _stay_alive(number: int, frame: FrameType | None) -> None:
     pass

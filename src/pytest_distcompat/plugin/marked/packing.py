@@ -1,8 +1,8 @@
-"""What tests ask for, in which order xdist should hand them out so that devices are busy, and how busy they were.
+"""Packing of tests on devices: how many ranks each needs, the order under xdist, and how busy devices were.
 
-The workers collect, the controller hands out. So the workers leave in the session's store what each test asks for, and the
-controller orders it, by what it remembers of earlier runs. Nobody's list of tests is reordered: all workers must have the
-same one.
+The workers collect, the controller hands out. So the workers write into the session's store how many ranks each test needs,
+and the controller plans the order, from durations of earlier sessions. No worker's list of tests is reordered: xdist requires
+that all workers have the same one.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ if TYPE_CHECKING:
     from pytest_distcompat.lease import Span
     from pytest_distcompat.plugin.session import DistcompatSession
 
-#: In the store: what each test asks for.
+#: The file in the store with the ``Demands``.
 FILE = "demands.json"
-#: In pytest's cache: for how many seconds each demand had its devices when it last ran.
+#: The key in pytest's cache: seconds for which each demand had its devices when it last ran.
 CACHE = "distcompat/seconds"
 
 
 @dataclass(frozen=True)
-class Announced:
-    """What a process that collected has to say: of each of our items its demand, of each demand its world size.
+class Demands:
+    """Demands of the distributed tests that a process collected. Items with one demand share ranks or runs.
 
-    ``ordered``: a plugin or a conftest.py put our items into an order of its own, which is not ours to change.
+    Attributes:
+        items: The name of each item's demand, by node id.
+        world_sizes: The number of ranks of each demand.
+        ordered: Whether a plugin or a conftest.py changed the order of these items; it must then be kept.
     """
 
     items: Mapping[str, str]
@@ -38,31 +41,37 @@ class Announced:
     ordered: bool
 
 
-def announce(session: DistcompatSession, collected: Sequence[pytest.Item], items: Sequence[pytest.Item]) -> None:
-    """Leave it in the store. ``collected`` are the items before plugins had their say, ``items`` those that will run."""
+def write_demands(session: DistcompatSession, collected: Sequence[pytest.Item], items: Sequence[pytest.Item]) -> None:
+    """Write the demands into the store.
+
+    Args:
+        session: The session of this process.
+        collected: The items in the order of collection, before plugins changed it.
+        items: The items that will run.
+    """
     of_items: dict[str, str] = {}
     world_sizes: dict[str, int] = {}
-    ours = []
+    distributed = []
     for item in items:
         demand = _demand(item, session)
         if demand is not None:
-            ours.append(item)
+            distributed.append(item)
             of_items[item.nodeid], world_sizes[demand[0]] = demand[0], demand[1]
-    place = {item: number for number, item in enumerate(collected)}
-    places = [place[item] for item in ours if item in place]
-    told = Announced(of_items, world_sizes, places != sorted(places))
-    # On a full disk there is no plan; tests say for themselves what they cannot write.
+    index = {item: number for number, item in enumerate(collected)}
+    order = [index[item] for item in distributed if item in index]
+    demands = Demands(of_items, world_sizes, order != sorted(order))
+    # On a full disk there is no plan; the tests themselves report what they cannot write.
     with contextlib.suppress(OSError):
-        # All workers write the same, some of them at the same time.
-        waiting = session.store / f"{FILE}.{os.getpid()}"
-        waiting.write_text(json.dumps(asdict(told)), encoding="utf-8")
-        waiting.rename(session.store / FILE)
+        # All workers write the same file, some of them at the same time.
+        temporary = session.store / f"{FILE}.{os.getpid()}"
+        temporary.write_text(json.dumps(asdict(demands)), encoding="utf-8")
+        temporary.rename(session.store / FILE)
 
 
 def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | None:
-    """The name of what it asks for and how many ranks that is; None for an ordinary test.
+    """Return the name of an item's demand and its number of ranks; None for an ordinary test.
 
-    The checks of a suite's cell share runs, and tests that reuse ranks share those: together they are one demand.
+    The checks of a suite's cell share runs, and tests that reuse ranks share ranks: together they are one demand.
     """
     from pytest_distcompat.plugin.marked import marker
 
@@ -71,7 +80,7 @@ def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | 
         return marker.scope_of(item, session) or item.nodeid, marker.world_size_of(item, mark, session)
     callspec: Any = getattr(item, "callspec", None)
     case = callspec.params.get("distcompat_case") if callspec is not None else None
-    # A suite of which no case was chosen has one item, which pytest skips, with a parameter that stands for none.
+    # A suite without selected cases has one item, which pytest skips, with a placeholder as its parameter.
     cell = getattr(case, "cell", None)
     if cell is None:
         return None
@@ -79,53 +88,53 @@ def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | 
     return f"{item.parent.nodeid}[{cell.id}]", cell.world_size
 
 
-def announced(session: DistcompatSession) -> Announced | None:
-    """What was left in the store; None in a session without tests of ours."""
+def read_demands(session: DistcompatSession) -> Demands | None:
+    """Return the demands in the store; None in a session without distributed tests."""
     path = session.store_path / FILE
-    return Announced(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    return Demands(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def plan(session: DistcompatSession, collection: Sequence[str], workers: int) -> list[list[int]]:
-    """The places in the collection of our tests, those of one demand together, in the order in which to hand them out.
+    """Return the indices of distributed tests in the collection, in the order in which to hand them out.
 
-    Empty if there are none, or if somebody else orders them.
+    Each list holds the tests of one demand. There are none without distributed tests, or if another plugin orders them.
     """
-    told = announced(session)
-    if told is None or told.ordered:
+    demands = read_demands(session)
+    if demands is None or demands.ordered:
         return []
     from pytest_distcompat.lease import Demand, pack
 
     units: dict[str, list[int]] = {}
     for index, nodeid in enumerate(collection):
-        if nodeid in told.items:
-            units.setdefault(told.items[nodeid], []).append(index)
-    known = _remembered(session.config)
-    demands = [Demand(name, told.world_sizes[name], known.get(name), len(unit)) for name, unit in units.items()]
-    return [units[demand.id] for demand in pack(demands, len(session.inventory.ids), workers)] if demands else []
+        if nodeid in demands.items:
+            units.setdefault(demands.items[nodeid], []).append(index)
+    seconds = _cached_seconds(session.config)
+    to_pack = [Demand(name, demands.world_sizes[name], seconds.get(name), len(unit)) for name, unit in units.items()]
+    return [units[demand.id] for demand in pack(to_pack, len(session.inventory.ids), workers)] if to_pack else []
 
 
-def _remembered(config: pytest.Config) -> dict[str, float]:
-    # Without the cache plugin there is no such attribute.
+def _cached_seconds(config: pytest.Config) -> dict[str, float]:
+    # Without pytest's cache plugin the configuration has no such attribute.
     cache: pytest.Cache | None = getattr(config, "cache", None)
     return {} if cache is None else cache.get(CACHE, {})
 
 
-def remember(session: DistcompatSession, spans: Iterable[Span]) -> None:
-    """Keep for how long each demand had its devices: the time a test waited for them says nothing of the next run."""
-    told, cache = announced(session), getattr(session.config, "cache", None)
-    if told is None or cache is None:
+def cache_seconds(session: DistcompatSession, spans: Iterable[Span]) -> None:
+    """Write to pytest's cache how long each demand had its devices, without the time it waited for them."""
+    demands, cache = read_demands(session), getattr(session.config, "cache", None)
+    if demands is None or cache is None:
         return
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for span in spans:
-        name = told.items.get(span.who)
+        name = demands.items.get(span.who)
         if name is not None:
-            found[name] = round(found.get(name, 0.0) + span.seconds, 3)
-    if found:
-        cache.set(CACHE, {**_remembered(session.config), **found})
+            seconds[name] = round(seconds.get(name, 0.0) + span.seconds, 3)
+    if seconds:
+        cache.set(CACHE, {**_cached_seconds(session.config), **seconds})
 
 
 class Devices:
-    """Looks after the record of leases, in the process that talks to the user."""
+    """Reads the timeline of leases at the end of the session, in the process that has the terminal."""
 
     def __init__(self, session: DistcompatSession) -> None:
         self.session = session
@@ -139,13 +148,13 @@ class Devices:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Remember a run that came to its end."""
+        """Write durations to the cache, unless the session was interrupted."""
         if exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
-            remember(self.session, self._spans())
+            cache_seconds(self.session, self._spans())
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """With ``-v``: how busy the devices were. With ``-vv``: who had which when."""
+        """Print how busy the devices were with ``-v``, and a chart of leases with ``-vv``."""
         verbosity = self.session.config.get_verbosity()
         spans = self._spans() if verbosity > 0 else []
         if not spans:
