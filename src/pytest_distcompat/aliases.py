@@ -28,9 +28,9 @@ from pytest_distcompat.failures import RunFailedError
 from pytest_distcompat.lease import Lease
 from pytest_distcompat.leased import inherited_leak_message, leak_message
 from pytest_distcompat.plugin.current import session_of
-from pytest_distcompat.plugin.marked import MARK
-from pytest_distcompat.plugin.outcome import unexcused
-from pytest_distcompat.plugin.representation import represent
+from pytest_distcompat.plugin.marked.marker import MARK
+from pytest_distcompat.plugin.marked.outcome import unexcused
+from pytest_distcompat.plugin.reporting.representation import represent
 
 _SIZE, _DEVICES = "world_size", "require_distributed"
 _LENT, _SIZES = "distcompat_lent", "distcompat_size"

@@ -25,7 +25,7 @@ from pytest_distcompat.cli.main import parser
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.known import read_file
-from pytest_distcompat.plugin.marked import read_mark
+from pytest_distcompat.plugin.marked.marker import read_mark
 from pytest_distcompat.plugin.options import OPTIONS, PRELOAD
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report import WORDS

@@ -53,6 +53,24 @@ def ours(imports: set[str]) -> set[str]:
     return {name.removeprefix(prefix) for name in imports if name.startswith(prefix)}
 
 
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Not for types either: two modules that must know each other are one, or miss a third."""
+    names = {name_of(path): path for path in MODULES if path.name != "__init__.py"}
+    graph = {name: ours(imports_of(path, types=True)) & set(names) for name, path in names.items()}
+    done: set[str] = set()
+
+    def walk(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"circle: {' -> '.join((*trail[trail.index(name) :], name))}"
+        if name in done:
+            return
+        for other in sorted(graph[name]):
+            walk(other, (*trail, name))
+        done.add(name)
+
+    for name in sorted(graph):
+        walk(name, ())
+
+
 def test_torch_is_imported_inside_functions_only() -> None:
     heavy = {"torch", "accelerate", "transformers", "deepspeed", "numpy"}
     found = {
@@ -108,7 +126,7 @@ def test_no_room_for_odds_and_ends() -> None:
 def test_importing_everything_the_parent_needs_imports_no_torch() -> None:
     script = (
         "import sys, pytest_distcompat, pytest_distcompat.plugin, pytest_distcompat.plugin.session\n"
-        "import pytest_distcompat.plugin.cases, pytest_distcompat.plugin.marked, pytest_distcompat.runner\n"
+        "import pytest_distcompat.plugin.suite.cases, pytest_distcompat.plugin.marked.marker, pytest_distcompat.runner\n"
         "from pytest_distcompat import CHECKS\n"
         "from pytest_distcompat.drivers import DRIVERS\n"
         "from pytest_distcompat.models import MODELS\n"
@@ -173,7 +191,8 @@ def test_the_list_of_public_names_is_frozen() -> None:
 
 
 def test_the_fixtures_and_the_mark_are_frozen() -> None:
-    from pytest_distcompat.plugin import fixtures, marked, scripted
+    from pytest_distcompat.plugin import fixtures, scripted
+    from pytest_distcompat.plugin.marked import marker
 
     names = [
         node.name
@@ -183,7 +202,7 @@ def test_the_fixtures_and_the_mark_are_frozen() -> None:
     ]
     of_ranks = ["cell", "world", "rank", "world_size", "device", "shared_dir", "process_group", "distcompat_case"]
     assert names == [*of_ranks, "distcompat"]
-    assert marked.ARGUMENTS == ("world_size", "strategies", "precisions", "options", "timeout", "reuse")
+    assert marker.ARGUMENTS == ("world_size", "strategies", "precisions", "options", "timeout", "reuse")
 
 
 def test_actions_are_pinned_by_commit() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from pytest_distcompat import devices
 from pytest_distcompat.launch import LAUNCHERS, Ending, RankEnd, Request, Reuse, Warmth
 from pytest_distcompat.lease import memory, pool
-from pytest_distcompat.plugin.phase import Phase
+from pytest_distcompat.plugin.marked.phase import Phase
 
 GPUS = tuple(f"GPU-{number}" for number in range(8))
 #: Bytes in use on each, as long as this process lives.

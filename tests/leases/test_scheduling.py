@@ -18,7 +18,7 @@ from pytest_distcompat.lease.tickets import Ticket, ahead
 
 pytest.importorskip("xdist")
 
-from pytest_distcompat.plugin.scheduling import LateScheduling
+from pytest_distcompat.plugin.marked.scheduling import LateScheduling
 
 DEVICES = 8
 IDS = tuple(f"gpu-{number}" for number in range(DEVICES))

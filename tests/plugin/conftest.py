@@ -16,10 +16,11 @@ import pytest
 from tests.pytest_runs import RECORDED, reports
 from tests.pytest_runs import Run as RunOfPytest
 
+import pytest_distcompat.plugin.marked.marker
+import pytest_distcompat.plugin.reporting.results
+
 # Imported before any run in this process: pytester takes out of sys.modules what such a run imports.
-import pytest_distcompat.plugin.cases
-import pytest_distcompat.plugin.marked
-import pytest_distcompat.plugin.results
+import pytest_distcompat.plugin.suite.cases
 import pytest_distcompat.runner  # noqa: F401
 from pytest_distcompat import devices
 from pytest_distcompat.cell import Cell
@@ -28,7 +29,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.launch import LAUNCHERS, Ending, RankEnd, Request, Reuse, Warmth
 from pytest_distcompat.models import MODELS
-from pytest_distcompat.plugin.phase import Phase
+from pytest_distcompat.plugin.marked.phase import Phase
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat.launch import RankEnd
-from pytest_distcompat.plugin.phase import Phase
+from pytest_distcompat.plugin.marked.phase import Phase
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 
@@ -291,7 +291,7 @@ def test_a_rank_that_fails_shows_its_story_and_the_commands(pytester: pytest.Pyt
             "FAILED *" + " - rank 1 failed: ValueError: no" * (pytest.version_tuple >= (9,)),
         ]
     )
-    result.stdout.no_fnmatch_line("*marked.py*")
+    result.stdout.no_fnmatch_line("*marker.py*")
 
 
 def test_a_skip_on_all_ranks_is_reported_where_they_skipped(pytester: pytest.Pytester, ranks: FakeRanks) -> None:

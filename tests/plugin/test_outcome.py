@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat.launch import RankEnd
-from pytest_distcompat.plugin.outcome import merge
-from pytest_distcompat.plugin.phase import Phase, SkipElsewhere, XFailed
+from pytest_distcompat.plugin.marked.outcome import merge
+from pytest_distcompat.plugin.marked.phase import Phase, SkipElsewhere, XFailed
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import FakeRanks

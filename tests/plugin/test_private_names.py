@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.plugin.rank_output import no_terminal
-from pytest_distcompat.plugin.rank_session import _default
-from pytest_distcompat.plugin.representation import represent
+from pytest_distcompat.plugin.inside.rank_output import no_terminal
+from pytest_distcompat.plugin.inside.rank_session import _default
+from pytest_distcompat.plugin.reporting.representation import represent
 
 
 def test_the_base_temporary_directory_outside_a_fixture(pytester: pytest.Pytester) -> None:
@@ -24,17 +24,17 @@ def test_the_base_temporary_directory_outside_a_fixture(pytester: pytest.Pyteste
 def test_a_session_without_pytest_main() -> None:
     for name in ("fromdictargs", "_do_configure", "_ensure_unconfigure"):
         assert callable(getattr(pytest.Config, name, None)), (
-            f"plugin/rank_session.py: collect() and _collected() call pytest.Config.{name}(), which is gone"
+            f"plugin/inside/rank_session.py: collect() and _collected() call pytest.Config.{name}(), which is gone"
         )
     assert callable(getattr(pytest.Session, "from_config", None)), (
-        "plugin/rank_session.py: _collected() calls pytest.Session.from_config(), which is gone"
+        "plugin/inside/rank_session.py: _collected() calls pytest.Session.from_config(), which is gone"
     )
 
 
 def test_the_default_of_an_option(pytester: pytest.Pytester) -> None:
     config = pytester.parseconfigure("-k", "some")
     assert _default(config, "keyword") == "", (
-        "plugin/rank_session.py: _default() asks Config._parser, which is not what it was"
+        "plugin/inside/rank_session.py: _default() asks Config._parser, which is not what it was"
     )
 
 
@@ -42,7 +42,7 @@ def test_the_global_capture_can_be_stopped_and_started(pytester: pytest.Pytester
     manager = pytester.parseconfigure().pluginmanager.getplugin("capturemanager")
     for name in ("stop_global_capturing", "start_global_capturing"):
         assert callable(getattr(manager, name, None)), (
-            f"plugin/rank_session.py: _collected() and rank_output.py: capturing() call {name}() of the plugin 'capturemanager', which is gone"
+            f"plugin/inside/rank_session.py: _collected() and rank_output.py: capturing() call {name}() of the plugin 'capturemanager', which is gone"
         )
 
 
@@ -51,16 +51,14 @@ def test_a_writer_to_no_terminal(pytester: pytest.Pytester) -> None:
     no_terminal(config)
     writer = config.get_terminal_writer()
     writer.line("nobody sees it", red=True)
-    message = (
-        "plugin/rank_output.py: no_terminal() makes a _pytest._io.TerminalWriter, whose _highlight pytest 8 asks for"
-    )
+    message = "plugin/inside/rank_output.py: no_terminal() makes a _pytest._io.TerminalWriter, whose _highlight pytest 8 asks for"
     assert writer._highlight("x = 1") == "x = 1", message
 
 
 def test_where_captured_output_lies() -> None:
     from _pytest import capture
 
-    message = "plugin/rank_output.py: capturing() gives _pytest.capture.FDCapture files by another TemporaryFile"
+    message = "plugin/inside/rank_output.py: capturing() gives _pytest.capture.FDCapture files by another TemporaryFile"
     assert "TemporaryFile(" in inspect.getsource(capture.FDCaptureBase.__init__), message
 
 
@@ -68,21 +66,23 @@ def test_the_fault_handler_can_be_set_up_again(pytester: pytest.Pytester) -> Non
     plugin = pytester.parseconfigure().pluginmanager.getplugin("faulthandler")
     for name in ("pytest_configure", "pytest_unconfigure"):
         assert callable(getattr(plugin, name, None)), (
-            f"plugin/rank_output.py: fault_handler() calls {name}() of the plugin 'faulthandler', which is gone"
+            f"plugin/inside/rank_output.py: fault_handler() calls {name}() of the plugin 'faulthandler', which is gone"
         )
 
 
 def test_the_words_of_a_strict_xpass(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.xfail(strict=True, reason='r')\ndef test(): pass")
     report = pytester.inline_run().getreports("pytest_runtest_logreport")[1]
-    assert report.longrepr == "[XPASS(strict)] r", "plugin/outcome.py: phase_of() knows a strict xpass by this text"
+    assert report.longrepr == "[XPASS(strict)] r", (
+        "plugin/marked/outcome.py: phase_of() knows a strict xpass by this text"
+    )
 
 
 def test_a_text_is_represented_as_an_exception_is(pytester: pytest.Pytester) -> None:
     item = pytester.getitem("def test_it(): pass", "test_it")
     report = pytest.TestReport(item.nodeid, item.location, {}, "failed", None, "call")
     represent(report, "in short\n\n  the whole\n", ("helper.py", 4, ""), short="shorter")
-    message = "plugin/representation.py: represent() makes types of _pytest._code, which have changed"
+    message = "plugin/reporting/representation.py: represent() makes types of _pytest._code, which have changed"
     told = item.config.hook
     data = told.pytest_report_to_serializable(config=item.config, report=report)
     travelled = told.pytest_report_from_serializable(config=item.config, data=json.loads(json.dumps(data)))
@@ -95,5 +95,5 @@ def test_a_text_is_represented_as_an_exception_is(pytester: pytest.Pytester) -> 
 def test_fixtures_can_be_torn_down_out_of_turn(pytester: pytest.Pytester) -> None:
     session = pytester.getitem("def test_it(): pass", "test_it").session
     assert callable(getattr(getattr(session, "_setupstate", None), "teardown_exact", None)), (
-        "plugin/rank_session.py: _as_if_alone() calls Session._setupstate.teardown_exact(), which is gone"
+        "plugin/inside/rank_session.py: _reset_between_items() calls Session._setupstate.teardown_exact(), which is gone"
     )

@@ -9,8 +9,8 @@ import pytest
 
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.launch import Ending, RankEnd, Request
+from pytest_distcompat.plugin.marked.phase import Phase, XFailed
 from pytest_distcompat.plugin.options import OPTIONS, setting
-from pytest_distcompat.plugin.phase import Phase, XFailed
 from pytest_distcompat.scenario import TRAIN
 
 if TYPE_CHECKING:
@@ -364,7 +364,7 @@ def claim(cell: Cell, trace: Trace) -> Iterator[str]:
 def suite(pytester: Pytester, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> Pytester:
     """Of two cells; the claim does not hold in one of them."""
     never = Check("names", TRAIN, (), claim, not_applicable=lambda cell, driver: f"nothing of {cell} by {driver.name}")
-    monkeypatch.setitem(vars(CHECKS), "things", {"claim": Check("claim", TRAIN, (), claim), "names": never})
+    monkeypatch.setitem(vars(CHECKS), "by_name", {"claim": Check("claim", TRAIN, (), claim), "names": never})
     pytester.makepyfile(test_mine=SUITE)
     pytester.syspathinsert()
     return pytester

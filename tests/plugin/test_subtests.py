@@ -9,8 +9,8 @@ import pytest
 from tests.plugin.conftest import codes
 
 from pytest_distcompat.launch import RankEnd
-from pytest_distcompat.plugin.outcome import Phases, merge
-from pytest_distcompat.plugin.phase import Phase, XFailed
+from pytest_distcompat.plugin.marked.outcome import Phases, merge
+from pytest_distcompat.plugin.marked.phase import Phase, XFailed
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import FakeRanks, Run, RunPytest, Torchrun

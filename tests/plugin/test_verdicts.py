@@ -124,7 +124,7 @@ def live(request: Request, ranks: FakeRanks) -> Ending:
 def suite(pytester: pytest.Pytester, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """A suite with one check of ours, whose every run is made up."""
     made = Check("claim", TRAIN, (("train", "step", 0),), claim)
-    monkeypatch.setitem(vars(CHECKS), "things", {"claim": made})
+    monkeypatch.setitem(vars(CHECKS), "by_name", {"claim": made})
     ranks.tell = lambda request: live(request, ranks)
     pytester.makepyfile(my_driver=DRIVER, test_mine=SUITE)
     pytester.syspathinsert()

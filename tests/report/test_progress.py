@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat.evidence import running
-from pytest_distcompat.plugin import progress
+from pytest_distcompat.plugin.reporting import progress
 
 from .conftest import command, write_session
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .conftest import Session
 
 #: So that a test need not wait for a minute.
-HASTE = "from pytest_distcompat.plugin import progress\nprogress.HEARTBEAT = progress.RENEWED = 0.2\n"
+HASTE = "from pytest_distcompat.plugin.reporting import progress\nprogress.HEARTBEAT = progress.RENEWED = 0.2\n"
 
 
 def screen(text: str, columns: int = 120) -> list[str]:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from pytest_distcompat.plugin.summary import MARKUP, Summary
+from pytest_distcompat.plugin.reporting.summary import MARKUP, Summary
 from pytest_distcompat.report import (
     RED,
     WORDS,

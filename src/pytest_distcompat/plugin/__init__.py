@@ -1,6 +1,6 @@
-"""The pytest plugin: hooks only. What they decide is decided elsewhere, and imported when it is needed.
+"""Hooks of the pytest plugin; the modules that do the work are imported when they are needed.
 
-A session without distributed tests imports this file, ``options`` and what they import on top, nothing else.
+A session without distributed tests imports this file, ``options`` and what these two import at their top, nothing else.
 """
 
 from __future__ import annotations
@@ -12,33 +12,34 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.plugin import launched, options, pyproject
+from pytest_distcompat.plugin import options, pyproject
 from pytest_distcompat.plugin.current import session_of
+from pytest_distcompat.plugin.inside import launched
 
 _MARK = "distcompat"
-# Kept apart from rank_session.ON_RANK & co.: those modules are not imported in a session without distributed tests.
+# Defined here and not in rank_session: a session without distributed tests does not import that module.
 _IN_USE: pytest.StashKey[bool] = pytest.StashKey()
-_COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()  # the items before any plugin had its say
-# Whether reports here are weighed by what the user declares as known.
-_WEIGHS: pytest.StashKey[bool] = pytest.StashKey()
+_COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()  # the items before any plugin changed their order
+# Whether this process applies the known issues that the user declares to its reports.
+_APPLIES_KNOWN: pytest.StashKey[bool] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options and ini keys."""
+    """Register the options and ini keys."""
     options.add(parser)
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Of the ranks of somebody's launch, one reports."""
-    if launched.here() and not launched.first():
-        from pytest_distcompat.plugin.rank_output import no_terminal
+    """Take the terminal from all ranks of an external launch but rank 0."""
+    if launched.is_rank() and not launched.is_rank_zero():
+        from pytest_distcompat.plugin.inside.rank_output import no_terminal
 
         no_terminal(early_config)
 
 
 @pytest.hookimpl(tryfirst=True)  # report files are opened by the hooks of others
 def pytest_configure(config: pytest.Config) -> None:
-    """Mark, fixtures, and a first look at what was given, so that a wrong word ends the run before it starts."""
+    """Register the marker and the fixtures, and check the options, so that a wrong value fails before tests run."""
     from pytest_distcompat.plugin import fixtures, scripted
 
     config.addinivalue_line(
@@ -49,66 +50,66 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.pluginmanager.register(fixtures, "distcompat-fixtures")
     config.pluginmanager.register(scripted, "distcompat-scripts")
-    if launched.here() and not _on_rank(config):
-        from pytest_distcompat.plugin import inside
+    if launched.is_rank() and not _on_rank(config):
+        from pytest_distcompat.plugin.inside import external_launch
 
-        inside.enter(config)
+        external_launch.enter(config)
     given = options.given(config)
     for name in given:
         options.setting(config, name)
-    # With xdist this process learns from the workers' reports that there were tests of ours.
+    # An xdist controller collects nothing: it learns of distributed tests from the reports of its workers.
     if given or pyproject.known(config) or _is_controller(config):
         session = session_of(config)
-        # What one rank says for itself is not yet what happened.
-        config.stash[_WEIGHS] = bool(session.own) and not _on_rank(config)
+        # The report of one rank is not the outcome: that is decided by the reports of all ranks.
+        config.stash[_APPLIES_KNOWN] = bool(session.own) and not _on_rank(config)
         if given:
-            # To resolve them is to check them.
+            # Reading these properties checks the options behind them.
             _ = session.world_size, session.verified
 
 
 def _on_rank(config: pytest.Config) -> bool:
-    from pytest_distcompat.plugin.rank_session import ON_RANK
+    from pytest_distcompat.plugin.inside.rank_session import ON_RANK
 
     return ON_RANK in config.stash
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """What was set, and where; nothing was, nothing is said."""
+    """Return a line with the options that were set and where they were set; no line if none was."""
     names = options.given(config)
     if not names:
         return []
     session = session_of(config)
-    told = [
-        f"{name.removeprefix('distcompat_')} {found.text} (from {found.origin})"
+    settings = [
+        f"{name.removeprefix('distcompat_')} {setting.text} (from {setting.origin})"
         for name in names
-        for found in [options.setting(config, name)]
+        for setting in [options.setting(config, name)]
     ]
-    return [f"distcompat: {', '.join(told)}; {session.device} x {session.world_size}"]
+    return [f"distcompat: {', '.join(settings)}; {session.device} x {session.world_size}"]
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
-    """On what the distributed tests will run, if there are any."""
+    """Return a line with the device, world size, time limit and launcher of the distributed tests, if there are any."""
     if _IN_USE not in config.stash:
         return []
     session = session_of(config)
-    where = f"{session.gpus} GPUs, nccl" if session.gpus else "CPU, gloo"
+    device = f"{session.gpus} GPUs, nccl" if session.gpus else "CPU, gloo"
     if session.gpus and session.ranks_each > 1:
-        where += f" (gloo where up to {session.ranks_each} ranks share a GPU)"
+        device += f" (gloo where up to {session.ranks_each} ranks share a GPU)"
     origin = session.setting("world_size").origin
     launcher = session.setting("launcher").value
     limit = f"time limit {session.timeout:g} s ({session.setting('timeout').origin})"
-    return [f"distcompat: {where}, world size {session.world_size} ({origin}), {limit}, {launcher} launcher"]
+    return [f"distcompat: {device}, world size {session.world_size} ({origin}), {limit}, {launcher} launcher"]
 
 
 def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> pytest.Class | None:
-    """A suite is collected whatever its name, and its mistakes are errors of collection."""
-    # Who inherits the suite has imported it; nobody else is to pay for that.
+    """Collect a suite whatever its name is. A mistake in its class is a collection error."""
+    # A module that defines a suite has imported this one; other sessions must not pay for the import.
     suite = sys.modules.get("pytest_distcompat.suite")
     if suite is None or not isinstance(obj, type) or not issubclass(obj, suite.CompatSuite):
         return None
     from pytest_distcompat.failures import UsageProblem
-    from pytest_distcompat.plugin import cases
-    from pytest_distcompat.plugin.words import check_attributes
+    from pytest_distcompat.plugin.suite import cases
+    from pytest_distcompat.plugin.suite.declared_names import check_attributes
 
     try:
         check_attributes(obj)
@@ -117,54 +118,54 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
         cases.validate(obj, session_of(collector.config).world_size)
     except UsageProblem as problem:
         raise pytest.Collector.CollectError(str(problem)) from None
-    made: pytest.Class = pytest.Class.from_parent(collector, name=name, obj=obj)
-    return made
+    test_class: pytest.Class = pytest.Class.from_parent(collector, name=name, obj=obj)
+    return test_class
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Suites and marked tests become one item a cell."""
+    """Parametrize suites by their cases, and marked tests by their cells."""
     mark = next(metafunc.definition.iter_markers(_MARK), None)
     if mark is not None:
         _generate_marked(metafunc, mark)
     elif "distcompat_case" in metafunc.fixturenames and metafunc.cls is not None:
         from pytest_distcompat.failures import UsageProblem
-        from pytest_distcompat.plugin import cases
+        from pytest_distcompat.plugin.suite import cases
 
         session = session_of(metafunc.config)
         try:
-            chosen = cases.cases(metafunc.cls, session) if cases.is_suite(metafunc.cls) else []
+            selected = cases.cases(metafunc.cls, session) if cases.is_suite(metafunc.cls) else []
         except UsageProblem as problem:
             raise pytest.Collector.CollectError(str(problem)) from None
-        if chosen:
-            session.modules += tuple(cases.modules_of(metafunc.cls, chosen))
-        metafunc.parametrize("distcompat_case", chosen, ids=[case.id for case in chosen], indirect=True)
+        if selected:
+            session.modules += tuple(cases.modules_of(metafunc.cls, selected))
+        metafunc.parametrize("distcompat_case", selected, ids=[case.id for case in selected], indirect=True)
 
 
 def _generate_marked(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
-    from pytest_distcompat.plugin import marked
+    from pytest_distcompat.plugin.marked import marker
 
     try:
-        read = marked.read_mark(mark)
+        arguments = marker.read_mark(mark)
     except ValueError as problem:
         raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {problem}") from None
-    if read.has_cells:
+    if arguments.has_cells:
         session = session_of(metafunc.config)
         selected = session.setting("strategies").value, session.setting("precisions").value
-        marked.parametrize(metafunc, read, selected, session.world_size)
+        marker.parametrize(metafunc, arguments, selected, session.world_size)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Notice whether we are needed at all; and if so, let the fork server get ready while other tests run."""
+    """Find out whether there are distributed tests, and check the marked ones."""
     collected = list(items)
     yield
     marked_items = [item for item in items if item.get_closest_marker(_MARK) is not None]
     if marked_items:
-        from pytest_distcompat.plugin import marked
+        from pytest_distcompat.plugin.marked import marker
 
-        marked.check_items(marked_items)
-    ours = marked_items or [item for item in items if "distcompat_case" in getattr(item, "fixturenames", ())]
-    if not ours or _on_rank(config):
+        marker.check_items(marked_items)
+    distributed = marked_items or [item for item in items if "distcompat_case" in getattr(item, "fixturenames", ())]
+    if not distributed or _on_rank(config):
         return
     if config.getoption("forked", False):
         from pytest_distcompat.plugin.session import FORKED
@@ -177,35 +178,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Tell what the tests ask for, before xdist's controller hears that this worker has collected."""
+    """Write down how many ranks each test needs, before xdist's controller knows that this worker has collected."""
     collected = session.config.stash.get(_COLLECTED, None)
     if collected is not None and not session.config.option.collectonly:
-        from pytest_distcompat.plugin import packing
+        from pytest_distcompat.plugin.marked import packing
 
-        packing.announce(session_of(session.config), collected, session.items)
+        packing.write_demands(session_of(session.config), collected, session.items)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """What was given on the command line is part of the command that runs a test again."""
-    from pytest_distcompat.plugin import reproduce
+    """Send the arguments of the command line to a worker: the command that runs a test again shows them."""
+    from pytest_distcompat.plugin.reporting import reproduce
 
-    reproduce.tell_worker(node)
+    reproduce.send_arguments(node)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under ``--dist load`` and ``worksteal``: tests in the order that keeps the devices busy, if there are tests of ours."""
-    from pytest_distcompat.plugin import packing
-    from pytest_distcompat.plugin.scheduling import OWN, LateScheduling
+    """Return the scheduler that keeps devices busy, under ``--dist load`` and ``worksteal``."""
+    from pytest_distcompat.plugin.marked import packing
+    from pytest_distcompat.plugin.marked.scheduling import XDIST_SCHEDULERS, LateScheduling
 
-    if config.getoption("dist") not in OWN:
+    if config.getoption("dist") not in XDIST_SCHEDULERS:
         return None
     return LateScheduling(config, log, functools.partial(packing.plan, session_of(config)))
 
 
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Begin to warm up, if a test of ours will run in this process."""
+    """Start the fork servers, if a distributed test will run in this process."""
     config = session.config
     will_run = _IN_USE in config.stash and not config.option.collectonly and not session.testsfailed
     if will_run and (hasattr(config, "workerinput") or not _is_controller(config)):
@@ -213,49 +214,49 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 
 def _is_controller(config: pytest.Config) -> bool:
-    """Whether xdist runs the tests in other processes."""
+    """Tell whether xdist runs the tests in other processes."""
     return getattr(config.option, "dist", "no") != "no"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Ranks that live on do so for tests that follow each other."""
+    """Note the next item, and end ranks that were kept for other tests than this one."""
     if _IN_USE in item.config.stash:
-        from pytest_distcompat.plugin import marked
+        from pytest_distcompat.plugin.marked import marker
 
-        item.stash[marked.NEXT] = nextitem
-        marked.retire_for(item)
+        item.stash[marker.NEXT_ITEM] = nextitem
+        marker.retire_for(item)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A marked test is run on its ranks instead of here."""
+    """Have a marked test run on its ranks instead of in this process."""
     if item.get_closest_marker(_MARK) is not None and isinstance(item, pytest.Function) and not _on_rank(item.config):
-        from pytest_distcompat.plugin import marked
+        from pytest_distcompat.plugin.marked import marker
 
         session_of(item.config)
-        marked.take_over(item)
+        marker.take_over(item)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
-    """Ranks that wait for no later test leave within this one's teardown, whose error it is what goes wrong then."""
+    """End ranks that are kept for no later test. A failure there is an error of this item's teardown."""
     yield
     if _IN_USE in item.config.stash:
-        from pytest_distcompat.plugin import marked
+        from pytest_distcompat.plugin.marked import marker
 
-        marked.retire_after(item, nextitem)
+        marker.retire_after(item, nextitem)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
-    """Take pytest-timeout's limit over: for a process group it does not count the warm-up, and a hang shows its stacks.
+    """Apply pytest-timeout's limit to the process group: without the warm-up, and with the stacks of a hang.
 
-    Its own timer would end our launcher and show our frames, or end the whole session. The runs of suites are shared by
-    items and have ``--distcompat-timeout``. https://github.com/pytest-dev/pytest-timeout#extending-pytest-timeout-with-plugins
+    pytest-timeout's own timer would end the launcher and show frames of this plugin, or end the whole session. Several items
+    of a suite share its runs, which have ``--distcompat-timeout``. https://github.com/pytest-dev/pytest-timeout#extending-pytest-timeout-with-plugins
     """
     if item.get_closest_marker(_MARK) is not None:
-        from pytest_distcompat.plugin.marked import TIME_LIMIT
+        from pytest_distcompat.plugin.marked.marker import TIME_LIMIT
 
         item.stash[TIME_LIMIT] = settings.timeout
         return True
@@ -266,32 +267,34 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show what the ranks said, not our own frames; let a verdict travel with its report."""
+    """Show the failure of the ranks instead of frames of this plugin, and attach the verdict to its report."""
     report = yield
     if item.get_closest_marker(_MARK) is not None and not _on_rank(item.config):
-        from pytest_distcompat.plugin import marked
+        from pytest_distcompat.plugin.marked import marker
 
-        marked.finish_report(item, call, report)
+        marker.finish_report(item, call, report)
     elif call.when == "call" and "distcompat_case" in getattr(item, "fixturenames", ()):
-        from pytest_distcompat.plugin import cases
+        from pytest_distcompat.plugin.suite import cases
 
         cases.finish_report(item, call, report)
     elif call.when == "call" and call.excinfo is not None and "distcompat" in getattr(item, "fixturenames", ()):
         from pytest_distcompat.plugin import scripted
 
         scripted.finish_report(report, call.excinfo.value)
-    if call.when == "call" and item.config.stash.get(_WEIGHS, False):
+    if call.when == "call" and item.config.stash.get(_APPLIES_KNOWN, False):
         from pytest_distcompat.plugin import declared
 
-        declared.weigh(item, report, hard=call.excinfo is not None and declared.is_hard(call.excinfo.value))
+        declared.apply_known_issues(
+            item, report, hard=call.excinfo is not None and declared.is_hard(call.excinfo.value)
+        )
     return report
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Nothing of ours outlives the session."""
+    """End every process that the plugin started."""
     if "pytest_distcompat.plugin.session" in sys.modules:
         from pytest_distcompat.plugin.session import SESSION
 
-        found = session.config.stash.get(SESSION, None)
-        if found is not None:
-            found.close()
+        distcompat_session = session.config.stash.get(SESSION, None)
+        if distcompat_session is not None:
+            distcompat_session.close()

@@ -1,4 +1,4 @@
-"""This process's session of ours, made when something first asks for it, with the hooks that go with it."""
+"""Access to the ``DistcompatSession`` of this process, which is made on first use with its hooks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def session_of(config: pytest.Config) -> DistcompatSession:
-    """The session, made at the first call; what it takes is imported then."""
-    from pytest_distcompat.plugin.rank_session import ON_RANK
+    """Return the session; the first call makes it, imports what it needs, and registers its hooks."""
+    from pytest_distcompat.plugin.inside.rank_session import ON_RANK
     from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
     if SESSION not in config.stash:
@@ -20,8 +20,8 @@ def session_of(config: pytest.Config) -> DistcompatSession:
         config.add_cleanup(session.close)
         if ON_RANK not in config.stash and not hasattr(config, "workerinput"):
             from pytest_distcompat.plugin.declared import declared_of
-            from pytest_distcompat.plugin.packing import Devices
-            from pytest_distcompat.plugin.results import Results
+            from pytest_distcompat.plugin.marked.packing import Devices
+            from pytest_distcompat.plugin.reporting.results import Results
 
             config.pluginmanager.register(Devices(session), "distcompat-devices")
             config.pluginmanager.register(Results(session), "distcompat-results")

@@ -1,4 +1,4 @@
-"""The known issues that the user declares: what they excuse of marked tests and scripts, and which of them can go."""
+"""Known issues that the user declares: applied to reports of tests, and listed when they excuse nothing."""
 
 from __future__ import annotations
 
@@ -11,78 +11,85 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.failures import DistcompatError
-from pytest_distcompat.plugin.marked import MARK, OUTCOME, cell_of
-from pytest_distcompat.plugin.narrowed import partial
+from pytest_distcompat.plugin.marked.marker import MARK, OUTCOME, cell_of
+from pytest_distcompat.plugin.marked.outcome import RankFailure
 from pytest_distcompat.plugin.nodeids import strip_group
-from pytest_distcompat.plugin.outcome import RankFailure
+from pytest_distcompat.plugin.selection import is_partial
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.judge import Verdict
     from pytest_distcompat.known import KnownIssue
-    from pytest_distcompat.plugin.outcome import Outcome
+    from pytest_distcompat.plugin.marked.outcome import Outcome
 
-#: The attribute of a report that carries, from an xdist worker to the controller, the entries that cover the item and those
-#: that it failed by.
+#: The attribute of a report that carries the ``AppliedIssues`` of an item from an xdist worker to the controller.
 ATTRIBUTE = "distcompat_declared"
 
 
 @dataclass
-class Weighed:
-    """The entries that an item was weighed by: those that cover it, and those that it failed by."""
+class AppliedIssues:
+    """Known issues applied to an item: those that cover it, and those that excuse its failure."""
 
     covering: list[str] = field(default_factory=list)
     used: list[str] = field(default_factory=list)
 
 
-WEIGHED: pytest.StashKey[Weighed] = pytest.StashKey()
+APPLIED: pytest.StashKey[AppliedIssues] = pytest.StashKey()
 
 
-def weigh(item: pytest.Item, report: pytest.TestReport, *, hard: bool, outcome: Outcome | None = None) -> None:
-    """Weigh the report of an item's call, if it is one of ours; what it was weighed by travels with it.
+def apply_known_issues(
+    item: pytest.Item, report: pytest.TestReport, *, hard: bool, outcome: Outcome | None = None
+) -> None:
+    """Apply the user's known issues to the report of an item's call, if it is a distributed test.
 
-    ``outcome`` is what ranks came to; that of a marked test's own ranks unless given.
+    The issues that were applied are attached to the report.
+
+    Args:
+        item: Any item.
+        report: Its report, which is changed in place.
+        hard: Whether it ended by more than an exception, which is never excused.
+        outcome: The outcome of the ranks; by default that of a marked test's own ranks.
     """
     marked = item.get_closest_marker(MARK) is not None
     if marked or "distcompat" in getattr(item, "fixturenames", ()):
         outcome = outcome or item.stash.get(OUTCOME, None)
-        declared_of(item.config.stash[SESSION]).weigh_report(item, report, cell_of(item), outcome, hard=hard)
-    if WEIGHED in item.stash:
-        setattr(report, ATTRIBUTE, asdict(item.stash[WEIGHED]))
+        declared_of(item.config.stash[SESSION]).apply_to_report(item, report, cell_of(item), outcome, hard=hard)
+    if APPLIED in item.stash:
+        setattr(report, ATTRIBUTE, asdict(item.stash[APPLIED]))
 
 
 def is_hard(error: BaseException) -> bool:
-    """Whether more happened than an exception; also where the test raised another one because of that."""
+    """Tell whether an exception, or one of its causes, stands for a crash, a hang or a leak."""
     causes: list[BaseException | None] = [error]
-    seen: set[int] = set()  # an exception can be raised from one that is raised from it
+    visited: set[int] = set()  # a chain of causes can be circular
     while causes:
-        one = causes.pop()
-        if one is None or id(one) in seen:
+        cause = causes.pop()
+        if cause is None or id(cause) in visited:
             continue
-        if isinstance(one, (DistcompatError, RankFailure)) and one.hard:
+        if isinstance(cause, (DistcompatError, RankFailure)) and cause.hard:
             return True
-        seen.add(id(one))
-        causes += [one.__cause__, one.__context__]
+        visited.add(id(cause))
+        causes += [cause.__cause__, cause.__context__]
     return False
 
 
-def _own_words(report: pytest.TestReport, outcome: Outcome | None) -> str:
-    """What the failure itself says: not the commands behind it, which name the test and would make it match."""
+def _failure_text(report: pytest.TestReport, outcome: Outcome | None) -> str:
+    """Return the failure without the commands after it, which name the test and would match its name."""
     if outcome is not None and outcome.text and str(report.longrepr).startswith(outcome.text):
         return outcome.text
     return report.longreprtext
 
 
 def declared_of(session: DistcompatSession) -> Declared:
-    """What the session's user declares, and what came of it."""
+    """Return the session's ``Declared``, which is made on first use."""
     if DECLARED not in session.config.stash:
         session.config.stash[DECLARED] = Declared(session)
     return session.config.stash[DECLARED]
 
 
 class Declared:
-    """Weighs items by the user's own entries where they run, and counts where reports come together."""
+    """Applies the user's known issues to items where they run, and counts them where reports are gathered."""
 
     def __init__(self, session: DistcompatSession) -> None:
         self._session = session
@@ -94,39 +101,39 @@ class Declared:
     def _in_force(self) -> tuple[KnownIssue, ...]:
         return tuple(issue for issue in self._session.own if issue.there(self._session.device))
 
-    def weigh_verdict(self, item: pytest.Item, known: Iterable[KnownIssue], cell: Cell, verdict: Verdict) -> None:
-        """Note which of the user's entries are about an item of a suite, and by which one it is known."""
-        item.stash[WEIGHED] = weighed = Weighed()
+    def note_verdict(self, item: pytest.Item, known: Iterable[KnownIssue], cell: Cell, verdict: Verdict) -> None:
+        """Note which of the user's issues cover an item of a suite, and which of them excuse its failure."""
+        item.stash[APPLIED] = applied = AppliedIssues()
         own = self._session.own if verdict.status != "skipped" else ()
         reasons = {*(verdict.reasons or [verdict.reason])} if verdict.status in {"known", "refused"} else set()
-        for issue in (one for one in known if one in own):
-            expected = [one for one in issue.expectations if one.covers(cell, verdict.check)]
+        for issue in (issue for issue in known if issue in own):
+            expected = [expectation for expectation in issue.expectations if expectation.covers(cell, verdict.check)]
             if expected:
-                weighed.covering.append(issue.where)
-                if reasons & {one.reason for one in expected}:
-                    weighed.used.append(issue.where)
+                applied.covering.append(issue.where)
+                if reasons & {expectation.reason for expectation in expected}:
+                    applied.used.append(issue.where)
 
-    def weigh_report(
+    def apply_to_report(
         self, item: pytest.Item, report: pytest.TestReport, cell: Cell | None, outcome: Outcome | None, *, hard: bool
     ) -> None:
-        """Make a failure that is declared an expected one, and a success where a failure is declared strictly no success.
+        """Turn a declared failure into an xfail, and a pass where a failure is declared strictly into a failure.
 
-        A crash or a hang is ``hard``: never expected. What an xfail mark has spoken of stays as it is.
+        A crash or a hang is ``hard`` and never excused. A report that an xfail mark decided stays as it is.
         """
-        item.stash[WEIGHED] = weighed = Weighed()
+        item.stash[APPLIED] = applied = AppliedIssues()
         if report.skipped or hasattr(report, "wasxfail"):
             return
         nodeid = strip_group(item.config, item.nodeid)
-        found = [(issue.where, issue.expected_of(nodeid, cell)) for issue in self._in_force]
-        covering = {where: expected for where, expected in found if expected is not None}
-        weighed.covering.extend(covering)
+        candidates = [(issue.where, issue.expected_of(nodeid, cell)) for issue in self._in_force]
+        covering = {where: expected for where, expected in candidates if expected is not None}
+        applied.covering.extend(covering)
         if report.failed and not hard:
-            text = _own_words(report, outcome)
-            shown = {where: expected.reason for where, expected in covering.items() if expected.matches(text)}
-            if shown:
-                weighed.used.extend(shown)
+            text = _failure_text(report, outcome)
+            reasons = {where: expected.reason for where, expected in covering.items() if expected.matches(text)}
+            if reasons:
+                applied.used.extend(reasons)
                 report.outcome = "skipped"
-                report.wasxfail = next(iter(shown.values()))  # as pytest's xfail does
+                report.wasxfail = next(iter(reasons.values()))  # as pytest's xfail does
         elif report.passed:
             strict = [where for where, expected in covering.items() if expected.strict]
             if strict:
@@ -135,35 +142,36 @@ class Declared:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count."""
-        weighed = Weighed(**getattr(report, ATTRIBUTE, {}))
-        self._covered.update(weighed.covering)
-        self._used.update(weighed.used)
+        """Count the issues that cover the item and those that excuse it."""
+        applied = AppliedIssues(**getattr(report, ATTRIBUTE, {}))
+        self._covered.update(applied.covering)
+        self._used.update(applied.used)
 
     def stale(self) -> list[str]:
-        """The entries that excused nothing, with what they were measured by.
+        """Return the issues that excused nothing, each with the number of items that it covers.
 
-        None that covers nothing in a run that was narrowed, or that ended early: that left out what it is about, perhaps.
+        If only a part of the tests was selected, or the session ended early, an issue that covers nothing is not stale: the
+        tests that it covers may be among those that did not run.
         """
-        found = []
-        left_out = self._broken_off or partial(self._session.config)
+        lines = []
+        left_out = self._broken_off or is_partial(self._session.config)
         for issue in self._in_force:
             covered = self._covered[issue.where]
             if self._used[issue.where] or (left_out and not covered):
                 continue
-            told = f"covers {covered} that ran, excused none" if covered else "covers nothing that ran"
-            found.append(f"{issue.where}: {told}")
-        return found
+            coverage = f"covers {covered} that ran, excused none" if covered else "covers nothing that ran"
+            lines.append(f"{issue.where}: {coverage}")
+        return lines
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Notice that not all was run."""
+        """Note whether the session ended before all tests ran."""
         stopped = bool(session.shouldfail or session.shouldstop)
         self._broken_off = stopped or exitstatus == pytest.ExitCode.INTERRUPTED
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
-        """Say which entries can go, and which wait for other versions or devices."""
+        """Print which issues can be removed, and which are for other versions or devices."""
         if config.option.collectonly:
             return
         waiting = [issue for issue in self._session.own if issue not in self._in_force]

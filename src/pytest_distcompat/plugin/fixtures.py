@@ -1,4 +1,4 @@
-"""Fixtures of tests that run on ranks."""
+"""Fixtures for tests that run on ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.plugin.cases import BoundCase
+    from pytest_distcompat.plugin.suite.cases import BoundCase
     from pytest_distcompat.world import World
 
 
-def _on_rank(request: pytest.FixtureRequest) -> None:
-    from pytest_distcompat.plugin.rank_session import ON_RANK
+def _require_rank(request: pytest.FixtureRequest) -> None:
+    """Fail the test unless this process is a rank."""
+    from pytest_distcompat.plugin.inside.rank_session import ON_RANK
 
     if ON_RANK not in request.config.stash:
         pytest.fail(
@@ -29,41 +30,41 @@ def _on_rank(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def cell(request: pytest.FixtureRequest) -> Cell:
-    """The cell of this run of the test: strategy, precision, world size, options."""
+    """Return the cell of this run of the test: strategy, precision, world size, options."""
     from pytest_distcompat.cell import Cell
 
-    found = getattr(request, "param", None)
-    if not isinstance(found, Cell):
+    param = getattr(request, "param", None)
+    if not isinstance(param, Cell):
         pytest.fail(
             "fixture 'cell' needs @pytest.mark.distcompat(strategies=[...]) or precisions=, options=", pytrace=False
         )
-    return found
+    return param
 
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> World:
-    """Where this rank stands: ``rank``, ``size``, ``local_rank``, ``device``, ``backend``."""
-    from pytest_distcompat.plugin.rank_session import WORLD
+    """Return this rank's ``World``: ``rank``, ``size``, ``local_rank``, ``device``, ``backend``."""
+    from pytest_distcompat.plugin.inside.rank_session import WORLD
 
-    _on_rank(request)
+    _require_rank(request)
     return request.config.stash[WORLD]
 
 
 @pytest.fixture
 def rank(world: World) -> int:
-    """This rank's number, from 0."""
+    """Return the number of this rank, from 0."""
     return world.rank
 
 
 @pytest.fixture
 def world_size(world: World) -> int:
-    """How many ranks there are."""
+    """Return the number of ranks."""
     return world.size
 
 
 @pytest.fixture
 def device(world: World) -> torch.device:
-    """This rank's device: its own GPU, or the CPU."""
+    """Return the device of this rank: its own GPU, or the CPU."""
     import torch
 
     return torch.device(world.device)
@@ -71,10 +72,10 @@ def device(world: World) -> torch.device:
 
 @pytest.fixture
 def shared_dir(request: pytest.FixtureRequest) -> Path:
-    """A directory that all ranks of this test share, empty at its start. ``tmp_path`` is each rank's own."""
-    from pytest_distcompat.plugin.rank_session import SHARED
+    """Return a directory that all ranks of this test share, empty at its start. ``tmp_path`` is each rank's own."""
+    from pytest_distcompat.plugin.inside.rank_session import SHARED
 
-    _on_rank(request)
+    _require_rank(request)
     directory = request.config.stash[SHARED]
     directory.mkdir(exist_ok=True)
     return directory
@@ -82,10 +83,10 @@ def shared_dir(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def process_group(world: World) -> Iterator[Any]:
-    """The default process group, initialised for the test and destroyed after it.
+    """Initialize the default process group for the test, and destroy it after the test.
 
-    A test that lets its trainer initialise the group does not ask for this fixture. A rank that fails never gets to the
-    destruction, in which it would wait for its peers.
+    A test whose trainer initializes the group does not use this fixture. A rank that fails does not destroy the group, where
+    it would wait for its peers.
     """
     import torch
     from torch import distributed
@@ -100,7 +101,7 @@ def process_group(world: World) -> Iterator[Any]:
         return
     distributed.init_process_group(world.backend)
     if world.backend == "gloo":
-        # A rank that is connected to all may be done, and gone, before another one is.
+        # gloo returns as soon as this rank is connected: it could end before another rank has connected to it.
         distributed.barrier()
     yield distributed.group.WORLD
     if distributed.is_initialized():
@@ -109,7 +110,7 @@ def process_group(world: World) -> Iterator[Any]:
 
 @pytest.fixture
 def distcompat_case(request: pytest.FixtureRequest) -> BoundCase:
-    """One check in one cell of a CompatSuite, to be called."""
-    from pytest_distcompat.plugin.cases import BoundCase
+    """Return one check in one cell of a CompatSuite; calling it runs the check."""
+    from pytest_distcompat.plugin.suite.cases import BoundCase
 
     return BoundCase(request.param, request.node)

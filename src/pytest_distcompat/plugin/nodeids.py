@@ -1,4 +1,4 @@
-"""Node ids as pytest makes them."""
+"""Node ids without the group that xdist appends."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import re
 
 import pytest
 
-#: What follows the module's path, where xdist has put the name of a group behind it. A parameter's id may have an @ too.
+#: The part after the module's path, with the ``@group`` that xdist appends. The id of a parameter may contain an @ too.
 _GROUPED = re.compile(r"(?P<item>[^\[@]*(\[.*\])?)@.*", re.DOTALL)
 
 
 def strip_group(config: pytest.Config, nodeid: str) -> str:
-    """Without the ``@group`` that xdist adds, in its workers, to tests with ``xdist_group`` under ``--dist loadgroup``.
+    """Return the node id without the ``@group`` that xdist appends.
 
-    Ranks, reports and the user's next command line know the test without it.
+    Workers append it under ``--dist loadgroup`` to tests with ``xdist_group``. Ranks, reports and the user's next command
+    line use the id without it.
     """
-    # Workers are told by an option of their own: for them --dist is no.
+    # In a worker --dist is "no"; xdist sets the option loadgroup there instead.
     if config.getoption("dist", "no") != "loadgroup" and not config.getoption("loadgroup", False):
         return nodeid
     path, colons, inside = nodeid.partition("::")
-    found = _GROUPED.fullmatch(inside)
-    return f"{path}{colons}{found['item']}" if found else nodeid
+    match = _GROUPED.fullmatch(inside)
+    return f"{path}{colons}{match['item']}" if match else nodeid

@@ -1,4 +1,4 @@
-"""Options: command line, ini, pyproject.toml, default, in that order; a wrong value is a usage error with the right ones."""
+"""Options of the plugin, from the command line, ini file, pyproject.toml or default, in that order."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from pytest_distcompat.plugin import pyproject
 
 @dataclass(frozen=True)
 class Option:
-    """One option and the ini key of the same name. ``read`` turns its text into its value or raises UsageProblem.
+    """An option and the ini key of the same name.
 
-    One that is ``repeated`` may be given several times; its text is then a line for each. Where it names files, ``read``
-    takes the directory that they are relative to as well.
+    Attributes:
+        read: Parses the text of the option, or raises UsageProblem with the allowed values. For an option whose ``metavar``
+            begins with ``FILE`` its second argument is the directory that relative paths start from.
+        repeated: Whether the option may be given several times; its text then has one line for each.
     """
 
     name: str
@@ -30,13 +32,13 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """On the command line."""
+        """The option as it is written on the command line."""
         return "--" + self.name.replace("_", "-")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An option's effective value and where it came from: ``option``, ``ini``, ``pyproject`` or ``default``."""
+    """The effective value of an option and its origin: ``option``, ``ini``, ``pyproject`` or ``default``."""
 
     value: Any
     text: str
@@ -52,12 +54,12 @@ def _choice(*allowed: str) -> Callable[[str], str]:
     return read
 
 
-def _count(*, least: int, words: tuple[str, ...] = ()) -> Callable[[str], int | str]:
+def _count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int | str]:
     def read(text: str) -> int | str:
-        if text in words:
+        if text in keywords:
             return text
         if not text.isdecimal() or int(text) < least:
-            also = "".join(f", or {word!r}" for word in words)
+            also = "".join(f", or {keyword!r}" for keyword in keywords)
             raise UsageProblem(f"{text!r} is not right: expected a whole number of at least {least}{also}.")
         return int(text)
 
@@ -75,7 +77,7 @@ def _seconds(text: str) -> float:
 
 
 def _names(registry: str) -> Callable[[str], tuple[str, ...]]:
-    """A list of names from a registry, by commas or white space; empty means all."""
+    """Return a parser for names from a registry, separated by commas or white space; empty means all."""
 
     def read(text: str) -> tuple[str, ...]:
         from pytest_distcompat.drivers import DRIVERS, find_driver
@@ -110,14 +112,14 @@ def _profile(text: str) -> str:
 
 
 def _known(text: str, base: Path) -> Any:
-    """The issues of all files in the list."""
+    """Return the issues of all files in the list."""
     from pytest_distcompat.known import read_file
 
     return tuple(issue for name in text.replace(",", " ").split() for issue in read_file(base / name))
 
 
 def _part(text: str) -> float:
-    """A number above 0; 0 for an empty text, which is no limit."""
+    """Return a number above 0, or 0 for an empty text: no limit."""
     if not text:
         return 0.0
     try:
@@ -130,22 +132,22 @@ def _part(text: str) -> float:
 
 
 def _report(text: str, base: Path) -> Any:
-    from pytest_distcompat.plugin.report_files import to_write
+    from pytest_distcompat.plugin.reporting.report_files import paths_to_write
 
-    return to_write(text, base)
+    return paths_to_write(text, base)
 
 
 def _baseline(text: str, base: Path) -> Any:
-    from pytest_distcompat.plugin.report_files import to_compare_with
+    from pytest_distcompat.plugin.reporting.report_files import read_baseline
 
-    return to_compare_with(text, base)
+    return read_baseline(text, base)
 
 
 def _launcher(text: str) -> str:
     return _choice("warm", "torchrun")(text)
 
 
-# Help begins with an action, says the unit, and names the default; the words are those of docs/architecture.md.
+# The help of an option begins with a verb and names the unit and the default, in the terms of docs/architecture.md.
 OPTIONS: dict[str, Option] = {
     option.name: option
     for option in (
@@ -154,7 +156,7 @@ OPTIONS: dict[str, Option] = {
             "N|auto|0",
             "auto",
             "Use N of the visible GPUs; more than there are is an error. auto: all, or the CPU where there are none. 0: the CPU.",
-            _count(least=0, words=("auto",)),
+            _count(least=0, keywords=("auto",)),
         ),
         Option(
             "distcompat_device",
@@ -168,7 +170,7 @@ OPTIONS: dict[str, Option] = {
             "N",
             "auto",
             "Start N ranks where a test does not say how many. auto: one a GPU, 2 on the CPU.",
-            _count(least=1, words=("auto",)),
+            _count(least=1, keywords=("auto",)),
         ),
         Option(
             "distcompat_oversubscribe",
@@ -216,7 +218,7 @@ OPTIONS: dict[str, Option] = {
             "distcompat_throughput",
             "PART",
             "",
-            "Fail a cell with fewer tokens a second than this part of the baseline strategy's (default: no limit).",
+            "Fail a cell whose tokens/s per rank fall below this fraction of the baseline strategy's (default: no limit).",
             _part,
         ),
         Option(
@@ -296,14 +298,23 @@ def add(parser: pytest.Parser) -> None:
 
 
 def setting(config: pytest.Config, name: str) -> Setting:
-    """The effective value of an option. Raises pytest.UsageError for a wrong one."""
+    """Return the effective value of an option.
+
+    Raises:
+        pytest.UsageError: The value is wrong; the message names the allowed ones.
+    """
     option = OPTIONS[name]
     given, ini = config.getoption(name), config.getini(name)
     given = "\n".join(given) if option.repeated and given is not None else given
     sources = [(given, "option", option.flag), (ini, "ini", f"ini {name}")]
-    sources += [(pyproject.text(config, option), "pyproject", pyproject.place(name)), (option.default, "default", name)]
-    # Empty on the command line is an answer too: no baseline this time, or a variable of the shell's that is not set.
-    text, origin, where = next(one for one in sources if one[0] or (one[0] == "" and one[1] in {"option", "default"}))
+    sources += [
+        (pyproject.text(config, option), "pyproject", pyproject.key_in_file(name)),
+        (option.default, "default", name),
+    ]
+    # An empty value on the command line overrides the files too: no baseline this time, or an unset shell variable.
+    text, origin, where = next(
+        source for source in sources if source[0] or (source[0] == "" and source[1] in {"option", "default"})
+    )
     files = (pyproject.base(config, origin),) if option.metavar.startswith("FILE") else ()
     try:
         return Setting(option.read(str(text), *files), ", ".join(str(text).split("\n")), origin)
@@ -312,6 +323,10 @@ def setting(config: pytest.Config, name: str) -> Setting:
 
 
 def given(config: pytest.Config) -> Sequence[str]:
-    """The options that command line, ini or pyproject.toml set. Raises pytest.UsageError for a wrong word in the last."""
+    """Return the names of the options that are set by command line, ini file or pyproject.toml.
+
+    Raises:
+        pytest.UsageError: pyproject.toml has an unknown key.
+    """
     names = pyproject.options(config, OPTIONS)
     return [name for name in OPTIONS if config.getoption(name) is not None or config.getini(name) or name in names]

@@ -1,4 +1,4 @@
-"""What ``[tool.distcompat]`` of pyproject.toml says: options by their short names, and known issues under ``known``."""
+"""Reads ``[tool.distcompat]`` of pyproject.toml: options by their short names, and known issues under ``known``."""
 
 from __future__ import annotations
 
@@ -21,42 +21,43 @@ _PREFIX = "distcompat_"
 _TABLE: pytest.StashKey[Mapping[str, Any]] = pytest.StashKey()
 
 
-class Named(Protocol):
-    """What is asked of an option."""
+class NamedOption(Protocol):
+    """The attributes of ``options.Option`` that are read here."""
 
     @property
     def name(self) -> str:
-        """With its prefix."""
+        """The name with its prefix ``distcompat_``."""
 
     @property
     def metavar(self) -> str:
-        """``NAMES`` where it takes several."""
+        """``NAMES`` if the option takes several names."""
 
     @property
     def repeated(self) -> bool:
-        """Whether its text is a line for each."""
+        """Whether the text has one line for each value."""
 
 
-def place(name: str) -> str:
-    """Where an option stands, for messages."""
+def key_in_file(name: str) -> str:
+    """Return the file, table and key of an option, for messages."""
     return f"{FILE} [tool.{_TOOL}] {name.removeprefix(_PREFIX)}"
 
 
 def base(config: pytest.Config, origin: str) -> Path:
-    """What paths of that origin (``Setting.origin``) are relative to: a file is read alike from wherever pytest is started.
+    """Return the directory that relative paths of that origin (``Setting.origin``) start from.
 
-    https://docs.pytest.org/en/stable/reference/reference.html#pytest.Parser.addini says it of ini keys.
+    Paths in a file start from the file's directory, wherever pytest is started, as pytest does for ini keys:
+    https://docs.pytest.org/en/stable/reference/reference.html#pytest.Parser.addini
     """
     file = {"ini": config.inipath, "pyproject": config.rootpath / FILE}.get(origin)
-    here = config.invocation_params.dir
-    # What is relative stays so where it can: messages show it as it was written.
-    return Path() if file is None or file.parent == here else file.parent
+    start = config.invocation_params.dir
+    # Relative paths stay relative where possible: messages show them as they were written.
+    return Path() if file is None or file.parent == start else file.parent
 
 
 def _table(config: pytest.Config) -> Mapping[str, Any]:
-    """The table of the file in pytest's root directory, empty if there is none. Raises pytest.UsageError.
+    """Return the table of the file in pytest's root directory; empty if there is none. Raises pytest.UsageError.
 
-    pytest reads the file itself only where no other one holds its ini options, and keeps nothing of other tools' tables.
+    pytest itself reads the file only if no other file holds its ini options, and keeps no tables of other tools.
     """
     if _TABLE not in config.stash:
         config.stash[_TABLE] = _read(config)
@@ -70,19 +71,19 @@ def _read(config: pytest.Config) -> Mapping[str, Any]:
     except OSError:
         return {}
     if _TOOL not in text:
-        # The usual case, in every start of pytest where the plugin is installed.
+        # The usual case, which every start of pytest with the plugin installed goes through: do not parse.
         return {}
     try:
-        found = _parsed(text).get("tool", {}).get(_TOOL, {})
+        table = _parse(text).get("tool", {}).get(_TOOL, {})
     except ValueError as error:
         raise pytest.UsageError(f"{path}: {error}") from None
-    if not isinstance(found, Mapping):
-        raise pytest.UsageError(f"{FILE}: tool.{_TOOL} is {found!r}; expected a table")
-    return found
+    if not isinstance(table, Mapping):
+        raise pytest.UsageError(f"{FILE}: tool.{_TOOL} is {table!r}; expected a table")
+    return table
 
 
-def _parsed(text: str) -> dict[str, Any]:
-    """Return what that TOML says. Raises ValueError for what is none."""
+def _parse(text: str) -> dict[str, Any]:
+    """Parse TOML. Raises ValueError."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -91,17 +92,17 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def project_name(config: pytest.Config) -> str:
-    """Return what the project under test is called, by the file in pytest's root directory; empty if it does not say."""
+    """Return the name of the project under test from the file in pytest's root directory; empty if it has none."""
     try:
-        project = _parsed((config.rootpath / FILE).read_text(encoding="utf-8")).get("project")
+        project = _parse((config.rootpath / FILE).read_text(encoding="utf-8")).get("project")
     except (OSError, ValueError):
         return ""
     return str(project.get("name", "")) if isinstance(project, dict) else ""
 
 
 def options(config: pytest.Config, names: Collection[str]) -> list[str]:
-    """The options that the table sets, with their prefix. Raises pytest.UsageError for a key that is none."""
-    # What is said of one option there is said under another name: entries, not names of files.
+    """Return the options that the table sets, with their prefix. Raises pytest.UsageError for an unknown key."""
+    # The key "known" is not the option of that name: it holds the issues themselves, not names of files.
     allowed = {name.removeprefix(_PREFIX): name for name in names if name != f"{_PREFIX}{_KNOWN}"}
     for key in _table(config):
         if key not in {*allowed, _KNOWN}:
@@ -110,22 +111,22 @@ def options(config: pytest.Config, names: Collection[str]) -> list[str]:
     return [allowed[key] for key in _table(config) if key in allowed]
 
 
-def text(config: pytest.Config, option: Named) -> str | None:
-    """What the table says of an option, as the command line would; None for nothing. Raises pytest.UsageError."""
+def text(config: pytest.Config, option: NamedOption) -> str | None:
+    """Return an option's value as the command line would spell it; None if it is not set. Raises pytest.UsageError."""
     key = option.name.removeprefix(_PREFIX)
     value = _table(config).get(key)
     if value is None or key == _KNOWN:
         return None
     many = option.repeated or option.metavar == "NAMES"
-    words = value if isinstance(value, list) and many else [value]
-    if not all(isinstance(word, (str, int, float)) and not isinstance(word, bool) for word in words):
+    values = value if isinstance(value, list) and many else [value]
+    if not all(isinstance(each, (str, int, float)) and not isinstance(each, bool) for each in values):
         expected = "a text, a number or a list of those" if many else "a text or a number"
-        raise pytest.UsageError(f"{place(option.name)}: {value!r} is not right: expected {expected}.")
-    return ("\n" if option.repeated else " ").join(map(str, words))
+        raise pytest.UsageError(f"{key_in_file(option.name)}: {value!r} is not right: expected {expected}.")
+    return ("\n" if option.repeated else " ").join(map(str, values))
 
 
 def known(config: pytest.Config) -> tuple[KnownIssue, ...]:
-    """The known issues of ``[[tool.distcompat.known]]``. Raises pytest.UsageError for one that is wrong."""
+    """Return the known issues of ``[[tool.distcompat.known]]``. Raises pytest.UsageError for a wrong entry."""
     entries = _table(config).get(_KNOWN)
     if entries is None:
         return ()

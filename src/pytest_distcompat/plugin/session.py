@@ -1,4 +1,4 @@
-"""What one pytest session knows of us: the device, the world size, the launcher, the runner. Made when first needed."""
+"""The plugin's state in one pytest process: device, world size, launcher, runner. Made on first use."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from pytest_distcompat import clock
 from pytest_distcompat.devices import CPU_WORLD_SIZE
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.plugin import pyproject, reproduce
+from pytest_distcompat.plugin import pyproject
 from pytest_distcompat.plugin.options import PRELOAD, Setting, setting
+from pytest_distcompat.plugin.reporting import reproduce
 
 if TYPE_CHECKING:
     from pytest_distcompat.known import KnownIssue
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 SESSION: pytest.StashKey[DistcompatSession] = pytest.StashKey()
 
-#: Why a plugin that forks for each test (pytest-forked) is refused.
+#: The message for a plugin that forks for each test (pytest-forked).
 FORKED = (
     "tests whose ranks are processes of their own cannot run in a fork of pytest's process: leave out --forked, "
     "or whatever else forks for each test"
@@ -38,51 +39,55 @@ FORKED = (
 
 
 class DistcompatWarning(pytest.PytestWarning):
-    """Something the user should know, once."""
+    """A warning of this plugin, in pytest's summary."""
 
 
 class DistcompatSession:
-    """Settings and machinery of one pytest process."""
+    """Settings, launcher and runner of one pytest process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        #: When it began, by CLOCK_MONOTONIC.
+        #: When the session began, by CLOCK_MONOTONIC.
         self.began = clock.now()
-        #: What the fork server imports. Whoever trains needs the last: each optimizer imports it when it is made, and
-        #: DistributedDataParallel too, which is more than a second of every rank that has to do it itself.
+        #: Modules that the fork server imports. Optimizers and DistributedDataParallel import the last when they are made:
+        #: more than a second on every rank that has to do it itself.
         self.modules: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo")
         self.collects = False
         self._launcher: Launcher | None = None
         self._process = os.getpid()
 
     def setting(self, name: str) -> Setting:
-        """The effective value of ``distcompat_<name>``."""
+        """Return the effective value of ``distcompat_<name>``."""
         return setting(self.config, f"distcompat_{name}")
 
     @functools.cached_property
     def gpus(self) -> int:
-        """How many GPUs to use. Raises pytest.UsageError when more are asked for than are visible."""
-        asked, device = self.setting("gpus"), self.setting("device").value
-        if (device == "cpu" and asked.value not in {"auto", 0}) or (device == "cuda" and asked.value == 0):
+        """The number of GPUs to use.
+
+        Raises:
+            pytest.UsageError: More are requested than are visible, or the options contradict each other.
+        """
+        requested, device = self.setting("gpus"), self.setting("device").value
+        if (device == "cpu" and requested.value not in {"auto", 0}) or (device == "cuda" and requested.value == 0):
             raise pytest.UsageError(
-                f"--distcompat-gpus {asked.value} and --distcompat-device {device} exclude each other"
+                f"--distcompat-gpus {requested.value} and --distcompat-device {device} exclude each other"
             )
-        if device == "cpu" or asked.value == 0:
+        if device == "cpu" or requested.value == 0:
             return 0
         from pytest_distcompat.devices import visible_gpus
 
         visible = visible_gpus()
-        if asked.value == "auto":
+        if requested.value == "auto":
             if device == "cuda" and not visible:
                 raise pytest.UsageError("--distcompat-device cuda: no GPU is visible (NVML, CUDA_VISIBLE_DEVICES)")
             return visible
-        if asked.value > visible:
+        if requested.value > visible:
             raise pytest.UsageError(
-                f"--distcompat-gpus {asked.value} ({asked.origin}): {visible} visible "
+                f"--distcompat-gpus {requested.value} ({requested.origin}): {visible} visible "
                 f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); "
                 "use auto for what there is, 0 for the CPU"
             )
-        return int(asked.value)
+        return int(requested.value)
 
     @property
     def device(self) -> str:
@@ -91,29 +96,33 @@ class DistcompatSession:
 
     @functools.cached_property
     def gpu_name(self) -> str:
-        """What the GPUs are called, which tells how fast they could be; empty on the CPU."""
+        """The name of the GPUs, from which their peak speed is known; empty on the CPU."""
         from pytest_distcompat.devices import gpu_name
 
         return gpu_name() if self.gpus else ""
 
     @functools.cached_property
     def world_size(self) -> int:
-        """The number of ranks where a test does not say. Raises pytest.UsageError for more than there are GPUs."""
-        asked = self.setting("world_size")
-        if asked.value == "auto":
+        """The number of ranks of tests that do not set one.
+
+        Raises:
+            pytest.UsageError: There are not enough GPUs for it.
+        """
+        requested = self.setting("world_size")
+        if requested.value == "auto":
             return self.gpus or CPU_WORLD_SIZE
-        problem = self.too_large(asked.value)
+        problem = self.too_large(requested.value)
         if problem:
-            raise pytest.UsageError(f"--distcompat-world-size {asked.value} ({asked.origin}): {problem}")
-        return int(asked.value)
+            raise pytest.UsageError(f"--distcompat-world-size {requested.value} ({requested.origin}): {problem}")
+        return int(requested.value)
 
     @property
     def ranks_each(self) -> int:
-        """How many ranks may share a GPU where there are fewer GPUs than ranks."""
+        """The number of ranks that may share a GPU where there are fewer GPUs than ranks."""
         return int(self.setting("oversubscribe").value)
 
     def too_large(self, world_size: int) -> str:
-        """Why a group of that size cannot be had, empty if it can."""
+        """Return why there are not enough GPUs for a group of that size; empty if there are."""
         each = self.ranks_each
         if self.gpus and world_size > self.gpus * each:
             allowed = f", {each} ranks on each at most" if each > 1 else ""
@@ -127,13 +136,13 @@ class DistcompatSession:
 
     @functools.cached_property
     def store(self) -> Path:
-        """A directory for this session's runs, the same for all xdist workers."""
+        """The directory of this session's runs, which all xdist workers share; made on first use."""
         self.store_path.mkdir(parents=True, exist_ok=True)
         return self.store_path
 
     @functools.cached_property
     def store_path(self) -> Path:
-        """Where the store is, or would be."""
+        """The path of ``store``, which need not exist yet."""
         base = session_basetemp(self.config)
         return (base.parent if hasattr(self.config, "workerinput") else base) / "distcompat"
 
@@ -144,11 +153,15 @@ class DistcompatSession:
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher of this process. Raises UsageProblem in a fork of it."""
+        """The launcher of this process.
+
+        Raises:
+            UsageProblem: This process is a fork of the one that made the session.
+        """
         from pytest_distcompat.launch import LAUNCHERS, Warmth
         from pytest_distcompat.launch.request import import_path
         from pytest_distcompat.leased import LeasedLauncher
-        from pytest_distcompat.plugin import rank_session
+        from pytest_distcompat.plugin.inside import rank_session
 
         if os.getpid() != self._process:
             raise UsageProblem(FORKED)
@@ -169,7 +182,7 @@ class DistcompatSession:
 
     @functools.cached_property
     def cold_launcher(self) -> Launcher:
-        """The torchrun command, for what is run a second time."""
+        """The cold torchrun command, for tests that are run a second time (``--distcompat-verify``)."""
         from pytest_distcompat.launch import TorchrunLauncher, Warmth
         from pytest_distcompat.leased import LeasedLauncher
 
@@ -177,7 +190,11 @@ class DistcompatSession:
 
     @functools.cached_property
     def verified(self) -> float:
-        """The share of items that are run a second time, in percent. Raises pytest.UsageError if there is nothing to compare."""
+        """The share of items that are run a second time, in percent.
+
+        Raises:
+            pytest.UsageError: The first run is under cold torchrun already, so there is nothing to compare.
+        """
         percent = float(self.setting("verify").value)
         if percent and self.setting("launcher").value != "warm":
             raise pytest.UsageError(
@@ -186,19 +203,19 @@ class DistcompatSession:
         return percent
 
     def verifies(self, nodeid: str) -> bool:
-        """Return whether that item is run a second time, under cold torchrun: other ones each day."""
+        """Tell whether that item is run a second time, under cold torchrun. Each day selects other items."""
         today = int(clock.wall() // 86400)
-        # The same in all workers of xdist, whatever their hash seeds.
+        # crc32 and not hash(): all xdist workers must select the same items, and each has its own hash seed.
         return zlib.crc32(f"{today} {nodeid}".encode()) % 10000 < 100 * self.verified
 
     @property
     def reuse_scope(self) -> str:
-        """For which tests ranks wait; empty if for none."""
+        """The scope (``Reuse.scope``) for whose next test ranks are kept; empty if there are none."""
         return self._launcher.reuse_scope if self._launcher is not None else ""
 
     @functools.cached_property
     def pool(self) -> Pool:
-        """What lends devices to the runs of this session and of all others of this user."""
+        """The pool that leases devices to the runs of all sessions of this user."""
         from pytest_distcompat.lease import Pool
 
         worker = getattr(self.config, "workerinput", {}).get("workerid", "")
@@ -206,47 +223,49 @@ class DistcompatSession:
 
     @functools.cached_property
     def inventory(self) -> Inventory:
-        """What there is to lend."""
+        """The devices that can be leased."""
         from pytest_distcompat.lease import cpu_slots, gpus
 
         return gpus(self.gpus, self.ranks_each) if self.gpus else cpu_slots()
 
     @property
     def limits(self) -> dict[str, float]:
-        """What the user demands of measured numbers, by name; nothing for what there is no limit to."""
+        """Limits that the user sets for measured numbers, by name; a number without a limit is left out."""
         return {name: value for name in ("throughput",) if (value := self.setting(name).value)}
 
     @functools.cached_property
     def own(self) -> tuple[KnownIssue, ...]:
-        """The known issues that the user declares: those of his files, and those of pyproject.toml."""
-        of_files: tuple[KnownIssue, ...] = self.setting("known").value
-        found = (*of_files, *pyproject.known(self.config))
-        for issue in found:
-            _check_words(issue)
-        return found
+        """The known issues that the user declares, in files of ``--distcompat-known`` and in pyproject.toml."""
+        from_files: tuple[KnownIssue, ...] = self.setting("known").value
+        issues = (*from_files, *pyproject.known(self.config))
+        for issue in issues:
+            _check_names(issue)
+        return issues
 
     @functools.cache  # noqa: B019 - a session lives as long as its process
     def _known_of(self, libraries: tuple[str, ...]) -> tuple[KnownIssue, ...]:
-        """Once a driver: it looks versions up, and every item of a suite asks."""
+        """Return the known issues of these libraries. Cached, since every item of a suite looks the versions up."""
         from pytest_distcompat.known import concerning, shipped
 
         return concerning((*self.own, *shipped()), libraries, self.device)
 
     def known_of(self, libraries: tuple[str, ...], nodeid: str) -> tuple[KnownIssue, ...]:
-        """The known issues of these libraries (``known.concerned``), in the versions that are installed, on this device.
+        """Return the known issues that may cover the item: the user's, then those that come with the package.
 
-        Those of the user, and those that come with the package, that may be about the item.
+        Args:
+            libraries: Names of libraries, from ``known.concerned``. Their installed versions count, and this device.
+            nodeid: The item, without a group of xdist.
         """
         return tuple(issue for issue in self._known_of(libraries) if issue.speaks_of(nodeid))
 
     @functools.cached_property
     def runner(self) -> Runner:
-        """What runs the runs of suites."""
+        """The runner of suites: each distinct run once, for all checks and xdist workers."""
         return self._runner(self.runs, self.launcher)
 
     @functools.cached_property
     def cold_runner(self) -> Runner:
-        """What runs them a second time, under cold torchrun."""
+        """The runner of suites under cold torchrun, for checks that are run a second time."""
         return self._runner(self.store / "verified", self.cold_launcher)
 
     def _runner(self, store: Path, launcher: Launcher) -> Runner:
@@ -268,14 +287,14 @@ class DistcompatSession:
         return items
 
     def new_directory(self, name: str) -> Path:
-        """A fresh directory for one run of a marked test."""
-        # A file's name may have 255 bytes, and a function's any number.
+        """Make a new directory for one run of a marked test, and return it."""
+        # The name of a file is limited to 255 bytes, that of a function is not.
         return Path(tempfile.mkdtemp(prefix=f"{name.encode()[:60].decode(errors='ignore')}-", dir=self._items))
 
     @functools.cached_property
-    def described(self) -> Path:
-        """A file from which a rank that is started without a fork server collects what this process did."""
-        from pytest_distcompat.plugin import rank_session
+    def description_file(self) -> Path:
+        """A file from which a rank that is started without a fork server makes the same pytest session."""
+        from pytest_distcompat.plugin.inside import rank_session
 
         worker = getattr(self.config, "workerinput", {}).get("workerid", "main")
         path = self.store / f"session-{worker}.json"
@@ -283,28 +302,28 @@ class DistcompatSession:
         return path
 
     def notice(self, text: str) -> None:
-        """Tell the user, as a warning in pytest's summary; never raises."""
+        """Emit a warning for pytest's summary; never raises, even where warnings are errors."""
         try:
             warnings.warn(DistcompatWarning(text), stacklevel=2)
         except DistcompatWarning:
-            # Warnings are errors (-W error). This one would end the session, or hide what the ranks said.
+            # Warnings are errors (-W error). Raising this one would end the session or hide the failure of the ranks.
             with warnings.catch_warnings():
                 warnings.simplefilter("always", DistcompatWarning)
                 warnings.warn(DistcompatWarning(text), stacklevel=2)
 
     def say(self, text: str) -> None:
-        """Tell the user at once, past pytest's capture. An xdist worker has the terminal of its parent as its stderr."""
+        """Print a message to stderr now, past pytest's capture. An xdist worker shares the stderr of its controller."""
         capture: Any = self.config.pluginmanager.getplugin("capturemanager")
         with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
-            # pytest may be in the middle of a line of dots.
-            print(f"\ndistcompat: {visible(text)}", file=sys.stderr, flush=True)  # noqa: T201 - a warning would come when all is over
+            # The leading newline ends a line of dots that pytest may be writing.
+            print(f"\ndistcompat: {visible(text)}", file=sys.stderr, flush=True)  # noqa: T201 - a warning is shown only at the end of the session
 
     def reproduce(self, item: pytest.Function) -> str:
-        """The command that runs that one item again, as it was run, from the same directory."""
+        """Return the command that runs that item alone again with the same options, from the same directory."""
         return reproduce.command(self.config, item)
 
     def close(self) -> None:
-        """End the launcher."""
+        """Close the launchers and end their processes."""
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None
@@ -312,22 +331,22 @@ class DistcompatSession:
             self.cold_launcher.close()
 
 
-def _check_words(issue: KnownIssue) -> None:
-    """Raise pytest.UsageError for a check, a strategy or a precision that there is not."""
-    from pytest_distcompat.plugin.words import check_words
+def _check_names(issue: KnownIssue) -> None:
+    """Raise pytest.UsageError for an unknown check, strategy or precision."""
+    from pytest_distcompat.plugin.suite.declared_names import check_names
 
     try:
         for expectation in issue.expectations:
-            check_words(expectation)
+            check_names(expectation)
     except UsageProblem as problem:
         raise pytest.UsageError(f"{issue.where}: {problem}") from None
 
 
 def session_basetemp(config: pytest.Config) -> Path:
-    """The base temporary directory of this run, kept as long as pytest keeps it.
+    """Return the base temporary directory of this session; pytest removes it as it does for ``tmp_path``.
 
-    Outside a fixture only the private ``config._tmp_path_factory`` tells (pytest-xdist reads it too);
-    ``tests/plugin/test_private_names.py`` says when it goes away.
+    Outside a fixture it can be read only from the private ``config._tmp_path_factory``, as pytest-xdist does.
+    ``tests/plugin/test_private_names.py`` fails when that goes away.
     """
     base: Path = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # noqa: SLF001
     return base

@@ -1,4 +1,4 @@
-"""What the options say that name report files."""
+"""Parsers of the options that name report files: ``--distcompat-report`` and ``--distcompat-baseline``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report import FORMATS, Report
 
 
-def to_write(text: str, base: Path) -> tuple[Path, ...]:
-    """A path a line, below ``base``. Raises UsageProblem for a suffix that is no format, and where no file can be."""
+def paths_to_write(text: str, base: Path) -> tuple[Path, ...]:
+    """Return the paths of report files, one for each line, relative to ``base``.
+
+    Raises:
+        UsageProblem: A suffix is no known format, or a file cannot be written there.
+    """
     paths = tuple(base / line.strip() for line in dict.fromkeys(text.splitlines()) if line.strip())
     for path in paths:
         if path.suffix not in FORMATS:
@@ -22,12 +26,12 @@ def to_write(text: str, base: Path) -> tuple[Path, ...]:
     return paths
 
 
-def to_compare_with(text: str, base: Path) -> Report | None:
-    """The report in that file. Raises UsageProblem if there is none."""
+def read_baseline(text: str, base: Path) -> Report | None:
+    """Return the report in that file; None for an empty text. Raises UsageProblem if the file has no report."""
     return _read((base / text).absolute()) if text else None
 
 
 @functools.cache
 def _read(path: Path) -> Report:
-    """Read once, before this run may write to the same file."""
+    """Read a report. Cached: this session may write to the same file at its end."""
     return Report.read(path)

@@ -1,4 +1,4 @@
-"""One phase of a test on one rank, as it stands in the rank's log, and how a rank ends by it."""
+"""Phase of a test on one rank, as the rank's log has it, and how the rank ends after it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from pytest_distcompat.excerpt import encodable
 
 
 class SkipElsewhere:
-    """The kind of a rank that ended because it skipped and the others did not."""
+    """The kind of error of a rank that skipped while other ranks did not."""
 
     KIND = "skip"
 
 
 class XFailed:
-    """The kind of a rank that ended because it failed as its xfail mark says."""
+    """The kind of error of a rank that failed as its xfail mark expects."""
 
     KIND = "xfail"
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of an item on one rank: ``setup``, ``call`` or ``teardown``; or the ``subtest`` of that name within one.
+    """A phase of an item on one rank, or a subtest within one.
 
-    ``lost``: it failed, and only because another rank is gone.
+    Attributes:
+        when: ``setup``, ``call`` or ``teardown``.
+        outcome: ``passed``, ``failed``, ``skipped`` or ``xfailed``.
+        subtest: The name of the subtest; empty for a whole phase.
+        lost: Whether it failed only because another rank is gone.
     """
 
     when: str
@@ -40,21 +44,24 @@ class Phase:
     lost: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data. Lone surrogates, which a text may hold, are escaped: one in a report ends a whole run of xdist."""
-        # Without ``dataclasses.asdict``, which copies each text by functions that a test may patch.
+        """Return the phase as plain data.
+
+        Lone surrogates are escaped: one in a report ends a whole session of xdist.
+        """
+        # Not ``dataclasses.asdict``: it copies each text by functions that a test may patch.
         data: dict[str, Any] = _encodable(vars(self))
         return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Phase:
-        """What ``to_json`` gave, and may stand among other things."""
+        """Return the phase from what ``to_json`` returned; other keys are ignored."""
         return cls(**fields_of(cls, data))
 
     @property
     def ending(self) -> tuple[str, str] | None:
-        """The kind and the message of a rank that ends by it; None of one that goes on. A skip ends it if others go on.
+        """The kind and message of the error that ends the rank after this phase; None if the rank goes on.
 
-        A subtest ends nothing: it counts when its phase is over.
+        A skip ends the rank if other ranks go on. A subtest ends nothing: it counts when its phase is over.
         """
         if self.subtest:
             return None
@@ -70,12 +77,12 @@ def _encodable(value: Any) -> Any:
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, dict):
-        return {key: _encodable(one) for key, one in value.items()}
+        return {key: _encodable(item) for key, item in value.items()}
     return type(value)(map(_encodable, value)) if isinstance(value, (list, tuple)) else value
 
 
 def fields_of(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Phase or an Outcome as they were before JSON: with tuples for JSON's lists."""
+    """Return the fields of a Phase or an Outcome from JSON, with tuples in place of its lists."""
     known = {field.name: data[field.name] for field in dataclasses.fields(kind) if field.name in data}
     location = tuple(known["location"]) if known.get("location") else None
     pairs = {name: tuple((a, b) for a, b in known[name]) for name in ("sections", "properties")}

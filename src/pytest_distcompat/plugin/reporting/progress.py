@@ -1,4 +1,4 @@
-"""Shows which runs run at this moment: a line below the terminal's last one; without a terminal, now and then a line."""
+"""Progress line with the runs that are running: below the terminal's last line, or as a log line each minute."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.excerpt import visible
 
-#: How often the line is renewed, in seconds, and how many runs it names.
+#: Seconds between two updates of the line, and the number of runs that it names.
 RENEWED = 0.5
 NAMED = 4
-#: Without a terminal: how often at most a line is written, and how long a run must have lasted to be worth it, in seconds.
+#: Without a terminal: seconds between two lines at least, and the age in seconds from which a run is named.
 HEARTBEAT = 60.0
 
 _CLEAR_BELOW = "\n\x1b[2K"
@@ -26,31 +26,31 @@ _UP = "\x1b[1A"
 
 
 class Progress:
-    """A thread of the process that talks to the user. It looks at the store, so that xdist makes no difference.
+    """A thread that shows progress, in the process that has the terminal. It reads the store, with and without xdist.
 
-    pytest writes its own words in hooks; these wait for the thread, and the line is gone before they write.
+    pytest prints in hooks. They wait for the thread, and the line is removed before they print.
     """
 
     def __init__(self, config: pytest.Config, runs: Path) -> None:
         self._runs = runs
         self._config = config
         self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._file: int | None = None
-        self._shown = False
+        self._drawn = False
         self._since = clock.wall()
-        self._next = clock.now() + HEARTBEAT
+        self._next_line = clock.now() + HEARTBEAT
 
     def start(self) -> None:
-        """Begin, if there is anybody to show it to; to be called where pytest's capture is suspended."""
+        """Start the thread, unless the output is quiet. Call it only where pytest's capture is suspended."""
         terminal: Any = self._config.pluginmanager.getplugin("terminalreporter")
-        # With -s the tests write to the terminal themselves, and with -qq nobody wants to know.
+        # With -s tests write to the terminal themselves; -qq asks for as little output as possible.
         quiet = self._config.getoption("capture", "fd") == "no" or self._config.getoption("verbose") < -1
         if terminal is None or quiet or self._thread is not None:
             return
         try:
-            # Of our own: while a test runs, pytest has put a file in the place of this one.
+            # A duplicate: while a test runs, pytest replaces the descriptor of stdout by a file.
             self._file = os.dup(sys.stdout.fileno())
         except (OSError, ValueError, AttributeError):
             return
@@ -59,9 +59,9 @@ class Progress:
         self._thread.start()
 
     def stop(self) -> None:
-        """End; the line is gone."""
+        """Stop the thread and remove the line."""
         if self._thread is not None:
-            self._stop.set()
+            self._stopped.set()
             self._thread.join()
             self._clear()
             self._thread = None
@@ -72,67 +72,67 @@ class Progress:
     def _run(self) -> None:
         from pytest_distcompat.evidence import running
 
-        over: set[str] = set()
-        while not self._stop.wait(RENEWED):
-            # Whatever goes wrong here, no test depends on it.
+        finished: set[str] = set()
+        while not self._stopped.wait(RENEWED):
+            # An error here must not affect tests.
             with contextlib.suppress(Exception):
-                found = [*running(self._runs, over, self._since)]
+                runs = [*running(self._runs, finished, self._since)]
                 with self._lock:
                     if self._tty:
-                        self._draw(found)
+                        self._draw(runs)
                     else:
-                        self._beat(found)
+                        self._write_log_line(runs)
 
-    def _draw(self, found: list[Any]) -> None:
+    def _draw(self, runs: list[Any]) -> None:
         writer = self._config.get_terminal_writer()
         width = writer.fullwidth
         column = writer.width_of_current_line % width
-        if not found or (writer.width_of_current_line and not column):
-            # At the very edge of a line nobody knows where the cursor is.
+        if not runs or (writer.width_of_current_line and not column):
+            # At the right edge terminals differ in where they put the cursor.
             self._clear()
             return
-        text = "; ".join(visible(str(one)) for one in found[:NAMED]) + (
-            f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        text = "; ".join(visible(str(run)) for run in runs[:NAMED]) + (
+            f"; and {len(runs) - NAMED} more" if len(runs) > NAMED else ""
         )
         self._write(f"{_CLEAR_BELOW}  {text}"[: len(_CLEAR_BELOW) + width - 1] + f"{_UP}\x1b[{column + 1}G")
-        self._shown = True
+        self._drawn = True
 
     def _clear(self) -> None:
-        if self._shown:
+        if self._drawn:
             writer = self._config.get_terminal_writer()
             column = writer.width_of_current_line % writer.fullwidth
             self._write(f"{_CLEAR_BELOW}{_UP}\x1b[{column + 1}G")
-            self._shown = False
+            self._drawn = False
 
-    def _beat(self, found: list[Any]) -> None:
-        long = [run for run in found if run.seconds >= HEARTBEAT]
-        if long and clock.now() >= self._next:
-            self._next = clock.now() + HEARTBEAT
-            begun = "\n" if self._config.get_terminal_writer().width_of_current_line else ""
-            self._write(f"{begun}distcompat: {'; '.join(visible(str(one)) for one in long[:NAMED])}\n")
+    def _write_log_line(self, runs: list[Any]) -> None:
+        long = [run for run in runs if run.seconds >= HEARTBEAT]
+        if long and clock.now() >= self._next_line:
+            self._next_line = clock.now() + HEARTBEAT
+            newline = "\n" if self._config.get_terminal_writer().width_of_current_line else ""
+            self._write(f"{newline}distcompat: {'; '.join(visible(str(run)) for run in long[:NAMED])}\n")
 
     def _write(self, text: str) -> None:
         if self._file is not None:
             os.write(self._file, text.encode("utf-8", "replace"))
 
-    def _aside(self) -> Generator[None, Any, Any]:
+    def _without_line(self) -> Generator[None, Any, Any]:
         with self._lock:
             self._clear()
             result = yield
-            self._next = clock.now() + HEARTBEAT
+            self._next_line = clock.now() + HEARTBEAT
             return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logstart(self) -> Generator[None, Any, Any]:
-        """With -v pytest writes the item's name."""
-        return (yield from self._aside())
+        """Remove the line before pytest writes the item's name (-v)."""
+        return (yield from self._without_line())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self) -> Generator[None, Any, Any]:
-        """And a dot, or a word."""
-        return (yield from self._aside())
+        """Remove the line before pytest writes a dot or an outcome."""
+        return (yield from self._without_line())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logfinish(self) -> Generator[None, Any, Any]:
-        """And how far it is."""
-        return (yield from self._aside())
+        """Remove the line before pytest writes the percentage."""
+        return (yield from self._without_line())

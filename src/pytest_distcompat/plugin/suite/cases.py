@@ -1,4 +1,4 @@
-"""The items of a suite: which there are, what is wrong with the class, and one of them run."""
+"""Items of a suite: validation of its class, its cases, and running one of them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.plugin import scripted
 from pytest_distcompat.plugin.declared import declared_of
+from pytest_distcompat.plugin.marked.outcome import disagreement
 from pytest_distcompat.plugin.nodeids import strip_group
-from pytest_distcompat.plugin.outcome import disagreement
-from pytest_distcompat.plugin.representation import represent
-from pytest_distcompat.plugin.results import ATTRIBUTE
+from pytest_distcompat.plugin.reporting.representation import represent
+from pytest_distcompat.plugin.reporting.results import ATTRIBUTE
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
-from pytest_distcompat.plugin.words import check_words
+from pytest_distcompat.plugin.suite.declared_names import check_names
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.suite import CompatSuite
@@ -36,7 +36,7 @@ from pytest_distcompat.suite import CompatSuite
 VERDICT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 
 
-#: What is raised for a verdict that is no success; the message is the text to show.
+#: The exception for a verdict that is a failure, by status; its message is the text to show.
 FAILURES: Mapping[str, Callable[[str], DistcompatError]] = {
     "late": LateFailure,
     **dict.fromkeys(("crashed", "hung", "leaked"), functools.partial(RunFailedError, hard=True)),
@@ -45,22 +45,22 @@ FAILURES: Mapping[str, Callable[[str], DistcompatError]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One check in one cell of one suite."""
+    """A case of a suite: one check in one cell."""
 
     suite: type[CompatSuite]
     cell: Cell
     check: Check
-    #: The checks that have no item in the cell, with the reason.
+    #: Checks that have no item in the cell, with the reason.
     not_applicable: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def id(self) -> str:
-        """``fsdp2-bf16_mixed-w2:names``."""
+        """The id of the item, like ``fsdp2-bf16_mixed-w2:names``."""
         return f"{self.cell.id}:{self.check.name}"
 
 
 def is_suite(obj: object) -> bool:
-    """Whether this is a suite that somebody filled in, not the base class nor an abstract one between."""
+    """Tell whether an object is a suite with a driver: not the base class, nor an abstract class below it."""
     return isinstance(obj, type) and issubclass(obj, CompatSuite) and obj is not CompatSuite and bool(obj.driver)
 
 
@@ -79,21 +79,24 @@ def validate(suite: type[CompatSuite], world_size: int) -> None:
     for expectation in suite.expect:
         if not isinstance(expectation, Expectation):
             raise UsageProblem(f"{suite.__name__}.expect holds {expectation!r}; expected fails(...) or refuses(...)")
-        check_words(expectation)
+        check_names(expectation)
     cells = list(_all_cells(suite, world_size))
     for cell in cells:
         STRATEGIES.get(cell.strategy)
         PRECISIONS.get(cell.precision)
     for expectation in suite.expect:
-        asked = expectation if suite.matrix.world_sizes else _at_any_size(expectation)
-        if not any(asked.covers(cell, check) for cell in cells for check in CHECKS.names()):
+        applicable = expectation if suite.matrix.world_sizes else _at_any_size(expectation)
+        if not any(applicable.covers(cell, check) for cell in cells for check in CHECKS.names()):
             raise UsageProblem(
                 f"{suite.__name__}.expect: {expectation} covers no cell of the matrix ({driver.name or suite.driver})"
             )
 
 
 def _at_any_size(expectation: Expectation) -> Expectation:
-    """Where the run says the world size, what is expected at another size waits for another run."""
+    """Return the expectation without its world size.
+
+    Where an option sets the world size, an expectation for another size covers cells of another session.
+    """
     facets = tuple((name, wanted) for name, wanted in expectation.facets if name != "world_size")
     return dataclasses.replace(expectation, facets=facets)
 
@@ -103,9 +106,9 @@ def _all_cells(suite: type[CompatSuite], world_size: int) -> Iterator[Cell]:
 
 
 def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
-    """The cases of a suite in this run: the cells of the profile, narrowed by the options, each with the checks that apply.
+    """Return the cases of a suite in this session: the cells of the profile that the options select, with their checks.
 
-    A cell that cannot be run is one item, which says why.
+    A cell that cannot run is one case, whose skip gives the reason.
     """
     drivers = session.setting("drivers").value
     if drivers and suite.driver not in drivers:
@@ -121,40 +124,44 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         world_size=session.world_size,
         device=session.device,
     )
-    empty = {
+    reasons_by_cell = {
         cell: not_applicable_checks(cell, driver, session)
         for cell in cells
         if not (strategies and cell.strategy not in strategies)
         and not (precisions and cell.precision not in precisions)
     }
-    able = {cell: not unsupported_reason(driver, cell, session.device) for cell in empty}
-    asked = {cell: [name for name in CHECKS.names() if name not in empty[cell]] for cell in empty if able[cell]}
+    supported = {cell: not unsupported_reason(driver, cell, session.device) for cell in reasons_by_cell}
+    applicable = {
+        cell: [name for name in CHECKS.names() if name not in reasons]
+        for cell, reasons in reasons_by_cell.items()
+        if supported[cell]
+    }
     costly = [name for name, check in CHECKS.by_name.items() if check.costly]
-    for (cell, check), reason in profiles.left_out(profile, asked, costly).items():
-        empty[cell][check] = reason
+    for (cell, check), reason in profiles.left_out(profile, applicable, costly).items():
+        reasons_by_cell[cell][check] = reason
     found: list[Case] = []
-    for cell, reasons in empty.items():
+    for cell, reasons in reasons_by_cell.items():
         checks = [check for check in CHECKS.by_name.values() if check.name not in reasons]
-        found += [Case(suite, cell, check, reasons) for check in (checks if able[cell] else checks[:1])]
+        found += [Case(suite, cell, check, reasons) for check in (checks if supported[cell] else checks[:1])]
     return found
 
 
 def not_applicable_checks(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict[str, str]:
-    """The checks that have no item in a cell, with the reason."""
-    found = {name: check.not_applicable(cell, driver) for name, check in CHECKS.by_name.items()}
+    """Return the checks that have no item in a cell, with the reason."""
+    reasons = {name: check.not_applicable(cell, driver) for name, check in CHECKS.by_name.items()}
     for name, check in CHECKS.by_name.items():
         if check.limit and check.limit not in session.limits:
-            found[name] = f"no limit was given: --distcompat-{check.limit}"
-    return {name: reason for name, reason in found.items() if reason}
+            reasons[name] = f"no limit was given: --distcompat-{check.limit}"
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
-def modules_of(suite: type[CompatSuite], chosen: list[Case]) -> tuple[str, ...]:
-    """What the fork server should import for the suite."""
-    return preload_of(find_driver(suite.driver), (case.cell for case in chosen))
+def modules_of(suite: type[CompatSuite], selected: list[Case]) -> tuple[str, ...]:
+    """Return the modules that the fork server should import for the suite."""
+    return preload_of(find_driver(suite.driver), (case.cell for case in selected))
 
 
 class BoundCase:
-    """What the fixture ``distcompat_case`` gives: call it to run the case and to end as its verdict says."""
+    """The value of the fixture ``distcompat_case``: calling it runs the case, and ends as its verdict says."""
 
     def __init__(self, case: Case, item: pytest.Function) -> None:
         self.case, self.item = case, item
@@ -163,7 +170,13 @@ class BoundCase:
         self._broken_off = False
 
     def __call__(self) -> None:
-        """Raise Incompatible, LateFailure or RunFailedError, or skip, or xfail, or return."""
+        """Run the case; return if its verdict is a success, or skip, or xfail.
+
+        Raises:
+            Incompatible: The check failed.
+            LateFailure: The driver refused the cell too late.
+            RunFailedError: A run crashed, hung, or left processes or files behind.
+        """
         __tracebackhide__ = True
         verdict, command = self._verdict()
         case = self.case
@@ -202,20 +215,20 @@ class BoundCase:
         command = trace.notes.get(broken) or next(reversed(list(trace.notes.values())), "")
         found = cost(trace, session.gpu_name)
         self._cost = dataclasses.asdict(found) if found else {}
-        # What the suite itself declares comes first.
+        # The suite's own expectations come first.
         known = session.known_of(concerned(driver), strip_group(self.item.config, self.item.nodeid))
-        expected = (*case.suite.expect, *(one for issue in known for one in issue.expectations))
+        expected = (*case.suite.expect, *(expectation for issue in known for expectation in issue.expectations))
         verdict = judge(case.check, case.cell, trace, expected)
-        # Two measurements of one number differ anyway.
+        # A check with a limit measures a number, which differs from run to run.
         if not case.check.limit and session.verifies(strip_group(self.item.config, self.item.nodeid)):
             cold = judge(
                 case.check, case.cell, session.cold_runner.trace(case.suite.driver, case.cell, scenario), expected
             )
             if cold.status != verdict.status:
-                said = disagreement(verdict.status, cold.status, cold.message or verdict.message)
-                verdict = dataclasses.replace(verdict, status="failed", message=said)
-        declared_of(session).weigh_verdict(self.item, known, case.cell, verdict)
-        # Of a run that the verdict is about, the rank that failed first; whom a finding names, its words say.
+                message = disagreement(verdict.status, cold.status, cold.message or verdict.message)
+                verdict = dataclasses.replace(verdict, status="failed", message=message)
+        declared_of(session).note_verdict(self.item, known, case.cell, verdict)
+        # The first rank that failed in a run that the verdict quotes. The message of a check names ranks itself.
         ends = [run.end for run in trace if run.end is not None and run.end.message in verdict.message]
         self._broken_off = any(end.message for end in ends)
         self._rank = next((end.rank for end in ends if end.message), None)
@@ -225,7 +238,7 @@ class BoundCase:
         session = self.item.config.stash[SESSION]
         lines = [f"{verdict.cell}: {verdict.check}: {verdict.status}", verdict.message.rstrip(), ""]
         if verdict.status == "failed" and not self._broken_off:
-            # Of a run that broke off, its end says what is wrong.
+            # For a run that ended early the message has the cause already.
             lines += [f"the claim: {self.case.check.text}", ""]
         lines.append(f"reproduce: {session.reproduce(self.item)}")
         if command:
@@ -234,7 +247,7 @@ class BoundCase:
 
 
 def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """Let the verdict travel with the report, which shows what it says and none of our own frames."""
+    """Attach the verdict to the report, which then shows its message without frames of this plugin."""
     setattr(report, ATTRIBUTE, item.stash.get(VERDICT, None))
     if call.excinfo is not None and isinstance(call.excinfo.value, DistcompatError):
         represent(report, str(call.excinfo.value))

@@ -1,4 +1,4 @@
-"""An xdist scheduler that hands out tests in a planned order. Imported under xdist only, when there is something to pack."""
+"""The xdist scheduler that hands out tests in a planned order. Imported only if there are distributed tests."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pytest_distcompat.lease.packing import IN_HAND
 
 
 class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untyped here
-    """Hands out what was planned one unit at a time, whoever is free first, then all else as ``--dist load`` does.
+    """Hands out the planned units one at a time to the next free worker, then all other tests as ``--dist load`` does.
 
-    xdist's own rule hands out runs of consecutive tests: one worker would get all that is large, and the checks of a cell
-    would go to several workers, which would wait for one another's runs.
+    xdist's own rule hands out slices of consecutive tests: one worker would get all large tests, and the checks of a cell would
+    go to several workers, which would wait for one another's runs.
     """
 
     collection: list[str] | None
@@ -27,7 +27,7 @@ class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untype
         self._unit = {index: number for number, unit in enumerate(units) for index in unit}
 
     def schedule(self) -> None:
-        """Begin, or have a worker that was added later take part."""
+        """Hand out the first units; or give tests to a worker that was added later."""
         if self.collection is not None:
             super().schedule()
             return
@@ -37,21 +37,24 @@ class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untype
         self.pending[:] = [*self._unit, *ordinary]
         if self.maxschedchunk is None:
             self.maxschedchunk = len(collection)
-        # Dealt like cards: what is first in the list is to begin first.
+        # One unit for each worker in turn, so that the first units of the plan start first.
         for node in [*self.nodes] * IN_HAND:
             self._hand_out(node)
         for node in self.nodes:
             self.check_schedule(node)
 
     def check_schedule(self, node: Any, duration: float = 0) -> None:
-        """Hand that worker more if it has too little."""
+        """Hand that worker more tests if it has too few."""
         while self._hand_out(node):
             pass
         if not self._next_unit():
             super().check_schedule(node, duration)
 
     def _hand_out(self, node: Any) -> bool:
-        """Whether there was a unit for that worker, and it needed one: a test begins when the one after it is known."""
+        """Hand that worker the next unit if it needs one; return whether it did.
+
+        xdist starts a test only when the worker knows the one after it.
+        """
         unit = self._next_unit()
         if not unit or node.shutting_down or len(self.node2pending[node]) >= IN_HAND:
             return False
@@ -61,7 +64,7 @@ class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untype
         return True
 
     def _next_unit(self) -> list[int]:
-        """Empty if the next test is an ordinary one, or there is none."""
+        """Return the indices of the next unit; empty if an ordinary test comes next, or none."""
         first = self._unit.get(self.pending[0]) if self.pending else None
         if first is None:
             return []

@@ -1,6 +1,7 @@
-"""pytest inside somebody's launch: ``torchrun --nproc-per-node 2 -m pytest``. All ranks run all tests; rank 0 tells.
+"""pytest inside an external launch: ``torchrun --nproc-per-node 2 -m pytest``. All ranks run all tests; rank 0 reports.
 
-The fixtures of ranks say where each rank stands, as on ranks of our own. What starts ranks itself (suites, scripts) is skipped.
+Fixtures such as ``rank`` and ``world`` work as on ranks that the plugin starts. Tests that start ranks themselves (suites,
+scripts) are skipped.
 """
 
 from __future__ import annotations
@@ -17,36 +18,36 @@ from typing import Any, Literal
 import pytest
 
 from pytest_distcompat import clock
-from pytest_distcompat.plugin import launched
-from pytest_distcompat.plugin.agreement import impose
 from pytest_distcompat.plugin.current import session_of
-from pytest_distcompat.plugin.declared import declared_of, weigh
-from pytest_distcompat.plugin.lockstep import Gone, Lockstep
-from pytest_distcompat.plugin.marked import TIME_LIMIT, cell_of, mark_of
-from pytest_distcompat.plugin.outcome import LOST, Outcome, Phases, mark_lost_peer
-from pytest_distcompat.plugin.rank_session import OF_RANK_ZERO, ON_RANK, SHARED, WORLD
+from pytest_distcompat.plugin.declared import apply_known_issues, declared_of
+from pytest_distcompat.plugin.inside import launched
+from pytest_distcompat.plugin.inside.agreement import impose
+from pytest_distcompat.plugin.inside.lockstep import Gone, Lockstep
+from pytest_distcompat.plugin.inside.rank_session import OF_RANK_ZERO, ON_RANK, SHARED, WORLD
+from pytest_distcompat.plugin.inside.termination import Termination
+from pytest_distcompat.plugin.marked.marker import TIME_LIMIT, cell_of, mark_of
+from pytest_distcompat.plugin.marked.outcome import LOST, Outcome, Phases, mark_lost_peer
+from pytest_distcompat.plugin.marked.subtests import name_of
 from pytest_distcompat.plugin.session import DistcompatSession, session_basetemp
-from pytest_distcompat.plugin.subtests import name_of
-from pytest_distcompat.plugin.termination import Termination
 from pytest_distcompat.world import World
 
-#: Fixtures that start ranks.
+#: Fixtures that start ranks, and the reason to skip their tests.
 _STARTING = {
     "distcompat_case": "a suite starts ranks",
     "distcompat": "the fixture distcompat starts ranks",
     "distcompat_lent": "the test starts ranks",
 }
-#: Why a session ends before all its tests have run.
-_OVER = "a rank of the launch has ended, or hangs: there is nothing to go on with"
-#: Differences that a message shows.
-_SHOWN = 5
+#: The reason for which a session ends before all its tests have run.
+_STOP_REASON = "a rank of the launch has ended, or hangs: there is nothing to go on with"
+#: The number of differences that a message shows.
+_DIFFERENCES_SHOWN = 5
 
 
 def enter(config: pytest.Config) -> None:
-    """Make this pytest a rank of the launch. Raises pytest.UsageError where it cannot be one."""
+    """Set this pytest up as a rank of the launch. Raises pytest.UsageError under xdist."""
     config.stash[ON_RANK] = True
     session = session_of(config)
-    launched.hide()
+    launched.hide_from_children()
     if getattr(config.option, "dist", "no") != "no" or hasattr(config, "workerinput"):
         raise pytest.UsageError(
             "pytest inside a launch: its ranks cannot share tests out with xdist; leave out -n and --dist"
@@ -59,21 +60,21 @@ def enter(config: pytest.Config) -> None:
             if hasattr(config.option, name):
                 setattr(config.option, name, value)
         if config.option.basetemp:
-            # pytest empties it.
+            # pytest empties the directory: each rank needs its own.
             config.option.basetemp = f"{config.option.basetemp}-rank{world.rank}"
     config.pluginmanager.register(Inside(session, world), "distcompat-inside")
     config.pluginmanager.register(declared_of(session), "distcompat-declared")
 
 
 class Inside:
-    """Hooks of one rank."""
+    """Hooks of one rank of an external launch."""
 
     def __init__(self, session: DistcompatSession, world: World) -> None:
         self._session, self._world = session, world
         self._termination = Termination()
         self._lockstep: Lockstep | None = None
         self._pytest: pytest.Session | None = None
-        self._broken: list[str] = []
+        self._collection_errors: list[str] = []
         self._cut = self._over = False
         self._item: pytest.Item | None = None
         self._limit = self._deadline = 0.0
@@ -81,27 +82,27 @@ class Inside:
         self._phases, self._calling = Phases(), False
 
     def pytest_report_header(self) -> str:
-        """Where we are."""
+        """Return a line with the number of ranks and the device."""
         return f"distcompat: inside a launch of {self._world.size} ranks, on {self._session.device}"
 
     # Collection.
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Remember what could not be collected."""
+        """Note an error of collection."""
         if report.failed:
-            self._broken.append(f"{report.nodeid}: {report.longreprtext.strip().splitlines()[-1]}")
+            self._collection_errors.append(f"{report.nodeid}: {report.longreprtext.strip().splitlines()[-1]}")
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """All ranks have the same tests, or none runs any."""
+        """Compare the tests of all ranks; end the session if they differ."""
         self._pytest = session
         if session.config.option.collectonly:
             return
         self._lockstep = Lockstep(self._world.rank, self._world.size, self._termination, self._overrun)
-        about = {"items": [item.nodeid for item in session.items], "broken": self._broken}
+        collection = {"items": [item.nodeid for item in session.items], "errors": self._collection_errors}
         limit = float(self._session.setting("warm_timeout").value)
         try:
-            problem = differences(self._lockstep.meet(about, limit))
+            problem = differences(self._lockstep.exchange(collection, limit))
         except Gone as gone:
             problem = str(gone)
         if problem:
@@ -116,17 +117,17 @@ class Inside:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """The first phase; also of an item that is run again."""
+        """Begin the setup; skip tests that cannot run on these ranks."""
         self._begin(item, "setup")
-        reason = self._unfit(item)
+        reason = self._unsupported_reason(item)
         if reason:
             pytest.skip(reason)
         if "shared_dir" in getattr(item, "fixturenames", ()):
-            item.config.stash[SHARED] = self._shared(item.config)
+            item.config.stash[SHARED] = self._shared_directory(item.config)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
-        """The second phase."""
+        """Begin the call."""
         self._begin(item, "call")
         self._calling = True
         try:
@@ -136,7 +137,7 @@ class Inside:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        """The last phase."""
+        """Begin the teardown."""
         self._begin(item, "teardown")
 
     def _begin(self, item: pytest.Item, when: Literal["setup", "call", "teardown"]) -> None:
@@ -146,48 +147,49 @@ class Inside:
             self._item, self._cut = item, False
             self._limit, self._deadline = limit, clock.now() + limit
         self._when, self._phases = when, Phases()
-        # After a hang nobody is there to be in step with, nor any time left.
+        # After a hang there are no other ranks to agree with.
         if self._lockstep is not None and not self._over:
             self._lockstep.begin(f"{when} of {item.nodeid}", self._deadline, self._limit)
 
-    def _unfit(self, item: pytest.Item) -> str:
-        """Why these ranks are not for that test, empty if they are."""
-        starting = [why for name, why in _STARTING.items() if name in getattr(item, "fixturenames", ())]
+    def _unsupported_reason(self, item: pytest.Item) -> str:
+        """Return why the test cannot run on these ranks; empty if it can."""
+        starting = [reason for name, reason in _STARTING.items() if name in getattr(item, "fixturenames", ())]
         if starting:
             return f"{starting[0]} of its own: run pytest without {self._launcher}"
         mark, cell = mark_of(item), cell_of(item)
-        wanted = cell.world_size if cell else mark.world_size if mark else None
-        if wanted is not None and wanted != self._world.size:
-            return f"the test is for {wanted} ranks, this launch has {self._world.size}"
+        world_size = cell.world_size if cell else mark.world_size if mark else None
+        if world_size is not None and world_size != self._world.size:
+            return f"the test is for {world_size} ranks, this launch has {self._world.size}"
         return ""
 
     @property
     def _launcher(self) -> str:
         return "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "a launcher"
 
-    def _shared(self, config: pytest.Config) -> Path:
-        """A directory that the ranks of this machine share."""
+    def _shared_directory(self, config: pytest.Config) -> Path:
+        """Return a new directory that the ranks of this machine share."""
         assert self._lockstep is not None
-        return Path(self._lockstep.told(lambda: tempfile.mkdtemp(prefix="shared-", dir=session_basetemp(config))))
+        path = self._lockstep.from_rank_zero(lambda: tempfile.mkdtemp(prefix="shared-", dir=session_basetemp(config)))
+        return Path(path)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """The report of all ranks, in place of this rank's own."""
+        """Replace this rank's own report by that of all ranks."""
         report = yield
         mark_lost_peer(report, call)
         lockstep = self._lockstep
-        if self._calling or (lockstep is not None and lockstep.within and call.when != self._when):
-            # Of a subtest, which other ranks need not have: in the middle of the call, or (theirs is "call") of a fixture.
+        if self._calling or (lockstep is not None and lockstep.in_phase and call.when != self._when):
+            # A report of a subtest, which other ranks need not have: during the call, or, with when="call", during a fixture.
             return report
         if (self._over or self._cut) and call.when != "call" and report.failed and getattr(report, LOST, False):
-            # A fixture that asks for the peers once more: what the call came to says it all.
+            # A fixture that waits for its peers once more: the report of the call has the cause already.
             report.outcome, report.longrepr = "passed", None
         if lockstep is None or self._over:
             return report
-        if not lockstep.within:
-            # Another plugin's hook raised before ours was called.
+        if not lockstep.in_phase:
+            # Another plugin's hook raised before the hook here was called.
             self._begin(item, report.when)
         try:
             outcome, cut, over = lockstep.end(self._phases.of(report).to_json(), group=self._has_group(call.when))
@@ -197,22 +199,22 @@ class Inside:
         impose(report, outcome, self._command(item))
         if over and self._pytest is not None:
             self._over = True
-            self._pytest.shouldfail = _OVER
-        self._weigh(item, report, outcome)
+            self._pytest.shouldfail = _STOP_REASON
+        self._apply_known_issues(item, report, outcome)
         return report
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None]:
-        """Have a subtest counted in its phase, on this rank too if no terminal does so."""
+        """Count a subtest in its phase; ranks without a terminal plugin need that too."""
         if name_of(report):
             self._phases.of(report)
             if report.failed and not hasattr(report, "wasxfail") and self._pytest is not None:
-                # pytest is about to count it, by --maxfail too, with which this rank would stop while others go on.
+                # pytest is about to count it as a failure. With --maxfail this rank would stop while others go on.
                 self._pytest.testsfailed -= 1
         return (yield)
 
     def _has_group(self, when: str) -> bool:
-        """Whether this rank has a process group; at the end of an item none whose connections were cut."""
+        """Tell whether this rank has a process group. In a teardown, destroy one whose connections were cut."""
         distributed: Any = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_initialized():
             return False
@@ -221,9 +223,9 @@ class Inside:
             return False
         return True
 
-    def _weigh(self, item: pytest.Item, report: pytest.TestReport, outcome: Outcome) -> None:
+    def _apply_known_issues(self, item: pytest.Item, report: pytest.TestReport, outcome: Outcome) -> None:
         if report.when == "call" and self._session.own:
-            weigh(item, report, hard=outcome.hard, outcome=outcome)
+            apply_known_issues(item, report, hard=outcome.hard, outcome=outcome)
 
     def _command(self, item: pytest.Item) -> str:
         command = self._session.reproduce(item) if isinstance(item, pytest.Function) else f"pytest {item.nodeid}"
@@ -233,29 +235,29 @@ class Inside:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """The exit code of every rank is no better than any other's."""
+        """Give every rank an exit code that is no better than any other's."""
         if self._lockstep is not None:
-            session.exitstatus = self._lockstep.leave(int(exitstatus))
+            session.exitstatus = self._lockstep.end_session(int(exitstatus))
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """The launcher ends all ranks when one has failed: rank 0 is to have told everything by then."""
+        """Wait until rank 0 has reported: the launcher ends all ranks as soon as one exits with a failure."""
         if self._lockstep is not None:
             self._lockstep.close()
 
     def _overrun(self, outcome: Outcome | None) -> None:
-        """In the watcher's thread: this rank's main thread will not come back. Rank 0 tells what it knows first."""
+        """End this process, whose main thread will not return; rank 0 reports the outcome first. Runs in a thread."""
         item, session = self._item, self._pytest
         try:
             if self._world.rank == 0 and outcome is not None and item is not None and session is not None:
-                self._tell(item, session, outcome)
+                self._report(item, session, outcome)
         finally:
             if self._lockstep is not None:
                 self._lockstep.close()
             sys.stdout.flush()
             os._exit(pytest.ExitCode.TESTS_FAILED)
 
-    def _tell(self, item: pytest.Item, session: pytest.Session, outcome: Outcome) -> None:
+    def _report(self, item: pytest.Item, session: pytest.Session, outcome: Outcome) -> None:
         capture = item.config.pluginmanager.getplugin("capturemanager")
         if capture is not None:
             capture.suspend_global_capture(in_=True)
@@ -269,33 +271,38 @@ class Inside:
             user_properties=item.user_properties,
         )
         impose(report, outcome, self._command(item))
-        self._weigh(item, report, outcome)
-        session.shouldfail = _OVER
+        self._apply_known_issues(item, report, outcome)
+        session.shouldfail = _STOP_REASON
         item.config.hook.pytest_runtest_logreport(report=report)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         item.config.hook.pytest_sessionfinish(session=session, exitstatus=session.exitstatus)
 
 
-def differences(found: Mapping[int, Mapping[str, list[str]]]) -> str:
-    """What the ranks did not collect alike, empty if nothing."""
-    first = found[0]
-    for rank, about in found.items():
-        if about["broken"] != first["broken"]:
-            told = "; ".join(
-                f"rank {r}: {one['broken'][0] if one['broken'] else 'none'}" for r, one in ((0, first), (rank, about))
+def differences(collections: Mapping[int, Mapping[str, list[str]]]) -> str:
+    """Return how the collections of the ranks differ; empty if they do not.
+
+    Args:
+        collections: The node ids (``items``) and the errors of collection (``errors``) of each rank.
+    """
+    first = collections[0]
+    for rank, other in collections.items():
+        if other["errors"] != first["errors"]:
+            pair = "; ".join(
+                f"rank {r}: {each['errors'][0] if each['errors'] else 'none'}"
+                for r, each in ((0, first), (rank, other))
             )
-            return f"not all ranks have the same errors of collection. {told}"
-        if about["items"] == first["items"]:
+            return f"not all ranks have the same errors of collection. {pair}"
+        if other["items"] == first["items"]:
             continue
         lines = [
             f"  only rank {0 if line[0] == '-' else rank}: {line[1:]}"
-            for line in difflib.unified_diff(sorted(first["items"]), sorted(about["items"]), lineterm="", n=0)
+            for line in difflib.unified_diff(sorted(first["items"]), sorted(other["items"]), lineterm="", n=0)
             if line[0] in "-+" and line[:3] not in {"---", "+++"}
         ]
         if not lines:
-            place = next(n for n, (a, b) in enumerate(zip(first["items"], about["items"], strict=True)) if a != b)
-            pair = f"rank 0 has {first['items'][place]}, rank {rank} has {about['items'][place]}"
-            return f"the ranks have their tests in different orders: as number {place + 1} {pair}"
-        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-        return "\n".join(["the ranks have collected different tests:", *lines[:_SHOWN], *more])
+            index = next(n for n, (a, b) in enumerate(zip(first["items"], other["items"], strict=True)) if a != b)
+            pair = f"rank 0 has {first['items'][index]}, rank {rank} has {other['items'][index]}"
+            return f"the ranks have their tests in different orders: as number {index + 1} {pair}"
+        more = [f"  and {len(lines) - _DIFFERENCES_SHOWN} more"] if len(lines) > _DIFFERENCES_SHOWN else []
+        return "\n".join(["the ranks have collected different tests:", *lines[:_DIFFERENCES_SHOWN], *more])
     return ""

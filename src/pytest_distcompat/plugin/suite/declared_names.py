@@ -1,4 +1,4 @@
-"""Words in what is declared: those of checks, strategies and precisions that there are. Facets and options know their own."""
+"""Checks that names in a suite's declarations exist: checks, strategies, precisions, attributes of the class."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pytest_distcompat.registry import Registry
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.suite import CompatSuite
 
-#: What a suite's class says, and of what kind that is.
+#: The attributes of a suite's class, and the types of their values.
 _ATTRIBUTES = {"driver": str, "matrix": Matrix, "expect": Expectation}
-_OF_MATRIX = tuple(field.name for field in fields(Matrix))
+_MATRIX_FIELDS = tuple(field.name for field in fields(Matrix))
 
 
-def check_words(expectation: Expectation) -> None:
-    """Raise UsageProblem, with the right words, for one that there is not: such an expectation is about nothing."""
+def check_names(expectation: Expectation) -> None:
+    """Raise UsageProblem, with the known names, for an unknown check, strategy or precision."""
     if expectation.check != "*":
         CHECKS.get(expectation.check)
     known: dict[str, Registry[Any]] = {"strategy": STRATEGIES, "precision": PRECISIONS}
@@ -32,14 +32,14 @@ def check_words(expectation: Expectation) -> None:
 
 
 def check_attributes(suite: type[CompatSuite]) -> None:
-    """Raise UsageProblem for an attribute that is meant for us, by its name and its value, and that nobody reads."""
-    ours = [one for one in suite.__mro__ if one is not CompatSuite and issubclass(one, CompatSuite)]
-    for name, value in (said for one in ours for said in vars(one).items() if said[0] not in _ATTRIBUTES):
+    """Raise UsageProblem for an attribute that is a misspelled or misplaced declaration, by its name and value."""
+    classes = [base for base in suite.__mro__ if base is not CompatSuite and issubclass(base, CompatSuite)]
+    for name, value in (pair for base in classes for pair in vars(base).items() if pair[0] not in _ATTRIBUTES):
         values = value if isinstance(value, (tuple, list)) else (value,)
-        if name in _OF_MATRIX and isinstance(value, (tuple, list)):
+        if name in _MATRIX_FIELDS and isinstance(value, (tuple, list)):
             raise UsageProblem(
                 f"{suite.__name__}.{name} is read by nobody; expected matrix = Matrix({name}={value!r:.100})"
             )
         close = difflib.get_close_matches(name, _ATTRIBUTES, n=1, cutoff=0.75)
-        if close and any(isinstance(one, _ATTRIBUTES[close[0]]) for one in values):
+        if close and any(isinstance(each, _ATTRIBUTES[close[0]]) for each in values):
             raise UsageProblem(f"{suite.__name__}.{name} is read by nobody; did you mean {close[0]}?")

@@ -1,4 +1,4 @@
-"""The section that pytest's terminal ends with: matrix, causes, slowest runs, devices, counts."""
+"""Section at the end of pytest's terminal output: matrix, causes, slowest runs, devices, counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report import Line, Report, causes_text, counts_text, matrix_text, runs_text
 
-#: Style of a span to what pytest's TerminalWriter makes of it.
+#: The markup of pytest's TerminalWriter for each style of a span.
 MARKUP: Mapping[str, Mapping[str, bool]] = {
     "good": {"green": True},
     "known": {"yellow": True},
@@ -20,16 +20,16 @@ MARKUP: Mapping[str, Mapping[str, bool]] = {
 
 
 class Summary:
-    """Writes to pytest's terminal reporter."""
+    """Writes the section to pytest's terminal reporter."""
 
     def __init__(self, terminal: Any) -> None:
         self._terminal = terminal
-        # A log has no edge: what reads it scrolls. pytest takes 80 characters where it does not know better.
-        known = terminal.isatty or "COLUMNS" in os.environ
-        self._width = terminal.config.get_terminal_writer().fullwidth if known else 0
+        # 0 is no limit: a log file has no width. pytest would assume 80 characters.
+        has_width = terminal.isatty or "COLUMNS" in os.environ
+        self._width = terminal.config.get_terminal_writer().fullwidth if has_width else 0
 
     def show(self, report: Report, written: list[str]) -> None:
-        """The whole section."""
+        """Write the whole section."""
         self._terminal.section("distributed compatibility")
         for line in matrix_text(report.results, report.rows, self._width):
             self._line(line)
@@ -42,8 +42,8 @@ class Summary:
         for line in runs_text(report.runs, report.session.get("timeline", ())):
             self._line(line)
         if report.interrupted:
-            said = f"{report.session['ending']}: {len(report.unreached)} items were not reached"
-            self._terminal.write_line(said, red=True, bold=True)
+            message = f"{report.session['ending']}: {len(report.unreached)} items were not reached"
+            self._terminal.write_line(message, red=True, bold=True)
         baseline = report.session.get("baseline", {})
         for number, text in enumerate(baseline.get("text", ())):
             self._terminal.write_line(visible(text if number else f"since {baseline['file']}: {text}"))

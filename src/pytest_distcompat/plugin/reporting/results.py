@@ -1,4 +1,4 @@
-"""Gathers the verdicts of all workers: the matrix in the terminal, the report files, the properties of each item's report."""
+"""Results of all workers: gathered for the matrix in the terminal, the report files, and properties in JUnit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.plugin.declared import declared_of
-from pytest_distcompat.plugin.narrowed import narrowed
 from pytest_distcompat.plugin.nodeids import strip_group
 from pytest_distcompat.plugin.options import OPTIONS
-from pytest_distcompat.plugin.progress import Progress
+from pytest_distcompat.plugin.reporting.progress import Progress
+from pytest_distcompat.plugin.reporting.summary import Summary
+from pytest_distcompat.plugin.selection import is_narrowed
 from pytest_distcompat.plugin.session import DistcompatSession
-from pytest_distcompat.plugin.summary import Summary
 from pytest_distcompat.report import (
     Report,
     Result,
@@ -34,60 +34,60 @@ from pytest_distcompat.report import (
 
 #: The attribute of a report that carries a verdict from an xdist worker to the controller.
 ATTRIBUTE = "distcompat"
-#: Where GitHub wants a step's summary
+#: The variable with the file for the summary of a GitHub step
 #: (https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#adding-a-job-summary).
 SUMMARY = "GITHUB_STEP_SUMMARY"
 
-#: Exit codes of a run in which nothing failed.
+#: Exit codes of a session in which nothing failed.
 _GOOD = frozenset({pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED})
 
-#: The node id of a suite's item: the place of the suite, the cell, the check.
+#: The node id of a suite's item: the node id of the suite, the cell, the check.
 _ITEM = re.compile(r"(?P<place>.+)::test\[(?P<cell>[\w-]+):(?P<check>\w+)\]")
 
 
 class Results:
-    """Registered in the process that talks to the user."""
+    """Hooks that gather results, registered in the process that has the terminal."""
 
     def __init__(self, session: DistcompatSession) -> None:
         self.session = session
-        self.found: dict[str, Result] = {}
+        self.results: dict[str, Result] = {}
         self.cells: dict[str, Row] = {}
         #: The node ids of the suites' items, in the order in which they were collected.
-        self.asked: dict[str, None] = {}
+        self.collected: dict[str, None] = {}
         self.report: Report | None = None
         self._began = clock.wall()
         self._ending = ""
         self._running = False
-        #: How many of the failures that pytest counts are red verdicts of ours.
+        #: The number of failures that pytest counts which are red verdicts of suites.
         self._own_failures = 0
         self._versions = versions()
         self._written: list[str] = []
         self._progress: Progress | None = None
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Without xdist: what will be run, if nothing interrupts it."""
-        self._ask(item.nodeid for item in session.items)
+        """Note the items of suites in a session without xdist."""
+        self._note_collected(item.nodeid for item in session.items)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        """With xdist, from each worker the same."""
-        self._ask(ids)
-        self._watch()
+        """Note the items of suites that an xdist worker has collected; all workers collect the same."""
+        self._note_collected(ids)
+        self._start_progress()
 
-    def _ask(self, nodeids: Any) -> None:
-        found = (strip_group(self.session.config, nodeid) for nodeid in nodeids)
-        self.asked.update((nodeid, None) for nodeid in found if _item(nodeid))
+    def _note_collected(self, nodeids: Any) -> None:
+        stripped = (strip_group(self.session.config, nodeid) for nodeid in nodeids)
+        self.collected.update((nodeid, None) for nodeid in stripped if _parse_suite_item(nodeid))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """From here on runs run."""
+        """Note that tests will run, and show progress from now on."""
         option = session.config.option
         if not option.collectonly:
             self._running = not getattr(option, "setuponly", False)
-            self._watch()
+            self._start_progress()
 
-    def _watch(self) -> None:
-        if self.asked and self._progress is None:
+    def _start_progress(self) -> None:
+        if self.collected and self._progress is None:
             config = self.session.config
             self._progress = Progress(config, self.session.runs)
             config.pluginmanager.register(self._progress, "distcompat-progress")
@@ -96,80 +96,80 @@ class Results:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the verdict that a report carries, and put into the report what JUnit and report logs are to have of it."""
+        """Record the verdict that a report carries, and add properties to the report for JUnit and report logs."""
         data = getattr(report, ATTRIBUTE, None)
         nodeid = strip_group(self.session.config, report.nodeid)
         if data is not None:
-            self._keep(data, report)
-        elif _item(nodeid) and (report.failed or report.skipped):
-            self._keep_without_verdict(nodeid, report)
-        found = self.found.get(nodeid)
-        self._own_failures += report.failed and found is not None and found.red
+            self._record_verdict(data, report)
+        elif _parse_suite_item(nodeid) and (report.failed or report.skipped):
+            self._record_without_verdict(nodeid, report)
+        result = self.results.get(nodeid)
+        self._own_failures += report.failed and result is not None and result.red
         report.user_properties.extend(self._properties(nodeid, report))
 
-    def _keep(self, data: dict[str, Any], report: pytest.TestReport) -> None:
-        more = {name: data[name] for name in ("not_applicable", "cost")}
-        own = {name: value for name, value in data.items() if name not in more}
-        if own["rank"] is None:
-            own["rank"] = rank_of_cause(data["message"])
-        result = self.found[data["nodeid"]] = Result(**own, seconds=report.duration)
+    def _record_verdict(self, data: dict[str, Any], report: pytest.TestReport) -> None:
+        of_row = {name: data[name] for name in ("not_applicable", "cost")}
+        of_result = {name: value for name, value in data.items() if name not in of_row}
+        if of_result["rank"] is None:
+            of_result["rank"] = rank_of_cause(data["message"])
+        result = self.results[data["nodeid"]] = Result(**of_result, seconds=report.duration)
         row = self._row(result)
-        row.not_applicable.update(more["not_applicable"])
-        row.cost.update(more["cost"])
+        row.not_applicable.update(of_row["not_applicable"])
+        row.cost.update(of_row["cost"])
 
-    def _keep_without_verdict(self, nodeid: str, report: pytest.TestReport) -> None:
-        """An item that failed or was skipped outside its check (a fixture, a worker that died), or in its teardown."""
-        place, cell, check = _item(nodeid)
-        known = self.found.get(nodeid)
+    def _record_without_verdict(self, nodeid: str, report: pytest.TestReport) -> None:
+        """Record an item that failed or was skipped outside its check: in a fixture, or because its worker died."""
+        suite_id, cell, check = _parse_suite_item(nodeid)
+        recorded = self.results.get(nodeid)
         text = report.longreprtext
         lines = [line.removeprefix("E ").strip() for line in text.splitlines() if line.startswith("E ")]
-        if known is not None and (known.red or report.skipped):
+        if recorded is not None and (recorded.red or report.skipped):
             if report.failed and report.when == "teardown":
-                self.found[nodeid] = dataclasses.replace(known, teardown=(lines or [text.strip()])[0])
+                self.results[nodeid] = dataclasses.replace(recorded, teardown=(lines or [text.strip()])[0])
             return
         if report.skipped:
-            why = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else text
-            status, message = "skipped", why.removeprefix("Skipped: ")
+            skip_text = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else text
+            status, message = "skipped", skip_text.removeprefix("Skipped: ")
         else:
-            where = "" if report.when in {"call", "setup", "teardown"} else "no report: "
-            status, message = "error", "\n".join([*lines[:1], where + text]).strip()
+            prefix = "" if report.when in {"call", "setup", "teardown"} else "no report: "
+            status, message = "error", "\n".join([*lines[:1], prefix + text]).strip()
         reason = message if report.skipped else ""
-        suite = place.rpartition("::")[2]
-        # Which driver the suite has, its other items tell.
+        suite = suite_id.rpartition("::")[2]
+        # The driver is filled in at the end, from the suite's other items.
         result = Result(suite, "", cell, check, status, message, reason, nodeid, report.duration)
-        self.found[nodeid] = result
+        self.results[nodeid] = result
         self._row(result)
 
     def _row(self, result: Result) -> Row:
-        made = Row(result.suite, result.driver, result.cell, result.place)
-        return self.cells.setdefault(f"{result.place}:{result.cell}", made)
+        new = Row(result.suite, result.driver, result.cell, result.place)
+        return self.cells.setdefault(f"{result.place}:{result.cell}", new)
 
     def _properties(self, nodeid: str, report: pytest.TestReport) -> list[tuple[str, object]]:
-        """Cell, driver, check, status, rank of the cause, versions; for an item of a suite, and for a marked one."""
-        result = self.found.get(nodeid)
-        told: dict[str, object] = {}
+        """Return the properties of a distributed test: cell, driver, check, status, rank of the cause, versions."""
+        result = self.results.get(nodeid)
+        values: dict[str, object] = {}
         if result is not None:
-            told = {"cell": result.cell, "driver": result.driver, "check": result.check, "status": result.status}
-            told["rank"] = result.rank
-        elif "distcompat" in report.keywords and not _item(nodeid):
+            values = {"cell": result.cell, "driver": result.driver, "check": result.check, "status": result.status}
+            values["rank"] = result.rank
+        elif "distcompat" in report.keywords and not _parse_suite_item(nodeid):
             # A marked test: its cell, where it has one, is in its id.
             parts = nodeid.rpartition("[")[2].rstrip("]")
-            told = {"cell": parts if facets(parts) else None}
-        if told:
-            told["versions"] = ", ".join(f"{name} {version}" for name, version in self._versions.items())
-        return [(f"distcompat_{name}", value) for name, value in told.items() if value is not None]
+            values = {"cell": parts if facets(parts) else None}
+        if values:
+            values["versions"] = ", ".join(f"{name} {version}" for name, version in self._versions.items())
+        return [(f"distcompat_{name}", value) for name, value in values.items() if value is not None]
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Ctrl-C, or pytest.exit(). Under xdist ``-x`` comes here too, and ``--stepwise``: each with a class of its own."""
+        """Note what ended the session early: Ctrl-C, pytest.exit(), or under xdist ``-x`` or ``--stepwise``."""
         self._ending = "interrupted" if excinfo.type in {KeyboardInterrupt, pytest.exit.Exception} else "stopped"
 
-    # First: pytest removes its temporary directories at the end, and the store with them.
+    # tryfirst: pytest's own hook removes its temporary directories, and with them the store.
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write the reports: here, since a session that was broken off may have no terminal summary."""
+        """Write the report files. Not in the terminal summary: a session that was interrupted may have none."""
         if self._progress is not None:
             self._progress.stop()
-        if not self._running or not (self.found or self.asked or self._missed(session.config)):
+        if not self._running or not (self.results or self.collected or self._lacks_suites(session.config)):
             return
         self.report = self._report(exitstatus)
         self._compare(session)
@@ -182,22 +182,22 @@ class Results:
                 write(path, self.report)
             except OSError as error:
                 self._written.append(f"report: {path} could not be written: {error.strerror}")
-                # Somebody waits for that file; a step's summary nobody asked for.
+                # The user requested this file, but not the summary of a GitHub step.
                 if write is write_report and session.exitstatus in _GOOD:
                     session.exitstatus = pytest.ExitCode.TESTS_FAILED
             else:
                 self._written += [f"report: {path}"] if write is write_report else []
 
-    def _missed(self, config: pytest.Config) -> bool:
-        """Whether somebody waits for verdicts, and no suite was collected though the run was for all that there are."""
-        wanted = self.session.setting("report").value or self.session.setting("baseline").value
-        return bool(wanted) and not narrowed(config)
+    def _lacks_suites(self, config: pytest.Config) -> bool:
+        """Tell whether a report or a baseline needs suites, and no selection explains that none was collected."""
+        needed = self.session.setting("report").value or self.session.setting("baseline").value
+        return bool(needed) and not is_narrowed(config)
 
     def _report(self, exitstatus: int) -> Report:
         from pytest_distcompat.evidence import add_evidence, read_store
 
         runs = read_store(self.session.runs)
-        unreached = [nodeid for nodeid in self.asked if nodeid not in self.found]
+        unreached = [nodeid for nodeid in self.collected if nodeid not in self.results]
         internal = "internal error" if exitstatus == pytest.ExitCode.INTERNAL_ERROR else ""
         ending = self._ending or internal or ("stopped" if unreached else "finished")
         session_info = {**self._session_info(), "ending": ending, "runs": sum(run.done for run in runs)}
@@ -212,42 +212,45 @@ class Results:
         return report
 
     def _compare(self, session: pytest.Session) -> None:
-        """With a baseline only news makes the run fail; what a -k or a node id left out is no news."""
+        """Compare with the baseline, if there is one: only what is newly broken or missing fails the session.
+
+        Items that -k or a node id leaves out are not missing.
+        """
         before = self.session.setting("baseline").value
         if before is None or self.report is None:
             return
         found = compare(before, self.report)
-        if narrowed(session.config):
+        if is_narrowed(session.config):
             found.missing = [change for change in found.missing if change.after or change.why == "not reached"]
-        news = bool(found.broken or found.missing)
-        # pytest counts more than tests: modules that cannot be imported, and what other plugins ask for (pytest-cov).
-        ours = 0 < session.testsfailed == self._own_failures
+        regressed = bool(found.broken or found.missing)
+        # pytest counts more than tests: modules that cannot be imported, and failures of other plugins (pytest-cov).
+        only_verdicts = 0 < session.testsfailed == self._own_failures
         session_info = self.report.session
         session_info["baseline"] = found.to_json(self.session.setting("baseline").text)
-        if news and session.exitstatus in _GOOD:
+        if regressed and session.exitstatus in _GOOD:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        elif session.exitstatus == pytest.ExitCode.TESTS_FAILED and ours and not news:
+        elif session.exitstatus == pytest.ExitCode.TESTS_FAILED and only_verdicts and not regressed:
             session.exitstatus = pytest.ExitCode.OK
             session_info["baseline"]["text"].append("nothing is newly broken or newly missing: exit code 0")
 
     def ordered(self) -> list[Result]:
-        """In the order of the matrix, whichever worker was first and however the tests were shuffled."""
+        """Return the results in the order of the matrix, independent of the order in which items ran."""
         from pytest_distcompat.checks import CHECKS
         from pytest_distcompat.precisions import PRECISIONS
         from pytest_distcompat.strategies import STRATEGIES
 
         strategies, precisions, checks = STRATEGIES.names(), PRECISIONS.names(), CHECKS.names()
 
-        def place(result: Result) -> tuple[object, ...]:
+        def matrix_order(result: Result) -> tuple[object, ...]:
             cell = Cell.parse(result.cell)
             axes = (strategies.index(cell.strategy), precisions.index(cell.precision), cell.world_size)
             return (result.suite, len(cell.options), str(cell.options), *axes, checks.index(result.check))
 
-        return sorted(self.found.values(), key=place)
+        return sorted(self.results.values(), key=matrix_order)
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """The matrix; and where the report went."""
+        """Print the matrix and the paths of the report files."""
         if self.report is not None:
             Summary(terminalreporter).show(self.report, self._written)
 
@@ -257,7 +260,7 @@ class Results:
         session = self.session
         names = [name.removeprefix("distcompat_") for name in OPTIONS]
         settings = {name: {"value": session.setting(name).text, "from": session.setting(name).origin} for name in names}
-        # a run is told by its directory: its name is the run's id.
+        # A lease of a run names its directory, whose name is the run's id.
         runs = str(session.runs)
         timeline = [
             {**entry, "who": entry["who"].rpartition(os.sep)[2] if runs in entry["who"] else entry["who"]}
@@ -275,11 +278,11 @@ class Results:
         }
 
 
-def _item(nodeid: str) -> tuple[str, ...]:
-    """Place of the suite, cell and check of a suite's item; nothing for any other test."""
-    found = _ITEM.fullmatch(nodeid)
-    if found is None or not facets(found["cell"]):
+def _parse_suite_item(nodeid: str) -> tuple[str, ...]:
+    """Return the node id of the suite, the cell and the check of a suite's item; empty for any other test."""
+    match = _ITEM.fullmatch(nodeid)
+    if match is None or not facets(match["cell"]):
         return ()
     from pytest_distcompat.checks import CHECKS
 
-    return found.groups() if found["check"] in CHECKS.by_name else ()
+    return match.groups() if match["check"] in CHECKS.by_name else ()

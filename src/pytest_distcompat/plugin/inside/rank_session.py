@@ -1,4 +1,4 @@
-"""The rank's side of a marked test: the session collected in the fork server, one item of it run on every rank."""
+"""pytest's session on a rank of a marked test: collected in the fork server, one item run on every rank."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat import clock
-from pytest_distcompat.plugin import launched, pyproject
-from pytest_distcompat.plugin.outcome import Phases, mark_lost_peer
-from pytest_distcompat.plugin.phase import Phase
-from pytest_distcompat.plugin.rank_output import capturing, fault_handler, no_terminal
+from pytest_distcompat.plugin import pyproject
+from pytest_distcompat.plugin.inside import launched
+from pytest_distcompat.plugin.inside.rank_output import capturing, fault_handler, no_terminal
+from pytest_distcompat.plugin.marked.outcome import Phases, mark_lost_peer
+from pytest_distcompat.plugin.marked.phase import Phase
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
@@ -36,28 +37,28 @@ if TYPE_CHECKING:
 COLLECT = f"{__name__}:collect"
 RUN = f"{__name__}:run"
 
-#: Set in the configuration of a session that runs inside ranks.
+#: Set in the configuration of a session on a rank.
 ON_RANK: pytest.StashKey[bool] = pytest.StashKey()
 WORLD: pytest.StashKey[World] = pytest.StashKey()
 SHARED: pytest.StashKey[Path] = pytest.StashKey()
 
-#: Below which directory pytest makes its temporary directories.
+#: The variable with the directory in which pytest makes its temporary directories.
 _ROOT = "PYTEST_DEBUG_TEMPROOT"
 
-#: How long a rank that skipped, or failed as expected, waits for the others where nobody watches over them, in seconds.
-BY_HAND = 5.0
+#: Seconds that a rank which skipped or xfailed waits for the others in a run started by hand, which no parent supervises.
+WAIT_BY_HAND_S = 5.0
 
-#: Options that print through the terminal plugin, or write files: not for ranks that do not report.
+#: Values of options that print through the terminal plugin or write files, for ranks that do not report.
 OF_RANK_ZERO: dict[str, Any] = {
     **dict.fromkeys(("setupshow", "setuponly", "setupplan", "debug"), False),
-    # Report files that pytest and its better-known plugins open, some already when they are configured.
+    # Report files that pytest and well-known plugins open, some already when they are configured.
     **dict.fromkeys(("xmlpath", "pastebin", "report_log", "htmlpath", "allure_report_dir"), None),
-    "log_file": os.devnull,  # without the option the ini key holds
+    "log_file": os.devnull,  # None would leave the ini key in force
 }
 
-#: Options that select by earlier runs, distribute, debug or write files: the parent's business. Only those that a plugin is
-#: there for are set. What -m and -k say stays: a conftest may decide by it what is to be skipped.
-_PARENTS: dict[str, Any] = {
+#: Values of options that only the parent applies: they select by earlier sessions, distribute, debug or write files. Only those
+#: whose plugin is there are set. -m and -k stay: a conftest may read them to decide what to skip.
+_OPTIONS_ON_RANKS: dict[str, Any] = {
     **OF_RANK_ZERO,
     **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset"), False),
     **dict.fromkeys(("collectonly", "usepdb", "trace", "looponfail", "distload", "json_report", "cacheclear"), False),
@@ -69,10 +70,10 @@ _PARENTS: dict[str, Any] = {
     "no_cov": True,
 }
 
-#: Plugins that repeat tests, or decide by what ran before, by the names under which they are registered: the parent's business
-#: too. A rank that repeats a test alone has lost its peers, and before a test nothing has run on its ranks. Beside xdist
-#: pytest-rerunfailures starts a thread when it is configured, with which nothing could be forked.
-_OF_THE_PARENT = ("rerunfailures", "flaky", "pytest-retry", "dependency")
+#: Registered names of plugins that only the parent runs: they repeat tests, or decide by tests that ran before. A rank that
+#: repeats a test alone has lost its peers, and no other test has run on its ranks. Under xdist pytest-rerunfailures starts a
+#: thread when it is configured, after which the process cannot be forked from.
+_PLUGINS_OF_THE_PARENT = ("rerunfailures", "flaky", "pytest-retry", "dependency")
 
 
 def describe(config: pytest.Config) -> dict[str, Any]:
@@ -111,18 +112,18 @@ def describe(config: pytest.Config) -> dict[str, Any]:
 
 
 def _is_builtin(value: object) -> bool:
-    """Return whether a value is made of Python's own types alone, for which no module of the user's has to be imported."""
+    """Tell whether a value consists of built-in types only, so that unpickling it imports no module of the user."""
     if isinstance(value, (list, tuple, set)):
         return type(value) in {list, tuple, set} and all(map(_is_builtin, value))
     if isinstance(value, dict):
-        return type(value) is dict and all(_is_builtin(one) for pair in value.items() for one in pair)
+        return type(value) is dict and all(_is_builtin(part) for pair in value.items() for part in pair)
     return type(value) in {str, int, float, bool, bytes, type(None)}
 
 
 def _is_default(config: pytest.Config, name: str, value: object) -> bool:
-    """Return whether an option has its default, which it has on ranks too: nobody gave it, and no hook set it.
+    """Tell whether an option has its default, which it then has on ranks too: it was not given, and no hook set it.
 
-    A default that is a text is converted each time anew, so that it is not the same object.
+    argparse converts a default that is a string anew each time, so that identity does not tell.
     """
     default = _default(config, name)
     if value is default or type(value) is not type(default):
@@ -136,15 +137,15 @@ def _is_default(config: pytest.Config, name: str, value: object) -> bool:
 def _default(
     config: pytest.Config, name: str, given: Sequence[str] = (), before: argparse.Namespace | None = None
 ) -> object:
-    """Return the value of an option where these arguments are given; without any its default.
+    """Return the value of an option under these arguments; its default without any.
 
-    The parser is private to the configuration; ``tests/plugin/test_private_names.py`` says when it goes away.
+    ``Config._parser`` is private; ``tests/plugin/test_private_names.py`` fails when it goes away.
     """
     return getattr(config._parser.parse_known_args([*given], before), name, None)  # noqa: SLF001 - see the docstring
 
 
 def own_files(config: pytest.Config) -> tuple[str, ...]:
-    """Return the files of the project under test that are installed, as ``pip install .`` does it: its code is the user's own."""
+    """Return the installed files of the project under test (``pip install .``): they count as the user's own code."""
     import importlib.metadata
 
     try:
@@ -155,48 +156,50 @@ def own_files(config: pytest.Config) -> tuple[str, ...]:
 
 
 def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Session:
-    """Collect the whole session, ready to run single items after a fork.
+    """Collect the whole session, so that single items can run after a fork.
 
-    ``by_hand``: somebody looks at a terminal, perhaps through a debugger, from which no output may be kept.
+    Options are set as values, not by a command line (``Config.fromdictargs``, made for subprocesses). To other plugins a rank
+    of an xdist worker looks like that worker; any other rank looks like pytest without a terminal. If it posed as a worker,
+    plugins would break that expect data from their half in the controller (pytest-randomly, pytest-cov).
 
-    Options come as values, not as a command line (``Config.fromdictargs``, made for subprocesses). A rank of an xdist
-    worker looks like that worker to other plugins; any other looks like a plain pytest without terminal. To pretend to
-    be a worker would break plugins that had their controller's half send them something (pytest-randomly, pytest-cov).
+    Args:
+        payload: The return value of ``describe``.
+        by_hand: Whether a user runs the ranks from a terminal, perhaps with a debugger; then no output is captured.
     """
     os.chdir(payload["cwd"])
     sys.argv[:] = payload["argv"]
     options = pickle.loads(base64.b64decode(payload["options"]))
-    options |= {name: value for name, value in _PARENTS.items() if name in options}
+    options |= {name: value for name, value in _OPTIONS_ON_RANKS.items() if name in options}
     if by_hand:
         options["capture"] = "no"
-    # The arguments, which are given apart; argparse warns of positional ones that come as values.
+    # Positional arguments are passed separately below; argparse warns of those that are set as values.
     options.pop("file_or_dir", None)
-    # The fork server imports libraries before pytest can rewrite the plugins among them (anyio): that is as it should be.
+    # The fork server imports libraries on purpose before pytest can rewrite the plugins among them (anyio).
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     from _pytest.assertion.rewrite import AssertionRewritingHook
 
     from pytest_distcompat.launch import at_import
 
     watch = at_import.active
-    # Hooks may run in this one, and pytest cannot be told of them before it has a configuration.
+    # Hooks may run in here already, and hook calls can be monitored only once there is a configuration.
     with watch.hook("a conftest.py") if watch is not None else contextlib.nullcontext():
         if watch is not None:
             watch.watch_loader(AssertionRewritingHook, ("conftest.py", *payload["files"]))
         config = pytest.Config.fromdictargs(options, ["-p", "no:terminal", *quiet, *payload["args"]])
     if watch is not None:
         _watch_hooks(config, watch)
-    # What a conftest may look for an option in.
+    # A conftest may read options from the arguments.
     config.invocation_params = dataclasses.replace(config.invocation_params, args=tuple(payload["given"]))
     for name, value in payload["objects"].items():
-        # Now: its type may be from a conftest.py, which pytest imports in its own way.
+        # Only now: its type may be from a conftest.py, which pytest has imported above in its own way.
         setattr(config.option, name, pickle.loads(base64.b64decode(value)))
     if payload["worker"]:
         config.workerinput = dict(payload["worker"])  # type: ignore[attr-defined]
     config.stash[ON_RANK] = True
     no_terminal(config)
-    launched.hide()
-    # Their options and ini keys are known, their marks are told by the parent.
-    for name in _OF_THE_PARENT:
+    launched.hide_from_children()
+    # Only now: their options and ini keys are registered, and the payload has their markers.
+    for name in _PLUGINS_OF_THE_PARENT:
         if config.pluginmanager.has_plugin(name):
             config.pluginmanager.unregister(name=name)
     for line in payload["markers"]:
@@ -207,29 +210,29 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     return session
 
 
-#: Hooks that are called once a session, so that it costs little to look what a function left open.
+#: Hooks that are called once a session, so that checking what a function left open costs little.
 _ONCE = frozenset({"pytest_configure", "pytest_sessionstart", "pytest_collection", "pytest_collection_finish"}) | {
     "pytest_collection_modifyitems"
 }
 
 
 def _is_lazy(mark: pytest.Mark) -> bool:
-    """Return whether a mark has values or ids of parameters that are made only while tests are collected."""
+    """Tell whether a mark has values or ids of parameters that are made only while tests are collected."""
     if mark.name != "parametrize":
         return False
     values = (*mark.args[1:2], mark.kwargs.get("argvalues"), mark.kwargs.get("ids"))
-    return any(not isinstance(one, (list, tuple, set, frozenset, dict, range, str, type(None))) for one in values)
+    return any(not isinstance(value, (list, tuple, set, frozenset, dict, range, str, type(None))) for value in values)
 
 
 def _watch_hooks(config: pytest.Config, watch: Watch) -> None:
-    """Watch the hooks of the user's own plugins, conftest.py files above all."""
+    """Watch hooks of the user's own plugins, most of all of conftest.py files."""
 
     def is_own(function: Any) -> bool:
         code = getattr(inspect.unwrap(function), "__code__", None)
         return code is not None and watch.is_own(code.co_filename)
 
     def calls_own(name: str, arguments: Mapping[str, Any]) -> bool:
-        """Return whether pytest's own function for that hook calls one of the user's."""
+        """Tell whether pytest's own function for that hook calls one of the user."""
         if name == "pytest_make_collect_report":
             return is_own(type(arguments["collector"]).collect)
         return name == "pytest_generate_tests" and any(map(_is_lazy, arguments["metafunc"].definition.iter_markers()))
@@ -242,14 +245,14 @@ def _watch_hooks(config: pytest.Config, watch: Watch) -> None:
         return call
 
     def before(name: str, implementations: Sequence[Any], arguments: Mapping[str, Any]) -> None:
-        own = [one for one in implementations if is_own(one.function)]
+        own = [implementation for implementation in implementations if is_own(implementation.function)]
         block = contextlib.ExitStack()
         if own or calls_own(name, arguments):
             block.enter_context(watch.hook(name))
-        for one in own if name in _ONCE else ():
-            if not (one.wrapper or one.hookwrapper):
-                block.callback(setattr, one, "function", one.function)
-                one.function = watched(name, one.function)
+        for implementation in own if name in _ONCE else ():
+            if not (implementation.wrapper or implementation.hookwrapper):
+                block.callback(setattr, implementation, "function", implementation.function)
+                implementation.function = watched(name, implementation.function)
         running.append(block)
 
     def after(*_: Any) -> None:
@@ -262,9 +265,9 @@ def _watch_hooks(config: pytest.Config, watch: Watch) -> None:
 def _collected(config: pytest.Config) -> pytest.Session:
     """Configure and collect, as ``pytest.main`` does before it runs tests.
 
-    ``Config._do_configure`` and ``_ensure_unconfigure`` are private, and the global capture is stopped through the capture
-    manager, whose class is: a fork would share its temporary file between ranks. ``tests/plugin/test_private_names.py`` says
-    when they change.
+    The global capture is stopped: forked ranks would share its temporary file. ``Config._do_configure``,
+    ``_ensure_unconfigure`` and the class of the capture manager are private; ``tests/plugin/test_private_names.py`` fails when
+    they change.
     """
     from pytest_distcompat.launch import preload
 
@@ -282,8 +285,10 @@ def _collected(config: pytest.Config) -> pytest.Session:
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
     """Run one item on this rank.
 
-    ``payload``: ``nodeid``; ``next``, the item that these ranks run thereafter, or None; ``device``, ``directory``,
-    ``session``, the file with what ``describe`` gave.
+    Args:
+        payload: ``nodeid``; ``next``, the node id of the item that these ranks run after it, or None; ``device``;
+            ``directory`` of the run; ``world_size``; ``session``, a file with the return value of ``describe``.
+        log: The log of this rank, which gets the phases of the item.
     """
     from pytest_distcompat.launch import preload, request_loop
 
@@ -295,52 +300,52 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
             request_loop.reused.reset_baseline()
     items = _items(preload.collected)
     item = _find(items, payload["nodeid"])
-    following = items.get(payload["next"])
+    next_item = items.get(payload["next"])
     if request_loop.reused is not None:
-        _as_if_alone(request_loop.reused, item)
+        _reset_between_items(request_loop.reused, item)
     directory = Path(payload["directory"])
     config = item.config
     config.stash[WORLD] = World.from_environment(payload["device"])
-    # By hand the run was lived before, perhaps more than once: that directory may hold what it left.
+    # A run by hand repeats an earlier one, whose files may still be in the directory.
     config.stash[SHARED] = directory / (f"shared-{os.environ['TORCHELASTIC_RUN_ID']}" if log.by_hand else "shared")
-    _Reporter.of(config).answer(log, payload["world_size"], directory)
+    _Reporter.of(config).begin(log, payload["world_size"], directory)
     fault_handler(config)
-    # pytest makes its own below it once a process, which may be at any request of ranks that live on. What is captured goes to
-    # files of their run too, as the agent's logs do.
-    temporary = request_loop.reused.directory if request_loop.reused is not None else directory
-    with _own_temporary_directory(temporary, log.rank), capturing(config, temporary, log.rank):
-        config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    # pytest makes its base temporary directory once in a process. Kept ranks use the directory of their group, not of this
+    # request, for that and for captured output, as the agent does for its logs.
+    directory_of_process = request_loop.reused.directory if request_loop.reused is not None else directory
+    with _own_temporary_directory(directory_of_process, log.rank), capturing(config, directory_of_process, log.rank):
+        config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
         if request_loop.reused is None:
             _finish()
 
 
 def _finish() -> None:
-    """Do what plugins want done at the end of a session: it is that of this rank. What goes wrong fails the test."""
+    """Unconfigure pytest at the end of this rank's session. An error of a plugin in it fails the test."""
     from pytest_distcompat.launch import preload
 
     if preload.finishing is not None:
         preload.finishing()
 
 
-def _as_if_alone(reused: ReusedRank, item: pytest.Item) -> None:
-    """Before an item on ranks that live on.
+def _reset_between_items(reused: ReusedRank, item: pytest.Item) -> None:
+    """Tear down what earlier items left on kept ranks and this item does not use.
 
-    ``Session._setupstate`` is private; ``tests/plugin/test_private_names.py`` says when it goes away.
+    ``Session._setupstate`` is private; ``tests/plugin/test_private_names.py`` fails when it goes away.
     """
     state = item.session._setupstate  # noqa: SLF001 - see the docstring
-    # The item that was to come next may have been skipped by the parent.
+    # The teardown before assumed another next item, if the parent has skipped that one.
     state.teardown_exact(item)
     if not reused.at_end:
-        # The same, for items that these ranks never get to.
+        # When these ranks end, whatever is still set up is torn down too.
         reused.at_end += [_finish, lambda: state.teardown_exact(None)]
     if "process_group" not in getattr(item, "fixturenames", ()):
-        # It may make its own.
+        # The test may initialize its own process group.
         reused.without_group()
 
 
 @functools.cache
 def _items(session: pytest.Session) -> Mapping[str, pytest.Item]:
-    """The items by their ids; once a process, for ranks that live on come back for each of them."""
+    """Return the items by their node ids. Cached: kept ranks look each of them up."""
     return {item.nodeid: item for item in session.items}
 
 
@@ -357,24 +362,24 @@ def _find(items: Mapping[str, pytest.Item], nodeid: str) -> pytest.Item:
 
 @contextlib.contextmanager
 def _own_temporary_directory(directory: Path, rank: int) -> Iterator[None]:
-    """tmp_path of this rank is below the run's directory: two ranks must not clean up after each other.
+    """Have pytest make this rank's ``tmp_path`` in the run's directory: ranks must not remove each other's.
 
     https://docs.pytest.org/en/stable/reference/reference.html#envvar-PYTEST_DEBUG_TEMPROOT
     """
     root = directory / f"tmp-{rank}"
     root.mkdir(exist_ok=True)
-    before = os.environ.get(_ROOT)
+    original = os.environ.get(_ROOT)
     os.environ[_ROOT] = str(root)
     yield
-    os.environ.pop(_ROOT, None)  # the test may have emptied it
-    if before is not None:
-        os.environ[_ROOT] = before
+    os.environ.pop(_ROOT, None)  # the test may have removed it
+    if original is not None:
+        os.environ[_ROOT] = original
 
 
 class _Reporter:
-    """Writes the phases of the item to the rank's log; ends the rank at the first failure.
+    """Writes the phases of the item to the rank's log, and ends the rank at the first failure.
 
-    A rank that failed runs no teardown: fixtures of distributed tests synchronise there, with peers who are elsewhere.
+    A rank that failed runs no teardown: fixtures of distributed tests would wait there for peers that are not in a teardown.
     """
 
     _NAME = "distcompat-rank"
@@ -387,17 +392,17 @@ class _Reporter:
 
     @classmethod
     def of(cls, config: pytest.Config) -> _Reporter:
-        """The one of this process: pytest takes a while to register a plugin."""
+        """Return the reporter of this process. It is registered once, since that takes pytest a while."""
         manager = config.pluginmanager
         if not manager.has_plugin(cls._NAME):
             manager.register(cls(), cls._NAME)
-        found = manager.get_plugin(cls._NAME)
-        assert isinstance(found, cls)
-        return found
+        reporter = manager.get_plugin(cls._NAME)
+        assert isinstance(reporter, cls)
+        return reporter
 
-    def answer(self, log: RankLog, world_size: int, directory: Path) -> None:
-        """From now on report to that log, of a request on so many ranks in that directory."""
-        # Imported now: a test may take away by what modules are found.
+    def begin(self, log: RankLog, world_size: int, directory: Path) -> None:
+        """Report to that log from now on, for a request on so many ranks in that directory."""
+        # Imported before the test runs, which may break imports (sys.path, sys.meta_path).
         from pytest_distcompat.launch import rank, request
 
         self.log, self.phases, self.world_size, self.directory = log, Phases(), world_size, directory
@@ -407,7 +412,7 @@ class _Reporter:
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Note what only the exception itself can tell."""
+        """Note whether the exception is due to a lost peer."""
         report = yield
         mark_lost_peer(report, call)
         return report
@@ -416,26 +421,28 @@ class _Reporter:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         phase = self.phases.of(report)
         self.log.write("subtest" if phase.subtest else "phase", **phase.to_json())
-        if phase.ending is not None and (phase.outcome == "failed" or not self._goes_on(*phase.ending, phase)):
-            self._leave(*phase.ending, phase)
+        if phase.ending is not None and (phase.outcome == "failed" or not self._wait_for_others(*phase.ending, phase)):
+            self._end_rank(*phase.ending, phase)
 
-    def _goes_on(self, kind: str, message: str, phase: Phase) -> bool:
-        """Wait for what the other ranks come to; return whether this one goes on to its teardown, as all of them do.
+    def _wait_for_others(self, kind: str, message: str, phase: Phase) -> bool:
+        """Wait for the outcomes of the other ranks; return whether all ranks go on to their teardowns.
 
-        It has skipped, or failed as expected. The others may do so too, or pass, or really fail, however much later: for
-        that they have the test's time limit. Whoever started the ranks ends them when the others only wait for this one.
+        This rank has skipped or xfailed. The others may do so too, or pass, or fail, within the time limit of the test. The
+        parent ends the ranks when the others only wait for this one.
         """
         self.log.write(self._request.EXCUSED, kind=kind, message=message, text=phase.text)
-        # By hand nobody else looks.
-        deadline = clock.now() + BY_HAND if self.log.by_hand else math.inf
-        own = phase.outcome
+        # In a run by hand there is no parent that ends the ranks.
+        deadline = clock.now() + WAIT_BY_HAND_S if self.log.by_hand else math.inf
+        own_outcome = phase.outcome
         others = [rank for rank in range(self.world_size) if rank != self.log.rank]
         while clock.now() < deadline:
-            found = {self._state(self._request.read_events(self.directory, rank), phase.when) for rank in others}
-            if "failed" in found or (own == "skipped" and "passed" in found):
+            outcomes = {
+                self._outcome_of(self._request.read_events(self.directory, rank), phase.when) for rank in others
+            }
+            if "failed" in outcomes or (own_outcome == "skipped" and "passed" in outcomes):
                 return False
-            if "" not in found:
-                goes_on = found <= ({"skipped"} if own == "skipped" else {"xfailed", "passed"})
+            if "" not in outcomes:
+                goes_on = outcomes <= ({"skipped"} if own_outcome == "skipped" else {"xfailed", "passed"})
                 if goes_on:
                     self.log.write(self._request.RESUMED)
                 return goes_on
@@ -443,20 +450,20 @@ class _Reporter:
         return False
 
     @staticmethod
-    def _state(events: list[dict[str, Any]], when: str) -> str:
-        """Return what another rank has come to: an outcome; empty while it may still come to another one.
+    def _outcome_of(events: list[dict[str, Any]], when: str) -> str:
+        """Return the outcome of another rank by its events; empty while the outcome may still change.
 
-        It has passed once nothing but the teardown, or not even that, is to come.
+        A rank has passed once only its teardown is left, or nothing if this rank is in its teardown.
         """
         phases = {event["when"]: event["outcome"] for event in events if event["event"] == "phase"}
         excused = [outcome for outcome in phases.values() if outcome in {"skipped", "xfailed"}]
         if excused:
             return str(excused[0])
-        said = {event["event"] for event in events}
-        if "error" in said:
+        names = {event["event"] for event in events}
+        if "error" in names:
             return "failed"
-        return "passed" if "done" in said or ("teardown" if when == "teardown" else "call") in phases else ""
+        return "passed" if "done" in names or ("teardown" if when == "teardown" else "call") in phases else ""
 
-    def _leave(self, kind: str, message: str, phase: Phase) -> None:
+    def _end_rank(self, kind: str, message: str, phase: Phase) -> None:
         self.log.error(kind, message, phase.text, lost=phase.lost)
         self._rank.leave_failed(self.directory, self.world_size)

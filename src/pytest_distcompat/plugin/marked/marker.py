@@ -1,4 +1,4 @@
-"""The parent's side of ``@pytest.mark.distcompat``: what the mark says, and one item run on all ranks."""
+"""``@pytest.mark.distcompat`` in the parent: the arguments of the mark, and one item run on all ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
-from pytest_distcompat.plugin.conditions import leave_to_ranks
+from pytest_distcompat.plugin.marked.conditions import hide_conditions_of_ranks
+from pytest_distcompat.plugin.marked.outcome import UNCAPTURED, Outcome, RankFailure, disagreement, merge, unexcused
 from pytest_distcompat.plugin.nodeids import strip_group
-from pytest_distcompat.plugin.outcome import UNCAPTURED, Outcome, RankFailure, disagreement, merge, unexcused
-from pytest_distcompat.plugin.representation import represent
+from pytest_distcompat.plugin.reporting.representation import represent
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
 if TYPE_CHECKING:
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 MARK = "distcompat"
 OUTCOME: pytest.StashKey[Outcome] = pytest.StashKey()
-#: What pytest-timeout allows the item, in seconds.
+#: The time limit that pytest-timeout sets for the item, in seconds.
 TIME_LIMIT: pytest.StashKey[float] = pytest.StashKey()
 #: The item that pytest runs next.
-NEXT: pytest.StashKey[pytest.Item | None] = pytest.StashKey()
+NEXT_ITEM: pytest.StashKey[pytest.Item | None] = pytest.StashKey()
 ARGUMENTS = ("world_size", "strategies", "precisions", "options", "timeout", "reuse")
-#: What is said of a test that passed and of which no rank has heard.
-UNRUN = "no rank ran this test: somebody else's pytest_runtest_call, or pytest_runtest_protocol, took its call over"
-#: Which tests share ranks.
+#: The failure of a test that passed although no rank ran it.
+NOT_RUN = "no rank ran this test: somebody else's pytest_runtest_call, or pytest_runtest_protocol, took its call over"
+#: Values of the argument ``reuse``: which tests share ranks.
 REUSE = ("never", "module", "session")
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What ``@pytest.mark.distcompat(...)`` says, read and checked."""
+    """The checked arguments of ``@pytest.mark.distcompat(...)``."""
 
     world_size: int | None = None
     strategies: tuple[str, ...] = ()
@@ -48,12 +48,16 @@ class Mark:
 
     @property
     def has_cells(self) -> bool:
-        """Whether the test is to run once for each cell."""
+        """Whether the test runs once for each of several cells."""
         return bool(self.strategies or self.precisions or self.options)
 
 
 def read_mark(mark: pytest.Mark) -> Mark:
-    """Raises ValueError, saying what is right, for a wrong argument."""
+    """Read and check the arguments of a mark.
+
+    Raises:
+        ValueError: An argument is wrong; the message says what is right.
+    """
     from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.strategies import STRATEGIES
 
@@ -62,30 +66,30 @@ def read_mark(mark: pytest.Mark) -> Mark:
     for name in mark.kwargs:
         if name not in ARGUMENTS:
             raise ValueError(f"@pytest.mark.{MARK} has no argument {name!r}. Known: {', '.join(ARGUMENTS)}")
-    read = dict(mark.kwargs)
+    arguments = dict(mark.kwargs)
     for name in ("strategies", "precisions", "options"):
-        if isinstance(read.get(name, ()), (str, Mapping)) or not isinstance(read.get(name, ()), Iterable):
-            raise ValueError(f"@pytest.mark.{MARK}({name}=...) takes a list, got {read[name]!r}")
-        read[name] = tuple(read.get(name, ()))
-    world_size = read.get("world_size")
+        if isinstance(arguments.get(name, ()), (str, Mapping)) or not isinstance(arguments.get(name, ()), Iterable):
+            raise ValueError(f"@pytest.mark.{MARK}({name}=...) takes a list, got {arguments[name]!r}")
+        arguments[name] = tuple(arguments.get(name, ()))
+    world_size = arguments.get("world_size")
     if world_size is not None and (type(world_size) is not int or world_size < 1):
         raise ValueError(f"@pytest.mark.{MARK}(world_size={world_size!r}): expected a whole number of at least 1")
-    timeout = read.get("timeout")
+    timeout = arguments.get("timeout")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise ValueError(f"@pytest.mark.{MARK}(timeout={timeout!r}): expected a number of seconds above 0")
-    if read.get("reuse", "never") not in REUSE:
-        raise ValueError(f"@pytest.mark.{MARK}(reuse={read['reuse']!r}): known are {', '.join(REUSE)}")
-    for strategy in read["strategies"]:
+    if arguments.get("reuse", "never") not in REUSE:
+        raise ValueError(f"@pytest.mark.{MARK}(reuse={arguments['reuse']!r}): known are {', '.join(REUSE)}")
+    for strategy in arguments["strategies"]:
         STRATEGIES.get(strategy)
-    for precision in read["precisions"]:
+    for precision in arguments["precisions"]:
         PRECISIONS.get(precision)
-    for options in read["options"]:
+    for options in arguments["options"]:
         if not isinstance(options, Mapping):
             raise ValueError(
                 f"@pytest.mark.{MARK}(options=...) takes a list of dicts like {{'compile': True}}, got {options!r}"
             )
         Matrix(options=(options,))
-    return Mark(**read)
+    return Mark(**arguments)
 
 
 def parametrize(
@@ -109,9 +113,9 @@ def parametrize(
 
 
 def check_items(items: Iterable[pytest.Item]) -> None:
-    """Raise pytest.UsageError for a mark on something that cannot run on ranks.
+    """Raise pytest.UsageError for a mark on something that cannot run on ranks, or with a wrong argument.
 
-    And for what is wrong with one that came after the tests were made: by a parameter, or from a conftest.
+    The arguments of a mark that a parameter or a conftest added are checked only here.
     """
     for item in items:
         mark = item.get_closest_marker(MARK)
@@ -124,39 +128,39 @@ def check_items(items: Iterable[pytest.Item]) -> None:
                 f"not on {'unittest.TestCase methods' if test_class else type(item).__name__}"
             )
         try:
-            read = read_mark(mark)
+            arguments = read_mark(mark)
         except ValueError as problem:
             raise pytest.UsageError(f"{item.nodeid}: {problem}") from None
-        # Where options leave none of its cells, its one item has a parameter without value.
-        if read.has_cells and "cell" not in getattr(getattr(item, "callspec", None), "params", ()):
+        # Where options leave none of its cells, pytest gives its one item the parameter without a value.
+        if arguments.has_cells and "cell" not in getattr(getattr(item, "callspec", None), "params", ()):
             raise pytest.UsageError(
                 f"{item.nodeid}: @pytest.mark.{MARK}: cells need the mark on the function, class or module"
             )
 
 
 def mark_of(item: pytest.Item) -> Mark | None:
-    """The item's mark, None for an ordinary test."""
+    """Return the arguments of the item's mark; None for an ordinary test."""
     mark = item.get_closest_marker(MARK)
     return None if mark is None else read_mark(mark)
 
 
 def cell_of(item: pytest.Item) -> Cell | None:
-    """The cell that the item is parametrized over."""
-    found: Any = getattr(item, "callspec", None)
-    cell = found.params.get("cell") if found is not None else None
+    """Return the cell of a parametrized item; None if it has none."""
+    callspec: Any = getattr(item, "callspec", None)
+    cell = callspec.params.get("cell") if callspec is not None else None
     return cell if isinstance(cell, Cell) else None
 
 
 def world_size_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> int:
-    """On how many ranks the item runs."""
+    """Return the number of ranks that the item runs on."""
     cell = cell_of(item)
     return cell.world_size if cell else mark.world_size or session.world_size
 
 
 def take_over(item: pytest.Function) -> None:
-    """Have the ranks run the item. Here no fixture is set up, and nobody else calls it, be it a hook or the item's own class."""
+    """Have the ranks run the item: in this process no fixture is set up, and its function is never called."""
     item.fixturenames = []
-    leave_to_ranks(item)
+    hide_conditions_of_ranks(item)
     if OUTCOME in item.stash:
         del item.stash[OUTCOME]
 
@@ -167,46 +171,50 @@ def take_over(item: pytest.Function) -> None:
         run_on_ranks(item, mark)
 
     if getattr(item.obj, "is_hypothesis_test", False):
-        # Hypothesis asks for the fixtures of what is called, before it is.
+        # Hypothesis reads the fixtures of the function before it calls it.
         item.obj = runtest
     vars(item)["runtest"] = runtest
 
 
 def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
-    """Run the real item on all ranks, and end here as the worst of them did."""
+    """Run the item on all ranks, and end as the worst of them did.
+
+    Raises:
+        RankFailure: The item failed. A skip and an xfail are raised as pytest does.
+    """
     from pytest_distcompat.launch import Request
     from pytest_distcompat.launch.request import ANY_MODULE
-    from pytest_distcompat.plugin import rank_session
+    from pytest_distcompat.plugin.inside import rank_session
 
     session = item.config.stash[SESSION]
     world_size = world_size_of(item, mark, session)
     problem = session.too_large(world_size)
     if problem:
         pytest.skip(problem)
-    keep, following = _keeping(item, mark, session)
+    keep, next_item = _keeping(item, mark, session)
     directory = session.new_directory(item.originalname)
     request = Request(
         target=rank_session.RUN,
         payload={
             "nodeid": strip_group(item.config, item.nodeid),
-            "next": strip_group(item.config, following.nodeid) if following is not None else None,
+            "next": strip_group(item.config, next_item.nodeid) if next_item is not None else None,
             "device": session.device,
             "directory": str(directory),
             "world_size": world_size,
-            "session": str(session.described),
+            "session": str(session.description_file),
         },
         world_size=world_size,
         directory=str(directory),
-        # Ranks that several modules share are to suit each of them.
+        # Ranks that several modules share must suit each of them.
         collected=ANY_MODULE if keep is not None and keep.scope.startswith("session") else os.path.realpath(item.path),
         timeout=min(mark.timeout or session.timeout, item.stash.get(TIME_LIMIT, math.inf)),
     )
     ending = session.launcher.run(request, keep)
     outcome = merge(ending)
     if session.verifies(strip_group(item.config, item.nodeid)):
-        outcome = _verified(outcome, request, session, item)
+        outcome = _verify(outcome, request, session, item)
     if item.config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(item.config, "workerinput"):
-        outcome = _printed(outcome)
+        outcome = _print_uncaptured(outcome)
     item.stash[OUTCOME] = outcome
     if ending.notice:
         session.notice(ending.notice)
@@ -222,10 +230,10 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
         pytest.xfail(outcome.text)
 
 
-def _verified(outcome: Outcome, request: Request, session: DistcompatSession, item: pytest.Function) -> Outcome:
-    """Run the item again under cold torchrun; return the same outcome, or a failure where that comes to another one."""
+def _verify(outcome: Outcome, request: Request, session: DistcompatSession, item: pytest.Function) -> Outcome:
+    """Run the item again under cold torchrun; return the same outcome, or a failure if the second one differs."""
     if session.reuse_scope:
-        # They hold the devices.
+        # Ranks that are kept hold the devices.
         session.launcher.retire()
     directory = str(session.new_directory(f"cold-{item.originalname}"))
     payload = {**request.payload, "directory": directory}
@@ -237,80 +245,80 @@ def _verified(outcome: Outcome, request: Request, session: DistcompatSession, it
 
 
 def _keeping(item: pytest.Item, mark: Mark, session: DistcompatSession) -> tuple[Reuse | None, pytest.Item | None]:
-    """For whom the item's ranks are kept, None if for nobody; and the next item, if it is one of those."""
+    """Return how the item's ranks are kept, None if they are not; and the next item, if it shares them."""
     from pytest_distcompat.launch import Reuse
 
     scope = scope_of(item, session)
     if scope is None:
         return None, None
-    following = item.stash.get(NEXT, None)
-    if following is not None and scope_of(following, session) != scope:
-        following = None
-    return Reuse(scope, session.setting("reuse_limit").value, following is None), following
+    next_item = item.stash.get(NEXT_ITEM, None)
+    if next_item is not None and scope_of(next_item, session) != scope:
+        next_item = None
+    return Reuse(scope, session.setting("reuse_limit").value, next_item is None), next_item
 
 
 def scope_of(item: pytest.Item, session: DistcompatSession) -> str | None:
-    """What all items have in common that share ranks with this one; None if it has ranks of its own."""
+    """Return a key that all items have that share ranks with this one; None if it has ranks of its own."""
     mark = mark_of(item)
     reuse = mark and (mark.reuse or session.setting("reuse").value)
     if not mark or reuse == "never":
         return None
-    place = item.nodeid.partition("::")[0] if reuse == "module" else ""
-    return f"{reuse} {place} {world_size_of(item, mark, session)}"
+    module = item.nodeid.partition("::")[0] if reuse == "module" else ""
+    return f"{reuse} {module} {world_size_of(item, mark, session)}"
 
 
-def retire_after(item: pytest.Item, following: pytest.Item | None) -> None:
-    """Have ranks leave that were kept, but not for the item that comes next. They would hold devices for nothing.
+def retire_after(item: pytest.Item, next_item: pytest.Item | None) -> None:
+    """End ranks that are kept, unless the next item runs on them: they would hold devices for nothing.
 
-    Fixtures that they share are torn down then, as pytest does after the last test that could have used them, be it skipped.
-    Fails if that goes wrong.
+    They tear down the fixtures that their tests shared, as pytest does after the last test that could have used them, even if
+    that one was skipped. Fails the item if a rank does not end well.
     """
-    problem = _retire(item.config.stash[SESSION], following)
+    problem = _retire(item.config.stash[SESSION], next_item)
     if problem:
         pytest.fail(f"ranks that tests shared did not leave well: {problem}", pytrace=False)
 
 
 def retire_for(item: pytest.Item) -> None:
-    """The same before an item, where the teardown of the one before it came to no such end; what goes wrong is a warning."""
+    """End ranks that are kept for other items than this one, if the teardown before it did not. Warns of a failure."""
     session = item.config.stash[SESSION]
     problem = _retire(session, item)
     if problem:
         session.notice(f"ranks that were kept did not leave well: {problem}")
 
 
-def _retire(session: DistcompatSession, following: pytest.Item | None) -> str:
-    if session.reuse_scope and (following is None or session.reuse_scope != scope_of(following, session)):
+def _retire(session: DistcompatSession, next_item: pytest.Item | None) -> str:
+    if session.reuse_scope and (next_item is None or session.reuse_scope != scope_of(next_item, session)):
         return session.launcher.retire()
     return ""
 
 
-def _printed(outcome: Outcome) -> Outcome:
-    """Uncaptured output printed here, as pytest's -s asks; the rest of the outcome."""
-    kept = []
+def _print_uncaptured(outcome: Outcome) -> Outcome:
+    """Print the uncaptured output of the ranks, for pytest's -s; return the outcome without it."""
+    captured = []
     for title, content in outcome.sections:
         if title.startswith(UNCAPTURED):
             print(f"\n{title}:\n{content}")  # noqa: T201 - it is what the ranks printed
         else:
-            kept.append((title, content))
-    return dataclasses.replace(outcome, sections=tuple(kept))
+            captured.append((title, content))
+    return dataclasses.replace(outcome, sections=tuple(captured))
 
 
 def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """Put the ranks' own words into the parent's report."""
+    """Put the outcome of the ranks into the parent's report."""
     if report.when != "call":
         return
     outcome = item.stash.get(OUTCOME, None)
     if outcome is None:
         if report.passed:
-            report.outcome, report.longrepr = "failed", UNRUN
+            report.outcome, report.longrepr = "failed", NOT_RUN
         return
     if outcome.kind == "passed" and outcome.text and report.passed and not hasattr(report, "wasxfail"):
         report.outcome, report.longrepr = "failed", outcome.text
     report.sections.extend(outcome.sections)
     if call.excinfo is not None and isinstance(call.excinfo.value, RankFailure):
         represent(report, str(call.excinfo.value), outcome.location)
-        # The ranks have weighed their xfail marks, by the exceptions themselves: this one's mark knows only of ours. A report
-        # that another plugin made a pass, by running the test again, is left alone.
+        # The ranks have applied their xfail marks to the exceptions themselves; here pytest applied the mark to RankFailure. A
+        # report that another plugin turned into a pass, by running the test again, is left alone.
         if call.excinfo.value.hard or hasattr(report, "wasxfail"):
             unexcused(report)
     elif outcome.kind == "skipped" and outcome.location is not None:

@@ -1,4 +1,4 @@
-"""Where the output of a rank goes: files of its run, and no terminal."""
+"""Output of a rank: captured into files of its run, without a terminal."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from _pytest._io import TerminalWriter
 
 
 def no_terminal(config: pytest.Config) -> None:
-    """Without pytest's terminal, have ``config.get_terminal_writer()`` give a writer that leads nowhere, in no colours.
+    """Block pytest's terminal plugin, and have ``config.get_terminal_writer()`` return a writer to /dev/null.
 
-    It would raise. pytest 8 asks it for colours whenever an assertion that compares fails, as plugins do that print.
-    ``_pytest._io.TerminalWriter`` is private; ``tests/plugin/test_private_names.py`` says when it changes.
+    Without the plugin that method raises. pytest 8 calls it for colours whenever an assertion that compares fails, and plugins
+    that print call it too. ``_pytest._io.TerminalWriter`` is private;
+    ``tests/plugin/test_private_names.py`` fails when it changes.
     """
     config.pluginmanager.set_blocked("terminal")
     writer = TerminalWriter(Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
@@ -27,9 +28,9 @@ def no_terminal(config: pytest.Config) -> None:
 
 @contextlib.contextmanager
 def capturing(config: pytest.Config, directory: Path, rank: int) -> Iterator[None]:
-    """Capture this rank's output as pytest does, but into files with a name: a rank that dies leaves its last words there.
+    """Capture this rank's output as pytest does, but into named files, which are still there when the rank dies.
 
-    ``_pytest.capture.TemporaryFile`` is private; ``tests/plugin/test_private_names.py`` says when it changes.
+    ``_pytest.capture.TemporaryFile`` is private; ``tests/plugin/test_private_names.py`` fails when it changes.
     """
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is None:
@@ -40,7 +41,7 @@ def capturing(config: pytest.Config, directory: Path, rank: int) -> Iterator[Non
     module: Any = pytest_capture
     before = module.TemporaryFile
     paths = iter(captured_files(directory, rank))
-    # Ranks that live on begin theirs anew with each item.
+    # Kept ranks truncate their files for each item.
     module.TemporaryFile = lambda buffering: next(paths).open("w+b", buffering=buffering)
     try:
         capture.start_global_capturing()
@@ -53,9 +54,9 @@ def capturing(config: pytest.Config, directory: Path, rank: int) -> Iterator[Non
 
 
 def fault_handler(config: pytest.Config) -> None:
-    """Have a crash's stack written to this rank's stderr: pytest's own plugin kept the fork server's.
+    """Have the stack of a crash written to this rank's stderr, not to that of the fork server it was forked from.
 
-    Its two hooks are called again, for it has no other way to change the file.
+    pytest's plugin faulthandler can change its file only by calling its two hooks again.
     """
     plugin = config.pluginmanager.getplugin("faulthandler")
     if plugin is not None:

@@ -1,0 +1,1 @@
+"""pytest inside a launch: on ranks that the plugin starts, and on those of an external ``torchrun -m pytest``."""

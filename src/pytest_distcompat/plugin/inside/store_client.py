@@ -1,0 +1,86 @@
+"""Client of the launch's TCPStore, through which ranks of an external launch exchange texts. It never waits in C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from pytest_distcompat import clock
+
+#: Separates these keys from those of process groups.
+PREFIX = "distcompat/"
+#: Seconds between two reads of a key that is waited for.
+POLL = 0.01
+
+
+class StoreClient:
+    """Texts by key, for all threads of this rank.
+
+    Attributes:
+        lost: Whether the store is gone, with the process that served it.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._store = _store(rank, size)
+        # An older torch cannot list the keys; then none are cleared.
+        self._initial_keys = set(self._store.list_keys()) if hasattr(self._store, "list_keys") else None
+        self._lock = threading.RLock()
+        self.lost = False
+
+    def put(self, key: str, text: str) -> None:
+        """Set a key, for all ranks."""
+        with self._noting_loss():
+            self._store.set(PREFIX + key, text)
+
+    def get(self, key: str) -> str | None:
+        """Return the text of a key; None if it is not set."""
+        value: bytes | None = None
+        with self._noting_loss():
+            value = self._store.get(PREFIX + key) if self._store.check([PREFIX + key]) else None
+        return None if value is None else value.decode()
+
+    def wait(self, key: str, deadline: float, given_up: Callable[[], bool]) -> str | None:
+        """Wait for a key until the deadline (CLOCK_MONOTONIC), or until ``given_up`` returns true."""
+        while (text := self.get(key)) is None and clock.now() < deadline and not self.lost:
+            if given_up():
+                return self.get(key)
+            clock.sleep(POLL)
+        return text
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Delete keys that all ranks have read."""
+        with self._noting_loss():
+            for key in keys:
+                self._store.delete_key(PREFIX + key)
+
+    def clear(self) -> None:
+        """Delete the keys of earlier process groups, which the next group would take for its own."""
+        if self._initial_keys is not None:
+            with self._noting_loss():
+                for key in set(self._store.list_keys()) - self._initial_keys:
+                    if not key.startswith(PREFIX):
+                        self._store.delete_key(key)
+
+    @contextlib.contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except RuntimeError:
+                self.lost = True
+
+
+def _store(rank: int, size: int) -> Any:
+    """Return a new connection to the launch's store. If the launcher has no store, rank 0 opens it, for groups too."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return TCPStore(address, port, is_master=False)
+    # As torchrun sets it: init_process_group then connects to this store instead of opening its own.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    os.environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
+    return TCPStore(address, port, size, is_master=rank == 0, wait_for_workers=False)

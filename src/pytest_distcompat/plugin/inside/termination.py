@@ -1,0 +1,55 @@
+"""SIGTERM of the launcher, noticed at once whatever the main thread waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from types import FrameType
+
+from pytest_distcompat import clock
+
+
+class Termination:
+    """A handler of SIGTERM that keeps the process alive until it has reported. Made in the main thread.
+
+    torchrun sends SIGTERM to all ranks once one has failed, and kills them 30 s later. A Python handler runs only when the main
+    thread returns from C; the byte that Python writes for the signal (``signal.set_wakeup_fd``) is there at once.
+    """
+
+    def __init__(self) -> None:
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._received_at: float | None = None
+        signal.signal(signal.SIGTERM, _stay_alive)
+        signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._in_child)
+
+    @property
+    def since(self) -> float:
+        """Seconds since the signal came; 0 if it has not."""
+        return 0.0 if self._received_at is None else max(clock.now() - self._received_at, 1e-9)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the signal, at most so many seconds."""
+        readable, _, _ = select.select([self._reading], [], [], seconds)
+        if readable and signal.SIGTERM in os.read(self._reading, 64) and self._received_at is None:
+            self._received_at = clock.now()
+
+    def ignore(self) -> None:
+        """Ignore SIGTERM from now on: Python restores the default handler before the process has ended."""
+        # Only the main thread can set a handler; other threads end the process by os._exit, without Python's shutdown.
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def _in_child(self) -> None:
+        """Restore the default handler in a forked child: workers of a data loader must die by SIGTERM."""
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+            if signal.getsignal(signal.SIGTERM) is _stay_alive:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _stay_alive(number: int, frame: FrameType | None) -> None:
+    pass

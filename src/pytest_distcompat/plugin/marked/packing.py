@@ -1,0 +1,171 @@
+"""Packing of tests on devices: how many ranks each needs, the order under xdist, and how busy devices were.
+
+The workers collect, the controller hands out. So the workers write into the session's store how many ranks each test needs,
+and the controller plans the order, from durations of earlier sessions. No worker's list of tests is reordered: xdist requires
+that all workers have the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_distcompat.lease import Span
+    from pytest_distcompat.plugin.session import DistcompatSession
+
+#: The file in the store with the ``Demands``.
+FILE = "demands.json"
+#: The key in pytest's cache: seconds for which each demand had its devices when it last ran.
+CACHE = "distcompat/seconds"
+
+
+@dataclass(frozen=True)
+class Demands:
+    """Demands of the distributed tests that a process collected. Items with one demand share ranks or runs.
+
+    Attributes:
+        items: The name of each item's demand, by node id.
+        world_sizes: The number of ranks of each demand.
+        ordered: Whether a plugin or a conftest.py changed the order of these items; it must then be kept.
+    """
+
+    items: Mapping[str, str]
+    world_sizes: Mapping[str, int]
+    ordered: bool
+
+
+def write_demands(session: DistcompatSession, collected: Sequence[pytest.Item], items: Sequence[pytest.Item]) -> None:
+    """Write the demands into the store.
+
+    Args:
+        session: The session of this process.
+        collected: The items in the order of collection, before plugins changed it.
+        items: The items that will run.
+    """
+    of_items: dict[str, str] = {}
+    world_sizes: dict[str, int] = {}
+    distributed = []
+    for item in items:
+        demand = _demand(item, session)
+        if demand is not None:
+            distributed.append(item)
+            of_items[item.nodeid], world_sizes[demand[0]] = demand[0], demand[1]
+    index = {item: number for number, item in enumerate(collected)}
+    order = [index[item] for item in distributed if item in index]
+    demands = Demands(of_items, world_sizes, order != sorted(order))
+    # On a full disk there is no plan; the tests themselves report what they cannot write.
+    with contextlib.suppress(OSError):
+        # All workers write the same file, some of them at the same time.
+        temporary = session.store / f"{FILE}.{os.getpid()}"
+        temporary.write_text(json.dumps(asdict(demands)), encoding="utf-8")
+        temporary.rename(session.store / FILE)
+
+
+def _demand(item: pytest.Item, session: DistcompatSession) -> tuple[str, int] | None:
+    """Return the name of an item's demand and its number of ranks; None for an ordinary test.
+
+    The checks of a suite's cell share runs, and tests that reuse ranks share ranks: together they are one demand.
+    """
+    from pytest_distcompat.plugin.marked import marker
+
+    mark = marker.mark_of(item)
+    if mark is not None:
+        return marker.scope_of(item, session) or item.nodeid, marker.world_size_of(item, mark, session)
+    callspec: Any = getattr(item, "callspec", None)
+    case = callspec.params.get("distcompat_case") if callspec is not None else None
+    # A suite without selected cases has one item, which pytest skips, with a placeholder as its parameter.
+    cell = getattr(case, "cell", None)
+    if cell is None:
+        return None
+    assert item.parent is not None
+    return f"{item.parent.nodeid}[{cell.id}]", cell.world_size
+
+
+def read_demands(session: DistcompatSession) -> Demands | None:
+    """Return the demands in the store; None in a session without distributed tests."""
+    path = session.store_path / FILE
+    return Demands(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def plan(session: DistcompatSession, collection: Sequence[str], workers: int) -> list[list[int]]:
+    """Return the indices of distributed tests in the collection, in the order in which to hand them out.
+
+    Each list holds the tests of one demand. There are none without distributed tests, or if another plugin orders them.
+    """
+    demands = read_demands(session)
+    if demands is None or demands.ordered:
+        return []
+    from pytest_distcompat.lease import Demand, pack
+
+    units: dict[str, list[int]] = {}
+    for index, nodeid in enumerate(collection):
+        if nodeid in demands.items:
+            units.setdefault(demands.items[nodeid], []).append(index)
+    seconds = _cached_seconds(session.config)
+    to_pack = [Demand(name, demands.world_sizes[name], seconds.get(name), len(unit)) for name, unit in units.items()]
+    return [units[demand.id] for demand in pack(to_pack, len(session.inventory.ids), workers)] if to_pack else []
+
+
+def _cached_seconds(config: pytest.Config) -> dict[str, float]:
+    # Without pytest's cache plugin the configuration has no such attribute.
+    cache: pytest.Cache | None = getattr(config, "cache", None)
+    return {} if cache is None else cache.get(CACHE, {})
+
+
+def cache_seconds(session: DistcompatSession, spans: Iterable[Span]) -> None:
+    """Write to pytest's cache how long each demand had its devices, without the time it waited for them."""
+    demands, cache = read_demands(session), getattr(session.config, "cache", None)
+    if demands is None or cache is None:
+        return
+    seconds: dict[str, float] = {}
+    for span in spans:
+        name = demands.items.get(span.who)
+        if name is not None:
+            seconds[name] = round(seconds.get(name, 0.0) + span.seconds, 3)
+    if seconds:
+        cache.set(CACHE, {**_cached_seconds(session.config), **seconds})
+
+
+class Devices:
+    """Reads the timeline of leases at the end of the session, in the process that has the terminal."""
+
+    def __init__(self, session: DistcompatSession) -> None:
+        self.session = session
+
+    def _spans(self) -> list[Span]:
+        if not self.session.store_path.exists():
+            return []
+        from pytest_distcompat.lease import read_timeline
+
+        return read_timeline(self.session.store)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Write durations to the cache, unless the session was interrupted."""
+        if exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
+            cache_seconds(self.session, self._spans())
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print how busy the devices were with ``-v``, and a chart of leases with ``-vv``."""
+        verbosity = self.session.config.get_verbosity()
+        spans = self._spans() if verbosity > 0 else []
+        if not spans:
+            return
+        from pytest_distcompat.lease import busy, chart
+
+        inventory = self.session.inventory
+        length = max(span.released.monotonic for span in spans) - spans[0].got.monotonic
+        terminalreporter.write_line(
+            f"distcompat: {len(inventory.ids)} {inventory.words} were leased for {busy(spans, inventory.ids):.0%} of "
+            f"{length:.1f} s, by {len(spans)} process groups"
+        )
+        for line in chart(spans, inventory.ids) if verbosity > 1 else ():
+            terminalreporter.write_line(line)

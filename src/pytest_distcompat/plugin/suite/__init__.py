@@ -1,0 +1,1 @@
+"""Items of a ``CompatSuite``: which there are, and how one runs."""
