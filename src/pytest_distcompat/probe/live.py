@@ -73,6 +73,7 @@ def _fits_8_bits(linear: torch.nn.Linear) -> bool:
 
 
 def parameter_info(name: str, tensor: torch.Tensor, placement: str = "") -> ParameterInfo:
+    """Return what is known of a parameter or buffer of the unwrapped model."""
     return ParameterInfo(
         name=name,
         shape=tuple(tensor.shape),
@@ -225,6 +226,7 @@ def _zero_stage(model: Module) -> int | None:
 def live_parameter_info(
     name: str, parameter: torch.Tensor, wrappers: dict[str, int], held: int | None
 ) -> ParameterInfo:
+    """Return what this rank stores of a live parameter; ``held`` counts the optimizer's entries that are this tensor."""
     from torch.distributed.fsdp import FlatParameter
 
     shape, kind, placement, local = tuple(parameter.shape), "Tensor", "", parameter
