@@ -164,6 +164,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-baseline",
         "--distcompat-launcher",
         "--distcompat-verify",
+        "--distcompat-nothing-ran",
     ]
 
 

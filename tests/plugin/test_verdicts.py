@@ -247,3 +247,64 @@ def test_without_suites_nothing_is_said_of_verdicts(pytester: pytest.Pytester, r
     result = pytester.runpytest_inprocess("--distcompat-timeout=3")
     result.assert_outcomes(passed=1)
     result.stdout.no_fnmatch_line("*distributed compatibility*")
+
+
+NEEDS = """
+from pytest_distcompat import Driver
+
+class Mine(Driver):
+    name = "mine"
+
+    @classmethod
+    def unsupported_reason(cls, cell, device="cpu"):
+        return "accelerate is not installed" if cell.strategy == "fsdp2" else None
+"""
+ONE_OF_TWO = """
+from pytest_distcompat import CompatSuite, Matrix
+
+class TestMine(CompatSuite):
+    driver = "my_driver:Mine"
+    matrix = Matrix(strategies=({strategies}), precisions=("fp32",))
+"""
+
+
+@pytest.fixture
+def needs(pytester: pytest.Pytester, ranks: FakeRanks) -> pytest.Pytester:
+    """A suite of one cell, whose driver cannot run it for want of a package."""
+    pytester.makepyfile(my_driver=NEEDS, test_mine=ONE_OF_TWO.format(strategies='"fsdp2",'))
+    pytester.syspathinsert()
+    return pytester
+
+
+def test_a_session_in_which_no_cell_ran_fails(needs: pytest.Pytester) -> None:
+    result = needs.runpytest_inprocess()
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            "no cell ran, so nothing was checked; expected at least one verdict",
+            "  TestMine fsdp2-fp32-w2: accelerate is not installed",
+            "  install it: pip install accelerate",
+            "  --distcompat-nothing-ran=pass lets such a session pass",
+        ]
+    )
+
+
+def test_an_adopter_may_let_it_pass(needs: pytest.Pytester) -> None:
+    result = needs.runpytest_inprocess("--distcompat-nothing-ran=pass")
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.no_fnmatch_line("no cell ran*")
+
+
+def test_options_that_select_no_cell_fail(needs: pytest.Pytester) -> None:
+    result = needs.runpytest_inprocess("--distcompat-strategies=zero3")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["  TestMine: no cell of TestMine is selected: strategies 'zero3' of fsdp2"])
+    result = needs.runpytest_inprocess("--distcompat-drivers=torch")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["  TestMine: --distcompat-drivers=torch leaves out driver 'my_driver:Mine'"])
+
+
+def test_other_tests_do_not_make_up_for_it(needs: pytest.Pytester) -> None:
+    needs.makepyfile(test_other="def test(): pass")
+    assert needs.runpytest_inprocess().ret == pytest.ExitCode.TESTS_FAILED
+    assert needs.runpytest_inprocess("test_other.py").ret == pytest.ExitCode.OK

@@ -138,7 +138,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             raise pytest.Collector.CollectError(str(problem)) from None
         if selected:
             session.modules += tuple(cases.modules_of(metafunc.cls, selected))
-        metafunc.parametrize("distcompat_case", selected, ids=[case.id for case in selected], indirect=True)
+        cells: list[Any] = list(selected)
+        if not cells and cases.is_suite(metafunc.cls):
+            cells = [cases.NoCell(cases.why_no_cell(metafunc.cls, session))]
+        metafunc.parametrize("distcompat_case", cells, ids=[case.id for case in cells], indirect=True)
 
 
 def _generate_marked(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:

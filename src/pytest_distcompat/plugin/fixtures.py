@@ -111,6 +111,8 @@ def process_group(world: World) -> Iterator[Any]:
 @pytest.fixture
 def distcompat_case(request: pytest.FixtureRequest) -> BoundCase:
     """Return one check in one cell of a CompatSuite; calling it runs the check."""
-    from pytest_distcompat.plugin.suite.cases import BoundCase
+    from pytest_distcompat.plugin.suite.cases import BoundCase, NoCell
 
+    if isinstance(request.param, NoCell):
+        pytest.skip(request.param.reason)
     return BoundCase(request.param, request.node)

@@ -279,6 +279,13 @@ OPTIONS: dict[str, Option] = {
             "verdicts differ (default: 0).",
             _percent,
         ),
+        Option(
+            "distcompat_nothing_ran",
+            "fail|pass",
+            "fail",
+            "Fail or pass a session in which suites were collected and none of their cells ran (default: fail).",
+            _choice("fail", "pass"),
+        ),
     )
 }
 

@@ -41,6 +41,10 @@ SUMMARY = "GITHUB_STEP_SUMMARY"
 #: Exit codes of a session in which nothing failed.
 _GOOD = frozenset({pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED})
 
+#: The package that a reason for skipping a cell names as missing.
+_NOT_INSTALLED = re.compile(r"\b([\w.-]+) is not installed")
+#: How the node id of a suite ends that has no selected cell.
+_NO_CELL = "::test[no-cell]"
 #: The node id of a suite's item: the node id of the suite, the cell, the check.
 _ITEM = re.compile(r"(?P<place>.+)::test\[(?P<cell>[\w-]+):(?P<check>\w+)\]")
 
@@ -54,6 +58,10 @@ class Results:
         self.cells: dict[str, Row] = {}
         #: The node ids of the suites' items, in the order in which they were collected.
         self.collected: dict[str, None] = {}
+        #: The items of suites without a selected cell: node id to the reason.
+        self.without_cells: dict[str, str] = {}
+        #: Why nothing ran, as lines, if that fails the session.
+        self._nothing_ran: list[str] = []
         self.report: Report | None = None
         self._began = clock.wall()
         self._ending = ""
@@ -75,8 +83,9 @@ class Results:
         self._start_progress()
 
     def _note_collected(self, nodeids: Any) -> None:
-        stripped = (strip_group(self.session.config, nodeid) for nodeid in nodeids)
+        stripped = [strip_group(self.session.config, nodeid) for nodeid in nodeids]
         self.collected.update((nodeid, None) for nodeid in stripped if _parse_suite_item(nodeid))
+        self.without_cells.update((nodeid, "") for nodeid in stripped if nodeid.endswith(_NO_CELL))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
@@ -103,6 +112,8 @@ class Results:
             self._record_verdict(data, report)
         elif _parse_suite_item(nodeid) and (report.failed or report.skipped):
             self._record_without_verdict(nodeid, report)
+        elif nodeid in self.without_cells and isinstance(report.longrepr, tuple):
+            self.without_cells[nodeid] = str(report.longrepr[2]).removeprefix("Skipped: ")
         result = self.results.get(nodeid)
         self._own_failures += report.failed and result is not None and result.red
         report.user_properties.extend(self._properties(nodeid, report))
@@ -169,10 +180,12 @@ class Results:
         """Write the report files. Not in the terminal summary: a session that was interrupted may have none."""
         if self._progress is not None:
             self._progress.stop()
-        if not self._running or not (self.results or self.collected or self._lacks_suites(session.config)):
+        suites = self.results or self.collected or self.without_cells
+        if not self._running or not (suites or self._lacks_suites(session.config)):
             return
         self.report = self._report(exitstatus)
         self._compare(session)
+        self._require_a_verdict(session)
         paths = self.session.setting("report").value
         summary = os.environ.get(SUMMARY)
         jobs: list[tuple[Path, Any]] = [(path, write_report) for path in paths]
@@ -233,6 +246,25 @@ class Results:
             session.exitstatus = pytest.ExitCode.OK
             session_info["baseline"]["text"].append("nothing is newly broken or newly missing: exit code 0")
 
+    def _require_a_verdict(self, session: pytest.Session) -> None:
+        """Fail a session whose suites came to no verdict: nothing was checked, which is no success."""
+        ran = any(result.status != "skipped" for result in self.results.values())
+        allowed = self.session.setting("nothing_ran").value == "pass" or session.exitstatus not in _GOOD
+        if ran or allowed or not (self.collected or self.without_cells):
+            return
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        cells: dict[str, list[str]] = {}
+        for result in self.ordered():
+            cells.setdefault(result.reason or result.message, []).append(f"{result.suite} {result.cell}")
+        for nodeid, reason in self.without_cells.items():
+            cells.setdefault(reason, []).append(nodeid.split("::")[-2])
+        self._nothing_ran = ["no cell ran, so nothing was checked; expected at least one verdict"]
+        self._nothing_ran += [f"  {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in cells.items()]
+        missing = dict.fromkeys(package for reason in cells for package in _NOT_INSTALLED.findall(reason))
+        if missing:
+            self._nothing_ran.append(f"  install it: pip install {' '.join(missing)}")
+        self._nothing_ran.append("  --distcompat-nothing-ran=pass lets such a session pass")
+
     def ordered(self) -> list[Result]:
         """Return the results in the order of the matrix, independent of the order in which items ran."""
         from pytest_distcompat.checks import CHECKS
@@ -252,7 +284,7 @@ class Results:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the matrix and the paths of the report files."""
         if self.report is not None:
-            Summary(terminalreporter).show(self.report, self._written)
+            Summary(terminalreporter).show(self.report, self._written, self._nothing_ran)
 
     def _session_info(self) -> dict[str, Any]:
         from pytest_distcompat.lease import entries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytest_distcompat.excerpt import visible
@@ -28,8 +28,8 @@ class Summary:
         has_width = terminal.isatty or "COLUMNS" in os.environ
         self._width = terminal.config.get_terminal_writer().fullwidth if has_width else 0
 
-    def show(self, report: Report, written: list[str]) -> None:
-        """Write the whole section."""
+    def show(self, report: Report, written: Sequence[str], nothing_ran: Sequence[str] = ()) -> None:
+        """Write the whole section; ``nothing_ran`` are the lines that say why no cell ran, if none did."""
         self._terminal.section("distributed compatibility")
         for line in matrix_text(report.results, report.rows, self._width):
             self._line(line)
@@ -49,6 +49,8 @@ class Summary:
             self._terminal.write_line(visible(text if number else f"since {baseline['file']}: {text}"))
         for text in written:
             self._terminal.write_line(visible(text))
+        for text in nothing_ran:
+            self._terminal.write_line(visible(text), red=True, bold=True)
 
     def _line(self, line: Line) -> None:
         for text, style in line:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -144,6 +144,30 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
         checks = [check for check in CHECKS.by_name.values() if check.name not in reasons]
         found += [Case(suite, cell, check, reasons) for check in (checks if supported[cell] else checks[:1])]
     return found
+
+
+@dataclass(frozen=True)
+class NoCell:
+    """The one parameter of a suite none of whose cells are selected; its item is skipped with the reason."""
+
+    #: The id of the parameter.
+    id: ClassVar[str] = "no-cell"
+
+    reason: str
+
+
+def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
+    """Return why the options select no cell of the suite, and what its matrix has."""
+    if session.setting("drivers").value and suite.driver not in session.setting("drivers").value:
+        return f"--distcompat-drivers={session.setting('drivers').text} leaves out driver {suite.driver!r}"
+    cells = list(_all_cells(suite, session.world_size))
+    axes = {"strategies": [cell.strategy for cell in cells], "precisions": [cell.precision for cell in cells]}
+    reasons = [
+        f"{name} {session.setting(name).text!r} of {', '.join(dict.fromkeys(there)) or 'none'}"
+        for name, there in axes.items()
+        if session.setting(name).value
+    ]
+    return f"no cell of {suite.__name__} is selected: {'; '.join(reasons) or 'its matrix is empty'}"
 
 
 def not_applicable_checks(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict[str, str]:
