@@ -225,14 +225,17 @@ class ScriptRun:
 
         Where there is no checkpoint the files are judged together: a script may write each part of the model by itself.
         """
-        paths = [event["path"] for event in self.saved() if Path(event["path"]).exists()]
-        if not paths and self.output is not None and self.output.exists():
-            paths = [str(self.output)]
+        seen = [event["path"] for event in self.saved() if Path(event["path"]).exists()]
+        output = str(self.output.resolve()) if self.output is not None and self.output.exists() else ""
+        paths = list(dict.fromkeys(filter(None, (*seen, output))))
         read = self._read({"what": "files", "paths": paths})["files"] if paths else {}
         found = {path: tuple(_file(fact).renamed(self.saved_name) for fact in read[path]) for path in paths}
         checkpoints = {event["path"] for event in self.saved() if event["everyone"]}
-        others = [found[path] for path in paths if path not in checkpoints]
-        written = [found[path] for path in paths if path in checkpoints]
+        others = [found[path] for path in seen if path not in checkpoints]
+        written = [found[path] for path in seen if path in checkpoints]
+        if output and not written and not any(fact.holds == "model" for facts in others for fact in facts):
+            # The probe does not see all writing: ``safetensors.torch.save`` gives bytes, and a file may get its name later.
+            others.append(found[output])
         together = tuple(fact for facts in others for fact in facts)
         if written:
             written += others
