@@ -33,6 +33,12 @@ def test_one_that_was_to_leave_its_model(run: Launch) -> None:
         saving(run, "nothing", output="{output}").check("names")
 
 
+@pytest.mark.parametrize("how", ["safetensors", "bytes"])
+def test_a_file_of_safetensors_beside_an_optimizers(run: Launch, how: str) -> None:
+    """By ``save_file``, which the probe sees, or by ``save``, which leaves the writing to the script."""
+    saving(run, how, output="{output}").check("names", "final_model_loadable")
+
+
 def test_a_model_of_which_a_part_is_saved(run: Launch) -> None:
     with pytest.raises(Incompatible, match=r"2 of 4 parameters stand in no saved file, first 'layers\.1\.bias'"):
         saving(run, "one part").check("names")

@@ -250,14 +250,17 @@ class ScriptRun:
 
         Without a checkpoint all files are one snapshot, because a script may write the model in parts.
         """
-        paths = [event["path"] for event in self.saved() if Path(event["path"]).exists()]
-        if not paths and self.output is not None and self.output.exists():
-            paths = [str(self.output)]
+        seen = [event["path"] for event in self.saved() if Path(event["path"]).exists()]
+        output = str(self.output.resolve()) if self.output is not None and self.output.exists() else ""
+        paths = list(dict.fromkeys(filter(None, (*seen, output))))
         read = self._read({"kind": "files", "paths": paths})["files"] if paths else {}
         files = {path: tuple(_file(info).renamed(self.saved_name) for info in read[path]) for path in paths}
         checkpoints = {event["path"] for event in self.saved() if event["everyone"]}
-        others = [files[path] for path in paths if path not in checkpoints]
-        written = [files[path] for path in paths if path in checkpoints]
+        others = [files[path] for path in seen if path not in checkpoints]
+        written = [files[path] for path in seen if path in checkpoints]
+        if output and not written and not any(info.holds == "model" for infos in others for info in infos):
+            # The probe does not see all writing: ``safetensors.torch.save`` gives bytes, and a file may get its name later.
+            others.append(files[output])
         together = tuple(info for infos in others for info in infos)
         if written:
             written += others

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch.utils.checkpoint import checkpoint
 
 parser = argparse.ArgumentParser()
@@ -76,6 +76,9 @@ if arguments.output and dist.get_rank() == 0:
     if arguments.saves == "safetensors":
         torch.save(optimizer.state_dict(), arguments.output / "optimizer.pt")
         save_file(state, arguments.output / "model.safetensors")
+    if arguments.saves == "bytes":
+        torch.save(optimizer.state_dict(), arguments.output / "optimizer.pt")
+        (arguments.output / "model.safetensors").write_bytes(save(state))
     if arguments.saves == "parts":
         for part in range(2):
             own = {name: value for name, value in state.items() if name.startswith(f"layers.{part}.")}
