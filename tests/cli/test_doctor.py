@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.cli import installation, machine, main
+from pytest_distcompat.cli import doctor, installation, machine, main
 from pytest_distcompat.cli.capabilities import capability
 from pytest_distcompat.cli.machine import Machine
 from pytest_distcompat.driver import Driver
@@ -165,6 +165,14 @@ class Able(Driver):
 
 def test_what_can_be_run_depends_on_the_device() -> None:
     assert [capability("able", Able, device, 2).able for device in ("cpu", "cuda")] == [0, 35]
+
+
+def test_a_machine_on_which_no_cell_can_run_has_a_problem() -> None:
+    nothing = doctor._nothing_to_run([capability("able", Able, "cpu", 2)])
+    assert [(one.level, one.text) for one in nothing] == [
+        ("problem", "no cell can run here, so a suite fails: needs a GPU")
+    ]
+    assert not list(doctor._nothing_to_run([capability("able", Able, device, 2) for device in ("cpu", "cuda")]))
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,13 +53,19 @@ def _doctor(options: argparse.Namespace) -> int:
     issues = [issue for path in options.known for issue in read_file(path)] + list(shipped())
     here = machine.this_machine()
     size = len(here.visible) or CPU_WORLD_SIZE
+    cells = [capability(name, driver, here.device, size, issues) for name, driver in zip(names, drivers, strict=True)]
     result = Examination(
         here,
         size,
         installation.installed(),
-        [capability(name, driver, here.device, size, issues) for name, driver in zip(names, drivers, strict=True)],
+        cells,
         issues_here(issues, drivers, here.device),
-        [*installation.findings(), *machine.findings(here), *_too_few_gpus(here, options.gpus)],
+        [
+            *installation.findings(),
+            *machine.findings(here),
+            *_too_few_gpus(here, options.gpus),
+            *_nothing_to_run(cells),
+        ],
     )
     print(json.dumps(result.to_json(), indent=1) if options.json else "\n".join(result.lines(whole=options.all)))  # noqa: T201 - a command speaks
     failing = {"problem", "warning"} if options.strict else {"problem"}
@@ -71,6 +77,14 @@ def _too_few_gpus(here: Machine, wanted: int) -> Iterator[Finding]:
 
     if len(here.visible) < wanted:
         yield Finding("problem", f"{wanted} GPUs are wanted, {len(here.visible)} of {len(here.gpus)} are visible")
+
+
+def _nothing_to_run(cells: Sequence[Capability]) -> Iterator[Finding]:
+    from pytest_distcompat.cli.machine import Finding
+
+    if not any(one.able for one in cells):
+        reasons = dict.fromkeys(reason for one in cells for reason in one.reasons.values() if reason)
+        yield Finding("problem", f"no cell can run here, so a suite fails: {'; '.join(list(reasons)[:3])}")
 
 
 @dataclass(frozen=True)
