@@ -139,7 +139,7 @@ def test_forty_tests_on_eight_gpus_end_near_the_ideal_and_when_the_simulation_sa
     assert sorted(play.run().began) == list(range(40))
     assert play.time == pytest.approx(simulate(order, DEVICES, 8).makespan)
     assert play.time <= 1.15 * ideal(demands.values(), DEVICES, 8)
-    assert type(play.scheduler._now).__name__ == play.scheduler.__class__.__name__ == "PackedScheduling"
+    assert type(play.scheduler._scheduler).__name__ == play.scheduler.__class__.__name__ == "PackedScheduling"
 
 
 def test_by_its_own_rule_xdist_is_further_from_it(start: Start) -> None:
