@@ -155,7 +155,7 @@ def test_what_a_dead_one_left_is_not_charged_to_the_next(pytester: pytest.Pytest
     pytester.makeconftest(
         """
         from pytest_distcompat.lease import Leak, pool
-        pool.Pool._left_by_the_dead = lambda self, ids: (Leak(ids[0], 300 << 20, "test_killed"),)
+        pool.Pool._leaks_of_dead_holders = lambda self, ids: (Leak(ids[0], 300 << 20, "test_killed"),)
         pytest_plugins = ["pytest_distcompat.aliases"]
         """
     )

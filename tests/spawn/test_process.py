@@ -58,7 +58,7 @@ def test_all_below_a_process_are_found(tree: tuple[int, set[int]], monkeypatch: 
 
 def test_where_the_kernel_keeps_no_lists(tree: tuple[int, set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     top, below = tree
-    monkeypatch.setattr(process, "_LISTED", Path("/proc/no-such-file"))
+    monkeypatch.setattr(process, "_CHILDREN_FILE", Path("/proc/no-such-file"))
     assert {one.pid for one in process.descendants(top)} == below
     with subprocess.Popen(["true"]) as gone:
         pass
