@@ -209,6 +209,25 @@ def test_an_option_that_cannot_be_handed_to_ranks_is_an_error_that_names_it(
     assert run_pytest(tmp_path).code == pytest.ExitCode.OK, "its default is made anew on ranks"
 
 
+def test_an_option_that_ranks_cannot_read_is_an_error_that_names_it(run_pytest: RunPytest, tmp_path: Path) -> None:
+    bad = "def read(text):\n    raise ValueError('not on ' + text)\nclass Bad:\n    def __init__(self, text):\n        self.text = text\n"
+    bad += "    def __reduce__(self):\n        return read, (self.text,)\n"
+    bad += "def pytest_addoption(parser):\n    parser.addoption('--bad', type=Bad)\n"
+    (tmp_path / "conftest.py").write_text(bad, encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(f"import pytest{TEST}    pass\n", encoding="utf-8")
+    result = run_pytest(tmp_path, "--bad=ranks")
+    assert result.outcomes == {"test_it": "failed"}, result.out
+    assert "the option 'bad' has a value that no rank can read (ValueError: not on ranks)" in result.out
+
+
+def test_a_test_imports_a_module_that_pytest_rewrites(run_pytest: RunPytest, tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n", encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(f"import pytest{TEST}    import test_later\n", encoding="utf-8")
+    (tmp_path / "test_later.py").write_text("VALUE = 1\n", encoding="utf-8")
+    result = run_pytest(tmp_path, "test_it.py")
+    assert result.outcomes == {"test_it": "passed"}, result.out
+
+
 @pytest.mark.parametrize("launcher", ["warm", "torchrun"])
 def test_the_command_line_and_the_interpreters_flags_reach_ranks(
     environment: dict[str, str], tmp_path: Path, launcher: str

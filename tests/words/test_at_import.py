@@ -245,8 +245,10 @@ def test_tests_that_are_installed_are_the_users_own(here: Path) -> None:
     (here / f"{NAME}.py").write_text("import time\nNOW = time.time()\n", encoding="utf-8")
 
     class Loader(importlib.machinery.SourceFileLoader):
-        pass
+        def exec_module(self, module: ModuleType) -> None:
+            super().exec_module(module)
 
+    ordinary = Loader.exec_module
     for patterns, expected in ((("test_*.py",), 0), (("conftest.py", f"{NAME[:6]}*.py"), 1)):
         with Watch() as watch:
             watch.watch_loader(Loader, patterns)
@@ -254,6 +256,7 @@ def test_tests_that_are_installed_are_the_users_own(here: Path) -> None:
             assert spec is not None
             Loader(NAME, str(here / f"{NAME}.py")).exec_module(importlib.util.module_from_spec(spec))
         assert len(watch.findings.made) == expected
+        assert Loader.exec_module is ordinary
 
 
 def test_what_was_installed_of_the_project_under_test_is_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,8 +155,9 @@ class Watch:
                 execute(loader, module)
 
         kind.exec_module = exec_module
-        self._undo.callback(delattr, kind, "exec_module")
-        if not inherited:
+        if inherited:
+            self._undo.callback(delattr, kind, "exec_module")
+        else:
             self._undo.callback(setattr, kind, "exec_module", execute)
 
     def hook(self, name: str) -> contextlib.AbstractContextManager[None]:

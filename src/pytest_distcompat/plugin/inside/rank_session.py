@@ -192,7 +192,13 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     config.invocation_params = dataclasses.replace(config.invocation_params, args=tuple(payload["given"]))
     for name, value in payload["objects"].items():
         # Only now: its type may be from a conftest.py, which pytest has imported above in its own way.
-        setattr(config.option, name, pickle.loads(base64.b64decode(value)))
+        try:
+            setattr(config.option, name, pickle.loads(base64.b64decode(value)))
+        except Exception as error:
+            raise pytest.UsageError(
+                f"the option {name!r} has a value that no rank can read ({type(error).__name__}: {error}); "
+                "expected one that can be pickled and read again"
+            ) from error
     if payload["worker"]:
         config.workerinput = dict(payload["worker"])  # type: ignore[attr-defined]
     config.stash[ON_RANK] = True
