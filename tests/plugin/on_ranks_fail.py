@@ -43,6 +43,19 @@ def test_xpass_strict_added(rank: int, request: pytest.FixtureRequest) -> None:
         request.applymarker(pytest.mark.xfail(reason="added", strict=True))
 
 
+@pytest.fixture
+def down_on_rank_0(rank: int) -> Iterator[None]:
+    yield
+    if rank == 0:
+        raise RuntimeError("on the way down")
+
+
+@mark
+@pytest.mark.xfail(reason="known", strict=True)
+def test_xpass_strict_until_its_teardown(down_on_rank_0: None) -> None:
+    pass
+
+
 @mark
 @pytest.mark.xfail(reason="known")
 def test_xfail_and_killed(rank: int) -> None:

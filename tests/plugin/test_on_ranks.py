@@ -41,6 +41,7 @@ ENDS = {
         "test_xfail_did_not_raise",
         "test_xpass_strict",
         "test_xpass_strict_added",
+        "test_xpass_strict_until_its_teardown",
         "test_xfail_and_killed",
         "test_xfail_and_hangs",
         "test_assertion",
@@ -64,6 +65,7 @@ TEXTS: dict[str, list[str]] = {
     "test_xfail_did_not_raise": ["rank * failed: Failed: DID NOT RAISE*ValueError*"],
     "test_xpass_strict": ["[[]XPASS(strict)[]] known"],
     "test_xpass_strict_added": ["[[]XPASS(strict)[]] added"],
+    "test_xpass_strict_until_its_teardown": ["[[]XPASS(strict)[]] known"],
     "test_xfail_and_killed": ["--- rank 1: was killed by SIGKILL ---"],
     "test_xfail_and_hangs": ["time limit of 0.7 s: ranks 0, 1 are in test_xfail_and_hangs at test_fail.py:*"],
     "test_assertion": [

@@ -97,6 +97,18 @@ def test_xfail_on_one_does_not_hide_a_crash_of_another(status: str, first: bool,
         assert (outcome.kind, outcome.hard) == ("failed", True)
 
 
+def test_a_strict_xpass_on_all_ranks_outweighs_an_xfail_in_a_teardown(ranks: FakeRanks) -> None:
+    strict = Phase("call", "passed", "", "[XPASS(strict)] known")
+    down = Phase("teardown", "xfailed", "known")
+    both = [(rank(0), ranks.phases(call=strict, teardown=down)), (rank(1), ranks.phases(call=strict))]
+    left = [(xfailed(0), ranks.phases(call=strict, teardown=down)), (rank(1, "stopped"), ranks.phases(call=strict))]
+    for told in (both, left):
+        outcome = merge(ranks.told(*told))
+        assert (outcome.kind, outcome.text) == ("passed", "[XPASS(strict)] known")
+    mixed = merge(ranks.told((rank(0), ranks.phases(call=Phase("call", "xfailed", "known"))), both[1]))
+    assert (mixed.kind, mixed.text) == ("xfailed", "known")
+
+
 def test_a_hang_is_hard_and_so_is_a_launch_that_failed(ranks: FakeRanks) -> None:
     hung = ranks.told((rank(0, "stuck"), ()), (xfailed(1), ()), timed_out=True, timeout=3)
     assert (merge(hung).kind, merge(hung).hard) == ("failed", True)

@@ -184,11 +184,14 @@ def merge(ending: Ending) -> Outcome:
     all_phases = {rank: [*found, *([unfinished[rank]] if rank in unfinished else [])] for rank, found in phases.items()}
     details: dict[str, Any] = {"sections": _sections(all_phases, ending)}
     details["properties"] = of_all_ranks({rank: found[-1].properties for rank, found in phases.items() if found})
+    strict = [phase.text for found in phases.values() for phase in found if phase.text.startswith(STRICT_XPASS)]
+    # What is expected to fail and passes on all ranks is a failure, even if a teardown then fails as expected.
+    unexpected = Outcome("passed", strict[0], **details) if strict and len(strict) == len(phases) else None
     if ending.failed:
         kinds = {end.kind for end in ending.ranks if end.status not in {"done", "lost peer", "stopped"}}
         expected = [end for end in (ending.cause, *ending.ranks) if end is not None and end.kind == XFailed.KIND]
         if expected and kinds <= {XFailed.KIND, SkipElsewhere.KIND} and ending.kind == "raised":
-            return Outcome("xfailed", expected[0].message.removeprefix("raised xfailed: "), **details)
+            return unexpected or Outcome("xfailed", expected[0].message.removeprefix("raised xfailed: "), **details)
         ending = _mark_excused(ending)
         if ending.cause is not None and not ending.launch_error:
             details["properties"] += ((RANK, ending.cause.rank),)
@@ -213,14 +216,13 @@ def merge(ending: Ending) -> Outcome:
         return Outcome("failed", f"ranks disagree: {outcomes}", **details)
     xfails = [phase for found in phases.values() for phase in found if phase.outcome == "xfailed"]
     if xfails:
-        return Outcome("xfailed", xfails[0].message, **details)
+        return unexpected or Outcome("xfailed", xfails[0].message, **details)
     silent = [str(rank) for rank, found in phases.items() if not any(phase.when == "teardown" for phase in found)]
     if silent:
         return Outcome(
             "failed", f"rank {', '.join(silent)} ended without running the test to its end", hard=True, **details
         )
-    unexpected = (phase.text for found in phases.values() for phase in found if phase.text.startswith(STRICT_XPASS))
-    return Outcome("passed", next(unexpected, ""), **details)
+    return Outcome("passed", strict[0] if strict else "", **details)
 
 
 def of_all_ranks(properties: Mapping[int, Sequence[tuple[str, Any]]]) -> tuple[tuple[str, Any], ...]:
