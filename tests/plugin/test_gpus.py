@@ -285,6 +285,6 @@ def test_a_cell_that_needs_more_gpus_is_shown_as_not_run(pytester: pytest.Pytest
         """
     )
     result = pytester.runpytest_inprocess()
-    assert result.ret == pytest.ExitCode.OK
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert not ranks.requests
     result.stdout.fnmatch_lines(["*ddp-fp32-w4  -  *", "*not run: 4 ranks need 4 GPUs, 3 to use [[]ddp-fp32-w4[]]"])

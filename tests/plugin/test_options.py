@@ -42,6 +42,7 @@ RIGHT: dict[str, tuple[str, str, Any]] = {
     "distcompat_reuse_limit": ("10", "3", 3),
     "distcompat_report": ("a.md", "b.json", (Path("b.json"),)),
     "distcompat_baseline": (str(LAST), str(LAST), Report.read(LAST)),
+    "distcompat_nothing_ran": ("fail", "pass", "pass"),
     "distcompat_launcher": ("warm", "torchrun", "torchrun"),
     "distcompat_verify": ("5", "12.5", 12.5),
 }
@@ -77,6 +78,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("distcompat_report", "a.xml", "'a.xml': the suffix says the format. Known: .json, .md, .html, .txt."),
     ("distcompat_report", "no_such_folder/a.md", "'no_such_folder/a.md': there is no directory *no_such_folder."),
     ("distcompat_baseline", "none.json", "*none.json: *No such file*"),
+    ("distcompat_nothing_ran", "skip", "no such value: 'skip'. Known: fail, pass."),
     ("distcompat_launcher", "mpirun", "no such value: 'mpirun'. Known: warm, torchrun."),
     ("distcompat_verify", "101", "'101' is not right: expected a number from 0 to 100."),
 ]

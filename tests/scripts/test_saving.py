@@ -65,7 +65,7 @@ def test_names_of_a_part_that_its_library_loads_by_itself(run: Launch) -> None:
     mapped.check("names", "final_model_loadable")
 
 
-ADAPTER: dict[str, Any] = {"options": {"adapter": True}, "output": "{output}"}
+ADAPTER: dict[str, Any] = {"options": {"lora": True}, "output": "{output}"}
 
 
 @needs_peft

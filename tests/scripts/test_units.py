@@ -184,7 +184,7 @@ def test_hybrid_shards_that_are_asked_for_and_not_there(run: Launch) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "reason"),
-    [("fsdp1", 4, "a parallelism_config for FSDP2 only"), ("fsdp2", 2, "two shards at least: that is for 4 ranks")],
+    [("fsdp1", 4, "a parallelism_config for FSDP2 only"), ("fsdp2", 2, "need a multiple of 2 ranks, 4 or more")],
 )
 def test_hybrid_shards_that_no_file_can_say(tmp_path: Path, strategy: str, ranks: int, reason: str) -> None:
     with pytest.raises(UsageProblem, match=reason):

@@ -27,12 +27,16 @@ NAME = "module_" + "that_is_watched"
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
+    before = dict(os.environ)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("RANK", raising=False)
     at_import._is_installed.cache_clear()
     seed = random.getstate()
     yield tmp_path
     random.setstate(seed)
+    # Not all of them are monkeypatch's: the modules set variables too.
+    os.environ.clear()
+    os.environ.update(before)
     for name in (NAME, "helper", "other", "library"):
         sys.modules.pop(name, None)
 
