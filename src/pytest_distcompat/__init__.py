@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell, Matrix
     from pytest_distcompat.checks import CHECKS, Check, check
     from pytest_distcompat.drivers import Driver
+    from pytest_distcompat.engine import check_driver
     from pytest_distcompat.expect import fails, refuses
     from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
     from pytest_distcompat.judge import Verdict
@@ -38,6 +39,7 @@ __all__ = [
     "Verdict",
     "World",
     "check",
+    "check_driver",
     "fails",
     "refuses",
 ]
@@ -51,6 +53,7 @@ _HOME = {
     **dict.fromkeys(("DistcompatError", "Incompatible", "LateFailure", "RunFailedError", "UsageProblem"), "failures"),
     "CompatSuite": "suite",
     "Driver": "drivers",
+    "check_driver": "engine",
     "Trace": "trace",
     "Verdict": "judge",
     "World": "world",

@@ -70,7 +70,7 @@ def test_a_cell_that_breaks_off_shows_how_far_it_got(
         (["nothing", "ddp-fp32-w2"], "no driver named 'nothing'. Known: torch"),
         (["torch", "zero3-fp32-w2"], "zero3-fp32-w2: plain torch has no zero3"),
         (["torch", "ddp-fp32-w2", "--check", "nothing"], "no check named 'nothing'. Known: "),
-        (["torch", "ddp-fp32-w64", "--device", "cuda"], "--device cuda: 64 ranks need 64 GPUs"),
+        (["torch", "ddp-fp32-w64", "--device", "cuda"], "device cuda: 64 ranks need 64 GPUs"),
         (["torch", "ddp-fp32-w2", "--timeout", "0"], "--timeout 0 is not right: expected a number of seconds above 0"),
         (["torch", "ddp-fp32-w2", "--timeout", "-1"], "--timeout -1 is not right"),
         (["torch", "ddp-fp32-w2", "--keep", __file__], f"--keep {__file__}: File exists"),

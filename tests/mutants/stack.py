@@ -13,7 +13,8 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import find_driver
-from pytest_distcompat.judge import Verdict, judge, skipped
+from pytest_distcompat.engine import run_check
+from pytest_distcompat.judge import Verdict, skipped
 from pytest_distcompat.known import applying, concerned, shipped
 from pytest_distcompat.launch import LAUNCHERS, Warmth
 from pytest_distcompat.models import MODELS
@@ -32,8 +33,7 @@ class Stack:
         reason = kind.unsupported_reason(cell, "cpu") or wanted.not_applicable(cell, kind)
         if reason:
             return skipped(check, cell, reason)
-        trace = self.runner.trace(driver, cell, wanted.runs(cell, kind))
-        return judge(wanted, cell, trace, applying(shipped(), concerned(kind), "cpu"))
+        return run_check(self.runner, driver, cell, wanted, applying(shipped(), concerned(kind), "cpu"))[0]
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from pytest_distcompat.driver import Driver
     from pytest_distcompat.judge import Verdict
     from pytest_distcompat.trace import RunTrace, Trace
-
-#: The reason why a check with a limit is not applicable here.
-_LIMIT = "a run of the suite is given its limit"
 
 
 def add(commands: Any) -> None:
@@ -65,68 +61,40 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: list[Any], store: Path) -> int:
-    from pytest_distcompat.drivers import preload_of
     from pytest_distcompat.drivers._declared import unsupported_reason
-    from pytest_distcompat.judge import judge
+    from pytest_distcompat.engine import choose_device, local_runner, not_applicable, run_check
     from pytest_distcompat.known import applying, concerned, shipped
-    from pytest_distcompat.launch import WarmLauncher, Warmth
-    from pytest_distcompat.launch.request import Request, import_path
-    from pytest_distcompat.lease import Pool, cpu_slots, gpus
-    from pytest_distcompat.leased import LeasedLauncher
+    from pytest_distcompat.launch.request import Request
     from pytest_distcompat.precisions import PRECISIONS
-    from pytest_distcompat.runner import Runner
     from pytest_distcompat.scenario import TRAIN
     from pytest_distcompat.strategies import STRATEGIES
 
     STRATEGIES.get(cell.strategy)
     PRECISIONS.get(cell.precision)
     # As in the suite, which has no item for a check that is not applicable.
-    not_applicable = {
-        check.name: check.not_applicable(cell, driver) or (_LIMIT if check.limit else "") for check in checks
-    }
-    scenarios = [TRAIN, *(check.runs(cell, driver) for check in checks if not not_applicable[check.name])]
-    most = max(run.cell(cell).world_size for scenario in scenarios for run in scenario.runs)
-    device = _device(options.device, most)
+    reasons = {check.name: not_applicable(check, cell, driver, {}) for check in checks}
+    scenarios = [TRAIN, *(check.runs(cell, driver) for check in checks if not reasons[check.name])]
+    device = choose_device(
+        options.device, max(run.cell(cell).world_size for scenario in scenarios for run in scenario.runs)
+    )
     reason = unsupported_reason(driver, cell, device)
     if reason:
         raise UsageProblem(f"{cell.id}: {reason}")
-    warmth = Warmth(preload_of(driver, [cell]), path=import_path())
-    # Other sessions of this user may use the same devices.
-    pool = Pool(None, gpus() if device == "cuda" else cpu_slots(), notify=_notice)
-    launcher = LeasedLauncher(WarmLauncher(warmth, device=device), lambda: pool, _notice)
-    runner = Runner(store, launcher, device=device, timeout=options.timeout or Request.timeout, notice=_notice)
-    # The results of an earlier command in that directory may be of an older trainer.
-    for scenario in scenarios:
-        runner.forget(options.driver, cell, scenario)
-    try:
+    timeout = options.timeout or Request.timeout
+    with local_runner(driver, [cell], device=device, timeout=timeout, store=store) as runner:
+        # The results of an earlier command in that directory may be of an older trainer.
+        for scenario in scenarios:
+            runner.forget(options.driver, cell, scenario)
         trace = runner.trace(options.driver, cell, TRAIN)
         print("\n".join(map(visible, lines(cell, trace))))  # noqa: T201 - a command speaks
         known = applying(shipped(), concerned(driver), device)
         passed = []
         for check in checks:
-            if not_applicable[check.name]:
-                print(f"\ncheck {check.name}: not applicable\n  {not_applicable[check.name]}")  # noqa: T201 - a command speaks
+            if reasons[check.name]:
+                print(f"\ncheck {check.name}: not applicable\n  {reasons[check.name]}")  # noqa: T201 - a command speaks
             else:
-                found = runner.trace(options.driver, cell, check.runs(cell, driver))
-                passed.append(_print_verdict(judge(check, cell, found, known)))
-    finally:
-        launcher.close()
+                passed.append(_print_verdict(run_check(runner, options.driver, cell, check, known)[0]))
     return int(trace.run().end is not None or not all(passed))
-
-
-def _device(option: str, ranks: int) -> str:
-    from pytest_distcompat.devices import visible_gpus
-
-    if option == "cpu":
-        return "cpu"
-    found = visible_gpus()
-    if option == "cuda" and found < ranks:
-        raise UsageProblem(f"--device cuda: {ranks} ranks need {ranks} GPUs, {found} visible")
-    return "cuda" if found >= ranks else "cpu"
-
-
-def _notice(text: str) -> None:
-    print(f"distcompat: {text}", file=sys.stderr)  # noqa: T201 - a command speaks
 
 
 def _print_verdict(verdict: Verdict) -> bool:

@@ -17,9 +17,10 @@ from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver, preload_of
 from pytest_distcompat.drivers._declared import unsupported_reason
+from pytest_distcompat.engine import not_applicable, run_check
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
-from pytest_distcompat.judge import Verdict, judge, skipped
+from pytest_distcompat.judge import Verdict, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.plugin import scripted
 from pytest_distcompat.plugin.declared import declared_of
@@ -172,10 +173,7 @@ def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
 
 def not_applicable_checks(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict[str, str]:
     """Return the checks that have no item in a cell, with the reason."""
-    reasons = {name: check.not_applicable(cell, driver) for name, check in CHECKS.by_name.items()}
-    for name, check in CHECKS.by_name.items():
-        if check.limit and check.limit not in session.limits:
-            reasons[name] = f"no limit was given: --distcompat-{check.limit}"
+    reasons = {name: not_applicable(check, cell, driver, session.limits) for name, check in CHECKS.by_name.items()}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
@@ -234,24 +232,21 @@ class BoundCase:
         reason = unsupported_reason(driver, case.cell, session.device) or session.too_large(largest)
         if reason:
             return skipped(case.check.name, case.cell, reason), ""
-        trace = session.runner.trace(case.suite.driver, case.cell, scenario)
-        broken = next((run.name for run in trace if run.end is not None), "")
-        command = trace.notes.get(broken) or next(reversed(list(trace.notes.values())), "")
-        found = cost(trace, session.gpu_name)
-        self._cost = dataclasses.asdict(found) if found else {}
         # The suite's own expectations come first.
         known = session.known_of(concerned(driver), strip_group(self.item.config, self.item.nodeid))
         expected = (*case.suite.expect, *(expectation for issue in known for expectation in issue.expectations))
-        verdict = judge(case.check, case.cell, trace, expected)
+        verdict, trace = run_check(session.runner, case.suite.driver, case.cell, case.check, expected)
+        found = cost(trace, session.gpu_name)
+        self._cost = dataclasses.asdict(found) if found else {}
         # A check with a limit measures a number, which differs from run to run.
         if not case.check.limit and session.verifies(strip_group(self.item.config, self.item.nodeid)):
-            cold = judge(
-                case.check, case.cell, session.cold_runner.trace(case.suite.driver, case.cell, scenario), expected
-            )
+            cold, _ = run_check(session.cold_runner, case.suite.driver, case.cell, case.check, expected)
             if cold.status != verdict.status:
                 message = disagreement(verdict.status, cold.status, cold.message or verdict.message)
                 verdict = dataclasses.replace(verdict, status="failed", message=message)
         declared_of(session).note_verdict(self.item, known, case.cell, verdict)
+        broken = next((run.name for run in trace if run.end is not None), "")
+        command = trace.notes.get(broken) or next(reversed(list(trace.notes.values())), "")
         # The first rank that failed in a run that the verdict quotes. The message of a check names ranks itself.
         ends = [run.end for run in trace if run.end is not None and run.end.message in verdict.message]
         self._broken_off = any(end.message for end in ends)

@@ -1,0 +1,210 @@
+"""Engine: run cells of a driver and judge them, without pytest."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_distcompat.cell import Cell, Matrix
+from pytest_distcompat.checks import CHECKS, Check
+from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers import find_driver, preload_of
+from pytest_distcompat.drivers._declared import unsupported_reason
+from pytest_distcompat.expect import Expectation
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.judge import Verdict, judge, skipped
+from pytest_distcompat.known import applying, concerned, shipped
+from pytest_distcompat.launch import WarmLauncher, Warmth
+from pytest_distcompat.launch.request import Request, import_path
+from pytest_distcompat.lease import Pool, cpu_slots, gpus
+from pytest_distcompat.leased import LeasedLauncher
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.runner import Runner
+from pytest_distcompat.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from pytest_distcompat.trace import Trace
+
+
+def check_driver(
+    driver: str | type[Driver],
+    cells: str | Cell | Matrix | Iterable[str | Cell],
+    checks: Iterable[str] | None = None,
+    *,
+    expect: Sequence[Expectation] = (),
+    device: str = "auto",
+    timeout: float = Request.timeout,
+    limits: Mapping[str, float] | None = None,
+    store: Path | None = None,
+) -> list[Verdict]:
+    """Run checks of a driver in every cell, on ranks of this machine, and return their verdicts.
+
+    A program that calls this needs the guard ``if __name__ == "__main__":``, as for ``multiprocessing``.
+
+    Args:
+        driver: A built-in driver's name, ``"module:attribute"``, or a subclass of Driver that ranks can import.
+        cells: Cells or their ids, like ``"fsdp2-bf16_mixed-w2"``, or a Matrix.
+        checks: Names of checks. By default all that apply to a cell.
+        expect: What does not hold, as in ``CompatSuite.expect``. Known upstream issues are added.
+        device: ``"cuda"``, ``"cpu"``, or ``"auto"`` for GPUs if there are enough for the largest cell.
+        timeout: The time limit of a run in seconds.
+        limits: Limits of measured numbers, by the name of their check: ``{"throughput": 0.9}``.
+        store: A directory for checkpoints and logs. Runs that it already holds are not run again. By default a
+            temporary one.
+
+    Returns:
+        A verdict for each check in each cell, in this order. A cell that the driver or the machine cannot run has one
+        verdict, ``skipped``, with the reason; so has a check in ``checks`` that does not apply to a cell.
+
+    Raises:
+        UsageProblem: If a name is unknown, or ranks could not import the driver.
+
+    Example:
+        >>> from pytest_distcompat import check_driver
+        >>> for verdict in check_driver("torch", "fsdp2-fp32-w2-model_mlp", ["names", "resume"], device="cpu"):
+        ...     print(verdict.check, verdict.status)
+        names passed
+        resume passed
+
+    """
+    name = _importable(driver)
+    kind = find_driver(name)
+    limits = dict(limits or {})
+    wanted = [CHECKS.get(check) for check in ([checks] if isinstance(checks, str) else checks or CHECKS.names())]
+    chosen = _cells(cells, device)
+    verdicts: list[Verdict] = []
+    planned: list[tuple[Cell, Check, str | None]] = []
+    for cell in chosen:
+        STRATEGIES.get(cell.strategy)
+        PRECISIONS.get(cell.precision)
+        reasons = [(check, not_applicable(check, cell, kind, limits)) for check in wanted]
+        planned += [(cell, check, reason) for check, reason in reasons if checks is not None or not reason]
+    largest = max((_ranks(check, cell, kind) for cell, check, reason in planned if not reason), default=1)
+    device = choose_device(device, largest)
+    known = applying(shipped(), concerned(kind), device)
+    with local_runner(kind, chosen, device=device, timeout=timeout, limits=limits, store=store) as runner:
+        reported: set[Cell] = set()
+        for cell, check, reason in planned:
+            unsupported = unsupported_reason(kind, cell, device)
+            if unsupported and cell in reported:
+                continue
+            reported.add(cell)
+            if unsupported or reason:
+                verdicts.append(skipped(check.name, cell, unsupported or reason or ""))
+            else:
+                verdicts.append(run_check(runner, name, cell, check, (*expect, *known))[0])
+    return verdicts
+
+
+def run_check(
+    runner: Runner, driver: str, cell: Cell, check: Check, expectations: Iterable[Expectation]
+) -> tuple[Verdict, Trace]:
+    """Run what a check needs in a cell; return its verdict and the trace that it was judged on."""
+    trace = runner.trace(driver, cell, check.runs(cell, find_driver(driver)))
+    return judge(check, cell, trace, expectations), trace
+
+
+def not_applicable(check: Check, cell: Cell, driver: type[Driver], limits: Mapping[str, float]) -> str | None:
+    """Return why a check has no verdict in a cell; None if it has one.
+
+    Args:
+        check: The check.
+        cell: The cell.
+        driver: The driver's class.
+        limits: Limits of measured numbers that are given, by name.
+    """
+    if check.limit and check.limit not in limits:
+        return f"no limit was given: --distcompat-{check.limit}"
+    return check.not_applicable(cell, driver)
+
+
+@contextlib.contextmanager
+def local_runner(
+    driver: type[Driver],
+    cells: Iterable[Cell],
+    *,
+    device: str,
+    timeout: float = Request.timeout,
+    limits: Mapping[str, float] | None = None,
+    store: Path | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> Iterator[Runner]:
+    """Yield a runner on warm ranks of this machine, on leased devices; end its processes afterwards.
+
+    Args:
+        driver: The driver whose modules the fork servers import beforehand.
+        cells: The cells, for the modules of their models.
+        device: ``"cuda"`` or ``"cpu"``.
+        timeout: The time limit of a run in seconds.
+        limits: Limits of measured numbers, by name.
+        store: A directory for the runs; by default a temporary one, removed afterwards.
+        notice: Called with each message for the user; by default they are printed to stderr.
+    """
+    notice = notice or _print_notice
+    with contextlib.ExitStack() as stack:
+        if store is None:
+            store = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="distcompat-")))
+        # Other sessions of this user may use the same devices.
+        pool = Pool(None, gpus() if device == "cuda" else cpu_slots(), notify=notice)
+        warmth = Warmth(preload_of(driver, cells), path=import_path())
+        launcher = LeasedLauncher(WarmLauncher(warmth, device=device), lambda: pool, notice)
+        stack.callback(launcher.close)
+        yield Runner(store, launcher, device=device, timeout=timeout, notice=notice, limits=limits)
+
+
+def choose_device(option: str, ranks: int) -> str:
+    """Return ``"cuda"`` or ``"cpu"``.
+
+    Args:
+        option: ``"cuda"``, ``"cpu"``, or ``"auto"`` for GPUs if there are enough.
+        ranks: The number of ranks of the largest run.
+
+    Raises:
+        UsageProblem: If GPUs are wanted and there are fewer than ranks, or for an unknown option.
+    """
+    if option not in {"auto", "cuda", "cpu"}:
+        raise UsageProblem(f"device {option!r} is not right: expected auto, cuda or cpu")
+    if option == "cpu":
+        return "cpu"
+    found = visible_gpus()
+    if option == "cuda" and found < ranks:
+        raise UsageProblem(f"device cuda: {ranks} ranks need {ranks} GPUs, {found} visible")
+    return "cuda" if found >= ranks else "cpu"
+
+
+def _print_notice(text: str) -> None:
+    print(f"distcompat: {text}", file=sys.stderr)  # noqa: T201 - there is no pytest whose warnings could hold it
+
+
+def _ranks(check: Check, cell: Cell, driver: type[Driver]) -> int:
+    """Return the number of ranks of the largest run that a check needs in a cell."""
+    return max(run.cell(cell).world_size for run in check.runs(cell, driver).runs)
+
+
+def _importable(driver: str | type[Driver]) -> str:
+    """Return the name by which ranks find a driver. Raises UsageProblem for a class that they could not import."""
+    if isinstance(driver, str):
+        return driver
+    if driver.__module__ == "__main__" or "." in driver.__qualname__:
+        raise UsageProblem(
+            f"driver {driver.__qualname__} is defined in {driver.__module__}: ranks could not import it; expected a class "
+            "at the top level of a module"
+        )
+    return f"{driver.__module__}:{driver.__qualname__}"
+
+
+def _cells(cells: str | Cell | Matrix | Iterable[str | Cell], device: str) -> list[Cell]:
+    if isinstance(cells, Matrix):
+        size = (visible_gpus() if device != "cpu" else 0) or CPU_WORLD_SIZE
+        return list(cells.cells(STRATEGIES.names(), PRECISIONS.names(), size))
+    if isinstance(cells, (str, Cell)):
+        cells = [cells]
+    try:
+        return list(dict.fromkeys(cell if isinstance(cell, Cell) else Cell.parse(cell) for cell in cells))
+    except ValueError as error:
+        raise UsageProblem(str(error)) from None
