@@ -9,24 +9,20 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import Check
 from pytest_distcompat.checks._base import message
 from pytest_distcompat.expect import Expectation
+from pytest_distcompat.status import Status
 from pytest_distcompat.trace import RunFailure, RunTrace, Trace
-
-#: The verdicts that are a success.
-GOOD = frozenset({"passed", "refused"})
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Outcome of one check in one cell, and its reason.
 
-    ``status``: ``passed``; ``failed``; ``known`` (fails, as declared); ``fixed?`` (declared to fail, and does not);
-    ``refused`` (as declared, at build); ``late`` (refused, but after build); ``crashed``; ``hung``; ``leaked``; ``skipped``.
     ``reasons`` has the reason of each bug that makes it known, ``reason`` joins them.
     """
 
     check: str
     cell: str
-    status: str
+    status: Status
     message: str = ""
     reason: str = ""
     reasons: tuple[str, ...] = ()
@@ -34,12 +30,12 @@ class Verdict:
     @property
     def ok(self) -> bool:
         """Tell whether it is a success; a known failure is none."""
-        return self.status in GOOD
+        return self.status.ok
 
 
 def skipped(check: str, cell: Cell, reason: str) -> Verdict:
     """Return the verdict of a cell that was not run."""
-    return Verdict(check, cell.id, "skipped", reason, reason)
+    return Verdict(check, cell.id, Status.SKIPPED, reason, reason)
 
 
 def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expectation] = ()) -> Verdict:
@@ -47,7 +43,7 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
     covering = [expectation for expectation in expectations if expectation.covers(cell, check.name)]
     end = _broken_off(check, trace)
     if end is not None and end.kind != "raised":
-        return Verdict(check.name, cell.id, end.kind, end.text)
+        return Verdict(check.name, cell.id, Status(end.kind), end.text)
     failure = end or _any_end(trace)
     if refusal := _expected_refusal(covering, failure):
         return _refusal(check, cell, trace, refusal, failure)
@@ -62,7 +58,7 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
     ]
     if declared:
         return _known(check, cell, declared, found, whole=end is None)
-    return Verdict(check.name, cell.id, "failed" if found else "passed", message(found))
+    return Verdict(check.name, cell.id, Status.FAILED if found else Status.PASSED, message(found))
 
 
 def _broken_off(check: Check, trace: Trace) -> RunFailure | None:
@@ -105,23 +101,23 @@ def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: 
         text = (
             f"expected to be refused at build with a message like {refusal.match!r}, but it ran to the end\n{declared}"
         )
-        return Verdict(check.name, cell.id, "failed", text, refusal.reason)
+        return Verdict(check.name, cell.id, Status.FAILED, text, refusal.reason)
     if end.kind != "raised":
-        return Verdict(check.name, cell.id, end.kind, end.text, refusal.reason)
+        return Verdict(check.name, cell.id, Status(end.kind), end.text, refusal.reason)
     if not refusal.matches(end.message + "\n" + end.text):
         text = f"refused with another message than {refusal.match!r}\n{declared}\n\n{end.text}"
-        return Verdict(check.name, cell.id, "failed", text, refusal.reason)
+        return Verdict(check.name, cell.id, Status.FAILED, text, refusal.reason)
     if end.action not in {"build_model", "build"}:
         text = f"refused only at {end.action!r}, after build; expected at build\n{declared}\n\n{end.text}"
-        return Verdict(check.name, cell.id, "late", text, refusal.reason)
+        return Verdict(check.name, cell.id, Status.LATE, text, refusal.reason)
     built = sorted(snapshot.rank for run in trace if run.end == end for snapshot in run.at("build"))
     if built:
         ranks = ", ".join(map(str, built))
         text = f"refused on some ranks only; built on rank{'s' * (len(built) > 1)} {ranks}\n{declared}\n\n{end.text}"
-        return Verdict(check.name, cell.id, "failed", text, refusal.reason)
+        return Verdict(check.name, cell.id, Status.FAILED, text, refusal.reason)
     # Without the rank: it is chance which rank refuses first.
     exception = end.message.partition(" raised ")[2] or end.message
-    return Verdict(check.name, cell.id, "refused", end.message, refusal.reason or exception)
+    return Verdict(check.name, cell.id, Status.REFUSED, end.message, refusal.reason or exception)
 
 
 def _known(check: Check, cell: Cell, declared: list[Expectation], found: list[str], *, whole: bool) -> Verdict:
@@ -132,20 +128,20 @@ def _known(check: Check, cell: Cell, declared: list[Expectation], found: list[st
     missing = [one for one in declared if one.strict and one not in shown]
     gone = f"fixed? Then remove {' and '.join(map(str, missing))}"
     if not found and not missing:
-        return Verdict(check.name, cell.id, "passed")
+        return Verdict(check.name, cell.id, Status.PASSED)
     if not found:
-        return Verdict(check.name, cell.id, "fixed?", f"declared to fail, but it passes: {gone}", missing[0].reason)
+        return Verdict(check.name, cell.id, Status.FIXED, f"declared to fail, but it passes: {gone}", missing[0].reason)
     known = (shown or declared)[0]
     if not shown:
         text = f"fails otherwise than declared ({known})\n\n{message(found)}"
-        return Verdict(check.name, cell.id, "failed", text, known.reason)
+        return Verdict(check.name, cell.id, Status.FAILED, text, known.reason)
     # Each finding must be declared: a known bug must not hide another one.
     others = [one for one in found if whole and not any(each.explains(one) for each in declared)]
     if others:
         text = f"fails as declared, and otherwise too ({known})\n\n{message(others)}"
-        return Verdict(check.name, cell.id, "failed", text, known.reason)
+        return Verdict(check.name, cell.id, Status.FAILED, text, known.reason)
     if missing and whole:
         text = f"fails as declared ({known}), and not as declared besides: {gone}\n\n{message(found)}"
-        return Verdict(check.name, cell.id, "fixed?", text, missing[0].reason)
+        return Verdict(check.name, cell.id, Status.FIXED, text, missing[0].reason)
     reasons = tuple(dict.fromkeys(one.reason for one in shown))
-    return Verdict(check.name, cell.id, "known", message(found), "; and ".join(reasons), reasons)
+    return Verdict(check.name, cell.id, Status.KNOWN, message(found), "; and ".join(reasons), reasons)

@@ -28,7 +28,7 @@ from pytest_distcompat.known import read_file
 from pytest_distcompat.plugin.marked.marker import read_mark
 from pytest_distcompat.plugin.options import OPTIONS, PRELOAD
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.report import WORDS
+from pytest_distcompat.status import Status
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunTrace, Trace
 from pytest_distcompat.world import World
@@ -197,7 +197,7 @@ def test_the_matrix_of_the_readme_is_one() -> None:
     assert len(rows) == 7
     for cell, *words in rows:
         assert Cell.parse(cell).id == cell
-        assert set(words) <= set(WORDS.values())
+        assert set(words) <= {status.word for status in Status}
     verdicts, counted = (next(line for line in lines if end in line) for end in ("runs", "asked"))
     assert verdicts.split()[0] == counted.split()[0]
 

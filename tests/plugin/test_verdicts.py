@@ -12,8 +12,9 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.launch import Ending, RankEnd, Request
-from pytest_distcompat.report import WORDS, Result, matrix_text, plain_text, versions
+from pytest_distcompat.report import Result, matrix_text, plain_text, versions
 from pytest_distcompat.scenario import TRAIN
+from pytest_distcompat.status import Status
 from pytest_distcompat.trace import Trace
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def test_the_matrix_in_the_terminal(suite: pytest.Pytester) -> None:
     for line in MATRIX.strip().splitlines():
         assert " ".join(line.split()) in shown, line
     # A leak is charged by the leases, an error is no verdict.
-    assert set(STATUS.values()) == set(WORDS) - {"leaked", "error"}
+    assert set(STATUS.values()) == set(Status) - {Status.LEAKED, Status.ERROR}
 
 
 def test_the_same_whatever_the_order(suite: pytest.Pytester) -> None:
@@ -203,8 +204,8 @@ def test_the_markdown_report_has_every_verdict(suite: pytest.Pytester) -> None:
     suite.runpytest_inprocess("--distcompat-report=out.md")
     text = (suite.path / "out.md").read_text(encoding="utf-8")
     for cell, status in STATUS.items():
-        assert f"| {cell} | {WORDS[status]} |" in text
-        assert (f"- {cell}:claim: {WORDS[status]}: " in text) == (status != "passed")
+        assert f"| {cell} | {Status(status).word} |" in text
+        assert (f"- {cell}:claim: {Status(status).word}: " in text) == (status != "passed")
     assert "- fsdp1-bf16_mixed-w2:claim: known: org/repo#1\n" in text
     assert "- zero1-bf16_pure-w2:claim: -: mine has no bf16_pure\n" in text
     assert "18 results, 12 runs, device cpu; python " in text

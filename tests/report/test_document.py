@@ -21,8 +21,6 @@ from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report import (
     FORMATS,
-    RED,
-    WORDS,
     Report,
     Result,
     Row,
@@ -32,6 +30,7 @@ from pytest_distcompat.report import (
     merge,
     write_report,
 )
+from pytest_distcompat.status import Status
 
 from .conftest import REAL
 
@@ -50,7 +49,13 @@ def test_a_real_report_is_as_the_schema_says() -> None:
     data = json.loads(REAL.read_text(encoding="utf-8"))
     assert problems(data) == []
     # And is worth looking at.
-    assert {result["status"] for result in data["results"]} >= {"passed", "refused", "known", "skipped", *RED} - {
+    assert {result["status"] for result in data["results"]} >= {
+        "passed",
+        "refused",
+        "known",
+        "skipped",
+        *(status for status in Status if status.red),
+    } - {
         "late",
         "leaked",
         "error",
@@ -84,7 +89,7 @@ def test_the_schema_refuses_what_is_wrong(corrupt: Any) -> None:
 def test_the_schema_knows_every_status_and_every_key() -> None:
     assert SCHEMA["$defs"]["status"]["enum"] == [
         *(status for status in ("passed", "refused", "known", "skipped")),
-        *(status for status in WORDS if status in RED),
+        *(status.value for status in Status if status.red),
     ]
     data = json.loads(REAL.read_text(encoding="utf-8"))
     for kind, entries in (("result", data["results"]), ("cell", data["cells"]), ("run", data["runs"])):

@@ -13,8 +13,6 @@ import pytest
 
 from pytest_distcompat.plugin.reporting.summary import MARKUP, Summary
 from pytest_distcompat.report import (
-    RED,
-    WORDS,
     Report,
     Result,
     Row,
@@ -28,6 +26,7 @@ from pytest_distcompat.report import (
     runs_text,
     write_report,
 )
+from pytest_distcompat.status import Status
 
 if TYPE_CHECKING:
     from .conftest import Session
@@ -71,15 +70,15 @@ def test_a_narrow_terminal_shows_one_column_at_least() -> None:
 
 
 def test_what_is_red_reads_in_capitals_and_nothing_else_does() -> None:
-    assert {status for status, word in WORDS.items() if word.isupper() or word == "FIXED?"} == RED
+    assert {status for status in Status if status.word.isupper()} == {status for status in Status if status.red}
 
 
 def test_every_style_has_a_colour() -> None:
-    statuses = [result(f"ddp-fp32-w{size}", "names", status) for size, status in enumerate(WORDS, 1)]
+    statuses = [result(f"ddp-fp32-w{size}", "names", status.value) for size, status in enumerate(Status, 1)]
     styles = {style for line in matrix_text(statuses) for _, style in line}
     assert styles - {""} == set(MARKUP)
     red = {text for line in matrix_text(statuses) for text, style in line if style == "bad"}
-    assert red == {WORDS[status] for status in RED}
+    assert red == {status.word for status in Status if status.red}
 
 
 def test_colours_are_pytests_own(session: Session) -> None:

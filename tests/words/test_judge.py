@@ -11,6 +11,7 @@ from pytest_distcompat.checks import Check
 from pytest_distcompat.expect import Expectation, fails, may_fail, may_refuse, refuses
 from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.scenario import RESUME, RESUME_RUN, TRAIN, TRAIN_RUN, Run
+from pytest_distcompat.status import Status
 from pytest_distcompat.trace import RunFailure, RunTrace, Snapshot, Trace
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def verdict(check: Check, *declared: Expectation, end: RunFailure | None = None,
 
 def test_what_holds_passes() -> None:
     found = verdict(toy())
-    assert found == Verdict("toy", "fsdp2-fp32-w2", "passed")
+    assert found == Verdict("toy", "fsdp2-fp32-w2", Status.PASSED)
     assert found.ok
 
 

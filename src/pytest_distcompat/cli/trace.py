@@ -101,7 +101,7 @@ def _print_verdict(verdict: Verdict) -> bool:
     """Print a verdict; tell whether a session would stay green with it."""
     head = [f"\ncheck {verdict.check}: {verdict.status}", *([verdict.reason] if verdict.reason else [])]
     print("\n  ".join([*head, *map(visible, verdict.message.splitlines())]))  # noqa: T201 - a command speaks
-    return verdict.ok or verdict.status == "known"
+    return not verdict.status.red
 
 
 def lines(cell: Cell, trace: Trace) -> Iterator[str]:

@@ -16,6 +16,7 @@ from pytest_distcompat.plugin.marked.outcome import RankFailure
 from pytest_distcompat.plugin.nodeids import strip_group
 from pytest_distcompat.plugin.selection import is_partial
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
+from pytest_distcompat.status import Status
 
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
@@ -104,8 +105,10 @@ class Declared:
     def note_verdict(self, item: pytest.Item, known: Iterable[KnownIssue], cell: Cell, verdict: Verdict) -> None:
         """Note which of the user's issues cover an item of a suite, and which of them excuse its failure."""
         item.stash[APPLIED] = applied = AppliedIssues()
-        own = self._session.own if verdict.status != "skipped" else ()
-        reasons = {*(verdict.reasons or [verdict.reason])} if verdict.status in {"known", "refused"} else set()
+        own = self._session.own if verdict.status is not Status.SKIPPED else ()
+        reasons = (
+            {*(verdict.reasons or [verdict.reason])} if verdict.status in {Status.KNOWN, Status.REFUSED} else set()
+        )
         for issue in (issue for issue in known if issue in own):
             expected = [expectation for expectation in issue.expectations if expectation.covers(cell, verdict.check)]
             if expected:

@@ -12,7 +12,8 @@ from typing import Any
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report.causes import wording
 from pytest_distcompat.report.document import Report, counts
-from pytest_distcompat.report.result import WORDS, Result
+from pytest_distcompat.report.result import Result
+from pytest_distcompat.status import Status
 
 #: The settings that select cells.
 SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "device", "gpus")
@@ -34,7 +35,7 @@ class Change:
 
     def __str__(self) -> str:
         """Return the change as one line."""
-        words = " -> ".join(WORDS.get(status, status) or "none" for status in (self.before, self.after))
+        words = " -> ".join(Status(status).word if status else "none" for status in (self.before, self.after))
         return f"{self.cell}:{self.check} ({self.driver}): {words}{f': {self.why}' if self.why else ''}"
 
 

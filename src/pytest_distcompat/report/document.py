@@ -19,7 +19,8 @@ from pytest_distcompat.decode import MalformedError, check, decode
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.report.format_1 import from_format_1
-from pytest_distcompat.report.result import WORDS, Result, Row
+from pytest_distcompat.report.result import Result, Row
+from pytest_distcompat.status import Status
 
 #: The format of the JSON: raised when a key changes its meaning or is removed. New keys may be added at any time.
 FORMAT = 2
@@ -156,9 +157,10 @@ class Report:
         results = [decode(Result, one) for one in data["results"]]
         rows = [Row(**_known(Row, one)) for one in data.get("cells", ())]
         # Reject an unknown status: a comparison would take it for neither red nor missing.
-        unknown = [result.status for result in results if result.status not in WORDS]
+        known = [status.value for status in Status]
+        unknown = [result.status for result in results if result.status not in known]
         if unknown:
-            raise UsageProblem(f"status {unknown[0]!r} is not known here. Known: {', '.join(WORDS)}")
+            raise UsageProblem(f"status {unknown[0]!r} is not known here. Known: {', '.join(known)}")
         ending = data["session"].get("ending", ENDINGS[-1])
         if ending not in ENDINGS:
             raise UsageProblem(f"is no report: ending {ending!r}; expected one of {', '.join(ENDINGS)}")
@@ -190,7 +192,7 @@ def counts(report: Report) -> dict[str, int]:
     """
     found = Counter(result.status for result in report.results)
     asked = len(report.results) + len(report.unreached)
-    by_status = {status: found[status] for status in WORDS}
+    by_status = {status.value: found[status] for status in Status}
     ran = len(report.results) - found["skipped"]
     red = sum(result.red for result in report.results)
     return {"asked": asked, "ran": ran, "unreached": len(report.unreached), "red": red, **by_status}

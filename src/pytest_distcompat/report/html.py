@@ -10,8 +10,9 @@ from typing import Any
 from pytest_distcompat.report.causes import causes
 from pytest_distcompat.report.document import Report, facets
 from pytest_distcompat.report.markdown import headline
-from pytest_distcompat.report.result import WORDS, Result, Table, by_suite
-from pytest_distcompat.report.text import STYLES, counts_text
+from pytest_distcompat.report.result import Result, Table, by_suite
+from pytest_distcompat.report.text import counts_text
+from pytest_distcompat.status import Status
 
 #: The page may load nothing. Its own script sets bars and colours.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -47,8 +48,7 @@ def html(report: Report) -> str:
         suites=[_suite(found) for found in by_suite(report.results)],
         causes=causes(report.results),
         not_applicable=[row for row in report.rows if row.not_applicable],
-        words=WORDS,
-        styles=STYLES,
+        statuses=list(Status),
         facets=_axes(report.results),
         place=place,
     )

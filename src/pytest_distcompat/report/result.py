@@ -6,24 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Status to its word in the matrix. Statuses that make a session red are in capitals, so that no colour is needed.
-WORDS = {
-    "passed": "ok",
-    "refused": "refused",
-    "known": "known",
-    "skipped": "-",
-    "failed": "FAIL",
-    "fixed?": "FIXED?",
-    "late": "LATE",
-    "crashed": "CRASH",
-    "hung": "HUNG",
-    "leaked": "LEAK",
-    "error": "ERROR",
-}
-#: The statuses that make a session red. ``error``: the item came to no verdict.
-RED = frozenset({"failed", "fixed?", "late", "crashed", "hung", "leaked", "error"})
-#: The heavier of two verdicts on a check in a cell counts: red, then known, then any that ran.
-_WEIGHT = {**dict.fromkeys(RED, 4), "known": 3, "refused": 2, "passed": 2, "skipped": 1}
+from pytest_distcompat.status import Status
 
 
 @dataclass(frozen=True)
@@ -51,17 +34,22 @@ class Result:
     @property
     def word(self) -> str:
         """Return the status as the matrix shows it."""
-        return WORDS.get(self.status, self.status)
+        return Status(self.status).word
+
+    @property
+    def style(self) -> str:
+        """Return the name of the style in which it is shown."""
+        return Status(self.status).style
 
     @property
     def red(self) -> bool:
         """Tell whether it makes the session red."""
-        return self.status in RED
+        return Status(self.status).red
 
     @property
     def weight(self) -> int:
         """Return the weight: of two results for a check in a cell, the heavier one counts."""
-        return _WEIGHT.get(self.status, 0)
+        return Status(self.status).weight
 
     @property
     def place(self) -> str:

@@ -7,13 +7,12 @@ from typing import Any
 
 from pytest_distcompat.report.causes import causes, unshown
 from pytest_distcompat.report.document import Report, counts
-from pytest_distcompat.report.result import WORDS, Result, Row, Table, by_suite, not_applicable_reasons
+from pytest_distcompat.report.result import Result, Row, Table, by_suite, not_applicable_reasons
+from pytest_distcompat.status import Status
 
 #: A text and its style: ``good``, ``known``, ``bad``, ``dim``, ``head`` or nothing.
 Span = tuple[str, str]
 Line = tuple[Span, ...]
-
-STYLES = {"passed": "good", "refused": "good", "known": "known", "skipped": "dim"}
 
 #: How many of the slowest runs, and of the causes of failure, are shown.
 SLOWEST = 5
@@ -82,7 +81,7 @@ def _row(label: str, words: list[Span], block: list[tuple[str, int]]) -> Line:
 
 
 def _style(result: Result | None) -> str:
-    return STYLES.get(result.status, "bad") if result else ""
+    return result.style if result else ""
 
 
 def causes_text(results: Iterable[Result]) -> Iterator[Line]:
@@ -125,7 +124,7 @@ def counts_text(report: Report) -> str:
     parts = [f"{found['asked']} asked", f"{found['ran']} ran", f"{found['skipped']} skipped"]
     if found["unreached"]:
         parts.append(f"{found['unreached']} not reached")
-    statuses = [f"{found[status]} {status}" for status in WORDS if found[status] and status != "skipped"]
+    statuses = [f"{found[status]} {status}" for status in Status if found[status] and status is not Status.SKIPPED]
     return f"{', '.join(parts)}: {', '.join(statuses) or 'nothing'}"
 
 

@@ -19,6 +19,7 @@ from pytest_distcompat.runner import run_trace
 from pytest_distcompat.scripts.final_model import check_final_model
 from pytest_distcompat.scripts.probe_config import ProbeConfig
 from pytest_distcompat.scripts.reading import read_in_a_process
+from pytest_distcompat.status import Status
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace
 
 #: The checks that can judge one run. The others need several runs, or actions that only drivers have.
@@ -160,25 +161,25 @@ class ScriptRun:
         cell = self.cell or Cell("ddp", "fp32", self.trace.world_size)
         if self.failed:
             # A check of a failed run has the status of the run.
-            status = {"raised": "failed"}.get(self.ending.kind, self.ending.kind)
+            status = Status.FAILED if self.ending.kind == "raised" else Status(self.ending.kind)
             causes = filter(None, (f"the run failed: {self.ending.headline()}", self._probe_failure()))
             return Verdict(name, cell.id, status, "\n".join(causes))
         problem = self.missing_evidence()
         if problem:
-            return Verdict(name, cell.id, "failed", problem)
+            return Verdict(name, cell.id, Status.FAILED, problem)
         if name == FINAL_MODEL_CHECK:
             checkpoints = [event["path"] for event in self.saved() if event["everyone"]]
             findings = check_final_model(
                 self.trace, cell, self.model_path(), checkpoints, self._read, saved_name=self.saved_name
             )
-            return Verdict(name, cell.id, "failed" if findings else "passed", "\n".join(findings))
+            return Verdict(name, cell.id, Status.FAILED if findings else Status.PASSED, "\n".join(findings))
         check = CHECKS.get(name)
         reason = check.not_applicable(cell, Driver)
         if reason:
             return skipped(name, cell, f"the check says nothing here: {reason}")
         short = self._too_short()
         if short:
-            return Verdict(name, cell.id, "failed", short)
+            return Verdict(name, cell.id, Status.FAILED, short)
         run = self.trace if name != "names" else self.trace_with_files
         trace = Trace.of("script", [run])
         return judge(check, cell, replace(trace, saves=self._should_save))

@@ -31,6 +31,7 @@ from pytest_distcompat.plugin.reporting.results import ATTRIBUTE
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.plugin.suite.declared_names import check_names
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.status import Status
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.suite import CompatSuite
 
@@ -39,8 +40,8 @@ VERDICT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 
 #: The exception for a verdict that is a failure, by status; its message is the text to show.
 FAILURES: Mapping[str, Callable[[str], DistcompatError]] = {
-    "late": LateFailure,
-    **dict.fromkeys(("crashed", "hung", "leaked"), functools.partial(RunFailedError, hard=True)),
+    Status.LATE: LateFailure,
+    **dict.fromkeys((Status.CRASHED, Status.HUNG, Status.LEAKED), functools.partial(RunFailedError, hard=True)),
 }
 
 
@@ -207,7 +208,8 @@ class BoundCase:
             "driver": case.suite.driver,
             "cell": verdict.cell,
             "check": verdict.check,
-            "status": verdict.status,
+            # execnet carries plain strings only.
+            "status": verdict.status.value,
             "message": verdict.message,
             "reason": verdict.reason,
             "nodeid": strip_group(self.item.config, self.item.nodeid),
@@ -216,9 +218,9 @@ class BoundCase:
             "not_applicable": dict(case.not_applicable),
             "cost": self._cost,
         }
-        if verdict.status == "skipped":
+        if verdict.status is Status.SKIPPED:
             pytest.skip(verdict.reason)
-        if verdict.status == "known":
+        if verdict.status is Status.KNOWN:
             pytest.xfail(verdict.reason)
         if not verdict.ok:
             raise FAILURES.get(verdict.status, Incompatible)(self._text(verdict, command))
@@ -243,7 +245,7 @@ class BoundCase:
             cold, _ = run_check(session.cold_runner, case.suite.driver, case.cell, case.check, expected)
             if cold.status != verdict.status:
                 message = disagreement(verdict.status, cold.status, cold.message or verdict.message)
-                verdict = dataclasses.replace(verdict, status="failed", message=message)
+                verdict = dataclasses.replace(verdict, status=Status.FAILED, message=message)
         declared_of(session).note_verdict(self.item, known, case.cell, verdict)
         broken = next((run.name for run in trace if run.end is not None), "")
         command = trace.notes.get(broken) or next(reversed(list(trace.notes.values())), "")
@@ -256,7 +258,7 @@ class BoundCase:
     def _text(self, verdict: Verdict, command: str) -> str:
         session = self.item.config.stash[SESSION]
         lines = [f"{verdict.cell}: {verdict.check}: {verdict.status}", verdict.message.rstrip(), ""]
-        if verdict.status == "failed" and not self._broken_off:
+        if verdict.status is Status.FAILED and not self._broken_off:
             # For a run that ended early the message has the cause already.
             lines += [f"the claim: {self.case.check.text}", ""]
         lines.append(f"reproduce: {session.reproduce(self.item)}")
