@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from pytest_distcompat.driver import Plan, Report
+    from pytest_distcompat.driver import OnAction, Plan
 
 #: Cell to Trainer.
 PRECISIONS: dict[str, Any] = {"fp32": "32-true", "bf16_mixed": "bf16-mixed", "bf16_pure": "bf16-true"}
@@ -63,7 +63,7 @@ class LightningDriver(Driver):
             enable_model_summary=False,
         )
 
-    def train(self, model: nn.Module, plan: Plan, report: Report) -> None:
+    def train(self, model: nn.Module, plan: Plan, report: OnAction) -> None:
         """All of it is one call of ``fit``. Where a checkpoint is loaded, what comes before its first step is the load."""
         from lit_model import Rows
         from pytorch_lightning.callbacks import LambdaCallback

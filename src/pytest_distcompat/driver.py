@@ -21,7 +21,7 @@ STEP_ACTIONS = frozenset({"step", "overflow"})
 REQUIRED_METHODS = ("build_model", "build", "step", "save", "load")
 
 #: Called after each action with the action's name and, after a step, the loss on this rank.
-Report = Callable[..., None]
+OnAction = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Driver:
         """Load a checkpoint that ``save`` wrote in another process group."""
         raise NotImplementedError(_missing(self, "load"))
 
-    def train(self, model: Module, plan: Plan, report: Report) -> None:
+    def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Do the plan's actions in order and report each when it is done.
 
         Override this instead of the single methods for a trainer that does several actions in one call and reports them

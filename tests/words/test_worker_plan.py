@@ -19,7 +19,7 @@ from pytest_distcompat.worker import _Rank
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
-    from pytest_distcompat.driver import Report
+    from pytest_distcompat.driver import OnAction
 
 SHORT = Run("short", ("build_model", "build", "step", "save", "files", "step", "export"), first_step=3)
 
@@ -93,7 +93,7 @@ class Callbacks(Five):
     told: tuple[str, ...] = ()
     plans: tuple[Plan, ...] = ()
 
-    def train(self, model: Any, plan: Plan, report: Report) -> None:
+    def train(self, model: Any, plan: Plan, report: OnAction) -> None:
         self.plans = (*self.plans, plan)
         for action in self.told or plan.actions:
             report(action, 0.5) if action == "step" else report(action)

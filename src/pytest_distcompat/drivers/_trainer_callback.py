@@ -7,14 +7,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_distcompat.driver import Plan, Report
+from pytest_distcompat.driver import OnAction, Plan
 
 
 class PlanDoneError(Exception):
     """Raised when a plan ends with a load: Trainer cannot be stopped before its first step otherwise."""
 
 
-def make_callback(driver: Any, plan: Plan, report: Report) -> Any:
+def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:
     """Return a callback that reports each action, and requests a checkpoint where the plan saves.
 
     It reports a step from ``on_log``: then the optimizer and the scheduler have stepped, the gradient norm and the mean of all

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.driver import Plan, Report
+    from pytest_distcompat.driver import OnAction, Plan
 
 
 class DeepSpeedDriver(TinyDriver):
@@ -60,7 +60,7 @@ class DeepSpeedDriver(TinyDriver):
             return "the conflict is between float16 in the JSON and a precision in bfloat16"
         return super().unsupported_reason(cell, device)
 
-    def train(self, model: Module, plan: Plan, report: Report) -> None:
+    def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Do the plan; a checkpoint of another world size is converted, as the engine must know when it is created."""
         if "load" in plan.actions and saved_ranks(plan.load_from) not in {0, self.world.size}:
             self.universal = plan.save_to.parent / "universal"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_distcompat.driver import Plan, Report
+from pytest_distcompat.driver import OnAction, Plan
 from pytest_distcompat.drivers import _options, _preload, _releases
 from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
 from pytest_distcompat.drivers._trainer_callback import PlanDoneError, make_callback
@@ -180,7 +180,7 @@ class TrainerDriver(TinyDriver):
 
         return InOrder(**settings)
 
-    def train(self, model: Module, plan: Plan, report: Report) -> None:
+    def train(self, model: Module, plan: Plan, report: OnAction) -> None:
         """Do the plan in one call of ``Trainer.train``; a callback reports the actions, see ``make_callback``.
 
         An error while the Trainer is created counts as one of the build. If a checkpoint is loaded, all that follows up to
