@@ -11,11 +11,12 @@ if TYPE_CHECKING:
 
 #: Instead of ranks: all of them, in any order.
 ALL = ()
-#: How much later than a test without a fault one with a fault may be told, in seconds. To notice a rank that is gone takes 1 s, to end
-#: the others 1 s; the rest is for a machine with other work. Still far below the time limits, which are 30 s and more.
-SOON = 5.0
-#: How much later than its time limit a hang may be told, in seconds. Stacks and records take up to 2 s of it.
-LATE = 5.0
+#: How much later than a test without a fault one with a fault may be reported, in seconds. It takes about 2 s on an idle
+#: machine; the rest is for one with other work. It is below the time limits, which are 30 s and more.
+SOON = 20.0
+#: How much later than its time limit a hang may be reported, in seconds. Stacks and records take about 2 s on an idle machine.
+#: What hangs would last ten minutes.
+LATE = 60.0
 
 
 @dataclass(frozen=True)
