@@ -1,19 +1,30 @@
-"""Registries: packages whose modules each hold items of one kind, so that one more file adds one more item."""
+"""Registries: packages whose modules each define items of one kind, and entry points by which other packages add items."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import pkgutil
-from typing import Generic, TypeVar
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
 
 from pytest_distcompat.failures import UsageProblem
 
 T = TypeVar("T")
 
 
+@functools.cache
+def installed_entry_points() -> Any:
+    """Return the entry points of all installed packages, to be selected from. Reading them takes some 20 ms."""
+    return entry_points()
+
+
 class Registry(Generic[T]):
     """The items of one kind that the modules of a package define, by name, in the order of their ``order``.
+
+    Other installed packages add items by entry points. Their group is the package's name, as
+    ``pytest_distcompat.strategies``; their value is ``module:item``.
 
     Modules whose name begins with an underscore are left out. The modules import nothing heavy at module level.
 
@@ -31,25 +42,54 @@ class Registry(Generic[T]):
         """Return the full names of the modules that define the items."""
         package = importlib.import_module(self._package)
         names = (info.name for info in pkgutil.iter_modules(package.__path__))
-        return tuple(f"{self._package}.{name}" for name in names if not name.startswith("_"))
+        own = (f"{self._package}.{name}" for name in names if not name.startswith("_"))
+        return (*own, *dict.fromkeys(entry.module for entry in self.extensions.values()))
+
+    @property
+    def extensions(self) -> dict[str, EntryPoint]:
+        """Return the entry points by which other packages add items, by "NAME of DISTRIBUTION"."""
+        found = installed_entry_points().select(group=self._package)
+        return {f"{entry.name} of {entry.dist.name if entry.dist else 'an unknown package'}": entry for entry in found}
+
+    def _own_items(self) -> Iterator[tuple[str, T]]:
+        """Yield each item of the package, after the module that defines it."""
+        package = importlib.import_module(self._package)
+        for info in pkgutil.iter_modules(package.__path__):
+            if info.name.startswith("_"):
+                continue
+            module = importlib.import_module(f"{self._package}.{info.name}")
+            here = [value for value in vars(module).values() if self._belongs(value, module.__name__)]
+            if not here:
+                raise TypeError(f"{module.__name__} holds no {self._kind.__name__}")
+            yield from ((module.__name__, item) for item in here)
+
+    def _added_items(self) -> Iterator[tuple[str, T]]:
+        """Yield each item that another package adds, after its origin."""
+        for origin, entry in self.extensions.items():
+            where = f"entry point {self._package}: {origin}"
+            try:
+                item = entry.load()
+            except Exception as error:
+                raise UsageProblem(f"{where}: {type(error).__name__}: {error}") from error
+            if not self._belongs(item, getattr(item, "__module__", "")):
+                raise UsageProblem(f"{where} is {item!r:.200}; expected a {self._kind.__name__}")
+            yield where, item
 
     @functools.cached_property
     def by_name(self) -> dict[str, T]:
         """Return each item under its name.
 
         Raises:
-            TypeError: If a module defines no item, or one whose name is taken.
+            TypeError: If a module of the package defines no item, or one whose name is taken.
+            UsageProblem: If an entry point cannot be loaded, holds no item, or one whose name is taken.
         """
         found: dict[str, T] = {}
-        for full_name in self.modules:
-            module = importlib.import_module(full_name)
-            here = [value for value in vars(module).values() if self._belongs(value, module.__name__)]
-            if not here:
-                raise TypeError(f"{module.__name__} holds no {self._kind.__name__}")
-            for item in here:
-                name = getattr(item, "name")  # noqa: B009 - T is any class with a name
-                if found.setdefault(name, item) is not item:
-                    raise TypeError(f"{module.__name__} holds a second {self._item_name} named {name!r}")
+        for module, item in self._own_items():
+            if found.setdefault(_name(item), item) is not item:
+                raise TypeError(f"{module} holds a second {self._item_name} named {_name(item)!r}")
+        for where, item in self._added_items():
+            if found.setdefault(_name(item), item) is not item:
+                raise UsageProblem(f"{where} holds a second {self._item_name} named {_name(item)!r}")
         return dict(sorted(found.items(), key=lambda pair: (getattr(pair[1], "order", 0), pair[0])))
 
     def _belongs(self, value: object, module: str) -> bool:
@@ -73,3 +113,7 @@ class Registry(Generic[T]):
         except KeyError:
             known = ", ".join(self.by_name)
             raise UsageProblem(f"no {self._item_name} named {name!r}. Known: {known}.") from None
+
+
+def _name(item: object) -> str:
+    return str(getattr(item, "name"))  # noqa: B009 - the items are of any class with a name

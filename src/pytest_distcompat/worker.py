@@ -12,6 +12,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import STEP_ACTIONS, Driver, Plan
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.registry import installed_entry_points
 from pytest_distcompat.run_paths import RunPaths
 from pytest_distcompat.scenario import Run
 from pytest_distcompat.trace import Snapshot
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.launch import RankLog
     from pytest_distcompat.probe import Observer
+
+# Fork servers import this module: their ranks need not read the entry points again.
+installed_entry_points()
 
 #: The actions that are methods of the trainer, which may do several of them in one call.
 TRAINING = STEP_ACTIONS | {"build", "load", "save"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +15,7 @@ from pytest_distcompat.drivers import DRIVERS, Driver, find_driver
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.models import MODELS
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.registry import Registry
+from pytest_distcompat.registry import Registry, installed_entry_points
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class Thing:
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
     """An empty package of a name of its own, importable."""
-    folder = tmp_path / f"shelf_of_{request.node.name}"
+    folder = tmp_path / re.sub(r"\W", "_", f"registry_of_{request.node.name}")
     folder.mkdir()
     (folder / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
@@ -97,6 +99,53 @@ def test_two_things_of_one_name(package: Path) -> None:
         (package / f"{name}.py").write_text("from the_things import Thing\nX = Thing('x')")
     with pytest.raises(TypeError, match="holds a second thing named 'x'"):
         Registry(package.name, Thing, "thing").names()
+
+
+@pytest.fixture
+def distribution(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Registry[Thing]]]:
+    """The function makes an installed package that adds that entry point to a registry with one item, ``ours``."""
+    (package / "own.py").write_text("from the_things import Thing\nX = Thing('ours', 1)")
+
+    def install(value: str) -> Registry[Thing]:
+        metadata = package.parent / "my_trainer-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-trainer\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[{package.name}]\nhsdp = {value}\n")
+        (package.parent / "my_trainer_items.py").write_text(
+            "from the_things import Thing\nX, Y = Thing('theirs'), Thing('ours')\n"
+        )
+        installed_entry_points.cache_clear()
+        return Registry(package.name, Thing, "thing")
+
+    yield install
+    installed_entry_points.cache_clear()
+    sys.modules.pop("my_trainer_items", None)
+
+
+def test_another_package_adds_an_item(distribution: Callable[[str], Registry[Thing]]) -> None:
+    registry = distribution("my_trainer_items:X")
+    assert registry.names() == ("theirs", "ours")
+    assert list(registry.extensions) == ["hsdp of my-trainer"]
+    assert registry.modules[-1] == "my_trainer_items"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("my_trainer_items:Z", "AttributeError: module 'my_trainer_items' has no attribute 'Z'"),
+        ("no_such_module_at_all:X", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
+        ("my_trainer_items:__name__", " is 'my_trainer_items'; expected a Thing"),
+        ("my_trainer_items:Y", " holds a second thing named 'ours'"),
+    ],
+)
+def test_what_another_package_cannot_add(
+    value: str, message: str, distribution: Callable[[str], Registry[Thing]]
+) -> None:
+    with pytest.raises(UsageProblem) as caught:
+        distribution(value).names()
+    assert str(caught.value).startswith("entry point ")
+    assert ": hsdp of my-trainer" in str(caught.value)
+    assert str(caught.value).endswith(message)
 
 
 class MyDriver(Driver):

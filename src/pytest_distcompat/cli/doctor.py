@@ -58,6 +58,7 @@ def _doctor(options: argparse.Namespace) -> int:
         here,
         size,
         installation.installed(),
+        installation.extensions(),
         cells,
         issues_here(issues, drivers, here.device),
         [
@@ -94,6 +95,8 @@ class Examination:
     machine: Machine
     world_size: int
     installed: dict[str, str]
+    #: What other packages add by entry points, by kind.
+    extensions: dict[str, list[str]]
     cells: list[Capability]
     known: list[tuple[KnownIssue, list[str]]]
     findings: list[Finding]
@@ -103,6 +106,7 @@ class Examination:
         device = self.machine.device
         yield "installed"
         yield f"  {', '.join(f'{name} {version}' for name, version in self.installed.items())}"
+        yield from (f"  {kind} {origin}" for kind, origins in self.extensions.items() for origin in origins)
         yield ""
         yield "devices"
         yield from (f"  {line}" for line in _devices(self.machine))
@@ -126,6 +130,7 @@ class Examination:
         names = [field.name for field in dataclasses.fields(self.machine) if field.name != "environ"]
         return {
             "installed": self.installed,
+            "extensions": self.extensions,
             "machine": {**{name: getattr(self.machine, name) for name in names}, "device": self.machine.device},
             "cells": [one.to_json() for one in self.cells],
             "known": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import warnings
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -24,6 +25,23 @@ FURTHER = ("pytest", "pytest-xdist", "covertable", "transformer-engine")
 def installed() -> dict[str, str]:
     """Return the installed packages with their versions."""
     return versions((OURS, *STACK, *FURTHER))
+
+
+def extensions() -> dict[str, list[str]]:
+    """Return what other packages add by entry points, by kind: ``{"strategy": ["hsdp of my-trainer"]}``."""
+    from pytest_distcompat.checks import CHECKS
+    from pytest_distcompat.drivers import DRIVERS
+    from pytest_distcompat.precisions import PRECISIONS
+    from pytest_distcompat.registry import Registry
+    from pytest_distcompat.strategies import STRATEGIES
+
+    registries: dict[str, Registry[Any]] = {
+        "driver": DRIVERS,
+        "strategy": STRATEGIES,
+        "precision": PRECISIONS,
+        "check": CHECKS,
+    }
+    return {kind: list(registry.extensions) for kind, registry in registries.items() if registry.extensions}
 
 
 def findings() -> Iterator[Finding]:
