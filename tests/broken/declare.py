@@ -82,12 +82,12 @@ class Torch(TorchDriver):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._sound = self.strategy.torch
-        self.strategy = dataclasses.replace(self.strategy, torch=self.wrap)
+        self.strategy = dataclasses.replace(self.strategy, torch=lambda *args: self.wrap(*args[:4]))
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
         """As the strategy does it."""
         assert self._sound is not None
-        return self._sound(model, precision, cell, device)
+        return self._sound(model, precision, cell, device, self.wrap_spec)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Without accumulation there is nothing to skip, and what is wrapped wrongly has no method to skip it by."""
@@ -100,9 +100,9 @@ class Accelerate(AccelerateDriver):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._sound = self.strategy.accelerate
-        self.strategy = dataclasses.replace(self.strategy, accelerate=self.settings)
+        self.strategy = dataclasses.replace(self.strategy, accelerate=lambda *args: self.settings(*args[:2]))
 
     def settings(self, precision: Precision, cell: Cell) -> Mapping[str, Any]:
         """As the strategy says it."""
         assert self._sound is not None
-        return self._sound(precision, cell)
+        return self._sound(precision, cell, self.wrap_spec)

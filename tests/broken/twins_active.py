@@ -117,7 +117,7 @@ class OlderFsdp(Torch):
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
         wrap = STRATEGIES.get("fsdp1").torch
         assert wrap is not None
-        return wrap(model, precision, cell, device)
+        return wrap(model, precision, cell, device, self.wrap_spec)
 
     def _clip(self) -> float:
         return float(self.wrapped.clip_grad_norm_(MAX_NORM))
@@ -137,7 +137,7 @@ class AloneInTheMesh(Torch):
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(device.type, (cell.world_size, 1), mesh_dim_names=("others", "alone"))["alone"]
-        for block in self.tiny.block_modules(model):
+        for block in self.wrap_spec.block_modules(model):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return model
@@ -164,7 +164,7 @@ class RootForgotten(Mixed):
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
         from torch.distributed.fsdp import fully_shard
 
-        for block in self.tiny.block_modules(model):
+        for block in self.wrap_spec.block_modules(model):
             fully_shard(block)
         return model
 
@@ -224,7 +224,7 @@ class TwoWrappers(Mixed):
         from torch.distributed.fsdp import fully_shard
         from torch.nn.parallel import DistributedDataParallel
 
-        for block in self.tiny.block_modules(model):
+        for block in self.wrap_spec.block_modules(model):
             fully_shard(block)
         model.outlet = DistributedDataParallel(model.get_submodule("outlet"))
         return model

@@ -122,7 +122,7 @@ class ReducesInFloat32(Upcasts):
 
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         upcast(model, cell)
-        for block in self.tiny.block_modules(model):
+        for block in self.wrap_spec.block_modules(model):
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
         return model

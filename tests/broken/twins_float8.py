@@ -62,7 +62,7 @@ class HalfConverted(TorchDriver):
     def build(self, model: Module) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        block = self.tiny.block_modules(model)[0]
+        block = self.wrap_spec.block_modules(model)[0]
         convert_to_float8_training(block, config=Float8LinearConfig(emulate=True))
         self.precision = _without_8_bits(self.precision)
         super().build(model)

@@ -40,7 +40,7 @@ class CopiesOnTheirOwn(Torch):
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
         mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp_replicate", "shard"))["shard"]
-        blocks = self.tiny.block_modules(model)
+        blocks = self.wrap_spec.block_modules(model)
         if cell.strategy == "fsdp1":
             return FullyShardedDataParallel(
                 model,

@@ -97,7 +97,7 @@ class RecomputesInside(AccelerateDriver):
     def _recompute(self, model: Any) -> None:
         from torch.utils.checkpoint import checkpoint
 
-        for block in self.tiny.block_modules(model):
+        for block in self.wrap_spec.block_modules(model):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 

@@ -55,7 +55,7 @@ class ChildrenOneByOne(Torch):
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
         from torch.distributed.fsdp import fully_shard
 
-        for block in self.tiny.block_modules(model):
+        for block in self.wrap_spec.block_modules(model):
             for child in block.children():
                 fully_shard(child)
         fully_shard(model)
@@ -99,7 +99,7 @@ class RecomputesUnasked(Torch):
     """A third more to compute, and nobody asked for it."""
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
-        for block in self.tiny.block_modules(model):
+        for block in self.wrap_spec.block_modules(model):
             # As transformers tells its layers, which leaves the names alone.
             vars(block)["gradient_checkpointing"] = True
         return super().wrap(model, precision, cell, device)

@@ -14,6 +14,7 @@ from mutants.sightings import SIGHTINGS
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.precisions import PRECISIONS
 
 #: Seen only where Transformer Engine is, which nobody has on a CPU.
 WITH_TRANSFORMER_ENGINE = "acc-3361-fp8-ds"
@@ -51,3 +52,22 @@ def test_a_machine_with_transformer_engine_has_its_cell_too(profile: str, monkey
         and set(wanted.options) <= set(cell.options)
         for cell in cells(profile, sighting.driver, "cuda")
     )
+
+
+@pytest.mark.parametrize(
+    ("modules", "reason"),
+    [
+        ((), "fp8 needs Transformer Engine, which is not installed"),
+        (("transformer_engine", "transformer_engine_torch"), "Transformer Engine needs a GPU"),
+        # Without its kernels, as the stand-in here.
+        (("transformer_engine",), None),
+    ],
+)
+def test_transformer_engine_without_a_gpu(
+    modules: tuple[str, ...], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin="there") if name in modules else None
+    )
+    cell = Cell.of("ddp", "fp8", fp8_backend="te")
+    assert PRECISIONS.get("fp8").unsupported_reason(cell, "cpu") == reason

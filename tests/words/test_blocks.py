@@ -35,4 +35,4 @@ def test_they_are_the_modules_that_are_recomputed_and_compiled(driver: str) -> N
 
     other = type("Other", (base,), {"blocks": ("Block",)})
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), Block(2, 2))
-    assert other(Cell("ddp", "fp32", 2), WORLD).block_modules(model) == [model[1]]
+    assert other(Cell("ddp", "fp32", 2), WORLD).wrap_spec.block_modules(model) == [model[1]]

@@ -17,7 +17,7 @@ from pytest_distcompat.drivers.deepspeed import DeepSpeedDriver
 from pytest_distcompat.drivers.trainer import TrainerDriver
 from pytest_distcompat.installed import version_of
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.strategies import STRATEGIES, WrapSpec
 
 
 def said(cell: str, release: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -25,7 +25,7 @@ def said(cell: str, release: str) -> tuple[dict[str, Any], dict[str, str]]:
     parsed = Cell.parse(cell)
     strategy = STRATEGIES.get(parsed.strategy)
     assert strategy.transformers is not None
-    settings = dict(strategy.transformers(PRECISIONS.get(parsed.precision), parsed))
+    settings = dict(strategy.transformers(PRECISIONS.get(parsed.precision), parsed, WrapSpec(("LlamaDecoderLayer",))))
     return _releases.fsdp_for_release(settings, Version(release))
 
 

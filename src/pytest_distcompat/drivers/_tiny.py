@@ -12,7 +12,7 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import _releases
 from pytest_distcompat.models import MODELS, TinyModel
 from pytest_distcompat.precisions import PRECISIONS, Precision
-from pytest_distcompat.strategies import STRATEGIES, Strategy
+from pytest_distcompat.strategies import STRATEGIES, Strategy, WrapSpec
 from pytest_distcompat.strategies._base import MAX_NORM
 
 if TYPE_CHECKING:
@@ -49,9 +49,10 @@ class TinyDriver(Driver):
         if cell.option("ignored_modules"):
             self.ignored_modules = (self.tiny.ignored_module,)
 
-    def block_modules(self, model: Module) -> list[Module]:
-        """Return the modules of the model that are wrapped, recomputed and compiled one by one."""
-        return [module for module in model.modules() if type(module).__name__ in self.blocks]
+    @property
+    def wrap_spec(self) -> WrapSpec:
+        """Return which modules are wrapped, recomputed and compiled one by one."""
+        return WrapSpec(tuple(self.blocks), self.tiny.unit_size, tuple(self.ignored_modules))
 
     @classmethod
     def unsupported_reason(cls, cell: Cell, device: str = "cpu") -> str | None:

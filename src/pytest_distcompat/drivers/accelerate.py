@@ -14,7 +14,6 @@ from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.strategies._base import MAX_NORM
-from pytest_distcompat.strategies._fsdp import name_blocks
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -73,8 +72,7 @@ class AccelerateDriver(TinyDriver):
         from torch.utils.data import DataLoader
 
         assert self.strategy.accelerate is not None
-        settings = dict(self.strategy.accelerate(self.precision, self.cell))
-        name_blocks(settings, self.blocks)
+        settings = dict(self.strategy.accelerate(self.precision, self.cell, self.wrap_spec))
         settings["mixed_precision"] = self._mixed_precision()
         settings["gradient_accumulation_steps"] = self.accumulate
         settings |= self._compilation(model)
@@ -106,7 +104,7 @@ class AccelerateDriver(TinyDriver):
 
         mode = self.cell.option("compile")
         if mode == "partial":
-            _options.compile_blocks(mode, self.block_modules(model))
+            _options.compile_blocks(mode, self.wrap_spec.block_modules(model))
         if mode in {False, "partial"}:
             return {}
         settings: dict[str, Any] = {"backend": "inductor" if mode is True else "aot_eager"}
@@ -118,7 +116,7 @@ class AccelerateDriver(TinyDriver):
         """Turn on activation checkpointing in the model; for FSDP accelerate does it."""
         if not self.cell.option("activation_checkpointing") or "fsdp" in self.cell.strategy:
             return
-        _options.recompute_by_model(model, self.block_modules(model))
+        _options.recompute_by_model(model, self.wrap_spec.block_modules(model))
 
     def _recipe(self) -> list[Any]:
         """Return the recipe for 8 bits; without all-gather in 8 bits, which DeepSpeed cannot do."""

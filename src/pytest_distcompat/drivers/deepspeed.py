@@ -78,7 +78,7 @@ class DeepSpeedDriver(TinyDriver):
             config["checkpoint"] = {"load_universal": True}
         self.raw = _options.in_8_bits(model, self.world.device) if self.precision.float8 else model
         if self.cell.option("activation_checkpointing"):
-            _options.recompute_by_model(self.raw, self.tiny.block_modules(self.raw))
+            _options.recompute_by_model(self.raw, self.wrap_spec.block_modules(self.raw))
         if self.cell.option("meta_init"):
             # Parameters are partitioned one by one; the whole model need not fit into one rank's memory.
             deepspeed.zero.Init(module=self.raw, config_dict_or_path=config)

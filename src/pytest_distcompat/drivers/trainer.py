@@ -17,7 +17,6 @@ from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
 from pytest_distcompat.drivers._trainer_callback import PlanDoneError, make_callback
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.strategies._base import MAX_NORM
-from pytest_distcompat.strategies._fsdp import name_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -144,8 +143,7 @@ class TrainerDriver(TinyDriver):
         from packaging.version import Version
 
         assert self.strategy.transformers is not None
-        arguments = dict(self.strategy.transformers(self.precision, self.cell))
-        name_blocks(arguments, self.blocks)
+        arguments = dict(self.strategy.transformers(self.precision, self.cell, self.wrap_spec))
         overrides, variables = _releases.fsdp_for_release(arguments, Version(transformers.__version__))
         return {**arguments, **overrides}, variables
 
@@ -193,7 +191,7 @@ class TrainerDriver(TinyDriver):
 
         os.environ.update(self.environment())
         if self.cell.option("compile") == "partial":
-            _options.compile_blocks("partial", self.block_modules(model))
+            _options.compile_blocks("partial", self.wrap_spec.block_modules(model))
         self.trainer = self.make_trainer(
             model=model,
             args=TrainingArguments(**self.arguments(plan)),

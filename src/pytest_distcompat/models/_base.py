@@ -54,7 +54,3 @@ class TinyModel:
     spread: float = 1.0
     preload: tuple[str, ...] = ()
     order: int = 0
-
-    def block_modules(self, model: Module) -> list[Module]:
-        """Return the modules of the model that FSDP wraps one by one."""
-        return [module for module in model.modules() if type(module).__name__ in self.blocks]

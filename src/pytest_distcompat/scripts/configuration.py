@@ -13,7 +13,7 @@ from typing import Any
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.strategies import STRATEGIES, WrapSpec
 from pytest_distcompat.strategies._fsdp import parallelism
 
 #: Other names of a strategy's file in accelerate's examples and in adopters' repositories.
@@ -134,7 +134,9 @@ def _fsdp(cell: Cell, blocks: Sequence[str]) -> dict[str, Any]:
     assert strategy.transformers is not None
     # With replicas the strategy would import accelerate here, and ``parallelism_config`` describes them.
     one_replica = cell.without("dp_replicate")
-    config: Mapping[str, Any] = strategy.transformers(PRECISIONS.get(cell.precision), one_replica)["fsdp_config"]
+    config: Mapping[str, Any] = strategy.transformers(PRECISIONS.get(cell.precision), one_replica, WrapSpec())[
+        "fsdp_config"
+    ]
     renamed = ((_RENAMED.get(name, name), value) for name, value in config.items())
     settings = {f"fsdp_{name}": value for name, value in renamed if name}
     if blocks and cell.option("wrap_policy") != "size":

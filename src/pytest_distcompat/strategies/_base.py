@@ -48,12 +48,36 @@ NO_SHARDS = "parameters are not sharded"
 #: Option -> the segment that it, and not a strategy, puts into live names.
 OPTION_WRAPPERS = {"compile": "_orig_mod", "activation_checkpointing": "_checkpoint_wrapped_module"}
 
-#: Backend config for torch: (model, precision, cell, device) -> the wrapped model.
-TorchConfig = Callable[["Module", Precision, Cell, "torch.device"], "Module"]
-#: Backend config for accelerate: (precision, cell) -> keyword arguments for accelerate.Accelerator.
-AccelerateConfig = Callable[[Precision, Cell], Mapping[str, Any]]
-#: Backend config for Trainer: (precision, cell) -> keyword arguments for transformers.TrainingArguments.
-TransformersConfig = Callable[[Precision, Cell], Mapping[str, Any]]
+
+@dataclass(frozen=True)
+class WrapSpec:
+    """Which modules of a model a strategy wraps one by one, as its driver knows them.
+
+    Attributes:
+        blocks: Class names of the modules to wrap.
+        min_num_params: How many parameters make a unit under option ``wrap_policy``.
+        ignored_modules: Names of the modules to leave out; empty unless the cell asks for some.
+    """
+
+    blocks: tuple[str, ...] = ()
+    min_num_params: int = 1000
+    ignored_modules: tuple[str, ...] = ()
+
+    def block_modules(self, model: Module) -> list[Module]:
+        """Return the modules of the model to wrap."""
+        return [module for module in model.modules() if type(module).__name__ in self.blocks]
+
+    def modules_to_ignore(self, model: Module) -> list[Module]:
+        """Return the modules of the model to leave out."""
+        return [model.get_submodule(name) for name in self.ignored_modules]
+
+
+#: Backend config for torch: (model, precision, cell, device, wrap) -> the wrapped model.
+TorchConfig = Callable[["Module", Precision, Cell, "torch.device", WrapSpec], "Module"]
+#: Backend config for accelerate: (precision, cell, wrap) -> keyword arguments for accelerate.Accelerator.
+AccelerateConfig = Callable[[Precision, Cell, WrapSpec], Mapping[str, Any]]
+#: Backend config for Trainer: (precision, cell, wrap) -> keyword arguments for transformers.TrainingArguments.
+TransformersConfig = Callable[[Precision, Cell, WrapSpec], Mapping[str, Any]]
 #: Backend config for DeepSpeed: (precision, cell) -> the JSON for deepspeed.initialize.
 DeepSpeedConfig = Callable[[Precision, Cell], Mapping[str, Any]]
 

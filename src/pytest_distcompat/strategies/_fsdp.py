@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies._base import Dtypes
+from pytest_distcompat.strategies._base import Dtypes, WrapSpec
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.precisions import Precision
@@ -60,14 +59,11 @@ def parallelism(cell: Cell) -> dict[str, int]:
     return {"dp_replicate_size": copies, "dp_shard_size": cell.world_size // copies} if copies > 1 else {}
 
 
-def plugin(version: int, precision: Precision, cell: Cell) -> dict[str, Any]:
+def plugin(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:
     """Return keyword arguments for Accelerator: an FSDP plugin of that version that wraps the model's blocks."""
     from accelerate import FullyShardedDataParallelPlugin
 
-    from pytest_distcompat.models import MODELS
-
     state_dict_type = STATE_DICT_TYPES[str(cell.option("state_dict"))]
-    tiny = MODELS.get(str(cell.option("model")))
     settings: dict[str, Any] = {
         "fsdp_version": version,
         "state_dict_type": state_dict_type,
@@ -77,11 +73,12 @@ def plugin(version: int, precision: Precision, cell: Cell) -> dict[str, Any]:
         "reshard_after_forward": bool(cell.option("reshard_after_forward")),
     }
     if cell.option("wrap_policy") == "size":
-        settings |= {"auto_wrap_policy": "size_based_wrap", "min_num_params": tiny.unit_size}
+        settings |= {"auto_wrap_policy": "size_based_wrap", "min_num_params": wrap.min_num_params}
     else:
-        settings |= {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": list(tiny.blocks)}
-    if cell.option("ignored_modules"):
-        settings["ignored_modules"] = tiny.ignored_module
+        settings |= {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": list(wrap.blocks)}
+    if wrap.ignored_modules:
+        # A regular expression: https://huggingface.co/docs/accelerate/package_reference/fsdp
+        settings["ignored_modules"] = "|".join(map(re.escape, wrap.ignored_modules))
     if cell.option("reduce_dtype") != "auto":
         # accelerate makes its own policy if none is given.
         settings["mixed_precision_policy"] = policy(version, precision, cell)
@@ -105,11 +102,8 @@ def _parallelism_config(cell: Cell) -> dict[str, Any]:
     return {"parallelism_config": ParallelismConfig(**sizes)}
 
 
-def arguments(version: int, cell: Cell) -> dict[str, Any]:
+def arguments(version: int, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:
     """Return keyword arguments for TrainingArguments: https://huggingface.co/docs/transformers/fsdp."""
-    from pytest_distcompat.models import MODELS
-
-    tiny = MODELS.get(str(cell.option("model")))
     reshard = bool(cell.option("reshard_after_forward"))
     settings: dict[str, Any] = {
         "version": version,
@@ -123,28 +117,10 @@ def arguments(version: int, cell: Cell) -> dict[str, Any]:
         "sync_module_states": False,
     }
     if cell.option("wrap_policy") == "size":
-        settings |= {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": tiny.unit_size}
+        settings |= {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": wrap.min_num_params}
     else:
-        settings |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": list(tiny.blocks)}
+        settings |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": list(wrap.blocks)}
     if version == 1:
         settings["use_orig_params"] = bool(cell.option("use_orig_params"))
         settings["reshard_after_forward"] = "full_shard" if reshard else "shard_grad_op"
     return {"fsdp": True, "fsdp_config": settings, **_parallelism_config(cell)}
-
-
-def name_blocks(settings: Mapping[str, Any], blocks: Sequence[str]) -> None:
-    """Set the classes that FSDP wraps one by one, in keyword arguments from ``plugin`` or ``arguments``."""
-    plugin, config = settings.get("fsdp_plugin"), settings.get("fsdp_config") or {}
-    if plugin is not None and plugin.transformer_cls_names_to_wrap:
-        plugin.transformer_cls_names_to_wrap = list(blocks)
-    if "transformer_layer_cls_to_wrap" in config:
-        config["transformer_layer_cls_to_wrap"] = list(blocks)
-
-
-def ignored_modules(model: Module, cell: Cell) -> list[Module]:
-    """Return the modules that the cell leaves out of the sharding."""
-    from pytest_distcompat.models import MODELS
-
-    if not cell.option("ignored_modules"):
-        return []
-    return [model.get_submodule(MODELS.get(str(cell.option("model"))).ignored_module)]

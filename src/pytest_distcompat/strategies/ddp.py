@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, NO_SHARDS, Dtypes, Strategy
+from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, NO_SHARDS, Dtypes, Strategy, WrapSpec
 
 if TYPE_CHECKING:
     import torch
@@ -23,18 +23,18 @@ def _dtypes(precision: Precision) -> Dtypes:
     )
 
 
-def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device, wrap: WrapSpec) -> Module:
     from torch.nn.parallel import DistributedDataParallel
 
     model.to(device)
     return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
 
 
-def _accelerate(precision: Precision, cell: Cell) -> Mapping[str, Any]:
+def _accelerate(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
     return {}
 
 
-def _transformers(precision: Precision, cell: Cell) -> Mapping[str, Any]:
+def _transformers(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
     return {}
 
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.strategies import _fsdp
-from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, Dtypes, Strategy
-from pytest_distcompat.strategies._fsdp import ignored_modules
+from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, Dtypes, Strategy, WrapSpec
 
 if TYPE_CHECKING:
     import torch
@@ -18,13 +17,11 @@ if TYPE_CHECKING:
     from pytest_distcompat.precisions import Precision
 
 
-def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device, wrap: WrapSpec) -> Module:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    from pytest_distcompat.models import MODELS
-
-    blocks = MODELS.get(str(cell.option("model"))).block_modules(model)
+    blocks = wrap.block_modules(model)
     reshard = ShardingStrategy.FULL_SHARD if cell.option("reshard_after_forward") else ShardingStrategy.SHARD_GRAD_OP
     hybrid = cell.option("dp_replicate") != 1
     return FullyShardedDataParallel(
@@ -35,16 +32,16 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         use_orig_params=bool(cell.option("use_orig_params")),
         sharding_strategy=ShardingStrategy.HYBRID_SHARD if hybrid else reshard,
         device_mesh=_fsdp.mesh(cell, device) if hybrid else None,
-        ignored_modules=ignored_modules(model, cell),
+        ignored_modules=wrap.modules_to_ignore(model),
     )
 
 
-def _accelerate(precision: Precision, cell: Cell) -> Mapping[str, Any]:
-    return _fsdp.plugin(1, precision, cell)
+def _accelerate(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
+    return _fsdp.plugin(1, precision, cell, wrap)
 
 
-def _transformers(precision: Precision, cell: Cell) -> Mapping[str, Any]:
-    return _fsdp.arguments(1, cell)
+def _transformers(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
+    return _fsdp.arguments(1, cell, wrap)
 
 
 def _dtypes(precision: Precision) -> Dtypes:

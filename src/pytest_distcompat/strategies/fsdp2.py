@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.strategies import _fsdp
-from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, Strategy
-from pytest_distcompat.strategies._fsdp import ignored_modules
+from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, Strategy, WrapSpec
 
 if TYPE_CHECKING:
     import torch
@@ -17,16 +16,14 @@ if TYPE_CHECKING:
     from pytest_distcompat.precisions import Precision
 
 
-def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
+def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device, wrap: WrapSpec) -> Module:
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
-    from pytest_distcompat.models import MODELS
 
     full_state = _move_to_meta(model) if cell.option("meta_init") else None
     if full_state is None:
         model.to(device)
-    ignored = {parameter for module in ignored_modules(model, cell) for parameter in module.parameters()}
+    ignored = {parameter for module in wrap.modules_to_ignore(model) for parameter in module.parameters()}
     settings: dict[str, Any] = {
         "mesh": _fsdp.mesh(cell, device),
         "mp_policy": _fsdp.policy(2, precision, cell) or MixedPrecisionPolicy(),
@@ -38,7 +35,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         "ignored_params": ignored or None,
     }
     # Blocks before the root, whose unit then has the parameters of no block.
-    for block in MODELS.get(str(cell.option("model"))).block_modules(model):
+    for block in wrap.block_modules(model):
         fully_shard(block, **settings)
     fully_shard(model, **settings)
     if full_state is not None:
@@ -69,12 +66,12 @@ def _load_weights(model: Module, full_state: dict[str, torch.Tensor], device: to
             buffer.copy_(full_state[name])
 
 
-def _accelerate(precision: Precision, cell: Cell) -> Mapping[str, Any]:
-    return _fsdp.plugin(2, precision, cell)
+def _accelerate(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
+    return _fsdp.plugin(2, precision, cell, wrap)
 
 
-def _transformers(precision: Precision, cell: Cell) -> Mapping[str, Any]:
-    return _fsdp.arguments(2, cell)
+def _transformers(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
+    return _fsdp.arguments(2, cell, wrap)
 
 
 FSDP2 = Strategy(

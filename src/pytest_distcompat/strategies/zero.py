@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_distcompat.strategies._base import MAX_NORM, Dtypes, Strategy
+from pytest_distcompat.strategies._base import MAX_NORM, Dtypes, Strategy, WrapSpec
 
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
@@ -68,7 +68,7 @@ def _native(stage: int, precision: Precision, cell: Cell) -> Mapping[str, Any]:
     return settings
 
 
-def _accelerate(stage: int, precision: Precision, cell: Cell) -> Mapping[str, Any]:
+def _accelerate(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
     import deepspeed  # noqa: F401 - without_shared_memory patches it
     from accelerate import DeepSpeedPlugin
 
@@ -81,7 +81,7 @@ def _accelerate(stage: int, precision: Precision, cell: Cell) -> Mapping[str, An
     return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=settings)}
 
 
-def _transformers(stage: int, precision: Precision, cell: Cell) -> Mapping[str, Any]:
+def _transformers(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
     """Return the JSON, "auto" for what TrainingArguments set: https://huggingface.co/docs/transformers/deepspeed."""
     import deepspeed  # noqa: F401 - without_shared_memory patches it
 
