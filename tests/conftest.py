@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -12,6 +13,16 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+
+# Tests start some hundred processes, each of which would compile our modules, and pytest's rewritten ones, again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported out of garbage collections: each pytest that a test runs in this process ends with one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
