@@ -69,12 +69,8 @@ def bystander(runner: Runner, twin: Twin, check: Check) -> tuple[str, str]:
 
 
 def daily(twin: Twin) -> bool:
-    """Tell whether it is the first twin of its check with, or without, flat masters: every check fails daily on each kind."""
-
-    def kind(one: Twin) -> tuple[str, bool]:
-        return one.check, STRATEGIES.get(one.cell.strategy).flat_masters
-
-    return next(one for one in TWINS if kind(one) == kind(twin)) is twin
+    """Tell whether it is the first twin of its check: every check fails daily on one."""
+    return next(one for one in TWINS if one.check == twin.check) is twin
 
 
 PARAMETERS = [pytest.param(twin, id=twin.id, marks=() if daily(twin) else pytest.mark.nightly) for twin in TWINS]

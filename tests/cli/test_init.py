@@ -205,11 +205,26 @@ NINE = pytest.mark.skipif(pytest.version_tuple < (9,), reason="tables with types
     [
         ("my_driver.py", ("pytest.ini", "[pytest]\n"), "pythonpath = ."),
         ("src/mine/driver.py", ("pytest.ini", "[pytest]\n"), "pythonpath = src"),
-        ("my_driver.py", ("pyproject.toml", "[tool.pytest.ini_options]\n"), 'pythonpath = "."'),
-        pytest.param("my_driver.py", ("pyproject.toml", "[tool.pytest]\n"), 'pythonpath = ["."]', marks=NINE),
+        pytest.param(
+            "my_driver.py",
+            ("pyproject.toml", "[tool.pytest.ini_options]\n"),
+            'pythonpath = "."',
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "my_driver.py",
+            ("pyproject.toml", "[tool.pytest]\n"),
+            'pythonpath = ["."]',
+            marks=[NINE, pytest.mark.nightly],
+        ),
         pytest.param("src/mine/driver.py", ("pytest.toml", ""), 'pythonpath = ["src"]', marks=NINE),
-        ("my_driver.py", ("conftest.py", ""), ""),
-        ("src/mine/driver.py", ("pytest.ini", "[pytest]\npythonpath = src\n"), "pythonpath = src"),
+        pytest.param("my_driver.py", ("conftest.py", ""), "", marks=pytest.mark.nightly),
+        pytest.param(
+            "src/mine/driver.py",
+            ("pytest.ini", "[pytest]\npythonpath = src\n"),
+            "pythonpath = src",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_pytest_finds_the_driver(
@@ -288,6 +303,7 @@ def test_from_nothing_to_the_first_matrix(tmp_path: Path) -> None:
     assert ["fsdp2-bf16_mixed-w2", "ok"] in rows
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("head", ["[tool.pytest.ini_options] # ours", "[ tool.pytest . ini_options ]"])
 def test_a_head_as_toml_allows_it_is_the_table(tmp_path: Path, head: str) -> None:
     """A second table of that name beside it was a file that pytest, and all other tools, refuse."""
@@ -343,6 +359,7 @@ def test_a_key_of_another_table_is_not_pytests(tmp_path: Path, write: Write) -> 
     assert inspect_repository(tmp_path).settings.values == {"distcompat_profile": "smoke", "pythonpath": "."}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "file",
     ["pyproject.toml", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("pytest.ini", "pytest.toml"))],

@@ -76,6 +76,7 @@ def test_what_is_there_is_what_python_would_import(
     assert sorted(path.name for path in target.glob("*.py")) == ["madeup.py"]
 
 
+@pytest.mark.nightly
 def test_requirements_that_contradict_one_another(wheel: Wheel, tmp_path: Path) -> None:
     wheel("madeup", "1.0", "madeup_words<2", "madeup_letters")
     wheel("madeup_letters", "1.0", "madeup_words>=2")
@@ -101,6 +102,7 @@ def test_it_is_installed_once(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.
     assert side_by_side.install("madeup==1.0", tmp_path) == first
 
 
+@pytest.mark.nightly
 def test_another_environment_needs_other_packages_with_it(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +116,7 @@ def test_another_environment_needs_other_packages_with_it(
     assert version_of("madeup_words", side_by_side.install("madeup==1.0", tmp_path / "kept")) == "1.0"
 
 
+@pytest.mark.nightly
 def test_what_a_url_names_is_fetched_every_time(wheel: Wheel, tmp_path: Path) -> None:
     """The main branch of yesterday is not that of today."""
     wheel("madeup", "1.0", "madeup_words")
@@ -260,6 +263,7 @@ def test_a_run_without_a_report_is_no_pass(wheel: Wheel, tmp_path: Path, capsys:
     assert "| red | - | - |" in out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("text", "code"),
     [
@@ -290,6 +294,7 @@ def test_a_run_whose_report_is_not_all_is_no_pass(
     assert f"pytest ended with {code}: {tmp_path / 'madeup==1.0.log'}" in capsys.readouterr().out.splitlines()[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_lets_pytest_end_what_it_began(wheel: Wheel, tmp_path: Path) -> None:
     wheel("madeup", "1.0")

@@ -98,9 +98,8 @@ FEW = (
     "test_nobody_joins",
     "test_nobody_joins_with_a_number",
 )
-#: All of them every day with workers: ranks that sleep take no time from others.
 FULL = (
-    Form("three workers", ("-n", "3")),
+    Form("three workers", ("-n", "3"), nightly=True),
     Form("three workers at 4", ("-n", "3"), 4, nightly=True),
     *(replace(FORMS[name], nightly=True) for name in ("alone", "workers", "kept", "kept at 4")),
 )
@@ -108,7 +107,7 @@ OF_FEW = tuple(
     replace(
         FORMS[name], name=f"few {name}", args=(*FORMS[name].args, "-k", " or ".join(("test_well", *FEW))), nightly=False
     )
-    for name in ("kept",)
+    for name in ("alone", "kept")
 )
 
 

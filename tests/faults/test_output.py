@@ -154,6 +154,7 @@ def mounts() -> None:
         pytest.skip("this user may not mount anything")
 
 
+@pytest.mark.nightly
 def test_a_full_disk(start: Start, mounts: None) -> None:
     mount = ["sh", "-c", 'mkdir small && mount -t tmpfs -o size=16m none small && exec "$@"', "sh"]
     run = start(FULL, "--basetemp", "small/base", "--distcompat-timeout=30", wrap=mount).finish()
@@ -169,6 +170,7 @@ def test_a_full_disk(start: Start, mounts: None) -> None:
     assert not run.left
 
 
+@pytest.mark.nightly
 def test_a_read_only_temporary_directory(start: Start, mounts: None, tmp_path: Path) -> None:
     # Python then takes another one, as it does for everybody.
     mount = ["sh", "-c", 'mount -t tmpfs -o ro none temporary && exec "$@"', "sh"]

@@ -123,7 +123,7 @@ TOLD = (
 )
 
 
-@pytest.fixture(scope="module", params=[(), (KEPT,)], ids=["fresh", "kept"])
+@pytest.fixture(scope="module", params=[(), pytest.param((KEPT,), marks=pytest.mark.nightly)], ids=["fresh", "kept"])
 def ranks(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """Whether each test has ranks of its own, or those of the test before as long as that left nothing."""
     found: tuple[str, ...] = request.param
@@ -196,6 +196,7 @@ def test_processes_of_a_rank_start_as_those_of_any_script(run: Run) -> None:
     assert run.properties("test_start_method")["method"] == multiprocessing.get_start_method()
 
 
+@pytest.mark.nightly
 def test_ports_that_others_have_taken(run_faults: RunFaults) -> None:
     source = """
 import pytest
@@ -212,6 +213,7 @@ def test_well(process_group):
     assert not run.left
 
 
+@pytest.mark.nightly
 def test_what_a_test_patches_does_not_reach_what_reports_it(run_faults: RunFaults) -> None:
     run = run_faults(PATCHED)
     ends = {"test_patched_clock_fails": "failed", "test_patched_clock_skips": "skipped"}

@@ -205,6 +205,7 @@ def test_after(): raise AssertionError("nobody gets here")
             ["rank 1 ended without a report", "consequences:", "  rank 0 *was killed"],
             {0: 1, 1: -9},
             id="killed_while_the_other_sleeps",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             10,
@@ -230,6 +231,7 @@ def test_after(): raise AssertionError("nobody gets here")
             ["time limit of 6 s: rank 1 is in test_it at *", "*rank 0: xfailed: not yet*"],
             {0: 1, 1: 1},
             id="rank_1_hangs_beside_an_xfail",
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -270,11 +272,13 @@ def test_never_run(): raise AssertionError
             "@pytest.mark.parametrize('x', [0, 1] if RANK else [1, 0])\ndef test_it(x): pass",
             ["*the ranks have their tests in different orders: as number 1 rank 0 has *[[]1[]], rank 1 has *[[]0[]]"],
             id="another_order",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             "if RANK == 1: raise OSError('no such disk')",
             ["*not all ranks have the same errors of collection. rank 0: none; rank 1: test_launch.py: *no such disk"],
             id="an_error_on_one",
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -285,6 +289,7 @@ def test_ranks_that_collect_otherwise_run_nothing(body: str, told: list[str], to
     assert (run.code, codes(run)) == (1, {0: 4, 1: 4}), run.out
 
 
+@pytest.mark.nightly
 def test_a_rank_that_ends_while_it_collects_is_told(torchrun: Torchrun) -> None:
     # Before pytest has begun on rank 0, torchrun ends it without a word.
     body = (

@@ -34,7 +34,9 @@ DIFFERENT = {
 SHARED = {"conftest": ("from conftest import VALUE\n", "VALUE"), "hook": ("", "pytest.of_the_hook")}
 
 
-@pytest.mark.parametrize("where", ["modules", "conftest", "hook"])
+@pytest.mark.parametrize(
+    "where", ["modules", *(pytest.param(where, marks=pytest.mark.nightly) for where in ("conftest", "hook"))]
+)
 def test_ranks_do_not_share_what_they_would_make_themselves(run_pytest: RunPytest, tmp_path: Path, where: str) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n", encoding="utf-8")
     hook = "import functools, pytest, uuid\n@functools.cache\ndef made():\n    return uuid.uuid4().hex\n"
@@ -53,6 +55,7 @@ def test_ranks_do_not_share_what_they_would_make_themselves(run_pytest: RunPytes
 NEIGHBOURS = "    assert seen[0] != seen[1] != seen[3] != seen[2] != seen[0]\n"
 
 
+@pytest.mark.nightly
 def test_nor_do_those_who_are_neighbours_in_a_mesh(run_pytest: RunPytest, tmp_path: Path) -> None:
     """Of two rows and two columns: ranks 0 and 2 too, which a hook's random numbers reach from numpy and torch."""
     conftest = "import numpy, pytest, torch\ndef pytest_configure(config):\n    pytest.drawn = numpy.random.rand()\n"
@@ -67,6 +70,7 @@ def test_nor_do_those_who_are_neighbours_in_a_mesh(run_pytest: RunPytest, tmp_pa
     assert result.outcomes == dict.fromkeys(("test_drawn", "test_weight", "test_hash"), "passed"), result.out
 
 
+@pytest.mark.nightly
 def test_what_is_made_while_tests_are_collected_is_made_by_each_rank(run_pytest: RunPytest, tmp_path: Path) -> None:
     """By a generator of parameters, and by a collector of the project's own."""
     conftest = "import os, pytest\nclass Own(pytest.Module):\n    def collect(self):\n"
@@ -90,6 +94,7 @@ def test_what_is_made_while_tests_are_collected_is_made_by_each_rank(run_pytest:
         assert set(result.outcomes.values()) == {"passed"}, result.out
 
 
+@pytest.mark.nightly
 def test_the_start_method_that_a_module_sets_is_that_of_its_ranks(run_pytest: RunPytest, tmp_path: Path) -> None:
     source = "import multiprocessing, pytest\nmultiprocessing.set_start_method('spawn', force=True)\n"
     told = "    assert multiprocessing.get_start_method() == 'spawn'\n    assert multiprocessing.current_process().name == 'MainProcess'\n"
@@ -98,7 +103,7 @@ def test_the_start_method_that_a_module_sets_is_that_of_its_ranks(run_pytest: Ru
     assert result.outcomes == {"test_it": "passed"}, result.out
 
 
-@pytest.mark.parametrize("where", ["module", "hook"])
+@pytest.mark.parametrize("where", ["module", pytest.param("hook", marks=pytest.mark.nightly)])
 def test_a_file_opened_at_import_has_an_offset_for_each_rank_and_test(
     run_pytest: RunPytest, tmp_path: Path, where: str
 ) -> None:
@@ -114,6 +119,7 @@ def test_a_file_opened_at_import_has_an_offset_for_each_rank_and_test(
     assert result.outcomes == {"test_it": "passed", "test_next": "passed"}, result.out
 
 
+@pytest.mark.nightly
 def test_only_the_tests_of_that_module_pay_for_it(run_pytest: RunPytest, tmp_path: Path) -> None:
     depth = "    import psutil\n    (tmp / f'{__name__}-{rank}').write_text(str(len(psutil.Process().parents())))\n"
     for name, source in {"pure": "", "impure": "import time\nNOW = time.time()\n"}.items():
@@ -132,8 +138,8 @@ def test_only_the_tests_of_that_module_pay_for_it(run_pytest: RunPytest, tmp_pat
     assert result.out.count(told) == 1, result.out
 
 
-@pytest.mark.parametrize("reuse", ["never", "session"])
-@pytest.mark.parametrize("place", ["atexit", "unconfigure"])
+@pytest.mark.parametrize("reuse", ["never", pytest.param("session", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("place", ["atexit", pytest.param("unconfigure", marks=pytest.mark.nightly)])
 def test_what_is_to_be_done_at_the_end_is_done(run_pytest: RunPytest, tmp_path: Path, place: str, reuse: str) -> None:
     """An exit code that is set there counts, and what was made for the session goes with it."""
     ends = "    import atexit, os\n    if rank == 1:\n        atexit.register(os._exit, 3)\n"
@@ -148,6 +154,7 @@ def test_what_is_to_be_done_at_the_end_is_done(run_pytest: RunPytest, tmp_path: 
     assert "rank 1 exited with code 3" in result.out, result.out
 
 
+@pytest.mark.nightly
 def test_temporary_directories_of_the_session_are_removed(run_pytest: RunPytest, tmp_path: Path) -> None:
     made = "import atexit, shutil, tempfile\nfrom pathlib import Path\nHERE = Path(__file__).parent\n"
     made += "DIRECTORY = tempfile.mkdtemp(prefix='at_import-', dir=HERE)\natexit.register(shutil.rmtree, DIRECTORY)\n"
@@ -184,7 +191,7 @@ def mode(request):
 """
 
 
-@pytest.mark.parametrize("reuse", ["never", "module"])
+@pytest.mark.parametrize("reuse", ["never", pytest.param("module", marks=pytest.mark.nightly)])
 def test_an_option_whose_type_is_of_a_conftest_is_the_same_on_ranks(
     run_pytest: RunPytest, tmp_path: Path, reuse: str
 ) -> None:
@@ -209,6 +216,7 @@ def test_an_option_that_cannot_be_handed_to_ranks_is_an_error_that_names_it(
     assert run_pytest(tmp_path).code == pytest.ExitCode.OK, "its default is made anew on ranks"
 
 
+@pytest.mark.nightly
 def test_an_option_that_ranks_cannot_read_is_an_error_that_names_it(run_pytest: RunPytest, tmp_path: Path) -> None:
     bad = "def read(text):\n    raise ValueError('not on ' + text)\nclass Bad:\n    def __init__(self, text):\n        self.text = text\n"
     bad += "    def __reduce__(self):\n        return read, (self.text,)\n"
@@ -228,7 +236,7 @@ def test_a_test_imports_a_module_that_pytest_rewrites(run_pytest: RunPytest, tmp
     assert result.outcomes == {"test_it": "passed"}, result.out
 
 
-@pytest.mark.parametrize("launcher", ["warm", "torchrun"])
+@pytest.mark.parametrize("launcher", ["warm", pytest.param("torchrun", marks=pytest.mark.nightly)])
 def test_the_command_line_and_the_interpreters_flags_reach_ranks(
     environment: dict[str, str], tmp_path: Path, launcher: str
 ) -> None:

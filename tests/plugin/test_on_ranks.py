@@ -125,7 +125,10 @@ def run_with(run_pytest: RunPytest, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-@pytest.fixture(scope="module", params=["never", pytest.param("module", marks=pytest.mark.nightly), "session"])
+@pytest.fixture(
+    scope="module",
+    params=["never", *(pytest.param(reuse, marks=pytest.mark.nightly) for reuse in ("module", "session"))],
+)
 def run(run_with: Callable[[str], Run], request: pytest.FixtureRequest) -> Run:
     """With ranks of their own for each test, and with ranks that tests share."""
     return run_with(request.param)
@@ -217,6 +220,7 @@ def test_the_reproduce_command_shows_the_same_failure(
     show(out, "collected 1 item", "*ValueError: it's $HOME/a::b on rank 1*", "*= 1 failed in *")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 def test_the_reproduce_command_has_the_settings_that_were_named(
     workers: tuple[str, ...], run_pytest: RunPytest, run_command: Callable[[str, Path], tuple[int, str]], tmp_path: Path
@@ -268,6 +272,7 @@ def test_the_run_alone_begins_as_the_test_did(
         show(out, "rank ?: failed: AssertionError: the cause*")
 
 
+@pytest.mark.nightly
 def test_known_issues_are_those_of_all_ranks_together(run_pytest: RunPytest, tmp_path: Path) -> None:
     """A rank that weighed itself would miss what it is declared to fail by, or hide from the parent that it was excused."""
     (tmp_path / "pyproject.toml").write_text(
@@ -304,6 +309,7 @@ def test_a_plugin_that_the_fork_server_imported_early_is_no_error(run_pytest: Ru
     assert result.code == pytest.ExitCode.OK, result.out
 
 
+@pytest.mark.nightly
 def test_a_preload_that_cannot_be_imported_is_told_once(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\ndistcompat_preload =\n    numpy\n    acclerate\n", encoding="utf-8")
     (tmp_path / "test_it.py").write_text(
@@ -317,6 +323,7 @@ def test_a_preload_that_cannot_be_imported_is_told_once(run_pytest: RunPytest, t
     assert result.out.count(told) == 1, result.out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("reuse", ["never", pytest.param("session", marks=pytest.mark.nightly)])
 def test_ranks_import_nothing_of_ours(run_pytest: RunPytest, tmp_path: Path, reuse: str) -> None:
     """Each rank did, with rewritten asserts, which a busy machine takes half a second for."""

@@ -60,6 +60,7 @@ def test_a_suite_that_goes_dark_makes_the_run_fail(session: Session, last: Path)
     assert "settings: strategies all -> ddp" in done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 def test_so_does_a_run_in_which_no_suite_is_left(
     session: Session, last: Path, tmp_path: Path, workers: tuple[str, ...]
@@ -93,12 +94,14 @@ def test_what_a_k_leaves_out_is_no_news(session: Session, last: Path) -> None:
     assert "newly missing: " not in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_failure_that_is_no_verdict_of_ours_is_never_excused(session: Session, last: Path, tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text("def test(): assert False\n", encoding="utf-8")
     done = session("--distcompat-baseline=last.json", runs=WRONG)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "args",
     [pytest.param(("-n", "2"), marks=pytest.mark.nightly), ("--continue-on-collection-errors",)],
@@ -113,6 +116,7 @@ def test_nor_is_a_module_that_cannot_be_imported(
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
 
 
+@pytest.mark.nightly
 def test_nor_is_what_another_plugin_asks_for(session: Session, last: Path) -> None:
     cov = ("--cov=.", "--cov-report=", "--cov-fail-under=100")
     done = session("--distcompat-baseline=last.json", *cov, runs=WRONG, COVERAGE_FILE=".cov")
@@ -134,6 +138,7 @@ def test_nor_is_an_item_that_fails_although_its_verdict_is_good(session: Session
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
 
 
+@pytest.mark.nightly
 def test_what_a_narrowed_run_did_not_reach_is_missing(session: Session, tmp_path: Path) -> None:
     session("--distcompat-report=last.json", runs='{"ddp-fp32-w2": "wrong"}')
     args = ("--distcompat-baseline=last.json", "-k", "TestMine", "-x")
@@ -142,6 +147,7 @@ def test_what_a_narrowed_run_did_not_reach_is_missing(session: Session, tmp_path
     assert ": not reached" in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_broken_off_stays_so(session: Session, last: Path) -> None:
     done = session("--distcompat-baseline=last.json", "-x", runs=WRONG)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
@@ -154,6 +160,7 @@ def test_what_was_a_finding_and_is_a_crash_is_news(session: Session, last: Path)
     assert "newly broken: fsdp2-fp32-w2:claim (test_mine:Mine): FAIL -> CRASH: rank 1 was killed" in done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 def test_a_teardown_that_fails_besides_is_news_once(
     session: Session, last: Path, tmp_path: Path, workers: tuple[str, ...]

@@ -51,7 +51,7 @@ def statuses(data: dict[str, Any]) -> dict[str, str]:
     return {result["cell"]: result["status"] for result in data["results"]}
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 def test_all_files_of_one_run(session: Session, tmp_path: Path, workers: tuple[str, ...]) -> None:
     files = [f"--distcompat-report=out.{suffix}" for suffix in ("json", "md", "html", "txt")]
     done = session(*files, *workers, runs=RUNS)
@@ -105,7 +105,7 @@ def test_whose_fault_it_was_the_ranks_tell_and_not_the_words_of_the_message(sess
     assert results["ddp-fp32-w2"]["reproduce"].endswith("test[ddp-fp32-w2:claim]'")
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 def test_junit_and_the_report_log_have_properties(session: Session, tmp_path: Path, workers: tuple[str, ...]) -> None:
     session("--junitxml=junit.xml", "--report-log=log.jsonl", *workers, runs=RUNS)
     cases = ET.parse(tmp_path / "junit.xml").getroot().iter("testcase")
@@ -129,6 +129,7 @@ def test_junit_and_the_report_log_have_properties(session: Session, tmp_path: Pa
     assert {dict(line["user_properties"])["distcompat_cell"] for line in calls} == set(STATUS)
 
 
+@pytest.mark.nightly
 def test_the_summary_of_a_workflows_step_is_written_on_its_own(session: Session, tmp_path: Path) -> None:
     summary = tmp_path / "summary.md"
     summary.write_text("before\n", encoding="utf-8")
@@ -139,6 +140,7 @@ def test_the_summary_of_a_workflows_step_is_written_on_its_own(session: Session,
     assert "report: " not in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_file_that_cannot_be_written_does_not_hide_the_others(session: Session, tmp_path: Path) -> None:
     (tmp_path / "full.md").symlink_to("/dev/full")
     done = session("--distcompat-report=full.md", "--distcompat-report=out.json")
@@ -146,6 +148,7 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_others(session: Session
     assert len(load(tmp_path / "out.json")["results"]) == 9
 
 
+@pytest.mark.nightly
 def test_a_report_that_somebody_waits_for_and_that_is_not_there_is_no_success(session: Session, tmp_path: Path) -> None:
     (tmp_path / "full.json").symlink_to("/dev/full")
     done = session("--distcompat-report=full.json", runs=WELL)
@@ -157,7 +160,7 @@ def test_a_report_that_somebody_waits_for_and_that_is_not_there_is_no_success(se
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 def test_ctrl_c_leaves_what_was_found_so_far(tmp_path: Path, workers: tuple[str, ...]) -> None:
     write_session(tmp_path, '{"fsdp1-fp32-w2": "wait 60"}')
     line = command(tmp_path, "--distcompat-report=out.json", "--distcompat-report=out.md", *workers)
@@ -183,7 +186,7 @@ def test_ctrl_c_leaves_what_was_found_so_far(tmp_path: Path, workers: tuple[str,
     assert f"interrupted: {len(data['unreached'])} items were not reached" in out
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "1"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 def test_what_stopped_at_the_first_failure_says_so(session: Session, tmp_path: Path, workers: tuple[str, ...]) -> None:
     session("-x", *workers, "--distcompat-report=out.json", runs='{"ddp-fp32-w2": "wrong"}')
     data = load(tmp_path / "out.json")
@@ -219,6 +222,7 @@ def test_an_item_that_came_to_no_verdict_is_an_error(session: Session, tmp_path:
     assert "fsdp2-fp32-w2 ERROR" in [" ".join(line.split()) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.nightly
 def test_an_xfail_mark_excuses_no_crash_of_an_item(session: Session, tmp_path: Path) -> None:
     (tmp_path / "excusing.py").write_text(
         "import pytest\n"
@@ -236,6 +240,7 @@ def test_an_xfail_mark_excuses_no_crash_of_an_item(session: Session, tmp_path: P
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.mark.nightly
 def test_the_groups_of_xdist_are_no_part_of_an_items_name(session: Session, tmp_path: Path) -> None:
     (tmp_path / "grouped.py").write_text(
         # As xdist does it, with any version of pytest.

@@ -65,6 +65,7 @@ def test_a_parameter_in_neither_of_two_optimizers(run: Launch) -> None:
         run(TWO, "--fault", "left out", strategy="ddp").check("optimizer")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero2", marks=pytest.mark.nightly)])
 def test_an_accelerate_loop_in_bfloat16(run: Launch, strategy: str) -> None:
     found = accelerate_loop(run, strategy)
@@ -79,6 +80,7 @@ def test_a_deepspeed_loop(run: Launch, stage: int) -> None:
     found.check("active", "names", "optimizer", "dtypes", "memory")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("loop", "strategy"),
     [
@@ -102,6 +104,7 @@ def eight_steps(run: Launch) -> ScriptRun:
     return run(TORCH, "--steps", "8", strategy="ddp", watch_steps=3)
 
 
+@pytest.mark.nightly
 def test_later_steps_are_not_looked_at(run: Launch) -> None:
     found = eight_steps(run)
     found.check("active", "optimizer", "dtypes")

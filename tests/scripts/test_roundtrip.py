@@ -61,6 +61,7 @@ def test_more_ranks_go_on_with_what_fewer_saved(more_ranks: RoundTrip) -> None:
     assert more_ranks.resumed.trace.world_size == 3
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_a_plain_loop_of_shards_goes_on(module_host: Host, more_ranks: RoundTrip) -> None:
     found = as_many(module_host, more_ranks)
@@ -68,6 +69,7 @@ def test_a_plain_loop_of_shards_goes_on(module_host: Host, more_ranks: RoundTrip
     assert loads(found) == [0, 0, 2]
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 @pytest.mark.parametrize(
     ("fault", "said"),
@@ -128,6 +130,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_a_run_that_saves_what_is_no_checkpoint_to_the_probe(host: Host, tmp_path: Path) -> None:
     script = tmp_path / "saves.py"

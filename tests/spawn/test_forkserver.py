@@ -108,6 +108,7 @@ def test_the_fork_server_stays_fit_to_fork(run: Run, warm: WarmLauncher) -> None
         assert psutil.Process(events[1]["parent"]).num_threads() == 1
 
 
+@pytest.mark.nightly
 def test_heavy_modules_leave_it_fit(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(modules=("accelerate", "transformers", "deepspeed")))
     ending = run("look", launcher=launcher)
@@ -141,6 +142,7 @@ def test_ranks_have_hash_seeds_and_addresses_of_their_own(run: Run, launch: Laun
         assert all(one != other for one, other in zip(seen[2], seen[3], strict=True)), seen
 
 
+@pytest.mark.nightly
 def test_a_hash_seed_that_the_user_set_is_that_of_all(
     run: Run, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +152,7 @@ def test_a_hash_seed_that_the_user_set_is_that_of_all(
     assert first["address"] != second["address"]
 
 
+@pytest.mark.nightly
 def test_a_large_product_leaves_it_fit(run: Run, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads that numpy was asked for went at the fork, and come again: nobody in that module started one."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
@@ -159,6 +162,7 @@ def test_a_large_product_leaves_it_fit(run: Run, launch: Launch, monkeypatch: py
     assert forked(launcher, ending, collected=True), ending.text()
 
 
+@pytest.mark.nightly
 def test_a_thread_that_collected_tests_started_leaves_the_tests_to_the_ranks(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(call="preloaded:start_thread"))
     first = run("look", 1, launcher=launcher, collected="test_it.py")
@@ -184,6 +188,7 @@ def test_what_must_not_be_forked_means_spawn_and_is_told_once(run: Run, launch: 
     assert len(second.left_over) == 1
 
 
+@pytest.mark.nightly
 def test_a_thread_of_pyarrow_is_kept_from_the_fork_server(
     run: Run, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,12 +200,14 @@ def test_a_thread_of_pyarrow_is_kept_from_the_fork_server(
     assert forked(launcher, ending, collected=True), ending.text()
 
 
+@pytest.mark.nightly
 def test_the_thread_of_a_library_is_named(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(call="preloaded:start_thread_as_jemalloc_does", payload={"asks": False}))
     told = "it started 1 thread of jemalloc (pyarrow has one of its own), which does not survive a fork"
     assert told in run("look", 1, launcher=launcher, collected="test_it.py").notice
 
 
+@pytest.mark.nightly
 def test_a_fork_server_that_nothing_is_forked_from_may_die(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(modules=("with_cuda",)))
     assert run("look", 1, launcher=launcher).kind == "ok"
@@ -235,7 +242,7 @@ def test_a_module_that_ranks_must_import_themselves_is_left_to_them(
     assert reason in ending.notice
 
 
-@pytest.mark.parametrize("call", ["preloaded:fail", "preloaded:leave"])
+@pytest.mark.parametrize("call", ["preloaded:fail", pytest.param("preloaded:leave", marks=pytest.mark.nightly)])
 def test_a_preload_that_fails_does_not_keep_ranks_from_starting(run: Run, launch: Launch, call: str) -> None:
     launcher = launch(Warmth(modules=("no_such_module",), call=call, payload={"what": "luck"}))
     ending = run("look", launcher=launcher)
@@ -248,6 +255,7 @@ def test_a_preload_that_fails_does_not_keep_ranks_from_starting(run: Run, launch
     assert words[call.partition(":")[2]] in launcher._process.status["error"]
 
 
+@pytest.mark.nightly
 def test_a_preload_that_dies_is_told(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(call="preloaded:die"))
     ending = run("look", 1, launcher=launcher, collected="test_it.py")
@@ -258,6 +266,7 @@ def test_a_preload_that_dies_is_told(run: Run, launch: Launch) -> None:
     assert launcher._process.intact
 
 
+@pytest.mark.nightly
 def test_thirty_runs_leave_nothing_behind(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth())
     used: set[str] = set()

@@ -168,7 +168,10 @@ def test_leaving_has_the_time_limit_of_the_last_request(ask: Ask, supervisor: Wa
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(what, marks=() if index % 8 == 0 else pytest.mark.nightly) for index, what in enumerate(CHANGES)],
+)
 def test_what_a_request_leaves_changed_ends_them_and_is_named(what: str, ask: Ask, supervisor: WarmLauncher) -> None:
     if what.startswith("accelerate"):
         pytest.importorskip("accelerate")

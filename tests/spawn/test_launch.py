@@ -89,7 +89,7 @@ def test_the_verdict_names_who_failed_first(run: Run, fault: str) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    ["raise", *(pytest.param(fault, marks=pytest.mark.nightly) for fault in ("os._exit 0", "SIGTERM")), "SIGKILL"],
+    ["raise", *(pytest.param(fault, marks=pytest.mark.nightly) for fault in ("os._exit 0", "SIGTERM", "SIGKILL"))],
 )
 def test_torchrun_gives_the_same_verdict(run: Run, torchrun: TorchrunLauncher, fault: str) -> None:
     acts, kind, cause, statuses, words = FAULTS[fault]
@@ -112,7 +112,7 @@ def test_consequences_are_folded_under_the_cause(run: Run) -> None:
     assert sorted(line.split()[1] for line in consequences.splitlines()) == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize("launcher", ["warm", "torchrun"])
+@pytest.mark.parametrize("launcher", ["warm", pytest.param("torchrun", marks=pytest.mark.nightly)])
 def test_a_hang_shows_where_each_rank_is(run: Run, launcher: str, request: pytest.FixtureRequest) -> None:
     # torchrun's ranks import torch within their time.
     seconds = 4.0 if launcher == "warm" else 10.0
@@ -182,6 +182,7 @@ def test_the_launcher_process_is_killed_while_ranks_run(run: Run, warm: WarmLaun
     assert warm._process is not before
 
 
+@pytest.mark.nightly
 def test_the_launcher_process_is_killed_between_runs(run: Run, warm: WarmLauncher) -> None:
     run("meet")
     assert warm._process is not None
@@ -192,6 +193,7 @@ def test_the_launcher_process_is_killed_between_runs(run: Run, warm: WarmLaunche
     assert warm._process is not before
 
 
+@pytest.mark.nightly
 def test_the_fork_server_is_killed_while_ranks_run(run: Run) -> None:
     ending = run("act", acts={"0": "sleep", "1": "kill the fork server"})
     assert ending.kind == "crashed"
