@@ -47,6 +47,7 @@ def test_a_cell_as_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert list((tmp_path / "kept").glob("*/run.json"))
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_a_cell_that_breaks_off_shows_how_far_it_got(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,7 @@ def test_build(): build()
 """
 
 
+@pytest.mark.nightly
 def test_a_build_that_is_killed_leaves_no_lock(run_faults: RunFaults, tmp_path: Path) -> None:
     run = run_faults(BUILDS, TORCH_EXTENSIONS_DIR=str(tmp_path))
     run.shows("test_build", "time limit of 5 s: rank * is in build at test_faulty.py:*: time.sleep(600); *")
@@ -57,6 +58,7 @@ def test_a_lock_that_another_build_left_is_named(run_faults: RunFaults, tmp_path
     assert lock.exists(), "it is not ours"
 
 
+@pytest.mark.nightly
 def test_a_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"{BUILD}\nbuild()\n", encoding="utf-8")

@@ -85,6 +85,7 @@ def test_ctrl_c(how: str, to: str, world_size: int, begin: Begin) -> None:
     assert not list(run.directory.glob("torn-down-*"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("how", "to", "pause"),
     cases(("idle", "group", 0.05), axes=(tuple(HOW), TO, (0.0, 0.05, 0.5))),

@@ -98,6 +98,7 @@ def test_ctrl_c(busy: Faulty) -> None:
     assert not run.left
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("pause", [0.0, 0.05])
 def test_ctrl_c_twice(busy: Faulty, pause: float) -> None:
     busy.process.send_signal(signal.SIGINT)
@@ -108,6 +109,7 @@ def test_ctrl_c_twice(busy: Faulty, pause: float) -> None:
     assert not run.left
 
 
+@pytest.mark.nightly
 def test_ctrl_c_with_xdist(start: Start) -> None:
     faulty = start("faults_midway.py", "-n", "2")
     faulty.wait_for("busy-0", "busy-1")
@@ -117,7 +119,7 @@ def test_ctrl_c_with_xdist(start: Start) -> None:
     assert not run.left
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGKILL])
 def test_pytest_is_ended(busy: Faulty, number: int) -> None:
     busy.process.send_signal(number)
     run = busy.finish(30, killed=True)
@@ -125,6 +127,7 @@ def test_pytest_is_ended(busy: Faulty, number: int) -> None:
     assert not run.left
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_temporary_files_of_the_killed_go_with_the_next_run(
     busy: Faulty, number: int, monkeypatch: pytest.MonkeyPatch
@@ -147,6 +150,7 @@ def test_plugins_that_fork_are_refused(start: Start, option: str) -> None:
     assert not run.left
 
 
+@pytest.mark.nightly
 def test_maxfail(start: Start) -> None:
     run = start(FAILING, "--maxfail=2").finish()
     assert run.outcomes == {"test_fails[0]": "failed", "test_fails[1]": "failed"}
@@ -154,6 +158,7 @@ def test_maxfail(start: Start) -> None:
     assert not run.left
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("args", [(), pytest.param((KEPT,), marks=pytest.mark.nightly)], ids=["fresh", "kept"])
 def test_maxfail_with_xdist(start: Start, args: tuple[str, ...]) -> None:
     run = start(MANY_FAILING, "-n", "2", "--maxfail=2", *args).finish()
@@ -165,6 +170,7 @@ def test_maxfail_with_xdist(start: Start, args: tuple[str, ...]) -> None:
     assert not run.left
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("args", [(), pytest.param((KEPT,), marks=pytest.mark.nightly)], ids=["fresh", "kept"])
 def test_workers_of_xdist_die(start: Start, args: tuple[str, ...]) -> None:
     run = start(KILLS_ITS_WORKER, "-n", "2", *args).finish(killed=True)
@@ -177,6 +183,7 @@ def test_workers_of_xdist_die(start: Start, args: tuple[str, ...]) -> None:
     assert not run.left
 
 
+@pytest.mark.nightly
 def test_time_limits_of_others(start: Start) -> None:
     # faulthandler_timeout writes stacks of pytest itself and ends nothing; pytest-timeout's limit is taken over.
     run = start(SLOW, "-o", "faulthandler_timeout=0.5", "--timeout=20").finish()
@@ -189,6 +196,7 @@ def test_time_limits_of_others(start: Start) -> None:
     assert not run.left
 
 
+@pytest.mark.nightly
 def test_without_other_plugins(start: Start) -> None:
     without = [f"-pno:{name}" for name in ("xdist", "timeout", "faulthandler", "cacheprovider", "junitxml", "logging")]
     run = start(FAILING, "-k", "0", "--capture=sys", *without).finish()

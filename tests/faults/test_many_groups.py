@@ -17,6 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "many_groups.py"
 NIGHTLY = pytest.mark.nightly
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("groups", "more"),
     [

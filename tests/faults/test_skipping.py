@@ -136,6 +136,7 @@ def test_faults_come_to_ranks_that_have_done_a_test(run: Run, form: Form) -> Non
         run.shows_used_ranks(*WELL)
 
 
+@pytest.mark.nightly
 def test_parameters_that_depend_on_the_process(run_faults: RunFaults) -> None:
     run = run_faults(BY_PROCESS)
     (name,) = run.outcomes

@@ -107,6 +107,7 @@ def test_it(number):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 @pytest.mark.parametrize("args", [(), ("--distcompat-reuse=session",)], ids=["fresh", "kept"])
 def test_a_directory_with_a_long_name_is_used_for_all_but_sockets(start: Start, args: tuple[str, ...]) -> None:

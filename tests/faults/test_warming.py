@@ -31,6 +31,7 @@ def test_ordinary():
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "workers"]
 )

@@ -124,7 +124,9 @@ def told(written: Sequence[Module], mode: str, wrong: Mapping[str, str], fuzz: F
     return "\n".join([*lines, "", f"The first of them, made smaller{about}:", "", small.source()])
 
 
-@pytest.mark.parametrize("mode", ["warm", "kept", "inside"])
+@pytest.mark.parametrize(
+    "mode", ["warm", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("kept", "inside"))]
+)
 def test_a_few(mode: str, fuzz: Fuzz) -> None:
     written = modules(0, 4)
     wrong = differing(written, mode, fuzz)

@@ -110,6 +110,7 @@ def test_after(gives_back): pass
 """
 
 
+@pytest.mark.nightly
 def test_the_test_that_starts_its_ranks_itself_fails_too(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     pytester.makeconftest('pytest_plugins = ["pytest_distcompat.aliases"]')
     for mark in ("", "@pytest.mark.xfail\n"):
@@ -151,6 +152,7 @@ def test_what_may_be_pytests_own_is_only_told(pytester: pytest.Pytester, run_on_
     )
 
 
+@pytest.mark.nightly
 def test_what_a_dead_one_left_is_not_charged_to_the_next(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     pytester.makeconftest(
         """
@@ -178,6 +180,7 @@ Hosted.run = run
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mark", ["", "@pytest.mark.xfail\n"])
 def test_a_script_that_leaves_memory_in_use_fails(mark: str, pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     pytester.makeconftest(SCRIPTS)

@@ -78,6 +78,7 @@ def by_name(cached: dict[str, float]) -> dict[str, float]:
     return {name.rpartition("::")[2]: seconds for name, seconds in cached.items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dist", ["load", "worksteal"])
 def test_what_took_longest_in_the_last_run_comes_first(
     dist: str, pytester: pytest.Pytester, run_on_gpus: RunOnGpus
@@ -97,6 +98,7 @@ def test_what_took_longest_in_the_last_run_comes_first(
     assert all(after[name] < value for name, value in told.items() if value)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("args", "scheduler"),
     [
@@ -116,6 +118,7 @@ def test_who_says_what_belongs_together_gets_it(
     result.stdout.fnmatch_lines([f"scheduling tests via {scheduler}"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["conftest", "failed first"])
 def test_an_order_of_the_users_is_not_ours_to_change(
     how: str, pytester: pytest.Pytester, run_on_gpus: RunOnGpus

@@ -168,6 +168,7 @@ def test_a_timeout_says_who_has_them_and_who_waits(arena: Field) -> None:
     assert isinstance(caught.value, TimeoutError)
 
 
+@pytest.mark.nightly
 def test_waiting_ends_by_whatever_clock_a_test_has_frozen(arena: Field) -> None:
     holder, waiter = arena.enter("holds", "waits")
     holder.tell("lease 3")

@@ -158,7 +158,7 @@ def test_that_workers_of_one_run_wait_for_each_other_is_no_news(arena: Field) ->
         assert bool(said) is expected
 
 
-@pytest.mark.parametrize("more", [[], ["-n1"]], ids=["alone", "xdist"])
+@pytest.mark.parametrize("more", [[], pytest.param(["-n1"], marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 @pytest.mark.usefixtures("run_on_gpus")
 def test_pytest_shows_it_while_a_test_waits(pytester: pytest.Pytester, tmp_path: Path, more: list[str]) -> None:
     ids = tuple(f"GPU-{number}" for number in range(8))

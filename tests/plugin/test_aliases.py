@@ -153,6 +153,7 @@ def test_other(): pass
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_a_conftest_that_keeps_the_tests_of_one_size(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(f"{CONFTEST}{COMPOSER}", encoding="utf-8")

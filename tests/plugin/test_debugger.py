@@ -76,6 +76,7 @@ def test_of_marked_tests(tmp_path: Path, run_pytest: RunPytest, environment: dic
     terminal.expect(pexpect.EOF)
 
 
+@pytest.mark.nightly
 def test_of_a_cell(tmp_path: Path, run_pytest: RunPytest, environment: dict[str, str]) -> None:
     adopter = Path(__file__).with_name("adopter.py").read_text(encoding="utf-8")
     (tmp_path / "my_trainer.py").write_text(adopter, encoding="utf-8")

@@ -65,7 +65,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.nightly)])
 def test_our_ranks(directory: Path, environment: dict[str, str], workers: str) -> None:
     options = ["-n", workers, "--tb=line", "--junitxml=junit.xml", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options]
@@ -93,6 +93,7 @@ def test_our_ranks(directory: Path, environment: dict[str, str], workers: str) -
         assert f"reproduce: pytest test_it.py::{name}" in (failure.text or ""), "the whole story is there"
 
 
+@pytest.mark.nightly
 def test_ranks_of_torchrun(directory: Path, environment: dict[str, str]) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pytest"]
     command = [*launch, "--tb=line", "-p", "no:cacheprovider", "-k", "compares"]

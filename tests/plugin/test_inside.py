@@ -143,6 +143,7 @@ def test_all_ranks_end_with_the_same_exit_code(verdicts: Run) -> None:
     assert codes(verdicts) == {0: 1, 1: 1}, verdicts.out
 
 
+@pytest.mark.nightly
 def test_a_launch_in_which_all_is_well_ends_well(torchrun: Torchrun) -> None:
     source = (
         "import pytest\n@pytest.mark.distcompat\ndef test(process_group): pass\n@pytest.mark.skip\ndef test_b(): pass\n"

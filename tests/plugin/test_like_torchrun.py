@@ -204,6 +204,7 @@ def test_an_option_whose_type_is_of_a_conftest_is_the_same_on_ranks(
     assert result.outcomes == {"test_it": "passed"}, result.out
 
 
+@pytest.mark.nightly
 def test_an_option_that_cannot_be_handed_to_ranks_is_an_error_that_names_it(
     run_pytest: RunPytest, tmp_path: Path
 ) -> None:
@@ -228,6 +229,7 @@ def test_an_option_that_ranks_cannot_read_is_an_error_that_names_it(run_pytest: 
     assert "the option 'bad' has a value that no rank can read (ValueError: not on ranks)" in result.out
 
 
+@pytest.mark.nightly
 def test_a_test_imports_a_module_that_pytest_rewrites(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n", encoding="utf-8")
     (tmp_path / "test_it.py").write_text(f"import pytest{TEST}    import test_later\n", encoding="utf-8")

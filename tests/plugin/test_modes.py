@@ -123,6 +123,7 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_importlib_strict_without_cache_and_without_capture(here: Path, run_pytest: RunPytest) -> None:
     run = run_pytest(
         here,
@@ -141,6 +142,7 @@ def test_importlib_strict_without_cache_and_without_capture(here: Path, run_pyte
     assert "rank 1 failed: ValueError: the cause" in run.text("test_fails[a b/c]")
 
 
+@pytest.mark.nightly
 def test_exitfirst_stops_and_last_failed_runs_again_just_that(here: Path, run_pytest: RunPytest) -> None:
     run = run_pytest(here, "-x")
     assert run.outcomes == dict(list(ENDS.items())[:3]), run.out
@@ -150,6 +152,7 @@ def test_exitfirst_stops_and_last_failed_runs_again_just_that(here: Path, run_py
     assert again.text("test_fails[a b/c]").splitlines()[0] == "rank 1 failed: ValueError: the cause"
 
 
+@pytest.mark.nightly
 def test_a_conftest_reads_on_ranks_too_what_was_asked_for(tmp_path: Path, run_pytest: RunPytest) -> None:
     (tmp_path / "conftest.py").write_text(ASKED_FOR, encoding="utf-8")
     (tmp_path / "test_slow.py").write_text(SLOW, encoding="utf-8")
@@ -158,6 +161,7 @@ def test_a_conftest_reads_on_ranks_too_what_was_asked_for(tmp_path: Path, run_py
     assert run.text("test_fails").splitlines()[0] == "rank 1 failed: assert 1 == 0"
 
 
+@pytest.mark.nightly
 def test_the_log_of_the_ini_file_is_pytests_own(tmp_path: Path, run_pytest: RunPytest) -> None:
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nlog_file = tests.log\nlog_file_format = %(message)s\n", encoding="utf-8"

@@ -242,6 +242,7 @@ def test_the_reproduce_command_has_the_settings_that_were_named(
     show(out, "collected 1 item", "rank ? failed: *", "*-W 'ignore:a b'*", "*= 1 failed in *")
 
 
+@pytest.mark.nightly
 def test_the_run_alone_shows_the_same_failure(
     run: Run, run_command: Callable[[str, Path], tuple[int, str]], tmp_path: Path
 ) -> None:
@@ -343,6 +344,7 @@ def test_ranks_import_nothing_of_ours(run_pytest: RunPytest, tmp_path: Path, reu
     assert result.code == pytest.ExitCode.OK, result.out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "place", ["trainer", *(pytest.param(place, marks=pytest.mark.nightly) for place in ("conftest", "test_it"))]
 )

@@ -42,7 +42,7 @@ def test_never(rank):
 """
 
 
-@pytest.mark.parametrize("args", [[], ["-n", "1"]], ids=["alone", "xdist"])
+@pytest.mark.parametrize("args", [[], pytest.param(["-n", "1"], marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 def test_a_test_is_run_again_on_all_ranks_or_none(args: list[str], run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "test_again.py").write_text(AGAIN, encoding="utf-8")
     run = run_pytest(tmp_path, "--reruns=1", "--strict-markers", "-W", "error::pytest.PytestWarning", *args)
@@ -105,6 +105,7 @@ def test_resumes(rank):
 """
 
 
+@pytest.mark.nightly
 def test_what_ran_before_is_known_to_the_parent_alone(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(MADE_UP, encoding="utf-8")
     (tmp_path / "test_needing.py").write_text(NEEDING, encoding="utf-8")
@@ -133,6 +134,7 @@ def nobody_calls():
 """
 
 
+@pytest.mark.nightly
 def test_the_lines_that_ranks_run_are_covered(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(COVERED, encoding="utf-8")
     (tmp_path / "trainer.py").write_text(TRAINER, encoding="utf-8")
@@ -172,6 +174,7 @@ def test_warns(rank):
 """
 
 
+@pytest.mark.nightly
 def test_orders_report_logs_and_warnings_as_errors(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "test_together.py").write_text(TOGETHER, encoding="utf-8")
     run = run_pytest(tmp_path, "-W", "error", "--strict-markers", "--report-log=log.jsonl")

@@ -104,6 +104,7 @@ def test_why_ranks_left_early_is_a_property(run: Run) -> None:
     assert not [name for name in run.outcomes if key in properties(run, name) and name != "test_leaves_a_variable"]
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_so_many_tests_and_no_more(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "test_b.py").write_text(
@@ -172,6 +173,7 @@ def test_xfails(trainer):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_an_xfail_on_all_ranks_leaves_fixtures_to_be_torn_down(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "test_xfails.py").write_text(XFAILS, encoding="utf-8")

@@ -98,6 +98,7 @@ class Careful(my_trainer.Mine):
 """
 
 
+@pytest.mark.nightly
 def test_a_run_by_hand_finds_no_checkpoint_of_the_run(
     tmp_path: Path, run_pytest: RunPytest, run_command: Callable[[str, Path], tuple[int, str]]
 ) -> None:
@@ -122,6 +123,7 @@ def test_checks_share_runs(run: Run, runs: Runs) -> None:
     assert f"{len(run.outcomes)} verdicts from {needed} runs" in run.out
 
 
+@pytest.mark.nightly
 def test_xdist_gives_the_same_verdicts_from_as_many_runs(
     run: Run, home: Path, run_pytest: RunPytest, runs: Runs
 ) -> None:
@@ -131,6 +133,7 @@ def test_xdist_gives_the_same_verdicts_from_as_many_runs(
     assert verdicts(home / "workers.json") == (expected, 2 * runs(Driver, "ddp-fp32-w2"))
 
 
+@pytest.mark.nightly
 def test_the_driver_is_found_where_pytest_found_it(tmp_path: Path, run_pytest: RunPytest) -> None:
     (tmp_path / "lib").mkdir()
     shutil.copy(Path(__file__).with_name("adopter.py"), tmp_path / "lib" / "my_trainer.py")
@@ -140,6 +143,7 @@ def test_the_driver_is_found_where_pytest_found_it(tmp_path: Path, run_pytest: R
     assert run.outcomes == {"TestMine::test[ddp-fp32-w2:active]": "passed"}
 
 
+@pytest.mark.nightly
 def test_a_drivers_module_may_ask_at_import_which_rank_it_is_on(tmp_path: Path, run_pytest: RunPytest) -> None:
     """As a script of torchrun's does. Imported by the fork server it would be rank 0 everywhere."""
     adopter = Path(__file__).with_name("adopter.py").read_text(encoding="utf-8")

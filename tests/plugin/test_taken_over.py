@@ -97,6 +97,7 @@ def test_one_of_which_no_rank_heard_has_not_passed(pytester: pytest.Pytester) ->
     result.stdout.fnmatch_lines(["no rank ran this test: somebody else's *"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
 def test_neither_surrogates_nor_paths_end_it_all(pytester: pytest.Pytester, workers: tuple[str, ...]) -> None:
     """Of text, and in ``sys.path``, where Python passes over what is no string."""

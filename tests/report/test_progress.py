@@ -74,7 +74,10 @@ def on_a_terminal(directory: Path, *args: str) -> str:
 
 @pytest.mark.parametrize(
     "args",
-    [("-q",), (), ("-v",), pytest.param(("-n", "2"), marks=pytest.mark.nightly), ("-n", "2", "-v")],
+    [
+        (),
+        *(pytest.param(args, marks=pytest.mark.nightly) for args in (("-q",), ("-v",), ("-n", "2"), ("-n", "2", "-v"))),
+    ],
     ids=" ".join,
 )
 def test_on_a_terminal_the_running_run_is_told_and_leaves_no_trace(tmp_path: Path, args: tuple[str, ...]) -> None:
@@ -94,6 +97,7 @@ def test_on_a_terminal_the_running_run_is_told_and_leaves_no_trace(tmp_path: Pat
         assert any(line.startswith("..s.xs..s  ") for line in left), "\n".join(left)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("args", [("-s",), ("-qq",)], ids=" ".join)
 def test_where_tests_write_or_nobody_wants_to_know_nothing_is_told(tmp_path: Path, args: tuple[str, ...]) -> None:
     assert " train: step" not in on_a_terminal(tmp_path, *args)

@@ -62,11 +62,13 @@ def checkpointing(module_host: Host, tmp_path_factory: pytest.TempPathFactory) -
     return Checkpointing(module_host, tmp_path_factory.mktemp("checkpointing"))
 
 
+@pytest.mark.nightly
 def test_accelerates_checkpoint_script_is_sound(checkpointing: Checkpointing) -> None:
     checkpointing.sound.stopped.check("active", "names", "optimizer", "dtypes")
     assert not checkpointing.sound.findings
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

@@ -173,6 +173,7 @@ def test_every_call_that_is_wrapped_is_one_of_these(tmp_path: Path) -> None:
     assert there <= {*ALWAYS, *ON_GPUS}.union(*PARTS.values())
 
 
+@pytest.mark.nightly
 def test_the_probe_fails_in_a_script_that_fails(tmp_path: Path) -> None:
     """Whatever becomes of the probe, the script ends with its own code, and its run has failed."""
     runs = broken(tmp_path, "fails")
@@ -219,6 +220,7 @@ def test_a_release_in_which_nothing_is_where_the_probe_looks(name: str, tmp_path
     assert says(f"the import of {name}") in found.message
 
 
+@pytest.mark.nightly
 def test_a_probe_that_fails_in_a_process_that_is_no_rank(run: Launch, tmp_path: Path) -> None:
     """The launcher imports torch too."""
     (tmp_path / "sitecustomize.py").write_text(

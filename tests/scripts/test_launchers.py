@@ -25,6 +25,7 @@ def port() -> str:
         return str(found.getsockname()[1])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("start", ["spawn", pytest.param("fork", marks=pytest.mark.nightly)])
 def test_torch_multiprocessing(
     host: Host, port: str, start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

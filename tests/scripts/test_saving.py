@@ -20,12 +20,19 @@ def saving(run: Launch, how: str, *more: str, **settings: Any) -> ScriptRun:
     return run("saving_loop.py", *told, strategy="ddp", blocks=("Layer",), **settings)
 
 
-@pytest.mark.parametrize("how", ["nothing", "metrics", "safetensors", "parts", "renamed at once"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "safetensors",
+        *(pytest.param(how, marks=pytest.mark.nightly) for how in ("nothing", "metrics", "parts", "renamed at once")),
+    ],
+)
 def test_a_sound_script(run: Launch, how: str) -> None:
     """One that saves no model has only its live names judged; one that does may do it in any number of files."""
     saving(run, how).check("active", "names", "optimizer")
 
 
+@pytest.mark.nightly
 def test_one_that_was_to_leave_its_model(run: Launch) -> None:
     """The files that are there are what was left."""
     saving(run, "renamed at once", output="{output}").check("names", "final_model_loadable")
@@ -33,7 +40,7 @@ def test_one_that_was_to_leave_its_model(run: Launch) -> None:
         saving(run, "nothing", output="{output}").check("names")
 
 
-@pytest.mark.parametrize("how", ["safetensors", "bytes"])
+@pytest.mark.parametrize("how", ["safetensors", pytest.param("bytes", marks=pytest.mark.nightly)])
 def test_a_file_of_safetensors_beside_an_optimizers(run: Launch, how: str) -> None:
     """By ``save_file``, which the probe sees, or by ``save``, which leaves the writing to the script."""
     saving(run, how, output="{output}").check("names", "final_model_loadable")
@@ -56,6 +63,7 @@ def test_names_that_the_script_maps_when_it_saves(run: Launch) -> None:
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 
 
+@pytest.mark.nightly
 def test_names_of_a_part_that_its_library_loads_by_itself(run: Launch) -> None:
     """The same names stand in the files and in the model that ``from_pretrained`` makes of them."""
     pytest.importorskip("accelerate")
@@ -82,11 +90,13 @@ def test_an_adapter_that_is_not_what_was_trained(run: Launch) -> None:
         saving(run, "adapter of the start", "--adapter", **ADAPTER).check("names", "final_model_loadable")
 
 
+@pytest.mark.nightly
 def test_an_optimizer_that_keeps_all_under_one_parameter(run: Launch) -> None:
     """LBFGS."""
     saving(run, "safetensors", "--lbfgs").check("active", "names", "optimizer", "dtypes")
 
 
+@pytest.mark.nightly
 def test_recomputing_that_the_script_asks_for(run: Launch) -> None:
     """Nobody told the launcher whether it does; that it does is no fault of the strategy's."""
     found = saving(run, "nothing", "--recompute", options={"compile": False})

@@ -108,6 +108,7 @@ def accelerated(run: Launch, strategy: str, *more: str, **settings: Any) -> Scri
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
@@ -128,6 +129,7 @@ def test_a_configuration_that_names_other_classes(
         found.check("units")
 
 
+@pytest.mark.nightly
 def test_blocks_that_accelerates_file_names(run: Launch) -> None:
     """BERT declares its embeddings too; with those FSDP2 ends in a TypeError of DeviceMesh's."""
     accelerated(run, "fsdp2", "--bert", blocks=("BertLayer",)).check("active", "units", "names", "optimizer")
@@ -140,11 +142,13 @@ def test_an_adapter(run: Launch, strategy: str) -> None:
     accelerated(run, strategy, "--adapter").check("active", "units")
 
 
+@pytest.mark.nightly
 def test_layers_in_8_bits(run: Launch) -> None:
     pytest.importorskip("torchao")
     accelerated(run, "fsdp2", precision="fp8").check("active", "units", "float8", "optimizer", "dtypes")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero2", marks=nightly)])
 def test_8_bits_that_are_asked_for_and_not_there(run: Launch, tmp_path: Path, strategy: str) -> None:
     """The file that the script is started by says bf16."""

@@ -72,7 +72,7 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_ranks_see_what_torchrun_gives(run: Run, tmp_path: Path, world_size: int) -> None:
     expected = plain_torchrun(tmp_path, world_size)
     found = seen(run("look", world_size))
@@ -120,6 +120,7 @@ def test_ranks_see_what_the_parent_changed(run: Run, monkeypatch: pytest.MonkeyP
         assert each["cwd"] == str(tmp_path)
 
 
+@pytest.mark.nightly
 def test_ranks_see_what_the_parent_took_back(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: WarmLauncher
 ) -> None:

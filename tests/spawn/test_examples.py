@@ -30,6 +30,7 @@ def run(pytester: pytest.Pytester, name: str, *args: str) -> pytest.RunResult:
     return pytester.runpytest_subprocess("--strict-markers", "--distcompat-gpus=0", *args)
 
 
+@pytest.mark.nightly
 def test_marked_tests(pytester: pytest.Pytester) -> None:
     run(pytester, "marker").assert_outcomes(passed=7)
 

@@ -242,6 +242,7 @@ def test_a_module_that_ranks_must_import_themselves_is_left_to_them(
     assert reason in ending.notice
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("call", ["preloaded:fail", pytest.param("preloaded:leave", marks=pytest.mark.nightly)])
 def test_a_preload_that_fails_does_not_keep_ranks_from_starting(run: Run, launch: Launch, call: str) -> None:
     launcher = launch(Warmth(modules=("no_such_module",), call=call, payload={"what": "luck"}))
@@ -320,6 +321,7 @@ def test_closing_leaves_no_process_and_no_file(run: Run, launch: Launch, monkeyp
             assert not list(Path(directory).iterdir())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "act", ["SIGKILL", *(pytest.param(act, marks=pytest.mark.nightly) for act in ("ValueError", "sleep"))]
 )

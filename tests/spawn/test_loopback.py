@@ -84,7 +84,7 @@ def test_a_name_that_does_not_resolve_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(not network_of_its_own(), reason="this user may make no network of its own (unshare --net)")
-@pytest.mark.parametrize("launcher", ["warm", "torchrun"])
+@pytest.mark.parametrize("launcher", ["warm", pytest.param("torchrun", marks=pytest.mark.nightly)])
 def test_without_it_a_test_fails_at_once_and_says_why(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(MARKED, encoding="utf-8")
     command = [*network_of_its_own(), sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]

@@ -10,14 +10,8 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "docs" / "upstream").glob("*.py"))
-#: One of each package, and what a built-in driver goes round (``drivers/_tiny.py``); the others nightly.
-DAILY = {
-    "accelerate_compile_export",
-    "deepspeed_zero1_frozen",
-    "torch_fsdp1_fused_scaler",
-    "torch_fsdp2_two_dtypes",
-    "transformers_resume_adapter_dtype",
-}
+#: The others are nightly.
+DAILY = {"deepspeed_zero1_frozen", "torch_fsdp2_two_dtypes"}
 
 pytestmark = pytest.mark.spawn
 
