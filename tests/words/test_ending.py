@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.launch import Ending, RankEnd
+from pytest_distcompat.launch import Ending, RankEnd, deaths
 from pytest_distcompat.launch.collectives import WaitState
 from pytest_distcompat.launch.ending import conclude
 from pytest_distcompat.launch.stacks import Frame
@@ -174,6 +174,41 @@ def test_a_rank_without_a_report_crashed(ranks: Ranks, code: int | None, message
     assert (ending.kind, ending.headline()) == ("crashed", message)
     assert "last output:\nterminate called" in ending.text()
     assert "consequences:\n  rank 0 raised" in ending.text()
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        (
+            -9,
+            [
+                "SIGKILL comes from the out-of-memory killer, a limit of a container or scheduler, or kill -9",
+                "the kernel killed 2 processes for lack of memory since the rank started",
+                "resident memory of the rank at its last report: 700 MiB",
+            ],
+        ),
+        (
+            -7,
+            [
+                "SIGBUS comes from mapped memory without storage: a full /dev/shm, or a file that was truncated",
+                "resident memory of the rank at its last report: 700 MiB",
+            ],
+        ),
+        (-60, []),
+    ],
+)
+def test_a_killed_rank_has_the_usual_causes_of_its_signal(
+    code: int, lines: list[str], ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deaths, "out_of_memory_kills", lambda: 7)
+    ranks.wrote(0, "start", pid=1, oom_kills=5, memory=100 << 20)
+    ranks.wrote(0, "action", action="step", index=2, memory=700 << 20)
+    assert ranks.end(code).ranks[0].text.splitlines() == lines
+
+
+def test_a_real_process_reads_its_memory_and_the_count_of_kills() -> None:
+    assert 10 << 20 < deaths.resident_memory() < 100 << 30
+    assert deaths.out_of_memory_kills() >= 0
 
 
 def test_between_actions_no_action_is_blamed(ranks: Ranks) -> None:

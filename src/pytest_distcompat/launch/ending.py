@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.excerpt import encodable
-from pytest_distcompat.launch import builds
+from pytest_distcompat.launch import builds, deaths
 from pytest_distcompat.launch.collectives import WaitState, describe_wait_states, first_mismatch, read_wait_state
 from pytest_distcompat.launch.files import Files
 from pytest_distcompat.launch.peers import aborted_by_lost_peer
@@ -280,7 +280,8 @@ def _rank_end(
         ending = f" ({exit_name(code)})" if code else ""
         return RankEnd(**known, status="missing", message=f"never started{ending}")
     if code is not None and code < 0:
-        return RankEnd(**known, status="killed", message=f"was killed by {exit_name(code)}{after}")
+        text = "\n".join(deaths.explain(-code, events))
+        return RankEnd(**known, status="killed", message=f"was killed by {exit_name(code)}{after}", text=text)
     if code is None:
         return RankEnd(**known, status="exited", message=f"ended without a report{after}")
     return RankEnd(**known, status="exited", message=f"exited with code {code} without a report{after}")

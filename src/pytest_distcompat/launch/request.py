@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import clock
-from pytest_distcompat.launch import pristine_builtins
+from pytest_distcompat.launch import deaths, pristine_builtins
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,9 @@ class RankLog:
 
     def write(self, event: str, **data: Any) -> None:
         """Append one event."""
-        line = pristine_builtins.encode({"event": event, "rank": self.rank, "time": clock.now(), **data}) + "\n"
+        more = {"oom_kills": deaths.out_of_memory_kills()} if event == "start" else {}
+        known = {"event": event, "rank": self.rank, "time": clock.now(), "memory": deaths.resident_memory()}
+        line = pristine_builtins.encode({**known, **more, **data}) + "\n"
         raw = line.encode("utf-8", "surrogatepass")
         while raw:
             raw = raw[pristine_builtins.write_to(self._file, raw) :]

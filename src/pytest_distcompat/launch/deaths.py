@@ -1,0 +1,64 @@
+"""What a signal that killed a rank usually means, and what the rank and the kernel recorded before."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pytest_distcompat.launch import pristine_builtins
+
+#: Signal -> its usual causes.
+_CAUSES = {
+    signal.SIGKILL: "SIGKILL comes from the out-of-memory killer, a limit of a container or scheduler, or kill -9",
+    signal.SIGSEGV: "SIGSEGV comes from native code: an invalid address in an extension, or a stack overflow",
+    signal.SIGABRT: "SIGABRT comes from native code that gave up: a failed assertion, or a C++ exception that nothing caught",
+    signal.SIGBUS: "SIGBUS comes from mapped memory without storage: a full /dev/shm, or a file that was truncated",
+    signal.SIGILL: "SIGILL comes from native code that was built for another CPU",
+    signal.SIGXCPU: "SIGXCPU comes from a limit on CPU time (ulimit -t)",
+}
+_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_memory() -> int:
+    """Return the resident memory of this process in bytes; 0 where ``/proc`` is not to be read."""
+    try:
+        with pristine_builtins.open_file("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * _PAGE_SIZE
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def out_of_memory_kills() -> int:
+    """Return how many processes the kernel has killed for lack of memory since it booted, in any control group.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files counts the same by group; a rank may be in another
+    group than its parent, so the sum of all is compared.
+    """
+    try:
+        with pristine_builtins.open_file("/proc/vmstat", encoding="ascii") as file:
+            counts = dict(line.split() for line in file)
+        return int(counts.get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0
+
+
+def explain(number: int, events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield lines on a rank's death: usual causes of the signal, out-of-memory kills, the rank's last memory.
+
+    Args:
+        number: The signal.
+        events: What the rank logged.
+    """
+    cause = next((text for one, text in _CAUSES.items() if one == number), None)
+    if cause is None:
+        return
+    yield cause
+    began = next((event["oom_kills"] for event in events if "oom_kills" in event), None)
+    if number == signal.SIGKILL and began is not None:
+        kills = out_of_memory_kills() - began
+        yield f"the kernel killed {kills or 'no'} process{'es' * (kills != 1)} for lack of memory since the rank started"
+    memory = next((event["memory"] for event in reversed(events) if event.get("memory")), None)
+    if memory is not None:
+        yield f"resident memory of the rank at its last report: {memory >> 20} MiB"
