@@ -83,9 +83,12 @@ def claims() -> str:
     def section(one: Check) -> str:
         claim, _, causes = prose(one.text).partition("If it fails: ")
         example = EXAMPLES[one.name]
-        said = "\n".join(one.findings(example.story(example.cell).cell, example.story(example.cell).trace))
+        findings = one.findings(example.story(example.cell).cell, example.story(example.cell).trace)
+        # The findings of the first rank that has them: those of other ranks read the same.
+        first = {re.sub(r"\brank \d+:", "rank:", finding): finding for finding in reversed(findings)}
+        said = "\n".join(finding for finding in findings if finding in first.values())
         cause = causes[:1].upper() + causes[1:]
-        shown = f"Said of a trainer that {example.wrong}, in `{example.cell}`:\n\n```text\n{said}\n```"
+        shown = f"Example: a trainer that {example.wrong}, in `{example.cell}`:\n\n```text\n{said}\n```"
         return f"### {one.name}\n\n{claim.strip()}\n\n{shown}\n\n**Likely causes.** {cause}\n"
 
     return "\n".join(map(section, CHECKS.by_name.values()))
