@@ -41,7 +41,7 @@ _UNTIL = (("train", "step", SAVED), ("up", "step", 3), ("up", "save", 0), ("back
 def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded at another world size is bit by bit what was saved.
 
-    It is loaded at twice the world size, in one process, and from twice the world size back at the first. Each time all
+    The checkpoint is loaded at twice the world size, in one process, and from twice the world size back at the first. Each time all
     ranks together hold the saved parameters, optimizer state, step counts, learning rate and scheduler state. One more step
     adds one to the step counts, and its loss is finite.
 
