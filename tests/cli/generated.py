@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -71,10 +70,10 @@ def checks() -> str:
 
     def row(one: Check) -> list[str]:
         runs = [run.name for run in one.runs(CELL, TorchDriver).runs if run.name != "train"]
-        asks = (importlib.import_module(one.claim.__module__).__doc__ or "").split("\n")[0]
-        return [f"[`{one.name}`](#{one.name})", asks, " ".join(f"`{run}`" for run in runs)]
+        claim = prose(one.text).partition("\n\n")[0].removeprefix("Check that ").removesuffix(".")
+        return [f"[`{one.name}`](#{one.name})", claim, " ".join(f"`{run}`" for run in runs)]
 
-    return table(("check", "asks", "runs besides `train`"), map(row, CHECKS.by_name.values()))
+    return table(("check", "checks that", "runs besides `train`"), map(row, CHECKS.by_name.values()))
 
 
 def claims() -> str:
@@ -82,11 +81,16 @@ def claims() -> str:
 
     def section(one: Check) -> str:
         claim, _, causes = prose(one.text).partition("If it fails: ")
+        # The first sentence is in the table.
+        claim = claim.partition("\n\n")[2]
         example = EXAMPLES[one.name]
-        said = "\n".join(one.findings(example.story(example.cell).cell, example.story(example.cell).trace))
+        findings = one.findings(example.story(example.cell).cell, example.story(example.cell).trace)
+        # The findings of the first rank that has them: those of other ranks read the same.
+        first = {re.sub(r"\brank \d+:", "rank:", finding): finding for finding in reversed(findings)}
+        said = "\n".join(finding for finding in findings if finding in first.values())
         cause = causes[:1].upper() + causes[1:]
-        shown = f"Said of a trainer that {example.wrong}, in `{example.cell}`:\n\n```text\n{said}\n```"
-        return f"### {one.name}\n\n{claim.strip()}\n\n{shown}\n\n**Likely causes.** {cause}\n"
+        shown = f"Example: a trainer that {example.wrong}, in `{example.cell}`:\n\n```text\n{said}\n```"
+        return f"### {one.name}\n\n{claim.lstrip()}{shown}\n\n**Likely causes.** {cause}\n"
 
     return "\n".join(map(section, CHECKS.by_name.values()))
 

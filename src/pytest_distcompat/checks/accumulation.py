@@ -32,13 +32,12 @@ def _accumulates(cell: Cell, driver: type[Driver]) -> str | None:
 def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that N micro-batches a step cost one reduction of gradients and one optimizer step.
 
-    Each rank is fed N micro-batches a step, each one once; fewer only at the end of an epoch. The optimizer steps as often as
-    with one micro-batch a step, and as many elements of gradients are reduced; N times as many under ZeRO-2 and ZeRO-3, which
-    partition gradients and keep no whole ones to add to (https://github.com/deepspeedai/DeepSpeed/pull/338).
+    Each rank is fed N micro-batches a step, each one once; fewer only at the end of an epoch. The optimizer steps as often
+    as with one micro-batch, and as many gradient elements are reduced. ZeRO-2 and ZeRO-3 reduce N times as many, because
+    they partition gradients (https://github.com/deepspeedai/DeepSpeed/pull/338).
 
-    If it fails: if gradients are reduced too often, ``no_sync`` or ``set_requires_gradient_sync(False)`` is missing, or wraps
-    the backward pass of another model. If they are not reduced at all, the last micro-batch of a short step is not recognized
-    as the last.
+    If it fails: gradients are reduced too often if ``no_sync`` or ``set_requires_gradient_sync(False)`` is missing or wraps
+    another model's backward pass. They are not reduced at all if the last micro-batch of a short step is not recognized.
     """
     many = int(cell.option("grad_accum"))
     trained, single = trace.run("train"), trace.run("single")

@@ -20,9 +20,8 @@ MIN_REDUCED_FRACTION = 0.1
 def active(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the strategy really runs.
 
-    The model has the strategy's wrapper, and parameters are of its kind. The ZeRO stage and the world size are those of the
-    cell. Each rank stores its shard, in as many copies as the cell says. Gradients are reduced. Replicas, and copies of
-    shards, stay equal.
+    The model has the strategy's wrapper, and parameters are of its kind. ZeRO stage and world size are the cell's. Each rank
+    stores its shard, in the cell's number of replicas. Gradients are reduced. Replicas stay equal.
 
     If it fails: the stack silently ran something else. Compare what the message says is running with the trainer's
     configuration. accelerate on CPU, for example, replaces FSDP and DeepSpeed by plain DDP or by nothing.

@@ -23,8 +23,8 @@ def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
 def data(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks are fed different batches, and that a resumed run continues in the middle of the epoch.
 
-    No two ranks are fed the same batch in a step. After a load torch's random state is the one of the save, and the next
-    steps are fed the same batches as in the run that never stopped, although the save was in mid-epoch.
+    No two ranks are fed the same batch in a step. After a load in mid-epoch torch's random state is that of the save, and
+    the next steps are fed the batches of the uninterrupted run.
 
     If it fails: the same batches on all ranks train on a part of the data several times; check which world size the trainer
     assumes. Other batches after a load: the sampler probably restarts the epoch.

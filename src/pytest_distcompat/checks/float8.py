@@ -25,11 +25,11 @@ def float8(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that linear layers are converted to 8 bits and compute in them.
 
     From build on, on every rank, all linear layers whose sizes are divisible by 16 are converted, except perhaps the first
-    and the last. In a step the factors of their products are cast to 8 bits, and the loss is a finite number.
+    and the last. In a step the factors of their products are cast to 8 bits, and the loss is finite.
 
     If it fails: a conversion that finds no layer is silent, and the run is plain bfloat16
     (https://github.com/huggingface/accelerate/issues/3360, under DeepSpeed). Try 8 bits alone, DeepSpeed alone, then both;
-    the check ``active`` shows whether the ZeRO stage is still the one of the cell.
+    the check ``active`` shows whether the ZeRO stage is the cell's.
     """
     run = trace.run()
     first = run.first("build_model")

@@ -61,13 +61,13 @@ _UNTIL = (("train", "step", SAVED + 1), ("port", "step", 0))
 def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded under another strategy at the same world size is bit by bit what was saved.
 
-    All ranks together hold the same parameters, optimizer state, step counts, learning rate and scheduler state. One more
-    step adds one to the step counts. In float32, or from flat parameters, the next two losses are those of the run that never
-    stopped. From ZeRO only weights are moved: after ``export`` and build under the other strategy the parameters equal the
-    trained masters, or, where the export is in a lower dtype, the copies in that dtype that the model computed with.
+    All ranks together hold the saved parameters, optimizer state, step counts, learning rate and scheduler state. One more
+    step adds one to the step counts. In float32, or from flat parameters, the next two losses are those of the uninterrupted
+    run. From ZeRO only weights are moved: after ``export`` and build under the other strategy the parameters equal the
+    trained masters, or, if the export is in a lower dtype, the copies that the model computed with.
 
     If it fails: look for what is saved by position, rank or flat parameter instead of by name. A state tensor that several
-    parameters share, as FSDP1 hands out the ``step`` of a flat one, is incremented once for each of them.
+    parameters share, such as the ``step`` of FSDP1's flat one, is incremented once for each.
     """
     train, port = trace.run("train"), trace.run("port")
     when = f"after the load under {Cell.parse(port.cell).strategy}"

@@ -41,14 +41,13 @@ _UNTIL = (("train", "step", SAVED), ("up", "step", 3), ("up", "save", 0), ("back
 def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded at another world size is bit by bit what was saved.
 
-    It is loaded at twice the world size, in one process, and from twice the world size back at the first. Each time all ranks
-    together hold the same parameters, optimizer state, step counts, learning rate and scheduler state as all ranks together
-    saved. One more step adds one to the step counts, and its loss is a finite number.
+    The checkpoint is loaded at twice the world size, in one process, and from twice the world size back at the first. Each
+    time all ranks together hold the saved parameters, optimizer state, step counts, learning rate and scheduler state. One
+    more step adds one to the step counts, and its loss is finite.
 
     If it fails: what is saved by rank instead of by name, or padded for one number of ranks, fits no other number. Save with
-    ``get_state_dict`` and torch.distributed.checkpoint
-    (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), or convert first, as DeepSpeed does
-    (https://www.deepspeed.ai/tutorials/universal-checkpointing/).
+    ``get_state_dict`` and torch.distributed.checkpoint (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html),
+    or convert first, as DeepSpeed does (https://www.deepspeed.ai/tutorials/universal-checkpointing/).
     """
     for name, source in (("up", "train"), ("back", "up"), ("one", "train")):
         if name in trace.runs:
