@@ -94,7 +94,7 @@ def test_the_verdict_and_its_cause(suite: str, check: str, run: Run) -> None:
     verdict, causes, folded, said = FAULTS[suite, check]
     name = item(suite, check)
     assert run.outcome(name) == "failed"
-    run.shows(name, f"ddp-fp32-w2: {check}: {verdict}", said)
+    run.shows(name, said, f"ddp-fp32-w2: {check}: {verdict}")
     assert (sorted(run.causes(name)), run.consequences(name)) == (causes, folded)
 
 
@@ -133,7 +133,7 @@ def test_on_4_ranks(run_at_4: Run) -> None:
     assert run.outcomes == passed | {item(suite, "names", 4): "failed" for suite in AT_4}, run.out
     for suite, (verdict, causes, folded, said) in AT_4.items():
         name = item(suite, "names", 4)
-        run.shows(name, f"ddp-fp32-w4: names: {verdict}", said)
+        run.shows(name, said, f"ddp-fp32-w4: names: {verdict}")
         assert (sorted(run.causes(name)), run.consequences(name)) == (causes, folded)
         for rank in (0, 2, 3) if verdict == "hung" else ():
             pytest.LineMatcher(run.section(name, rank).splitlines()).fnmatch_lines(

@@ -78,8 +78,8 @@ def test_a_run_of_a_suite_that_leaked_is_a_failure_that_nothing_declared_excuses
     for check in ("names", "active"):
         result.stdout.fnmatch_lines(
             [
-                f"ddp-fp32-w2: {check}: leaked",
                 "512 MiB stayed in use on GPU-0 after the ranks were gone",
+                f"ddp-fp32-w2: {check}: leaked",
                 f"reproduce: pytest 'test_it.py::TestX::test[[]ddp-fp32-w2:{check}[]]'*",
             ]
         )

@@ -73,8 +73,8 @@ def test_an_adopters_trainer_passes_and_its_defect_does_not(run: Run, concerned:
     assert run.outcomes == expected, run.out
     pytest.LineMatcher(run.text("TestForgetful::test[ddp-fp32-w2:resume]").splitlines()).fnmatch_lines(
         [
-            "ddp-fp32-w2: resume: failed",
             "rank 0: the optimizer's state is empty after the load; * tensors were saved",
+            "ddp-fp32-w2: resume: failed",
             "the claim: *",
             "reproduce: pytest 'test_compat.py::TestForgetful::test[[]ddp-fp32-w2:resume[]]'*",
             "this run alone: torchrun *--nproc-per-node 2 *",
@@ -185,5 +185,5 @@ def test_its_reproduce_command_shows_the_same_failure(
     code, out = run_command(command, tmp_path)
     assert code == pytest.ExitCode.TESTS_FAILED
     pytest.LineMatcher(out.splitlines()).fnmatch_lines(
-        ["collected 1 item", "fsdp2-fp32-w2: names: hung", "time limit of 0.01 s: rank*"]
+        ["collected 1 item", "time limit of 0.01 s: rank*", "fsdp2-fp32-w2: names: hung"]
     )

@@ -257,7 +257,8 @@ class BoundCase:
 
     def _text(self, verdict: Verdict, command: str) -> str:
         session = self.item.config.stash[SESSION]
-        lines = [f"{verdict.cell}: {verdict.check}: {verdict.status}", verdict.message.rstrip(), ""]
+        # The finding first: summaries and JUnit show the first line, beside the item's name.
+        lines = [verdict.message.rstrip(), "", f"{verdict.cell}: {verdict.check}: {verdict.status}"]
         if verdict.status is Status.FAILED and not self._broken_off:
             # For a run that ended early the message has the cause already.
             lines += [f"the claim: {self.case.check.text}", ""]
