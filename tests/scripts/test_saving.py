@@ -17,7 +17,7 @@ pytestmark = pytest.mark.spawn
 
 def saving(run: Launch, how: str, *more: str, **settings: Any) -> ScriptRun:
     told = ("--output", "{output}", "--saves", how, *more)
-    return run("saving_loop.py", *told, strategy="ddp", blocks=("Layer",), **settings)
+    return run("saving_loop.py", *told, **{"strategy": "ddp", "blocks": ("Layer",), **settings})
 
 
 @pytest.mark.parametrize("how", ["nothing", "metrics", "safetensors", "parts", "renamed at once"])
@@ -85,6 +85,14 @@ def test_an_adapter_that_is_not_what_was_trained(run: Launch) -> None:
 def test_an_optimizer_that_keeps_all_under_one_parameter(run: Launch) -> None:
     """LBFGS."""
     saving(run, "safetensors", "--lbfgs").check("active", "names", "optimizer", "dtypes")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+def test_a_trainable_parameter_that_no_loss_depends_on(run: Launch, strategy: str) -> None:
+    """As BERT's pooler under a masked LM loss: the optimizer holds it, gets no gradient for it and has no state of it."""
+    more = ("--shards",) if strategy == "fsdp2" else ()
+    found = saving(run, "safetensors", "--unused", *more, strategy=strategy)
+    found.check("active", "names", "optimizer", "memory", "dtypes")
 
 
 def test_recomputing_that_the_script_asks_for(run: Launch) -> None:

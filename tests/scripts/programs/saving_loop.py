@@ -15,6 +15,8 @@ parser.add_argument("--output", type=Path)
 parser.add_argument("--lbfgs", action="store_true")
 parser.add_argument("--recompute", action="store_true")
 parser.add_argument("--adapter", action="store_true")
+parser.add_argument("--unused", action="store_true")
+parser.add_argument("--shards", action="store_true")
 arguments = parser.parse_args()
 
 
@@ -33,10 +35,14 @@ class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList([Layer(4, 4), Layer(4, 1)])
+        if arguments.unused:
+            self.pooler = Layer(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
+        if arguments.unused:
+            self.pooler(torch.ones(4))  # computed, and no part of the loss
         return x
 
 
@@ -47,7 +53,14 @@ if arguments.adapter:
     from peft import LoraConfig, get_peft_model
 
     net = get_peft_model(net, LoraConfig(target_modules=["layers.0"], modules_to_save=["layers.1"]))
-model = torch.nn.parallel.DistributedDataParallel(net)
+if arguments.shards:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in (*net.layers, *([net.pooler] if arguments.unused else [])):
+        fully_shard(block)
+    model = fully_shard(net)
+else:
+    model = torch.nn.parallel.DistributedDataParallel(net, find_unused_parameters=arguments.unused)
 optimizer: Any = (
     torch.optim.LBFGS(model.parameters(), max_iter=2)
     if arguments.lbfgs
@@ -69,7 +82,10 @@ for _ in range(4):
     else:
         closure()
         optimizer.step()
-state = {name: value.contiguous() for name, value in model.module.state_dict().items()}
+state = {
+    name: value.full_tensor() if arguments.shards else value.contiguous()
+    for name, value in (model if arguments.shards else model.module).state_dict().items()
+}
 if arguments.output and dist.get_rank() == 0:
     if arguments.saves == "metrics":
         torch.save({"loss": 1.0}, arguments.output / "metrics.pt")
