@@ -189,7 +189,7 @@ def test_parameters_without_a_gradient_are_named() -> None:
     model = torch.nn.ModuleDict(
         {name: torch.nn.Linear(1, 1, bias=False) for name in ("used", "zero", "unused", "other")}
     )
-    held = [model[name].weight for name in ("used", "zero", "unused")]
+    held: list[Any] = [model[name].weight for name in ("used", "zero", "unused")]
     stale = torch.nn.Parameter(torch.zeros(1, 1))
     optimizer, observer = torch.optim.AdamW([*held, stale]), Observer()
 

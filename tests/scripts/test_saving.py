@@ -39,6 +39,13 @@ def test_a_file_of_safetensors_beside_an_optimizers(run: Launch, how: str) -> No
     saving(run, how, output="{output}").check("names", "final_model_loadable")
 
 
+@pytest.mark.parametrize("output", ["{output}", pytest.param("", id="seen", marks=pytest.mark.nightly)])
+def test_a_model_that_is_saved_module_by_module(run: Launch, output: str) -> None:
+    """As sentence-transformers saves it, whose first module lies beside the list of all."""
+    found = saving(run, "modules", **({"output": output} if output else {}))
+    found.check("names", "final_model_loadable")
+
+
 def test_a_model_of_which_a_part_is_saved(run: Launch) -> None:
     with pytest.raises(Incompatible, match=r"2 of 4 parameters stand in no saved file, first 'layers\.1\.bias'"):
         saving(run, "one part").check("names")

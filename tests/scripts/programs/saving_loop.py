@@ -1,6 +1,7 @@
 """A DDP loop that saves in some way, or not at all."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,15 @@ if arguments.output and dist.get_rank() == 0:
         path = arguments.output / "adapter_model.safetensors"
         net.save_pretrained(arguments.output)
         save_file({name: torch.zeros_like(value) for name, value in load_file(path).items()}, path)
+    if arguments.saves == "modules":  # as sentence-transformers does
+        modules = [{"idx": n, "name": f"layers.{n}", "path": ("", "1_Dense")[n]} for n in range(2)]
+        for module in modules:
+            place = arguments.output / str(module["path"])
+            place.mkdir(exist_ok=True)
+            (place / "config.json").write_text("{}")
+            own = {name.removeprefix(f"{module['name']}."): value for name, value in state.items()}
+            save_file({name: value for name, value in own.items() if "." not in name}, place / "model.safetensors")
+        (arguments.output / "modules.json").write_text(json.dumps(modules))
     if arguments.saves == "renamed":
         save_file({f"net.{name}": value for name, value in state.items()}, arguments.output / "model.safetensors")
     if arguments.saves == "renamed at once":
