@@ -104,6 +104,7 @@ class OptimizerInfo:
     ``foreign`` counts entries that are no live parameter of the model (a stale optimizer has nothing but these).
     ``partitioned`` maps a live parameter's name to how many of its elements this rank's flat master holds (ZeRO);
     ``masters`` are these parts. ``accumulates`` is what ZeRO adds gradients up in; ``param_groups`` each group's numbers: ``lr``.
+    ``without_gradient`` names the live parameters whose gradient was None, not zero, in all steps since the last snapshot.
     """
 
     chain: tuple[str, ...]
@@ -114,6 +115,7 @@ class OptimizerInfo:
     masters: tuple[StateInfo, ...] = ()
     accumulates: str = ""
     param_groups: tuple[Mapping[str, float], ...] = ()
+    without_gradient: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

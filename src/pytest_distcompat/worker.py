@@ -255,6 +255,7 @@ class _Rank:
             scaler=driver.scaler,
             trainer_world_size=driver.trainer_world_size(),
             whole=whole,
+            without_gradient=self.observer.without_gradient(),
         )
 
 

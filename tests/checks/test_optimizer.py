@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.trace import StateInfo
+from pytest_distcompat.trace import Snapshot, StateInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
@@ -194,3 +195,69 @@ def test_one_parameter_of_a_partition_without_a_gradient(sound: Sound, cell: str
     (found,) = story.findings("optimizer")
     told = f"trainable parameter {story.live('outlet.weight')!r} had no gradient in three steps"
     assert found == f"{told}: its state in the optimizer is all zero"
+
+
+def with_unused(story: Story, **where: Any) -> Story:
+    """With a parameter of which the optimizer keeps nothing, and for which it got no gradient in the chosen snapshots."""
+    name = story.live("outlet.weight")
+
+    def forget(snapshot: Snapshot) -> Snapshot:
+        if snapshot.optimizer is None:
+            return snapshot
+        states = tuple(state for state in snapshot.optimizer.states if state.owner != name)
+        return replace(snapshot, optimizer=replace(snapshot.optimizer, states=states))
+
+    story = story.alter(forget).parameters({"digest": "where it was"}, only="outlet.weight")
+    return story.optimizer({"without_gradient": (name,)}, action="step", **where)
+
+
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2", "fsdp2-fp32-w4-dp_replicate_2"])
+def test_a_parameter_that_no_loss_depends_on(sound: Sound, cell: str) -> None:
+    """As BERT's pooler under a masked LM loss."""
+    story = with_unused(sound(cell)).file(1, keys=("inlet.weight",))
+    for check in ("optimizer", "names", "memory", "dtypes", "active"):
+        assert story.findings(check) == [], check
+
+
+def test_one_rank_may_hold_none_of_what_no_loss_depends_on(sound: Sound) -> None:
+    story = with_unused(sound("fsdp2-fp32-w2"), rank=0)
+    story = story.parameters({"local_numel": 0}, only="outlet.weight", rank=1)
+    assert story.findings("optimizer") == []
+
+
+@pytest.mark.parametrize("check", ["optimizer", "names", "memory"])
+@pytest.mark.parametrize("where", [{"rank": 0}, {"nth": 1}, {"nth": 2}], ids=str)
+def test_a_gradient_on_any_rank_in_any_step_is_one(sound: Sound, check: str, where: dict[str, int]) -> None:
+    """A gradient that was lost on one rank, or later: the parameter is used."""
+    assert with_unused(sound("ddp-fp32-w2"), **where).findings(check)
+
+
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
+@pytest.mark.parametrize("changes", [{"held": 0}, {"trainable": False}], ids=str)
+def test_a_parameter_that_was_forgotten_or_frozen_is_not_unused(
+    sound: Sound, cell: str, changes: dict[str, int]
+) -> None:
+    story = with_unused(sound(cell)).parameters(changes, only="outlet.weight")
+    assert f"trainable parameter {story.live('outlet.weight')!r} did not move in three steps, on any rank" in (
+        story.findings("optimizer")
+    )
+    assert story.findings("names")
+
+
+def test_if_no_parameter_has_a_gradient_they_were_lost(sound: Sound) -> None:
+    """As by ``zero_grad()`` between backward and step."""
+    story = sound("ddp-fp32-w2").parameters({"digest": "where it was"})
+    names = ("module.inlet.weight", "module.outlet.weight")
+    story = story.optimizer({"states": (), "without_gradient": names}, action="step")
+    assert [text for text in story.findings("optimizer") if "did not move" in text] == [
+        f"trainable parameter {name!r} did not move in three steps, on any rank" for name in names
+    ]
+
+
+def test_state_that_is_there_from_the_start_of_what_no_loss_depends_on(sound: Sound) -> None:
+    """Adagrad makes it when it is made itself."""
+    name = "module.outlet.weight"
+    story = sound("ddp-fp32-w2").parameters({"digest": "where it was"}, only="outlet.weight")
+    story = story.state("", {"digest": "4:0"}, only="outlet.weight", action="step")
+    story = story.optimizer({"without_gradient": (name,)}, action="step")
+    assert story.findings("optimizer") == story.findings("names") == story.findings("memory") == []

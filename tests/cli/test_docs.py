@@ -183,7 +183,7 @@ def test_the_action_is_given_inputs_that_it_has() -> None:
     (step,) = yaml.safe_load(block)
     (job,) = [yaml.safe_load(one)["jobs"]["gpu"] for one in blocks(ROOT / "docs" / "gpu-ci.md", "yaml")]
     for one in (step, job["steps"][-1]):
-        assert one["uses"].endswith("/.github/actions/distcompat@main")
+        assert one["uses"].endswith(f"/.github/actions/distcompat@v{pytest_distcompat.__version__}")
         assert set(one["with"]) <= set(inputs)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pytest_distcompat import __version__
 from pytest_distcompat.cli import main
 from pytest_distcompat.plugin.options import OPTIONS
 
@@ -98,6 +99,16 @@ def test_our_action_is_given_the_inputs_that_it_has(written: Path) -> None:
         assert step["uses"].startswith(
             ("./.github/actions/distcompat", "pytest-distcompat/pytest-distcompat/.github/actions/")
         )
+
+
+def test_actions_are_pinned(written: Path) -> None:
+    """A tag of someone else's can be moved to other code; our own action is that of the installed release."""
+    pages = [*WORKFLOWS, ACTION, written, *sorted((ROOT / "docs").rglob("*.md"))]
+    own = f"pytest-distcompat/pytest-distcompat/.github/actions/distcompat@v{__version__}"
+    pinned = rf"{re.escape(own)}|\./\S+|[\w./-]+@[0-9a-f]{{40}}  # v\d+\.\d+\.\d+"
+    for page in pages:
+        used = re.findall(r"^ *(?:- )?uses: +(.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert [one for one in used if not re.fullmatch(pinned, one)] == [], page
 
 
 def test_all_our_examples_are_downstream() -> None:

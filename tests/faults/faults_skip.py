@@ -273,6 +273,34 @@ def test_xfail_and_wait_for_a_lock(rank: int, process_group: Any) -> None:
 
 
 @two
+def test_xfail_and_acquire(rank: int, process_group: Any) -> None:
+    """The same, and no thread lets it go on."""
+    from torch import distributed, ones
+
+    if rank == 0:
+        pytest.xfail("not yet")
+    if rank == 1:
+        work = distributed.all_reduce(ones(2), async_op=True)
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire(timeout=5 * LATE)  # and not wait()
+        raise ValueError(f"late, beside {type(work).__name__}")
+
+
+@two
+def test_xfail_and_own_group(rank: int, shared_dir: Path) -> None:
+    """It waits in torch, for a store that none of the ranks hosts."""
+    from torch import distributed
+
+    if rank == 0:
+        pytest.xfail("not yet")
+    if rank == 1:
+        await_error(0, shared_dir)
+        limit, size = timedelta(seconds=3), 2
+        distributed.init_process_group("gloo", "tcp://127.0.0.1:1", timeout=limit, rank=1, world_size=size)
+
+
+@two
 def test_xfail_and_skip_late(rank: int) -> None:
     if rank == 0:
         pytest.xfail("not yet")

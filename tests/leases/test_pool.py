@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import stat
 import subprocess
 import sys
 import tempfile
@@ -299,15 +301,38 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: py
     (tmp_path / "leases").mkdir(mode=0o700)
     real = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: real + 1)
-    with pytest.raises(UsageProblem, match=f"leases: it belongs to user {real}, not {real + 1}"):
+    command = re.escape(f"sudo rm -r {tmp_path / 'leases'}")
+    told = rf"{tmp_path}/leases: it belongs to user {real}, not {real + 1} \(mode 700\)\. To make a new one: {command}$"
+    with pytest.raises(UsageProblem, match=told):
         Pool(tmp_path / "leases", Inventory("cpu", ("cpu-0",)))
 
 
-def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "leases").mkdir()
-    (tmp_path / "leases").chmod(0o755)
-    with pytest.raises(UsageProblem, match=r"it is open to others \(mode 755, expected 700\)"):
-        Pool(tmp_path / "leases", Inventory("cpu", ("cpu-0",)))
+@pytest.mark.parametrize("mode", [0o755, 0o775, 0o777, 0o750, 0o2755, 0o1777, 0o500], ids=oct)
+def test_a_directory_of_ours_in_another_mode_gets_the_right_one(tmp_path: Path, mode: int) -> None:
+    """What is held there stays held."""
+    directory = tmp_path / "leases"
+    with Pool(directory, Inventory("cpu", ("cpu-0",))).lease(1, who="before"):
+        directory.chmod(mode)
+        after = Pool(directory, Inventory("cpu", ("cpu-0",)))
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        with pytest.raises(LeaseTimeout, match="cpu-0 is held by before"):
+            after.lease(1, who="after", timeout=0).__enter__()
+    with after.lease(1, who="after", timeout=0) as lease:
+        assert lease.ids == ("cpu-0",)
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link"])
+def test_what_others_may_have_put_into_a_directory_of_ours_is_refused(tmp_path: Path, kind: str) -> None:
+    """Written to, it would be a file of ours elsewhere."""
+    directory, elsewhere = tmp_path / "leases", tmp_path / "elsewhere"
+    (directory / "queue").mkdir(parents=True)
+    directory.chmod(0o777)
+    elsewhere.touch()
+    put = directory / "queue" / "1.json"
+    put.symlink_to(elsewhere) if kind == "link" else put.hardlink_to(elsewhere)
+    told = r"it was open to others \(mode 777, expected 700\), and 1\.json in it is not yours alone\. To make a new one: rm -r "
+    with pytest.raises(UsageProblem, match=told):
+        Pool(directory, Inventory("cpu", ("cpu-0",)))
 
 
 @pytest.mark.parametrize("target", ["real", "nowhere"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import stat
 import subprocess
@@ -59,10 +60,18 @@ def test_who_waits_is_still_served_before_who_comes_later(arena: Field) -> None:
     assert second.hear() == ["got", *IDS]
 
 
-@pytest.mark.parametrize("ids", [IDS[:1], IDS], ids=["one", "four"])
+@pytest.mark.parametrize(
+    ("ids", "remade"),
+    [
+        pytest.param(IDS[:1], False, id="one"),
+        pytest.param(IDS, False, id="four"),
+        pytest.param(IDS[:1], True, id="one and made again"),
+    ],
+)
 def test_processes_that_fight_while_it_is_removed_never_have_the_same_device(
-    arena: Field, tmp_path: Path, ids: tuple[str, ...]
+    arena: Field, tmp_path: Path, ids: tuple[str, ...], remade: bool
 ) -> None:
+    """The cleaner may also make it again, open to others."""
     ground = tmp_path / "ground"
     ground.mkdir()
     fighters = arena.enter(*(f"fighter {number}" for number in range(4)), ids=ids)
@@ -78,6 +87,10 @@ def test_processes_that_fight_while_it_is_removed_never_have_the_same_device(
             if any(arena.directory.glob("*.lock")):
                 shutil.rmtree(arena.directory, ignore_errors=True)
                 removed += 1
+                if remade:
+                    arena.directory.mkdir(mode=0o755, exist_ok=True)
+                    with contextlib.suppress(FileNotFoundError):
+                        arena.directory.chmod(0o755)
 
     cleaner = threading.Thread(target=clean)
     cleaner.start()

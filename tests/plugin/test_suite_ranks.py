@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.plugin.conftest import recorded
+from tests.pytest_runs import RECORDED
 
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
@@ -187,3 +189,37 @@ def test_its_reproduce_command_shows_the_same_failure(
     pytest.LineMatcher(out.splitlines()).fnmatch_lines(
         ["collected 1 item", "time limit of 0.01 s: rank*", "fsdp2-fp32-w2: names: hung"]
     )
+
+
+def test_below_a_directory_with_a_newline_in_its_name(tmp_path: Path, environment: dict[str, str]) -> None:
+    """Where a path stands in a line of its own (a log, a request, a command), it ends that line."""
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n"
+        "from pytest_distcompat import CompatSuite, Matrix\n\n"
+        "class TestTorch(CompatSuite):\n"
+        "    driver = 'torch'\n"
+        "    matrix = Matrix(strategies=('ddp',), precisions=('fp32',), options=({'model': 'mlp'},))\n\n"
+        "@pytest.mark.distcompat(world_size=2)\n"
+        "def test_marked(rank, tmp_path, shared_dir, process_group):\n"
+        "    (tmp_path / 'own').touch()\n"
+        "    (shared_dir / str(rank)).touch()\n"
+        "    process_group.barrier().wait()\n"
+        "    assert {path.name for path in shared_dir.iterdir()} == {'0', '1'}\n"
+        "    assert '\\n' in str(tmp_path) and '\\n' in str(shared_dir)\n\n"
+        "@pytest.mark.distcompat(world_size=2)\n"
+        "def test_that_fails(rank):\n"
+        "    assert rank == 0\n",
+        encoding="utf-8",
+    )
+    base = f"--basetemp={tmp_path / 'two'}\nlines"
+    result = recorded(
+        tmp_path, ["-m", "pytest", *RECORDED, base, "-k", "marked or fails or names or resume"], environment
+    )
+    cell = "TestTorch::test[ddp-fp32-w2-model_mlp:{}]".format
+    assert result.outcomes == {
+        cell("names"): "passed",
+        cell("resume"): "passed",
+        "test_marked": "passed",
+        "test_that_fails": "failed",
+    }, result.out
+    assert "rank 1 failed: assert 1 == 0" in result.text("test_that_fails")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from pytest_distcompat.checks.names import NO_READABLE_FILE
 from pytest_distcompat.corrupt import corrupt
 from pytest_distcompat.probe import read_files, read_saved
-from pytest_distcompat.probe.files import MODEL, PICKLED
+from pytest_distcompat.probe.files import MODEL, PICKLED, module_directories
+from pytest_distcompat.scripts import reading
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -135,3 +137,70 @@ def test_a_directory_that_is_not_there_holds_nothing(name: str, tmp_path: Path) 
     """As that of an export, where a trainer has none."""
     assert read_files(tmp_path / name) == ()
     assert not read_saved(tmp_path / name)
+
+
+@pytest.fixture
+def modules(tmp_path: Path) -> Path:
+    """A model of sentence-transformers beside a checkpoint of itself, and a directory that it does not list."""
+    (tmp_path / "checkpoint-3").mkdir()
+    for top in (tmp_path, tmp_path / "checkpoint-3"):
+        listed = {"0": "", "1": "1_Pooling", "2": "2_Dense"}
+        entries = [{"idx": int(name), "name": name, "path": path, "type": "x"} for name, path in listed.items()]
+        (top / "modules.json").write_text(json.dumps(entries), encoding="utf-8")
+        for name in ("1_Pooling", "2_Dense", "other"):
+            (top / name).mkdir()
+        for name in ("", "1_Pooling", "2_Dense"):
+            (top / name / "config.json").write_text("{}", encoding="utf-8")
+        save_file({"encoder.weight": torch.ones(2)}, top / "model.safetensors")
+        torch.save(
+            {"linear.weight": torch.ones(3), "linear.bias": torch.ones(1)}, top / "2_Dense" / "pytorch_model.bin"
+        )
+        save_file({"weight": torch.ones(4)}, top / "other" / "model.safetensors")
+    return tmp_path
+
+
+OF_MODULES = {
+    "2_Dense/pytorch_model.bin": {"2.linear.weight", "2.linear.bias"},
+    "model.safetensors": {"0.encoder.weight"},
+    "other/model.safetensors": {"weight"},
+}
+
+
+def test_keys_of_a_composite_model_have_its_modules_names(modules: Path) -> None:
+    """Which of several files called model.safetensors a key stands in, ``saved_name(key)`` could not know."""
+    expected = OF_MODULES | {f"checkpoint-3/{path}": keys for path, keys in OF_MODULES.items()}
+    assert {info.path: set(info.keys) for info in read_files(modules)} == expected
+    assert {info.path: set(info.keys) for info in read_saved(modules)} == expected
+    # The same of a file that the script was seen to save.
+    (dense,) = read_files(modules / "2_Dense")
+    assert set(dense.keys) == set(dense.shapes) == OF_MODULES["2_Dense/pytorch_model.bin"]
+
+
+@pytest.mark.parametrize("last", ["", "2_Dense/pytorch_model.bin", "2_Dense"])
+def test_the_final_model_is_that_of_all_module_directories(modules: Path, last: str) -> None:
+    request, answer = modules / "request.json", modules / "answer.json"
+    asked = {"kind": "final", "path": str(modules / last), "checkpoints": [str(modules / "checkpoint-3")]}
+    request.write_text(json.dumps(asked), encoding="utf-8")
+    reading.main(str(request), str(answer))
+    found = json.loads(answer.read_text(encoding="utf-8"))
+    assert (found["problem"], found["stored"]) == ("", True)
+    names = {info["name"] for info in found["unwrapped"]["parameters"]}
+    assert names == {"0.encoder.weight", "2.linear.weight", "2.linear.bias"}
+    assert {key for file in found["files"] for key in file["keys"]} == names
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "{}",
+        "[1]",
+        '[{"path": "1"}]',
+        '[{"name": "1", "path": ".."}]',
+        '[{"name": "1", "path": "a/b"}]',
+    ],
+)
+def test_a_list_of_modules_that_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "modules.json").write_text(text, encoding="utf-8")
+    assert module_directories(tmp_path) == {}

@@ -182,3 +182,30 @@ def test_the_state_of_one_that_another_keeps_is_read() -> None:
     assert {(state.owner, state.key) for state in found.states} == {
         ("weight", key) for key in ("exp_avg", "exp_avg_sq", "step")
     }
+
+
+def test_parameters_without_a_gradient_are_named() -> None:
+    """Those that the optimizer steps on: None, not zero, in all steps since the last snapshot."""
+    model = torch.nn.ModuleDict(
+        {name: torch.nn.Linear(1, 1, bias=False) for name in ("used", "zero", "unused", "other")}
+    )
+    held: list[Any] = [model[name].weight for name in ("used", "zero", "unused")]
+    stale = torch.nn.Parameter(torch.zeros(1, 1))
+    optimizer, observer = torch.optim.AdamW([*held, stale]), Observer()
+
+    def names() -> tuple[str, ...]:
+        return read_optimizer(model, optimizer, without_gradient=observer.without_gradient()).without_gradient
+
+    held[1].grad = torch.zeros(1, 1)
+    optimizer.step()
+    assert names() == ()
+    with observer.watching():
+        optimizer.step()
+        assert names() == ("unused.weight", "used.weight")
+        held[0].grad = torch.ones(1, 1)
+        optimizer.step()
+        held[0].grad = None
+        optimizer.step()
+        assert names() == ("unused.weight",)
+        observer.restart()
+        assert names() == ()

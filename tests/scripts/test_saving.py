@@ -17,7 +17,7 @@ pytestmark = pytest.mark.spawn
 
 def saving(run: Launch, how: str, *more: str, **settings: Any) -> ScriptRun:
     told = ("--output", "{output}", "--saves", how, *more)
-    return run("saving_loop.py", *told, strategy="ddp", blocks=("Layer",), **settings)
+    return run("saving_loop.py", *told, **{"strategy": "ddp", "blocks": ("Layer",), **settings})
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,13 @@ def test_one_that_was_to_leave_its_model(run: Launch) -> None:
 def test_a_file_of_safetensors_beside_an_optimizers(run: Launch, how: str) -> None:
     """By ``save_file``, which the probe sees, or by ``save``, which leaves the writing to the script."""
     saving(run, how, output="{output}").check("names", "final_model_loadable")
+
+
+@pytest.mark.parametrize("output", ["{output}", pytest.param("", id="seen", marks=pytest.mark.nightly)])
+def test_a_model_that_is_saved_module_by_module(run: Launch, output: str) -> None:
+    """As sentence-transformers saves it, whose first module lies beside the list of all."""
+    found = saving(run, "modules", **({"output": output} if output else {}))
+    found.check("names", "final_model_loadable")
 
 
 def test_a_model_of_which_a_part_is_saved(run: Launch) -> None:
@@ -94,6 +101,14 @@ def test_an_adapter_that_is_not_what_was_trained(run: Launch) -> None:
 def test_an_optimizer_that_keeps_all_under_one_parameter(run: Launch) -> None:
     """LBFGS."""
     saving(run, "safetensors", "--lbfgs").check("active", "names", "optimizer", "dtypes")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+def test_a_trainable_parameter_that_no_loss_depends_on(run: Launch, strategy: str) -> None:
+    """As BERT's pooler under a masked LM loss: the optimizer holds it, gets no gradient for it and has no state of it."""
+    more = ("--shards",) if strategy == "fsdp2" else ()
+    found = saving(run, "safetensors", "--unused", *more, strategy=strategy)
+    found.check("active", "names", "optimizer", "memory", "dtypes")
 
 
 @pytest.mark.nightly

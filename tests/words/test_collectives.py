@@ -12,6 +12,8 @@ import pytest
 
 from pytest_distcompat.launch.collectives import WaitState, describe_wait_states, first_mismatch, read_wait_state
 from pytest_distcompat.launch.flight_recorder import END, record_file
+from pytest_distcompat.launch.stacks import Frame
+from pytest_distcompat.launch.stalled_ranks import in_torch
 
 PACKAGES = sysconfig.get_path("purelib")
 STANDARD = sysconfig.get_path("stdlib")
@@ -81,6 +83,34 @@ def test_an_operation_that_is_made_of_another(rank: Rank) -> None:
 def test_what_waits_and_is_no_collective_has_no_number(rank: Rank, function: str) -> None:
     rank.recorded(entry(4, retired=False))
     assert rank.at(f"{C10D} {function}", user()).description() == f"waits in {function} at train.py:2"
+
+
+def test_a_rank_that_connects_to_a_store_waits_for_no_rank(rank: Rank) -> None:
+    """Nobody hosts the store: perhaps a rank that has left would have, perhaps it is the script's own."""
+    connects = f'  File "{PACKAGES}/torch/distributed/rendezvous.py", line 9 in _create_c10d_store'
+    found = rank.at(connects, f"{C10D} init_process_group", user())
+    assert (found.description(), found.waiting) == ("waits in init_process_group at train.py:2", False)
+    assert not in_torch(f"Current thread 0x1 (most recent call first):\n{connects}\n{user()}")
+    found = rank.at(f"{C10D} _new_process_group_helper", f"{C10D} init_process_group", user())
+    assert found.waiting
+
+
+@pytest.mark.parametrize(
+    ("line", "waits"),
+    [
+        ("process_group.barrier().wait()", True),
+        ("[work.wait() for work in works]", True),
+        ("work.wait(", True),
+        ("lock.acquire()", False),
+        ("assert lock.acquire(), 'wait'  # wait", False),
+        ("with waiting:", False),
+        ("", False),
+    ],
+)
+def test_a_line_that_calls_wait(rank: Rank, line: str, waits: bool) -> None:
+    source = rank.directory / "waits.py"
+    source.write_text(f"{line}\n", encoding="utf-8")
+    assert Frame(str(source), 1, "step").calls_wait is waits
 
 
 def test_a_receiver_that_nccl_recorded(rank: Rank) -> None:

@@ -147,6 +147,18 @@ def test_a_hang_that_waits_for_who_is_excused(waits: bool, kind: str, ranks: Ran
     assert (ending.kind, ranks.statuses(ending)) == (kind, ["raised", "stopped" if waits else "stuck"])
 
 
+def test_a_hang_in_a_connection_to_a_store_does_not_wait_for_who_is_excused(ranks: Ranks) -> None:
+    ranks.started(0, 1)
+    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
+    torch = '  File "/x/site-packages/torch/distributed'
+    frames = f'{torch}/rendezvous.py", line 9 in _create_c10d_store\n{torch}/distributed_c10d.py", line 3 in init_process_group\n'
+    stack = f'Thread 0x1 (most recent call first):\n{frames}  File "/its/train.py", line 3 in step\n'
+    (ranks.directory / "rank-1.stack").write_text(stack, encoding="utf-8")
+    ending = ranks.end(-9, -9, timed_out=True, ended_by_us=[0, 1], timeout=5)
+    assert (ending.kind, ranks.statuses(ending)) == ("hung", ["raised", "stuck"])
+    assert "rank 1: was still running at the time limit" in ending.text()
+
+
 def test_a_lost_peer_that_nothing_explains_is_a_cause(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.raised(1, PEER_GONE, lost=True)

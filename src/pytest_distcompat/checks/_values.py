@@ -281,6 +281,24 @@ def flat_parameters(snapshots: tuple[Snapshot, ...]) -> bool:
     )
 
 
+def unused(run: RunTrace) -> frozenset[str]:
+    """Return the live names of parameters that autograd never reached in three steps, as BERT's pooler under a masked LM loss.
+
+    The optimizer that steps holds them, they are trainable, and their gradients are None on all ranks. If that is so of all
+    parameters, their gradients were lost: then the result is empty.
+    """
+    gradients: dict[str, set[bool]] = defaultdict(set)
+    for snapshot in (one for nth in range(3) for one in run.at("step", nth)):
+        if snapshot.steps and snapshot.optimizer and snapshot.model:
+            without = set(snapshot.optimizer.without_gradient)
+            for info in snapshot.model.parameters:
+                # A rank that holds no element of it may have no gradient either.
+                if info.held and info.local_numel:
+                    gradients[info.name].add(info.name not in without or not info.trainable)
+    found = frozenset(name for name, had in gradients.items() if had == {False})
+    return found if len(found) < len(gradients) else frozenset()
+
+
 def step_counts(source: RunTrace, run: RunTrace, when: str) -> Iterator[str]:
     """Yield a finding for each step count that, one step later, is not that of the run that never stopped.
 

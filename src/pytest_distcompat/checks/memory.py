@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, requested
-from pytest_distcompat.checks._values import FACTORS
+from pytest_distcompat.checks._values import FACTORS, unused
 from pytest_distcompat.cost import state_elements, trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -50,13 +50,22 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     for key in sorted(set(found) - others):
         # It shards the state, not the parameters.
         times = 1 if state_sharded and key != "master" else copies
-        expected, room = trained * times, padding * (tensors[key] or cell.world_size)
+        kept = trained - (0 if key == "master" else _without_state(snapshots, key, unused(run)) // copies)
+        expected, room = kept * times, padding * (tensors[key] or cell.world_size)
         if not expected <= found[key] <= expected + room:
             where = f"on each of {times} ranks" if times == cell.world_size else f"in {times} copies"
-            context = f"{trained} elements are trained{f', {where}' if times > 1 else ''}"
+            context = f"{kept} elements are trained{f', {where}' if times > 1 else ''}"
             yield f"all ranks together keep {found[key]} elements of {key!r}; {context}, expected {expected}"
     if not found:
         yield "no rank's optimizer keeps anything after three steps"
+
+
+def _without_state(snapshots: tuple[Snapshot, ...], key: str, unused: frozenset[str]) -> int:
+    """Return the elements on all ranks of the unused parameters for which no rank keeps state under that key."""
+    states = (state for snapshot in snapshots if snapshot.optimizer for state in snapshot.optimizer.states)
+    without = unused - {state.owner for state in states if state.key == key}
+    infos = (info for snapshot in snapshots if snapshot.model for info in snapshot.model.parameters)
+    return sum(info.local_numel for info in infos if info.name in without)
 
 
 def _of_another_size(snapshot: Snapshot) -> set[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
-from pytest_distcompat.checks._values import adapter_name, flat_parameters
+from pytest_distcompat.checks._values import adapter_name, flat_parameters, unused
 from pytest_distcompat.digests import EMPTY
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -34,7 +34,7 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
     if first is None or first.unwrapped is None:
         yield "the unwrapped model was not seen"
         return
-    expected = _Expected(cell, first.unwrapped)
+    expected = _Expected(cell, first.unwrapped, unused(run))
     for snapshot in run.at("build"):
         yield from expected.buffers(snapshot)
     for snapshot in (trained := run.at("step", 2)):
@@ -60,7 +60,7 @@ NO_READABLE_FILE = (
 class _Expected:
     """Names and shapes of the unwrapped model, one name for tied parameters: what live and saved ones must be."""
 
-    def __init__(self, cell: Cell, unwrapped: UnwrappedInfo) -> None:
+    def __init__(self, cell: Cell, unwrapped: UnwrappedInfo, unused: frozenset[str]) -> None:
         self.cell, self.unwrapped = cell, unwrapped
         self.strategy = STRATEGIES.get(cell.strategy)
         self.first_of: Mapping[str, str] = {name: group[0] for group in unwrapped.tied for name in group}
@@ -73,6 +73,8 @@ class _Expected:
         if cell.option("lora"):
             self.first_of = {**self.first_of, **{adapter_name(name): name for name in self.trainable}}
             self.saved |= set(self.first_of)
+        # An optimizer has no state of those for which it never got a gradient.
+        self.updated = self.trainable - set(map(self.canonical, unused))
 
     def same(self, name: str) -> str:
         """Return the first name of the same tensor, tied or PEFT's; the name itself if there is no other."""
@@ -132,7 +134,7 @@ class _Expected:
         if flat_parameters(trained) or not _has_state(trained) or _state_under_one_parameter(trained):
             return
         found = {self.canonical(name) for name in owners}
-        for name in sorted(self.trainable - found):
+        for name in sorted(self.updated - found):
             yield f"the optimizer of no rank keeps state for {name!r}"
         for name in sorted(found - self.trainable):
             yield f"the optimizer keeps state for {name!r}, which is no trainable parameter of the unwrapped model"
@@ -150,7 +152,7 @@ class _Expected:
         if not covered:
             yield NO_READABLE_FILE
         if optimized:  # empty where the optimizer's state is saved by number instead of by name
-            yield from _missing("trainable parameters' optimizer states", self.trainable, optimized)
+            yield from _missing("trainable parameters' optimizer states", self.updated, optimized)
 
     def keys(self, files: tuple[FileInfo, ...]) -> Iterator[str]:
         """Yield a finding for each key that is no name of the unwrapped model, or whose tensor has another shape."""

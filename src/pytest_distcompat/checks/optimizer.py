@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank
+from pytest_distcompat.checks._values import unused
 from pytest_distcompat.digests import is_zero
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES
@@ -20,7 +21,8 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
 
     Every parameter that is trainable in the unwrapped model is in the optimizer exactly once, as the tensor that the model
     holds now; under ZeRO each of its elements is in the flat master of one rank. Each one changes within three steps, by a
-    gradient and not by weight decay alone. No frozen one changes.
+    gradient and not by weight decay alone; but not one that the loss does not depend on, for which the optimizer gets no gradient
+    on any rank (None, not zero). No frozen one changes.
 
     If it fails: the optimizer was probably made before the model was wrapped and holds the old tensors. Make it after
     wrapping, or pass both to ``prepare`` together. There is no other symptom than a loss that does not fall.
@@ -33,7 +35,7 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from _held(snapshot, trainable)
     if STRATEGIES.get(cell.strategy).flat_masters:
         yield from _partitions(built, trainable)
-    yield from _moves(built, trained, trainable)
+    yield from _moves(built, trained, trainable, unused(run))
 
 
 def _trainable(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) -> Mapping[str, bool]:
@@ -84,8 +86,10 @@ def _partitions(built: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> I
             )
 
 
-def _moves(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> Iterator[str]:
-    """Yield findings for trainable parameters that did not change, and frozen ones that did.
+def _moves(
+    built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...], trainable: Mapping[str, bool], unused: frozenset[str]
+) -> Iterator[str]:
+    """Yield findings for trainable parameters that did not change, without the unused ones, and for frozen ones that did.
 
     A parameter changed if its shard changed on any rank: a rank may hold none of it. Where a master is optimized a change of
     the master is enough, if any live parameter changed: at ordinary learning rates a bfloat16 copy near 1 takes more than
@@ -98,6 +102,8 @@ def _moves(built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...], trainable
     without_gradient, masters = _without_gradient(trained), _masters_moved(built, trained)
     live = {name for name in trainable if any(before[name].get(rank) != after[name].get(rank) for rank in ranks)}
     for name, train in trainable.items():
+        if train and name in unused:
+            continue
         moved = name in live or bool(live and name in masters)
         if train and ranks and not moved:
             yield f"trainable parameter {name!r} did not move in three steps, on any rank"

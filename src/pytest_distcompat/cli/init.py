@@ -11,6 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from pytest_distcompat import __version__
 from pytest_distcompat.cli.pytest_settings import relative
 from pytest_distcompat.cli.repository import DRIVERS, Class, Repository, inspect_repository
 from pytest_distcompat.failures import UsageProblem
@@ -52,12 +53,12 @@ jobs:
     runs-on: ubuntu-latest
     timeout-minutes: 60
     steps:
-      - uses: actions/checkout@v4
-      - uses: actions/setup-python@v5
+      - uses: actions/checkout@11d5960a326750d5838078e36cf38b85af677262  # v4.4.0
+      - uses: actions/setup-python@a26af69be951a213d495a4c3e4e4022e16d87065  # v5.6.0
         with: {{python-version: "3.12"}}
       - run: pip install torch --index-url https://download.pytorch.org/whl/cpu
       - run: pip install {install}
-      - uses: pytest-distcompat/pytest-distcompat/.github/actions/distcompat@main
+      - uses: pytest-distcompat/pytest-distcompat/.github/actions/distcompat@v{version}
         with:
           tests: {tests}
           gpus: "0"
@@ -148,7 +149,9 @@ def _files(found: Repository, chosen: str) -> Iterator[tuple[Path, str]]:
     if found.on_github:
         extras = dict.fromkeys((library, *(("deepspeed",) if "deepspeed" in found.imports else ())))
         install = f"{'. ' if found.installs else ''}'pytest-distcompat[{','.join(extras)}]'"
-        text = WORKFLOW.format(install=install, tests=(found.tests / "test_distcompat.py").as_posix())
+        text = WORKFLOW.format(
+            install=install, version=__version__, tests=(found.tests / "test_distcompat.py").as_posix()
+        )
         yield Path(".github/workflows/distcompat.yml"), text
 
 

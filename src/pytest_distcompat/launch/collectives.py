@@ -62,20 +62,24 @@ class WaitState:
         waits: The function of torch.distributed that the rank is in, by name.
         unfinished: The collective that it waits for, or that it began and does not wait for.
         recorded: The collectives of each group, in order.
+        connecting: Whether the rank connects to a store.
     """
 
     frame: Frame
     waits: str = ""
     unfinished: Collective | None = None
     recorded: tuple[Collective, ...] = ()
+    connecting: bool = False
 
     @property
     def waiting(self) -> bool:
-        """Tell whether the rank waits for others.
+        """Tell whether the rank waits for others, and not for a store whose host need not be a rank.
 
         Under NCCL a GPU does, and the stack shows the code that uses the result.
         """
-        return bool(self.waits) or (self.unfinished is not None and self.unfinished.backend == "nccl")
+        return (bool(self.waits) and not self.connecting) or (
+            self.unfinished is not None and self.unfinished.backend == "nccl"
+        )
 
     def description(self, *, plural: bool = False) -> str:
         """Return what follows "rank 0" or, with ``plural``, "ranks 0, 1"."""
@@ -116,7 +120,7 @@ def read_wait_state(record: Path, stack: str) -> WaitState | None:
     if not waits and unfinished and frames[0].of_torch:
         # In backward(), or in the wait of FSDP2: torch is in the collective, whatever code called it.
         waits = unfinished.name
-    return WaitState(nearest(frames), waits, unfinished, recorded)
+    return WaitState(nearest(frames), waits, unfinished, recorded, connecting=frames[0].of_rendezvous)
 
 
 def read_record(path: Path) -> Iterable[Collective]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import re
 import sysconfig
+import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +56,19 @@ class Frame:
     def of_torch(self) -> bool:
         """Tell whether the file is torch's."""
         return "-packages/torch/" in self.file
+
+    @property
+    def of_rendezvous(self) -> bool:
+        """Tell whether the code connects to a store, whose host need not be a rank."""
+        return self.file.endswith("/torch/distributed/rendezvous.py")
+
+    @property
+    def calls_wait(self) -> bool:
+        """Tell whether the line has the name ``wait``."""
+        tokens = tokenize.generate_tokens(iter([linecache.getline(self.file, self.line).strip()]).__next__)
+        with contextlib.suppress(SyntaxError, tokenize.TokenError):  # a statement may have further lines
+            return any(token.string == "wait" for token in tokens if token.type == tokenize.NAME)
+        return False
 
     @property
     def of_python(self) -> bool:

@@ -70,20 +70,28 @@ def _switches(pid: int) -> object:
 
 
 def in_torch(stack: str) -> bool:
-    """Tell whether the innermost Python function of the main thread is torch's."""
+    """Tell whether the innermost Python function of the main thread is torch's, and does not connect to a store.
+
+    A store that nobody hosts looks the same whether a rank that has left would have been its host, or nobody ever.
+    """
     found = threads(stack)
-    return bool(found) and found[0][0].of_torch
+    return bool(found) and found[0][0].of_torch and not found[0][0].of_rendezvous
 
 
 def may_wait_for_work(pid: int, stack: str) -> bool:
     """Tell whether the main thread may sleep in C++ that its line calls, as in the ``wait`` of gloo's work.
 
     There it sleeps until another thread of its process wakes it. A thread that waits for a lock or a thread of Python's does so
-    too, but then Python's own code is innermost, or another thread runs the user's.
+    too, but then Python's own code is innermost, another thread runs the user's, or the line says ``acquire`` and not ``wait``.
     https://man7.org/linux/man-pages/man5/proc_pid_wchan.5.html
     """
     found = threads(stack)
-    if not found or found[0][0].of_python or any(frame.of_the_user for frames in found[1:] for frame in frames):
+    if (
+        not found
+        or found[0][0].of_python
+        or not found[0][0].calls_wait
+        or any(frame.of_the_user for frames in found[1:] for frame in frames)
+    ):
         return False
     with contextlib.suppress(OSError):
         return "futex" in Path(f"/proc/{pid}/task/{pid}/wchan").read_text(encoding="ascii")

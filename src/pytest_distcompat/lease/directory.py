@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import shlex
 import socket
 import stat
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ class LeaseDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        """Make the directory. Raises UsageProblem if it belongs to another user, or is open to others."""
+        """Make the directory. Raises UsageProblem if it, or something in it, belongs to another user."""
         self.path = path
         self.make()
         self._address = os.path.realpath(path)
@@ -136,19 +137,44 @@ class LeaseDirectory:
 
 
 def own_directory(path: Path) -> Path:
-    """Make that directory for this user alone. Raises UsageProblem if it belongs to another user, or is open to others.
+    """Make that directory for this user alone, and take a wrong mode from it. Raises UsageProblem if it belongs to another user.
 
     In a shared temporary directory another user could otherwise place a link at the path, or hold the locks.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
-    status = os.lstat(path)
+    status, command = os.lstat(path), f"rm -r {shlex.quote(str(path))}"
     if not stat.S_ISDIR(status.st_mode):
         problem = "is not a directory"
     elif status.st_uid != os.getuid():
-        problem = f"belongs to user {status.st_uid}, not {os.getuid()}"
-    elif status.st_mode & 0o077:
-        problem = f"is open to others (mode {stat.S_IMODE(status.st_mode):o}, expected 700)"
-    else:
+        problem = f"belongs to user {status.st_uid}, not {os.getuid()} (mode {stat.S_IMODE(status.st_mode):o})"
+        command = f"sudo {command}"
+    elif (mode := stat.S_IMODE(status.st_mode) & 0o777) == 0o700 or (strange := _close_to_others(path)) is None:
         return path
-    raise UsageProblem(f"leases cannot be kept in {path}: it {problem}")
+    else:
+        problem = f"was open to others (mode {mode:o}, expected 700), and {strange} in it is not yours alone"
+    raise UsageProblem(f"leases cannot be kept in {path}: it {problem}. To make a new one: {command}")
+
+
+def _close_to_others(path: Path) -> str | None:
+    """Set the mode of a directory of this user, as a cleaner or mkdir may have made it, and keep what is in it.
+
+    Locks are on files and device names, so they hold through this, in whatever process. After it nobody else can add anything.
+
+    Returns:
+        The name of something that another user has put there before, None if there is nothing such.
+
+    """
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fchmod(directory, 0o700)
+        for _, directories, files, place in os.fwalk(dir_fd=directory):
+            for name in (*directories, *files):
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.lstat(name, dir_fd=place)
+                    own = status.st_uid == os.getuid() and not stat.S_ISLNK(status.st_mode)
+                    if not own or (name in files and status.st_nlink > 1):
+                        return name
+    finally:
+        os.close(directory)
+    return None

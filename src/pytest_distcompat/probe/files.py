@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from pytest_distcompat.trace import FileInfo
 def read_files(directory: Path, prefix: str = "") -> tuple[FileInfo, ...]:
     """Return every file below the directory that holds keys of a model or of an optimizer.
 
-    Call it when all ranks have finished writing.
+    Call it when all ranks have finished writing. The keys of a composite model begin with the name of their module.
 
     Args:
         directory: Where the files are, at any depth.
@@ -27,15 +28,46 @@ def read_files(directory: Path, prefix: str = "") -> tuple[FileInfo, ...]:
     infos: list[FileInfo] = []
     with readable(directory) as root:
         for path in sorted(path for path in root.rglob("*") if path.is_file()):
-            name = prefix + str(path.relative_to(root))
-            if path.suffix == ".safetensors":
-                shapes, dtypes = _safetensors(path)
-                infos.append(FileInfo(name, "safetensors", "model", tuple(shapes), shapes, dtypes))
-            elif path.name == ".metadata":
-                infos.extend(_dcp(path.parent, prefix + str(path.parent.relative_to(root))))
-            elif path.suffix in PICKLED:
-                infos.extend(_pickled(path, name))
+            module = module_prefix(directory / path.relative_to(root).parent)
+            infos += (
+                info.renamed(lambda key: module + key) if module and info.holds == "model" else info  # noqa: B023 - called here
+                for info in _infos(path, root, prefix)
+            )
     return tuple(infos)
+
+
+def _infos(path: Path, root: Path, prefix: str) -> Iterator[FileInfo]:
+    """Yield what one file holds, under the keys that stand in it."""
+    name = prefix + str(path.relative_to(root))
+    if path.suffix == ".safetensors":
+        shapes, dtypes = _safetensors(path)
+        yield FileInfo(name, "safetensors", "model", tuple(shapes), shapes, dtypes)
+    elif path.name == ".metadata":
+        yield from _dcp(path.parent, prefix + str(path.parent.relative_to(root)))
+    elif path.suffix in PICKLED:
+        yield from _pickled(path, name)
+
+
+def module_directories(directory: Path) -> dict[str, str]:
+    """Map the name of each module directory of a composite model to its module's name; empty for another directory.
+
+    sentence-transformers writes each module of its Sequential into a directory of its own, the first one (its name is empty)
+    into the model's, and lists them in modules.json: https://sbert.net/docs/sentence_transformer/usage/custom_models.html.
+    """
+    try:
+        listed = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    named = {str(entry.get("path")): str(entry.get("name")) for entry in entries if {"path", "name"} <= entry.keys()}
+    return {path: name for path, name in named.items() if not path or (Path(path).name == path != "..")}
+
+
+def module_prefix(directory: Path) -> str:
+    """Return what comes before the keys of files in a composite model's module directory: ``2.`` for ``2_Dense``."""
+    own, beside = module_directories(directory), module_directories(directory.parent)
+    name = own.get("", beside.get(directory.name))
+    return f"{name}." if name is not None else ""
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import (
     _pop_mode,
     _push_mode,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pytest_distcompat.probe.blocks import multiplies
 from pytest_distcompat.probe.closure import with_closure
@@ -93,6 +94,8 @@ class Observer:
         self._mode: _OperatorMode | None = None
         self._outer_modes = 0
         self._step: _Step | None = None
+        #: Tensor that an optimizer holds -> whether it had a gradient in any step.
+        self._stepped: Any = WeakIdKeyDictionary()
         register_optimizer_step_pre_hook(guarded("before an optimizer's step, its gradients", self._pre_step))
         register_optimizer_step_post_hook(guarded("after an optimizer's step, its state", self._post_step))
         self.record_operator = guarded("an operator", self._record_operator)
@@ -180,11 +183,16 @@ class Observer:
     def restart(self) -> None:
         """Forget everything recorded, for the next action."""
         self.steps.clear()
+        self._stepped.clear()
         self.compute.clear()
         self.collectives.clear()
         self.sizes.clear()
         self.inputs.clear()
         self.float8 = 0
+
+    def without_gradient(self) -> frozenset[int]:
+        """Return the ``id`` of each tensor that optimizers stepped on, and always without a gradient."""
+        return frozenset(id(tensor) for tensor, had_gradient in self._stepped.items() if not had_gradient)
 
     def infos(self) -> dict[str, Any]:
         """Return the fields of a Snapshot that were recorded here."""
@@ -234,6 +242,8 @@ class Observer:
         # The optimizer may hold frozen parameters too, which it does not update.
         tensors = [p for group in optimizer.param_groups for p in group["params"] if p.numel() and p.requires_grad]
         step.master = {dtype_name(p.dtype) for p in tensors}
+        for p in tensors:
+            self._stepped[p] = self._stepped.get(p, False) or p.grad is not None
         gradients = [local_of(p.grad) for p in tensors if p.grad is not None]
         step.gradient = {dtype_name(grad.dtype) for grad in gradients}
         with self.aside():

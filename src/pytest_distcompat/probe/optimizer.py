@@ -83,7 +83,9 @@ def master_copies(optimizer: Any) -> dict[int, torch.Tensor]:
     return {}
 
 
-def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> OptimizerInfo:
+def read_optimizer(
+    model: Module, optimizer: Any, *, whole: bool = True, without_gradient: frozenset[int] = frozenset()
+) -> OptimizerInfo:
     """Return the parameters that the optimizer holds and every tensor of its state; several optimizers count as one.
 
     It does not call ``get_optimizer_state_dict``, which takes a step on a fresh optimizer
@@ -93,6 +95,7 @@ def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> Opti
         model: The model as the trainer has it.
         optimizer: The optimizer as the trainer has it, or a list of several.
         whole: Read all state. If False, only the numbers of the parameter groups are read.
+        without_gradient: The ``id`` of each tensor that had no gradient in the optimizer's steps.
 
     Raises:
         TypeError: If one of them has no ``param_groups``.
@@ -135,6 +138,7 @@ def read_optimizer(model: Module, optimizer: Any, *, whole: bool = True) -> Opti
         masters=tuple(info for one in stepping[:1] for info in _masters(model, one)),
         accumulates=_accumulation_dtype(optimizer),
         param_groups=groups,
+        without_gradient=tuple(sorted(owners[one] for one in without_gradient & owners.keys())),
     )
 
 

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_distcompat.probe.files import MODEL, OPTIMIZER, PICKLED, SCHEDULER, _load, dcp_parts, readable
+from pytest_distcompat.probe.files import (
+    MODEL,
+    OPTIMIZER,
+    PICKLED,
+    SCHEDULER,
+    _load,
+    dcp_parts,
+    module_prefix,
+    readable,
+)
 from pytest_distcompat.probe.tensors import digest
 from pytest_distcompat.trace import FileInfo
 
@@ -19,11 +28,12 @@ def read_saved(directory: Path) -> tuple[FileInfo, ...]:
     infos = []
     with readable(directory) as root:
         for path in sorted(path for path in root.rglob("*") if path.is_file()):
+            module = module_prefix(directory / path.relative_to(root).parent)
             for holds, content in _parts(path):
-                digests = {str(key): digest(value) for key, value in content.items()} if holds == "model" else {}
-                if content:
-                    keys = tuple(map(str, content))
-                    infos.append(FileInfo(str(path.relative_to(root)), "", holds, keys, digests=digests))
+                named = {f"{module if holds == 'model' else ''}{key}": value for key, value in content.items()}
+                digests = {key: digest(value) for key, value in named.items()} if holds == "model" else {}
+                if named:
+                    infos.append(FileInfo(str(path.relative_to(root)), "", holds, tuple(named), digests=digests))
     return tuple(infos)
 
 

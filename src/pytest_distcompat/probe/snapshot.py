@@ -21,6 +21,7 @@ def read_snapshot_fields(
     scaler: Any = None,
     trainer_world_size: int | None = None,
     whole: bool,
+    without_gradient: frozenset[int] = frozenset(),
 ) -> dict[str, Any]:
     """Return the fields of a Snapshot that come from a live trainer.
 
@@ -32,6 +33,7 @@ def read_snapshot_fields(
         scaler: The gradient scaler, or None.
         trainer_world_size: The number of ranks that the trainer believes it has; None if it does not say.
         whole: Read all values. If False, only numbers are read: memory, scheduler and parameter groups.
+        without_gradient: The ``id`` of each tensor that had no gradient in the optimizer's steps.
 
     Raises:
         TypeError: If ``model`` is not a module, or ``optimizer`` or ``scheduler`` is something else.
@@ -40,7 +42,7 @@ def read_snapshot_fields(
     require_module(model, "the driver's self.model", "build() is to set it to the model as the trainer has it")
     fields: dict[str, Any] = {"scheduler": read_scheduler(scheduler), "memory": peak_memory(device)}
     if optimizer is not None:
-        fields["optimizer"] = read_optimizer(model, optimizer, whole=whole)
+        fields["optimizer"] = read_optimizer(model, optimizer, whole=whole, without_gradient=without_gradient)
     if whole:
         fields["model"] = read_model(model, optimizer, trainer_world_size)
         fields["rng"] = read_rng(device)

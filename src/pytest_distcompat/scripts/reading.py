@@ -83,12 +83,16 @@ def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
     """Load the model at ``path`` and return it as an unwrapped model, or return the ``problem``."""
     from pytest_distcompat.checks.export import PREFIX
     from pytest_distcompat.probe import read_files, read_unwrapped
+    from pytest_distcompat.probe.files import module_directories
 
     path, checkpoints = Path(request["path"]), [Path(checkpoint) for checkpoint in request["checkpoints"]]
     directory = path if path.is_dir() else path.parent
+    if directory.name in module_directories(directory.parent):
+        # The script saved the last module of the model last.
+        path = directory = directory.parent
     files = _files_of_model(read_files(directory, PREFIX), path, checkpoints)
     answer: dict[str, Any] = {"problem": "", "missing": [], "unexpected": [], "mismatched": [], "unwrapped": None}
-    answer["stored"] = not (directory / "config.json").exists()
+    answer["stored"] = not (directory / "config.json").exists() or bool(module_directories(directory))
     answer["files"] = [dataclasses.asdict(info) for info in files]
     if not any(info.holds == "model" for info in files):
         names = sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
@@ -107,16 +111,18 @@ def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
 def _files_of_model(infos: Iterable[FileInfo], path: Path, checkpoints: Collection[Path]) -> list[FileInfo]:
     """Return the files that belong to the model at ``path``.
 
-    For a file that is the file itself; for a directory the files in it, as ``from_pretrained`` reads them. If these hold no
-    model, it is all files below the directory, except for the checkpoints that the run wrote there.
+    For a file that is the file itself; for a directory the files in it, as ``from_pretrained`` reads them, and in its module
+    directories. If these hold no model, it is all files below the directory, except for the checkpoints that the run wrote there.
     """
     from pytest_distcompat.checks.export import PREFIX
+    from pytest_distcompat.probe.files import module_directories
 
     directory = path if path.is_dir() else path.parent
     files = [(directory / info.path.removeprefix(PREFIX).split(":")[0], info) for info in infos]
     if not path.is_dir():
         return [info for file, info in files if file == path]
-    direct = [info for file, info in files if file == path or (file.parent == path and file.is_file())]
+    places = {path, *(path / name for name in module_directories(path))}
+    direct = [info for file, info in files if file in places or (file.parent in places and file.is_file())]
     if any(info.holds == "model" for info in direct):
         return direct
     excluded = {checkpoint for checkpoint in checkpoints if checkpoint != path and checkpoint not in path.parents}

@@ -310,6 +310,7 @@ class Recorder:
             scaler=self.tracked.accelerator_attribute("scaler"),
             trainer_world_size=size if isinstance(size, int) else None,
             whole=whole,
+            without_gradient=self.observer.without_gradient(),
         )
 
     def _write_snapshot(self, action: str, index: int, **infos: Any) -> None:

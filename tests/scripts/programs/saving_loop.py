@@ -1,6 +1,7 @@
 """A DDP loop that saves in some way, or not at all."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ parser.add_argument("--output", type=Path)
 parser.add_argument("--lbfgs", action="store_true")
 parser.add_argument("--recompute", action="store_true")
 parser.add_argument("--adapter", action="store_true")
+parser.add_argument("--unused", action="store_true")
+parser.add_argument("--shards", action="store_true")
 arguments = parser.parse_args()
 
 
@@ -33,10 +36,14 @@ class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList([Layer(4, 4), Layer(4, 1)])
+        if arguments.unused:
+            self.pooler = Layer(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
+        if arguments.unused:
+            self.pooler(torch.ones(4))  # computed, and no part of the loss
         return x
 
 
@@ -47,7 +54,14 @@ if arguments.adapter:
     from peft import LoraConfig, get_peft_model
 
     net = get_peft_model(net, LoraConfig(target_modules=["layers.0"], modules_to_save=["layers.1"]))
-model = torch.nn.parallel.DistributedDataParallel(net)
+if arguments.shards:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in (*net.layers, *([net.pooler] if arguments.unused else [])):
+        fully_shard(block)
+    model = fully_shard(net)
+else:
+    model = torch.nn.parallel.DistributedDataParallel(net, find_unused_parameters=arguments.unused)
 optimizer: Any = (
     torch.optim.LBFGS(model.parameters(), max_iter=2)
     if arguments.lbfgs
@@ -69,7 +83,10 @@ for _ in range(4):
     else:
         closure()
         optimizer.step()
-state = {name: value.contiguous() for name, value in model.module.state_dict().items()}
+state = {
+    name: value.full_tensor() if arguments.shards else value.contiguous()
+    for name, value in (model if arguments.shards else model.module).state_dict().items()
+}
 if arguments.output and dist.get_rank() == 0:
     if arguments.saves == "metrics":
         torch.save({"loss": 1.0}, arguments.output / "metrics.pt")
@@ -91,6 +108,15 @@ if arguments.output and dist.get_rank() == 0:
         path = arguments.output / "adapter_model.safetensors"
         net.save_pretrained(arguments.output)
         save_file({name: torch.zeros_like(value) for name, value in load_file(path).items()}, path)
+    if arguments.saves == "modules":  # as sentence-transformers does
+        modules = [{"idx": n, "name": f"layers.{n}", "path": ("", "1_Dense")[n]} for n in range(2)]
+        for module in modules:
+            place = arguments.output / str(module["path"])
+            place.mkdir(exist_ok=True)
+            (place / "config.json").write_text("{}")
+            own = {name.removeprefix(f"{module['name']}."): value for name, value in state.items()}
+            save_file({name: value for name, value in own.items() if "." not in name}, place / "model.safetensors")
+        (arguments.output / "modules.json").write_text(json.dumps(modules))
     if arguments.saves == "renamed":
         save_file({f"net.{name}": value for name, value in state.items()}, arguments.output / "model.safetensors")
     if arguments.saves == "renamed at once":
