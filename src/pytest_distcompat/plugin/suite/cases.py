@@ -19,7 +19,7 @@ from pytest_distcompat.drivers import find_driver, preload_of
 from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
-from pytest_distcompat.judge import Verdict, judge, skipped
+from pytest_distcompat.judge import Verdict, declaration, judge, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.plugin import scripted
 from pytest_distcompat.plugin.declared import declared_of
@@ -192,6 +192,7 @@ class BoundCase:
         self._cost: dict[str, Any] = {}
         self._rank: int | None = None
         self._broken_off = False
+        self._declaration: Expectation | None = None
 
     def __call__(self) -> None:
         """Run the case; return if its verdict is a success, or skip, or xfail.
@@ -243,6 +244,8 @@ class BoundCase:
         known = session.known_of(concerned(driver), strip_group(self.item.config, self.item.nodeid))
         expected = (*case.suite.expect, *(expectation for issue in known for expectation in issue.expectations))
         verdict = judge(case.check, case.cell, trace, expected)
+        if verdict.status == "failed" and not verdict.reason:
+            self._declaration = declaration(case.check, case.cell, trace)
         # A check with a limit measures a number, which differs from run to run.
         if not case.check.limit and session.verifies(strip_group(self.item.config, self.item.nodeid)):
             cold = judge(
@@ -251,6 +254,7 @@ class BoundCase:
             if cold.status != verdict.status:
                 message = disagreement(verdict.status, cold.status, cold.message or verdict.message)
                 verdict = dataclasses.replace(verdict, status="failed", message=message)
+                self._declaration = None
         declared_of(session).note_verdict(self.item, known, case.cell, verdict)
         # The first rank that failed in a run that the verdict quotes. The message of a check names ranks itself.
         ends = [run.end for run in trace if run.end is not None and run.end.message in verdict.message]
@@ -264,6 +268,8 @@ class BoundCase:
         if verdict.status == "failed" and not self._broken_off:
             # For a run that ended early the message has the cause already.
             lines += [f"the claim: {self.case.check.text}", ""]
+        if self._declaration is not None:
+            lines.append(f"if that is known, declare it in expect: {self._declaration},")
         lines.append(f"reproduce: {session.reproduce(self.item)}")
         if command:
             lines.append(f"this run alone: {command}")
