@@ -24,7 +24,10 @@ _WHOLE = (("train", "step", STEPS - 1), ("reference", "reference", STEPS - 1))
 
 def has_reference(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why there is no reference to compare with; None if there is one."""
-    return None if driver.can("reference") else "the driver has no reference(): there is nothing to measure by"
+    if driver.can("reference"):
+        return None
+    missing = " and ".join(f"{name}()" for name in ("loss", "make_optimizer") if not driver.can(name))
+    return f"the driver has no reference() to compare with; write {missing}, from which it is derived, or reference() itself"
 
 
 def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
