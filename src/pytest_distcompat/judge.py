@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import Check
@@ -73,7 +74,7 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
 def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
     """Return the expectation that would declare this failure; None where none can, as for a crash or a hang."""
     end = _broken_off(check, trace)
-    facets = {"strategy": cell.strategy, "precision": cell.precision, **dict(cell.options)}
+    facets: dict[str, Any] = {"strategy": cell.strategy, "precision": cell.precision, **dict(cell.options)}
     # Without the rank: it is chance which rank raises first.
     found = [end.message.partition(" raised ")[2] or end.text] if end else check.findings(cell, trace)
     if end is not None and end.action in {"build_model", "build"}:

@@ -21,8 +21,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands; ``call`` of the parsed arguments is the subcommand's function."""
     root = argparse.ArgumentParser("distcompat", description="pytest-distcompat without pytest.")
     root.add_argument("--version", action="store_true", help="print the version")
-    # Without a command it prints the help.
-    root.set_defaults(call=lambda _options: root.print_help() or OK)
+    root.set_defaults(call=None)
     commands = root.add_subparsers(title="commands", metavar="COMMAND")
     for module in (doctor, init, trace, configure, reports, releases):
         module.add(commands)
@@ -37,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.version:
         print(f"distcompat {importlib.metadata.version('pytest-distcompat')}")  # noqa: T201 - a command speaks
+        return OK
+    if options.call is None:
+        parser().print_help()
         return OK
     try:
         return int(options.call(options))
