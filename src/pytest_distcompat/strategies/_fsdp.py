@@ -64,10 +64,10 @@ def plugin(version: int, precision: Precision, cell: Cell) -> dict[str, Any]:
     """Return keyword arguments for Accelerator: an FSDP plugin of that version that wraps the model's blocks."""
     from accelerate import FullyShardedDataParallelPlugin
 
-    from pytest_distcompat.models import MODELS
+    from pytest_distcompat.models import model_of
 
     state_dict_type = STATE_DICT_TYPES[str(cell.option("state_dict"))]
-    tiny = MODELS.get(str(cell.option("model")))
+    tiny = model_of(cell)
     settings: dict[str, Any] = {
         "fsdp_version": version,
         "state_dict_type": state_dict_type,
@@ -107,9 +107,9 @@ def _parallelism_config(cell: Cell) -> dict[str, Any]:
 
 def arguments(version: int, cell: Cell) -> dict[str, Any]:
     """Return keyword arguments for TrainingArguments: https://huggingface.co/docs/transformers/fsdp."""
-    from pytest_distcompat.models import MODELS
+    from pytest_distcompat.models import model_of
 
-    tiny = MODELS.get(str(cell.option("model")))
+    tiny = model_of(cell)
     reshard = bool(cell.option("reshard_after_forward"))
     settings: dict[str, Any] = {
         "version": version,
@@ -143,8 +143,8 @@ def name_blocks(settings: Mapping[str, Any], blocks: Sequence[str]) -> None:
 
 def ignored_modules(model: Module, cell: Cell) -> list[Module]:
     """Return the modules that the cell leaves out of the sharding."""
-    from pytest_distcompat.models import MODELS
+    from pytest_distcompat.models import model_of
 
     if not cell.option("ignored_modules"):
         return []
-    return [model.get_submodule(MODELS.get(str(cell.option("model"))).ignored_module)]
+    return [model.get_submodule(model_of(cell).ignored_module)]

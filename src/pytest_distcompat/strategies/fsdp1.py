@@ -22,9 +22,9 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    from pytest_distcompat.models import MODELS
+    from pytest_distcompat.models import model_of
 
-    blocks = MODELS.get(str(cell.option("model"))).block_modules(model)
+    blocks = model_of(cell).block_modules(model)
     reshard = ShardingStrategy.FULL_SHARD if cell.option("reshard_after_forward") else ShardingStrategy.SHARD_GRAD_OP
     hybrid = cell.option("dp_replicate") != 1
     return FullyShardedDataParallel(

@@ -21,7 +21,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    from pytest_distcompat.models import MODELS
+    from pytest_distcompat.models import model_of
 
     full_state = _move_to_meta(model) if cell.option("meta_init") else None
     if full_state is None:
@@ -38,7 +38,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         "ignored_params": ignored or None,
     }
     # Blocks before the root, whose unit then has the parameters of no block.
-    for block in MODELS.get(str(cell.option("model"))).block_modules(model):
+    for block in model_of(cell).block_modules(model):
         fully_shard(block, **settings)
     fully_shard(model, **settings)
     if full_state is not None:
