@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_distcompat import clock
 from pytest_distcompat.evidence import running
 from pytest_distcompat.plugin.reporting import progress
 
@@ -163,7 +164,7 @@ def test_the_line_says_how_far_the_session_is(
     tmp_path: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended, now = 0, 100.0
-    monkeypatch.setattr(progress.clock, "now", lambda: now)
+    monkeypatch.setattr(clock, "now", lambda: now)
     shown = progress.Progress(pytestconfig, tmp_path, lambda: (ended, 40))
     written: list[str] = []
     monkeypatch.setattr(shown, "_write", written.append)
