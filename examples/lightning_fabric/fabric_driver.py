@@ -1,4 +1,4 @@
-"""Five methods that tell pytest-distcompat about the loop, and the same training in one process for `parity`."""
+"""Five methods that tell pytest-distcompat about the loop, and its loss and optimizer, for `parity`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class FabricDriver(Driver):
     libraries: ClassVar[tuple[str, ...]] = ("torch",)
     preload: ClassVar[tuple[str, ...]] = ("fabric_loop", "torch._dynamo")
     blocks = ("Linear",)
+    max_norm = 1.0
 
     def build_model(self) -> nn.Module:
         import torch
@@ -56,19 +57,16 @@ class FabricDriver(Driver):
         self.grad_norm = self.loop.norm
         return loss
 
-    def reference(self, model: nn.Module, number: int, ranks: int) -> float:
-        import torch
+    def loss(self, model: nn.Module, number: int, rank: int) -> torch.Tensor:
         from torch import nn
 
-        if number == 0:
-            self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        batches = [self.batch(number, rank) for rank in range(ranks)]
-        loss = torch.stack([nn.functional.mse_loss(model(x).float(), wanted) for x, wanted in batches]).mean()
-        self.optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        self.grad_norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-        self.optimizer.step()
-        return loss.item()
+        x, wanted = self.batch(number, rank)
+        return nn.functional.mse_loss(model(x).float(), wanted)
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     def save(self, directory: Path) -> None:
         self.loop.save(directory / "state.ckpt")

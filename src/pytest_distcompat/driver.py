@@ -66,7 +66,8 @@ class Driver:
     pytest imports the class too, to find out what it supports. Importing torch at module level makes collection slower.
 
     ``build_model``, ``build``, ``step``, ``save`` and ``load`` are required. ``export``, ``reload``, ``evaluate``,
-    ``reference`` and ``overflow`` enable further checks, which are reported as not applicable without them.
+    ``reference`` and ``overflow`` enable further checks, which are reported as not applicable without them. ``reference`` is
+    derived for a driver with ``loss`` and ``make_optimizer``.
     """
 
     #: The driver's name in its registry.
@@ -90,6 +91,8 @@ class Driver:
     scaler: Any = None
     #: The gradient norm of the last step, before clipping, if the trainer reports it.
     grad_norm: float | None = None
+    #: The norm to which the trainer clips gradients, for the derived reference; None if it does not clip.
+    max_norm: float | None = None
     #: How many tokens (or samples) this rank trained on in the last step.
     tokens: int = 0
     #: Class names of the modules to shard, checkpoint and compile one by one.
@@ -114,7 +117,9 @@ class Driver:
 
     @classmethod
     def can(cls, action: str) -> bool:
-        """Tell whether the driver has that optional method."""
+        """Tell whether the driver has that optional method, or those from which it is derived."""
+        if action == "reference" and cls.reference is Driver.reference:
+            return cls.can("loss") and cls.can("make_optimizer")
         return getattr(cls, action) is not getattr(Driver, action)
 
     def build_model(self) -> Module:
@@ -184,14 +189,43 @@ class Driver:
     def reference(self, model: Module, number: int, ranks: int) -> float:
         """Take step ``number`` of the same training in one process, without the trainer, and return the loss.
 
-        Set ``self.optimizer`` and ``self.grad_norm`` as in ``step``.
+        Derived for a driver with ``loss`` and ``make_optimizer``: the mean of the ranks' losses, clipped to ``max_norm``, with
+        ``make_scheduler``. One that overrides it sets ``self.optimizer`` and ``self.grad_norm`` as in ``step``.
 
         Args:
             model: The unwrapped model, in float32.
             number: The number of the step; train on batch ``number`` of every rank.
             ranks: How many ranks the compared run has.
         """
+        import torch
+
+        if self.optimizer is None:
+            self.optimizer = self.make_optimizer(model)
+            self.scheduler = self.make_scheduler(self.optimizer)
+        self.optimizer.zero_grad()
+        total = 0.0
+        for rank in range(ranks):
+            loss = self.loss(model, number, rank) / ranks
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_norm or float("inf"))
+        self.grad_norm = float(norm)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return total
+
+    def loss(self, model: Module, number: int, rank: int) -> torch.Tensor:
+        """Return the loss of a model, unwrapped or not, on batch ``number`` of that rank, without a backward pass."""
         raise NotImplementedError
+
+    def make_optimizer(self, model: Module) -> Any:
+        """Return the trainer's optimizer for that model."""
+        raise NotImplementedError
+
+    def make_scheduler(self, optimizer: Any) -> Any:  # noqa: ARG002 - for those who override it
+        """Return the scheduler of an optimizer, which is stepped after it; None if there is none."""
+        return None
 
     def saved_name(self, key: str) -> str:
         """Return the unwrapped model's name for ``key`` of a saved file, for a trainer that renames keys when it saves.

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import Check
 from pytest_distcompat.checks._base import message
-from pytest_distcompat.expect import Expectation
+from pytest_distcompat.expect import Expectation, fails, refuses
 from pytest_distcompat.status import Status
 from pytest_distcompat.trace import RunFailure, RunTrace, Trace
+
+#: What differs between failures of one cause, and what a regular expression would have to escape.
+_VARIABLE = re.compile(r"[^\w\s,;:'\"/=<>-]+|\branks? \d+|\b\d\w*")
+#: The longest ``match`` of a declaration to paste, in characters.
+_LONGEST_MATCH = 240
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,26 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
     if declared:
         return _known(check, cell, declared, found, whole=end is None)
     return Verdict(check.name, cell.id, Status.FAILED if found else Status.PASSED, message(found))
+
+
+def declaration(check: Check, cell: Cell, trace: Trace) -> Expectation | None:
+    """Return the expectation that would declare this failure; None where none can, as for a crash or a hang."""
+    end = _broken_off(check, trace)
+    facets: dict[str, Any] = {"strategy": cell.strategy, "precision": cell.precision, **dict(cell.options)}
+    # Without the rank: it is chance which rank raises first.
+    found = [end.message.partition(" raised ")[2] or end.text] if end else check.findings(cell, trace)
+    if end is not None and end.action in {"build_model", "build"}:
+        made = refuses(match=_constant_part(found[0]) or ".", **facets)
+    else:
+        match = "|".join(dict.fromkeys(map(_constant_part, found)))
+        made = fails(check.name, reason="a link to the issue", match=match, **facets)
+    declared = judge(check, cell, trace, [made]).status in {Status.KNOWN, Status.REFUSED}
+    return made if declared and len(made.match) <= _LONGEST_MATCH else None
+
+
+def _constant_part(finding: str) -> str:
+    """Return the longest part of a finding's first line that has no numbers and nothing to escape."""
+    return max(_VARIABLE.split(finding.strip().partition("\n")[0]), key=len).strip(" ,;:")
 
 
 def _broken_off(check: Check, trace: Trace) -> RunFailure | None:

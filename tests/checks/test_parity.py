@@ -12,6 +12,7 @@ import pytest
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound, Story
@@ -223,10 +224,42 @@ def test_infinite_norms_are_no_agreement(sound: Sound) -> None:
     ]
 
 
-def test_without_a_reference_there_is_nothing_to_measure_by(sound: Sound) -> None:
+def test_without_a_reference_the_report_says_what_to_write(sound: Sound) -> None:
     cell = sound("ddp-fp32-w2").cell
     for check in ("parity", "clipping"):
         assert (
             CHECKS.get(check).not_applicable(cell, Driver)
-            == "the driver has no reference(): there is nothing to measure by"
+            == "the driver has no reference() to compare with; write loss() and make_optimizer(), from which it is derived, "
+            "or reference() itself"
         )
+
+
+def test_the_reference_of_a_driver_with_loss_and_optimizer_is_derived(sound: Sound) -> None:
+    torch = pytest.importorskip("torch")
+    cell = sound("ddp-fp32-w2").cell
+
+    class Half(Driver):
+        max_norm = 0.5
+
+        def loss(self, model: Any, number: int, rank: int) -> Any:
+            return (model.weight * (1 + number + 2 * rank)).sum()
+
+    class Whole(Half):
+        def make_optimizer(self, model: Any) -> Any:
+            return torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def make_scheduler(self, optimizer: Any) -> Any:
+            return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+
+    for check in ("parity", "clipping"):
+        assert "write make_optimizer(), from" in str(CHECKS.get(check).not_applicable(cell, Half))
+        assert CHECKS.get(check).not_applicable(cell, Whole) is None
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 3.0)
+    driver = Whole(cell, World(0, 1, 0, "cpu"))
+    # The gradient is the mean of 1 and 3 in the first step, clipped from 2 to 0.5.
+    assert driver.reference(model, 0, 2) == pytest.approx(6.0)
+    assert driver.grad_norm == pytest.approx(2.0)
+    assert model.weight.item() == pytest.approx(2.5)
+    assert driver.reference(model, 1, 2) == pytest.approx(7.5)
+    assert model.weight.item() == pytest.approx(2.45)

@@ -183,6 +183,24 @@ def test_what_a_failure_shows(suite: pytest.Pytester) -> None:
     result.stdout.no_fnmatch_line("*cases.py*")
 
 
+def test_a_failure_shows_the_line_that_declares_it(suite: pytest.Pytester) -> None:
+    """The lines of a first run, pasted into the suite, are what its second run expects."""
+    result = suite.runpytest_inprocess(
+        "-p", "no:randomly", "--distcompat-strategies=fsdp1,fsdp2", "--distcompat-report=1.json"
+    )
+    lines = [line.partition("in expect: ")[2] for line in result.outlines if "in expect: " in line]
+    assert lines == [
+        "fails('claim', precision='fp32', strategy='fsdp1', reason='a link to the issue', match='something is wrong; expected something else'),",
+        "refuses('*', precision='fp32', strategy='fsdp2', reason='', match='ValueError: not supported'),",
+    ]
+    suite.makepyfile(test_mine=SUITE.replace("expect = (", f"expect = ({' '.join(lines)}"))
+    again = suite.runpytest_inprocess("--distcompat-strategies=fsdp1,fsdp2", "--distcompat-report=2.json")
+    assert again.ret == pytest.ExitCode.OK
+    data = json.loads((suite.path / "2.json").read_text(encoding="utf-8"))
+    found = {one["cell"]: one["status"] for one in data["results"]}
+    assert (found["fsdp1-fp32-w2"], found["fsdp2-fp32-w2"]) == ("known", "refused")
+
+
 def test_the_json_report_has_every_verdict(suite: pytest.Pytester) -> None:
     result = suite.runpytest_inprocess("--distcompat-report=out.json", "--distcompat-device=cpu")
     result.stdout.fnmatch_lines(["report: out.json"])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_distcompat import clock
 from pytest_distcompat.evidence import running
 from pytest_distcompat.plugin.reporting import progress
 
@@ -117,7 +118,7 @@ def test_without_a_terminal_a_long_run_is_told_now_and_then(
     done = session("-p", "haste", *workers, runs='{"ddp-fp32-w2": "wait 3"}', PYTHONPATH=str(tmp_path))
     lines = [line for line in done.stdout.splitlines() if line.startswith("distcompat: ddp-fp32-w2 train: ")]
     assert lines, done.stdout
-    assert re.fullmatch(r"distcompat: ddp-fp32-w2 train: step 3/\d+, \d+ s", lines[0])
+    assert re.fullmatch(r"distcompat: ddp-fp32-w2 train: step 3/\d+, \d+ s of \d+ s", lines[0])
     assert "\x1b[" not in done.stdout
 
 
@@ -148,7 +149,7 @@ def test_which_runs_run(tmp_path: Path) -> None:
     (tmp_path / "waits").mkdir()
     (tmp_path / "one.lock").touch()
     (found,) = running(tmp_path, over)
-    assert str(found) == "ddp-fp32-w2 train: starts, 0 s"
+    assert str(found) == "ddp-fp32-w2 train: starts, 0 s of 300 s"
     snapshot = json.dumps(
         {"event": "snapshot", "action": "build_model", "index": 0, "snapshot": {"names": ["x" * 20000]}}
     )
@@ -161,6 +162,25 @@ def test_which_runs_run(tmp_path: Path) -> None:
     assert (found.action, found.number, found.actions) == ("build", 2, 3)
     assert over == {"two"}
     assert list(running(tmp_path, over, since=time.time() + 60)) == []
+
+
+def test_the_line_says_how_far_the_session_is(
+    tmp_path: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, now = 0, 100.0
+    monkeypatch.setattr(clock, "now", lambda: now)
+    shown = progress.Progress(pytestconfig, tmp_path, lambda: (ended, 40))
+    written: list[str] = []
+    monkeypatch.setattr(shown, "_write", written.append)
+    monkeypatch.setattr(type(pytestconfig.get_terminal_writer()), "width_of_current_line", 0)
+    monkeypatch.setattr(type(pytestconfig.get_terminal_writer()), "fullwidth", 200)
+    now = 107.0
+    shown._draw([])
+    assert "  0 of 40 checks, 7 s; fork servers start: they import the libraries" in written[-1]
+    ended, now = 10, 120.0
+    make_run(tmp_path, "one")
+    shown._draw([*running(tmp_path, set())])
+    assert "  10 of 40 checks, 20 s, about 60 s left; ddp-fp32-w2 train: starts, 0 s of 300 s" in written[-1]
 
 
 def test_a_run_whose_session_died_runs_no_more(tmp_path: Path) -> None:

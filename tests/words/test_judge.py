@@ -9,7 +9,7 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import Check
 from pytest_distcompat.expect import Expectation, fails, may_fail, may_refuse, refuses
-from pytest_distcompat.judge import Verdict, judge, skipped
+from pytest_distcompat.judge import Verdict, declaration, judge, skipped
 from pytest_distcompat.scenario import RESUME, RESUME_RUN, TRAIN, TRAIN_RUN, Run
 from pytest_distcompat.status import Status
 from pytest_distcompat.trace import RunFailure, RunTrace, Snapshot, Trace
@@ -321,3 +321,28 @@ def test_of_two_things_that_are_not_supported_one_is_refused() -> None:
             f"refused with another message than {declared[0].match!r}",
         )
         assert verdict(toy(), *declared).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("findings", "end", "match"),
+    [
+        (("step 3: the loss is 0.25 (1e-3 allowed)",), None, "the loss is"),
+        (("rank 0: a of b [x]", "rank 1: a of b [y]"), None, "a of b"),
+        (("one thing", "and another"), None, "one thing|and another"),
+        ((), ended("raised", "step", "ValueError: no"), "ValueError: no"),
+        ((), ended("raised", "build", "ValueError: no 3"), "ValueError: no"),
+    ],
+)
+def test_a_failure_has_a_declaration_that_covers_it(
+    findings: tuple[str, ...], end: RunFailure | None, match: str
+) -> None:
+    check, trace = toy(*findings), Trace.of("hand-made", [lived(TRAIN_RUN, end, together=True)])
+    made = declaration(check, CELL, trace)
+    assert made is not None
+    assert made.match == match
+    assert judge(check, CELL, trace, [made]).status == ("refused" if made.kind == "refuses" else "known")
+
+
+@pytest.mark.parametrize("kind", ["crashed", "hung", "leaked"])
+def test_what_is_never_known_has_no_declaration(kind: str) -> None:
+    assert declaration(toy(), CELL, Trace.of("hand-made", [lived(TRAIN_RUN, ended(kind, "build"))])) is None

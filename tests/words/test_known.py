@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import DRIVERS
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.known import applying, concerned, read_file, shipped
+from pytest_distcompat.known import KnownIssue, applying, concerned, read_file, shipped
 from pytest_distcompat.strategies import STRATEGIES
 
 ENTRY = """
@@ -144,8 +146,6 @@ def test_a_file_of_another_format_or_none_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("issue", shipped(), ids=lambda issue: issue.id)
 def test_what_is_shipped_speaks_of_what_there_is(issue: object) -> None:
-    from pytest_distcompat.known import KnownIssue
-
     assert isinstance(issue, KnownIssue)
     assert set(issue.check) <= {"*", *CHECKS.names()}
     assert issue.link.startswith("https://")
@@ -154,6 +154,21 @@ def test_what_is_shipped_speaks_of_what_there_is(issue: object) -> None:
     for cells in issue.cells:
         wanted = cells.get("strategy", ())
         assert set(wanted if isinstance(wanted, tuple) else (wanted,)) <= set(STRATEGIES.names())
+
+
+UPSTREAM = "https://github.com/pytest-distcompat/pytest-distcompat/blob/main/"
+
+
+@pytest.mark.parametrize("issue", shipped(), ids=lambda issue: issue.id)
+def test_a_link_leads_to_one_bug_or_to_its_script(issue: KnownIssue) -> None:
+    """No tracker's front page. A script that is the link has the text to report: what is expected, and what is seen."""
+    assert not re.search(r"/(issues|pulls?|discussions)/?$", issue.link), "the front page of a tracker"
+    if issue.link.startswith(UPSTREAM):
+        assert issue.link == UPSTREAM + issue.script
+    if issue.script:
+        text = ast.get_docstring(ast.parse((Path(__file__).parents[2] / issue.script).read_text(encoding="utf-8")))
+        assert text is not None
+        assert re.search(r"\bExpected\b.*\bSeen\b", text, re.DOTALL)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import check, every_rank, finite_losses, named_ranks
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.models import MODELS
+from pytest_distcompat.models import model_of
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import PARITY, ROUNDED_PARITY, STEPS, Scenario
 from pytest_distcompat.strategies import STRATEGIES
@@ -24,7 +24,10 @@ _WHOLE = (("train", "step", STEPS - 1), ("reference", "reference", STEPS - 1))
 
 def has_reference(cell: Cell, driver: type[Driver]) -> str | None:
     """Return why there is no reference to compare with; None if there is one."""
-    return None if driver.can("reference") else "the driver has no reference(): there is nothing to measure by"
+    if driver.can("reference"):
+        return None
+    missing = " and ".join(f"{name}()" for name in ("loss", "make_optimizer") if not driver.can(name))
+    return f"the driver has no reference() to compare with; write {missing}, from which it is derived, or reference() itself"
 
 
 def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
@@ -48,7 +51,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     precision = PRECISIONS.get(cell.precision)
     tolerance = precision.loss_tolerance
     if precision.compute != "float32":
-        tolerance *= MODELS.get(str(cell.option("model"))).spread
+        tolerance *= model_of(cell).spread
     losses = _allowed(tolerance, trace, lambda snapshot: snapshot.loss)
     norms = _allowed(precision.norm_tolerance, trace, lambda snapshot: snapshot.grad_norm)
     trained, reference = trace.run("train"), trace.run("reference")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import __version__
+from pytest_distcompat.cli.loop import Scaffold
 from pytest_distcompat.cli.pytest_settings import relative
 from pytest_distcompat.cli.repository import DRIVERS, Class, Repository, inspect_repository
 from pytest_distcompat.failures import UsageProblem
@@ -25,7 +26,7 @@ from pytest_distcompat import CompatSuite, Matrix
 
 class TestDistcompat(CompatSuite):
     driver = "{driver}"
-    matrix = Matrix(strategies=({strategies}), precisions=("fp32", "bf16_mixed"))
+    matrix = Matrix(strategies={strategies}, precisions={precisions})
 '''
 DRIVER = '''"""The trainer under test; what its own arguments are goes through make_trainer."""
 
@@ -104,12 +105,13 @@ def _init(options: argparse.Namespace) -> int:
         _set(
             found, "pythonpath", found.settings.line("pythonpath", str(entry), several=True), write=not options.dry_run
         )
-    for line in _notes(found, top):
+    for line in _notes(found, top, options.driver):
         print(line)  # noqa: T201 - a command speaks
     suite = found.tests / "test_distcompat.py"
     change_directory = (
         "" if options.directory.resolve() == Path.cwd() else f"cd {shlex.quote(str(options.directory))} && "
     )
+    print("a red cell prints the line that declares it: paste that into expect, or mend the trainer")  # noqa: T201 - a command speaks
     print(f"now: {change_directory}pytest {shlex.quote(str(suite))}")  # noqa: T201 - a command speaks
     return 0
 
@@ -145,7 +147,13 @@ def _files(found: Repository, chosen: str) -> Iterator[tuple[Path, str]]:
         driver = f"{_driver_module(found)}:Driver"
         yield driver_file, _driver(found.trainer)
     strategies = STRATEGIES.get(library, ("ddp", "fsdp2", *(("zero2",) if "deepspeed" in found.imports else ())))
-    yield found.tests / "test_distcompat.py", SUITE.format(driver=driver, strategies=json.dumps(strategies)[1:-1])
+    precisions: tuple[str, ...] = ("fp32", "bf16_mixed")
+    loop = _loop(found, chosen)
+    if loop is not None:
+        driver, strategies, precisions = f"{_driver_module(found)}:LoopDriver", loop.strategies, (loop.precision,)
+        yield driver_file, loop.source
+    named = {"strategies": _tuple(strategies), "precisions": _tuple(precisions)}
+    yield found.tests / "test_distcompat.py", SUITE.format(driver=driver, **named)
     if found.on_github:
         extras = dict.fromkeys((library, *(("deepspeed",) if "deepspeed" in found.imports else ())))
         install = f"{'. ' if found.installs else ''}'pytest-distcompat[{','.join(extras)}]'"
@@ -153,6 +161,16 @@ def _files(found: Repository, chosen: str) -> Iterator[tuple[Path, str]]:
             install=install, version=__version__, tests=(found.tests / "test_distcompat.py").as_posix()
         )
         yield Path(".github/workflows/distcompat.yml"), text
+
+
+def _loop(found: Repository, chosen: str) -> Scaffold | None:
+    """Return the driver to write around a loop in plain torch; None if there is a better one."""
+    plain = not found.imports & {"transformers", "accelerate", "deepspeed"}
+    return found.scaffold if plain and not chosen and found.driver is None and found.trainer is None else None
+
+
+def _tuple(names: tuple[str, ...]) -> str:
+    return f"({json.dumps(names)[1:-1]}{',' * (len(names) == 1)})"
 
 
 def _driver(trainer: Class) -> str:
@@ -185,7 +203,8 @@ def _missing_directory(found: Repository, chosen: str) -> str:
 
     ``python -m pytest`` puts the working directory there, ``pytest`` does not.
     """
-    modules = [(one.module, one.top) for one in (found.driver, found.trainer) if one is not None]
+    loop = found.loop if _loop(found, chosen) else None
+    modules = [(one.module, one.top) for one in (found.driver, found.trainer, loop) if one is not None]
     if chosen:
         module, _, attribute = chosen.partition(":")
         path = found.root / module.partition(".")[0]
@@ -207,13 +226,16 @@ def _installed(name: str) -> bool:
     return any(finder.find_spec(name, where) is not None for finder, where in ways)
 
 
-def _notes(found: Repository, top: str) -> Iterator[str]:
+def _notes(found: Repository, top: str, chosen: str) -> Iterator[str]:
     yield from found.nameless
     if top and found.pythonpath:
         file = found.settings.file
         entry, name = relative(found.root / top, file.parent), relative(file, found.root)
         yield f"add {entry} to pythonpath in {name}: the driver or its trainer is imported from there"
-    if found.driver is None and found.trainer is None:
+    if found.loop is not None and (loop := _loop(found, chosen)):
+        todo = loop.source.count("# TODO")
+        yield f"{found.tests / 'distcompat_driver.py'} was read out of {found.loop.module}: check it; it has {todo} TODO"
+    elif found.driver is None and found.trainer is None:
         yield f"it drives the library with a tiny model; for your own trainer write a driver ({ADOPT}) and name it there"
     if not found.on_github:
         yield "no workflow was written: the repository is not on GitHub (no .github, no such remote)"

@@ -17,7 +17,7 @@ OURS = "pytest-distcompat"
 #: Packages that depend on one another: a version of one requires versions of the others.
 STACK = ("torch", "accelerate", "transformers", "deepspeed", "torchao", "peft", "safetensors")
 #: The extras for packages of the stack. Others, such as an extra for developers, may pin versions that users do not need.
-EXTRAS = ("", *STACK, "fp8", "adapter")
+EXTRAS = ("", *STACK, "fp8", "lora")
 #: Further packages that tests and reports need.
 FURTHER = ("pytest", "pytest-xdist", "covertable", "transformer-engine")
 

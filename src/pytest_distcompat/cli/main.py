@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -19,7 +20,9 @@ INTERRUPTED = 130
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands; ``call`` of the parsed arguments is the subcommand's function."""
     root = argparse.ArgumentParser("distcompat", description="pytest-distcompat without pytest.")
-    commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    root.add_argument("--version", action="store_true", help="print the version")
+    root.set_defaults(call=None)
+    commands = root.add_subparsers(title="commands", metavar="COMMAND")
     for module in (doctor, init, trace, configure, reports, releases):
         module.add(commands)
     return root
@@ -31,6 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     It is 1 for news (``diff``), problems (``doctor``, ``trace``) and red sessions (``releases``), 2 for wrong arguments, else 0.
     """
     options = parser().parse_args(arguments)
+    if options.version:
+        print(f"distcompat {importlib.metadata.version('pytest-distcompat')}")  # noqa: T201 - a command speaks
+        return OK
+    if options.call is None:
+        parser().print_help()
+        return OK
     try:
         return int(options.call(options))
     except UsageProblem as problem:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_distcompat.cli.loop import Scaffold, scaffold
 from pytest_distcompat.cli.pytest_settings import Settings, relative, settings_of
 
 #: Library to the built-in driver; a library comes before those that it uses.
@@ -31,8 +32,9 @@ class Repository:
     """Facts about a repository; ``tests`` is relative to ``root``.
 
     ``imports`` are the libraries of DRIVERS that the code imports. ``driver`` is its first subclass of Driver and ``trainer``
-    its first of ``transformers.Trainer``, in the order of their paths, tests last. ``nameless`` are messages about such classes
-    in files that no import can name. ``pythonpath`` are the directories that pytest already puts on ``sys.path``.
+    its first of ``transformers.Trainer``, in the order of their paths, tests last. ``loop`` is its first plain training loop,
+    and ``scaffold`` the driver around it. ``nameless`` are messages about such classes in files that no import can name.
+    ``pythonpath`` are the directories that pytest already puts on ``sys.path``.
     """
 
     root: Path
@@ -41,6 +43,8 @@ class Repository:
     imports: frozenset[str]
     driver: Class | None = None
     trainer: Class | None = None
+    loop: Class | None = None
+    scaffold: Scaffold | None = None
     nameless: tuple[str, ...] = ()
     on_github: bool = False
     importlib_mode: bool = False
@@ -58,15 +62,19 @@ def inspect_repository(root: Path) -> Repository:
     imports: set[str] = set()
     found: dict[str, Class] = {}
     nameless = []
+    around: Scaffold | None = None
     # Tests come last: a class there may be a test double.
     for path in sorted(_own(root), key=lambda path: tests in path.relative_to(root).parents):
         # Skip dangling links, directories named *.py and files that are no Python.
         with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             imports |= set(_imports(tree)) & set(DRIVERS)
+            module, top = _module(root, tests, path)
+            importable = all(part.isidentifier() and not keyword.iskeyword(part) for part in module.split("."))
+            if around is None and importable and (around := scaffold(tree, module)):
+                found["loop"] = Class(module, "LoopDriver", top)
             for kind, name in _classes(tree):
-                module, top = _module(root, tests, path)
-                if all(part.isidentifier() and not keyword.iskeyword(part) for part in module.split(".")):
+                if importable:
                     found.setdefault(kind, Class(module, name, top))
                 else:
                     nameless.append(f"{path.relative_to(root)}: no import can name that file, so {name} has no driver")
@@ -77,6 +85,8 @@ def inspect_repository(root: Path) -> Repository:
         frozenset(imports),
         driver=found.get("driver"),
         trainer=found.get("trainer"),
+        loop=found.get("loop"),
+        scaffold=around,
         nameless=tuple(nameless),
         on_github=(root / ".github").is_dir() or _remote_is_github(root),
         importlib_mode="importlib" in str(settings.values.get("addopts", "")),

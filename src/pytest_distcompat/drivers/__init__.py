@@ -41,14 +41,14 @@ def find_driver(name: str) -> type[Driver]:
 def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
     """Return the modules that the fork server should import for that driver and those cells."""
     from pytest_distcompat.drivers._preload import COMPILE
-    from pytest_distcompat.models import MODELS
+    from pytest_distcompat.models import MODELS, model_of
     from pytest_distcompat.precisions import PRECISIONS
     from pytest_distcompat.runner import WORKER
     from pytest_distcompat.strategies import STRATEGIES
 
     cells = list(cells)
-    models = sorted({str(cell.option("model")) for cell in cells}) if "model" in driver.options else []
-    model_modules = (module for model in models for module in MODELS.get(model).preload)
+    models = {model_of(cell).name: model_of(cell) for cell in cells} if "model" in driver.options else {}
+    model_modules = (module for _, model in sorted(models.items()) for module in model.preload)
     compile_modules = COMPILE if any(cell.option("compile") for cell in cells) else ()
     registered = (module for registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in registry.modules)
     plugin_modules = (WORKER, "pytest_distcompat.probe", "pytest_distcompat.probe.snapshot", *registered)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import _releases
-from pytest_distcompat.models import MODELS, TinyModel
+from pytest_distcompat.models import TinyModel, model_of
 from pytest_distcompat.precisions import PRECISIONS, Precision
 from pytest_distcompat.strategies import STRATEGIES, Strategy, WrapSpec
 from pytest_distcompat.strategies._base import MAX_NORM
@@ -42,7 +42,7 @@ class TinyDriver(Driver):
         super().__init__(cell, world)
         self.strategy: Strategy = STRATEGIES.get(cell.strategy)
         self.precision: Precision = PRECISIONS.get(cell.precision)
-        self.tiny: TinyModel = MODELS.get(str(cell.option("model")))
+        self.tiny: TinyModel = model_of(cell)
         # A driver of another model names its own classes.
         self.blocks = type(self).blocks or self.tiny.blocks
         self.accumulate = int(cell.option("grad_accum"))
@@ -65,7 +65,7 @@ class TinyDriver(Driver):
         )
         if problem:
             return problem
-        tiny = MODELS.get(str(cell.option("model")))
+        tiny = model_of(cell)
         if cell.option("ignored_modules") and not tiny.ignored_module:
             return f"the model {tiny.name} has no frozen module to leave out of the sharding"
         if cell.option("lora") and not tiny.lora_targets:
@@ -93,7 +93,7 @@ class TinyDriver(Driver):
         zero = STRATEGIES.get(cell.strategy).zero_stage is not None
         modules = [module for module in cls.libraries if module != "deepspeed" or zero]
         modules += ["peft"] if cell.option("lora") else []
-        return (*modules, *MODELS.get(str(cell.option("model"))).preload, *_releases.required(cell, cls.libraries))
+        return (*modules, *model_of(cell).preload, *_releases.required(cell, cls.libraries))
 
     def build_model(self) -> Module:
         """Return the tiny model, made from a fixed seed, in the precision's load dtype; buffers keep their own."""

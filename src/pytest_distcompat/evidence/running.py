@@ -28,11 +28,12 @@ class Running:
     number: int
     actions: int
     seconds: float
+    timeout: float
 
     def __str__(self) -> str:
-        """Return a line for the user: ``fsdp2-fp32-w2 train: step 7/27, 3 s``."""
+        """Return a line for the user: ``fsdp2-fp32-w2 train: step 7/27, 3 s of 300 s``."""
         where = f"{self.action} {self.number}/{self.actions}" if self.number else "starts"
-        return f"{self.cell} {self.run}: {where}, {self.seconds:.0f} s"
+        return f"{self.cell} {self.run}: {where}, {self.seconds:.0f} s of {self.timeout:g} s"
 
 
 def running(store: Path, ended: set[str], since: float = 0.0) -> Iterator[Running]:
@@ -61,9 +62,8 @@ def running(store: Path, ended: set[str], since: float = 0.0) -> Iterator[Runnin
         if begun >= since and seconds < request["timeout"] + GRACE_S:
             payload, (action, index) = request["payload"], _action(directory / "rank-0.jsonl")
             run = payload["run"]
-            yield Running(
-                payload["cell"], payload["driver"], run["name"], action, index + 1, len(run["actions"]), seconds
-            )
+            position = (action, index + 1, len(run["actions"]))
+            yield Running(payload["cell"], payload["driver"], run["name"], *position, seconds, request["timeout"])
 
 
 def _action(log: Path) -> tuple[str, int]:

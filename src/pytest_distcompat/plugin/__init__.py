@@ -91,6 +91,8 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     """Return a line with the device, world size, time limit and launcher of the distributed tests, if there are any."""
     if _IN_USE not in config.stash:
         return []
+    from pytest_distcompat.installed import version_of
+
     session = session_of(config)
     device = f"{session.gpus} GPUs, nccl" if session.gpus else "CPU, gloo"
     if session.gpus and session.ranks_each > 1:
@@ -98,7 +100,10 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     origin = session.setting("world_size").origin
     launcher = session.setting("launcher").value
     limit = f"time limit {session.timeout:g} s ({session.setting('timeout').origin})"
-    return [f"distcompat: {device}, world size {session.world_size} ({origin}), {limit}, {launcher} launcher"]
+    lines = [f"distcompat: {device}, world size {session.world_size} ({origin}), {limit}, {launcher} launcher"]
+    if version_of("transformers") is None:
+        lines.append("distcompat: transformers is not installed: the built-in drivers train the model mlp by default")
+    return lines
 
 
 def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> pytest.Class | None:

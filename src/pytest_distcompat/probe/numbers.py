@@ -21,7 +21,7 @@ def read_rng(device: str) -> str:
         states.append(torch.cuda.get_rng_state(device))
     hasher = hashlib.sha256()
     for state in states:
-        hasher.update(state.numpy().tobytes())
+        hasher.update(bytes(state.tolist()))
     return hasher.hexdigest()[:16]
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,13 @@ class Progress:
     pytest prints in hooks. They wait for the thread, and the line is removed before they print.
     """
 
-    def __init__(self, config: pytest.Config, runs: Path) -> None:
+    def __init__(
+        self, config: pytest.Config, runs: Path, counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    ) -> None:
         self._runs = runs
+        #: Returns how many checks have ended, and of how many.
+        self._counts = counts
+        self._began = clock.now()
         self._config = config
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -87,15 +92,24 @@ class Progress:
         writer = self._config.get_terminal_writer()
         width = writer.fullwidth
         column = writer.width_of_current_line % width
-        if not runs or (writer.width_of_current_line and not column):
+        # xdist's controller writes about its workers before the first test, outside hooks.
+        starts = not self._counts()[0] and not self._config.pluginmanager.hasplugin("dsession")
+        if not (runs or starts) or (writer.width_of_current_line and not column):
             # At the right edge terminals differ in where they put the cursor.
             self._clear()
             return
-        text = "; ".join(visible(str(run)) for run in runs[:NAMED]) + (
-            f"; and {len(runs) - NAMED} more" if len(runs) > NAMED else ""
-        )
+        named = [visible(str(run)) for run in runs[:NAMED]] or ["fork servers start: they import the libraries"]
+        named += [f"and {len(runs) - NAMED} more"] if len(runs) > NAMED else []
+        text = self._overall() + "; ".join(named)
         self._write(f"{_CLEAR_BELOW}  {text}"[: len(_CLEAR_BELOW) + width - 1] + f"{_UP}\x1b[{column + 1}G")
         self._drawn = True
+
+    def _overall(self) -> str:
+        """Return how many checks have ended, for how long the session runs, and how long it takes at that pace."""
+        passed, (ended, total) = clock.now() - self._began, self._counts()
+        if not ended:
+            return f"0 of {total} checks, {passed:.0f} s; "
+        return f"{ended} of {total} checks, {passed:.0f} s, about {passed / ended * (total - ended):.0f} s left; "
 
     def _clear(self) -> None:
         if self._drawn:

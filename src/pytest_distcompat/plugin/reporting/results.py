@@ -98,7 +98,7 @@ class Results:
     def _start_progress(self) -> None:
         if self.collected and self._progress is None:
             config = self.session.config
-            self._progress = Progress(config, self.session.runs)
+            self._progress = Progress(config, self.session.runs, lambda: (len(self.results), len(self.collected)))
             config.pluginmanager.register(self._progress, "distcompat-progress")
             config.add_cleanup(self._progress.stop)
             self._progress.start()

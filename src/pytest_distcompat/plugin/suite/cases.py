@@ -20,7 +20,7 @@ from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.engine import not_applicable, run_check
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
-from pytest_distcompat.judge import Verdict, skipped
+from pytest_distcompat.judge import Verdict, declaration, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.plugin import scripted
 from pytest_distcompat.plugin.declared import declared_of
@@ -191,6 +191,7 @@ class BoundCase:
         self._cost: dict[str, Any] = {}
         self._rank: int | None = None
         self._broken_off = False
+        self._declaration: Expectation | None = None
 
     def __call__(self) -> None:
         """Run the case; return if its verdict is a success, or skip, or xfail.
@@ -240,12 +241,15 @@ class BoundCase:
         verdict, trace = run_check(session.runner, case.suite.driver, case.cell, case.check, expected)
         found = cost(trace, session.gpu_name)
         self._cost = dataclasses.asdict(found) if found else {}
+        if verdict.status is Status.FAILED and not verdict.reason:
+            self._declaration = declaration(case.check, case.cell, trace)
         # A check with a limit measures a number, which differs from run to run.
         if not case.check.limit and session.verifies(strip_group(self.item.config, self.item.nodeid)):
             cold, _ = run_check(session.cold_runner, case.suite.driver, case.cell, case.check, expected)
             if cold.status != verdict.status:
                 message = disagreement(verdict.status, cold.status, cold.message or verdict.message)
                 verdict = dataclasses.replace(verdict, status=Status.FAILED, message=message)
+                self._declaration = None
         declared_of(session).note_verdict(self.item, known, case.cell, verdict)
         broken = next((run.name for run in trace if run.end is not None), "")
         command = trace.notes.get(broken) or next(reversed(list(trace.notes.values())), "")
@@ -262,6 +266,8 @@ class BoundCase:
         if verdict.status is Status.FAILED and not self._broken_off:
             # For a run that ended early the message has the cause already.
             lines += [f"the claim: {self.case.check.text}", ""]
+        if self._declaration is not None:
+            lines.append(f"if that is known, declare it in expect: {self._declaration},")
         lines.append(f"reproduce: {session.reproduce(self.item)}")
         if command:
             lines.append(f"this run alone: {command}")
