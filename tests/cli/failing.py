@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.checks import more_runs, sound_runs, test_damage, test_float8, test_save_only_model, test_scaling
 from tests.checks.traces import Story
-from tests.words import test_cost
+from tests.unit import test_cost
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.trace import CollectiveInfo, FileInfo, Snapshot

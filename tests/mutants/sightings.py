@@ -61,7 +61,7 @@ SIGHTINGS: dict[str, tuple[Sighting, ...]] = {
     ),
     "ds-7580-overflow-z1": (
         Sighting(
-            "broken.twins_float8:Half", "zero1-fp16_mixed-w2", "scaling", "SIGABRT during 'overflow'|changed in a step"
+            "twins.twins_float8:Half", "zero1-fp16_mixed-w2", "scaling", "SIGABRT during 'overflow'|changed in a step"
         ),
     ),
     "ds-7586-z0-load-path": (Sighting("deepspeed", "zero0-bf16_mixed-w2", "resume", "AttributeError"),),

@@ -14,7 +14,7 @@ from pytest_distcompat.launch.stacks import Frame
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.words.conftest import Ranks
+    from tests.unit.conftest import Ranks
 
 STACK = """Thread 0x1 (most recent call first):
   File "train.py", line 3 in step

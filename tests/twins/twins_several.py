@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-SOUND = "broken.twins_several:Two"
+SOUND = "twins.twins_several:Two"
 
 
 class Together(list[Any]):

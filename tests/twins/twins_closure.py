@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .declare import PARITY, Torch, twin
 
-SOUND = "broken.twins_closure:ByClosure"
+SOUND = "twins.twins_closure:ByClosure"
 
 
 class ByClosure(Torch):

@@ -74,7 +74,7 @@ twin(
     "damage",
     "zero1-fp32-w2-model_mlp",
     match=r"model_states\.pt' is gone: the error does not name it: rank \d raised AssertionError$",
-    sound="broken.twins_checkpoints_zero:NamesFiles",
+    sound="twins.twins_checkpoints_zero:NamesFiles",
 )(AccelerateDriver)
 
 
@@ -82,7 +82,7 @@ twin(
     "damage",
     "zero2-fp32-w2-model_mlp",
     match=r"model_states\.pt' is cut in half: it was loaded without an error, and training went on(?s:.*)is gone: it was loaded",
-    sound="broken.twins_checkpoints_zero:NamesFiles",
+    sound="twins.twins_checkpoints_zero:NamesFiles",
 )
 class FreshWeightsZero(AccelerateDriver):
     """What cannot be loaded is taken for a first start."""

@@ -36,7 +36,7 @@ def upcast(model: Module, cell: Cell) -> Module:
     return model
 
 
-SOUND = "broken.twins_dtypes:Upcasts"
+SOUND = "twins.twins_dtypes:Upcasts"
 
 # The case that the check grew from: a model loaded in bfloat16, and nobody upcasts.
 twin(

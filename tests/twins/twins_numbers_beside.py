@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
-SOUND = "broken.twins_numbers_beside:WithProduct"
+SOUND = "twins.twins_numbers_beside:WithProduct"
 
 
 class WithProduct(Torch):

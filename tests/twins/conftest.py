@@ -1,4 +1,4 @@
-"""The wrong drivers are importable, here and in the ranks, as ``broken.twins_active`` and so on."""
+"""The wrong drivers are importable, here and in the ranks, as ``twins.twins_active`` and so on."""
 
 from __future__ import annotations
 

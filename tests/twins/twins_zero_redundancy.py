@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-SOUND = "broken.twins_zero_redundancy:SharedOut"
+SOUND = "twins.twins_zero_redundancy:SharedOut"
 
 
 class SharedOut(Torch):

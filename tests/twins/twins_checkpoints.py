@@ -140,7 +140,7 @@ class NamesTheFile(Torch):
     "damage",
     "fsdp2-fp32-w2-model_mlp-state_dict_full",
     match=r"'checkpoint\.pt' is cut in half: it was loaded without an error, and training went on\nfile 'checkpoint\.pt' is gone",
-    sound="broken.twins_checkpoints:NamesTheFile",
+    sound="twins.twins_checkpoints:NamesTheFile",
 )
 class FreshWeights(Torch):
     """What cannot be loaded is taken for a first start."""
@@ -155,7 +155,7 @@ class FreshWeights(Torch):
     "fsdp1-fp32-w2-model_mlp-state_dict_full",
     match=r"^file 'checkpoint\.pt' is cut in half: the error does not name it: rank \d raised RuntimeError: cannot resume\n"
     r"file 'checkpoint\.pt' is gone: the error does not name it",
-    sound="broken.twins_checkpoints:NamesTheFile",
+    sound="twins.twins_checkpoints:NamesTheFile",
 )
 class HidesTheFile(Torch):
     """An error that says what was tried and not what was wrong."""

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from .declare import Twin
 
 for path in sorted(Path(__file__).parent.glob("twins_*.py")):
-    importlib.import_module(f"broken.{path.stem}")
+    importlib.import_module(f"twins.{path.stem}")
 # As the twins' modules know it; a relative import here would make a second copy of the list.
-TWINS: tuple[Twin, ...] = tuple(importlib.import_module("broken.declare").TWINS)
+TWINS: tuple[Twin, ...] = tuple(importlib.import_module("twins.declare").TWINS)
 
 pytestmark = pytest.mark.spawn
 
