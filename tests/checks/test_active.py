@@ -32,7 +32,7 @@ HYBRID = ["fsdp1-fp32-w4-dp_replicate_2", "fsdp2-bf16_mixed-w4-dp_replicate_2", 
 
 
 @pytest.mark.parametrize("check", CHECKS.names())
-@pytest.mark.parametrize("cell", [*CELLS, *OTHERS, *HYBRID])
+@pytest.mark.parametrize("cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.nightly) for cell in OTHERS), *HYBRID])
 def test_a_sound_trace_has_no_findings(sound: Sound, cell: str, check: str) -> None:
     story = sound(cell)
     assert not story.judges(check) or story.findings(check) == []

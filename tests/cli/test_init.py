@@ -284,6 +284,7 @@ def test_a_directory_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> No
     assert "no_such_directory: there is no such directory" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_from_nothing_to_the_first_matrix(tmp_path: Path) -> None:
     """Two commands and no edit."""

@@ -52,6 +52,7 @@ def version_of(module: str, target: Path) -> str:
     return out.stdout.strip()
 
 
+@pytest.mark.nightly
 def test_a_release_comes_with_what_it_needs_and_is_not_there(wheel: Wheel, tmp_path: Path) -> None:
     wheel("madeup", "1.0", "madeup_words<2", "packaging>=20", 'nowhere; extra == "all"', "torch>=99")
     wheel("madeup_words", "1.5", "madeup_letters")
@@ -64,6 +65,7 @@ def test_a_release_comes_with_what_it_needs_and_is_not_there(wheel: Wheel, tmp_p
     assert version_of("madeup_words", target) == "1.5"
 
 
+@pytest.mark.nightly
 def test_what_is_there_is_what_python_would_import(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +256,7 @@ def test_which_release_is_red_and_with_what(
     assert "madeup 1.0 loses a gradient" in (kept / "madeup==1.0.log").read_text(encoding="utf-8")
 
 
+@pytest.mark.nightly
 def test_a_run_without_a_report_is_no_pass(wheel: Wheel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wheel("madeup", "1.0")
     asked = ["releases", "--into", str(tmp_path), "--release", "madeup==1.0", "--"]

@@ -146,14 +146,14 @@ def test_xfail_mark_of_one_rank(rank: int) -> None:
     if rank == 1:
         raise KeyError("not excused here")
     if rank == 0:
-        time.sleep(0.2)
+        time.sleep(0.05)
         raise ValueError
 
 
 @two
 def test_xfail_added_on_one(rank: int, request: pytest.FixtureRequest) -> None:
     if rank == 0:
-        time.sleep(0.2)
+        time.sleep(0.05)
         request.applymarker(pytest.mark.xfail(reason="added"))
     if rank < 2:
         raise ValueError(f"on rank {rank}")

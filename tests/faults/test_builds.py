@@ -48,6 +48,7 @@ def test_a_build_that_is_killed_leaves_no_lock(run_faults: RunFaults, tmp_path: 
     assert "no process holds" not in run.lines("test_build")[0], "nobody left anything before"
 
 
+@pytest.mark.nightly
 def test_a_lock_that_another_build_left_is_named(run_faults: RunFaults, tmp_path: Path) -> None:
     lock = tmp_path / "ours" / "lock"
     lock.parent.mkdir()

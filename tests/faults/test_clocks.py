@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tests.faults.conftest import RunFaults
     from tests.faults.runs import Run
 
-pytestmark = pytest.mark.spawn
+pytestmark = [pytest.mark.spawn, pytest.mark.nightly]
 
 #: freezegun also replaces what modules took by name from ``time``, and a fixture of the session stays while ranks are watched.
 FROZEN = """

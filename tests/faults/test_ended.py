@@ -72,6 +72,7 @@ def cases(*daily: tuple[object, ...], axes: tuple[tuple[object, ...], ...]) -> l
 TO = ("pytest", "group")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("how", "to", "world_size"),
     cases(("alone", "group", 2), ("idle", "group", 2), axes=(tuple(HOW), TO, (2, 4))),
@@ -97,6 +98,7 @@ def test_ctrl_c_twice(how: str, to: str, pause: float, begin: Begin) -> None:
     assert not run.left
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("how", "to", "world_size", "number"),
     cases(

@@ -119,6 +119,7 @@ def test_ctrl_c_with_xdist(start: Start) -> None:
     assert not run.left
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGKILL])
 def test_pytest_is_ended(busy: Faulty, number: int) -> None:
     busy.process.send_signal(number)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.faults.conftest import RunFaults, Start
     from tests.faults.runs import Run
 
-pytestmark = pytest.mark.spawn
+pytestmark = [pytest.mark.spawn, pytest.mark.nightly]
 
 PASSED = {
     "test_well",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.faults.conftest import RunFaults
     from tests.faults.runs import Run
 
-pytestmark = pytest.mark.spawn
+pytestmark = [pytest.mark.spawn, pytest.mark.nightly]
 
 SEEDED = """
 import random

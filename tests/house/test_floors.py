@@ -185,6 +185,7 @@ def test_the_list_of_public_names_is_frozen() -> None:
         "Verdict",
         "World",
         "check",
+        "check_driver",
         "fails",
         "refuses",
     ]

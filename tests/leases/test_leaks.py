@@ -59,6 +59,7 @@ def test_what_the_driver_itself_may_need_is_no_leak(pytester: pytest.Pytester, r
     run_on_gpus(script={"test_leaky": {"leaks": 60}}).assert_outcomes(passed=3)
 
 
+@pytest.mark.nightly
 def test_an_xfail_mark_does_not_excuse_it(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     pytester.makepyfile(test_it=MARKED.replace("def test_leaky", "@pytest.mark.xfail\ndef test_leaky"))
     result = run_on_gpus(script={"test_leaky": {"leaks": 300}})
@@ -127,6 +128,7 @@ def test_the_test_that_starts_its_ranks_itself_fails_too(pytester: pytest.Pytest
         )
 
 
+@pytest.mark.nightly
 def test_a_leak_is_told_beside_what_else_went_wrong(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     pytester.makeconftest('pytest_plugins = ["pytest_distcompat.aliases"]')
     pytester.makepyfile(test_it=LENT.replace("    leave(-300)", "    raise OSError('on the way down')"))
@@ -135,6 +137,7 @@ def test_a_leak_is_told_beside_what_else_went_wrong(pytester: pytest.Pytester, r
     result.stdout.fnmatch_lines(["E *OSError: on the way down", "300 MiB stayed in use on GPU-0 after the ranks *"])
 
 
+@pytest.mark.nightly
 def test_what_may_be_pytests_own_is_only_told(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     pytester.makeconftest(
         """

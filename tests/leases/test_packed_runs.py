@@ -138,6 +138,7 @@ def test_an_order_of_the_users_is_not_ours_to_change(
     assert names(spans(pytester.path)) == expected
 
 
+@pytest.mark.nightly
 def test_without_xdist_nothing_is_reordered_and_what_it_took_is_remembered(
     pytester: pytest.Pytester, run_on_gpus: RunOnGpus
 ) -> None:
@@ -152,6 +153,7 @@ def test_without_xdist_nothing_is_reordered_and_what_it_took_is_remembered(
     assert set(by_name(json.loads((pytester.path / ".pytest_cache/v/distcompat/seconds").read_text()))) == set(tests)
 
 
+@pytest.mark.nightly
 def test_the_checks_of_a_cell_are_one_demand_of_one_worker(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     pytester.makepyfile(
         """
@@ -175,6 +177,7 @@ def test_the_checks_of_a_cell_are_one_demand_of_one_worker(pytester: pytest.Pyte
     assert [name.rpartition("::")[2] for name in sorted(cached)] == [f"TestX[{cell}]" for cell in sorted(workers)]
 
 
+@pytest.mark.nightly
 def test_a_report_gets_the_timeline_as_plain_data(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     make(pytester, [1, 2])
     run_on_gpus("-n", "1")

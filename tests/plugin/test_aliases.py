@@ -102,6 +102,7 @@ def moved(run_pytest: RunPytest, tmp_path_factory: pytest.TempPathFactory) -> Ru
     return run_pytest(directory, "--strict-markers")
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_they_run_as_they_did(moved: Run) -> None:
     assert moved.outcomes == {

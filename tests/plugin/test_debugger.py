@@ -61,6 +61,7 @@ def _at_a_terminal(command: str, directory: Path, environment: dict[str, str]) -
     return terminal
 
 
+@pytest.mark.nightly
 def test_of_marked_tests(tmp_path: Path, run_pytest: RunPytest, environment: dict[str, str]) -> None:
     (tmp_path / "test_it.py").write_text(TESTS, encoding="utf-8")
     run = run_pytest(tmp_path, "test_it.py", "--distcompat-gpus=0", "--distcompat-timeout=30")

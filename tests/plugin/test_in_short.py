@@ -65,6 +65,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.nightly)])
 def test_our_ranks(directory: Path, environment: dict[str, str], workers: str) -> None:
     options = ["-n", workers, "--tb=line", "--junitxml=junit.xml", "-p", "no:cacheprovider"]

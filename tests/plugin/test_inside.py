@@ -258,6 +258,7 @@ def test_never_run(): raise AssertionError
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("body", "told"),
     [

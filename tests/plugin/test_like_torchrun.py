@@ -269,6 +269,7 @@ def test_the_command_line_and_the_interpreters_flags_reach_ranks(
     assert result.outcomes == {"test_it": "passed"}, result.out
 
 
+@pytest.mark.nightly
 def test_what_differs_under_torchrun_fails_where_that_is_verified(run_pytest: RunPytest, tmp_path: Path) -> None:
     """What no watch can see: here that the fork server's name for a process is not the interpreter's."""
     (tmp_path / "test_it.py").write_text(

@@ -179,6 +179,7 @@ def test_xdist(here: Path, run_pytest: RunPytest) -> None:
     assert "\nrank 1 failed: ValueError: the cause\n" in run.text("test_fails[a b/c]")  # after the worker's name
 
 
+@pytest.mark.nightly
 def test_the_torchrun_launcher(here: Path, run_pytest: RunPytest) -> None:
     run = run_pytest(here, "--distcompat-launcher=torchrun", "-k", "not fails and not skips")
     assert run.outcomes == {name: end for name, end in ENDS.items() if end == "passed"}, run.out
@@ -186,6 +187,7 @@ def test_the_torchrun_launcher(here: Path, run_pytest: RunPytest) -> None:
     assert run.sections("test_worker")["Captured stdout call (rank 1)"] == "rank 1 of master\n"
 
 
+@pytest.mark.nightly
 def test_pytest_timeout_counts_the_ranks_and_not_the_warm_up(tmp_path: Path, run_pytest: RunPytest) -> None:
     (tmp_path / "test_hanging.py").write_text(HANGING, encoding="utf-8")
     run = run_pytest(tmp_path, "--timeout=1", "-o", "faulthandler_timeout=0.1")

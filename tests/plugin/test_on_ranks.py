@@ -211,6 +211,7 @@ def test_ordinary_tests_keep_their_process_and_their_fixtures(run: Run) -> None:
         ]
 
 
+@pytest.mark.nightly
 def test_the_reproduce_command_shows_the_same_failure(
     run: Run, run_command: Callable[[str, Path], tuple[int, str]]
 ) -> None:

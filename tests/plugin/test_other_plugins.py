@@ -42,6 +42,7 @@ def test_never(rank):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("args", [[], pytest.param(["-n", "1"], marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 def test_a_test_is_run_again_on_all_ranks_or_none(args: list[str], run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "test_again.py").write_text(AGAIN, encoding="utf-8")

@@ -140,6 +140,7 @@ def test_skipped(trainer):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_what_fails_when_ranks_leave_is_the_error_of_the_last_test(run_pytest: RunPytest, tmp_path: Path) -> None:
     for name in ("test_a.py", "test_b.py"):

@@ -171,6 +171,7 @@ def test_the_built_in_suite_runs_from_anywhere(tmp_path: Path, run_pytest: RunPy
     assert re.search(r"^TestTorch \(driver torch\)$", run.out, re.MULTILINE)
 
 
+@pytest.mark.nightly
 def test_its_reproduce_command_shows_the_same_failure(
     tmp_path: Path, run_pytest: RunPytest, run_command: Callable[[str, Path], tuple[int, str]]
 ) -> None:

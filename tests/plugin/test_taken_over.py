@@ -60,6 +60,7 @@ def test_{long}(rank):
 """
 
 
+@pytest.mark.nightly
 def test_on_all_ranks(pytester: pytest.Pytester) -> None:
     tests = pytester.mkdir("tests")
     (tests / "conftest.py").write_text(CONFTEST)

@@ -53,6 +53,7 @@ def test_what_is_fixed_is_told(session: Session, last: Path) -> None:
     assert "newly fixed: fsdp2-fp32-w2:claim (test_mine:Mine): FAIL -> ok" in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_suite_that_goes_dark_makes_the_run_fail(session: Session, last: Path) -> None:
     done = session("--distcompat-baseline=last.json", "--distcompat-strategies=ddp", runs=RIGHT)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
@@ -154,6 +155,7 @@ def test_a_run_that_was_broken_off_stays_so(session: Session, last: Path) -> Non
     assert ": not reached" in done.stdout
 
 
+@pytest.mark.nightly
 def test_what_was_a_finding_and_is_a_crash_is_news(session: Session, last: Path) -> None:
     done = session("--distcompat-baseline=last.json", runs=f'{{{KNOWN}, "fsdp2-fp32-w2": "killed"}}')
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout

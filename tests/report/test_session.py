@@ -159,6 +159,7 @@ def test_a_report_that_somebody_waits_for_and_that_is_not_there_is_no_success(se
     assert asked_by_nobody.returncode == pytest.ExitCode.OK, asked_by_nobody.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 def test_ctrl_c_leaves_what_was_found_so_far(tmp_path: Path, workers: tuple[str, ...]) -> None:
@@ -272,6 +273,7 @@ def test_the_groups_of_xdist_are_no_part_of_an_items_name(session: Session, tmp_
     assert "@" not in next(one["reproduce"] for one in data["results"] if one["status"] == "failed")
 
 
+@pytest.mark.nightly
 def test_a_worker_that_dies_is_an_error_of_its_item(session: Session, tmp_path: Path) -> None:
     (tmp_path / "deadly.py").write_text(
         "import os, pytest\n"

@@ -113,6 +113,7 @@ def hung(module_host: Host) -> ScriptRun:
     return launch(PROGRAMS / "ends.py", "hang", host=module_host, timeout=15, allow_failure=True)
 
 
+@pytest.mark.nightly
 def test_a_time_limit_ends_what_it_is_for(todays_way: dict[str, Any], hung: ScriptRun) -> None:
     """``execute_subprocess_async(timeout=1)`` waits for the whole child, and is green."""
     assert todays_way["outlives"] == "green"
@@ -121,6 +122,7 @@ def test_a_time_limit_ends_what_it_is_for(todays_way: dict[str, Any], hung: Scri
     assert hung.ending.headline().startswith("time limit of 15 s")
 
 
+@pytest.mark.nightly
 def test_ranks_of_a_hung_torchrun_do_not_outlive_it(hung: ScriptRun) -> None:
     """SIGKILL, by which a job's own time limit ends torchrun, leaves its ranks alive."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -236,6 +236,7 @@ def test_a_probe_that_fails_in_a_process_that_is_no_rank(run: Launch, tmp_path: 
     assert "no such thing any more" in found.text()
 
 
+@pytest.mark.nightly
 def test_a_disk_on_which_ranks_cannot_write(run: Launch, tmp_path: Path) -> None:
     """What is said of the CPU bridge is the first that a rank says in the midst of its script."""
     pytest.importorskip("accelerate")

@@ -14,7 +14,7 @@ from pytest_distcompat.scripts.launching import Host
 
 from .conftest import PROGRAMS
 
-pytestmark = pytest.mark.spawn
+pytestmark = [pytest.mark.spawn, pytest.mark.nightly]
 
 
 @pytest.fixture

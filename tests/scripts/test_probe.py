@@ -129,6 +129,7 @@ def test_a_run_in_which_the_step_that_is_judged_was_not_seen(run: Launch, steps:
     assert {(verdict.status, verdict.message) for verdict in verdicts} == {("failed", told)}
 
 
+@pytest.mark.nightly
 def test_a_run_without_the_probe(run: Launch) -> None:
     with pytest.raises(Incompatible, match="nothing to probe: watch_steps=0 leaves the probe out"):
         plain_loop(run, "ddp", watch_steps=0).check("active")
@@ -151,6 +152,7 @@ def test_a_script_that_wraps_nothing_is_never_a_pass(run: Launch) -> None:
         found.check("active")
 
 
+@pytest.mark.nightly
 def test_accelerate_left_alone_on_the_cpu_drops_the_strategy(run: Launch) -> None:
     """(a) Two unsharded processes of one rank each, and exit code 0."""
     found = run(ACCELERATE, launcher="accelerate", strategy="fsdp2", bridge=False)
@@ -175,6 +177,7 @@ def test_an_optimizer_that_holds_stale_parameters(run: Launch) -> None:
         found.check("optimizer")
 
 
+@pytest.mark.nightly
 def test_a_run_that_ends_without_weights(run: Launch) -> None:
     """(c)"""
     found = run(TORCH, "--output", "{output}", "--fault", "no weights", strategy="ddp", output="{output}")
@@ -205,6 +208,7 @@ def test_a_failed_probe_passes_no_check(run: Launch, tmp_path: Path) -> None:
         found.check("active")
 
 
+@pytest.mark.nightly
 def test_blocks_that_nobody_names_are_no_pass(run: Launch) -> None:
     told = r"the model's blocks are not known: it declares none \(_no_split_modules\); name their classes by blocks= of launch"
     with pytest.raises(Incompatible, match=told):

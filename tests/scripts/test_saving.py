@@ -58,6 +58,7 @@ def test_a_model_of_which_a_part_is_saved(run: Launch) -> None:
         saving(run, "one part").check("names")
 
 
+@pytest.mark.nightly
 def test_names_that_the_script_maps_when_it_saves(run: Launch) -> None:
     with pytest.raises(Incompatible, match=r"key 'net\.layers\.0\.bias' is no name of the unwrapped model"):
         saving(run, "renamed").check("names")

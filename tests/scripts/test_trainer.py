@@ -13,7 +13,7 @@ from pytest_distcompat.scripts.launching import Host
 
 from .conftest import Launch, trip
 
-pytestmark = pytest.mark.spawn
+pytestmark = [pytest.mark.spawn, pytest.mark.nightly]
 
 CHECKS = ("active", "names", "optimizer", "dtypes", "memory", "units")
 

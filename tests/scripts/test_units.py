@@ -31,6 +31,7 @@ def test_blocks_that_the_model_declares(run: Launch, strategy: str) -> None:
     cut(run, "blocks", "--declares", strategy=strategy).check("active", "units")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp1", marks=nightly)])
 @pytest.mark.parametrize(
     ("wrap", "told"),

@@ -49,6 +49,7 @@ def test_the_smoke_profile_holds_but_for_what_is_known_and_two_workers_say_the_s
     assert shared["session"]["runs"] == alone["session"]["runs"]
 
 
+@pytest.mark.nightly
 def test_below_a_path_that_is_not_utf_8(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries that read checkpoints refuse it; and a trainer makes the directory of an export only if it has one."""
     there = pytester.path / "\udcff\udcfe"

@@ -219,6 +219,7 @@ def test_a_fork_server_that_nothing_is_forked_from_may_die(run: Run, launch: Lau
     assert launcher._process is process, "another one would import all of it again, for nothing"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

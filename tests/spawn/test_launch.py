@@ -66,6 +66,7 @@ def next_run_is_fine(run: Run) -> object:
     assert [events[1]["value"] for events in ending.events.values()] == [1.0, 1.0]
 
 
+@pytest.mark.nightly
 def test_where_a_rank_was_that_another_gave_up_waiting_for(run: Run) -> None:
     ending = run("act", acts={"0": "wait a second", "1": "sleep in a group"})
     assert "rank 0 raised RuntimeError" in ending.headline(), ending.text()
@@ -87,6 +88,7 @@ def test_the_verdict_names_who_failed_first(run: Run, fault: str) -> None:
     assert not ending.left_over
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fault",
     ["raise", *(pytest.param(fault, marks=pytest.mark.nightly) for fault in ("os._exit 0", "SIGTERM", "SIGKILL"))],
@@ -208,6 +210,7 @@ launcher.run(Request("bodies:act", {"acts": {"0": "sleep", "1": "deaf"}}, 2, sys
 """
 
 
+@pytest.mark.nightly
 def test_all_die_with_the_process_that_owns_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, importable: None
 ) -> None:

@@ -145,6 +145,7 @@ def test_what_torch_keeps_of_what_it_compiled_and_of_what_recomputes(run: Run) -
     )
 
 
+@pytest.mark.nightly
 @needs_deepspeed
 def test_what_deepspeed_keeps_at_each_parameter(with_deepspeed: Ending) -> None:
     held = {"weight": 0, "bias": 0}
@@ -167,6 +168,7 @@ def test_what_deepspeed_adds_gradients_up_in(with_deepspeed: Ending) -> None:
     )
 
 
+@pytest.mark.nightly
 @needs_deepspeed
 def test_the_copies_that_deepspeed_optimizes_without_zero(warm: WarmLauncher, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:

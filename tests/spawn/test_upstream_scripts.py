@@ -16,6 +16,7 @@ DAILY = {"deepspeed_zero1_frozen", "torch_fsdp2_two_dtypes"}
 pytestmark = pytest.mark.spawn
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "script",
     [

@@ -36,7 +36,7 @@ def dawdle(driver: Torch | AccelerateDriver, number: int) -> None:
         time.sleep(0.3)
 
 
-SLOW = r"tokens a second and rank, 0\.0\d of ddp's [\d.e+]+; expected at least 0\.1 of it"
+SLOW = r"tokens a second and rank, 0\.\d\d of ddp's [\d.e+]+; expected at least 0\.1 of it"
 
 
 @twin("throughput", "fsdp2-fp32-w2-model_mlp", match=SLOW)
