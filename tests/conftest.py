@@ -19,6 +19,12 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run modules that start ranks first: short tests at the end keep all workers busy until the end."""
+    starts_ranks = {item.path for item in items if item.get_closest_marker("spawn")}
+    items.sort(key=lambda item: item.path not in starts_ranks)
+
+
 def pytest_collection_finish() -> None:
     """Take what is imported out of garbage collections: each pytest that a test runs in this process ends with one."""
     gc.collect()

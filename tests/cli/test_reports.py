@@ -250,7 +250,6 @@ def test_a_report_in_other_formats(tmp_path: Path) -> None:
         (["merge", str(REAL), "-o", "out.xml"], "the suffix says the format. Known: .json, .md, .html, .txt"),
         (["merge", str(REAL), "-o", "no_such_folder/out.md"], "no_such_folder/out.md: "),
         (["merge", str(REAL)], "required: -o/--output"),
-        ([], "required: COMMAND"),
     ],
 )
 def test_what_is_wrong_is_said_with_exit_code_2(
