@@ -13,11 +13,11 @@ demo: install
 # All checks of the code itself, then the tests, on three workers, for half of the time tests wait: a module is one worker's,
 # for its tests share what they ran.
 test: install check
-	HF_HUB_OFFLINE=1 $(BIN)/pytest tests -n 3 --dist loadscope -m "not nightly"
+	HF_HUB_OFFLINE=1 $(BIN)/pytest tests -n 3 --dist loadscope --no-loadscope-reorder -m "not nightly"
 
 # Those too that show with another strategy, or another upstream bug, what a test of every day shows with one.
 nightly: install check
-	HF_HUB_OFFLINE=1 $(BIN)/pytest tests -n 2 --dist loadscope
+	HF_HUB_OFFLINE=1 $(BIN)/pytest tests -n 2 --dist loadscope --no-loadscope-reorder
 
 check: install
 	$(BIN)/ruff check .
