@@ -209,6 +209,7 @@ def test_as_many_upstream_bugs_as_the_readme_says_are_brought_back() -> None:
     assert f"| {len(rows)} real upstream bugs of" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "cases").glob("*.md")), ids=name_of)
 def test_a_case_asks_each_cell_that_it_names(page: Path) -> None:
     """Of ``-k "a or b"`` one that selects nothing is not missed."""

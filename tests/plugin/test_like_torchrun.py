@@ -191,6 +191,7 @@ def mode(request):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("reuse", ["never", pytest.param("module", marks=pytest.mark.nightly)])
 def test_an_option_whose_type_is_of_a_conftest_is_the_same_on_ranks(
     run_pytest: RunPytest, tmp_path: Path, reuse: str

@@ -159,18 +159,21 @@ def on_ranks(run_pytest: RunPytest, tmp_path_factory: pytest.TempPathFactory) ->
     return run_pytest(directory)
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_a_test_fails_by_its_subtests_and_is_not_skipped_or_excused_by_them(on_ranks: Run) -> None:
     assert on_ranks.outcomes == {**dict.fromkeys(PASS, "passed"), **dict.fromkeys(TEXTS, "failed")}, on_ranks.out
     assert len({(report["nodeid"], report["when"]) for report in on_ranks.reports}) == len(on_ranks.reports)
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 @pytest.mark.parametrize("name", TEXTS)
 def test_each_failed_subtest_is_shown_under_its_rank(name: str, on_ranks: Run) -> None:
     show(on_ranks.text(name), *TEXTS[name])
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_what_subtests_print_and_why_they_are_skipped_is_told(on_ranks: Run) -> None:
     printed = on_ranks.sections("test_one_fails_on_rank_1")["Captured stdout call [flash] (number=1) (rank 1)"]
@@ -179,6 +182,7 @@ def test_what_subtests_print_and_why_they_are_skipped_is_told(on_ranks: Run) -> 
         assert on_ranks.sections("test_skips_one")[f"Subtests (rank {rank})"] == "[flash] skipped: no flash here"
 
 
+@pytest.mark.nightly
 @pytest.mark.spawn
 def test_ranks_that_tests_share_leave_after_a_failed_subtest_only(on_ranks: Run) -> None:
     shared = ("test_shared_skips_one", "test_shared_fails_in_one", "test_shared_after_it")

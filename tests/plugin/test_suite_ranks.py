@@ -192,6 +192,7 @@ def test_its_reproduce_command_shows_the_same_failure(
     )
 
 
+@pytest.mark.nightly
 def test_below_a_directory_with_a_newline_in_its_name(tmp_path: Path, environment: dict[str, str]) -> None:
     """Where a path stands in a line of its own (a log, a request, a command), it ends that line."""
     (tmp_path / "test_it.py").write_text(

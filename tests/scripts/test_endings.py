@@ -249,6 +249,7 @@ class TestOutsideOfPytest(unittest.TestCase):
         self.assertFalse(launch(sys.executable, *line, launcher="cli", world_size=2, host=None).failed)  # noqa: PT009
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("how", "fails"), [("raise", "rank 1 raised ValueError: rank 1 does not"), ("exit", "rank 1 exited with code 3")]
 )

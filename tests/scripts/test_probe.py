@@ -113,6 +113,7 @@ def test_later_steps_are_not_looked_at(run: Launch) -> None:
     assert all(snapshot.model is None and not snapshot.inputs and snapshot.loss is not None for snapshot in late)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("steps", "watched", "told"),
     [
@@ -144,6 +145,7 @@ def test_weights_that_are_not_the_trained_ones(run: Launch) -> None:
         found.check("final_model_loadable")
 
 
+@pytest.mark.nightly
 def test_a_script_that_wraps_nothing_is_never_a_pass(run: Launch) -> None:
     """(a) It was started on two ranks, and each trains alone. It ends well, with a loss that falls."""
     found = run(TORCH, "--strategy", "none", strategy="fsdp2")

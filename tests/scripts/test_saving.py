@@ -40,12 +40,14 @@ def test_one_that_was_to_leave_its_model(run: Launch) -> None:
         saving(run, "nothing", output="{output}").check("names")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["safetensors", pytest.param("bytes", marks=pytest.mark.nightly)])
 def test_a_file_of_safetensors_beside_an_optimizers(run: Launch, how: str) -> None:
     """By ``save_file``, which the probe sees, or by ``save``, which leaves the writing to the script."""
     saving(run, how, output="{output}").check("names", "final_model_loadable")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("output", ["{output}", pytest.param("", id="seen", marks=pytest.mark.nightly)])
 def test_a_model_that_is_saved_module_by_module(run: Launch, output: str) -> None:
     """As sentence-transformers saves it, whose first module lies beside the list of all."""

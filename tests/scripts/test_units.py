@@ -26,6 +26,7 @@ def cut(run: Launch, wrap: str, *more: str, strategy: str = "fsdp2", **settings:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["fsdp1", pytest.param("fsdp2", marks=nightly)])
 def test_blocks_that_the_model_declares(run: Launch, strategy: str) -> None:
     cut(run, "blocks", "--declares", strategy=strategy).check("active", "units")
