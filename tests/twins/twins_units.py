@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.drivers import _options
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
+from pytest_distcompat.strategies import WrapSpec
 
 from .declare import UNCUT, Accelerate, Torch, twin
 
@@ -167,6 +169,6 @@ class CompilesOneBlock(Torch):
 class IgnoresNothing(Torch):
     """What is to be left out of the sharding is sharded like all else."""
 
-    def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
-        asked = Cell.of(cell.strategy, cell.precision, cell.world_size, model="mlp")
-        return super().wrap(model, precision, asked, device)
+    @property
+    def wrap_spec(self) -> WrapSpec:
+        return dataclasses.replace(super().wrap_spec, ignored_modules=())
