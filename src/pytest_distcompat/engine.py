@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,27 +77,26 @@ def check_driver(
     limits = dict(limits or {})
     wanted = [CHECKS.get(check) for check in ([checks] if isinstance(checks, str) else checks or CHECKS.names())]
     chosen = _cells(cells, device)
-    verdicts: list[Verdict] = []
-    planned: list[tuple[Cell, Check, str | None]] = []
+    reasons: dict[Cell, dict[Check, str | None]] = {}
     for cell in chosen:
         STRATEGIES.get(cell.strategy)
         PRECISIONS.get(cell.precision)
-        reasons = [(check, not_applicable(check, cell, kind, limits)) for check in wanted]
-        planned += [(cell, check, reason) for check, reason in reasons if checks is not None or not reason]
-    largest = max((_ranks(check, cell, kind) for cell, check, reason in planned if not reason), default=1)
-    device = choose_device(device, largest)
+        reasons[cell] = {check: not_applicable(check, cell, kind, limits) for check in wanted}
+    sizes = (_ranks(check, cell, kind) for cell in chosen for check in wanted if not reasons[cell][check])
+    device = choose_device(device, max(sizes, default=1))
     known = applying(shipped(), concerned(kind), device)
+    verdicts: list[Verdict] = []
     with local_runner(kind, chosen, device=device, timeout=timeout, limits=limits, store=store) as runner:
-        reported: set[Cell] = set()
-        for cell, check, reason in planned:
+        for cell in chosen:
             unsupported = unsupported_reason(kind, cell, device)
-            if unsupported and cell in reported:
+            if unsupported:
+                verdicts.append(skipped(wanted[0].name, cell, unsupported))
                 continue
-            reported.add(cell)
-            if unsupported or reason:
-                verdicts.append(skipped(check.name, cell, unsupported or reason or ""))
-            else:
-                verdicts.append(run_check(runner, name, cell, check, (*expect, *known))[0])
+            for check, reason in reasons[cell].items():
+                if not reason:
+                    verdicts.append(run_check(runner, name, cell, check, (*expect, *known))[0])
+                elif checks is not None:
+                    verdicts.append(skipped(check.name, cell, reason))
     return verdicts
 
 
@@ -132,7 +131,6 @@ def local_runner(
     timeout: float = Request.timeout,
     limits: Mapping[str, float] | None = None,
     store: Path | None = None,
-    notice: Callable[[str], None] | None = None,
 ) -> Iterator[Runner]:
     """Yield a runner on warm ranks of this machine, on leased devices; end its processes afterwards.
 
@@ -143,18 +141,16 @@ def local_runner(
         timeout: The time limit of a run in seconds.
         limits: Limits of measured numbers, by name.
         store: A directory for the runs; by default a temporary one, removed afterwards.
-        notice: Called with each message for the user; by default they are printed to stderr.
     """
-    notice = notice or _print_notice
     with contextlib.ExitStack() as stack:
         if store is None:
             store = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="distcompat-")))
         # Other sessions of this user may use the same devices.
-        pool = Pool(None, gpus() if device == "cuda" else cpu_slots(), notify=notice)
+        pool = Pool(None, gpus() if device == "cuda" else cpu_slots(), notify=_print_notice)
         warmth = Warmth(preload_of(driver, cells), path=import_path())
-        launcher = LeasedLauncher(WarmLauncher(warmth, device=device), lambda: pool, notice)
+        launcher = LeasedLauncher(WarmLauncher(warmth, device=device), lambda: pool, _print_notice)
         stack.callback(launcher.close)
-        yield Runner(store, launcher, device=device, timeout=timeout, notice=notice, limits=limits)
+        yield Runner(store, launcher, device=device, timeout=timeout, notice=_print_notice, limits=limits)
 
 
 def choose_device(option: str, ranks: int) -> str:

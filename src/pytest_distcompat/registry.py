@@ -40,10 +40,12 @@ class Registry(Generic[T]):
     @property
     def modules(self) -> tuple[str, ...]:
         """Return the full names of the modules that define the items."""
+        return (*self._own_modules(), *dict.fromkeys(entry.module for entry in self.extensions.values()))
+
+    def _own_modules(self) -> list[str]:
         package = importlib.import_module(self._package)
         names = (info.name for info in pkgutil.iter_modules(package.__path__))
-        own = (f"{self._package}.{name}" for name in names if not name.startswith("_"))
-        return (*own, *dict.fromkeys(entry.module for entry in self.extensions.values()))
+        return [f"{self._package}.{name}" for name in names if not name.startswith("_")]
 
     @property
     def extensions(self) -> dict[str, EntryPoint]:
@@ -53,11 +55,8 @@ class Registry(Generic[T]):
 
     def _own_items(self) -> Iterator[tuple[str, T]]:
         """Yield each item of the package, after the module that defines it."""
-        package = importlib.import_module(self._package)
-        for info in pkgutil.iter_modules(package.__path__):
-            if info.name.startswith("_"):
-                continue
-            module = importlib.import_module(f"{self._package}.{info.name}")
+        for full_name in self._own_modules():
+            module = importlib.import_module(full_name)
             here = [value for value in vars(module).values() if self._belongs(value, module.__name__)]
             if not here:
                 raise TypeError(f"{module.__name__} holds no {self._kind.__name__}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from pytest_distcompat import models
@@ -9,6 +11,13 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import DRIVERS, _releases, preload_of
 from pytest_distcompat.world import World
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew() -> Iterator[None]:
+    models.default_model.cache_clear()
+    yield
+    models.default_model.cache_clear()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2"])

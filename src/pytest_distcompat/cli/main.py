@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 
+from pytest_distcompat import __version__
 from pytest_distcompat.cli import configure, doctor, init, releases, reports, trace
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
@@ -33,12 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     It is 1 for news (``diff``), problems (``doctor``, ``trace``) and red sessions (``releases``), 2 for wrong arguments, else 0.
     """
-    options = parser().parse_args(arguments)
+    root = parser()
+    options = root.parse_args(arguments)
     if options.version:
-        print(f"distcompat {importlib.metadata.version('pytest-distcompat')}")  # noqa: T201 - a command speaks
+        print(f"distcompat {__version__}")  # noqa: T201 - a command speaks
         return OK
     if options.call is None:
-        parser().print_help()
+        root.print_help()
         return OK
     try:
         return int(options.call(options))

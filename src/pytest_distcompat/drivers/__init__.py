@@ -47,7 +47,7 @@ def preload_of(driver: type[Driver], cells: Iterable[Cell]) -> tuple[str, ...]:
     from pytest_distcompat.strategies import STRATEGIES
 
     cells = list(cells)
-    models = {model_of(cell).name: model_of(cell) for cell in cells} if "model" in driver.options else {}
+    models = {model.name: model for model in map(model_of, cells)} if "model" in driver.options else {}
     model_modules = (module for _, model in sorted(models.items()) for module in model.preload)
     compile_modules = COMPILE if any(cell.option("compile") for cell in cells) else ()
     registered = (module for registry in (STRATEGIES, PRECISIONS, MODELS, DRIVERS) for module in registry.modules)

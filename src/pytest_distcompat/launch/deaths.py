@@ -10,7 +10,7 @@ from typing import Any
 from pytest_distcompat.launch import pristine_builtins
 
 #: Signal -> its usual causes.
-_CAUSES = {
+_CAUSES: dict[int, str] = {
     signal.SIGKILL: "SIGKILL comes from the out-of-memory killer, a limit of a container or scheduler, or kill -9",
     signal.SIGSEGV: "SIGSEGV comes from native code: an invalid address in an extension, or a stack overflow",
     signal.SIGABRT: "SIGABRT comes from native code that gave up: a failed assertion, or a C++ exception that nothing caught",
@@ -51,7 +51,7 @@ def explain(number: int, events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         number: The signal.
         events: What the rank logged.
     """
-    cause = next((text for one, text in _CAUSES.items() if one == number), None)
+    cause = _CAUSES.get(number)
     if cause is None:
         return
     yield cause
