@@ -62,7 +62,7 @@ def check_driver(
         verdict, ``skipped``, with the reason; so has a check in ``checks`` that does not apply to a cell.
 
     Raises:
-        UsageProblem: If a name is unknown, or ranks could not import the driver.
+        UsageProblem: If a name is unknown, there is no cell, or ranks could not import the driver.
 
     Example:
         >>> from pytest_distcompat import check_driver
@@ -77,6 +77,8 @@ def check_driver(
     limits = dict(limits or {})
     wanted = [CHECKS.get(check) for check in ([checks] if isinstance(checks, str) else checks or CHECKS.names())]
     chosen = _cells(cells, device)
+    if not chosen:
+        raise UsageProblem(f"cells={cells!r:.200}: expected at least one cell")
     reasons: dict[Cell, dict[Check, str | None]] = {}
     for cell in chosen:
         STRATEGIES.get(cell.strategy)

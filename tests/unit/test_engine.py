@@ -56,6 +56,11 @@ def test_a_class_that_ranks_cannot_import_is_a_usage_error() -> None:
         check_driver(Local, "ddp-fp32-w2")
 
 
+def test_no_cell_is_a_usage_error() -> None:
+    with pytest.raises(UsageProblem, match=r"^cells=\[\]: expected at least one cell$"):
+        check_driver("torch", [], device="cpu")
+
+
 def test_more_ranks_than_gpus_and_an_unknown_device_are_usage_errors() -> None:
     with pytest.raises(UsageProblem, match=r"device cuda: 64 ranks need 64 GPUs, \d+ visible"):
         check_driver("torch", "ddp-fp32-w64", ["names"], device="cuda")
