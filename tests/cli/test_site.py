@@ -132,10 +132,9 @@ def test_pictures_are_small_and_each_is_shown() -> None:
     assert all(path.stat().st_size < 200_000 for path in pictures)
 
 
-@pytest.mark.parametrize("name", ["expectations", "reports"])
-def test_every_word_of_the_matrix_is_explained(name: str) -> None:
-    told = {row[0].strip("`") for row in rows(page(name)) if row[0].strip("`") in {status.word for status in Status}}
-    assert told == {status.word for status in Status}
+def test_every_word_of_the_matrix_is_explained() -> None:
+    words = {row[0].strip("`") for row in rows(page("reports"))}
+    assert words >= {status.word for status in Status}
 
 
 def test_tolerances_are_those_of_the_precisions() -> None:
@@ -151,7 +150,7 @@ def test_tolerances_are_those_of_the_precisions() -> None:
 
 def test_the_recorded_run_is_that_of_the_sample() -> None:
     """The matrix of the page, cell by cell, against the report of the same suite."""
-    text = page("terminal")
+    text = page("first-run")
     real = {(one.cell, one.check): one.word for one in Report.read(ROOT / "tests" / "report" / "real.json").results}
     heads = next(
         line for line in text.splitlines() if line.split() == ["active", "names", "optimizer", "dtypes"]
