@@ -132,7 +132,7 @@ def _refusal(check: Check, cell: Cell, trace: Trace, refusal: Expectation, end: 
     if end.kind != "raised":
         return Verdict(check.name, cell.id, Status(end.kind), end.text, refusal.reason)
     if not refusal.matches(end.message + "\n" + end.text):
-        text = f"refused with another message than {refusal.match!r}\n{declared}\n\n{end.text}"
+        text = f"{end.text}\n\nrefused with another message than {refusal.match!r}\n{declared}"
         return Verdict(check.name, cell.id, Status.FAILED, text, refusal.reason)
     if end.action not in {"build_model", "build"}:
         text = f"refused only at {end.action!r}, after build; expected at build\n{declared}\n\n{end.text}"
@@ -160,12 +160,12 @@ def _known(check: Check, cell: Cell, declared: list[Expectation], found: list[st
         return Verdict(check.name, cell.id, Status.FIXED, f"declared to fail, but it passes: {gone}", missing[0].reason)
     known = (shown or declared)[0]
     if not shown:
-        text = f"fails otherwise than declared ({known})\n\n{message(found)}"
+        text = f"{message(found)}\n\nfails otherwise than declared: {known}"
         return Verdict(check.name, cell.id, Status.FAILED, text, known.reason)
     # Each finding must be declared: a known bug must not hide another one.
     others = [one for one in found if whole and not any(each.explains(one) for each in declared)]
     if others:
-        text = f"fails as declared, and otherwise too ({known})\n\n{message(others)}"
+        text = f"{message(others)}\n\nfails as declared too: {known}"
         return Verdict(check.name, cell.id, Status.FAILED, text, known.reason)
     if missing and whole:
         text = f"fails as declared ({known}), and not as declared besides: {gone}\n\n{message(found)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +36,8 @@ class Run(RunOfPytest):
 
     def causes(self, name: str) -> list[int]:
         """The ranks with a section of their own, in the order shown."""
-        found = [line.split()[2] for line in self.lines(name) if line.startswith("--- rank ")]
-        return [int(rank.rstrip(":")) for rank in found]
+        titles = [line.partition(":")[0] for line in self.lines(name) if line.startswith(("--- rank ", "--- ranks "))]
+        return [int(rank) for title in titles for rank in re.findall(r"\d+", title)]
 
     def consequences(self, name: str) -> set[int]:
         """The ranks that are folded under the cause."""
@@ -45,8 +46,9 @@ class Run(RunOfPytest):
 
     def section(self, name: str, rank: int) -> str:
         """What the report says of that rank."""
-        _, _, after = "\n".join(self.lines(name)).partition(f"\n--- rank {rank}: ")
-        return after.partition("\n--- rank ")[0]
+        parts = re.split(r"^--- ranks? ([\d, and]+): ", "\n".join(self.lines(name)), flags=re.MULTILINE)[1:]
+        shown = zip(parts[::2], parts[1::2], strict=True)
+        return next((text for ranks, text in shown if str(rank) in re.findall(r"\d+", ranks)), "")
 
     def properties(self, name: str) -> dict[str, Any]:
         return dict(self.of(name)["properties"])

@@ -92,6 +92,20 @@ def test_a_text_is_represented_as_an_exception_is(pytester: pytest.Pytester) -> 
         assert str(longrepr.reprcrash) == "helper.py:4: shorter", message
 
 
+def test_a_failure_can_be_left_out_of_its_section(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        "import pytest\n@pytest.hookimpl(tryfirst=True)\ndef pytest_sessionfinish(session):\n"
+        "    first, second = session.config.pluginmanager.getplugin('terminalreporter').stats['failed']\n"
+        "    second._pdbshown = True\n    first.longrepr.addsection('more', 'of it')"
+    )
+    pytester.makepyfile("def test_a(): assert 0\ndef test_b(): assert 0")
+    lines = pytester.runpytest_subprocess("-p", "no:xdist").outlines
+    message = "plugin/reporting/summary.py: fold_failures() sets _pdbshown and calls addsection, which work no more"
+    shown = [line.strip("_ ") for line in lines if line.startswith("____")]
+    assert (shown, "of it" in lines) == (["test_a"], True), message
+    assert len([line for line in lines if line.startswith("FAILED ")]) == 2, message
+
+
 def test_fixtures_can_be_torn_down_out_of_turn(pytester: pytest.Pytester) -> None:
     session = pytester.getitem("def test_it(): pass", "test_it").session
     assert callable(getattr(getattr(session, "_setupstate", None), "teardown_exact", None)), (

@@ -204,3 +204,21 @@ def test_another_message_of_what_is_still_broken_is_told(was: str, now: str, sam
     assert (len(found.broken), len(found.still)) == (0, 1)
     line = f"still broken, otherwise: ddp-fp32-w2:names (d): FAIL -> FAIL: {now}; it was: {was}"
     assert (line in list(found.lines())) is not same
+
+
+def test_what_broke_in_one_way_is_told_once() -> None:
+    def report(status: str, message: str, reason: str = "") -> Report:
+        results = [
+            Result("S", "d", cell, check, status, message.format(rank), reason, f"test_it.py::S::test[{cell}:{check}]")
+            for rank, cell in enumerate(("ddp-fp32-w2", "fsdp2-fp32-w2"))
+            for check in ("names", "resume")
+        ]
+        return Report({}, results, [])
+
+    crashed = report("crashed", "rank {} was killed by SIGKILL", "org/repo#1, which is about something else")
+    news = [line for line in compare(report("passed", ""), crashed).lines() if "broken:" in line or line[0] == " "]
+    assert news == [
+        "newly broken: 4 verdicts: ok -> CRASH: rank 0 was killed by SIGKILL",
+        "  ddp-fp32-w2 (d): names, resume",
+        "  fsdp2-fp32-w2 (d): names, resume",
+    ]

@@ -99,10 +99,49 @@ def test_whose_fault_it_was_the_ranks_tell_and_not_the_words_of_the_message(sess
     session("--distcompat-report=out.json", runs='{"fsdp2-bf16_mixed-w2": "raised"}')
     results = {result["cell"]: result for result in load(tmp_path / "out.json")["results"]}
     failed = results["fsdp2-bf16_mixed-w2"]
-    assert "rank 7 is odd" in failed["message"].splitlines()[0]
-    assert (failed["status"], failed["rank"]) == ("failed", 1)
+    assert failed["message"].splitlines()[0] == "rank 1 raised ValueError: no"
+    assert "rank 7 is odd" in failed["message"].splitlines()[-1]
+    assert (failed["status"], failed["rank"], failed["ended_run"]) == ("failed", 1, "train")
     # Also of what is not red, somebody may want to see one alone.
     assert results["ddp-fp32-w2"]["reproduce"].endswith("test[ddp-fp32-w2:claim]'")
+
+
+#: Two cells end in one way, a third in another; a test beside them fails too.
+THREE = '{"ddp-fp32-w2": "killed", "fsdp1-bf16_mixed-w2": "wrong", "fsdp2-fp32-w2": "wrong", "fsdp2-bf16_mixed-w2": "killed"}'
+
+
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
+def test_a_cause_is_shown_once_with_its_verdicts_beneath(
+    session: Session, tmp_path: Path, workers: tuple[str, ...]
+) -> None:
+    (tmp_path / "test_other.py").write_text("def test_other(): assert not 'theirs'", encoding="utf-8")
+    done = session("--junitxml=junit.xml", *workers, runs=THREE)
+    failures = done.stdout.partition("= FAILURES =")[2].partition("distributed compatibility")[0]
+    pytest.LineMatcher(failures.splitlines()).fnmatch_lines(
+        [
+            "*_ test_other _*",
+            "*_ TestMine.test[[]fsdp2-fp32-w2:claim[]] _*",
+            "rank 1: something is wrong",
+            "*_ TestMine.test[[]ddp-fp32-w2:claim[]] _*",
+            "rank 1 was killed by SIGKILL during 'step'",
+            "*- this cause has 2 verdicts -*",
+            "ddp-fp32-w2 (test_mine:Mine): claim",
+            "fsdp2-bf16_mixed-w2 (test_mine:Mine): claim",
+        ]
+    )
+    assert failures.count("rank 1 was killed by SIGKILL during 'step'\n\n") == 1
+    # Other readers of the reports have each failure, and its finding first.
+    summary = [line for line in done.stdout.splitlines() if line.startswith("FAILED test_mine")]
+    assert [line.partition(" - ")[2] for line in summary] == [
+        "rank 1: something is wrong",
+        *["rank 1 was killed by SIGKILL during 'step'"] * 2,
+    ]
+    found = {case.get("name", ""): case.find("failure") for case in ET.parse(tmp_path / "junit.xml").iter("testcase")}
+    for cell in ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2"):
+        failure = found[f"test[{cell}:claim]"]
+        assert failure is not None
+        assert failure.get("message") == "rank 1 was killed by SIGKILL during 'step'"
+        assert f"reproduce: pytest 'test_mine.py::TestMine::test[{cell}:claim]'" in (failure.text or "")
 
 
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])

@@ -54,6 +54,17 @@ def test_the_rank_that_failed_first_is_shown_first(ranks: Ranks, first: int) -> 
     assert text.index("--- rank 1: raised" if first else "--- rank 0: raised") < text.index("KeyError: later")
 
 
+def test_ranks_with_the_same_story_share_a_section(ranks: Ranks) -> None:
+    ranks.started(0, 1, 2)
+    for rank in (2, 0):
+        ranks.raised(rank, "ValueError: the same")
+    ranks.raised(1, "KeyError: another")
+    text = ranks.end(1, 1, 1).text()
+    assert text.startswith("rank 2 raised ValueError: the same\n\n--- ranks 0 and 2: raised ValueError: the same ---\n")
+    assert "--- rank 1: raised KeyError: another ---" in text
+    assert text.count("--- rank") == 2
+
+
 def test_a_rank_that_lost_its_peer_is_folded_even_if_it_spoke_first(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.raised(0, PEER_GONE, lost=True)
@@ -301,7 +312,7 @@ def test_a_hang_after_all_is_done(ranks: Ranks) -> None:
     ranks.done(0, 1)
     ending = ranks.end(-9, -9, timed_out=True, ended_by_us=[0, 1], timeout=5)
     assert ending.kind == "hung"
-    assert "rank 1: was still running at the time limit after it had finished its work" in ending.text()
+    assert "ranks 0 and 1: was still running at the time limit after it had finished its work" in ending.text()
 
 
 def test_a_crash_explains_the_hang_of_the_others(ranks: Ranks) -> None:

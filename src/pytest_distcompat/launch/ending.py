@@ -153,11 +153,14 @@ class Ending:
         if self.launch_error:
             parts.append(self.launch_error)
         ordered = self.in_order()
-        for end in ordered:
-            if end.status in {"lost peer", "stopped"}:
-                continue
-            parts.append(_section(end))
         folded = [end for end in ordered if end.status in {"lost peer", "stopped"}]
+        sections: dict[tuple[str, str], list[int]] = {}
+        for end in ordered:
+            if end not in folded:
+                sections.setdefault((_first_line(end.message), _section(end)), []).append(end.rank)
+        # Ranks with the same story share a section.
+        for (message, body), ranks in sections.items():
+            parts.append("\n".join(filter(None, (f"--- {_named(ranks)}: {message} ---", body))))
         if folded:
             parts.append(
                 "consequences:\n" + "\n".join(f"  rank {end.rank} {_first_line(end.message)}" for end in folded)
@@ -176,8 +179,14 @@ def _first_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else ""
 
 
+def _named(ranks: Sequence[int]) -> str:
+    """Return the ranks as a text: ``rank 1``, or ``ranks 0, 1 and 3``."""
+    *most, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
 def _section(end: RankEnd) -> str:
-    lines = [f"--- rank {end.rank}: {_first_line(end.message)} ---"]
+    lines = []
     if end.text:
         lines.append(end.text.rstrip())
     if end.wait_state is not None and end.wait_state.recorded:

@@ -24,7 +24,7 @@ from pytest_distcompat.launch import flight_recorder, pristine_builtins, randomn
 from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent, run_exit_functions
 from pytest_distcompat.launch.request import RankLog, Request, extend_import_path, has_ended, read_events
-from pytest_distcompat.launch.stacks import stack_file
+from pytest_distcompat.launch.stacks import format_error, stack_file
 from pytest_distcompat.launch.stragglers import request_straggler_stacks
 
 #: How long a failed rank waits for the others to report a failure of their own before it tears their connections.
@@ -138,8 +138,7 @@ def leave_failed(directory: str | Path, world_size: int) -> NoReturn:
 
 def report_error(log: RankLog, error: BaseException) -> None:
     """Log the error."""
-    text = "".join(pristine_builtins.format_exception(error))
-    log.error(type(error).__name__, message_of(error), text, lost=lost_peer(error))
+    log.error(type(error).__name__, message_of(error), format_error(error), lost=lost_peer(error))
 
 
 def message_of(error: BaseException) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_distcompat.launch import pristine_builtins
+
 #: The main of a rank. The frames below it are the same in all stacks: agent, multiprocessing, fork server.
 _MAIN = "pytest_distcompat/launch/rank.py"
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
@@ -19,6 +21,11 @@ _STANDARD = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "
 #: The ranks of a script may have another Python than this process: https://docs.python.org/3/library/sysconfig.html#installation-paths.
 _ANY_STANDARD = re.compile(r"/.*/lib(64)?/python3\.\d+t?/")
 _OUR_PACKAGE = Path(__file__).parents[1]
+
+#: What calls tests and trainers: frames that are the same in every stack.
+_CALLERS = ("/_pytest/", "/pluggy/", "/pytest_distcompat/worker.py", "/pytest_distcompat/driver.py")
+#: The trainers of this package, whose frames are the user's story.
+_DRIVERS = _OUR_PACKAGE / "drivers"
 
 #: How many characters of a source line are shown.
 _SOURCE_LENGTH = 80
@@ -126,9 +133,23 @@ def nearest(frames: Sequence[Frame]) -> Frame:
 
 
 def without_launcher(stack: str) -> str:
-    """Return the stack without pytest's frames and those below the rank's main."""
-    # pytest's way to the test is the same in every stack.
-    return "\n".join(line for line in _above_main(stack) if "/_pytest/" not in line and "/pluggy/" not in line)
+    """Return the stack without the frames of what called the test or trainer, and those below the rank's main."""
+    return "\n".join(line for line in _above_main(stack) if not any(caller in line for caller in _CALLERS))
+
+
+def format_error(error: BaseException) -> str:
+    """Return the traceback of an exception as text, from the first frame that is not of this plugin.
+
+    If all frames are of this plugin, the last one remains.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and _of_plugin(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(pristine_builtins.format_exception(type(error), error, trace))
+
+
+def _of_plugin(file: str) -> bool:
+    return file.startswith(f"{_OUR_PACKAGE}/") and not file.startswith(f"{_DRIVERS}/")
 
 
 def without_launcher_in_crash(lines: Sequence[str]) -> list[str]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from pytest_distcompat.report.result import Result
 
 #: Numbers, ranks and addresses, which differ between failures of one cause.
 _VARIABLE = re.compile(r"0x[0-9a-f]+|\branks? \d+(, \d+)*|\d+(\.\d+)?(e-?\d+)?", re.IGNORECASE)
+#: Names in findings: of tensors, files and strategies.
+_NAME = re.compile(r"'[^']*'|\bunder \w+")
 
 #: The last line of a traceback inside a message: an exception of several ranks contains theirs.
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
@@ -17,11 +20,28 @@ _RANK = re.compile(r"\brank (\d+)\b")
 _RANKS = re.compile(r"\branks (\d+)")
 
 
+class Verdict(Protocol):
+    """What a result and a change have in common."""
+
+    @property
+    def driver(self) -> str:
+        """The driver's name."""
+
+    @property
+    def cell(self) -> str:
+        """The cell's id."""
+
+    @property
+    def check(self) -> str:
+        """The check's name."""
+
+
 @dataclass(frozen=True)
 class Cause:
-    """Failed verdicts with the same message, numbers aside."""
+    """Failed verdicts with the same message, numbers aside; ``follows`` is the number of the cause that may explain it."""
 
     results: tuple[Result, ...]
+    follows: int | None = None
 
     @property
     def headline(self) -> str:
@@ -41,10 +61,7 @@ class Cause:
     @property
     def cells(self) -> dict[str, list[str]]:
         """Return the failed checks by cell and driver."""
-        found: dict[str, list[str]] = {}
-        for result in self.results:
-            found.setdefault(f"{result.cell} ({result.driver})", []).append(result.check)
-        return found
+        return cells_of(self.results)
 
     @property
     def reproduce(self) -> str:
@@ -53,22 +70,56 @@ class Cause:
 
 
 def causes(results: Iterable[Result]) -> list[Cause]:
-    """Return the causes of the red verdicts, the most frequent first."""
+    """Return the causes of the red verdicts, those of a suite together, a cause before what may follow from it.
+
+    A run that ends early may follow from what a check has found in the same cell: the check read what the ranks recorded
+    before. An optimizer with stale parameters is found before torch fails to save it.
+    """
     found: dict[str, list[Result]] = {}
+    suites: dict[str, int] = {}
     for result in results:
         if result.red:
+            suites.setdefault(result.place, len(suites))
             found.setdefault(_key(result), []).append(result)
-    return [Cause(tuple(group)) for group in sorted(found.values(), key=len, reverse=True)]
+    groups = sorted(found.values(), key=lambda group: (suites[group[0].place], _ended_early(group)))
+    ordered: list[Cause] = []
+    first: dict[tuple[str, str], int] = {}
+    for number, group in enumerate(groups, 1):
+        earlier = {first.get((result.place, result.cell)) for result in group} - {None}
+        follows = earlier.pop() if len(earlier) == 1 and _ended_early(group) else None
+        ordered.append(Cause(tuple(group), follows))
+        if not _ended_early(group):
+            first = {(result.place, result.cell): number for result in group} | first
+    return ordered
+
+
+def _ended_early(group: Iterable[Result]) -> bool:
+    return all(result.ended_run for result in group)
+
+
+def cells_of(verdicts: Iterable[Verdict]) -> dict[str, list[str]]:
+    """Return the checks of the verdicts by cell and driver."""
+    found: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        found.setdefault(f"{verdict.cell} ({verdict.driver})", []).append(verdict.check)
+    return found
 
 
 def _key(result: Result) -> str:
     """Return the key of a result's cause; a result without a message is a cause of its own."""
-    return wording(result) or result.nodeid
+    found = wording(result)
+    # Findings of one kind name one tensor or another; exceptions that name another key have another cause.
+    return (found if result.ended_run else _NAME.sub("#", found)) or result.nodeid
 
 
 def wording(result: Result) -> str:
     """Return the headline of a result without numbers and ranks."""
-    return _VARIABLE.sub("#", _headline(result))
+    return constant_part(_headline(result))
+
+
+def constant_part(text: str) -> str:
+    """Return a text without numbers and ranks."""
+    return _VARIABLE.sub("#", text)
 
 
 def unshown(count: int) -> str:
@@ -79,13 +130,10 @@ def unshown(count: int) -> str:
 def _headline(result: Result) -> str:
     """Return the line of the message that names the failure.
 
-    Where the message begins with a declaration, ``judge`` has the failure after an empty line. Some first lines need the next
-    one: ``Error(s) in loading state_dict for X:``, or an exception that contains the tracebacks of other ranks.
+    Some first lines need the next one: ``Error(s) in loading state_dict for X:``, or an exception that contains the tracebacks
+    of other ranks.
     """
-    message = result.message.strip()
-    if message.startswith(("fails otherwise than declared", "fails as declared, and otherwise too")):
-        message = message.partition("\n\n")[2].strip() or message
-    first, _, rest = message.partition("\n\n")[0].partition("\n")
+    first, _, rest = result.message.strip().partition("\n\n")[0].partition("\n")
     more = rest.strip()
     if first.endswith(":") and more:
         return f"{first} {more.splitlines()[0]}"

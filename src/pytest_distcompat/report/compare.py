@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_distcompat.excerpt import visible
-from pytest_distcompat.report.causes import wording
+from pytest_distcompat.report.causes import cells_of, constant_part, wording
 from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import Result
 from pytest_distcompat.status import Status
@@ -35,8 +35,13 @@ class Change:
 
     def __str__(self) -> str:
         """Return the change as one line."""
+        return f"{self.cell}:{self.check} ({self.driver}): {self.what}"
+
+    @property
+    def what(self) -> str:
+        """Return the words of the two statuses, and why."""
         words = " -> ".join(Status(status).word if status else "none" for status in (self.before, self.after))
-        return f"{self.cell}:{self.check} ({self.driver}): {words}{f': {self.why}' if self.why else ''}"
+        return f"{words}{f': {self.why}' if self.why else ''}"
 
 
 @dataclass
@@ -74,19 +79,32 @@ class Comparison:
         yield ", ".join(
             f"{name} {old} -> {now}" if old != now else f"{name} {now}" for name, (old, now) in self.counts.items()
         )
-        yield from (f"newly broken: {change}" for change in self.broken)
+        yield from _by_cause("newly broken", self.broken)
         cells: dict[tuple[str, str, str], list[str]] = {}
         for change in self.missing:
             cells.setdefault((change.cell, change.driver, change.why), []).append(change.check)
         for (cell, driver, why), checks in cells.items():
             yield f"newly missing: {cell} ({driver}): {', '.join(checks)}: {why}"
-        yield from (f"newly fixed: {change}" for change in self.fixed)
-        yield from (f"still broken, otherwise: {change}" for change in self.otherwise)
+        yield from _by_cause("newly fixed", self.fixed)
+        yield from _by_cause("still broken, otherwise", self.otherwise)
 
     def to_json(self, name: str) -> dict[str, Any]:
         """Return the differences for the later report; ``name`` is the earlier report's file."""
         lists = {kind: [vars(change) for change in getattr(self, kind)] for kind in ("broken", "fixed", "missing")}
         return {"file": name, "text": list(self.lines()), **lists}
+
+
+def _by_cause(title: str, changes: list[Change]) -> Iterator[str]:
+    """Yield a line for each cause, with the verdicts beneath it if there are several."""
+    causes: dict[str, list[Change]] = {}
+    for change in changes:
+        causes.setdefault(constant_part(change.what), []).append(change)
+    for first, *others in causes.values():
+        if not others:
+            yield f"{title}: {first}"
+            continue
+        yield f"{title}: {len(others) + 1} verdicts: {first.what}"
+        yield from (f"  {cell}: {', '.join(checks)}" for cell, checks in cells_of([first, *others]).items())
 
 
 def compare(before: Report, after: Report) -> Comparison:

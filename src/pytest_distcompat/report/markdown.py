@@ -9,7 +9,7 @@ from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report
 from pytest_distcompat.report.result import Result, Row, Table, by_suite, not_applicable_reasons
-from pytest_distcompat.report.text import HEADLINE, counts_text, cut
+from pytest_distcompat.report.text import HEADLINE, counts_text, cut, follows
 
 #: The longest chat message, in characters (Slack cuts at 3000: https://docs.slack.dev/reference/block-kit/blocks/section-block).
 CHAT = 2999
@@ -27,7 +27,7 @@ def markdown(report: Report) -> str:
 
 
 def chat(report: Report) -> str:
-    """Return a chat message: counts, versions, the most frequent causes. Shorter than 3000 characters."""
+    """Return a chat message: counts, versions, the first causes. Shorter than 3000 characters."""
     lines = [headline(report), counts_text(report), _versions(report)]
     found = causes(report.results)
     for cause in found[:CHAT_CAUSES]:
@@ -78,7 +78,8 @@ def _causes(found: list[Cause]) -> Iterator[str]:
     if found:
         yield from ("", "## Failures by cause", "")
     for number, cause in enumerate(found[:CAUSES], 1):
-        yield f"{number}. **{cause.words}**, {len(cause.results)} verdicts: {escape(cut(cause.headline, HEADLINE))}"
+        counted = f"{len(cause.results)} verdicts{follows(cause)}"
+        yield f"{number}. **{cause.words}**, {counted}: {escape(cut(cause.headline, HEADLINE))}"
         for cell, checks in cause.cells.items():
             yield f"   - {escape(cell)}: {escape(', '.join(checks))}"
         if cause.reproduce:
@@ -94,10 +95,15 @@ def _suite(found: list[Result]) -> Iterator[str]:
     yield "|" + " --- |" * (len(table.checks) + 1)
     for cell in table.cells:
         yield f"| {' | '.join((escape(cell), *(table.word(cell, check) for check in table.checks)))} |"
-    reasons = [result for result in found if result.status != "passed"]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for result in found:
+        # Those that are red are among the causes.
+        if result.status != "passed" and not result.red:
+            reasons.setdefault((result.word, result.why), []).append(f"{result.cell}:{result.check}")
     if reasons:
         yield ""
-    yield from dict.fromkeys(f"- {escape(f'{r.cell}:{r.check}')}: {r.word}: {escape(r.why)}" for r in reasons)
+    for (word, why), names in reasons.items():
+        yield f"- {word}: {escape(why)} ({escape(', '.join(names))})"
 
 
 def _not_applicable(rows: Iterable[Row]) -> Iterator[str]:

@@ -15,7 +15,8 @@ class Result:
 
     ``rank`` is the rank that failed first, or that the finding names; ``seconds`` the duration of the item, with the runs that
     it was the first to need; ``reproduce`` the command that runs it alone, empty for an item without a verdict. ``teardown``
-    is the error of its teardown, if that failed too.
+    is the error of its teardown, if that failed too. ``ended_run`` is the run that ended early and whose ending is the
+    message; empty for what the check itself found.
     """
 
     suite: str
@@ -30,6 +31,7 @@ class Result:
     rank: int | None = None
     reproduce: str = ""
     teardown: str = ""
+    ended_run: str = ""
 
     @property
     def word(self) -> str:
@@ -63,8 +65,8 @@ class Result:
 
     @property
     def why(self) -> str:
-        """Return the reason; the first line of the message if there is none."""
-        return self.reason or self.headline
+        """Return the reason; of a red verdict the first line of the message, since a declared reason does not explain it."""
+        return self.headline if self.red else self.reason or self.headline
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pytest_distcompat.report.causes import causes, unshown
+from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import Result, Row, Table, by_suite, not_applicable_reasons
 from pytest_distcompat.status import Status
@@ -92,7 +92,7 @@ def causes_text(results: Iterable[Result]) -> Iterator[Line]:
     for number, cause in enumerate(found[:CAUSES], 1):
         cells = cause.cells
         verdicts, affected = len(cause.results), len(cells)
-        counted = f"{verdicts} verdict{'s' * (verdicts > 1)} in {affected} cell{'s' * (affected > 1)}"
+        counted = f"{verdicts} verdict{'s' * (verdicts > 1)} in {affected} cell{'s' * (affected > 1)}{follows(cause)}"
         yield ((f"  {number}. ", ""), (cause.words, "bad"), (f" {counted}: {cut(cause.headline, HEADLINE)}", ""))
         named = [f"{cell}: {_short(checks, 6)}" for cell, checks in cells.items()]
         yield ((f"     {'; '.join(named[:3])}{_more(len(named) - 3)}", ""),)
@@ -100,6 +100,11 @@ def causes_text(results: Iterable[Result]) -> Iterator[Line]:
             yield ((f"     reproduce: {cause.reproduce}", ""),)
     if len(found) > CAUSES:
         yield ((f"  {unshown(len(found) - CAUSES)}", ""),)
+
+
+def follows(cause: Cause) -> str:
+    """Return the number of the cause that this one may follow from, as words; empty if there is none."""
+    return f", may follow from {cause.follows}" if cause.follows else ""
 
 
 def runs_text(runs: Iterable[dict[str, Any]], timeline: Iterable[dict[str, Any]] = ()) -> Iterator[Line]:

@@ -99,12 +99,12 @@ class HostedRank:
     def fail(self, error: BaseException) -> None:
         """Log the exception that ended the rank."""
         from pytest_distcompat.launch.peers import lost_peer
+        from pytest_distcompat.launch.stacks import format_error
 
         if self.is_this_process() and not self._end_logged:
             self._end_logged = True
             message = "".join(traceback.format_exception_only(error)).strip()
-            text = "".join(traceback.format_exception(error))
-            self.log.error(type(error).__name__, message, text, lost=lost_peer(error))
+            self.log.error(type(error).__name__, message, format_error(error), lost=lost_peer(error))
 
     def has_logged(self, event: str, rank: int) -> bool:
         """Tell whether that rank has logged such an event."""

@@ -17,7 +17,7 @@ from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.nodeids import strip_group
 from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.plugin.reporting.progress import Progress
-from pytest_distcompat.plugin.reporting.summary import Summary
+from pytest_distcompat.plugin.reporting.summary import Summary, fold_failures
 from pytest_distcompat.plugin.selection import is_narrowed
 from pytest_distcompat.plugin.session import DistcompatSession
 from pytest_distcompat.report import (
@@ -184,6 +184,7 @@ class Results:
         if not self._running or not (suites or self._lacks_suites(session.config)):
             return
         self.report = self._report(exitstatus)
+        fold_failures(session.config, self.report.results)
         self._compare(session)
         self._require_a_verdict(session)
         paths = self.session.setting("report").value

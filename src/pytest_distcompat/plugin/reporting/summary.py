@@ -6,8 +6,21 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
+from _pytest._code.code import ExceptionRepr
+
 from pytest_distcompat.excerpt import visible
-from pytest_distcompat.report import Line, Report, causes_text, counts_text, matrix_text, runs_text
+from pytest_distcompat.plugin.nodeids import strip_group
+from pytest_distcompat.report import (
+    Line,
+    Report,
+    Result,
+    causes,
+    causes_text,
+    counts_text,
+    matrix_text,
+    runs_text,
+)
 
 #: The markup of pytest's TerminalWriter for each style of a span.
 MARKUP: Mapping[str, Mapping[str, bool]] = {
@@ -17,6 +30,30 @@ MARKUP: Mapping[str, Mapping[str, bool]] = {
     "dim": {"light": True},
     "head": {"bold": True},
 }
+
+
+def fold_failures(config: pytest.Config, results: Sequence[Result]) -> None:
+    """Have pytest show one failure of each cause, in the order of the causes, with the other verdicts beneath it.
+
+    With ``-vv`` it shows all. ``_pdbshown`` is pytest's own attribute for failures that it leaves out of that section, but not
+    out of its short summary; ``tests/plugin/test_private_names.py`` fails when that changes.
+    """
+    terminal: Any = config.pluginmanager.getplugin("terminalreporter")
+    if terminal is None or config.get_verbosity() > 1:
+        return
+    failed = {strip_group(config, one.nodeid): one for one in terminal.stats.get("failed", ()) if one.when == "call"}
+    folded: list[Any] = []
+    for cause in causes(results):
+        reports = [failed.pop(result.nodeid) for result in cause.results if result.nodeid in failed]
+        for report in reports[1:]:
+            report._pdbshown = True  # noqa: SLF001 - see the docstring
+        if len(reports) > 1 and isinstance(reports[0].longrepr, ExceptionRepr):
+            verdicts = "\n".join(f"{cell}: {', '.join(checks)}" for cell, checks in cause.cells.items())
+            reports[0].longrepr.addsection(f"this cause has {len(reports)} verdicts", verdicts)
+        folded += reports
+    if folded:
+        others = [one for one in terminal.stats["failed"] if one not in folded]
+        terminal.stats["failed"] = [*others, *folded]
 
 
 class Summary:
@@ -31,8 +68,11 @@ class Summary:
     def show(self, report: Report, written: Sequence[str], nothing_ran: Sequence[str] = ()) -> None:
         """Write the whole section; ``nothing_ran`` are the lines that say why no cell ran, if none did."""
         self._terminal.section("distributed compatibility")
-        for line in matrix_text(report.results, report.rows, self._width):
+        verbose = self._terminal.config.get_verbosity() > 0
+        for line in matrix_text(report.results, report.rows if verbose else (), self._width):
             self._line(line)
+        if not verbose and any(row.not_applicable for row in report.rows):
+            self._terminal.write_line("an empty place: the check is not applicable there (-v gives the reasons)")
         for line in causes_text(report.results):
             self._line(line)
         runs = report.session.get("runs", 0)

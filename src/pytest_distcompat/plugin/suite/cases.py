@@ -190,7 +190,7 @@ class BoundCase:
         self.case, self.item = case, item
         self._cost: dict[str, Any] = {}
         self._rank: int | None = None
-        self._broken_off = False
+        self._ended_run = ""
         self._declaration: Expectation | None = None
 
     def __call__(self) -> None:
@@ -215,6 +215,7 @@ class BoundCase:
             "reason": verdict.reason,
             "nodeid": strip_group(self.item.config, self.item.nodeid),
             "rank": self._rank,
+            "ended_run": self._ended_run,
             "reproduce": self.item.config.stash[SESSION].reproduce(self.item),
             "not_applicable": dict(case.not_applicable),
             "cost": self._cost,
@@ -254,16 +255,17 @@ class BoundCase:
         broken = next((run.name for run in trace if run.end is not None), "")
         command = trace.notes.get(broken) or next(reversed(list(trace.notes.values())), "")
         # The first rank that failed in a run that the verdict quotes. The message of a check names ranks itself.
-        ends = [run.end for run in trace if run.end is not None and run.end.message in verdict.message]
-        self._broken_off = any(end.message for end in ends)
-        self._rank = next((end.rank for end in ends if end.message), None)
+        for run in trace:
+            if run.end is not None and run.end.message and run.end.message in verdict.message:
+                self._ended_run, self._rank = run.name, run.end.rank
+                break
         return verdict, command
 
     def _text(self, verdict: Verdict, command: str) -> str:
         session = self.item.config.stash[SESSION]
         # The finding first: summaries and JUnit show the first line, beside the item's name.
         lines = [verdict.message.rstrip(), "", f"{verdict.cell}: {verdict.check}: {verdict.status}"]
-        if verdict.status is Status.FAILED and not self._broken_off:
+        if verdict.status is Status.FAILED and not self._ended_run:
             # For a run that ended early the message has the cause already.
             lines += [f"the claim: {self.case.check.text}", ""]
         if self._declaration is not None:
