@@ -212,10 +212,9 @@ class Found:
         return self.right and self.cause and not self.left and self.seconds <= seconds
 
     def __str__(self) -> str:
-        verdict = "right" if self.right else "**wrong**"
-        shown = "cause" if self.cause else "no cause"
-        left = f", {self.left} left" if self.left else ""
-        return f"{verdict}, {shown}, {self.seconds:.1f} s{left}"
+        verdict = ("✓✓" if self.cause else "✓") if self.right else "✗"
+        left = f" ({self.left})" if self.left else ""
+        return f"{verdict} {self.seconds:.1f}{left}"
 
 
 def run(way: str, body: str, limit: float) -> Found:

@@ -85,11 +85,8 @@ def claims() -> str:
         claim = claim.partition("\n\n")[2]
         example = EXAMPLES[one.name]
         findings = one.findings(example.story(example.cell).cell, example.story(example.cell).trace)
-        # The findings of the first rank that has them: those of other ranks read the same.
-        first = {re.sub(r"\brank \d+:", "rank:", finding): finding for finding in reversed(findings)}
-        said = "\n".join(finding for finding in findings if finding in first.values())
         cause = causes[:1].upper() + causes[1:]
-        shown = f"Example: a trainer that {example.wrong}, in `{example.cell}`:\n\n```text\n{said}\n```"
+        shown = f"A trainer that {example.wrong}:\n\n```text\n{findings[0]}\n```"
         return f"### {one.name}\n\n{claim.lstrip()}{shown}\n\n**Likely causes.** {cause}\n"
 
     return "\n".join(map(section, CHECKS.by_name.values()))
@@ -134,6 +131,10 @@ def dtypes() -> str:
 def cell_options() -> str:
     """The further axes of a cell, and which drivers obey them."""
 
+    def supporting(option: str) -> str:
+        names = [driver.name for driver in DRIVERS.by_name.values() if option in driver.options]
+        return "all" if len(names) == len(DRIVERS.by_name) else code(names)
+
     def words(values: Iterable[object]) -> str:
         return code({True: "yes", False: "no"}[value] if isinstance(value, bool) else value for value in values)
 
@@ -142,7 +143,7 @@ def cell_options() -> str:
             f"`{one.name}`",
             words(one.values),
             one.meaning,
-            code(driver.name for driver in DRIVERS.by_name.values() if one.name in driver.options),
+            supporting(one.name),
         ]
         for one in OPTIONS.values()
     )

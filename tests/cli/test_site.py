@@ -167,22 +167,11 @@ def test_the_recorded_run_is_that_of_the_sample() -> None:
     assert said in text
 
 
-def test_figures_of_other_harnesses_are_those_of_the_benchmarks() -> None:
-    measured = {row[0]: row[2] for row in rows(page("benchmarks").partition("--stack`")[2]) if len(row) == 5}
-    (_, *names), _, *each = [row for row in rows(page("faults").partition("## Beside other")[2]) if len(row) == 7]
-    # The same way under its names on the two pages.
-    columns = {
-        "ours, fresh": "ours",
-        "ours, ranks": "ours, ranks",
-        "`torchrun`": "torchrun",
-        "`accelerate": "accelerate",
-        "torch `MultiProcessT": "MultiProcessT",
-        "torch `MultiProcC": "MultiProcC",
-    }
-    for way, _, seconds, *faults in rows(page("comparison"))[2:]:
-        assert next(found for name, found in measured.items() if way.startswith(name)) == seconds, way
-        column = next((word for begin, word in columns.items() if way.startswith(begin)), None)
-        at = next((at for at, name in enumerate(names, 1) if column and column in name), None)
-        right, cause = ([word in one[at] for one in each] if at else [] for word in ("right", ", cause"))
-        told = [f"{sum(found)} of {len(found)}" for found in (right, cause)] if at else ["not tried", "not tried"]
-        assert faults == told, way
+def test_the_summary_of_other_harnesses_counts_its_table() -> None:
+    summary, details = page("comparison").split("## Twelve faults")
+    (_, *harnesses), _, *faults = rows(details)
+    ways = rows(summary)[2:]
+    assert len(ways) == len(harnesses)
+    for at, (way, *_, right, cause) in enumerate(ways, 1):
+        for said, sign in ((right, "✓"), (cause, "✓✓")):
+            assert said == f"{sum(sign in row[at] for row in faults)} of {len(faults)}", way

@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "mutants.md").read_text(encoding="u
 
 @pytest.mark.parametrize("name", BY_ID)
 def test_the_page_says_where_a_mutant_is_seen(name: str) -> None:
-    (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| {name} |"))
+    (row,) = (line for line in PAGE.splitlines() if line.startswith(f"- [{name}]("))
     assert SIGHTINGS[name]
     for sighting in SIGHTINGS[name]:
         assert f"{sighting.driver} `{sighting.cell}:{sighting.check}`" in row

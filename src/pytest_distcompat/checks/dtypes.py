@@ -19,10 +19,9 @@ from pytest_distcompat.trace import ModelInfo, ParameterInfo, Snapshot, Trace, U
 def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that every tensor has the dtype that the strategy's row of the dtype table gives for the precision.
 
-    On every rank the row holds for stored parameters, matrix products, gradients in collectives, gradients that the
-    optimizer sees (also while micro-batches are summed), what the optimizer updates, and its state. A frozen parameter is no
-    wider than it was loaded. Buffers keep their dtype or have the row's. Without the option ``reduce_dtype`` gradients may
-    be reduced in a wider dtype.
+    On every rank the row holds for stored parameters, matrix products, reduced gradients, gradients that the optimizer sees,
+    masters and optimizer state. A frozen parameter is no wider than it was loaded. Buffers keep their dtype or have the row's.
+    Without the option ``reduce_dtype`` gradients may be reduced in a wider dtype.
 
     If it fails: masters and optimizer state in bfloat16 instead of float32 make the same learning rate train another model
     (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Load in float32, or let the trainer upcast before it shards.

@@ -27,9 +27,9 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the exported weights are the trained ones, under the unwrapped model's names.
 
     The files hold the unwrapped model's state dict as whole tensors, and no optimizer state. One of several tied names is
-    enough; an adapter is exported alone, under PEFT's names. Loaded with the model's own library in one process, every
-    parameter and persistent buffer equals the trained one: the masters, or, if the export is in a lower dtype, the copies
-    that the model computed with. Outputs on one batch are those of the trained model, within the precision's tolerance.
+    enough; an adapter is exported alone, under PEFT's names. Loaded in one process, every parameter and persistent buffer
+    equals the trained one (the masters, or the copies that the model computed with), and outputs on one batch are those of the
+    trained model, within the precision's tolerance.
 
     If it fails: names with ``module.``, ``_orig_mod.`` or ``_checkpoint_wrapped_module`` come from the wrapped model's own
     ``state_dict()``. transformers' ``from_pretrained`` takes them for missing weights and initializes those at random.

@@ -28,8 +28,7 @@ def float8(cell: Cell, trace: Trace) -> Iterator[str]:
     and the last. In a step the factors of their products are cast to 8 bits, and the loss is finite.
 
     If it fails: a conversion that finds no layer is silent, and the run is plain bfloat16
-    (https://github.com/huggingface/accelerate/issues/3360, under DeepSpeed). Try 8 bits alone, DeepSpeed alone, then both;
-    the check ``active`` shows whether the ZeRO stage is the cell's.
+    (https://github.com/huggingface/accelerate/issues/3360). Try 8 bits alone, DeepSpeed alone, then both.
     """
     run = trace.run()
     first = run.first("build_model")

@@ -24,9 +24,8 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the optimizer keeps one element of each kind of state for each trained element of the model.
 
     All ranks together keep one master weight and one element of each kind of state for each trained element, padding aside,
-    and none for frozen ones. Where every rank holds the whole model, each rank keeps that much; with ZeroRedundancyOptimizer
-    all ranks together keep one of each state. State that is one number per parameter, a factor (Adafactor), or kept for some
-    parameters only is not counted.
+    and none for frozen ones. Where every rank holds the whole model, each rank keeps that much, except with
+    ZeroRedundancyOptimizer. State that is one number per parameter, or a factor (Adafactor), is not counted.
 
     If it fails: too many elements mean that something is kept twice, or for frozen parameters
     (https://github.com/deepspeedai/DeepSpeed/pull/8029). Too few mean that a part of the model is not optimized.

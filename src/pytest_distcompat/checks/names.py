@@ -19,10 +19,9 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that names and shapes are those of the unwrapped model, in memory and in every saved file.
 
     Live names, without the segments of the cell's own wrappers, equal the unwrapped model's one to one. So do the names under
-    which the optimizer keeps state. Every key in every saved file, of checkpoints and of the export, is an unwrapped name as
-    it stands, and its tensor has the unwrapped shape. Every parameter and persistent buffer is in a file; no buffer that is
-    not persistent is. Building leaves every buffer its values. An adapter may be saved without the base model, under PEFT's
-    names, which lack the adapter's own name (https://huggingface.co/docs/peft/developer_guides/checkpoint).
+    which the optimizer keeps state. Every key in every saved file is an unwrapped name as it stands, and its tensor has the
+    unwrapped shape. Every parameter and persistent buffer is in a file. Building leaves every buffer its values. An adapter may
+    be saved alone, under PEFT's names (https://huggingface.co/docs/peft/developer_guides/checkpoint).
 
     If it fails: look for the extra segment (``_orig_mod``, ``module``, ``_fsdp_wrapped_module``,
     ``_checkpoint_wrapped_module``) and for code that saves without ``get_model_state_dict``, which removes it

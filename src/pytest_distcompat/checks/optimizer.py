@@ -21,8 +21,7 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
 
     Every parameter that is trainable in the unwrapped model is in the optimizer exactly once, as the tensor that the model
     holds now; under ZeRO each of its elements is in the flat master of one rank. Each one changes within three steps, by a
-    gradient and not by weight decay alone; but not one that the loss does not depend on, for which the optimizer gets no gradient
-    on any rank (None, not zero). No frozen one changes.
+    gradient and not by weight decay alone, unless no rank gets a gradient for it (None, not zero). No frozen one changes.
 
     If it fails: the optimizer was probably made before the model was wrapped and holds the old tensors. Make it after
     wrapping, or pass both to ``prepare`` together. There is no other symptom than a loss that does not fall.

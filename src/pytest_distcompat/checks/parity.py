@@ -41,8 +41,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that training equals that of one process in float32 on the same batches, over 20 steps.
 
     Each loss is a finite number. The loss (the mean over the ranks), the gradient norm that the trainer reports and the
-    learning rate equal those of the reference, within the precision's tolerance. For a model of the driver's own, within twice
-    that, or within twice what the reference deviates when its products are in the precision's dtype.
+    learning rate equal those of the reference, within the precision's tolerance.
 
     If it fails: a loss that deviates from the first step on is computed differently: a mean of means of unequal
     micro-batches, or a token counted that is not trained on. One that deviates later comes from the optimizer: masters in

@@ -63,8 +63,7 @@ def portable(cell: Cell, trace: Trace) -> Iterator[str]:
 
     All ranks together hold the saved parameters, optimizer state, step counts, learning rate and scheduler state. One more
     step adds one to the step counts. In float32, or from flat parameters, the next two losses are those of the uninterrupted
-    run. From ZeRO only weights are moved: after ``export`` and build under the other strategy the parameters equal the
-    trained masters, or, if the export is in a lower dtype, the copies that the model computed with.
+    run. From ZeRO only weights are moved: the parameters equal the exported ones.
 
     If it fails: look for what is saved by position, rank or flat parameter instead of by name. A state tensor that several
     parameters share, such as the ``step`` of FSDP1's flat one, is incremented once for each.

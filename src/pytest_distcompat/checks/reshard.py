@@ -42,8 +42,7 @@ def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded at another world size is bit by bit what was saved.
 
     The checkpoint is loaded at twice the world size, in one process, and from twice the world size back at the first. Each
-    time all ranks together hold the saved parameters, optimizer state, step counts, learning rate and scheduler state. One
-    more step adds one to the step counts, and its loss is finite.
+    time all ranks together hold what was saved, as for ``portable``. One more step has a finite loss.
 
     If it fails: what is saved by rank instead of by name, or padded for one number of ranks, fits no other number. Save with
     ``get_state_dict`` and torch.distributed.checkpoint (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html),

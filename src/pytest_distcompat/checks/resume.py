@@ -31,10 +31,9 @@ def resume(cell: Cell, trace: Trace) -> Iterator[str]:
 
     Losses are finite, and saving changes nothing. After the load parameters, optimizer state, step counts, numbers of param
     groups such as the learning rate, the scheduler and the gradient scaler are bit by bit what was saved, in the same
-    dtypes, and were not trained again. The next two losses, learning rates and other numbers equal those of the
-    uninterrupted run. A checkpoint of the model alone restores parameters and buffers. A buffer that each rank fills from
-    its own data (BatchNorm's statistics) may come back as any rank saved it: DDP broadcasts rank 0's before a step
-    (``broadcast_buffers``, https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
+    dtypes. The next two losses and learning rates equal those of the uninterrupted run. A checkpoint of the model alone restores
+    parameters and buffers. A buffer that each rank fills from its own data (BatchNorm's statistics) may come back as any rank
+    saved it (``broadcast_buffers``, https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
 
     If it fails: missing state was not saved, or was loaded into an optimizer that has no state before its first step
     (https://github.com/huggingface/accelerate/pull/3904). The first loss depends on parameters only, the second on the

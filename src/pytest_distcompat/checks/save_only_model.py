@@ -20,15 +20,13 @@ def _saves_optimizer(cell: Cell, driver: type[Driver]) -> str | None:
 def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint saved with save_only_model holds all weights, and no optimizer or scheduler state.
 
-    The checkpoint holds every parameter and persistent buffer under the unwrapped name, bit by bit as trained at the save
-    (flat masters, or the copies that the model computes with). One of several tied names is enough; an adapter has PEFT's
-    names.
+    The checkpoint holds every parameter and persistent buffer under the unwrapped name, bit by bit as trained at the save.
 
     A trainer that cannot do that must raise when it is built: declare ``refuses(..., save_only_model=True, match=...)``.
     transformers raised at the first checkpoint, after hours (https://github.com/huggingface/transformers/issues/36626).
 
     If it fails: missing weights were not gathered, or were filtered by a name that wrapping had changed. Other values are
-    those of another step or a lower dtype. Optimizer state makes the checkpoint three times as large.
+    those of another step or a lower dtype.
     """
     run = trace.run()
     first, at_save, written = run.first("build_model"), run.at("save"), run.first("files")

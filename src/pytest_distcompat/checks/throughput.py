@@ -40,11 +40,10 @@ def throughput(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that tokens/s per rank are at least a given fraction (``--distcompat-throughput 0.9``) of the baseline's.
 
     The baseline is DDP, or the first strategy that the driver supports, in the same precision and world size. Without a
-    limit nothing is asserted. The figures are in the report, and say little for tiny models or CPU ranks. FSDP and ZeRO-3
-    can be within 2 % of each other (https://huggingface.co/blog/deepspeed-to-fsdp-and-back).
+    limit nothing is asserted. The figures say little for tiny models or CPU ranks.
 
     If it fails: compare step times and peak memory in the report. Units that are too small, needless recomputation of
-    activations and offloaded state cost most. Single slow steps come from other load on the machine.
+    activations and offloaded state cost most.
     """
     here = cost(trace)
     there = cost(Trace.of(trace.driver, [trace.run("baseline")]), run="baseline")
