@@ -211,7 +211,9 @@ def with_unused(story: Story, **where: Any) -> Story:
     return story.optimizer({"without_gradient": (name,)}, action="step", **where)
 
 
-@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2", "fsdp2-fp32-w4-dp_replicate_2"])
+@pytest.mark.parametrize(
+    "cell", ["ddp-fp32-w2", "fsdp2-fp32-w2", "fsdp2-fp32-w4-dp_replicate_2", "zero2-fp32-w2", "zero3-fp32-w2"]
+)
 def test_a_parameter_that_no_loss_depends_on(sound: Sound, cell: str) -> None:
     """As BERT's pooler under a masked LM loss."""
     story = with_unused(sound(cell)).file(1, keys=("inlet.weight",))
@@ -230,6 +232,14 @@ def test_one_rank_may_hold_none_of_what_no_loss_depends_on(sound: Sound) -> None
 def test_a_gradient_on_any_rank_in_any_step_is_one(sound: Sound, check: str, where: dict[str, int]) -> None:
     """A gradient that was lost on one rank, or later: the parameter is used."""
     assert with_unused(sound("ddp-fp32-w2"), **where).findings(check)
+
+
+@pytest.mark.parametrize("where", [{"rank": 0}, {"nth": 1}, {"nth": 2}], ids=str)
+def test_a_gradient_that_zero_loses_is_one(sound: Sound, where: dict[str, int]) -> None:
+    """Autograd has computed it, on some rank or in some step, and the master has not moved."""
+    assert with_unused(sound("zero2-fp32-w2"), **where).findings("optimizer") == [
+        "trainable parameter 'module.outlet.weight' did not move in three steps, on any rank"
+    ]
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])

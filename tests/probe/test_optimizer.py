@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -209,3 +210,28 @@ def test_parameters_without_a_gradient_are_named() -> None:
         assert names() == ("unused.weight",)
         observer.restart()
         assert names() == ()
+
+
+def test_parameters_that_autograd_does_not_reach_are_named() -> None:
+    """DeepSpeed's optimizers step on other tensors than the model's parameters, which have a gradient in any case."""
+    model = torch.nn.ModuleDict(
+        {name: torch.nn.Linear(1, 1, bias=False) for name in ("used", "zero", "unused", "frozen")}
+    )
+    model["frozen"].requires_grad_(False)
+    master = torch.nn.Parameter(torch.zeros(3))
+    optimizer, observer = torch.optim.AdamW([master]), Observer()
+    observer.attach_to_layers(copied := copy.deepcopy(model))
+
+    def step(loss: torch.Tensor) -> tuple[str, ...]:
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        master.grad = torch.ones(3)
+        optimizer.step()
+        return read_optimizer(copied, optimizer, without_gradient=observer.without_gradient()).without_gradient
+
+    with observer.watching():
+        x = torch.ones(1, 1)
+        assert step(copied["used"](x) + 0 * copied["zero"](x)) == ("unused.weight",)
+        assert step(copied["unused"](x)) == ()
+        observer.restart()
+        assert step(copied["unused"](x)) == ("used.weight", "zero.weight")
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in copy.deepcopy(copied).parameters())

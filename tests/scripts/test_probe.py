@@ -81,6 +81,13 @@ def test_a_deepspeed_loop(run: Launch, stage: int) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_deepspeed_loop_with_a_parameter_that_no_loss_depends_on(run: Launch, stage: int) -> None:
+    found = run("deepspeed_loop.py", "--unused", "--stage", stage, strategy=f"zero{stage}")
+    found.check("active", "names", "optimizer", "dtypes", "memory")
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("loop", "strategy"),
     [

@@ -292,8 +292,8 @@ def unused(run: RunTrace) -> frozenset[str]:
         if snapshot.steps and snapshot.optimizer and snapshot.model:
             without = set(snapshot.optimizer.without_gradient)
             for info in snapshot.model.parameters:
-                # A rank that holds no element of it may have no gradient either.
-                if info.held and info.local_numel:
+                # A rank that holds no element of it may have no gradient either. DeepSpeed's optimizers hold partitions (None).
+                if info.held != 0 and info.local_numel:
                     gradients[info.name].add(info.name not in without or not info.trainable)
     found = frozenset(name for name, had in gradients.items() if had == {False})
     return found if len(found) < len(gradients) else frozenset()

@@ -61,8 +61,9 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
 
 def _without_state(snapshots: tuple[Snapshot, ...], key: str, unused: frozenset[str]) -> int:
     """Return the elements on all ranks of the unused parameters for which no rank keeps state under that key."""
-    states = (state for snapshot in snapshots if snapshot.optimizer for state in snapshot.optimizer.states)
-    without = unused - {state.owner for state in states if state.key == key}
+    optimizers = [snapshot.optimizer for snapshot in snapshots if snapshot.optimizer]
+    owners = {state.owner for optimizer in optimizers for state in optimizer.states if state.key == key}
+    without = unused.difference(owners, *(optimizer.partitioned for optimizer in optimizers))
     infos = (info for snapshot in snapshots if snapshot.model for info in snapshot.model.parameters)
     return sum(info.local_numel for info in infos if info.name in without)
 

@@ -96,26 +96,37 @@ class Observer:
         self._step: _Step | None = None
         #: Tensor that an optimizer holds -> whether it had a gradient in any step.
         self._stepped: Any = WeakIdKeyDictionary()
+        #: Trainable parameter of the model -> whether autograd computed a gradient for it since the last restart.
+        self._reached: Any = WeakIdKeyDictionary()
         register_optimizer_step_pre_hook(guarded("before an optimizer's step, its gradients", self._pre_step))
         register_optimizer_step_post_hook(guarded("after an optimizer's step, its state", self._post_step))
         self.record_operator = guarded("an operator", self._record_operator)
 
     def attach(self, model: Module) -> None:
-        """Register hooks on the model and on all its leaf modules that multiply by a matrix.
+        """Register hooks on the model, on its trainable parameters and on its leaf modules that multiply by a matrix.
 
         Call it before anything wraps the model. All such modules have a hook, because a unit that is wrapped differently
         may compute in another dtype.
         """
-        self.attach_to_products(model)
+        self.attach_to_layers(model)
         model.register_forward_pre_hook(Hook(self.record_inputs), with_kwargs=True)
 
-    def attach_to_products(self, model: Module) -> list[RemovableHandle]:
-        """Register hooks on the leaf modules that multiply by a matrix, and return handles that remove them."""
+    def attach_to_layers(self, model: Module) -> list[RemovableHandle]:
+        """Register hooks on trainable parameters and on leaf modules that multiply by a matrix; return handles of the hooks."""
+        reach = Hook(self._guarded("the gradient of a parameter", self._record_reached))
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._reached.update(dict.fromkeys(trainable, False))
         return [
-            module.register_forward_hook(Hook(self._guarded("a forward hook of a layer", self._forward_hook(name))))
-            for name, module in model.named_modules()
-            if multiplies(module)
+            *(parameter.register_post_accumulate_grad_hook(reach) for parameter in trainable),  # type: ignore[no-untyped-call]  # torch
+            *(
+                module.register_forward_hook(Hook(self._guarded("a forward hook of a layer", self._forward_hook(name))))
+                for name, module in model.named_modules()
+                if multiplies(module)
+            ),
         ]
+
+    def _record_reached(self, parameter: torch.Tensor) -> None:
+        self._reached[parameter] = True
 
     def record_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the digests of the model's input tensors, as a forward pre-hook.
@@ -184,6 +195,7 @@ class Observer:
         """Forget everything recorded, for the next action."""
         self.steps.clear()
         self._stepped.clear()
+        self._reached.update(dict.fromkeys(self._reached, False))
         self.compute.clear()
         self.collectives.clear()
         self.sizes.clear()
@@ -191,8 +203,13 @@ class Observer:
         self.float8 = 0
 
     def without_gradient(self) -> frozenset[int]:
-        """Return the ``id`` of each tensor that optimizers stepped on, and always without a gradient."""
-        return frozenset(id(tensor) for tensor, had_gradient in self._stepped.items() if not had_gradient)
+        """Return the ``id`` of each tensor that optimizers stepped on, and always without a gradient.
+
+        DeepSpeed's step on flat partitions, which always have one: there the parameters count that autograd did not reach.
+        """
+        partitioned = {tensor: had for tensor, had in self._reached.items() if tensor not in self._stepped}
+        found = {**self._stepped, **(partitioned if self._stepped else {})}
+        return frozenset(id(tensor) for tensor, had_gradient in found.items() if not had_gradient)
 
     def infos(self) -> dict[str, Any]:
         """Return the fields of a Snapshot that were recorded here."""

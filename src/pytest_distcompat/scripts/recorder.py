@@ -168,7 +168,7 @@ class Recorder:
         from pytest_distcompat.probe.live import compiled_modules
 
         if self.in_full and not any(compiled_modules(module)):
-            self._hooks += self.observer.attach_to_products(unwrapped(module))
+            self._hooks += self.observer.attach_to_layers(unwrapped(module))
 
     def _before_forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._end_step_or_stop()

@@ -15,10 +15,13 @@ parser.add_argument("--bf16", action="store_true")
 parser.add_argument("--output", type=Path)
 parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--save-at", type=int, default=0)
+parser.add_argument("--unused", action="store_true")
 arguments = parser.parse_args()
 
 deepspeed.init_distributed(dist_backend="gloo" if not torch.cuda.is_available() else "nccl")
 net = model()
+if arguments.unused:
+    net.pooler = torch.nn.Linear(4, 4)  # no part of the loss
 engine, _, _, _ = deepspeed.initialize(
     model=net,
     optimizer=torch.optim.AdamW(net.parameters(), lr=1e-2),
