@@ -37,6 +37,7 @@ def test_what_a_benchmark_needs_is_told(script: str, module: str) -> None:
     [
         (["faults.py", "raise"], "no 'raise'; expected some of: raises, "),
         (["upstream_bugs.py", "acc-3904"], "no 'acc-3904'; expected some of: acc-1755-fsdp1-optim-args, "),
+        (["warm_and_cold.py", "smoke"], "no 'smoke'; expected some of: torch, "),
         (["scripts.py", "--only", "test_op"], "no 'test_op'; expected some of: "),
         (["scripts_probe.py", "--only", "fsdp3"], "no 'fsdp3'; expected some of: ddp, "),
     ],
