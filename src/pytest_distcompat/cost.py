@@ -101,6 +101,31 @@ def state_elements(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
     return found
 
 
+def tensor_bytes(run: RunTrace, nth: int = 2) -> dict[str, list[int]]:
+    """Return the bytes of ``parameters``, ``gradients`` and ``optimizer`` state on each rank, after step ``nth``.
+
+    Gradients are those that the optimizer gets; flat masters count as optimizer state. Unlike a process's peak this says
+    on the CPU too what a strategy shards.
+    """
+    found: dict[str, list[int]] = {}
+    for snapshot in run.at("step", nth):
+        live = snapshot.model.parameters if snapshot.model else ()
+        kept = state_elements(snapshot)
+        flat = snapshot.optimizer is not None and any(state.key == "master" for state in snapshot.optimizer.states)
+        without = snapshot.optimizer.without_gradient if snapshot.optimizer else ()
+        updated = sum(numel for (key, _), numel in kept.items() if key == "master")
+        updated -= 0 if flat else sum(info.local_numel for info in live if info.held and info.name in without)
+        width = max((BYTES.get(dtype, 4) for step in snapshot.steps for dtype in step.gradient), default=0)
+        sizes = {
+            "parameters": sum(info.local_numel * BYTES.get(info.dtype, 4) for info in live),
+            "gradients": updated * width,
+            "optimizer": sum(n * BYTES.get(dtype, 4) for (key, dtype), n in kept.items() if flat or key != "master"),
+        }
+        for name, size in sizes.items():
+            found.setdefault(name, []).append(size)
+    return found
+
+
 def trained_elements(parameters: tuple[ParameterInfo, ...]) -> int:
     """Return the number of trained elements of the unwrapped model."""
     return sum(math.prod(info.shape) for info in parameters if info.trainable)

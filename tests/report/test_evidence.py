@@ -16,16 +16,20 @@ from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.evidence import add_evidence, read_store
 from pytest_distcompat.evidence.cells import training
 from pytest_distcompat.launch import Ending, RankEnd, Request
+from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report import Report, Row
 from pytest_distcompat.runner import Runner
+from pytest_distcompat.scenario import STEPS
 from pytest_distcompat.trace import (
     CollectiveInfo,
     ComputeInfo,
     FileInfo,
     ModelInfo,
+    OptimizerInfo,
     ParameterInfo,
     RunTrace,
     Snapshot,
+    StateInfo,
     StepInfo,
     UnwrappedInfo,
 )
@@ -177,16 +181,45 @@ def test_the_table_of_dtypes() -> None:
 
 def test_curves_and_memory() -> None:
     reference = RunTrace("reference", 1, (snapshot(0, "reference", 1, loss=4.25, grad_norm=1.25),))
-    shown = training(CELL, run(), reference)
+    resumed = RunTrace("resume", 2, (snapshot(0, "step", 3, loss=0.5, grad_norm=2.0, seconds=0.5),))
+    shown = training(CELL, run(), reference, resumed)
+    allowed = {name: shown.steps.pop(f"{name}_tolerance") for name in ("loss", "grad_norm")}
+    precision = PRECISIONS.get("bf16_mixed")
+    assert min(one or 0 for one in allowed["loss"]) >= precision.loss_tolerance > 0
+    assert allowed["grad_norm"] == [precision.norm_tolerance] * STEPS
     assert shown.steps == {
         "loss": [4.5, 3.5, 2.5],
         "grad_norm": [1.5, None, None],
         "seconds": [0.2, 0.2, 0.2],
         "reference_loss": [4.25],
         "reference_grad_norm": [1.25],
+        "resumed_loss": [None, None, None, 0.5],
+        "resumed_grad_norm": [None, None, None, 2.0],
     }
     assert shown.memory == [20, 40]
     json.dumps(dataclasses.asdict(shown), allow_nan=False)
+
+
+def test_the_bytes_that_each_rank_holds() -> None:
+    # 4 elements are sharded to each rank, 1 is stray; the gradients of the rank with a step are in bfloat16.
+    assert training(CELL, run()).tensor_bytes == {
+        "parameters": [20, 20],
+        "gradients": [0, 8],
+        "optimizer": [0, 0],
+    }
+    moments = (StateInfo("a.weight", "exp_avg", "float32", 4, ""), StateInfo("a.weight", "step", "float32", 1, ""))
+    masters = (*moments, StateInfo("flat 0", "master", "float32", 3, ""))
+    for states, without, expected in (
+        (moments, (), {"parameters": 20, "gradients": 8, "optimizer": 16}),
+        (moments, (SHARD.name,), {"parameters": 20, "gradients": 0, "optimizer": 16}),
+        # Flat masters beside the parameters are the optimizer's.
+        (masters, (), {"parameters": 20, "gradients": 6, "optimizer": 28}),
+    ):
+        optimizer = OptimizerInfo(("AdamW",), 1, states=states, without_gradient=without)
+        steps = [dataclasses.replace(one, optimizer=optimizer) for one in run().snapshots if one.rank == 1]
+        assert training(CELL, RunTrace("train", 2, tuple(steps))).tensor_bytes == {
+            name: [size] for name, size in expected.items()
+        }
 
 
 @pytest.mark.parametrize("actions", [(), ("build_model",), ("build_model", "build"), ("build_model", "build", "step")])

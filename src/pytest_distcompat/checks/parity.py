@@ -47,12 +47,7 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     micro-batches, or a token counted that is not trained on. One that deviates later comes from the optimizer: masters in
     bfloat16, gradients summed instead of averaged, a schedule that runs too fast.
     """
-    precision = PRECISIONS.get(cell.precision)
-    tolerance = precision.loss_tolerance
-    if precision.compute != "float32":
-        tolerance *= model_of(cell).spread
-    losses = _allowed(tolerance, trace, lambda snapshot: snapshot.loss)
-    norms = _allowed(precision.norm_tolerance, trace, lambda snapshot: snapshot.grad_norm)
+    losses, norms = tolerances(cell, trace)
     trained, reference = trace.run("train"), trace.run("reference")
     largest_loss = largest_norm = 0.0
     for step in range(STEPS):
@@ -69,6 +64,14 @@ def parity(cell: Cell, trace: Trace) -> Iterator[str]:
         yield from (f"step {step + 1}: {text}" for text in found)
         if found:
             return  # later deviations follow from this one
+
+
+def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
+    """Return for each step how far loss and gradient norm may be from the reference, relative to it."""
+    precision = PRECISIONS.get(cell.precision)
+    spread = 1.0 if precision.compute == "float32" else model_of(cell).spread
+    losses = _allowed(precision.loss_tolerance * spread, trace, lambda snapshot: snapshot.loss)
+    return losses, _allowed(precision.norm_tolerance, trace, lambda snapshot: snapshot.grad_norm)
 
 
 def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | None]) -> list[float]:

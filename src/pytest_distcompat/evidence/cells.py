@@ -9,9 +9,12 @@ from typing import Any
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import REDUCTIONS
+from pytest_distcompat.checks.parity import tolerances
+from pytest_distcompat.cost import tensor_bytes
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.scenario import SAVED
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot
+from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
 
 #: The step after which names and dtypes are read: by then every optimizer has its state.
 STEP = 2
@@ -27,18 +30,38 @@ class Training:
     dtypes: list[dict[str, Any]] = field(default_factory=list)
     steps: dict[str, list[float | None]] = field(default_factory=dict)
     memory: list[int] = field(default_factory=list)
+    tensor_bytes: dict[str, list[int]] = field(default_factory=dict)
 
 
-def training(cell: Cell, run: RunTrace, reference: RunTrace | None = None) -> Training:
-    """Return the evidence of a training, as far as the run got."""
+def training(cell: Cell, *runs: RunTrace) -> Training:
+    """Return the evidence of a training, as far as the run got.
+
+    Args:
+        cell: The cell that was trained.
+        runs: Its training; of ``resume``, ``reference`` and ``rounded`` those that there are.
+    """
+    trace = Trace.of("", runs)
+    run = trace.run()
     curves = _curves(run, "step")
-    if reference is not None:
-        measured = _curves(reference, "reference")
-        curves |= {f"reference_{name}": measured[name] for name in ("loss", "grad_norm") if name in measured}
+    if "reference" in trace.runs:
+        curves |= _named("reference_{}", _curves(trace.run("reference"), "reference"))
+        allowed = dict(zip(_COMPARED, tolerances(cell, trace), strict=True))
+        curves |= _named("{}_tolerance", {name: [_rounded(one) for one in allowed[name]] for name in _COMPARED})
+    if "resume" in trace.runs:
+        curves |= _named("resumed_{}", _curves(trace.run("resume"), "step", SAVED))
     peaks: dict[int, int] = {}
     for snapshot in run.snapshots:
         peaks[snapshot.rank] = max(peaks.get(snapshot.rank, 0), snapshot.memory)
-    return Training(_names(cell, run), _dtypes(cell, run), curves, [peaks[rank] for rank in sorted(peaks)])
+    memory = [peaks[rank] for rank in sorted(peaks)]
+    return Training(_names(cell, run), _dtypes(cell, run), curves, memory, tensor_bytes(run))
+
+
+#: What is compared with the reference, and drawn over it.
+_COMPARED = ("loss", "grad_norm")
+
+
+def _named(pattern: str, curves: Mapping[str, list[float | None]]) -> dict[str, list[float | None]]:
+    return {pattern.format(name): curves[name] for name in _COMPARED if name in curves}
 
 
 def _names(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
@@ -106,16 +129,19 @@ def _reduced(snapshot: Snapshot) -> Iterable[str]:
     return [max(kinds, key=lambda dtype: kinds[dtype])] if kinds else []
 
 
-def _curves(run: RunTrace, action: str) -> dict[str, list[float | None]]:
-    """Return one number per step: the ranks' mean loss, rank 0's gradient norm, the slowest rank's seconds."""
-    curves: dict[str, list[float | None]] = {}
+def _curves(run: RunTrace, action: str, before: int = 0) -> dict[str, list[float | None]]:
+    """Return one number per step: the ranks' mean loss, rank 0's gradient norm, the slowest rank's seconds.
+
+    ``before`` is the number of steps that another run took before; they have None.
+    """
+    curves: dict[str, list[float | None]] = {name: [None] * before for name in ("loss", "grad_norm", "seconds")}
     for nth in range(len({snapshot.index for snapshot in run.snapshots if snapshot.action == action})):
         snapshots = run.at(action, nth)
         losses = [snapshot.loss for snapshot in snapshots if snapshot.loss is not None]
-        curves.setdefault("loss", []).append(_rounded(sum(losses) / len(losses)) if losses else None)
+        curves["loss"].append(_rounded(sum(losses) / len(losses)) if losses else None)
         norm = snapshots[0].grad_norm
-        curves.setdefault("grad_norm", []).append(None if norm is None else _rounded(norm))
-        curves.setdefault("seconds", []).append(_rounded(max(snapshot.seconds for snapshot in snapshots)))
+        curves["grad_norm"].append(None if norm is None else _rounded(norm))
+        curves["seconds"].append(_rounded(max(snapshot.seconds for snapshot in snapshots)))
     return {name: values for name, values in curves.items() if any(value is not None for value in values)}
 
 

@@ -21,6 +21,9 @@ from pytest_distcompat.trace import RunTrace
 TEXT_LIMITS = {"message": 500, "text": 3500, "stack": 3500, "collectives": 1000, "output": 1000}
 MAX_RANKS = 8
 
+#: The runs that a report shows beside the training.
+_COMPARED = ("resume", "reference", "rounded")
+
 
 @dataclass(frozen=True)
 class StoredRun:
@@ -120,9 +123,9 @@ def add_evidence(report: Report, runs: Iterable[StoredRun]) -> None:
         own = [run for run in stored if run.driver == row.driver and _is_for(run, cell, by_id)]
         row.runs = [run.id for run in own]
         trained = next((run for run in own if run.run.name == "train" and run.done), None)
-        reference = next((run for run in own if run.run.name == "reference" and run.done), None)
         if trained is not None:
-            evidence = training(cell, trained.trace(), reference.trace() if reference else None)
+            others = {run.run.name: run for run in own if run.run.name in _COMPARED and run.done}
+            evidence = training(cell, trained.trace(), *(run.trace() for run in others.values()))
             for name, value in dataclasses.asdict(evidence).items():
                 setattr(row, name, value)
 

@@ -74,7 +74,7 @@ class Row:
     """Data of a cell besides its verdicts.
 
     ``not_applicable``: the checks without a verdict, each with the reason. ``cost``: the fields of ``cost.Cost``. ``runs``: the
-    ids of the runs that its checks read. ``names``, ``dtypes``, ``steps`` and ``memory``: the evidence of its
+    ids of the runs that its checks read. ``names``, ``dtypes``, ``steps``, ``memory`` and ``tensor_bytes``: the evidence of its
     training (``evidence.cells``).
     """
 
@@ -90,6 +90,7 @@ class Row:
     dtypes: list[dict[str, Any]] = field(default_factory=list)
     steps: dict[str, list[float | None]] = field(default_factory=dict)
     memory: list[int] = field(default_factory=list)
+    tensor_bytes: dict[str, list[int]] = field(default_factory=dict)
 
 
 def not_applicable_reasons(rows: Iterable[Row]) -> dict[tuple[str, str], list[str]]:
