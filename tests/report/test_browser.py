@@ -5,11 +5,12 @@ Skipped where there is no browser: see docs/reports.md for what CI installs.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat.report import Report, write_report
+from pytest_distcompat.report import Report, Result, write_report
 
 from .conftest import NO_BROWSER
 
@@ -31,7 +32,7 @@ def test_the_matrix_is_that_of_the_report(opened: Any, real: Report) -> None:
         (f"{one.place}:{one.cell}:{one.check}", one.word) for one in real.results
     }
     assert page.page.locator("#shown").text_content() == "9 of 9 cells"
-    assert page.page.locator(".causes > li").count() == 9
+    assert page.page.locator(".causes > li").count() == 10
 
 
 def test_without_scripts_matrix_and_causes_are_there(browser: Browser, real: Report, tmp_path: Path) -> None:
@@ -41,34 +42,160 @@ def test_without_scripts_matrix_and_causes_are_there(browser: Browser, real: Rep
     page.goto(f"file://{tmp_path / 'r.html'}")
     assert page.locator(".verdict", has_text="CRASH").count() == 12
     assert "no filters" in str(page.locator("noscript").text_content())
+    # Every tile and every check of a cause leads to a verdict, and what is known has its link.
+    for link, start in ((".tile", "fsdp2-fp32-w2:active"), (".causes details[open] a", "ddp-fp32-w2:memory")):
+        page.locator(link, has_text="HUNG" if link == ".tile" else None).click()
+        assert str(page.locator(":target, :target .verdict").last.get_attribute("data-place")).endswith(start)
+    targets = "[...document.querySelectorAll('.tile, .causes a')].every((one) => document.getElementById(decodeURIComponent(one.hash.slice(1))))"
+    assert page.evaluate(targets)
+    known = page.locator("#reasons-known + ul a")
+    assert [one.get_attribute("href") for one in known.all()] == [
+        "https://github.com/pytorch/pytorch/issues",
+        "https://example.org/issues/1",
+    ]
     context.close()
 
 
 def test_filters_narrow_rows_and_columns(opened: Any, real: Report) -> None:
     page = opened(real)
 
-    def rows() -> list[str]:
-        found: list[str] = page(
-            "[...document.querySelectorAll('.matrix tbody tr:not([hidden])')].map((tr) => tr.dataset.cell)"
-        )
-        return found
-
     form = page.page.locator("#filters")
     form.get_by_label("Strategy").select_option("fsdp2")
-    assert rows() == ["fsdp2-fp32-w2", "fsdp2-bf16_mixed-w2", "fsdp2-fp16_mixed-w2"]
+    assert shown_cells(page) == ["fsdp2-fp32-w2", "fsdp2-bf16_mixed-w2", "fsdp2-fp16_mixed-w2"]
     form.get_by_label("Status").select_option("red")
-    assert rows() == ["fsdp2-fp32-w2", "fsdp2-bf16_mixed-w2"]
+    assert shown_cells(page) == ["fsdp2-fp32-w2", "fsdp2-bf16_mixed-w2"]
     form.get_by_label("Check").select_option("optimizer")
-    assert rows() == ["fsdp2-bf16_mixed-w2"]
+    assert shown_cells(page) == ["fsdp2-bf16_mixed-w2"]
     heads = page("[...document.querySelectorAll('.matrix thead th:not([hidden])')].map((th) => th.textContent)")
     assert heads == ["optimizer"]
     form.get_by_role("button", name="Show all").click()
     page.page.wait_for_function("document.getElementById('shown').textContent === '9 of 9 cells'")
     form.get_by_label("Cell contains").fill("fsdp1 bf16")
-    assert rows() == ["fsdp1-bf16_mixed-w2"]
+    assert shown_cells(page) == ["fsdp1-bf16_mixed-w2"]
     form.get_by_label("Cell contains").fill("nothing at all")
-    assert rows() == []
+    assert shown_cells(page) == []
     assert page.page.locator("#shown").text_content() == "0 of 9 cells"
+
+
+def shown_cells(page: Any) -> list[str]:
+    found: list[str] = page(
+        "[...document.querySelectorAll('.matrix tbody tr:not([hidden])')].map((tr) => tr.dataset.cell)"
+    )
+    return found
+
+
+def test_the_address_keeps_the_filters_and_the_open_cell(opened: Any, real: Report) -> None:
+    page = opened(real)
+    form = page.page.locator("#filters")
+    form.get_by_label("Strategy").select_option("fsdp2")
+    form.get_by_label("Status").select_option("red")
+    form.get_by_label("Cell contains").fill("w2 & fp32")
+    assert page("location.hash") == "#text=w2+%26+fp32&strategy=fsdp2&status=red"
+    form.get_by_label("Cell contains").fill("w2 fp32")
+    page.verdict("fsdp2-fp32-w2:names").click()
+    again = opened(real, fragment=page("location.hash"))
+    assert again.page.locator("#verdict h3").inner_text() == "names: failed"
+    again.page.keyboard.press("Escape")
+    again.page.wait_for_function("location.hash === '#text=w2+fp32&strategy=fsdp2&status=red'")
+    assert shown_cells(again) == ["fsdp2-fp32-w2"]
+    assert again.page.locator("#filters").get_by_label("Cell contains").input_value() == "w2 fp32"
+    assert again.page.locator("#filters").get_by_label("Status").input_value() == "red"
+    again.page.get_by_role("button", name="Show all").click()
+    again.page.wait_for_function("location.hash === ''")
+    assert len(shown_cells(again)) == 9
+    # A report without that strategy shows all of what it has.
+    other = opened(real, fragment="#strategy=zero9&precision=fp32")
+    assert other.page.locator("#filters").get_by_label("Strategy").input_value() == ""
+    assert shown_cells(other) == ["ddp-fp32-w2", "fsdp1-fp32-w2", "fsdp2-fp32-w2", "zero1-fp32-w2"]
+
+
+def test_the_overview_counts_each_driver_and_strategy_and_leads_to_its_cells(opened: Any, real: Report) -> None:
+    second = [
+        dataclasses.replace(
+            one, driver="other", suite="TestOther", nodeid=one.nodeid.replace("TestFaulty", "TestOther")
+        )
+        for one in real.results
+        if one.cell.startswith("ddp-fp32")
+    ]
+    page = opened(dataclasses.replace(real, results=[*real.results, *second]))
+    heads = page.page.locator(".overview th[scope=col]").all_inner_texts()
+    assert heads == ["ddp", "fsdp1", "fsdp2", "zero1"]
+    rows = page.page.locator(".overview tbody tr")
+    assert rows.locator("th").all_inner_texts() == ["faulty_driver:Faulty", "other"]
+    tiles = [[cell.locator("span").all_inner_texts() for cell in row.locator("td").all()] for row in rows.all()]
+    # The worst first; nothing is drawn where a driver has no cell.
+    assert tiles[0][0] == ["12 CRASH", "1 FIXED?", "1 FAIL", "1 known", "11 ok"]
+    assert tiles[0][3] == ["2 skipped"]
+    assert tiles[1][1:] == [[], [], []]
+    for row, driver in zip(tiles, ("faulty_driver:Faulty", "other"), strict=True):
+        for strategy, found in zip(heads, row, strict=True):
+            counted = sum(int(text.split()[0]) for text in found)
+            own = [one for one in (*real.results, *second) if one.driver == driver and one.cell.startswith(strategy)]
+            assert counted == len(own)
+    rows.nth(1).locator(".tile").click()
+    page.page.wait_for_function("document.getElementById('shown').textContent === '1 of 10 cells'")
+    assert shown_cells(page) == ["ddp-fp32-w2"]
+    assert page.page.locator("#filters").get_by_label("Driver").input_value() == "other"
+
+
+def test_all_suites_have_their_checks_in_the_same_order(opened: Any) -> None:
+    cells = {
+        "One": {"ddp-fp32-w2": "active resume export", "ddp-fp16_mixed-w2": "active resume scaling export"},
+        "Two": {"ddp-fp32-w2": "active names export"},
+    }
+    results = [
+        Result(suite, "mine", cell, check, "passed", nodeid=f"t.py::{suite}::test[{cell}:{check}]")
+        for suite, found in cells.items()
+        for cell, checks in found.items()
+        for check in checks.split()
+    ]
+    page = opened(Report(results=results))
+    heads = [table.locator("thead th").all_inner_texts() for table in page.page.locator(".matrix").all()]
+    assert heads == [["active", "resume", "scaling", "export"], ["active", "names", "export"]]
+    filters = page.page.locator("#filters").get_by_label("Check").locator("option").all_inner_texts()
+    assert filters == ["all", "active", "names", "resume", "scaling", "export"]
+
+
+def test_urls_are_links_and_nothing_else_is(opened: Any, real: Report) -> None:
+    failed = next(one for one in real.results if one.status == "failed")
+    said = "see (https://example.org/a?b=1&c=2), logging.info and javascript:alert(1); 'http://example.org/d'."
+    page = opened(Report(results=[dataclasses.replace(failed, message=said, reason=f"declared at {said}")]))
+    page.page.locator(".matrix .verdict").click()
+    links = [(one.get_attribute("href"), one.inner_text()) for one in page.page.locator("#verdict a").all()]
+    assert links == [(url, url) for url in ("https://example.org/a?b=1&c=2", "http://example.org/d")] * 2
+    assert page.page.locator("#verdict pre").first.inner_text() == said
+    page.page.keyboard.press("Escape")
+    known = opened(Report(results=[dataclasses.replace(failed, status="known", reason=said)]))
+    assert [one.get_attribute("href") for one in known.page.locator(".reasons a").all()] == [links[0][0], links[1][0]]
+    assert said in known.page.locator(".reasons li").inner_text()
+
+
+@pytest.mark.parametrize("permitted", [True, False])
+def test_a_button_copies_the_command(opened: Any, real: Report, permitted: bool) -> None:
+    page = opened(real)
+    if permitted:
+        page.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    else:
+        page("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    cause = page.page.locator(".causes details[open]")
+    cause.get_by_role("button", name="Copy").click()
+    assert cause.locator(".copy").inner_text() == "Copied"
+
+    def pasted() -> str:
+        field = page.page.locator("#filters").get_by_label("Cell contains")
+        field.fill("")
+        field.focus()
+        page.page.keyboard.press("Control+V")
+        return str(field.input_value())
+
+    assert pasted() == cause.locator("pre.command").text_content() != ""
+    page.page.get_by_role("button", name="Show all").click()
+    result = next(one for one in real.results if one.check == "parity" and one.cell == "fsdp1-bf16_mixed-w2")
+    page.verdict("fsdp1-bf16_mixed-w2:parity").click()
+    # By the keyboard, and inside the dialog.
+    page.page.locator("#verdict .copy").press("Enter")
+    page.page.keyboard.press("Escape")
+    assert pasted() == result.reproduce
 
 
 def test_a_cell_shows_ranks_names_dtypes_curves_and_bars(opened: Any, real: Report) -> None:
@@ -86,10 +213,12 @@ def test_a_cell_shows_ranks_names_dtypes_curves_and_bars(opened: Any, real: Repo
     )
     assert [(title, count >= 3, steps) for title, count, steps in curves] == [
         ("Loss", True, 20),
+        ("Loss: relative difference to the reference", True, 20),
         ("Gradient norm", True, 20),
+        ("Gradient norm: relative difference to the reference", True, 20),
     ]
     assert detail.locator(".curve.reference").count() == 2
-    assert detail.locator(".bar.own").count() == 3
+    assert detail.locator(".bar.own").count() == 2
     assert detail.locator(".name").count() > 0
 
 
@@ -191,17 +320,22 @@ def test_the_table_of_names_can_be_read_on_any_screen(opened: Any, real: Report,
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_read_in_the_dark_and_in_the_light(opened: Any, real: Report, scheme: str) -> None:
-    """WCAG 2.2 asks for a contrast of 4.5 (https://www.w3.org/TR/WCAG22/#contrast-minimum)."""
+    """WCAG 2.2 asks for a contrast of 4.5 (https://www.w3.org/TR/WCAG22/#contrast-minimum), of tiles on their own colour."""
     page = opened(real, scheme=scheme)
     contrast = """() => {
         const light = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((one) => one / 255)
             .map((one) => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
             .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0);
-        const back = light(getComputedStyle(document.body).backgroundColor);
-        return ['good', 'known', 'bad', 'dim'].map((name) => {
-            const one = light(getComputedStyle(document.querySelector('.verdict.' + name)).color);
-            return (Math.max(one, back) + 0.05) / (Math.min(one, back) + 0.05);
-        });
+        const clear = (colour) => /, 0\\)$/.test(colour);
+        return ['good', 'known', 'bad', 'dim'].map((name) => '.verdict.' + name)
+            .concat('.tile.bad', '.tile.dim', '.tile.dim span', '.causes .bad', '.causes a', '.copy', '.hint', '.reasons a').map((name) => {
+                const element = document.querySelector(name);
+                const one = light(getComputedStyle(element).color);
+                let behind = element;
+                while (behind && clear(getComputedStyle(behind).backgroundColor)) behind = behind.parentElement;
+                const back = light(getComputedStyle(behind).backgroundColor);
+                return (Math.max(one, back) + 0.05) / (Math.min(one, back) + 0.05);
+            });
     }"""
     assert min(page(contrast)) >= 4.5
     before = page("getComputedStyle(document.body).backgroundColor")
@@ -214,7 +348,7 @@ def test_the_timeline_has_a_row_for_each_device_and_leads_to_the_cells(opened: A
     page = opened(real)
     chart = page.page.locator("#timeline-chart")
     spans = real.session["timeline"]
-    assert chart.locator("rect").count() == len(spans)
+    assert chart.locator("rect.run").count() == len(spans)
     assert {one for one in chart.locator("text").all_text_contents() if one.startswith("cpu-")} == {
         span["device"] for span in spans
     }

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
+from collections import Counter
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pytest_distcompat.report.causes import causes
 from pytest_distcompat.report.document import Report, facets
 from pytest_distcompat.report.markdown import headline
-from pytest_distcompat.report.result import Result, Table, by_suite
-from pytest_distcompat.report.text import counts_text
+from pytest_distcompat.report.result import Result, by_reason, check_order, tables
+from pytest_distcompat.report.text import counts_text, follows
 from pytest_distcompat.status import Status
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 #: The page may load nothing. Its own script sets bars and colours.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+#: The statuses whose reasons the page lists.
+_WITH_REASONS = (Status.KNOWN, Status.SKIPPED, Status.REFUSED)
+#: A URL in a text, without the punctuation after it. The script has the same.
+_URL = re.compile(r"(https?://[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}])")
 
 _TEMPLATES = resources.files("pytest_distcompat.report") / "templates"
 
@@ -35,6 +45,7 @@ def html(report: Report) -> str:
     script = _read("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     data = report.to_json()
+    firsts = {f"driver={one.driver}&strategy={_strategy(one)}": one for one in reversed(report.results)}
     return environment.from_string(_read("page.html.j2")).render(
         policy=f"{POLICY}; script-src 'sha256-{digest}'",
         style=Markup(_read("page.css")),  # noqa: S704 - a file of this package
@@ -45,12 +56,18 @@ def html(report: Report) -> str:
         counts=counts_text(report),
         interrupted=report.interrupted,
         unreached=len(report.unreached),
-        suites=[_suite(found) for found in by_suite(report.results)],
+        suites=tables(report.results),
+        overview=_overview(report.results),
+        # Where a tile leads without the script, to the first verdict of its driver and strategy.
+        anchors={place(first): anchor for anchor, first in firsts.items()},
         causes=causes(report.results),
+        reasons=[(status, by_reason(report.results, status)) for status in _WITH_REASONS],
         not_applicable=[row for row in report.rows if row.not_applicable],
         statuses=list(Status),
         facets=_axes(report.results),
         place=place,
+        linked=linked,
+        follows=follows,
     )
 
 
@@ -59,13 +76,32 @@ def place(result: Result) -> str:
     return f"{result.place}:{result.cell}:{result.check}"
 
 
-def _suite(found: list[Result]) -> dict[str, Any]:
+def linked(text: str) -> Markup:
+    """Return the text escaped, with its URLs as links."""
+    from markupsafe import Markup
+
+    link = Markup('<a href="{0}" rel="noopener">{0}</a>')
+    # A split by one group: every second part is a URL.
+    parts = [link.format(part) if at % 2 else part for at, part in enumerate(_URL.split(text))]
+    return Markup().join(parts)
+
+
+def _overview(results: list[Result]) -> dict[str, dict[str, list[tuple[Status, int]]]]:
+    """Return the count of each status by driver and strategy: the worst status first, then the most frequent."""
+    found: dict[str, dict[str, Counter[Status]]] = {}
+    for result in results:
+        found.setdefault(result.driver, {}).setdefault(_strategy(result), Counter())[Status(result.status)] += 1
     return {
-        "title": f"{found[0].suite} (driver {found[0].driver})",
-        "place": found[0].place,
-        "driver": found[0].driver,
-        "table": Table.of(found),
+        driver: {
+            strategy: sorted(counted.items(), key=lambda one: (one[0].weight, one[1]), reverse=True)
+            for strategy, counted in strategies.items()
+        }
+        for driver, strategies in found.items()
     }
+
+
+def _strategy(result: Result) -> str:
+    return str(facets(result.cell).get("strategy", ""))
 
 
 def _axes(results: list[Result]) -> dict[str, list[str]]:
@@ -73,9 +109,9 @@ def _axes(results: list[Result]) -> dict[str, list[str]]:
     known = [facets(result.cell) for result in results]
     return {
         "driver": list(dict.fromkeys(result.driver for result in results)),
-        "strategy": list(dict.fromkeys(str(one["strategy"]) for one in known if one)),
+        "strategy": sorted({str(one["strategy"]) for one in known if one}),
         "precision": list(dict.fromkeys(str(one["precision"]) for one in known if one)),
-        "check": list(dict.fromkeys(result.check for result in results)),
+        "check": check_order(results),
     }
 
 

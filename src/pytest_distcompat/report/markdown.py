@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report
-from pytest_distcompat.report.result import Result, Row, Table, by_suite, not_applicable_reasons
+from pytest_distcompat.report.result import Row, Table, not_applicable_reasons, tables
 from pytest_distcompat.report.text import HEADLINE, counts_text, cut, follows
 
 #: The longest chat message, in characters (Slack cuts at 3000: https://docs.slack.dev/reference/block-kit/blocks/section-block).
@@ -68,8 +68,8 @@ def _page(report: Report) -> Iterator[str]:
     if session.get("baseline"):
         yield from ("", "## Since the baseline", "", *(f"- {escape(line)}" for line in session["baseline"]["text"]))
     yield from _causes(causes(report.results))
-    for found in by_suite(report.results):
-        yield from _suite(found)
+    for table in tables(report.results):
+        yield from _suite(table)
     yield from _not_applicable(report.rows)
     yield from _cost(report.rows)
 
@@ -88,15 +88,14 @@ def _causes(found: list[Cause]) -> Iterator[str]:
         yield f"\n{unshown(len(found) - CAUSES)}"
 
 
-def _suite(found: list[Result]) -> Iterator[str]:
-    table = Table.of(found)
-    yield from ("", f"## {escape(f'{found[0].suite} (driver {found[0].driver})')}", "")
+def _suite(table: Table) -> Iterator[str]:
+    yield from ("", f"## {escape(table.title)}", "")
     yield f"| {' | '.join(('', *map(escape, table.checks)))} |"
     yield "|" + " --- |" * (len(table.checks) + 1)
     for cell in table.cells:
         yield f"| {' | '.join((escape(cell), *(table.word(cell, check) for check in table.checks)))} |"
     reasons: dict[tuple[str, str], list[str]] = {}
-    for result in found:
+    for result in table.results:
         # Those that are red are among the causes.
         if result.status != "passed" and not result.red:
             reasons.setdefault((result.word, result.why), []).append(f"{result.cell}:{result.check}")

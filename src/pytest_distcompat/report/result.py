@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from pytest_distcompat.status import Status
@@ -102,35 +103,72 @@ def not_applicable_reasons(rows: Iterable[Row]) -> dict[tuple[str, str], list[st
     return reasons
 
 
-def by_suite(results: Iterable[Result]) -> list[list[Result]]:
-    """Group the results by suite, in the order of first appearance."""
-    suites: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        suites.setdefault((result.suite, result.place), []).append(result)
-    return list(suites.values())
-
-
 @dataclass(frozen=True)
 class Table:
     """Matrix of one suite: a row for each cell, a column for each check."""
 
+    results: tuple[Result, ...]
     checks: tuple[str, ...]
     cells: tuple[str, ...]
     found: dict[tuple[str, str], Result]
 
     @classmethod
-    def of(cls, results: Iterable[Result]) -> Table:
-        """Return the matrix of a suite's results, in their order; of several for a check in a cell, the worst."""
+    def of(cls, results: Iterable[Result], order: Iterable[str] = ()) -> Table:
+        """Return the matrix of a suite's results: of several for a check in a cell, the worst.
+
+        Args:
+            results: The results, in the order of the rows.
+            order: The order of the checks; by default that of the results.
+        """
+        all_results = tuple(results)
         found: dict[tuple[str, str], Result] = {}
-        for result in results:
+        for result in all_results:
             worst = found.setdefault((result.cell, result.check), result)
             if result.weight > worst.weight:
                 found[result.cell, result.check] = result
-        return cls(
-            tuple(dict.fromkeys(check for _, check in found)), tuple(dict.fromkeys(cell for cell, _ in found)), found
-        )
+        present = {check for _, check in found}
+        checks = tuple(check for check in order or check_order(all_results) if check in present)
+        return cls(all_results, checks, tuple(dict.fromkeys(cell for cell, _ in found)), found)
+
+    @property
+    def title(self) -> str:
+        """Return the name of the suite, and its driver."""
+        return f"{self.results[0].suite} (driver {self.results[0].driver})"
 
     def word(self, cell: str, check: str) -> str:
         """Return the word of the verdict, empty where there is none."""
         result = self.found.get((cell, check))
         return result.word if result else ""
+
+
+def tables(results: Iterable[Result]) -> list[Table]:
+    """Return the matrix of each suite, in the order of first appearance; all have their checks in the same order."""
+    suites: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        suites.setdefault((result.suite, result.place), []).append(result)
+    order = check_order(result for found in suites.values() for result in found)
+    return [Table.of(found, order) for found in suites.values()]
+
+
+def check_order(results: Iterable[Result]) -> list[str]:
+    """Return all checks: one that the cells before lack follows the check that precedes it in its own cell."""
+    checks: list[str] = []
+    for _, found in groupby(results, key=lambda result: (result.place, result.cell)):
+        column = 0
+        for result in found:
+            if result.check not in checks:
+                checks.insert(column, result.check)
+            column = checks.index(result.check) + 1
+    return checks
+
+
+def by_reason(results: Iterable[Result], status: str) -> dict[str, list[str]]:
+    """Return the cells, with the check if it ran, of each reason for a status."""
+    found: dict[str, list[str]] = {}
+    for result in results:
+        if result.status == status:
+            name = result.cell if status == "skipped" else f"{result.cell}:{result.check}"
+            names = found.setdefault(result.why, [])
+            if name not in names:
+                names.append(name)
+    return found

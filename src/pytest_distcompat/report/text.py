@@ -7,7 +7,7 @@ from typing import Any
 
 from pytest_distcompat.report.causes import Cause, causes, unshown
 from pytest_distcompat.report.document import Report, counts
-from pytest_distcompat.report.result import Result, Row, Table, by_suite, not_applicable_reasons
+from pytest_distcompat.report.result import Result, Row, Table, by_reason, not_applicable_reasons, tables
 from pytest_distcompat.status import Status
 
 #: A text and its style: ``good``, ``known``, ``bad``, ``dim``, ``head`` or nothing.
@@ -40,13 +40,15 @@ def matrix_text(results: Iterable[Result], cells: Iterable[Row] = (), width: int
         width: The longest line, in characters; 0 for any length. A wider matrix continues in a further block.
     """
     extra = list(cells)
-    for found in by_suite(results):
-        yield ((f"{found[0].suite} (driver {found[0].driver})", "head"),)
-        yield from _blocks(Table.of(found), width)
+    for table in tables(results):
+        yield ((table.title, "head"),)
+        yield from _blocks(table, width)
         for status, title in (("known", "known"), ("skipped", "not run"), ("refused", "refused")):
-            for reason, names in _reasons(found, status).items():
+            for reason, names in by_reason(table.results, status).items():
                 yield ((f"  {title}: {reason} [{_short(names)}]", ""),)
-        own_rows = (row for row in extra if row.suite == found[0].suite and row.driver == found[0].driver)
+        own_rows = (
+            row for row in extra if (row.suite, row.driver) == (table.results[0].suite, table.results[0].driver)
+        )
         for (check, reason), names in not_applicable_reasons(own_rows).items():
             yield ((f"  not applicable: {check}: {reason} [{_short(names)}]", "dim"),)
 
@@ -131,18 +133,6 @@ def counts_text(report: Report) -> str:
         parts.append(f"{found['unreached']} not reached")
     statuses = [f"{found[status]} {status}" for status in Status if found[status] and status is not Status.SKIPPED]
     return f"{', '.join(parts)}: {', '.join(statuses) or 'nothing'}"
-
-
-def _reasons(results: Iterable[Result], status: str) -> dict[str, list[str]]:
-    """Return the cells (and checks) of each reason."""
-    found: dict[str, list[str]] = {}
-    for result in results:
-        if result.status == status:
-            name = result.cell if status == "skipped" else f"{result.cell}:{result.check}"
-            names = found.setdefault(result.why, [])
-            if name not in names:
-                names.append(name)
-    return found
 
 
 def _short(names: list[str], shown: int = 3) -> str:

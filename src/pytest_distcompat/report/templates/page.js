@@ -20,7 +20,42 @@
   };
   const SVG = "http://www.w3.org/2000/svg";
   const number = (value) => value >= 1000 || Number.isInteger(value) ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(4));
-  const mebibytes = (value) => `${number(value / 2 ** 20)} MiB`;
+  const bytes = (value) => {
+    const power = Math.min(3, Math.max(1, Math.floor(Math.log2(value || 1) / 10)));
+    return `${+(value / 1024 ** power).toPrecision(3)} ${["KiB", "MiB", "GiB"][power - 1]}`;
+  };
+
+  // A text whose URLs are links; html.py has the same pattern.
+  const linked = (parent, name, text, attributes) => {
+    const element = put(parent, name, null, attributes);
+    text.split(/(https?:\/\/[^\s<>"'`]*[^\s<>"'`.,;:!?)\]}])/).forEach((part, at) => {
+      if (at % 2) put(element, "a", part, { href: part, rel: "noopener" });
+      else element.append(part);
+    });
+    return element;
+  };
+
+  // ---- commands, each with a button that copies it
+  const copyable = (pre) => {
+    const box = document.createElement("div");
+    box.className = "copyable";
+    pre.replaceWith(box);
+    box.append(pre);
+    const button = put(box, "button", "Copy", { type: "button", class: "copy", "aria-live": "polite", title: "Copy the command" });
+    button.addEventListener("click", async () => {
+      try {
+        await navigator.clipboard.writeText(pre.textContent);
+      } catch {
+        // A page without the permission, or from plain http.
+        getSelection().selectAllChildren(pre);
+        document.execCommand("copy");
+      }
+      button.textContent = "Copied";
+      setTimeout(() => { button.textContent = "Copy"; }, 2000);
+    });
+  };
+  const command = (parent, text) => copyable(put(parent, "pre", text, { class: "command" }));
+  document.querySelectorAll("pre.command").forEach(copyable);
 
   // ---- theme
   const root = document.documentElement;
@@ -58,9 +93,33 @@
     document.getElementById("shown").textContent = `${shown} of ${all} cells`;
     rove();
   };
-  filters.addEventListener("input", filter);
+
+  // ---- the address has the filters and the open cell: #strategy=fsdp2&status=red&cell=...
+  let opened = "";
+  const address = () => {
+    const fields = [...new FormData(filters), ["cell", opened]].filter(([, value]) => value);
+    history.replaceState(null, "", fields.length ? `#${new URLSearchParams(fields)}` : location.pathname + location.search);
+  };
+  const changed = () => { filter(); address(); };
+  filters.addEventListener("input", changed);
   filters.addEventListener("submit", (event) => event.preventDefault());
-  filters.addEventListener("reset", () => setTimeout(filter));
+  filters.addEventListener("reset", () => setTimeout(changed));
+  const restore = () => {
+    const wanted = new URLSearchParams(location.hash.slice(1));
+    for (const field of filters.querySelectorAll("[name]")) {
+      field.value = wanted.get(field.name) || "";
+      // A select has no such option: the address is of another report.
+      if (field.selectedIndex === -1) field.value = "";
+    }
+    filter();
+    const asked = results.get(wanted.get("cell"));
+    if (asked) open(asked);
+    else if (dialog.open) dialog.close();
+    return asked;
+  };
+  addEventListener("hashchange", () => {
+    if (!restore() && location.hash.includes("=")) document.getElementById("matrix").scrollIntoView();
+  });
 
   // ---- keyboard: a table is one stop of the Tab key, arrows move inside it
   const visible = (table) => [...table.querySelectorAll("tbody tr:not([hidden]) td:not([hidden]) .verdict")];
@@ -114,13 +173,15 @@
       names(row);
       const others = siblings(row);
       curves(row, others);
+      memory(row, others);
       bars(row, others);
     }
-    history.replaceState(null, "", `#${encodeURIComponent(`${key}:${result.check}`)}`);
+    opened = `${key}:${result.check}`;
+    address();
     if (!dialog.open) dialog.showModal();
     dialog.scrollTop = 0;
   };
-  dialog.addEventListener("close", () => history.replaceState(null, "", location.pathname + location.search));
+  dialog.addEventListener("close", () => { opened = ""; address(); });
   dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
   document.addEventListener("click", (event) => {
     const button = event.target.closest(".matrix .verdict");
@@ -134,12 +195,12 @@
       body.replaceChildren();
       chips.querySelectorAll("button").forEach((chip) => chip.setAttribute("aria-pressed", String(chip.dataset.check === result.check)));
       put(body, "h3", `${result.check}: ${result.status}`);
-      if (result.reason) put(body, "p", result.reason);
-      if (result.message && result.message !== result.reason) put(body, "pre", result.message);
+      if (result.reason) linked(body, "p", result.reason);
+      if (result.message && result.message !== result.reason) linked(body, "pre", result.message);
       const details = [`${number(result.seconds)} s`];
       if (result.rank !== null) details.push(`cause on rank ${result.rank}`);
       put(body, "p", details.join(", "), { class: "hint" });
-      if (result.reproduce) { put(body, "p", "Reproduce:"); put(body, "pre", result.reproduce, { class: "command" }); }
+      if (result.reproduce) { put(body, "p", "Reproduce:"); command(body, result.reproduce); }
     };
     for (const result of report.results.filter((one) => place(one) === key)) {
       const original = document.querySelector(`.verdict[data-place="${CSS.escape(`${key}:${result.check}`)}"]`);
@@ -162,16 +223,16 @@
       put(summary, "strong", run.name);
       put(summary, "span", ` ${run.cell}, ${number(run.seconds)} s: `);
       put(summary, "span", run.ending + (run.action ? ` in ${run.action}` : ""), { class: bad(run) ? "bad" : "good" });
-      if (run.message) put(details, "p", run.message);
+      if (run.message) linked(details, "p", run.message);
       for (const [index, rank] of run.ranks.entries()) {
         const one = put(details, "details", null, index ? {} : { open: "" });
         put(one, "summary", `${rank.rank === null ? "all ranks" : `rank ${rank.rank}`}: ${rank.message}`);
         for (const [part, title] of [["text"], ["collectives"], ["stack", "Stack at the time limit"], ["output", "Last output"]]) {
           if (rank[part] && title) put(one, "p", `${title}:`);
-          if (rank[part]) put(one, "pre", rank[part]);
+          if (rank[part]) linked(one, "pre", rank[part]);
         }
       }
-      if (run.command) put(details, "pre", run.command, { class: "command" });
+      if (run.command) command(details, run.command);
     }
   };
 
@@ -231,55 +292,114 @@
   const colour = (index) => COLOURS[index % COLOURS.length];
 
   const curves = (row, others) => {
-    const charts = [["loss", "Loss"], ["grad_norm", "Gradient norm"]].map(([name, title]) => {
+    const charts = [["loss", "Loss"], ["grad_norm", "Gradient norm"]].flatMap(([name, title]) => {
       const lines = others.filter((one) => (one.steps[name] || []).length)
         .map((one) => ({ label: one.cell, values: one.steps[name], own: one === row, colour: colour(others.indexOf(one)) }));
       const reference = row.steps[`reference_${name}`] || [];
-      if (reference.length) lines.push({ label: "reference, one process in float32", values: reference, reference: true, colour: "#8b949e" });
-      return { title, lines };
+      if (reference.length) lines.push({ label: "reference, one process in float32", values: reference, kind: "reference", colour: "#8b949e" });
+      const resumed = row.steps[`resumed_${name}`] || [];
+      if (resumed.length) lines.push({ label: "this cell, resumed from its checkpoint", values: resumed, kind: "resumed", colour: "var(--text)" });
+      return [{ title, lines }, difference(name, title, row, others)];
     }).filter(({ lines }) => lines.length);
     if (!charts.length) return;
     put(dialog, "h3", "Strategies over each other");
     const grid = put(dialog, "div", null, { class: "charts" });
-    for (const { title, lines } of charts) chart(grid, title, lines);
+    for (const { title, lines, band } of charts) chart(grid, title, lines, band);
   };
 
-  const chart = (parent, title, lines) => {
+  // How far each strategy is from its reference, relative to it, over what is allowed.
+  const difference = (name, title, row, others) => {
+    const off = (one) => {
+      const there = one.steps[`reference_${name}`] || [];
+      let largest = 0;
+      return (one.steps[name] || []).slice(0, there.length).map((value, at) => {
+        largest = Math.max(largest, Math.abs(there[at]));
+        return value === null || there[at] === null ? null : Math.abs(value - there[at]) / (Math.abs(there[at]) || largest || 1);
+      });
+    };
+    const lines = others.map((one) => ({ label: one.cell, values: off(one), own: one === row, colour: colour(others.indexOf(one)) }));
+    return { title: `${title}: relative difference to the reference`, lines: lines.filter((line) => line.values.length), band: row.steps[`${name}_tolerance`] || [] };
+  };
+
+  // With a band (what is allowed at each step) the axis is logarithmic, and 0 is at its lower end.
+  const chart = (parent, title, lines, band) => {
     const [width, height, left, bottom, top] = [520, 240, 46, 26, 10];
     const known = lines.flatMap((line) => line.values).filter((value) => value !== null);
     if (!known.length) return;
-    const low = Math.min(...known), high = Math.max(...known), count = Math.max(...lines.map((line) => line.values.length));
+    const count = Math.max(...lines.map((line) => line.values.length));
+    const positive = band && [...known, ...band].filter((value) => value > 0);
+    const least = band && 10 ** Math.floor(Math.log10(Math.min(...positive, 1e-6)));
+    const scaled = (value) => band ? Math.log10(Math.max(value, least)) : value;
+    const low = scaled(Math.min(...known, ...(band ? [least] : []))), high = band ? Math.ceil(scaled(Math.max(...positive, 10 * least))) : Math.max(...known);
     const x = (step) => left + (count < 2 ? 0 : step * (width - left - 12) / (count - 1));
-    const y = (value) => top + (high === low ? 0.5 : (high - value) / (high - low)) * (height - top - bottom);
+    const y = (value) => top + (high === low ? 0.5 : (high - scaled(value)) / (high - low)) * (height - top - bottom);
     const figure = put(parent, "figure");
     put(figure, "figcaption", title);
     const svg = put(figure, "svg", null, { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title} by step: ${lines.map((line) => line.label).join(", ")}` });
+    const allowed = (band || []).slice(0, count).map((value, at) => `${x(at).toFixed(1)},${y(value).toFixed(1)}`);
+    if (allowed.length) {
+      const area = put(svg, "polygon", null, { class: "band", points: [`${x(0)},${y(0)}`, ...allowed, `${x(allowed.length - 1)},${y(0)}`].join(" ") });
+      put(area, "title", `allowed: ${number(band[0])}`);
+    }
     for (const share of [0, 0.5, 1]) {
-      const value = low + share * (high - low);
+      const value = band ? 10 ** Math.round(low + share * (high - low)) : low + share * (high - low);
       put(svg, "line", null, { class: "axis", x1: left, x2: width - 8, y1: y(value), y2: y(value) });
-      put(svg, "text", number(value), { x: left - 5, y: y(value) + 4, "text-anchor": "end" });
+      put(svg, "text", band ? value.toExponential(0) : number(value), { x: left - 5, y: y(value) + 4, "text-anchor": "end" });
     }
     for (const at of [...new Set([0, Math.floor((count - 1) / 2), count - 1])]) put(svg, "text", `step ${at + 1}`, { x: x(at), y: height - 8, "text-anchor": at ? at === count - 1 ? "end" : "middle" : "start" });
     const legend = put(figure, "ul", null, { class: "legend" });
-    // The cell's own curve last, on top of the others.
-    for (const line of [...lines].sort((one, other) => Boolean(one.own) - Boolean(other.own))) {
+    // The cell's own curve on top of the others, what resumed on that.
+    const rank = (line) => line.own ? 1 : line.kind === "resumed" ? 2 : 0;
+    for (const line of [...lines].sort((one, other) => rank(one) - rank(other))) {
       const parts = [[]];
       line.values.forEach((value, at) => value === null ? parts.push([]) : parts[parts.length - 1].push(`${x(at).toFixed(1)},${y(value).toFixed(1)}`));
       for (const points of parts.filter((part) => part.length)) {
         const drawn = points.length > 1 ? put(svg, "polyline", null, { points: points.join(" ") }) : put(svg, "circle", null, { cx: points[0].split(",")[0], cy: points[0].split(",")[1], r: 3 });
-        drawn.setAttribute("class", `curve ${line.own ? "own" : line.reference ? "reference" : ""}`);
-        drawn.setAttribute("stroke", line.colour);
+        drawn.setAttribute("class", `curve ${line.own ? "own" : line.kind || ""}`);
+        drawn.style.stroke = line.colour;
         put(drawn, "title", line.label);
+        if (line.kind === "resumed" && points.length > 1) for (const [cx, cy] of points.map((point) => point.split(","))) put(svg, "circle", null, { class: "curve resumed", cx, cy, r: 4 }).style.stroke = line.colour;
       }
       const item = put(legend, "li");
-      put(item, "i").style.background = line.colour;
+      put(item, "i", null, { class: line.kind || "" }).style.color = line.colour;
       put(item, "span", line.own ? `${line.label} (this cell)` : line.label);
+    }
+    if (allowed.length) {
+      const item = put(legend, "li");
+      put(item, "i", null, { class: "allowed" });
+      put(item, "span", `allowed: ${number(Math.max(...band))}`);
+    }
+  };
+
+  // What each rank holds: unlike the process's peak that says on the CPU too what is sharded.
+  const memory = (row, others) => {
+    const kinds = [["parameters", "parameters"], ["gradients", "gradients"], ["optimizer", "optimizer state"]];
+    const held = (one) => {
+      const parts = kinds.map(([kind]) => one.tensor_bytes[kind] || []);
+      return (parts[0] || []).map((_, rank) => ({ one, rank, sizes: parts.map((part) => part[rank] || 0) }));
+    };
+    const whole = ({ sizes }) => sizes.reduce((sum, size) => sum + size, 0);
+    const most = (ranks) => ranks.sort((one, other) => whole(other) - whole(one)).slice(0, 1);
+    const found = [...held(row), ...others.filter((one) => one !== row).flatMap((one) => most(held(one)))];
+    const largest = Math.max(0, ...found.map(whole));
+    if (!largest) return;
+    put(dialog, "h3", "Memory after step 3: each rank of this cell, and the fullest rank under other strategies");
+    const body = table(["cell", "rank", ...kinds.map(([, title]) => title), "together", ""]);
+    body.parentElement.classList.add("memory");
+    kinds.forEach((_, at) => { put(body.parentElement.tHead.rows[0].cells[at + 2], "i").style.color = colour(at); });
+    for (const { one, rank, sizes } of found) {
+      const line = put(body, "tr", null, one === row ? { class: "own" } : {});
+      put(line, "th", one.cell, { scope: "row" });
+      for (const text of [rank, ...sizes.map(bytes), bytes(whole({ sizes }))]) put(line, "td", text);
+      const stack = put(put(line, "td"), "div", null, { class: "stack" });
+      sizes.forEach((size, at) => Object.assign(put(stack, "i", null, { title: `${kinds[at][1]}: ${bytes(size)}` }).style, { color: colour(at), width: `${100 * size / largest}%` }));
     }
   };
 
   const bars = (row, others) => {
     const kinds = [
-      ["Peak memory of the rank that needed most", (one) => Math.max(0, ...one.memory), mebibytes],
+      // On the CPU it is the process's, most of which is libraries.
+      ["Peak memory of the GPU, on the rank that needed most", (one) => report.session.device === "cpu" ? 0 : Math.max(0, ...one.memory), bytes],
       ["Tokens a second and rank", (one) => one.cost.tokens_per_second || 0, number],
       ["Bytes of master and state a trained parameter", (one) => one.cost.state_bytes || 0, number],
     ];
@@ -308,6 +428,24 @@
     const x = (at) => left + (end > begin ? (at - begin) / (end - begin) : 0) * (width - left - 10);
     const svg = put(document.getElementById("timeline-chart"), "svg", null, { viewBox: `0 0 ${width} ${devices.length * line + 26}`, role: "img", "aria-label": `Who had which of ${devices.length} devices, over ${number(end - begin)} seconds` });
     devices.forEach((device, at) => put(svg, "text", device.length > 24 ? `${device.slice(0, 23)}…` : device, { x: 6, y: at * line + 17 }));
+    // Labelled gaps if the report has them, else what no run covers.
+    const gaps = report.session.gaps || devices.flatMap((device) => {
+      const own = spans.filter((span) => span.device === device).sort((one, other) => one.begin - other.begin);
+      let at = begin;
+      const free = [];
+      for (const span of [...own, { begin: end, end }]) {
+        if (span.begin > at) free.push({ device, begin: at, end: span.begin, what: "no run" });
+        at = Math.max(at, span.end);
+      }
+      return free;
+    });
+    for (const gap of gaps) {
+      const [row, wide] = [devices.indexOf(gap.device), x(gap.end) - x(gap.begin)];
+      if (wide < 3) continue;
+      const rect = put(svg, "rect", null, { class: "gap", x: x(gap.begin), y: row * line + 8, width: wide, height: line - 16 });
+      put(rect, "title", `${gap.what}: ${number(gap.end - gap.begin)} s`);
+      if (wide > 7 * gap.what.length) put(svg, "text", gap.what, { class: "gap", x: x(gap.begin) + wide / 2, y: row * line + 16, "text-anchor": "middle" });
+    }
     for (const span of spans) {
       const result = byNode.get(span.who), run = runs.get(span.who);
       const bad = result && RED.has(result.status) || run && run.ending !== "ok";
@@ -319,7 +457,5 @@
   };
 
   timeline();
-  filter();
-  const asked = results.get(decodeURIComponent(location.hash.slice(1)));
-  if (asked) open(asked);
+  restore();
 })();
