@@ -41,6 +41,7 @@ class Runner:
         timeout: float,
         notice: Callable[[str], None] = print,
         limits: Mapping[str, float] | None = None,
+        log_level: str = "",
     ) -> None:
         self.store = store
         self._launcher = launcher
@@ -48,6 +49,9 @@ class Runner:
         self._timeout = timeout
         self._notice = notice
         self._limits = dict(limits or {})
+        self._log_level = log_level
+        #: The directories of the runs that this process has started, by the name of the run.
+        self.started: dict[Path, str] = {}
         self._decoded: dict[Path, tuple[RunTrace, str]] = {}
 
     def trace(self, driver: str, cell: Cell, scenario: Scenario) -> Trace:
@@ -66,6 +70,10 @@ class Runner:
             runs.append(trace)
             notes[run.name] = command
         return dataclasses.replace(Trace.of(driver, runs), notes=notes, limits=self._limits)
+
+    def directories(self, driver: str, cell: Cell, scenario: Scenario) -> dict[Path, str]:
+        """Return the directories of a scenario's runs, each with the name of its run."""
+        return {self._directory(driver, cell, run): run.name for run in scenario.runs}
 
     def forget(self, driver: str, cell: Cell, scenario: Scenario) -> None:
         """Discard the stored results of a scenario, so that its runs run again."""
@@ -88,6 +96,7 @@ class Runner:
 
     def _run(self, driver: str, cell: Cell, run: Run, after: Run | None) -> tuple[RunTrace, str]:
         directory = self._directory(driver, cell, run)
+        self.started[directory] = run.name
         # An interrupted session may have left logs, to which the ranks would append.
         shutil.rmtree(directory, ignore_errors=True)
         save_to = directory / run.directory
@@ -107,6 +116,7 @@ class Runner:
                 "cell": run_cell.id,
                 "ranks": cell.world_size,
                 "device": self._device,
+                "log_level": self._log_level,
                 "run": dataclasses.asdict(run),
                 "save_to": str(save_to),
                 "load_from": str(load_from),

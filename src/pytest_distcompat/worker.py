@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -35,11 +36,13 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     """Perform one run on this rank.
 
     ``payload``: ``driver`` (a name or module:attribute), ``cell`` (an id), ``device`` (cpu or cuda), ``run`` (the fields
-    of a Run), ``ranks`` (of the cell that the run is for) and the directories ``save_to``, ``load_from`` and ``export``.
+    of a Run), ``ranks`` (of the cell that the run is for), ``log_level`` (pytest's, or empty) and the directories ``save_to``,
+    ``load_from`` and ``export``.
     A run with damage has a copy of ``load_from`` in ``save_to``, and loads that.
     """
     from pytest_distcompat.probe import Observer
 
+    _capture_log(payload["log_level"], log)
     fields = payload["run"]
     only = None if fields["only"] is None else tuple(fields["only"])
     run = Run(**{**fields, "actions": tuple(fields["actions"]), "only": only})
@@ -53,6 +56,24 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     rank = _Rank(driver, run, run_paths, Observer(), log)
     rank.perform()
     _end_process_group(driver)
+
+
+def _capture_log(level: str, log: RankLog) -> None:
+    """Write log records without a handler to a file, as pytest writes them, where Python would print their messages only.
+
+    No handler is added to the root logger: ``logging.basicConfig`` of the trainer would then do nothing.
+    https://docs.python.org/3/library/logging.html#logging.lastResort
+    """
+    from pytest_distcompat.launch.files import log_file
+
+    if level:
+        number = int(level) if level.isdecimal() else logging.getLevelName(level.upper())
+        logging.getLogger().setLevel(min(logging.getLogger().level, number))
+    if not log.by_hand:
+        handler = logging.FileHandler(log_file(log.path.parent, log.rank), delay=True)
+        handler.setFormatter(logging.Formatter("%(levelname)-8s %(name)s:%(filename)s:%(lineno)d %(message)s"))
+        handler.setLevel(logging.getLogger().level if level else logging.WARNING)
+        logging.lastResort = handler
 
 
 def _init_gloo(world: World) -> None:

@@ -160,7 +160,7 @@ class Ending:
                 sections.setdefault((_first_line(end.message), _section(end)), []).append(end.rank)
         # Ranks with the same story share a section.
         for (message, body), ranks in sections.items():
-            parts.append("\n".join(filter(None, (f"--- {_named(ranks)}: {message} ---", body))))
+            parts.append("\n".join(filter(None, (f"--- {name_ranks(ranks)}: {message} ---", body))))
         if folded:
             parts.append(
                 "consequences:\n" + "\n".join(f"  rank {end.rank} {_first_line(end.message)}" for end in folded)
@@ -179,7 +179,7 @@ def _first_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else ""
 
 
-def _named(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Return the ranks as a text: ``rank 1``, or ``ranks 0, 1 and 3``."""
     *most, last = map(str, sorted(ranks))
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

@@ -48,7 +48,7 @@ class Files:
         Of each: a crash's stack in one file must not hide the last lines of another.
         """
         lines: list[str] = []
-        for path in (*captured_files(self.run, rank), *_logs(self.run, rank)):
+        for path in (*captured_files(self.run, rank), *_logs(self.run, rank), log_file(self.run, rank)):
             lines += _excerpt(read_end(path, BYTES_READ, self.since.get(path, 0)).splitlines())
         return "\n".join(lines)
 
@@ -68,6 +68,19 @@ def log_sizes(run: Path, world_size: int) -> dict[Path, int]:
 def captured_files(run: Path, rank: int) -> tuple[Path, Path]:
     """Return the files to which pytest on that rank captures stdout and stderr."""
     return run / f"rank-{rank}.stdout.captured", run / f"rank-{rank}.stderr.captured"
+
+
+def log_file(run: Path, rank: int) -> Path:
+    """Return the file with the log records of that rank for which no handler was configured."""
+    return run / f"rank-{rank}.log"
+
+
+def written(run: Path, rank: int) -> Iterator[tuple[str, str]]:
+    """Yield the end of what a rank of a suite wrote: ``stdout``, ``stderr`` or ``log``, and the text, if there is any."""
+    for path in (*_logs(run, rank), log_file(run, rank)):
+        text = read_end(path, BYTES_READ)
+        if text.strip():
+            yield ("log" if path.suffix == ".log" and path.parent == run else path.stem), text
 
 
 def _logs(run: Path, rank: int) -> Iterator[Path]:

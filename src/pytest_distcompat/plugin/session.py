@@ -271,6 +271,8 @@ class DistcompatSession:
     def _runner(self, store: Path, launcher: Launcher) -> Runner:
         from pytest_distcompat.runner import Runner
 
+        # The settings of pytest's plugin logging, which the user may have blocked.
+        ini = self.config.getini("log_level") if self.config.pluginmanager.hasplugin("logging") else None
         return Runner(
             store,
             launcher,
@@ -278,6 +280,7 @@ class DistcompatSession:
             timeout=self.timeout,
             notice=self.notice,
             limits=self.limits,
+            log_level=str(self.config.getoption("log_level", None) or ini or ""),
         )
 
     @functools.cached_property

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -30,12 +31,15 @@ from pytest_distcompat.plugin.reporting.representation import represent
 from pytest_distcompat.plugin.reporting.results import ATTRIBUTE
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.plugin.suite.declared_names import check_names
+from pytest_distcompat.plugin.suite.output import sections
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.status import Status
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.suite import CompatSuite
 
 VERDICT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
+#: What the ranks of an item's runs wrote, as sections of its report.
+OUTPUT: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
 
 
 #: The exception for a verdict that is a failure, by status; its message is the text to show.
@@ -237,6 +241,7 @@ class BoundCase:
         if reason:
             return skipped(case.check.name, case.cell, reason), ""
         # The suite's own expectations come first.
+        session.runner.started.clear()
         known = session.known_of(concerned(driver), strip_group(self.item.config, self.item.nodeid))
         expected = (*case.suite.expect, *(expectation for issue in known for expectation in issue.expectations))
         verdict, trace = run_check(session.runner, case.suite.driver, case.cell, case.check, expected)
@@ -259,7 +264,23 @@ class BoundCase:
             if run.end is not None and run.end.message and run.end.message in verdict.message:
                 self._ended_run, self._rank = run.name, run.end.rank
                 break
+        self._show_output(session, session.runner.directories(case.suite.driver, case.cell, scenario), verdict)
         return verdict, command
+
+    def _show_output(self, session: DistcompatSession, runs: Mapping[Path, str], verdict: Verdict) -> None:
+        """Keep what the ranks wrote for the report, or print it (``-s``).
+
+        An item that failed shows the run that ended early, else all its runs; any other those that it has started: checks share
+        runs.
+        """
+        config, started = self.item.config, session.runner.started
+        if config.getoption("capture", "no") in {"no", "tee-sys"} and not hasattr(config, "workerinput"):
+            for title, content in sections(started):
+                print(f"\n{title}:\n{content}")  # noqa: T201 - it is what the ranks printed
+            return
+        if verdict.status.red:
+            runs = {directory: name for directory, name in runs.items() if self._ended_run in {"", name}}
+        self.item.stash[OUTPUT] = sections(runs if verdict.status.red else started)
 
     def _text(self, verdict: Verdict, command: str) -> str:
         session = self.item.config.stash[SESSION]
@@ -279,6 +300,8 @@ class BoundCase:
 def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
     """Attach the verdict to the report, which then shows its message without frames of this plugin."""
     setattr(report, ATTRIBUTE, item.stash.get(VERDICT, None))
+    output = item.stash.get(OUTPUT, None)
+    report.sections.extend(output or ())
     if call.excinfo is not None and isinstance(call.excinfo.value, DistcompatError):
         represent(report, str(call.excinfo.value))
         scripted.finish_report(report, call.excinfo.value)
