@@ -231,6 +231,8 @@ def test_a_crashed_cell_shows_each_rank_and_the_other_verdicts(opened: Any, real
     assert "Stack at the time limit:" in detail.locator("details[open] p").all_inner_texts()
     detail.locator(".chips button", has_text="dtypes").click()
     assert detail.locator("#verdict h3").inner_text() == "dtypes: hung"
+    lines = page("new Set([...document.querySelectorAll('.chips button')].map((one) => one.offsetTop)).size")
+    assert lines < detail.locator(".chips button").count() / 2, "the chips stand beside one another"
     assert detail.locator(".chips [aria-pressed='true']").inner_text() == "dtypes HUNG"
 
 
@@ -366,3 +368,83 @@ def test_the_timeline_has_a_row_for_each_device_and_leads_to_the_cells(opened: A
 def test_an_empty_and_an_interrupted_report_are_pages_too(opened: Any) -> None:
     page = opened(Report(session={"ending": "interrupted"}, unreached=["a::b"]))
     assert page.page.locator("[role=alert]").inner_text() == "interrupted: 1 items were not reached."
+
+
+def with_evidence(real: Report) -> Report:
+    """Return the report with tolerances, resumed runs and bytes in each trained cell."""
+    rows = []
+    for row in real.rows:
+        loss, norm = (row.steps.get(name, []) for name in ("loss", "grad_norm"))
+        if len(loss) != 20:
+            rows.append(row)
+            continue
+        more: dict[str, list[float | None]] = {"loss_tolerance": [1e-3] * 20, "grad_norm_tolerance": [0.25] * 20}
+        resumed = {"resumed_loss": [None] * 3 + loss[3:5], "resumed_grad_norm": [None] * 3 + norm[3:5]}
+        shard = 40_960 if row.cell.startswith("fsdp") else 81_920
+        held = {"parameters": [shard, shard + 4096], "gradients": [shard, shard], "optimizer": [2 * shard, 2 * shard]}
+        rows.append(dataclasses.replace(row, steps={**row.steps, **more, **resumed}, tensor_bytes=held))
+    return dataclasses.replace(real, rows=rows)
+
+
+#: The points of a polyline or polygon of the chart with that title.
+POINTS = """([title, part]) => [...document.querySelectorAll('#detail figure')]
+    .find((one) => one.querySelector('figcaption').textContent === title)
+    .querySelector(part).getAttribute('points').split(' ').map((point) => point.split(',').map(Number))"""
+
+
+def test_a_deviation_leaves_the_band_at_the_step_that_the_check_names(opened: Any, real: Report) -> None:
+    page = opened(with_evidence(real))
+    page.verdict("fsdp1-bf16_mixed-w2:parity").click()
+    assert "step 17: the loss is" in page.page.locator("#verdict pre").first.inner_text()
+    title = "Loss: relative difference to the reference"
+    own = page.page.evaluate(POINTS, [title, ".curve.own"])
+    _, *band, _ = page.page.evaluate(POINTS, [title, ".band"])
+    assert [x for x, _ in own] == [x for x, _ in band]
+    # What is higher on the screen has the smaller number.
+    outside = [step for step, ((_, y), (_, top)) in enumerate(zip(own, band, strict=True), 1) if y < top]
+    assert outside[0] == 17
+    legend = page.page.locator("#detail figure", has_text=title).locator(".legend")
+    assert "allowed: 0.001" in legend.inner_text()
+
+
+def test_the_resumed_run_is_drawn_on_the_first(opened: Any, real: Report) -> None:
+    report = with_evidence(real)
+    row = next(row for row in report.rows if row.cell == "fsdp2-fp32-w2")
+    # The second loss after the load is too large.
+    row.steps["resumed_loss"][4] = 0.5 + (row.steps["loss"][4] or 0)
+    page = opened(report)
+    page.verdict("fsdp2-fp32-w2:active").click()
+    own, resumed = (page.page.evaluate(POINTS, ["Loss", f".curve.{kind}"]) for kind in ("own", "resumed"))
+    assert resumed[0] == own[3]
+    assert resumed[1][0] == own[4][0]
+    assert resumed[1][1] < own[4][1]
+    assert "this cell, resumed" in page.page.locator("#detail .legend").first.inner_text()
+
+
+def test_memory_is_what_each_rank_holds(opened: Any, real: Report) -> None:
+    page = opened(with_evidence(real))
+    page.verdict("fsdp2-fp32-w2:active").click()
+    rows = [row.locator("th, td").all_inner_texts()[:6] for row in page.page.locator("#detail .memory tbody tr").all()]
+    assert rows == [
+        ["fsdp2-fp32-w2", "0", "40 KiB", "40 KiB", "80 KiB", "160 KiB"],
+        ["fsdp2-fp32-w2", "1", "44 KiB", "40 KiB", "80 KiB", "164 KiB"],
+        ["ddp-fp32-w2", "1", "84 KiB", "80 KiB", "160 KiB", "324 KiB"],
+    ]
+    widths = page(
+        "[...document.querySelectorAll('.memory .stack')].map((one) => [...one.children].reduce((sum, part) => sum + part.offsetWidth, 0))"
+    )
+    assert widths[0] < widths[1] < widths[2] <= page("document.querySelector('.memory .stack').offsetWidth") + 2
+    text = page.page.locator("#detail").inner_text()
+    assert "Peak memory" not in text, "on the CPU that is the process's"
+    gpu = with_evidence(real)
+    gpu.session["device"] = "cuda"
+    page = opened(gpu)
+    page.verdict("fsdp2-fp32-w2:active").click()
+    assert "Peak memory of the GPU" in page.page.locator("#detail").inner_text()
+
+
+def test_the_timeline_says_what_its_gaps_were(opened: Any, real: Report) -> None:
+    page = opened(real)
+    titles = page.page.locator("#timeline-chart rect.gap title").all_text_contents()
+    assert titles
+    assert all(title.startswith("no run: ") for title in titles)
