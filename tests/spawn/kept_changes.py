@@ -298,6 +298,7 @@ CHANGES: dict[str, Callable[[], object]] = {
     "how decimal numbers are computed": _decimal,
     "how long a field of csv may be": _call("csv.field_size_limit", 77),
     "garbage collection: thresholds": lambda: gc.set_threshold(1),
+    "garbage collection: frozen objects": gc.unfreeze,
     "the interpreter's settings: recursion": lambda: sys.setrecursionlimit(4321),
     "the interpreter's settings: switches": lambda: sys.setswitchinterval(0.5),
     "the interpreter's settings: trace": lambda: sys.settrace(lambda *_: None),

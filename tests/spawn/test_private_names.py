@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import multiprocessing.util
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,18 @@ def test_what_waits_for_the_end_of_the_interpreter() -> None:
     assert callable(getattr(atexit, "_run_exitfuncs", None)), (
         "atexit._run_exitfuncs is gone: see launch/process.py:run_exit_functions"
     )
+
+
+def test_the_finalizers_of_an_interpreter() -> None:
+    class Owned:
+        pass
+
+    owned = Owned()
+    finalizer = weakref.finalize(owned, print)
+    assert finalizer in weakref.finalize._registry, (  # type: ignore[attr-defined]
+        "weakref.finalize._registry is not what it was: see launch/preload.py:_keep_operators_of_torch"
+    )
+    finalizer.detach()
 
 
 def test_the_watch_of_the_agent() -> None:
