@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.lease import Instant, Inventory, Leak, Pool, Span, busy, chart, read_timeline
+from pytest_distcompat.lease import Instant, Inventory, Leak, Pool, Span, busy, chart, gaps, read_timeline
 
 if TYPE_CHECKING:
     from tests.leases.conftest import Field, MadeUpMemory
@@ -35,6 +35,23 @@ def test_the_leak_is_in_it(tmp_path: Path, memory: MadeUpMemory) -> None:
     with pool.lease(1, who="leaky"):
         memory.now["GPU-a"] += 1 << 30
     assert [line.leak for line in read_timeline(tmp_path)] == [(Leak("GPU-a", 1 << 30, "leaky"),)]
+
+
+def test_the_gaps_of_a_device_say_what_they_were() -> None:
+    waited = Span(
+        ("a", "b"), "large", 1, Instant(6, 6), Instant(9, 9), Instant(10, 10), waited_for=("another session",)
+    )
+    spans = [span("one", 2, 4, "a"), span("two", 3, 9, "b"), waited]
+    assert [(gap["device"], gap["begin"], gap["end"], gap["why"]) for gap in gaps(spans, 0.0, 12.0)] == [
+        ("a", 0.0, 2, "collection, and start of the fork servers"),
+        ("a", 4, 6, "no run to start: checks read what ran"),
+        ("a", 6, 9, "a run waits for another session"),
+        ("a", 10, 12.0, "nothing left to run"),
+        ("b", 0.0, 2, "collection, and start of the fork servers"),
+        ("b", 2, 3, "no run to start: checks read what ran"),
+        ("b", 10, 12.0, "nothing left to run"),
+    ]
+    assert gaps([], 0.0, 12.0) == []
 
 
 def test_an_unfinished_line_is_dropped(arena: Field) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from pytest_distcompat.lease import Inventory, LeaseTimeout, Pool, default_directory, watch
+from pytest_distcompat.lease import Inventory, LeaseTimeout, Pool, default_directory, read_timeline, watch
 
 from .conftest import DEADLINE, Contender, await_that
 
@@ -42,9 +42,10 @@ def test_cpu_slots_of_a_suspended_process_are_not_waited_for(arena: Field) -> No
     assert holder.hear() == ["got", *SLOTS]
     suspend(holder)
     said: list[str] = []
-    pool = Pool(arena.directory, Inventory("cpu", SLOTS), notify=said.append)
+    pool = Pool(arena.directory, Inventory("cpu", SLOTS), notify=said.append, timeline=arena.timeline)
     with pool.lease(2, who="tests/b.py::test_waits", timeout=DEADLINE) as lease:
         assert (lease.ids, lease.environment) == ((), {})
+    assert read_timeline(arena.timeline)[-1].waited_for == ("tests/a.py::test_suspended",)
     assert re.fullmatch(
         rf"tests/b.py::test_waits has waited \d+ s for 2 of 2 CPU slots: tests/a.py::test_suspended "
         rf"\(pid {holder.process.pid}, suspended\) has had cpu-0.0, cpu-0.1 for \d+ s; "

@@ -16,6 +16,7 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.evidence import running
 from pytest_distcompat.plugin.reporting import progress
+from pytest_distcompat.report import Report, Result
 
 from .conftest import command, write_session
 
@@ -169,7 +170,11 @@ def test_the_line_says_how_far_the_session_is(
 ) -> None:
     ended, now = 0, 100.0
     monkeypatch.setattr(clock, "now", lambda: now)
-    shown = progress.Progress(pytestconfig, tmp_path, lambda: (ended, 40))
+    items = [str(number) for number in range(40)]
+    forecast = progress.Forecast(None, items)
+    shown = progress.Progress(
+        pytestconfig, tmp_path, lambda: (ended, 40), lambda passed: forecast.left(items[:ended], passed)
+    )
     written: list[str] = []
     monkeypatch.setattr(shown, "_write", written.append)
     monkeypatch.setattr(type(pytestconfig.get_terminal_writer()), "width_of_current_line", 0)
@@ -188,3 +193,22 @@ def test_a_run_whose_session_died_runs_no_more(tmp_path: Path) -> None:
     then = time.time() - 1000
     os.utime(old / "request.json", (then, then))
     assert list(running(tmp_path, set())) == []
+
+
+def test_how_long_the_rest_takes_is_known_from_the_last_report() -> None:
+    took = {"quick": 1.0, "slow": 30.0, "other": 9.0}
+    results = [Result("S", "d", "c", "k", "passed", nodeid=name, seconds=seconds) for name, seconds in took.items()]
+    # Two workers: 40 seconds of items took 20.
+    forecast = progress.Forecast(Report({"seconds": 20.0}, results), took)
+    assert forecast.left((), 3.0) == 20.0
+    assert forecast.left(("quick",), 3.0) == 19.5, "too early for a pace of its own"
+    assert forecast.left(("slow",), 30.0) == 10.0, "this machine is half as fast"
+    # An item that was not there takes as long as the others in the mean.
+    assert progress.Forecast(Report({"seconds": 20.0}, results[:2]), took).left((), 3.0) == pytest.approx(30.0)
+
+
+def test_without_a_report_the_pace_of_the_session_counts() -> None:
+    for earlier in (None, Report()):
+        forecast = progress.Forecast(earlier, ("a", "b", "c", "d"))
+        assert forecast.left((), 5.0) is None
+        assert forecast.left(("a",), 5.0) == 15.0

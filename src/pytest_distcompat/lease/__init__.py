@@ -9,7 +9,7 @@ from pytest_distcompat.lease.inventory import Inventory, cpu_slots, gpus, here
 from pytest_distcompat.lease.memory import Leak, Memory
 from pytest_distcompat.lease.packing import Demand, Schedule, pack, simulate
 from pytest_distcompat.lease.pool import Lease, LeaseTimeout, Pool, default_directory
-from pytest_distcompat.lease.timeline import Instant, Span, busy, chart, entries, read_timeline
+from pytest_distcompat.lease.timeline import Instant, Span, busy, chart, entries, gaps, read_timeline
 from pytest_distcompat.lease.watch import Holder
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "cpu_slots",
     "default_directory",
     "entries",
+    "gaps",
     "gpus",
     "here",
     "pack",

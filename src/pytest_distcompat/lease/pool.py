@@ -139,7 +139,7 @@ class Pool:
             raise UsageProblem(f"{who}: {count} are needed, and {lent}")
         requested = now()
         with contextlib.ExitStack() as held:
-            ids = self._take(count, who, requested.monotonic + timeout, held, mine)
+            ids, waited_for = self._take(count, who, requested.monotonic + timeout, held, mine)
             left = self._leaks_of_dead_holders(ids)
             granted = now()
             before = self._memory.used(ids) if self.inventory.kind == "gpu" else {}
@@ -159,10 +159,8 @@ class Pool:
                     if self._timeline is not None:
                         # The record is for reports only.
                         with contextlib.suppress(OSError):
-                            append(
-                                self._timeline,
-                                Span(ids, who, owner, requested, granted, now(), lease.leak, self._worker),
-                            )
+                            times = (requested, granted, now())
+                            append(self._timeline, Span(ids, who, owner, *times, lease.leak, self._worker, waited_for))
 
     def _await_free_memory(self, lease: Lease, who: str, before: Mapping[str, int]) -> None:
         """Wait until the memory of the lease's devices is free, and add to its leaks what stays in use."""
@@ -192,8 +190,8 @@ class Pool:
 
     def _take(
         self, count: int, who: str, deadline: float, held: contextlib.ExitStack, mine: tuple[str, ...]
-    ) -> tuple[str, ...]:
-        """Lock ``count`` devices and return their ids.
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Lock ``count`` devices; return their ids, and whom the request has waited for.
 
         Devices stay locked while the request waits for more, so that a later request cannot take them. An exception is a
         request of a thread that holds devices already, ``mine``: it holds back no further devices, and others hold back
@@ -230,7 +228,7 @@ class Pool:
             count = len(taken)
         if len(taken) < count:
             raise LeaseTimeout(self._timeout_message(count, who, taken))
-        return tuple(name for name in self.inventory.ids if name in taken)
+        return tuple(name for name in self.inventory.ids if name in taken), tuple(watch.waited_for)
 
     def _lock(self, name: str, held: contextlib.ExitStack) -> bool:
         """Lock a device until ``held`` is closed, and tell whether it was free."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,11 @@ class Instant(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """One lease, from its request to its end; ``worker`` is the name of the xdist worker that held it, if any."""
+    """One lease, from its request to its end.
+
+    ``worker`` is the name of the xdist worker that held it, if any; ``waited_for`` names the holders and requests that it
+    waited for, as far as it waited long enough to look.
+    """
 
     ids: tuple[str, ...]
     who: str
@@ -36,6 +41,7 @@ class Span:
     released: Instant
     leak: tuple[Leak, ...] = ()
     worker: str = ""
+    waited_for: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -73,7 +79,8 @@ def read_timeline(directory: Path) -> list[Span]:
 def _span(data: dict[str, Any]) -> Span:
     asked, got, released = (Instant(*data[name]) for name in ("asked", "got", "released"))
     leak = tuple(Leak(**one) for one in data["leak"])
-    return Span(tuple(data["ids"]), data["who"], data["pid"], asked, got, released, leak, data["worker"])
+    waited_for = tuple(data["waited_for"])
+    return Span(tuple(data["ids"]), data["who"], data["pid"], asked, got, released, leak, data["worker"], waited_for)
 
 
 def entries(directory: Path, since: float) -> list[dict[str, Any]]:
@@ -101,6 +108,51 @@ def entries(directory: Path, since: float) -> list[dict[str, Any]]:
         for span in read_timeline(directory)
         for device in span.ids
     ]
+
+
+#: Gaps of a device, and waits of a request, that are shorter are left out, in seconds.
+SHORTEST_GAP_S = 0.05
+
+
+def gaps(spans: Sequence[Span], since: float, until: float) -> list[dict[str, Any]]:
+    """Return why devices were not leased: a dict of ``device``, ``begin``, ``end`` and ``why`` for each gap.
+
+    Args:
+        spans: The leases of a session.
+        since: The time that counts as 0, in seconds of CLOCK_MONOTONIC.
+        until: The end of the session, in the same clock.
+
+    """
+    if not spans:
+        return []
+    first, last = min(span.asked.monotonic for span in spans), max(span.released.monotonic for span in spans)
+    waits = [span for span in spans if span.got.monotonic - span.asked.monotonic >= SHORTEST_GAP_S]
+    times = sorted({first, last, *(time for span in waits for time in (span.asked.monotonic, span.got.monotonic))})
+
+    def why(time: float) -> str:
+        if time < first:
+            return "collection, and start of the fork servers"
+        if time > last:
+            return "nothing left to run"
+        waiting = [span for span in waits if span.asked.monotonic <= time < span.got.monotonic]
+        holders = dict.fromkeys(who for span in waiting for who in span.waited_for)
+        if holders:
+            return f"a run waits for {', '.join(holders)}"
+        return "a run waits for more devices" if waiting else "no run to start: checks read what ran"
+
+    found: list[dict[str, Any]] = []
+    for device in sorted({name for span in spans for name in span.ids}):
+        own = sorted((span.got.monotonic, span.released.monotonic) for span in spans if device in span.ids)
+        ends, begins = [since, *(end for _, end in own)], [*(begin for begin, _ in own), until]
+        for free, taken in zip(ends, begins, strict=True):
+            cuts = [free, *(time for time in times if free < time < taken), taken]
+            pieces = [(why((begin + end) / 2), begin, end) for begin, end in itertools.pairwise(cuts)]
+            for reason, group in itertools.groupby(pieces, key=lambda piece: piece[0]):
+                _, [begin, *_], [*_, end] = zip(*group, strict=True)
+                if end - begin >= SHORTEST_GAP_S:
+                    seconds = {"begin": round(begin - since, 3), "end": round(end - since, 3)}
+                    found.append({"device": device, **seconds, "why": reason})
+    return found
 
 
 def busy(spans: Iterable[Span], ids: Sequence[str]) -> float:

@@ -81,6 +81,8 @@ class Watch:
 
     def __post_init__(self) -> None:
         """Set the times of the first check and the first notice."""
+        #: Who held the devices or was to be served before, whenever it looked.
+        self.waited_for: dict[str, None] = {}
         self._began = clock.now()
         self._next_check = self._began + (0.0 if self.given_up else NOTIFY_AFTER_S)
         self._next_notice = self._began + NOTIFY_AFTER_S
@@ -93,6 +95,7 @@ class Watch:
         self._next_check = now + _CHECK_INTERVAL_S
         waited = now - self._began
         blockers = list(self.blockers(ticket))
+        self.waited_for.update(dict.fromkeys(one.who for one in blockers))
         stuck = {one for one in blockers if self._stuck(one)}
         if self.inventory.kind == "cpu" and self._too_few_without(stuck):
             known = stuck <= self.given_up

@@ -12,7 +12,7 @@ from pytest_distcompat.report.result import Result
 #: Numbers, ranks and addresses, which differ between failures of one cause.
 _VARIABLE = re.compile(r"0x[0-9a-f]+|\branks? \d+(, \d+)*|\d+(\.\d+)?(e-?\d+)?", re.IGNORECASE)
 #: Names in findings: of tensors, files and strategies.
-_NAME = re.compile(r"'[^']*'|\bunder \w+")
+_NAME = re.compile(r"'[^']*'|\bunder [\w#]+")
 
 #: The last line of a traceback inside a message: an exception of several ranks contains theirs.
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception)\b.*", re.MULTILINE)

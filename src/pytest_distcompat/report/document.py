@@ -51,6 +51,13 @@ class _Span(_NamedSpan, total=False):
     leak: int
 
 
+class _Gap(TypedDict):
+    device: str
+    begin: float
+    end: float
+    why: str
+
+
 class _Baseline(TypedDict):
     file: str
     text: list[str]
@@ -67,6 +74,7 @@ class _Session(TypedDict, total=False):
     ending: str
     settings: dict[str, _Setting]
     timeline: list[_Span]
+    gaps: list[_Gap]
     baseline: _Baseline
     merged: list[dict[str, Any]]
 

@@ -71,6 +71,11 @@ def _session(sessions: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for number, session in enumerate(sessions, 1)
         for entry in session.get("timeline", ())
     ]
+    gaps = [
+        {**gap, "device": f"{number}/{gap['device']}"}
+        for number, session in enumerate(sessions, 1)
+        for gap in session.get("gaps", ())
+    ]
     sizes = dict.fromkeys(session.get("world_size", "?") for session in sessions)
     return {
         "versions": versions,
@@ -86,7 +91,10 @@ def _session(sessions: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ),
         "settings": joined,
         "timeline": timeline,
-        "merged": [{name: value for name, value in session.items() if name != "timeline"} for session in sessions],
+        "gaps": gaps,
+        "merged": [
+            {name: value for name, value in session.items() if name not in {"timeline", "gaps"}} for session in sessions
+        ],
     }
 
 

@@ -109,8 +109,10 @@ def follows(cause: Cause) -> str:
     return f", may follow from {cause.follows}" if cause.follows else ""
 
 
-def runs_text(runs: Iterable[dict[str, Any]], timeline: Iterable[dict[str, Any]] = ()) -> Iterator[Line]:
-    """Yield the slowest runs, and the fraction of the time in which each device was in use."""
+def runs_text(
+    runs: Iterable[dict[str, Any]], timeline: Iterable[dict[str, Any]] = (), gaps: Iterable[dict[str, Any]] = ()
+) -> Iterator[Line]:
+    """Yield the slowest runs, the fraction of the time in which each device was in use, and why they were not."""
     slow = sorted((run for run in runs if run["seconds"]), key=lambda run: run["seconds"], reverse=True)
     if slow:
         named = (f"{run['seconds']:.1f} s {run['cell']} {run['name']} ({run['driver']})" for run in slow[:SLOWEST])
@@ -123,6 +125,14 @@ def runs_text(runs: Iterable[dict[str, Any]], timeline: Iterable[dict[str, Any]]
             used[span["device"]] = used.get(span["device"], 0.0) + span["end"] - span["begin"]
         named = (f"{device} {seconds / length:.0%}" for device, seconds in sorted(used.items()))
         yield ((f"devices in use, of {length:.0f} s: {', '.join(named)}", ""),)
+    idle: dict[str, float] = {}
+    for gap in gaps:
+        # Whom a run waited for is in the report.
+        why = gap["why"] if "waits for" not in gap["why"] else "a run waits for devices"
+        idle[why] = idle.get(why, 0.0) + gap["end"] - gap["begin"]
+    long = [f"{seconds:.0f} s {why}" for why, seconds in sorted(idle.items(), key=lambda one: -one[1]) if seconds >= 1]
+    if long:
+        yield ((f"devices not in use, all together: {'; '.join(long)}", ""),)
 
 
 def counts_text(report: Report) -> str:

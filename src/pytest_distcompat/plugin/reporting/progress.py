@@ -6,14 +6,17 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_distcompat import clock
 from pytest_distcompat.excerpt import visible
+
+if TYPE_CHECKING:
+    from pytest_distcompat.report import Report
 
 #: Seconds between two updates of the line, and the number of runs that it names.
 RENEWED = 0.5
@@ -25,6 +28,35 @@ _CLEAR_BELOW = "\n\x1b[2K"
 _UP = "\x1b[1A"
 
 
+#: From which share of the expected work the pace of this session counts, and not that of the earlier one.
+OWN_PACE = 0.1
+
+
+class Forecast:
+    """Guess of how long the rest of a session takes, from how long its items took in an earlier one."""
+
+    def __init__(self, earlier: Report | None, items: Iterable[str]) -> None:
+        took = {result.nodeid: result.seconds for result in earlier.results} if earlier else {}
+        self._known = bool(sum(took.values()))
+        mean = sum(took.values()) / len(took) if self._known else 1.0
+        self._work = {item: took.get(item, mean) for item in items}
+        #: Seconds of a session for a second of its items: less than 1 with several workers.
+        self._pace = (earlier.session.get("seconds", 0.0) if earlier else 0.0) / (sum(took.values()) or 1.0)
+
+    def left(self, ended: Collection[str], passed: float) -> float | None:
+        """Return the seconds that the rest takes; None if nothing is known.
+
+        Args:
+            ended: The items that have ended.
+            passed: For how long the session runs, in seconds.
+        """
+        total = sum(self._work.values())
+        done = sum(self._work.get(item, 0.0) for item in ended)
+        if done and (not self._known or done >= OWN_PACE * total):
+            return passed / done * (total - done)
+        return self._pace * (total - done) if self._known else None
+
+
 class Progress:
     """A thread that shows progress, in the process that has the terminal. It reads the store, with and without xdist.
 
@@ -32,11 +64,17 @@ class Progress:
     """
 
     def __init__(
-        self, config: pytest.Config, runs: Path, counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self,
+        config: pytest.Config,
+        runs: Path,
+        counts: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        left: Callable[[float], float | None] = lambda _: None,
     ) -> None:
         self._runs = runs
         #: Returns how many checks have ended, and of how many.
         self._counts = counts
+        #: Returns how long the rest takes, after so many seconds.
+        self._left = left
         self._began = clock.now()
         self._config = config
         self._lock = threading.Lock()
@@ -105,11 +143,10 @@ class Progress:
         self._drawn = True
 
     def _overall(self) -> str:
-        """Return how many checks have ended, for how long the session runs, and how long it takes at that pace."""
+        """Return how many checks have ended, for how long the session runs, and how long it takes about."""
         passed, (ended, total) = clock.now() - self._began, self._counts()
-        if not ended:
-            return f"0 of {total} checks, {passed:.0f} s; "
-        return f"{ended} of {total} checks, {passed:.0f} s, about {passed / ended * (total - ended):.0f} s left; "
+        left = self._left(passed)
+        return f"{ended} of {total} checks, {passed:.0f} s{'' if left is None else f', about {left:.0f} s left'}; "
 
     def _clear(self) -> None:
         if self._drawn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -13,10 +14,11 @@ import pytest
 
 from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.nodeids import strip_group
 from pytest_distcompat.plugin.options import OPTIONS
-from pytest_distcompat.plugin.reporting.progress import Progress
+from pytest_distcompat.plugin.reporting.progress import Forecast, Progress
 from pytest_distcompat.plugin.reporting.summary import Summary, fold_failures
 from pytest_distcompat.plugin.selection import is_narrowed
 from pytest_distcompat.plugin.session import DistcompatSession
@@ -98,10 +100,26 @@ class Results:
     def _start_progress(self) -> None:
         if self.collected and self._progress is None:
             config = self.session.config
-            self._progress = Progress(config, self.session.runs, lambda: (len(self.results), len(self.collected)))
+            forecast = Forecast(self._earlier, self.collected)
+            self._progress = Progress(
+                config,
+                self.session.runs,
+                lambda: (len(self.results), len(self.collected)),
+                lambda passed: forecast.left(tuple(self.results), passed),
+            )
             config.pluginmanager.register(self._progress, "distcompat-progress")
             config.add_cleanup(self._progress.stop)
             self._progress.start()
+
+    @property
+    def _earlier(self) -> Report | None:
+        """The baseline, else the last report that this session will replace; None if there is none."""
+        baseline: Report | None = self.session.setting("baseline").value
+        last = (path for path in self.session.setting("report").value if path.suffix == ".json" and path.exists())
+        for path in last if baseline is None else ():
+            with contextlib.suppress(UsageProblem):
+                return Report.read(path)
+        return baseline
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -288,7 +306,7 @@ class Results:
             Summary(terminalreporter).show(self.report, self._written, self._nothing_ran)
 
     def _session_info(self) -> dict[str, Any]:
-        from pytest_distcompat.lease import entries
+        from pytest_distcompat.lease import entries, gaps, read_timeline
 
         session = self.session
         names = [name.removeprefix("distcompat_") for name in OPTIONS]
@@ -308,6 +326,7 @@ class Results:
             "seconds": round(clock.now() - session.began, 1),
             "settings": settings,
             "timeline": timeline,
+            "gaps": gaps(read_timeline(session.store_path), session.began, clock.now()),
         }
 
 

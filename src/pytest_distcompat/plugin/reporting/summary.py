@@ -79,7 +79,7 @@ class Summary:
         verdicts = f"{len(report.results)} verdict{'s' * (len(report.results) != 1)}"
         self._terminal.write_line(f"{verdicts} from {runs} {'run' if runs == 1 else 'runs'}")
         self._terminal.write_line(counts_text(report))
-        for line in runs_text(report.runs, report.session.get("timeline", ())):
+        for line in runs_text(report.runs, report.session.get("timeline", ()), report.session.get("gaps", ())):
             self._line(line)
         if report.interrupted:
             message = f"{report.session['ending']}: {len(report.unreached)} items were not reached"
