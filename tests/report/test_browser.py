@@ -43,10 +43,10 @@ def test_without_scripts_matrix_and_causes_are_there(browser: Browser, real: Rep
     assert page.locator(".verdict", has_text="CRASH").count() == 12
     assert "no filters" in str(page.locator("noscript").text_content())
     # Every tile and every check of a cause leads to a verdict, and what is known has its link.
-    for link, start in ((".tile", "fsdp2-fp32-w2:active"), (".causes details[open] a", "ddp-fp32-w2:memory")):
+    for link, start in ((".tile", "fsdp2-fp32-w2:active"), (".causes details[open] ul a", "ddp-fp32-w2:memory")):
         page.locator(link, has_text="HUNG" if link == ".tile" else None).click()
         assert str(page.locator(":target, :target .verdict").last.get_attribute("data-place")).endswith(start)
-    targets = "[...document.querySelectorAll('.tile, .causes a')].every((one) => document.getElementById(decodeURIComponent(one.hash.slice(1))))"
+    targets = "[...document.querySelectorAll('.tile, .causes ul a')].every((one) => document.getElementById(decodeURIComponent(one.hash.slice(1))))"
     assert page.evaluate(targets)
     known = page.locator("#reasons-known + ul a")
     assert [one.get_attribute("href") for one in known.all()] == [
@@ -448,3 +448,10 @@ def test_the_timeline_says_what_its_gaps_were(opened: Any, real: Report) -> None
     titles = page.page.locator("#timeline-chart rect.gap title").all_text_contents()
     assert titles
     assert all(title.startswith("no run: ") for title in titles)
+    device = real.session["timeline"][0]["device"]
+    real.session["gaps"] = [{"device": device, "begin": 0.0, "end": 8.85, "why": "waits for <b>"}]
+    page = opened(real)
+    assert page.page.locator("#timeline-chart rect.gap title").all_text_contents() == ["waits for <b>: 8.85 s"]
+    assert page.page.locator("#timeline-chart text.gap").all_text_contents() == ["waits for <b>"]
+    starts = page("[...document.querySelectorAll('#timeline-chart rect')].map((one) => one.x.baseVal.value)")
+    assert min(starts) == starts[0], "the first gap begins before the first run"

@@ -423,28 +423,29 @@
     if (!spans.length) return;
     document.getElementById("timeline-section").hidden = false;
     const devices = [...new Set(spans.map((span) => span.device))].sort();
-    const begin = Math.min(...spans.map((span) => span.begin)), end = Math.max(...spans.map((span) => span.end));
-    const left = 20 + 7 * Math.max(...devices.map((device) => Math.min(device.length, 24))), width = 1200, line = 24;
-    const x = (at) => left + (end > begin ? (at - begin) / (end - begin) : 0) * (width - left - 10);
-    const svg = put(document.getElementById("timeline-chart"), "svg", null, { viewBox: `0 0 ${width} ${devices.length * line + 26}`, role: "img", "aria-label": `Who had which of ${devices.length} devices, over ${number(end - begin)} seconds` });
-    devices.forEach((device, at) => put(svg, "text", device.length > 24 ? `${device.slice(0, 23)}…` : device, { x: 6, y: at * line + 17 }));
-    // Labelled gaps if the report has them, else what no run covers.
+    const known = [...spans, ...(report.session.gaps || [])];
+    const begin = Math.min(...known.map((span) => span.begin)), end = Math.max(...known.map((span) => span.end));
+    // An older report does not say what its gaps were.
     const gaps = report.session.gaps || devices.flatMap((device) => {
       const own = spans.filter((span) => span.device === device).sort((one, other) => one.begin - other.begin);
       let at = begin;
       const free = [];
       for (const span of [...own, { begin: end, end }]) {
-        if (span.begin > at) free.push({ device, begin: at, end: span.begin, what: "no run" });
+        if (span.begin > at) free.push({ device, begin: at, end: span.begin, why: "no run" });
         at = Math.max(at, span.end);
       }
       return free;
     });
+    const left = 20 + 7 * Math.max(...devices.map((device) => Math.min(device.length, 24))), width = 1200, line = 24;
+    const x = (at) => left + (end > begin ? (at - begin) / (end - begin) : 0) * (width - left - 10);
+    const svg = put(document.getElementById("timeline-chart"), "svg", null, { viewBox: `0 0 ${width} ${devices.length * line + 26}`, role: "img", "aria-label": `Who had which of ${devices.length} devices, over ${number(end - begin)} seconds` });
+    devices.forEach((device, at) => put(svg, "text", device.length > 24 ? `${device.slice(0, 23)}…` : device, { x: 6, y: at * line + 17 }));
     for (const gap of gaps) {
       const [row, wide] = [devices.indexOf(gap.device), x(gap.end) - x(gap.begin)];
       if (wide < 3) continue;
       const rect = put(svg, "rect", null, { class: "gap", x: x(gap.begin), y: row * line + 8, width: wide, height: line - 16 });
-      put(rect, "title", `${gap.what}: ${number(gap.end - gap.begin)} s`);
-      if (wide > 7 * gap.what.length) put(svg, "text", gap.what, { class: "gap", x: x(gap.begin) + wide / 2, y: row * line + 16, "text-anchor": "middle" });
+      put(rect, "title", `${gap.why}: ${number(gap.end - gap.begin)} s`);
+      if (wide > 6 * gap.why.length) put(svg, "text", gap.why, { class: "gap", x: x(gap.begin) + wide / 2, y: row * line + 16, "text-anchor": "middle" });
     }
     for (const span of spans) {
       const result = byNode.get(span.who), run = runs.get(span.who);
