@@ -328,3 +328,16 @@ def test_other_tests_do_not_make_up_for_it(needs: pytest.Pytester) -> None:
     needs.makepyfile(test_other="def test(): pass")
     assert needs.runpytest_inprocess().ret == pytest.ExitCode.TESTS_FAILED
     assert needs.runpytest_inprocess("test_other.py").ret == pytest.ExitCode.OK
+
+
+def test_where_no_debugger_can_stop_it_is_said_how_to_go_on(suite: pytest.Pytester) -> None:
+    result = suite.runpytest_inprocess("--pdb", "-k", "zero3 and fp32 or fsdp1 and fp32")
+    result.stdout.fnmatch_lines(
+        [
+            "*> no debugger >*",
+            "No rank raised an exception at which a debugger could stop. To look into the run, put",
+            "torch.distributed.breakpoint(rank=0) where it should stop, and run: *",
+        ]
+    )
+    # pytest's own debugger has not started: its frames are none of the user's.
+    assert "entering PDB" not in result.stdout.str()

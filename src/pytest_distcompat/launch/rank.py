@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import faulthandler
 import importlib
@@ -20,7 +21,7 @@ import psutil
 
 from pytest_distcompat import clock
 from pytest_distcompat.excerpt import explained
-from pytest_distcompat.launch import flight_recorder, pristine_builtins, randomness
+from pytest_distcompat.launch import debugging, flight_recorder, pristine_builtins, randomness
 from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent, run_exit_functions
 from pytest_distcompat.launch.request import RankLog, Request, extend_import_path, has_ended, read_events
@@ -35,7 +36,7 @@ _THREADS = "OMP_NUM_THREADS"
 start_method: str | None = None
 
 
-def main(path: str, *, by_hand: bool = False) -> None:
+def main(path: str, *, by_hand: bool = False, debugged: int | None = None) -> None:
     """Run one request on this rank; it returns only if all went well."""
     request = Request.read(path)
     die_with_parent()
@@ -49,7 +50,7 @@ def main(path: str, *, by_hand: bool = False) -> None:
     multiprocessing.set_start_method(start_method, force=True)
     prepare(request)
     randomness.renew()
-    perform(request, by_hand=by_hand)
+    perform(request, by_hand=by_hand, debugged=debugged)
     flush()
 
 
@@ -80,16 +81,17 @@ def prepare(request: Request) -> None:
     extend_import_path(request.import_path)
 
 
-def perform(request: Request, *, by_hand: bool = False) -> None:
+def perform(request: Request, *, by_hand: bool = False, debugged: int | None = None) -> None:
     """Call the target of the request. A failure is reported and ends this process."""
     number = int(os.environ["RANK"])
-    with contextlib.closing(RankLog(request.directory, number, by_hand=by_hand)) as log:
+    with contextlib.closing(RankLog(request.directory, number, by_hand=by_hand, debugged=debugged)) as log:
         own = pristine_builtins.own_pid()
         log.write("start", pid=own)
         try:
             module, _, function = request.target.partition(":")
             getattr(importlib.import_module(module), function)(request.payload, log)
         except BaseException as error:  # SystemExit and KeyboardInterrupt end a rank like any other error
+            debugging.stop(log, error)
             fail(request, log, error)
         if pristine_builtins.own_pid() != own:
             # This is a child that the target forked, and that came back here in the rank's place. The rank itself may be gone:
@@ -157,4 +159,9 @@ def flush() -> None:
 if __name__ == "__main__":
     # Default dispositions, as a warm rank has them: torchrun's agent ends ranks by SIGTERM.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    main(sys.argv[1], by_hand="--by-hand" in sys.argv)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("request")
+    parser.add_argument("--by-hand", action="store_true")
+    parser.add_argument(debugging.OPTION, type=int, dest="debugged")
+    arguments = parser.parse_args()
+    main(arguments.request, by_hand=arguments.by_hand, debugged=arguments.debugged)

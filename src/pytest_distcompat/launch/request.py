@@ -166,12 +166,14 @@ class RankLog:
         directory: The directory of the request.
         rank: The rank.
         by_hand: Whether a user runs the run again and looks at a terminal: the log starts afresh, and errors are shown.
+        debugged: The rank in which the user wants a debugger, in a run by hand.
     """
 
-    def __init__(self, directory: str | Path, rank: int, *, by_hand: bool = False) -> None:
+    def __init__(self, directory: str | Path, rank: int, *, by_hand: bool = False, debugged: int | None = None) -> None:
         self.path = Path(directory) / f"rank-{rank}.jsonl"
         self.rank = rank
         self.by_hand = by_hand
+        self.debugged = debugged
         # Duplicated now: a test's capture may have replaced stderr when the error comes.
         self._terminal = os.dup(2) if by_hand else None
         if by_hand:

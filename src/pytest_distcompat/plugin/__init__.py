@@ -219,6 +219,10 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     will_run = _IN_USE in config.stash and not config.option.collectonly and not session.testsfailed
     if will_run and (hasattr(config, "workerinput") or not _is_controller(config)):
         session_of(config).launcher.warm_up()
+        if config.getoption("usepdb", False):
+            from pytest_distcompat.plugin import debugging
+
+            debugging.take_over(config)
 
 
 def _is_controller(config: pytest.Config) -> bool:

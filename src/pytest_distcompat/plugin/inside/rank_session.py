@@ -395,6 +395,7 @@ class _Reporter:
     directory: Path
     _rank: Any
     _request: Any
+    _debugging: Any
 
     @classmethod
     def of(cls, config: pytest.Config) -> _Reporter:
@@ -409,10 +410,10 @@ class _Reporter:
     def begin(self, log: RankLog, world_size: int, directory: Path) -> None:
         """Report to that log from now on, for a request on so many ranks in that directory."""
         # Imported before the test runs, which may break imports (sys.path, sys.meta_path).
-        from pytest_distcompat.launch import rank, request
+        from pytest_distcompat.launch import debugging, rank, request
 
         self.log, self.phases, self.world_size, self.directory = log, Phases(), world_size, directory
-        self._rank, self._request = rank, request
+        self._rank, self._request, self._debugging = rank, request, debugging
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -421,6 +422,8 @@ class _Reporter:
         """Note whether the exception is due to a lost peer."""
         report = yield
         mark_lost_peer(report, call)
+        if report.failed and call.excinfo is not None:
+            self._debugging.stop(self.log, call.excinfo.value)
         return report
 
     @pytest.hookimpl(trylast=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
+from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
 from pytest_distcompat.plugin.marked.conditions import hide_conditions_of_ranks
 from pytest_distcompat.plugin.marked.outcome import UNCAPTURED, Outcome, RankFailure, disagreement, merge, unexcused
 from pytest_distcompat.plugin.nodeids import strip_group
@@ -222,6 +223,8 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
     if ending.left:
         item.user_properties.append(("distcompat: ranks left", ending.left))
     if outcome.kind == "failed":
+        raised = ending.cause is not None and ending.cause.status == "raised"
+        item.stash[FAILED_RUN] = FailedRun(ending.command, ending.cause.rank if raised and ending.cause else None)
         lines = (outcome.text, f"reproduce: {session.reproduce(item)}", f"this run alone: {ending.command}")
         raise RankFailure("\n".join(lines), hard=outcome.hard)
     if outcome.kind == "skipped":

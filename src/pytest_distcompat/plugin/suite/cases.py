@@ -24,6 +24,7 @@ from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailur
 from pytest_distcompat.judge import Verdict, declaration, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.plugin import scripted
+from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.marked.outcome import disagreement
 from pytest_distcompat.plugin.nodeids import strip_group
@@ -264,6 +265,8 @@ class BoundCase:
             if run.end is not None and run.end.message and run.end.message in verdict.message:
                 self._ended_run, self._rank = run.name, run.end.rank
                 break
+        ended = trace.runs[self._ended_run].end if self._ended_run else None
+        self.item.stash[FAILED_RUN] = FailedRun(command, ended.rank if ended and ended.kind == "raised" else None)
         self._show_output(session, session.runner.directories(case.suite.driver, case.cell, scenario), verdict)
         return verdict, command
 

@@ -1,0 +1,81 @@
+"""``--pdb`` for tests on ranks: the run that failed runs again under torchrun, and its rank stops where it failed."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+#: The name under which pytest registers its own plugin for ``--pdb``.
+_NAME = "pdbinvoke"
+
+
+@dataclass(frozen=True)
+class FailedRun:
+    """The run that an item failed in: the command that repeats it, and the rank that raised; None if none did."""
+
+    command: str
+    rank: int | None
+
+
+FAILED_RUN: pytest.StashKey[FailedRun] = pytest.StashKey()
+
+
+def take_over(config: pytest.Config) -> None:
+    """Replace pytest's plugin for ``--pdb`` by one that treats failures on ranks differently."""
+    own = config.pluginmanager.unregister(name=_NAME)
+    if own is not None:
+        config.pluginmanager.register(Debugger(own), _NAME)
+
+
+class Debugger:
+    """Hooks of pytest's own plugin, for failures on ranks and, through it, for all others.
+
+    A failure on ranks has no frame in this process that a user would want to see.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        #: The runs that were debugged: checks of a cell share them.
+        self._seen: set[FailedRun] = set()
+
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Debug an error of pytest itself."""
+        self._own.pytest_internalerror(excinfo)
+
+    def pytest_exception_interact(self, node: Any, call: pytest.CallInfo[Any], report: Any) -> None:
+        """Debug a failure: on ranks, if the item failed there."""
+        from pytest_distcompat.launch.debugging import OPTION
+
+        failed = node.stash.get(FAILED_RUN, None) if call.when == "call" else None
+        if failed is None:
+            self._own.pytest_exception_interact(node, call, report)
+            return
+        if failed in self._seen:
+            return
+        self._seen.add(failed)
+        capture = node.config.pluginmanager.getplugin("capturemanager")
+        if capture is not None:
+            capture.suspend_global_capture(in_=True)
+        terminal: Any = node.config.get_terminal_writer()
+        terminal.line()
+        terminal.sep(">", "traceback")
+        report.toterminal(terminal)
+        report._pdbshown = True  # noqa: SLF001 - as pytest's own does, so that the failure is not shown twice
+        if failed.rank is None:
+            terminal.sep(">", "no debugger")
+            terminal.line("No rank raised an exception at which a debugger could stop. To look into the run, put")
+            terminal.line(f"torch.distributed.breakpoint(rank=0) where it should stop, and run: {failed.command}")
+        elif not sys.__stdin__ or not sys.__stdin__.isatty():
+            terminal.sep(">", "no debugger")
+            terminal.line(f"There is no terminal here. In one, rank {failed.rank} stops where it failed with:")
+            terminal.line(f"{failed.command} {OPTION} {failed.rank}")
+        else:
+            terminal.sep(">", f"the run again: rank {failed.rank} stops where it fails (q goes on with the tests)")
+            _, *arguments = shlex.split(failed.command)
+            launch = [sys.executable, "-m", "torch.distributed.run", *arguments, OPTION, str(failed.rank)]
+            subprocess.run(launch, check=False)
