@@ -23,6 +23,12 @@ def decode(kind: type[T], data: Any) -> T:
     return value
 
 
+def prepare(*kinds: type) -> None:
+    """Inspect these types now, rather than when the first value is decoded: a test may break what that needs."""
+    for kind in kinds:
+        _reader(kind)
+
+
 @functools.cache
 def _reader(kind: Any) -> Callable[[Any], Any] | None:
     """Return the function that decodes a value of that type, None where JSON's own value is right.
@@ -45,7 +51,8 @@ def _reader(kind: Any) -> Callable[[Any], Any] | None:
 
 
 def _reader_of_fields(kind: type) -> Callable[[Any], Any]:
-    hints = typing.get_type_hints(kind)
+    every = typing.get_type_hints(kind)
+    hints = {field.name: every[field.name] for field in dataclasses.fields(kind) if field.init}
     readers = {name: reader for name, hint in hints.items() if (reader := _reader(hint)) is not None}
 
     def read(data: Mapping[str, Any]) -> Any:

@@ -15,8 +15,10 @@ from typing import Any
 from filelock import FileLock
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.events import Done, Event, SnapshotTaken, of_kind
 from pytest_distcompat.launch import Ending, Launcher, RankEnd, Request
-from pytest_distcompat.launch.request import read_events
+from pytest_distcompat.launch.ending import current_action
+from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.stacks import without_launcher
 from pytest_distcompat.scenario import Run, Scenario
 from pytest_distcompat.trace import RunFailure, RunTrace, Snapshot, Trace
@@ -175,18 +177,14 @@ def read_run(directory: Path) -> tuple[RunTrace, str]:
     """Return a finished run and the command that repeats it. Raises FileNotFoundError for an unfinished one."""
     data = json.loads((directory / DONE).read_text(encoding="utf-8"))
     fields = data["trace"]
-    snapshots = _snapshots({rank: read_events(directory, rank) for rank in range(fields["world_size"])})
+    snapshots = _snapshots(LogReader(directory, range(fields["world_size"])).read())
     end = RunFailure(**fields["end"]) if fields["end"] else None
     return RunTrace(**{**fields, "snapshots": snapshots, "end": end}), data["command"]
 
 
-def _snapshots(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[Snapshot, ...]:
-    return tuple(
-        Snapshot.from_json(event["snapshot"])
-        for events_of_rank in events.values()
-        for event in events_of_rank
-        if event["event"] == "snapshot"
-    )
+def _snapshots(events: Mapping[int, Sequence[Event]]) -> tuple[Snapshot, ...]:
+    taken = (event for logged in events.values() for event in of_kind(SnapshotTaken, logged))
+    return tuple(Snapshot.from_json(event.snapshot) for event in taken)
 
 
 def count_runs(store: Path) -> int:
@@ -209,14 +207,11 @@ def run_trace(name: str, ending: Ending, cell: Cell) -> RunTrace:
 def _run_failure(ending: Ending) -> RunFailure:
     """Return the failure, in the action of the rank that failed first; a rank that had finished is in no action."""
     events = ending.events.get(ending.cause.rank, ()) if ending.cause else ()
-    last: Mapping[str, Any] = {}
-    if not any(event["event"] == "done" for event in events):
-        progress = [event for event in events if event["event"] in {"action", "snapshot"}]
-        # Only an action that began and did not finish has failed.
-        last = progress[-1] if progress and progress[-1]["event"] == "action" else {}
+    # Only an action that began and did not finish has failed.
+    action = None if of_kind(Done, events) else current_action(events)
     rank = ending.cause.rank if ending.cause and not ending.launch_error else None
-    where = {"action": last.get("action", ""), "index": int(last.get("index", -1)), "rank": rank}
-    return RunFailure(ending.kind, ending.headline(), ending.text(), **where)
+    where = (action.action, action.index) if action is not None else ("", -1)
+    return RunFailure(ending.kind, ending.headline(), ending.text(), *where, rank=rank)
 
 
 def rank_reports(ending: Ending) -> list[dict[str, Any]]:

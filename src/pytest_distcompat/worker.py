@@ -12,6 +12,7 @@ from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import STEP_ACTIONS, Driver, Plan
 from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.events import Action, SnapshotTaken
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.registry import installed_entry_points
 from pytest_distcompat.run_paths import RunPaths
@@ -111,14 +112,14 @@ class _Rank:
         """Log the next action: if it hangs or dies, that is the last event of this rank."""
         self.index += 1
         if self.index < len(self.run.actions):
-            self.log.write("action", action=self.run.actions[self.index], index=self.index)
+            self.log.write(Action(self.run.actions[self.index], self.index))
         self.observer.restart()
         self.began = clock.now()
 
     def _end(self, infos: Mapping[str, Any], seconds: float) -> None:
         action = self.run.actions[self.index]
         snapshot = Snapshot(self.driver.world.rank, self.run.name, action, self.index, seconds=seconds, **infos)
-        self.log.write("snapshot", action=action, index=self.index, snapshot=snapshot.to_json())
+        self.log.write(SnapshotTaken(action, self.index, snapshot.to_json()))
         self._begin()
 
     def _perform_own(self) -> None:

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pytest_distcompat import devices
 from pytest_distcompat.launch import LAUNCHERS, Ending, RankEnd, Request, Reuse, Warmth
@@ -51,9 +50,7 @@ class Ranks:
         time.sleep(told.get("seconds", 0.0))
         ids = request.set["CUDA_VISIBLE_DEVICES"].split(",")
         used[ids[0]] += int(told.get("leaks", 0)) << 20
-        phases: list[dict[str, Any]] = [
-            {"event": "phase", **Phase(when, "passed").to_json()} for when in ("setup", "call", "teardown")
-        ]
+        phases = [Phase(when, "passed") for when in ("setup", "call", "teardown")]
         ranks = range(request.world_size)
         return Ending(
             tuple(RankEnd(rank, "done") for rank in ranks), dict.fromkeys(ranks, phases), command="torchrun ..."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -202,8 +201,7 @@ WORDS = [
 
 
 def leaky(*ranks: RankEnd) -> Ending:
-    events: dict[int, Sequence[dict[str, object]]] = {end.rank: [] for end in ranks}
-    return Ending(ranks, events, leaks=tuple(map(leak_message, LEAKS)))
+    return Ending(ranks, {end.rank: [] for end in ranks}, leaks=tuple(map(leak_message, LEAKS)))
 
 
 def test_the_leak_is_the_failure_of_ranks_that_ended_well() -> None:

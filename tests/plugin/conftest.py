@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -224,11 +223,9 @@ class FakeRanks:
     @staticmethod
     def told(*ranks: tuple[RankEnd, Sequence[Phase]], **more: Any) -> Ending:
         """An ending with these ranks, each with the phases that it wrote."""
-        events = {
-            end.rank: [{"event": "phase", **json.loads(json.dumps(phase.to_json()))} for phase in found]
-            for end, found in ranks
-        }
-        return Ending(tuple(end for end, _ in ranks), events, command="torchrun ...", **more)
+        return Ending(
+            tuple(end for end, _ in ranks), {end.rank: found for end, found in ranks}, command="torchrun ...", **more
+        )
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_distcompat.launch import Ending, RankEnd
+from pytest_distcompat.scripts.events import Saved
 from pytest_distcompat.scripts.hosting import Hosted
 from pytest_distcompat.scripts.recorder import STRIDE
 
@@ -48,7 +49,7 @@ def end(monkeypatch: pytest.MonkeyPatch, *ends: RankEnd) -> None:
 
     def run(hosted: Hosted) -> Ending:
         one = left.pop(0) if left[1:] else left[0]
-        saved = {"event": "saved", "path": "here", "step": 1, "index": STRIDE, "everyone": True}
+        saved = Saved("here", STRIDE, everyone=True)
         return Ending((one,), {0: [saved]}, timed_out=one.status == "stuck", command="cli")
 
     monkeypatch.setattr(Hosted, "run", run)

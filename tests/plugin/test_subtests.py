@@ -302,8 +302,6 @@ DONE = RankEnd(1, "done")
 def merged(ranks: FakeRanks, end: RankEnd, *subtests: Phase, other: RankEnd = DONE, **more: Any) -> tuple[str, str]:
     setup, *rest = ranks.phases()
     ending = ranks.told((end, [setup, *subtests]), (other, [setup, *rest]), **more)
-    for event in ending.events[0]:
-        event["event"] = "subtest" if event["subtest"] else "phase"  # type: ignore[index]
     outcome = merge(ending)
     return outcome.kind, outcome.text
 

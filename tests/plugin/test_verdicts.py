@@ -11,6 +11,7 @@ import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS, Check
+from pytest_distcompat.events import Action, Done, Event, SnapshotTaken
 from pytest_distcompat.launch import Ending, RankEnd, Request
 from pytest_distcompat.report import Result, matrix_text, plain_text, versions
 from pytest_distcompat.scenario import TRAIN
@@ -93,13 +94,13 @@ def claim(cell: Cell, trace: Trace) -> Iterator[str]:
 def live(request: Request, ranks: FakeRanks) -> Ending:
     """What becomes of a run, by its cell."""
 
-    def actions(*names: str, broken: str = "") -> list[dict[str, Any]]:
-        told = []
+    def actions(*names: str, broken: str = "") -> list[Event]:
+        told: list[Event] = []
         for index, name in enumerate(names):
             snapshot = {"rank": 0, "run": "train", "action": name, "index": index}
-            told.append({"event": "action", "action": name, "index": index})
+            told.append(Action(name, index))
             if name != broken:
-                told.append({"event": "snapshot", "action": name, "index": index, "snapshot": snapshot})
+                told.append(SnapshotTaken(name, index, snapshot))
         return told
 
     def end(status: str, message: str, text: str, at: str, **more: Any) -> Ending:
@@ -118,7 +119,7 @@ def live(request: Request, ranks: FakeRanks) -> Ending:
     if (cell.strategy, cell.precision) == ("zero3", "bf16_mixed"):
         return end("stuck", "was still running at the time limit", "", "build", timed_out=True)
     ends = tuple(RankEnd(rank, "done") for rank in range(2))
-    return Ending(ends, {rank: [*actions("build_model", "build", "step"), {"event": "done"}] for rank in range(2)})
+    return Ending(ends, {rank: [*actions("build_model", "build", "step"), Done()] for rank in range(2)})
 
 
 @pytest.fixture

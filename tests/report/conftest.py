@@ -51,7 +51,9 @@ import dataclasses, json, os, pathlib, time
 
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.launch import LAUNCHERS, Ending, RankEnd, TorchrunLauncher
-from pytest_distcompat.launch.request import RankLog
+from pytest_distcompat.events import Action, SnapshotTaken
+from pytest_distcompat.launch.rank_log import RankLog
+from pytest_distcompat.plugin.marked.phase import Phase
 from pytest_distcompat.scenario import TRAIN
 
 HERE = pathlib.Path(__file__).parent
@@ -70,20 +72,21 @@ class Made(TorchrunLauncher):
     def run(self, request, reuse=None):
         request.write()
         if "cell" not in request.payload:
-            phases = [{"event": "phase", "when": when, "outcome": "passed"} for when in ("setup", "call", "teardown")]
+            phases = [Phase(when, "passed") for when in ("setup", "call", "teardown")]
             ranks = range(request.world_size)
             return Ending(tuple(RankEnd(rank, "done") for rank in ranks), {rank: phases for rank in ranks})
         told = RUNS.get(request.payload["cell"], "")
         events = []
         for index, action in enumerate(("build_model", "build", "step")):
             snapshot = {"rank": 0, "run": "train", "action": action, "index": index, "loss": 4.0 if action == "step" else None}
-            RankLog(request.directory, 0).write("action", action=action, index=index)
+            RankLog(request.directory, 0).write(Action(action, index))
             if action == "step" and str(told).startswith("wait"):
                 (HERE / "waiting").touch()
                 time.sleep(float(told.split()[1]))
             # As a rank says it: reports are made of what stands in its log.
-            RankLog(request.directory, 0).write("snapshot", action=action, index=index, snapshot=snapshot)
-            events.append({"event": "snapshot", "action": action, "index": index, "snapshot": snapshot})
+            taken = SnapshotTaken(action, index, snapshot)
+            RankLog(request.directory, 0).write(taken)
+            events.append(taken)
         if told == "killed":
             ends = RankEnd(1, "killed", "was killed by SIGKILL during 'step'", output=WORDS), RankEnd(0, "stopped", "was killed by SIGTERM")
             return Ending(ends, {0: events[:2], 1: []}, seconds=1.5, command="torchrun ...")

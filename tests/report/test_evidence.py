@@ -13,6 +13,7 @@ from tests.launchers import WithoutProcesses
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.events import SnapshotTaken
 from pytest_distcompat.evidence import add_evidence, read_store
 from pytest_distcompat.evidence.cells import training
 from pytest_distcompat.launch import Ending, RankEnd, Request
@@ -57,7 +58,7 @@ class Noted(WithoutProcesses):
         actions = list(enumerate(request.payload["run"]["actions"]))
         events = {
             rank: [
-                {"event": "snapshot", "snapshot": {"rank": rank, "run": "", "action": action, "index": index}}
+                SnapshotTaken(action, index, {"rank": rank, "run": "", "action": action, "index": index})
                 for index, action in actions
             ]
             for rank in ranks

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pytest_distcompat.events import Start, of_kind
 from pytest_distcompat.launch.process import alive
 from pytest_distcompat.lease import Pool, cpu_slots
 from pytest_distcompat.scripts import RoundTrip, ScriptRun, launch, resume_roundtrip
@@ -20,8 +21,7 @@ Launch = Callable[..., ScriptRun]
 
 def pids(run: ScriptRun) -> list[int]:
     """Of the processes that announced themselves as ranks."""
-    said = (event for events in run.ending.events.values() for event in events)
-    return [int(event["pid"]) for event in said if event["event"] == "start"]
+    return [start.pid for events in run.ending.events.values() for start in of_kind(Start, events)]
 
 
 def trip(host: Host, program: str, *more: str, **settings: Any) -> RoundTrip:

@@ -52,7 +52,7 @@ class Checkpointing:
 
     def resumed(self, fault: str) -> RoundTrip:
         """The same, but that accelerate loads wrongly."""
-        saved = Path(self.sound.stopped.saved()[0]["path"])
+        saved = Path(self.sound.stopped.saved()[0].path)
         line = ["-m", *self.told, "--output_dir", str(saved.parent), "--resume_from_checkpoint", str(saved)]
         return dataclasses.replace(self.sound, resumed=launch(*line, **self.settings(fault)))
 

@@ -14,7 +14,8 @@ import pytest
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.judge import Verdict
-from pytest_distcompat.launch.ending import conclude
+from pytest_distcompat.launch.ending import RankProcess, conclude
+from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.scripts import ScriptRun
 from pytest_distcompat.scripts.environment import with_probe
 from pytest_distcompat.scripts.probe_config import ProbeConfig
@@ -119,7 +120,7 @@ def says(place: str) -> str:
 
 def verdict(directory: str | Path, code: int) -> Verdict:
     """That on a run of one rank, which ended with that code."""
-    ending = conclude(Path(directory), 1, [code])
+    ending = conclude(LogReader(directory, [0]).read(), [RankProcess(code)])
     (found,) = ScriptRun(ending, Cell("ddp", "fp32", 1), Path(directory), "cpu").verdicts("active")
     return found
 

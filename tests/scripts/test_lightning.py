@@ -37,11 +37,11 @@ def test_batches_that_begin_anew(gone_on: RoundTrip, module_host: Host) -> None:
     cell = gone_on.through.cell
     assert cell is not None
     strategy = cell.strategy
-    line = ["--strategy", strategy, "--steps", "5", "--from-the-start", "--resume", gone_on.stopped.saved()[0]["path"]]
+    line = ["--strategy", strategy, "--steps", "5", "--from-the-start", "--resume", gone_on.stopped.saved()[0].path]
     resumed = launch(
         PROGRAMS / "lightning_fit.py",
         "--output",
-        gone_on.stopped.saved()[0]["path"] + "-on",
+        gone_on.stopped.saved()[0].path + "-on",
         *line,
         strategy=strategy,
         watch_steps=5,

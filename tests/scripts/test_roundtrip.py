@@ -36,7 +36,7 @@ def more_ranks(module_host: Host) -> RoundTrip:
 
 def as_many(host: Host, of: RoundTrip, *more: str) -> RoundTrip:
     """The same checkpoint, on as many ranks as saved it."""
-    found: Any = of.stopped.saved()[0]["path"]
+    found: Any = of.stopped.saved()[0].path
     line = ["--strategy", "fsdp2", "--steps", "5", "--resume", found, *more]
     resumed = launch(LOOP, *line, strategy="fsdp2", watch_steps=5, host=host)
     return RoundTrip(of.through, of.stopped, resumed, 3, 5, ("losses", "grad_norms", "parameters", "optimizer", "rng"))
@@ -96,7 +96,7 @@ def test_a_run_that_only_seems_to_go_on(module_host: Host, more_ranks: RoundTrip
 def test_two_optimizers_go_on_and_one_that_forgets_is_seen(module_host: Host) -> None:
     found = trip(module_host, "two_optimizers.py", "--strategy", "fsdp2", strategy="fsdp2", same=STATES)
     assert not found.findings
-    line = ["--strategy", "fsdp2", "--resume", str(found.stopped.saved()[0]["path"]), "--fault", "second forgets"]
+    line = ["--strategy", "fsdp2", "--resume", str(found.stopped.saved()[0].path), "--fault", "second forgets"]
     forgot = launch(PROGRAMS / "two_optimizers.py", *line, strategy="fsdp2", watch_steps=5, host=module_host)
     wrong = RoundTrip(found.through, found.stopped, forgot, 3, 5, STATES).findings
     assert "exp_avg '0.bias' and 3 others: other values after the load at 2 ranks" in wrong

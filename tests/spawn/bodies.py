@@ -13,19 +13,30 @@ from typing import Any, NoReturn
 
 import psutil
 
+from pytest_distcompat.events import Note
 from pytest_distcompat.launch import RankLog
-from pytest_distcompat.launch.request import read_events
+from pytest_distcompat.launch.rank_log import read_events
 
 #: Set by a body, to be seen by no later run.
 touched = False
 _held: list[object] = []
 
 
+def note(log: RankLog, event: str, **data: Any) -> None:
+    """Log an event of the test's own."""
+    log.write(Note(event, data))
+
+
+def noted(event: str, directory: Path, rank: int) -> bool:
+    """Whether that rank has logged such an event."""
+    return any(isinstance(one, Note) and one.event == event for one in read_events(directory, rank))
+
+
 def meet(payload: Mapping[str, Any], log: RankLog) -> None:
     """One all_reduce, and a proper end."""
     from torch import distributed
 
-    log.write("sum", value=_join())
+    note(log, "sum", value=_join())
     distributed.destroy_process_group()
 
 
@@ -33,7 +44,8 @@ def look(payload: Mapping[str, Any], log: RankLog) -> None:
     """Everything that a rank can see of how it was started."""
     import torch
 
-    log.write(
+    note(
+        log,
         "seen",
         environ=dict(os.environ),
         cwd=str(Path.cwd()),
@@ -57,7 +69,7 @@ def listening(payload: Mapping[str, Any], log: RankLog) -> None:
     launcher = psutil.Process(psutil.Process(os.getppid()).ppid())
     tree = {process.pid for process in (launcher, *launcher.children(recursive=True))}
     found = [one for one in psutil.net_connections("inet") if one.pid in tree and one.status == psutil.CONN_LISTEN]
-    log.write("listening", addresses=[one.laddr.ip for one in found if one.laddr])
+    note(log, "listening", addresses=[one.laddr.ip for one in found if one.laddr])
     distributed.destroy_process_group()
 
 
@@ -65,7 +77,7 @@ def touch(payload: Mapping[str, Any], log: RankLog) -> None:
     """Change what a process may change, and tell how it was before."""
     import json
 
-    log.write("before", touched=touched, attribute=hasattr(json, "touched"), variable=os.environ.get("TOUCHED"))
+    note(log, "before", touched=touched, attribute=hasattr(json, "touched"), variable=os.environ.get("TOUCHED"))
     globals()["touched"] = True
     json.touched = True  # type: ignore[attr-defined]
     os.environ["TOUCHED"] = "1"
@@ -80,10 +92,10 @@ def share_files(payload: Mapping[str, Any], log: RankLog) -> None:
     multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     # Its file lives as long as it does.
     _held.append(torch.ones(1000).share_memory_())  # type: ignore[no-untyped-call]
-    log.write("shared", names=[path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")])
+    note(log, "shared", names=[path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")])
     # A process that is being started when its rank dies is torch's to tidy up.
     ranks = range(int(os.environ["WORLD_SIZE"]))
-    while not all(any(one["event"] == "shared" for one in read_events(log.path.parent, rank)) for rank in ranks):
+    while not all(noted("shared", log.path.parent, rank) for rank in ranks):
         time.sleep(0.01)
     ACTS[payload["acts"][str(log.rank)]](log)
 
@@ -107,7 +119,7 @@ def dispatched(payload: Mapping[str, Any], log: RankLog) -> None:
 
     class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            log.write("operator", namespace=func.namespace, name=func._schema.name)
+            note(log, "operator", namespace=func.namespace, name=func._schema.name)
             return func(*args, **(kwargs or {}))
 
     _join()
@@ -130,7 +142,7 @@ def watched(payload: Mapping[str, Any], log: RankLog) -> None:
 
     def reduce(when: str) -> None:
         distributed.all_reduce(number)
-        log.write("seen", when=when, calls=sum(observer.collectives.values()))
+        note(log, "seen", when=when, calls=sum(observer.collectives.values()))
         observer.restart()
 
     reduce("before")
@@ -167,7 +179,7 @@ def zero1(payload: Mapping[str, Any], log: RankLog) -> None:
     from pytest_distcompat.launch.deepspeed_cpu import OPERATOR
 
     table = dict(getattr(deepspeed.ops, "__compatible_ops__", {}))
-    log.write("operators", known=OPERATOR in table, names=sorted(table))
+    note(log, "operators", known=OPERATOR in table, names=sorted(table))
     deepspeed.ops.__compatible_ops__[OPERATOR] = False
     model = torch.nn.Linear(4, 3)
     config = {
@@ -177,12 +189,13 @@ def zero1(payload: Mapping[str, Any], log: RankLog) -> None:
         "bf16": {"enabled": True},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    log.write("accumulates", dtype=str(getattr(engine.optimizer, "gradient_accumulation_dtype", "absent")))
-    log.write("scaler", there=hasattr(engine.optimizer, "loss_scaler"))
+    note(log, "accumulates", dtype=str(getattr(engine.optimizer, "gradient_accumulation_dtype", "absent")))
+    note(log, "scaler", there=hasattr(engine.optimizer, "loss_scaler"))
     for name, parameter in engine.module.named_parameters():
         mapping = getattr(parameter, "_hp_mapping", "absent")
         address = getattr(mapping, "lp_fragment_address", None)
-        log.write(
+        note(
+            log,
             "parameter",
             name=name,
             numel=parameter.numel(),
@@ -210,7 +223,7 @@ def compiled(payload: Mapping[str, Any], log: RankLog) -> None:
     model[0].compile(backend="eager")
     for step in ("before", "after"):
         info = read_model(model, None, None)
-        log.write("fact", step=step, compiled=info.compiled, checkpointed=info.checkpointed, graphs=info.graphs)
+        note(log, "fact", step=step, compiled=info.compiled, checkpointed=info.checkpointed, graphs=info.graphs)
         model(torch.ones(2, 4)).sum().backward()
 
 
@@ -233,7 +246,7 @@ def zero0(payload: Mapping[str, Any], log: RankLog) -> None:
     copies = master_copies(optimizer)
     for group in torch_optimizer(optimizer).param_groups:
         for parameter in group["params"]:
-            log.write("copy", of=names.get(id(copies.get(id(parameter)))), dtype=str(parameter.dtype))
+            note(log, "copy", of=names.get(id(copies.get(id(parameter)))), dtype=str(parameter.dtype))
     distributed.destroy_process_group()
 
 
@@ -327,7 +340,7 @@ def _signal(number: int) -> Callable[[RankLog], None]:
 
 def _deaf(log: RankLog) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    log.write("deaf")
+    note(log, "deaf")
     time.sleep(600)
 
 
@@ -336,7 +349,7 @@ def _once_deaf(then: Callable[[RankLog], None]) -> Callable[[RankLog], None]:
 
     def act(log: RankLog) -> None:
         # Its log may not be there yet: a busy machine starts ranks seconds apart.
-        while not any(event["event"] == "deaf" for event in read_events(log.path.parent, 0)):
+        while not noted("deaf", log.path.parent, 0):
             time.sleep(0.01)
         then(log)
 
@@ -344,14 +357,14 @@ def _once_deaf(then: Callable[[RankLog], None]) -> Callable[[RankLog], None]:
 
 
 def _leave_child(log: RankLog) -> None:
-    log.write("child", pid=subprocess.Popen(["sleep", "600"]).pid)
+    note(log, "child", pid=subprocess.Popen(["sleep", "600"]).pid)
 
 
 def _leave_far_child(log: RankLog) -> None:
     """In a session of its own, its parent gone."""
     script = "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL).pid)"
     pid = subprocess.check_output([sys.executable, "-c", script], start_new_session=True)
-    log.write("child", pid=int(pid))
+    note(log, "child", pid=int(pid))
 
 
 def _rubbish(log: RankLog) -> None:

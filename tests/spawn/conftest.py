@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
+from pytest_distcompat.events import Note, pids_of
 from pytest_distcompat.launch import Ending, Launcher, Request, TorchrunLauncher, WarmLauncher, Warmth
 from pytest_distcompat.launch.process import alive
 
@@ -79,14 +80,20 @@ def run(tmp_path: Path, warm: WarmLauncher, importable: None) -> Run:
             f"bodies:{body}", payload, world_size, str(directory), timeout, collected=collected, turn=turn
         )
         ending = launcher.run(request)
-        spoken = [event for events in ending.events.values() for event in events]
-        left = wait_until_gone(int(event["pid"]) for event in spoken if event["event"] in {"start", "child"})
+        children = [int(child["pid"]) for child in notes(ending, "child")]
+        left = wait_until_gone([*pids_of(ending.events).values(), *children])
         assert not left, f"left running by the run: {left}\n{ending.text()}"
         if isinstance(launcher, WarmLauncher) and launcher._process is not None:
             assert not launcher._process.strays()
         return ending
 
     return run
+
+
+def notes(ending: Ending, event: str) -> list[Mapping[str, Any]]:
+    """What the ranks logged in events of that name, which are the test's own."""
+    logged = [one for events in ending.events.values() for one in events]
+    return [one.data for one in logged if isinstance(one, Note) and one.event == event]
 
 
 def wait_until_gone(pids: Iterable[int], seconds: float = 10.0) -> list[int]:

@@ -12,14 +12,21 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pytest_distcompat.events import Note
 from pytest_distcompat.launch import RankLog, randomness, request_loop
+
+
+def note(log: RankLog, event: str, **data: Any) -> None:
+    """Log an event of the test's own."""
+    log.write(Note(event, data))
 
 
 def look(payload: Mapping[str, Any], log: RankLog) -> None:
     """Who and where this is."""
     import torch
 
-    log.write(
+    note(
+        log,
         "seen",
         pid=os.getpid(),
         environ=dict(os.environ),
@@ -46,7 +53,7 @@ def own_group(payload: Mapping[str, Any], log: RankLog) -> None:
     distributed.init_process_group("gloo")
     total = torch.ones(())
     distributed.all_reduce(total)
-    log.write("sum", value=float(total))
+    note(log, "sum", value=float(total))
     distributed.destroy_process_group()
 
 
@@ -59,7 +66,7 @@ def shared_group(payload: Mapping[str, Any], log: RankLog) -> None:
     group = request_loop.reused.process_group("gloo")
     total = torch.ones(())
     distributed.all_reduce(total)
-    log.write("sum", value=float(total), group=id(group))
+    note(log, "sum", value=float(total), group=id(group))
     if payload.get("half") and distributed.get_rank() == 0:
         distributed.all_reduce(torch.full((), 7.0), async_op=True)
 
@@ -155,4 +162,4 @@ def imports(payload: Mapping[str, Any], log: RankLog) -> None:
     with warnings.catch_warnings():
         importlib.import_module("accelerate")
     logging.getLogger("accelerate").setLevel(payload["level"])
-    log.write("seen", pid=os.getpid())
+    note(log, "seen", pid=os.getpid())

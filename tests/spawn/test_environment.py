@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from tests.spawn.conftest import notes
 
 from pytest_distcompat.launch import Ending, WarmLauncher, Warmth
 
@@ -43,7 +44,7 @@ CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 def seen(ending: Ending) -> list[dict[str, Any]]:
     assert ending.kind == "ok", ending.text()
-    return [dict(event) for events in ending.events.values() for event in events if event["event"] == "seen"]
+    return [dict(seen) for seen in notes(ending, "seen")]
 
 
 def plain_torchrun(directory: Path, world_size: int) -> list[dict[str, Any]]:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from tests.spawn.conftest import notes
 
+from pytest_distcompat.events import pids_of
 from pytest_distcompat.launch import Ending, WarmLauncher, Warmth
 from pytest_distcompat.launch.process import kill, sweep_shared_memory
 
@@ -75,7 +77,7 @@ def launch(importable: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def pids(ending: Ending) -> list[int]:
     assert ending.kind == "ok", ending.text()
-    return [events[0]["pid"] for events in ending.events.values()]
+    return list(pids_of(ending.events).values())
 
 
 def forked(launcher: WarmLauncher, ending: Ending, *, collected: bool = False) -> bool:
@@ -86,15 +88,15 @@ def forked(launcher: WarmLauncher, ending: Ending, *, collected: bool = False) -
 
 
 def look(ending: Ending) -> list[Mapping[str, Any]]:
-    return [event for events in ending.events.values() for event in events if event["event"] == "seen"]
+    return notes(ending, "seen")
 
 
 def test_every_run_has_fresh_processes(run: Run) -> None:
     first, second = run("touch"), run("touch")
     assert len({*pids(first), *pids(second)}) == 4
     for ending in (first, second):
-        for events in ending.events.values():
-            assert (events[1]["touched"], events[1]["attribute"], events[1]["variable"]) == (False, False, None)
+        for before in notes(ending, "before"):
+            assert (before["touched"], before["attribute"], before["variable"]) == (False, False, None)
 
 
 def test_the_fork_server_stays_fit_to_fork(run: Run, warm: WarmLauncher) -> None:
@@ -102,10 +104,10 @@ def test_the_fork_server_stays_fit_to_fork(run: Run, warm: WarmLauncher) -> None
     assert ending.kind == "ok", ending.text()
     assert forked(warm, ending)
     assert not ending.notice
-    for events in ending.events.values():
-        assert not events[1]["cuda"]
-        assert not events[1]["forked_after_cuda"]
-        assert psutil.Process(events[1]["parent"]).num_threads() == 1
+    for seen in look(ending):
+        assert not seen["cuda"]
+        assert not seen["forked_after_cuda"]
+        assert psutil.Process(seen["parent"]).num_threads() == 1
 
 
 @pytest.mark.nightly
@@ -117,7 +119,7 @@ def test_heavy_modules_leave_it_fit(run: Run, launch: Launch) -> None:
     assert launcher._process.status is not None
     assert (ending.notice, launcher._process.status["unfit"], launcher._process.status["error"]) == ("", "", "")
     assert forked(launcher, ending)
-    assert psutil.Process(ending.events[0][1]["parent"]).num_threads() == 1
+    assert psutil.Process(look(ending)[0]["parent"]).num_threads() == 1
 
 
 def test_one_is_a_fork_of_the_launcher_process(run: Run, launch: Launch) -> None:
@@ -288,7 +290,7 @@ def test_thirty_runs_leave_nothing_behind(run: Run, launch: Launch) -> None:
     for number in range(30):
         ending = run("look", launcher=launcher)
         assert ending.kind == "ok", ending.text()
-        used.update(name for events in ending.events.values() for name in events[1]["semaphores"])
+        used.update(name for seen in look(ending) for name in seen["semaphores"])
         if number == 5:
             early = count()
     # Some slack for what waits for the garbage collector.
@@ -336,7 +338,7 @@ def test_files_by_which_torch_shares_tensors_go_too(
         ending = run("share_files", launcher=launcher, timeout=5.0, acts={"0": "sleep", "1": act})
         assert not ending.left_over
         launcher.close()
-        shared = [event["names"] for events in ending.events.values() for event in events if event["event"] == "shared"]
+        shared = [shared["names"] for shared in notes(ending, "shared")]
         assert all(shared), ending.text()
         assert not [name for names in shared for name in names if Path("/dev/shm", name).exists()]
         assert not list(Path(directory).glob("torch-shm-dir-*"))

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.spawn.conftest import notes
 from tests.spawn.kept_changes import CHANGES
 
 from pytest_distcompat.launch import Ending, Request, Reuse, WarmLauncher, Warmth
@@ -47,7 +48,7 @@ def ask(supervisor: WarmLauncher, tmp_path: Path, importable: None) -> Iterator[
 
 def said(ending: Ending, event: str, key: str) -> list[Any]:
     assert ending.kind == "ok", ending.text()
-    return [one[key] for events in ending.events.values() for one in events if one["event"] == event]
+    return [one[key] for one in notes(ending, event)]
 
 
 def test_requests_share_ranks(ask: Ask, supervisor: WarmLauncher) -> None:

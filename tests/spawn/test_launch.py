@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from tests.spawn.conftest import notes
 
+from pytest_distcompat.events import Note
 from pytest_distcompat.launch import Ending, TorchrunLauncher, WarmLauncher, watchdog
-from pytest_distcompat.launch.request import read_events
+from pytest_distcompat.launch.rank_log import read_events
 
 if TYPE_CHECKING:
     from tests.spawn.conftest import Run
@@ -63,7 +65,7 @@ def next_run_is_fine(run: Run) -> object:
     yield
     ending = run("meet")
     assert ending.kind == "ok", ending.text()
-    assert [events[1]["value"] for events in ending.events.values()] == [1.0, 1.0]
+    assert [total["value"] for total in notes(ending, "sum")] == [1.0, 1.0]
 
 
 @pytest.mark.nightly
@@ -156,7 +158,7 @@ def test_ranks_that_all_vanish_do_not_keep_the_agent_waiting(run: Run, warm: War
 def test_what_a_rank_leaves_running_is_killed_and_named(run: Run, child: str) -> None:
     ending = run("act", acts={"0": "return", "1": child})
     assert ending.kind == "ok"
-    pid = next(event["pid"] for event in ending.events[1] if event["event"] == "child")
+    (pid,) = (child["pid"] for child in notes(ending, "child"))
     assert ending.left_over == (f"sleep (pid {pid})",)
     assert f"left running by a rank, now killed: sleep (pid {pid})" in ending.text()
 
@@ -219,7 +221,7 @@ def test_all_die_with_the_process_that_owns_them(
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path / "run")])
     try:
         deadline = time.monotonic() + 60
-        while not any(event["event"] == "deaf" for event in read_events(tmp_path / "run", 1)):
+        while not any(isinstance(event, Note) for event in read_events(tmp_path / "run", 1)):
             assert time.monotonic() < deadline
             assert owner.poll() is None
             time.sleep(0.05)

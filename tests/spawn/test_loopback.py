@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
 import pytest
+from tests.spawn.conftest import notes
 
 from pytest_distcompat.launch import loopback
 
@@ -43,8 +44,7 @@ def has(address: str) -> bool:
 def test_no_other_machine_can_connect_to_what_runs(run: Run) -> None:
     ending = run("listening")
     assert ending.kind == "ok", ending.text()
-    for events in ending.events.values():
-        (seen,) = [event for event in events if event["event"] == "listening"]
+    for seen in notes(ending, "listening"):
         assert seen["addresses"]
         wild = [address for address in seen["addresses"] if ipaddress.ip_address(address).is_unspecified]
         assert not wild, f"{len(wild)} sockets accept connections on all interfaces"

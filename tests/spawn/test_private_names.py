@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.spawn.conftest import notes
 
 from pytest_distcompat.launch import Ending, Request, WarmLauncher, library_state
 from pytest_distcompat.launch.process_state import _at_exit
@@ -37,7 +38,7 @@ def with_deepspeed(warm: WarmLauncher, tmp_path_factory: pytest.TempPathFactory)
 
 
 def events(ending: Ending, kind: str) -> list[Mapping[str, Any]]:
-    return [event for spoken in ending.events.values() for event in spoken if event["event"] == kind]
+    return notes(ending, kind)
 
 
 def test_the_processes_of_the_agent(run: Run) -> None:

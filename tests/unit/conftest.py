@@ -1,54 +1,58 @@
-"""Ranks that never ran: the files that they would have left."""
+"""Ranks that never ran: what they would have logged and left."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-from pytest_distcompat.launch.ending import Ending, conclude
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from pytest_distcompat.events import Action, Done, Error, Event, SnapshotTaken, Start
+from pytest_distcompat.launch.ending import Ending, RankProcess, conclude
 
 
 @dataclass
 class Ranks:
-    """Writes what ranks write; each event comes later than all before it, on whatever rank."""
+    """Logs what ranks log; each event comes later than all before it, on whatever rank."""
 
-    directory: Path
-    clock: Iterator[int]
+    clock: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    events: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    left: dict[int, RankProcess] = field(default_factory=lambda: defaultdict(RankProcess))
 
-    def wrote(self, rank: int, event: str, **data: Any) -> None:
-        line = {"event": event, "rank": rank, "time": float(next(self.clock)), **data}
-        with (self.directory / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+    def wrote(self, rank: int, *events: Event) -> None:
+        for event in events:
+            self.events[rank].append(dataclasses.replace(event, rank=rank, time=float(next(self.clock))))
 
     def started(self, *ranks: int, action: str = "step") -> None:
         for rank in ranks:
-            self.wrote(rank, "start", pid=1000 + rank)
-            self.wrote(rank, "action", action=action, index=2)
+            self.wrote(rank, Start(1000 + rank), Action(action, 2))
 
     def done(self, *ranks: int) -> None:
         for rank in ranks:
-            self.wrote(rank, "snapshot", action="step", index=2, snapshot={})
-            self.wrote(rank, "done")
+            self.wrote(rank, SnapshotTaken("step", 2, {}), Done())
 
     def raised(self, rank: int, message: str, *, lost: bool = False) -> None:
-        text = f"Traceback ...\n{message}"
-        self.wrote(rank, "error", kind=message.partition(":")[0], message=message, text=text, lost=lost)
+        self.wrote(rank, Error(message.partition(":")[0], message, f"Traceback ...\n{message}", lost=lost))
 
     def printed(self, rank: int, text: str) -> None:
-        path = self.directory / f"logs/none/attempt_0/{rank}/stderr.log"
-        path.parent.mkdir(parents=True)
-        path.write_text(text, encoding="utf-8")
+        self.left[rank] = dataclasses.replace(self.left[rank], output=text)
 
-    def end(self, *codes: int | None, **how: Any) -> Ending:
-        return conclude(self.directory, len(codes), codes, **how)
+    def stacked(self, rank: int, stack: str) -> None:
+        self.left[rank] = dataclasses.replace(self.left[rank], stack=stack)
+
+    def end(
+        self, *codes: int | None, ended_by_us: Collection[int] = (), ended_at: Collection[float | None] = (), **how: Any
+    ) -> Ending:
+        times = [*ended_at, *[None] * (len(codes) - len(ended_at))]
+        processes = [
+            dataclasses.replace(self.left[rank], code=code, ended_by_us=rank in ended_by_us, ended_at=times[rank])
+            for rank, code in enumerate(codes)
+        ]
+        return conclude({rank: self.events[rank] for rank in range(len(codes))}, processes, **how)
 
     @staticmethod
     def statuses(ending: Ending) -> list[str]:
@@ -56,5 +60,5 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Ranks:
-    return Ranks(tmp_path, itertools.count(1))
+def ranks() -> Ranks:
+    return Ranks()

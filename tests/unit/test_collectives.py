@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.launch.collectives import WaitState, describe_wait_states, first_mismatch, read_wait_state
-from pytest_distcompat.launch.flight_recorder import END, record_file
+from pytest_distcompat.launch.flight_recorder import END
 from pytest_distcompat.launch.stacks import Frame
 from pytest_distcompat.launch.stalled_ranks import in_torch
 
@@ -26,18 +26,17 @@ BELOW = '  File "a/pytest_distcompat/launch/rank.py", line 9 in main\n  File "b.
 class Rank:
     """What one rank leaves behind."""
 
-    directory: Path
-    number: int = 0
+    record: str = ""
 
     def recorded(self, *entries: dict[str, Any]) -> None:
         dated = [{**one, "time_created_ns": time} for time, one in enumerate(entries)]
         # The ring of the recorder need not begin with the oldest.
         text = json.dumps({"version": "2.10", "entries": dated[::-1]}) + "\n"
-        record_file(self.directory, self.number).write_bytes(text.encode() + END)
+        self.record = text + END.decode()
 
     def at(self, *frames: str) -> WaitState:
         stack = "\n".join(("Current thread 0x1 (most recent call first):", *frames, BELOW))
-        found = read_wait_state(record_file(self.directory, self.number), stack)
+        found = read_wait_state(self.record, stack)
         assert found is not None
         return found
 
@@ -46,7 +45,7 @@ class Rank:
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n" + "x" * 200 + "\n", encoding="utf-8")
-    return Rank(tmp_path)
+    return Rank()
 
 
 def entry(number: int, name: str = "all_reduce", *, group: tuple[str, str] = ("0", "default_pg"), **more: Any) -> Any:
@@ -107,8 +106,8 @@ def test_a_rank_that_connects_to_a_store_waits_for_no_rank(rank: Rank) -> None:
         ("", False),
     ],
 )
-def test_a_line_that_calls_wait(rank: Rank, line: str, waits: bool) -> None:
-    source = rank.directory / "waits.py"
+def test_a_line_that_calls_wait(tmp_path: Path, line: str, waits: bool) -> None:
+    source = tmp_path / "waits.py"
     source.write_text(f"{line}\n", encoding="utf-8")
     assert Frame(str(source), 1, "step").calls_wait is waits
 
@@ -157,14 +156,14 @@ def test_a_main_thread_that_waits_for_another(rank: Rank) -> None:
         "Thread 0x2 (most recent call first):\n" + user("other") + "\n\n"
         f'Current thread 0x1 (most recent call first):\n  File "{STANDARD}/threading.py", line 1 in _shutdown\n'
     )
-    found = read_wait_state(record_file(rank.directory, 0), stack)
+    found = read_wait_state(rank.record, stack)
     assert found is not None
     assert found.description() == "is in other at train.py:2: time.sleep(600)"
 
 
 @pytest.mark.parametrize("stack", ["", f"Current thread 0x1 (most recent call first):\n{BELOW}"])
 def test_a_rank_that_never_came_to_anything(rank: Rank, stack: str) -> None:
-    assert read_wait_state(record_file(rank.directory, 0), stack) is None
+    assert read_wait_state(rank.record, stack) is None
 
 
 def test_the_history_is_of_the_last_ones(rank: Rank) -> None:
@@ -180,7 +179,7 @@ def test_a_group_that_was_made_again_begins_anew(rank: Rank) -> None:
 
 
 def test_a_record_half_written_is_no_record(rank: Rank) -> None:
-    record_file(rank.directory, 0).write_bytes(b'{"entries": [{"collective_se')
+    rank.record = '{"entries": [{"collective_se'
     assert rank.at(user()).recorded == ()
 
 
@@ -211,8 +210,8 @@ def test_many_places_are_told_in_part(rank: Rank) -> None:
         (entry(3, "broadcast", group=("9", "default_pg")), "", ""),
     ],
 )  # fmt: skip
-def test_where_ranks_part(tmp_path: Path, second: dict[str, Any], what: str, where: str, rank: Rank) -> None:
-    other = Rank(tmp_path, 1)
+def test_where_ranks_part(second: dict[str, Any], what: str, where: str, rank: Rank) -> None:
+    other = Rank()
     rank.recorded(entry(2), entry(3, retired=False))
     other.recorded(entry(2), second)
     said = f"{what} at #3 of default_pg: {where}" if what else ""
@@ -220,8 +219,8 @@ def test_where_ranks_part(tmp_path: Path, second: dict[str, Any], what: str, whe
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter"])
-def test_tensors_that_may_differ(tmp_path: Path, rank: Rank, name: str) -> None:
-    other = Rank(tmp_path, 1)
+def test_tensors_that_may_differ(rank: Rank, name: str) -> None:
+    other = Rank()
     rank.recorded(entry(1, name))
     other.recorded(entry(1, name, input_sizes=[], input_dtypes=[]))
     assert first_mismatch({0: rank.at(user()), 1: other.at(user())}) == ("", "")

@@ -1,4 +1,4 @@
-"""One ending from all ranks: files as ranks leave them, written by hand, and the exit codes."""
+"""One ending from all ranks: what they logged and left, and the exit codes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_distcompat.events import Action, Error, Excused, Resumed, SnapshotTaken, Start
 from pytest_distcompat.launch import Ending, RankEnd, deaths
 from pytest_distcompat.launch.collectives import WaitState
-from pytest_distcompat.launch.ending import conclude
+from pytest_distcompat.launch.files import Files
 from pytest_distcompat.launch.stacks import Frame
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from tests.unit.conftest import Ranks
 
+EXCUSED = Excused("xfail", "xfailed: known", "Traceback ...")
 STACK = """Thread 0x1 (most recent call first):
   File "train.py", line 3 in step
   File "site-packages/_pytest/python.py", line 5 in runtest
@@ -38,7 +40,7 @@ def test_what_ranks_wrote_is_kept(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.done(1)
     ending = ranks.end(0, 0, seconds=2.0, command="torchrun ...")
-    assert [event["event"] for event in ending.events[1]] == ["start", "action", "snapshot", "done"]
+    assert [event.name for event in ending.events[1]] == ["start", "action", "snapshot", "done"]
     assert (ending.seconds, ending.command) == (2.0, "torchrun ...")
 
 
@@ -90,7 +92,7 @@ def test_words_make_no_lost_peer(message: str, ranks: Ranks) -> None:
 
 def test_who_is_excused_and_waits_was_ended_with_the_others(ranks: Ranks) -> None:
     ranks.started(0, 1)
-    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ranks.wrote(0, EXCUSED)
     ending = ranks.end(-9, -9, ended_by_us=[0, 1])
     assert ranks.statuses(ending) == ["raised", "stopped"]
     assert (ending.kind, ending.ranks[0].kind) == ("raised", "xfail")
@@ -100,24 +102,24 @@ def test_who_is_excused_and_waits_was_ended_with_the_others(ranks: Ranks) -> Non
 @pytest.mark.parametrize(("code", "status"), [(-15, "raised"), (None, "raised"), (-9, "killed"), (0, "exited")])
 def test_who_is_excused_and_dies_of_itself_crashed(code: int | None, status: str, ranks: Ranks) -> None:
     ranks.started(0, 1)
-    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ranks.wrote(0, EXCUSED)
     ranks.raised(1, "ValueError: another one")
     assert ranks.statuses(ranks.end(code, 1)) == [status, "raised"]
 
 
 def test_nobody_can_have_lost_who_is_excused_and_waits(ranks: Ranks) -> None:
     ranks.started(0, 1)
-    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ranks.wrote(0, EXCUSED)
     ranks.raised(1, "DistNetworkError: Connection refused", lost=True)
-    ranks.wrote(0, "error", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ranks.wrote(0, Error("xfail", "xfailed: known", "Traceback ..."))
     ending = ranks.end(1, 1)
     assert ranks.statuses(ending) == ["raised", "raised"]
 
 
 def test_who_is_excused_is_lost_once_it_has_left(ranks: Ranks) -> None:
     ranks.started(0, 1)
-    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
-    ranks.wrote(0, "error", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ranks.wrote(0, EXCUSED)
+    ranks.wrote(0, Error("xfail", "xfailed: known", "Traceback ..."))
     ranks.raised(1, PEER_GONE, lost=True)
     assert ranks.statuses(ranks.end(1, 1)) == ["raised", "lost peer"]
 
@@ -125,7 +127,7 @@ def test_who_is_excused_is_lost_once_it_has_left(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("since", "status"), [(5.5, "lost peer"), (6.5, "raised")])
 def test_who_is_excused_is_lost_once_it_was_killed(since: float, status: str, ranks: Ranks) -> None:
     ranks.started(0, 1)
-    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ranks.wrote(0, EXCUSED)
     ranks.raised(1, PEER_GONE, lost=True)
     ending = ranks.end(-9, -9, ended_by_us=[0, 1], ended_since=since)
     assert ranks.statuses(ending) == ["raised", status]
@@ -133,16 +135,16 @@ def test_who_is_excused_is_lost_once_it_was_killed(since: float, status: str, ra
 
 def test_who_is_excused_is_lost_by_whose_connections_were_cut(ranks: Ranks) -> None:
     ranks.started(0, 1)
-    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
-    ranks.wrote(1, "error", kind="failed", message=PEER_GONE, text="Traceback ...", lost=True, cut=True)
+    ranks.wrote(0, EXCUSED)
+    ranks.wrote(1, Error("failed", PEER_GONE, "Traceback ...", lost=True, cut=True))
     assert ranks.statuses(ranks.end(None, None)) == ["raised", "lost peer"]
 
 
 def test_who_was_excused_and_went_on_is_so_no_longer(ranks: Ranks) -> None:
     ranks.started(0, 1)
     for rank in range(2):
-        ranks.wrote(rank, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
-        ranks.wrote(rank, "resumed")
+        ranks.wrote(rank, EXCUSED)
+        ranks.wrote(rank, Resumed())
     ranks.done(1)
     assert ranks.statuses(ranks.end(-15, 0, first=0)) == ["killed", "done"]
 
@@ -150,21 +152,21 @@ def test_who_was_excused_and_went_on_is_so_no_longer(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("waits", "kind"), [(True, "raised"), (False, "hung")])
 def test_a_hang_that_waits_for_who_is_excused(waits: bool, kind: str, ranks: Ranks) -> None:
     ranks.started(0, 1)
-    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ranks.wrote(0, EXCUSED)
     inner = '  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3 in barrier\n' if waits else ""
     stack = f'Thread 0x1 (most recent call first):\n{inner}  File "/its/train.py", line 3 in step\n'
-    (ranks.directory / "rank-1.stack").write_text(stack, encoding="utf-8")
+    ranks.stacked(1, stack)
     ending = ranks.end(-9, -9, timed_out=True, ended_by_us=[0, 1], timeout=5)
     assert (ending.kind, ranks.statuses(ending)) == (kind, ["raised", "stopped" if waits else "stuck"])
 
 
 def test_a_hang_in_a_connection_to_a_store_does_not_wait_for_who_is_excused(ranks: Ranks) -> None:
     ranks.started(0, 1)
-    ranks.wrote(0, "excused", kind="xfail", message="xfailed: known", text="Traceback ...")
+    ranks.wrote(0, EXCUSED)
     torch = '  File "/x/site-packages/torch/distributed'
     frames = f'{torch}/rendezvous.py", line 9 in _create_c10d_store\n{torch}/distributed_c10d.py", line 3 in init_process_group\n'
     stack = f'Thread 0x1 (most recent call first):\n{frames}  File "/its/train.py", line 3 in step\n'
-    (ranks.directory / "rank-1.stack").write_text(stack, encoding="utf-8")
+    ranks.stacked(1, stack)
     ending = ranks.end(-9, -9, timed_out=True, ended_by_us=[0, 1], timeout=5)
     assert (ending.kind, ranks.statuses(ending)) == ("hung", ["raised", "stuck"])
     assert "rank 1: was still running at the time limit" in ending.text()
@@ -220,13 +222,9 @@ def test_a_rank_without_a_report_crashed(ranks: Ranks, code: int | None, message
         (-60, []),
     ],
 )
-def test_a_killed_rank_has_the_usual_causes_of_its_signal(
-    code: int, lines: list[str], ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deaths, "out_of_memory_kills", lambda: 7)
-    ranks.wrote(0, "start", pid=1, oom_kills=5, memory=100 << 20)
-    ranks.wrote(0, "action", action="step", index=2, memory=700 << 20)
-    assert ranks.end(code).ranks[0].text.splitlines() == lines
+def test_a_killed_rank_has_the_usual_causes_of_its_signal(code: int, lines: list[str], ranks: Ranks) -> None:
+    ranks.wrote(0, Start(1, oom_kills=5, memory=100 << 20), Action("step", 2, memory=700 << 20))
+    assert ranks.end(code, oom_kills=7).ranks[0].text.splitlines() == lines
 
 
 def test_a_real_process_reads_its_memory_and_the_count_of_kills() -> None:
@@ -236,14 +234,15 @@ def test_a_real_process_reads_its_memory_and_the_count_of_kills() -> None:
 
 def test_between_actions_no_action_is_blamed(ranks: Ranks) -> None:
     ranks.started(0)
-    ranks.wrote(0, "snapshot", action="step", index=2, snapshot={})
+    ranks.wrote(0, SnapshotTaken("step", 2, {}))
     assert ranks.end(-9).headline() == "rank 0 was killed by SIGKILL"
 
 
-def test_the_output_shown_is_its_end(ranks: Ranks) -> None:
-    ranks.started(0)
-    ranks.printed(0, "\n".join(f"line {number}" for number in range(1000)))
-    text = ranks.end(-6).text()
+def test_the_output_shown_is_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "logs/none/attempt_0/0/stderr.log"
+    path.parent.mkdir(parents=True)
+    path.write_text("\n".join(f"line {number}" for number in range(1000)), encoding="utf-8")
+    text = Files.of(tmp_path).output(0)
     assert "line 999" in text
     assert "line 959" not in text
 
@@ -284,7 +283,7 @@ def test_a_rank_that_never_started(ranks: Ranks, code: int | None, how: str) -> 
 
 def test_the_time_limit_shows_stacks(ranks: Ranks) -> None:
     ranks.started(0, 1)
-    (ranks.directory / "rank-1.stack").write_text(STACK, encoding="utf-8")
+    ranks.stacked(1, STACK)
     ending = ranks.end(-9, -9, timed_out=True, ended_by_us=[0, 1], timeout=30.0)
     assert (ending.kind, ending.headline()) == (
         "hung",
@@ -403,21 +402,12 @@ def test_who_outlived_a_failure_is_no_cause(ranks: Ranks) -> None:
     assert "consequences:\n  rank 0 outlived another rank's failure and was killed" in ending.text()
 
 
-def test_the_unfinished_line_of_a_dying_rank_is_dropped(ranks: Ranks) -> None:
-    ranks.started(0)
-    with (ranks.directory / "rank-0.jsonl").open("ab") as file:
-        file.write(b'{"event": "done", "time": 3.0, "text": "\xc3')
-    ending = ranks.end(-9)
-    assert ending.headline() == "rank 0 was killed by SIGKILL during 'step'"
-    assert len(ending.events[0]) == 2
-
-
 @pytest.mark.parametrize(
     ("error", "text"),
     [("cannot import x", "cannot import x"), ("Traceback ...\nImportError: y\n", "ImportError: y")],
 )
-def test_the_launch_itself_failed(tmp_path: Path, error: str, text: str) -> None:
-    ending = conclude(tmp_path, 2, None, launch_error=error)
+def test_the_launch_itself_failed(error: str, text: str) -> None:
+    ending = Ending.not_launched(2, error)
     assert (ending.failed, ending.kind) == (True, "crashed")
     assert ending.headline() == f"the ranks could not be started: {text}"
     assert error.strip() in ending.text()

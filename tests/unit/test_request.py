@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from pathlib import Path
 
 import pytest
 
-from pytest_distcompat.launch.request import RankLog, has_ended, interpreter, read_events
+from pytest_distcompat.events import Action, Done, Error, Event, Note, SnapshotTaken, Start, has_ended
+from pytest_distcompat.launch.rank_log import LogReader, RankLog, read_events
+from pytest_distcompat.launch.request import interpreter
 
 
 @pytest.mark.parametrize(
@@ -30,34 +33,69 @@ def test_the_flags_that_the_interpreter_was_given(monkeypatch: pytest.MonkeyPatc
     assert interpreter() == [sys.executable, *flags.split()]
 
 
-def test_who_watches_passes_over_what_the_probe_saw(tmp_path: Path) -> None:
-    with contextlib.closing(RankLog(tmp_path, 1)) as rank_log:
-        rank_log.write("start", pid=7)
-        # A text in it that looks like another event's beginning.
-        rank_log.write("snapshot", snapshot={"text": '{"event": "error"'})
-        rank_log.write("snapshots", note="another event")
-        rank_log.error("ValueError", "x", '{"event": "snapshot"')
-    with rank_log.path.open("a", encoding="utf-8") as file:
-        file.write('{"event": "done", "ra')
-    everything = ["start", "snapshot", "snapshots", "error"]
-    assert [event["event"] for event in read_events(tmp_path, 1)] == everything
-    assert [event["event"] for event in read_events(tmp_path, 1, skip="snapshot")] == ["start", "snapshots", "error"]
+def write(directory: Path, rank: int, *events: Event) -> Path:
+    """Log these events, and return the file."""
+    with contextlib.closing(RankLog(directory, rank)) as rank_log:
+        for event in events:
+            rank_log.write(event)
+    return rank_log.path
+
+
+def test_events_come_back_as_they_were_written(tmp_path: Path) -> None:
+    # A text in it that looks like another event's beginning.
+    snapshot = SnapshotTaken("step", 1, {"text": '{"event": "error"'})
+    events = (Start(7, oom_kills=2), snapshot, Note("seen", {"names": ["a"]}), Error("ValueError", "x", "odd \udcff"))
+    write(tmp_path, 1, *events)
+    found = read_events(tmp_path, 1)
+    assert [dataclasses.replace(one, rank=-1, time=0.0, memory=0) for one in found] == list(events)
+    assert {event.rank for event in found} == {1}
+    assert all(event.memory and event.time for event in found)
     assert read_events(tmp_path, 0) == []
 
 
+def test_a_reader_returns_what_has_come_since(tmp_path: Path) -> None:
+    logs = LogReader(tmp_path, [0, 1])
+    assert logs.read() == {0: [], 1: []}
+    path = write(tmp_path, 0, Start(7))
+    assert [event.name for event in logs.read()[0]] == ["start"]
+    with path.open("ab") as file:
+        file.write(b'{"event": "action", "action": "st')
+    assert [event.name for event in logs.read()[0]] == ["start"]
+    with path.open("ab") as file:
+        file.write(b'ep", "index": 3}\n')
+    write(tmp_path, 1, Start(8))
+    first, second = logs.read().values()
+    assert first[1] == Action("step", 3)
+    assert [event.name for event in second] == ["start"]
+
+
+def test_a_log_that_another_process_begins_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
+    """A script may have several processes, each of which is the same rank after the one before."""
+    logs = LogReader(tmp_path, [0])
+    path = write(tmp_path, 0, Start(7), Done())
+    assert len(logs.read()[0]) == 2
+    path.rename(tmp_path / "before.jsonl")
+    write(tmp_path, 0, Start(8), Action("step", 1), Done())
+    (start, *rest) = logs.read()[0]
+    assert isinstance(start, Start)
+    assert (start.pid, len(rest)) == (8, 2)
+
+
+def test_the_unfinished_line_of_a_dying_rank_is_dropped(tmp_path: Path) -> None:
+    with write(tmp_path, 0, Start(7)).open("ab") as file:
+        file.write(b'{"event": "done", "time": 3.0, "text": "\xc3')
+    assert [event.name for event in read_events(tmp_path, 0)] == ["start"]
+
+
 def test_the_last_word_of_a_child_is_not_that_of_its_rank(tmp_path: Path) -> None:
-    with contextlib.closing(RankLog(tmp_path, 0)) as rank_log:
-        rank_log.write("start", pid=7)
-        rank_log.write("done", pid=8)
-        assert not has_ended(read_events(tmp_path, 0))
-        rank_log.write("done", pid=7)
-        assert has_ended(read_events(tmp_path, 0))
+    write(tmp_path, 0, Start(7), Done(8))
+    assert not has_ended(read_events(tmp_path, 0))
+    write(tmp_path, 0, Done(7))
+    assert has_ended(read_events(tmp_path, 0))
 
 
 def test_lines_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
-    with contextlib.closing(RankLog(tmp_path, 0)) as rank_log:
-        rank_log.write("start", pid=7)
-        with rank_log.path.open("a", encoding="utf-8") as file:
-            file.write('{}\n[1]\n"text"\nnull\n3\n{"event": 3}\n{"rank": 0}\n\nno JSON\n')
-        rank_log.write("done")
-    assert [event["event"] for event in read_events(tmp_path, 0)] == ["start", "done"]
+    with write(tmp_path, 0, Start(7)).open("a", encoding="utf-8") as file:
+        file.write('{}\n[1]\n"text"\nnull\n3\n{"event": 3}\n{"rank": 0}\n\nno JSON\n{"event": "error"}\n')
+    write(tmp_path, 0, Done())
+    assert [event.name for event in read_events(tmp_path, 0)] == ["start", "done"]

@@ -12,6 +12,7 @@ import pytest
 from tests.launchers import WithoutProcesses
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.events import Action, Done, Event, SnapshotTaken
 from pytest_distcompat.launch import Ending, RankEnd, RankLog, Request, Reuse
 from pytest_distcompat.runner import Runner, count_runs, rank_reports, run_trace
 from pytest_distcompat.scenario import DAMAGE, EXPORT, PARITY, RESUME, TRAIN, TRAIN_RUN, Run, Scenario
@@ -34,7 +35,7 @@ class Ranks(WithoutProcesses):
         for rank, said in events.items():
             with contextlib.closing(RankLog(request.directory, rank)) as log:
                 for event in said:
-                    log.write(**event)
+                    log.write(event)
         ends = (RankEnd(rank, *(("raised", "raised ValueError: x") if broken else ("done",))) for rank in events)
         return Ending(tuple(ends), events, command="torchrun ...")
 
@@ -43,14 +44,14 @@ class Ranks(WithoutProcesses):
         return [(request.payload["run"]["name"], request.payload["cell"]) for request in self.requests]
 
 
-def told(run: dict[str, Any], rank: int, broken: str) -> Iterator[dict[str, Any]]:
+def told(run: dict[str, Any], rank: int, broken: str) -> Iterator[Event]:
     for index, action in enumerate(run["actions"]):
-        yield {"event": "action", "action": action, "index": index}
+        yield Action(action, index)
         if action == broken:
             return
         snapshot = {"rank": rank, "run": run["name"], "action": action, "index": index}
-        yield {"event": "snapshot", "action": action, "index": index, "snapshot": snapshot}
-    yield {"event": "done"}
+        yield SnapshotTaken(action, index, snapshot)
+    yield Done()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torch
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.driver import Driver, Plan
+from pytest_distcompat.events import Event, SnapshotTaken
 from pytest_distcompat.run_paths import RunPaths
 from pytest_distcompat.scenario import RESUME_RUN, TRAIN_RUN, Run
 from pytest_distcompat.worker import _Rank
@@ -33,9 +34,9 @@ class Listens:
         self.closely = False
         self.steps: list[Any] = []
 
-    def write(self, event: str, **data: Any) -> None:
-        if event == "snapshot":
-            self.snapshots.append(data["snapshot"])
+    def write(self, event: Event) -> None:
+        if isinstance(event, SnapshotTaken):
+            self.snapshots.append(dict(event.snapshot))
 
     def restart(self) -> None:
         pass

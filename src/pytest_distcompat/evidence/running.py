@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_distcompat import clock
-from pytest_distcompat.launch.request import read_end
+from pytest_distcompat.launch.files import read_end
 from pytest_distcompat.runner import DONE
 
 #: How much of the end of a rank's log is read, in bytes: the events about actions are short.

@@ -9,7 +9,8 @@ Knows neither strategies nor checks nor pytest.
 from pytest_distcompat.launch.cold import TorchrunLauncher
 from pytest_distcompat.launch.ending import Ending, RankEnd
 from pytest_distcompat.launch.launcher import Launcher
-from pytest_distcompat.launch.request import RankLog, Request, Warmth
+from pytest_distcompat.launch.rank_log import RankLog
+from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.launch.warm import WarmLauncher
 

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 from pytest_distcompat import clock
+from pytest_distcompat.events import pids_of
 from pytest_distcompat.launch import loopback
-from pytest_distcompat.launch.ending import Ending, conclude
+from pytest_distcompat.launch.ending import Ending
 from pytest_distcompat.launch.process import descendants, kill, kill_and_wait, on_device
-from pytest_distcompat.launch.request import Request, Warmth, interpreter, read_events
+from pytest_distcompat.launch.request import Request, Warmth, interpreter
 from pytest_distcompat.launch.reused_ranks import Reuse
 from pytest_distcompat.launch.watchdog import Watchdog
 
@@ -48,7 +49,7 @@ class TorchrunLauncher:
         """Start the ranks, and wait until they ended or were ended; never raises for what the ranks do."""
         problem = loopback.problem()
         if problem:
-            return conclude(request.directory, request.world_size, None, launch_error=problem)
+            return Ending.not_launched(request.world_size, problem)
         try:
             return self._run(request)
         except BaseException:
@@ -91,19 +92,14 @@ class TorchrunLauncher:
         self.close()
         codes = {int(rank): int(code) for rank, code in FAILURE.findall(text)}
         first = FAILURE.search(text, max(0, text.find("Root Cause")))
-        exit_codes = [codes.get(rank, _unlisted(request, rank, text)) for rank in range(request.world_size)]
+        # torchrun does not list all ranks that it ended itself in some versions.
+        pids, ended = pids_of(watch.logs.read()), {int(pid) for pid in ENDED.findall(text)}
+        exit_codes = [codes.get(rank, -15 if pids.get(rank) in ended else 0) for rank in range(request.world_size)]
         started = any(Path(request.directory).glob("rank-*.jsonl"))
-        return conclude(
-            request.directory,
-            request.world_size,
+        return watch.conclude(
             exit_codes,
-            timed_out=watch.timed_out,
-            ended_by_us=watch.ended_by_us,
-            ended_since=watch.ended_since,
             first=int(first.group(1)) if first else None,
             launch_error="" if started or not failed else text[-4000:],
-            seconds=clock.now() - watch.began,
-            timeout=request.timeout,
             command=request.command(),
         )
 
@@ -114,12 +110,3 @@ class TorchrunLauncher:
                 kill(descendants(self._process.pid))
             kill_and_wait(self._process)
             self._process = None
-
-
-def _unlisted(request: Request, rank: int, text: str) -> int:
-    """Return the exit code of a rank that torchrun does not list as failed.
-
-    Some versions leave out the ranks that torchrun ended itself.
-    """
-    pids = {event["pid"] for event in read_events(request.directory, rank) if event["event"] == "start"}
-    return -15 if pids & {int(pid) for pid in ENDED.findall(text)} else 0

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.launch.stacks import Frame, nearest, threads
@@ -104,8 +103,8 @@ class WaitState:
         return f"last collectives: {'; '.join(last)}" if last else ""
 
 
-def read_wait_state(record: Path, stack: str) -> WaitState | None:
-    """Return where a rank was, from the file with its flight record and from its stack; None without a stack."""
+def read_wait_state(record: str, stack: str) -> WaitState | None:
+    """Return where a rank was, from its flight record and its stack; None without a stack."""
     found = threads(stack)
     if not found:
         return None
@@ -123,18 +122,14 @@ def read_wait_state(record: Path, stack: str) -> WaitState | None:
     return WaitState(nearest(frames), waits, unfinished, recorded, connecting=frames[0].of_rendezvous)
 
 
-def read_record(path: Path) -> Iterable[Collective]:
-    """Return what a rank's recorders held, in order; nothing without the file.
+def read_record(record: str) -> Iterable[Collective]:
+    """Return what a rank's recorders held, in order: a line of JSON for each recorder.
 
     A line that a dying rank left half written is passed over. Of a group that was destroyed and made again only the collectives
     after that are returned: their numbers begin anew.
     """
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
     entries: list[Mapping[str, Any]] = []
-    for line in lines:
+    for line in record.splitlines():
         try:
             entries += json.loads(line).get("entries", ())
         except ValueError:

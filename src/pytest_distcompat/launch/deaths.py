@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from pytest_distcompat.launch import pristine_builtins
 
@@ -44,21 +43,20 @@ def out_of_memory_kills() -> int:
         return 0
 
 
-def explain(number: int, events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def explain(number: int, oom_kills: int | None, memory: int) -> Iterator[str]:
     """Yield lines on a rank's death: usual causes of the signal, out-of-memory kills, the rank's last memory.
 
     Args:
         number: The signal.
-        events: What the rank logged.
+        oom_kills: How many processes the kernel killed for lack of memory since the rank started; None if unknown.
+        memory: The resident memory of the rank at its last report, in bytes; 0 if unknown.
     """
     cause = _CAUSES.get(number)
     if cause is None:
         return
     yield cause
-    began = next((event["oom_kills"] for event in events if "oom_kills" in event), None)
-    if number == signal.SIGKILL and began is not None:
-        kills = out_of_memory_kills() - began
-        yield f"the kernel killed {kills or 'no'} process{'es' * (kills != 1)} for lack of memory since the rank started"
-    memory = next((event["memory"] for event in reversed(events) if event.get("memory")), None)
-    if memory is not None:
+    if number == signal.SIGKILL and oom_kills is not None:
+        plural = "es" * (oom_kills != 1)
+        yield f"the kernel killed {oom_kills or 'no'} process{plural} for lack of memory since the rank started"
+    if memory:
         yield f"resident memory of the rank at its last report: {memory >> 20} MiB"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from pytest_distcompat import clock
+from pytest_distcompat.events import has_ended
 from pytest_distcompat.launch import pristine_builtins
-from pytest_distcompat.launch.request import TERMINAL, read_events
-
-if TYPE_CHECKING:
-    from pytest_distcompat.launch.request import RankLog
+from pytest_distcompat.launch.rank_log import LogReader, RankLog
 
 #: The option of ``python -m pytest_distcompat.launch.rank`` with the rank to debug.
 OPTION = "--pdb"
@@ -31,11 +28,10 @@ def stop(log: RankLog, error: BaseException) -> None:
         print(f"\nrank {log.rank}: {message}")  # noqa: T201 - the user looks at the terminal
         pdb.post_mortem(error.__traceback__)
         return
-    debugged = log.debugged
-
-    def has_ended() -> bool:
-        events = read_events(log.path.parent, debugged)
-        # The log of an earlier run may still be there.
-        return any(event["event"] in TERMINAL and event["time"] > began for event in events)
-
-    clock.wait_until(has_ended, math.inf, every=0.1)
+    debugged = LogReader(log.path.parent, [log.debugged])
+    # The log of an earlier run may still be there.
+    clock.wait_until(
+        lambda: any(has_ended(event for event in events if event.time > began) for events in debugged.read().values()),
+        math.inf,
+        every=0.1,
+    )

@@ -7,20 +7,28 @@ it, are folded under it.
 from __future__ import annotations
 
 import math
-import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
+from pytest_distcompat.events import (
+    Action,
+    Done,
+    Error,
+    Event,
+    Excused,
+    Raised,
+    SnapshotTaken,
+    Start,
+    is_excused,
+    of_kind,
+)
 from pytest_distcompat.excerpt import encodable
-from pytest_distcompat.launch import builds, deaths
+from pytest_distcompat.launch import deaths
 from pytest_distcompat.launch.collectives import WaitState, describe_wait_states, first_mismatch, read_wait_state
-from pytest_distcompat.launch.files import Files
 from pytest_distcompat.launch.peers import aborted_by_lost_peer
-from pytest_distcompat.launch.request import EXCUSED, is_excused, read_events
-from pytest_distcompat.launch.stacks import threads, without_launcher
+from pytest_distcompat.launch.stacks import without_launcher
 
 #: The message about a rank that waited for a rank which had left its test.
 _LEFT_WAITING = "waited for ranks that had left the test, and was killed"
@@ -47,7 +55,7 @@ class RankEnd:
     wait_state: WaitState | None = None
     output: str = ""
     lost: bool = False
-    last: Mapping[str, Any] = field(default_factory=dict)
+    last: Event | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Ending:
     """
 
     ranks: tuple[RankEnd, ...]
-    events: Mapping[int, Sequence[Mapping[str, Any]]]
+    events: Mapping[int, Sequence[Event]]
     seconds: float = 0.0
     timeout: float = 0.0
     timed_out: bool = False
@@ -70,6 +78,11 @@ class Ending:
     leaks: tuple[str, ...] = ()
     command: str = ""
     builds: str = ""
+
+    @classmethod
+    def not_launched(cls, world_size: int, problem: str) -> Ending:
+        """Return the ending of a run whose launcher failed before any rank started."""
+        return conclude(dict.fromkeys(range(world_size), ()), [RankProcess()] * world_size, launch_error=problem)
 
     @property
     def failed(self) -> bool:
@@ -198,47 +211,57 @@ def _section(end: RankEnd) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class RankProcess:
+    """How the process of one rank ended, and what it left besides its log.
+
+    Attributes:
+        code: The exit code; negative for signals, None where unknown.
+        ended_by_us: Whether it was killed at the time limit, or because it outlived another rank's failure.
+        ended_at: When the agent saw that it was gone, None where it did not.
+        output: The last lines of its output.
+        stack: The stacks that it wrote when it was asked to.
+        record: What torch's flight recorder held, as the rank wrote it.
+    """
+
+    code: int | None = None
+    ended_by_us: bool = False
+    ended_at: float | None = None
+    output: str = ""
+    stack: str = ""
+    record: str = ""
+
+
 def conclude(
-    directory: str | Path,
-    world_size: int,
-    exit_codes: Sequence[int | None] | None,
+    events: Mapping[int, Sequence[Event]],
+    processes: Sequence[RankProcess],
     *,
     timed_out: bool = False,
-    ended_by_us: Sequence[int] = (),
     ended_since: float = math.inf,
     first: int | None = None,
-    ended_at: Sequence[float | None] = (),
-    files: Files | None = None,
-    environment: Mapping[str, str] = os.environ,
+    oom_kills: int = 0,
     **more: Any,
 ) -> Ending:
-    """Put together what is known of each rank, from its log and from its files.
-
-    Locks of builds that the ranks left are removed.
+    """Put together what is known of each rank. It reads and changes nothing.
 
     Args:
-        directory: Where the ranks' logs are.
-        world_size: The number of ranks.
-        exit_codes: By rank; negative for signals, None where unknown.
+        events: What each rank logged.
+        processes: How each rank's process ended.
         timed_out: Whether the time limit ended the run.
-        ended_by_us: The ranks killed at the time limit, or because they outlived another rank's failure.
-        ended_since: When the first of them was killed.
+        ended_since: When the first rank was killed by us.
         first: The rank that the agent saw fail first.
-        ended_at: By rank, when the agent saw that it was gone.
-        files: The ranks' files, if they are not in ``directory``.
-        environment: The environment that the ranks had.
+        oom_kills: What ``deaths.out_of_memory_kills`` returned after the run.
         **more: Further fields of the ``Ending``.
     """
-    files = files or Files.of(directory)
-    events = {rank: read_events(directory, rank) for rank in range(world_size)}
-    codes = list(exit_codes or [None] * world_size)
     ended = "stuck" if timed_out else "stopped"
     waited = any(map(is_excused, events.values()))
     ends = [
-        _rank_end(files, rank, events[rank], codes[rank], ended=ended if rank in ended_by_us else "", waited=waited)
-        for rank in range(world_size)
+        _rank_end(
+            rank, events[rank], process, ended=ended if process.ended_by_us else "", waited=waited, oom_kills=oom_kills
+        )
+        for rank, process in enumerate(processes)
     ]
-    died = {rank: time for rank, time in enumerate(ended_at) if time is not None}
+    died = {rank: process.ended_at for rank, process in enumerate(processes) if process.ended_at is not None}
     # The agent stops looking once it has seen a rank gone: a rank that died unseen did so at that time or later.
     last = max(died.values(), default=0.0)
     ends = [
@@ -250,56 +273,59 @@ def conclude(
         # They wait for a rank that left its test as the test allows.
         timed_out = False
         ends = [replace(end, status="stopped", message=_LEFT_WAITING) if end in stuck else end for end in ends]
-    gone_since = {rank: min(_gone_since(events[rank]), ended_since) for rank in events}
-    ending = Ending(tuple(_fold(ends, first, gone_since)), events, timed_out=timed_out, **more)
-    if not ending.failed:
-        return ending
-    builds.remove_abandoned(ending.seconds, environment)
-    waited_for = any(builds.is_waiting(frames) for end in stuck for frames in threads(end.stack))
-    return replace(ending, builds=builds.describe_locks(environment)) if waited_for else ending
+    gone_since = {rank: min(_gone_since(logged), ended_since) for rank, logged in events.items()}
+    return Ending(tuple(_fold(ends, first, gone_since)), events, timed_out=timed_out, **more)
 
 
 def _rank_end(
-    files: Files, rank: int, events: Sequence[Mapping[str, Any]], code: int | None, *, ended: str, waited: bool
+    rank: int, events: Sequence[Event], process: RankProcess, *, ended: str, waited: bool, oom_kills: int
 ) -> RankEnd:
-    names = {event["event"]: event for event in events}
-    last = events[-1] if events else {}
-    known: dict[str, Any] = {"rank": rank, "time": float(last.get("time", 0.0)), "last": last}
-    known["output"] = files.output(rank)
+    last = events[-1] if events else None
+    done, errors, code = bool(of_kind(Done, events)), of_kind(Error, events), process.code
+    known: dict[str, Any] = {"rank": rank, "time": last.time if last else 0.0, "last": last, "output": process.output}
     # A rank that waited for the others was ended with them: by us, or by the agent.
-    excused = is_excused(events) and (ended or code in {None, -signal.SIGTERM})
-    if excused or ("error" in names and ended != "stuck"):
-        error = last if excused else names["error"]
-        error_fields = {"message": encodable(f"raised {error['message']}"), "text": encodable(error["text"])}
-        known |= {**error_fields, "time": error["time"], "kind": error["kind"], "lost": error.get("lost", False)}
+    excused = isinstance(last, Excused) and (ended or code in {None, -signal.SIGTERM})
+    if excused or (errors and ended != "stuck"):
+        error = last if excused else errors[-1]
+        assert isinstance(error, Raised)
+        known |= {"message": encodable(f"raised {error.message}"), "text": encodable(error.text)}
+        known |= {"time": error.time, "kind": error.kind, "lost": error.lost}
         return RankEnd(**known, status="raised")
-    if not ended and "done" in names and code in {0, None}:
+    if not ended and done and code in {0, None}:
         return RankEnd(**known, status="done")
     # At the time limit, or when another rank gave up waiting for this one.
-    stack = files.stack(rank)
-    known["stack"] = stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else ""
-    after = " after it had finished its work" if "done" in names else _where(events)
+    known["stack"] = process.stack
+    after = " after it had finished its work" if done else _where(events)
     if ended == "stopped":
         message = _LEFT_WAITING if waited else f"outlived another rank's failure and was killed{after}"
         return RankEnd(**known, status="stopped", message=message)
     if ended == "stuck":
-        known["wait_state"] = read_wait_state(files.record(rank), known["stack"])
+        known["wait_state"] = read_wait_state(process.record, process.stack)
         return RankEnd(**known, status="stuck", message=f"was still running at the time limit{after}")
-    if "start" not in names:
+    starts = of_kind(Start, events)
+    if not starts:
         ending = f" ({exit_name(code)})" if code else ""
         return RankEnd(**known, status="missing", message=f"never started{ending}")
     if code is not None and code < 0:
-        text = "\n".join(deaths.explain(-code, events))
+        began = starts[0].oom_kills
+        memory = next((event.memory for event in reversed(events) if event.memory), 0)
+        text = "\n".join(deaths.explain(-code, None if began is None else oom_kills - began, memory))
         return RankEnd(**known, status="killed", message=f"was killed by {exit_name(code)}{after}", text=text)
     if code is None:
         return RankEnd(**known, status="exited", message=f"ended without a report{after}")
     return RankEnd(**known, status="exited", message=f"exited with code {code} without a report{after}")
 
 
-def _where(events: Sequence[Mapping[str, Any]]) -> str:
+def _where(events: Sequence[Event]) -> str:
     """Return the action that a rank was in, if it logged one."""
-    actions = [event for event in events if event["event"] in {"action", "snapshot"}]
-    return f" during {actions[-1]['action']!r}" if actions and actions[-1]["event"] == "action" else ""
+    action = current_action(events)
+    return f" during {action.action!r}" if action is not None else ""
+
+
+def current_action(events: Sequence[Event]) -> Action | None:
+    """Return the action that a rank has begun and not finished."""
+    progress = [event for event in events if isinstance(event, (Action, SnapshotTaken))]
+    return progress[-1] if progress and isinstance(progress[-1], Action) else None
 
 
 def exit_name(code: int | None) -> str:
@@ -314,16 +340,15 @@ def exit_name(code: int | None) -> str:
         return f"signal {-code}"
 
 
-def _gone_since(events: Sequence[Mapping[str, Any]]) -> float:
+def _gone_since(events: Sequence[Event]) -> float:
     """Return the time before which no other rank can have lost this one.
 
     A rank that is excused waits for the others and keeps its connections. Of any other the time is not known so well.
     """
-    told = [event["event"] for event in events]
-    if EXCUSED not in told:
+    excused = next((number for number, event in enumerate(events) if isinstance(event, Excused)), None)
+    if excused is None:
         return -math.inf
-    after = events[told.index(EXCUSED) + 1 :]
-    return float(after[0]["time"]) if after else math.inf
+    return next((event.time for event in events[excused + 1 :]), math.inf)
 
 
 def _fold(ends: Sequence[RankEnd], first: int | None, gone_since: Mapping[int, float]) -> list[RankEnd]:
@@ -340,16 +365,15 @@ def _fold(ends: Sequence[RankEnd], first: int | None, gone_since: Mapping[int, f
             return "lost peer"
         return ""
 
-    working = [end for end in ends if end.status == "stuck" and not _last_event_is(end, "done")]
+    working = [end for end in ends if end.status == "stuck" and not isinstance(end.last, Done)]
     if working:
         # torchrun keeps ranks that are done until the last one is: those did not hang.
         ends = [
-            replace(end, status="done") if end.status == "stuck" and _last_event_is(end, "done") else end
-            for end in ends
+            replace(end, status="done") if end.status == "stuck" and isinstance(end.last, Done) else end for end in ends
         ]
 
     def explained(end: RankEnd) -> bool:
-        if end.last.get("cut") or consequence(end) != "lost peer":
+        if (isinstance(end.last, Raised) and end.last.cut) or consequence(end) != "lost peer":
             return True
         return any(end.time >= gone_since[root.rank] for root in roots)
 
@@ -359,7 +383,3 @@ def _fold(ends: Sequence[RankEnd], first: int | None, gone_since: Mapping[int, f
         raised = any(end.status == "raised" for end in ends)
         return [replace(end, status="stopped") if raised and consequence(end) == "stopped" else end for end in ends]
     return [replace(end, status=consequence(end) or end.status) if explained(end) else end for end in ends]
-
-
-def _last_event_is(end: RankEnd, event: str) -> bool:
-    return bool(end.last.get("event") == event)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_distcompat.launch.flight_recorder import record_file
-from pytest_distcompat.launch.request import read_end
 from pytest_distcompat.launch.stacks import stack_file, without_launcher_in_crash
 
 #: The last lines of each file of a rank's output that a report shows.
@@ -41,6 +42,11 @@ class Files:
     def record(self, rank: int) -> Path:
         """Return the file to which that rank writes what torch recorded of collectives."""
         return record_file(self.run, rank)
+
+    @staticmethod
+    def read(path: Path) -> str:
+        """Return the text of a file; empty if the rank has made none."""
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def output(self, rank: int) -> str:
         """Return the last lines of each file that the rank wrote to.
@@ -90,3 +96,18 @@ def _logs(run: Path, rank: int) -> Iterator[Path]:
     for name in ("stdout.log", "stderr.log"):
         for attempt in attempts:
             yield attempt / "attempt_0" / str(rank) / name
+
+
+def read_end(path: Path, limit: int, since: int = 0) -> str:
+    """Return the last bytes of a file as text; empty if there is no such file.
+
+    Args:
+        path: The file.
+        limit: How many bytes at most.
+        since: Only what came after so many bytes.
+    """
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(since, file.tell() - limit))
+        return file.read().decode("utf-8", "replace")
+    return ""

@@ -17,6 +17,7 @@ open_file = open
 open_descriptor = os.open
 write_to = os.write
 close_descriptor = os.close
+status_of = os.fstat
 
 own_pid = os.getpid
 exit_now = os._exit
@@ -31,5 +32,6 @@ __all__ = [
     "open_descriptor",
     "open_file",
     "own_pid",
+    "status_of",
     "write_to",
 ]

@@ -20,11 +20,13 @@ from typing import NoReturn
 import psutil
 
 from pytest_distcompat import clock
+from pytest_distcompat.events import Done, Error, Start, has_ended, of_kind
 from pytest_distcompat.excerpt import explained
-from pytest_distcompat.launch import debugging, flight_recorder, pristine_builtins, randomness
+from pytest_distcompat.launch import deaths, debugging, flight_recorder, pristine_builtins, randomness
 from pytest_distcompat.launch.peers import lost_peer
 from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent, run_exit_functions
-from pytest_distcompat.launch.request import RankLog, Request, extend_import_path, has_ended, read_events
+from pytest_distcompat.launch.rank_log import LogReader, RankLog, read_events
+from pytest_distcompat.launch.request import Request, extend_import_path
 from pytest_distcompat.launch.stacks import format_error, stack_file
 from pytest_distcompat.launch.stragglers import request_straggler_stacks
 
@@ -86,7 +88,7 @@ def perform(request: Request, *, by_hand: bool = False, debugged: int | None = N
     number = int(os.environ["RANK"])
     with contextlib.closing(RankLog(request.directory, number, by_hand=by_hand, debugged=debugged)) as log:
         own = pristine_builtins.own_pid()
-        log.write("start", pid=own)
+        log.write(Start(own, deaths.out_of_memory_kills()))
         try:
             module, _, function = request.target.partition(":")
             getattr(importlib.import_module(module), function)(request.payload, log)
@@ -98,12 +100,12 @@ def perform(request: Request, *, by_hand: bool = False, debugged: int | None = N
             # only it may log that it is done, and answer the parent.
             flush()
             pristine_builtins.exit_now(0)
-        log.write("done", pid=own)
+        log.write(Done(own))
 
 
 def fail(request: Request, log: RankLog, error: BaseException) -> NoReturn:
     """Report the error, unless the rank has reported one before, and end this process."""
-    if not any(event["event"] == "error" for event in read_events(request.directory, log.rank)):
+    if not of_kind(Error, read_events(request.directory, log.rank)):
         report_error(log, error)
     leave_failed(request.directory, request.world_size)
 
@@ -130,17 +132,16 @@ def leave_failed(directory: str | Path, world_size: int) -> NoReturn:
         directory: The directory of the request.
         world_size: The number of its ranks.
     """
-    request_straggler_stacks([read_events(directory, rank) for rank in range(world_size)])
-    clock.wait_until(
-        lambda: all(has_ended(read_events(directory, rank)) for rank in range(world_size)), GRACE, every=0.01
-    )
+    logs = LogReader(directory, range(world_size))
+    request_straggler_stacks(logs.read())
+    clock.wait_until(lambda: all(map(has_ended, logs.read().values())), GRACE, every=0.01)
     flush()
     pristine_builtins.exit_now(1)
 
 
 def report_error(log: RankLog, error: BaseException) -> None:
     """Log the error."""
-    log.error(type(error).__name__, message_of(error), format_error(error), lost=lost_peer(error))
+    log.write(Error(type(error).__name__, message_of(error), format_error(error), lost=lost_peer(error)))
 
 
 def message_of(error: BaseException) -> str:

@@ -18,7 +18,8 @@ from typing import Any
 
 from pytest_distcompat.launch import pristine_builtins, randomness, rank
 from pytest_distcompat.launch.process_state import ProcessState, Sizes
-from pytest_distcompat.launch.request import RankLog, Request
+from pytest_distcompat.launch.rank_log import RankLog
+from pytest_distcompat.launch.request import Request
 
 #: How long the check of the process group may take, in seconds, and at most which part of its request's time limit: the
 #: request must not look as if it hung.

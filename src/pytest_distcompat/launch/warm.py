@@ -8,7 +8,7 @@ from typing import Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.launch import environment, loopback
-from pytest_distcompat.launch.ending import Ending, conclude
+from pytest_distcompat.launch.ending import Ending
 from pytest_distcompat.launch.launcher_process import LauncherProcess
 from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.reused_ranks import Reuse, ReusedRanks
@@ -57,7 +57,7 @@ class WarmLauncher:
         try:
             problem = self.get_warm()
             if problem:
-                return conclude(request.directory, request.world_size, None, launch_error=problem)
+                return Ending.not_launched(request.world_size, problem)
             assert self._process is not None
             if reuse is not None:
                 return self._run_reused(self._process, request, reuse)
@@ -183,20 +183,12 @@ class WarmLauncher:
         self, process: LauncherProcess, request: Request, watch: Watchdog, answer: Mapping[str, Any], **more: Any
     ) -> Ending:
         more["notice"] = more.get("notice") or self._notice(process, request)
-        return conclude(
-            request.directory,
-            request.world_size,
+        return watch.conclude(
             answer.get("exit_codes"),
-            timed_out=watch.timed_out,
-            ended_by_us=watch.ended_by_us,
-            ended_since=watch.ended_since,
             first=answer.get("first"),
-            ended_at=answer.get("ended_at", ()),
+            ended_at=answer.get("ended_at"),
             launch_error=answer.get("launch_error", ""),
-            seconds=clock.now() - watch.began,
-            timeout=request.timeout,
             command=request.command(),
-            files=watch.files,
             **more,
         )
 

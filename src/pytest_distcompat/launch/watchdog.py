@@ -1,4 +1,4 @@
-"""The watchdog of a run: enforces its time limit, notices ranks that vanished, and kills what must be killed."""
+"""The watchdog of a run: enforces its time limit, notices ranks that vanished, kills what must be killed, and concludes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import contextlib
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import psutil
 
 from pytest_distcompat import clock
+from pytest_distcompat.events import Done, Error, Event, has_ended, is_excused, of_kind, pids_of
+from pytest_distcompat.launch import builds
 from pytest_distcompat.launch.collectives import read_wait_state
+from pytest_distcompat.launch.deaths import out_of_memory_kills
+from pytest_distcompat.launch.ending import Ending, RankProcess, conclude
 from pytest_distcompat.launch.files import Files
 from pytest_distcompat.launch.flight_recorder import END, RECORDER_SIGNAL
 from pytest_distcompat.launch.process import alive, descendants, kill, request_stack
-from pytest_distcompat.launch.request import Request, has_ended, is_excused, pids_of, read_events
+from pytest_distcompat.launch.rank_log import LogReader
+from pytest_distcompat.launch.request import Request
+from pytest_distcompat.launch.stacks import threads
 from pytest_distcompat.launch.stalled_ranks import StallDetector, in_torch, may_wait_for_work
 
 #: After how many seconds the run ends in which a rank vanished: its process is gone, with code 0 and without a last event
@@ -40,6 +47,7 @@ class Watchdog:
     def __init__(self, request: Request, files: Files | None = None) -> None:
         self.request = request
         self.files = files or Files.of(request.directory)
+        self.logs = LogReader(request.directory, range(request.world_size))
         self.began = clock.now()
         self.acted = False
         self.timed_out = False
@@ -60,39 +68,74 @@ class Watchdog:
         if self.acted or now < self._next_check:
             return
         self._next_check = now + 0.2
-        where, ranks = self.request.directory, range(self.request.world_size)
-        events_by_rank = [read_events(where, rank, skip="snapshot") for rank in ranks]
+        events = self.logs.read()
         if now - self.began > self.request.timeout:
             # Ranks that have done their work get a moment to end, and the agent one to notice.
-            all_done = all(any(event["event"] == "done" for event in events) for events in events_by_rank)
+            all_done = all(of_kind(Done, logged) for logged in events.values())
             if not all_done or now - self.began > self.request.timeout + LEAVING_AFTER:
-                self._end(events_by_rank, timed_out=True)
+                self._end(events, timed_out=True)
             return
-        vanished = any(
-            not has_ended(events_by_rank[rank]) and not alive(pid) for rank, pid in pids_of(events_by_rank).items()
-        )
-        failed = any(event["event"] == "error" for events in events_by_rank for event in events)
+        pids = pids_of(events)
+        vanished = any(not has_ended(events[rank]) and not alive(pid) for rank, pid in pids.items())
+        failed = any(of_kind(Error, logged) for logged in events.values())
         self._suspect_since = (self._suspect_since or now) if vanished else None
         self._failed_since = (self._failed_since or now) if failed else None
         for since, limit in ((self._suspect_since, VANISHED_AFTER), (self._failed_since, FAILED_AFTER)):
             if since is not None and now - since > limit:
-                self._end(events_by_rank, timed_out=False)
+                self._end(events, timed_out=False)
                 return
-        if any(map(is_excused, events_by_rank)):
+        if any(map(is_excused, events.values())):
             running = {
-                rank: pid
-                for rank, pid in pids_of(events_by_rank).items()
-                if not (has_ended(events_by_rank[rank]) or is_excused(events_by_rank[rank]))
+                rank: pid for rank, pid in pids.items() if not (has_ended(events[rank]) or is_excused(events[rank]))
             }
             if self._stall_detector.check(running.values(), lambda: self._wait_in_torch(running)):
-                self._end(events_by_rank, timed_out=False)
+                self._end(events, timed_out=False)
 
-    def _end(self, events_by_rank: Sequence[Sequence[Mapping[str, Any]]], *, timed_out: bool) -> None:
+    def conclude(
+        self,
+        codes: Sequence[int | None] | None,
+        *,
+        also_ended: Iterable[int] = (),
+        ended_at: Sequence[float | None] | None = None,
+        environment: Mapping[str, str] = os.environ,
+        **more: Any,
+    ) -> Ending:
+        """Return how the run ended, from the logs and files of its ranks. Locks of builds that they left are removed.
+
+        Args:
+            codes: The exit codes by rank.
+            also_ended: Ranks that were killed besides those that the watchdog killed.
+            ended_at: By rank, when it was seen gone.
+            environment: The environment that the ranks had.
+            **more: Further arguments of ``ending.conclude``.
+        """
+        events, ended, ranks = self.logs.read(), {*self.ended_by_us, *also_ended}, range(self.request.world_size)
+        processes = []
+        for rank, code, time in zip(
+            ranks, codes or [None for _ in ranks], ended_at or [None for _ in ranks], strict=True
+        ):
+            files = self.files
+            left = RankProcess(code, rank in ended, time, files.output(rank))
+            if rank in ended or code or not of_kind(Done, events[rank]):
+                left = replace(left, stack=files.read(files.stack(rank)), record=files.read(files.record(rank)))
+            processes.append(left)
+        killed = any(code is not None and code < 0 for code in codes or ())
+        known = {"seconds": clock.now() - self.began, "timeout": self.request.timeout, "ended_since": self.ended_since}
+        known |= {"timed_out": self.timed_out, "oom_kills": out_of_memory_kills() if killed else 0}
+        ending = conclude(events, processes, **{**known, **more})
+        if not ending.failed:
+            return ending
+        builds.remove_abandoned(ending.seconds, environment)
+        stacks = [end.stack for end in ending.ranks if end.status == "stuck"]
+        waited_for = any(builds.is_waiting(frames) for stack in stacks for frames in threads(stack))
+        return replace(ending, builds=builds.describe_locks(environment)) if waited_for else ending
+
+    def _end(self, events: Mapping[int, Sequence[Event]], *, timed_out: bool) -> None:
         self.acted = True
         self.timed_out = timed_out
-        pids = {rank: pid for rank, pid in pids_of(events_by_rank).items() if alive(pid)}
+        pids = {rank: pid for rank, pid in pids_of(events).items() if alive(pid)}
         # A rank that raised before is about to end by itself. What a rank raises from here on is our doing.
-        raised = {rank for rank in pids if any(event["event"] == "error" for event in events_by_rank[rank])}
+        raised = {rank for rank in pids if of_kind(Error, events[rank])}
         self.ended_by_us = [rank for rank in pids if not (timed_out and rank in raised)]
         if timed_out:
             self._take_stacks({rank: pids[rank] for rank in self.ended_by_us})
@@ -112,7 +155,7 @@ class Watchdog:
             lambda: all(path.exists() and path.stat().st_size > 0 for path in files), STACK_TIMEOUT_S, every=0.02
         )
         clock.sleep(0.05)
-        return [path.read_text(encoding="utf-8", errors="replace") if path.exists() else "" for path in files]
+        return list(map(self.files.read, files))
 
     def _wait_in_torch(self, pids: Mapping[int, int]) -> bool:
         """Tell whether these ranks, which sleep, all wait for other ranks."""
@@ -122,7 +165,7 @@ class Watchdog:
         if not all(may_wait_for_work(pid, stacks[rank]) for rank, pid in rest.items()):
             return False
         self._take_records(rest)
-        found = (read_wait_state(self.files.record(rank), stacks[rank]) for rank in rest)
+        found = (read_wait_state(self.files.read(self.files.record(rank)), stacks[rank]) for rank in rest)
         return all(one is not None and one.unfinished is not None for one in found)
 
     def _take_records(self, pids: Mapping[int, int]) -> None:

@@ -29,7 +29,9 @@ def install() -> None:
 def _log_change(description: str) -> None:
     rank = current_rank()
     if rank is not None:
-        guard.attempt("the CPU bridge", rank.log.write, "bridge", what=description, always=True)
+        from pytest_distcompat.scripts.events import Bridged
+
+        guard.attempt("the CPU bridge", rank.log.write, Bridged(description), always=True)
 
 
 def _is_true(variable: str) -> bool:

@@ -50,6 +50,8 @@ class HostedRank:
     def begin(self) -> None:
         """Log the start, and install handlers that log the end of the process, whatever ends it."""
         guard.report_to(self._probe_failed)
+        from pytest_distcompat.events import Start
+        from pytest_distcompat.launch.deaths import out_of_memory_kills
         from pytest_distcompat.launch.process import STACK_SIGNAL
 
         # Files that are opened now: at the time of a crash this process may be unable to open one.
@@ -60,12 +62,15 @@ class HostedRank:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             faulthandler.register(signal.SIGTERM, file=self._open("ended"), all_threads=False, chain=True)
         self._watch_exit()
-        self.log.write("start", pid=self.pid, python=sys.executable, argv=list(sys.orig_argv), cwd=str(Path.cwd()))
+        kills, argv = out_of_memory_kills(), tuple(sys.orig_argv)
+        self.log.write(Start(self.pid, kills, python=sys.executable, argv=argv, cwd=str(Path.cwd())))
 
     def _probe_failed(self, where: str, text: str) -> bool:
         if not self.is_this_process():
             return False
-        self.log.write("probe failed", where=where, text=text)
+        from pytest_distcompat.scripts.events import ProbeFailed
+
+        self.log.write(ProbeFailed(where, text))
         return True
 
     def _open(self, kind: str) -> Any:
@@ -98,24 +103,21 @@ class HostedRank:
 
     def fail(self, error: BaseException) -> None:
         """Log the exception that ended the rank."""
+        from pytest_distcompat.events import Error
         from pytest_distcompat.launch.peers import lost_peer
         from pytest_distcompat.launch.stacks import format_error
 
         if self.is_this_process() and not self._end_logged:
             self._end_logged = True
             message = "".join(traceback.format_exception_only(error)).strip()
-            self.log.error(type(error).__name__, message, format_error(error), lost=lost_peer(error))
-
-    def has_logged(self, event: str, rank: int) -> bool:
-        """Tell whether that rank has logged such an event."""
-        from pytest_distcompat.launch.request import read_events
-
-        return any(entry["event"] == event for entry in read_events(self.directory, rank))
+            self.log.write(Error(type(error).__name__, message, format_error(error), lost=lost_peer(error)))
 
     def exit_like_preempted(self) -> None:
         """Exit at once with code 0, as a preempted rank does: without atexit functions or leaving the process group."""
+        from pytest_distcompat.events import Done
+
         self._end_logged = True
-        self.log.write("done")
+        self.log.write(Done())
         os._exit(0)
 
     def end(self) -> None:
@@ -139,10 +141,10 @@ class HostedRank:
             self.fail(error)
             return
         self._end_logged = True
-        if code:
-            self.log.write("exit", code=code)
-        else:
-            self.log.write("done")
+        from pytest_distcompat.events import Done
+        from pytest_distcompat.scripts.events import Exit
+
+        self.log.write(Exit(code) if code else Done())
 
 
 def _ends_process(trace: TracebackType | None) -> bool:

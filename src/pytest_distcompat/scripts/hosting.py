@@ -12,20 +12,23 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from pytest_distcompat import clock
+from pytest_distcompat.events import Event, of_kind, pids_of
 from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.cold import ENDED, FAILURE
-from pytest_distcompat.launch.ending import Ending, conclude, exit_name
-from pytest_distcompat.launch.files import CRASH
+from pytest_distcompat.launch.ending import Ending, exit_name
+from pytest_distcompat.launch.files import CRASH, read_end
 from pytest_distcompat.launch.process import alive, await_end, await_exit, descendants, kill, kill_and_wait, kill_named
-from pytest_distcompat.launch.request import Request, read_end, read_events
+from pytest_distcompat.launch.rank_log import LogReader
+from pytest_distcompat.launch.request import Request
 from pytest_distcompat.launch.watchdog import Watchdog
+from pytest_distcompat.scripts.events import Exit
 
 #: How long a launcher may take to exit after its ranks are gone, and the supervisor after its launcher, in seconds.
 EXIT_TIMEOUT_S = 5.0
@@ -58,7 +61,7 @@ class Hosted:
         """
         # A launcher tries for minutes, and then says what it could not connect to.
         if problem := loopback.problem():
-            return conclude(self.directory, self.world_size, None, launch_error=problem)
+            return Ending.not_launched(self.world_size, problem)
         supervisor = _Supervisor(self)
         try:
             return _watch(self, supervisor)
@@ -119,25 +122,24 @@ class _Supervisor:
 class _RankExits:
     """Times at which ranks were first seen gone: a rank that is killed cannot log its end."""
 
-    def __init__(self, hosted: Hosted) -> None:
+    def __init__(self, hosted: Hosted, logs: LogReader) -> None:
         self._hosted = hosted
+        self._logs = logs
         self.exited_at: dict[int, float] = {}
         self.pids: dict[int, int] = {}
 
     def update(self) -> None:
         """Read the process numbers of new ranks, and note the time for ranks that are gone."""
-        for rank in range(self._hosted.world_size):
-            if rank not in self.pids:
-                events = read_events(self._hosted.directory, rank)
-                if events and events[0]["event"] == "start":
-                    self.pids[rank] = int(events[0]["pid"])
-            if rank in self.pids and rank not in self.exited_at and not alive(self.pids[rank]):
+        if len(self.pids) < self._hosted.world_size:
+            self.pids = pids_of(self._logs.read()) | self.pids
+        for rank, pid in self.pids.items():
+            if rank not in self.exited_at and not alive(pid):
                 self.exited_at[rank] = clock.now()
 
 
 def _watch(hosted: Hosted, supervisor: _Supervisor) -> Ending:
     watch = Watchdog(Request("", {}, hosted.world_size, str(hosted.directory), hosted.timeout))
-    exits = _RankExits(hosted)
+    exits = _RankExits(hosted, watch.logs)
     acted: float | None = None
     while (ended := supervisor.launcher_status()) is None:
         clock.sleep(0.02)
@@ -152,23 +154,18 @@ def _watch(hosted: Hosted, supervisor: _Supervisor) -> Ending:
     exits.update()
     text = read_end(supervisor.output, OUTPUT_BYTES_READ)
     first = FAILURE.search(text, max(0, text.find("Root Cause")))
-    codes = [_exit_code(hosted, rank, text, exits.pids.get(rank)) for rank in range(hosted.world_size)]
-    known: dict[str, Any] = {
-        "timed_out": watch.timed_out,
-        "ended_by_us": [*watch.ended_by_us, *surviving],
-        "first": int(first.group(1)) if first else None,
-        "ended_at": [exits.exited_at.get(rank) for rank in range(hosted.world_size)],
-        "seconds": clock.now() - watch.began,
-        "timeout": hosted.timeout,
-        "environment": hosted.environment,
-        "left_over": tuple(left_over),
-        "command": hosted.reproduce,
-    }
-    ending = conclude(hosted.directory, hosted.world_size, codes, **known)
-    problem = _launch_problem(hosted, ending, ended, surviving, text)
-    if problem:
-        ending = conclude(hosted.directory, hosted.world_size, codes, launch_error=problem, **known)
-    return ending
+    events = watch.logs.read()
+    codes = [_exit_code(hosted, rank, events[rank], text, exits.pids.get(rank)) for rank in range(hosted.world_size)]
+    ending = watch.conclude(
+        codes,
+        also_ended=surviving,
+        first=int(first.group(1)) if first else None,
+        ended_at=[exits.exited_at.get(rank) for rank in range(hosted.world_size)],
+        environment=hosted.environment,
+        left_over=tuple(left_over),
+        command=hosted.reproduce,
+    )
+    return replace(ending, launch_error=_launch_problem(hosted, ending, ended, surviving, text))
 
 
 def _surviving_ranks(supervisor: _Supervisor, exits: _RankExits, watch: Watchdog) -> list[int]:
@@ -184,16 +181,15 @@ def _kill_remaining(supervisor: _Supervisor, watch: Watchdog) -> list[str]:
     return [] if watch.acted else names
 
 
-def _exit_code(hosted: Hosted, rank: int, text: str, pid: int | None) -> int | None:
+def _exit_code(hosted: Hosted, rank: int, events: Sequence[Event], text: str, pid: int | None) -> int | None:
     """Return the exit code from torchrun's report, the rank's log or its crash file; None if it is unknown."""
     reported = {int(failed): int(code) for failed, code in FAILURE.findall(text)}
     if rank in reported:
         return reported[rank]
     if str(pid) in ENDED.findall(text):
         return -15
-    for event in read_events(hosted.directory, rank):
-        if event["event"] == "exit":
-            return int(event["code"])
+    for end in of_kind(Exit, events):
+        return end.code
     fault = read_end(hosted.directory / f"rank-{rank}.fault", OUTPUT_BYTES_READ)
     for name, code in _FATAL.items():
         if f"{CRASH}{name}" in fault:

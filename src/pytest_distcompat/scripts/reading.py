@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat.failures import RunFailedError
 
 if TYPE_CHECKING:
+    from pytest_distcompat.events import Start
     from pytest_distcompat.trace import FileInfo, UnwrappedInfo
 
 #: How long that process may take, in seconds; a model of a test's size takes a few.
 TIMEOUT = 600.0
 
 
-def read_in_a_process(start: Mapping[str, Any], directory: Path, request: Mapping[str, Any]) -> Any:
+def read_in_a_process(start: Start | None, directory: Path, request: Mapping[str, Any]) -> Any:
     """Return the answer of ``main`` to a request.
 
     Args:
-        start: The event that a rank logged at its start; its ``python`` and ``cwd`` are used.
+        start: The first event of a rank; its interpreter and working directory are used.
         directory: Where the request and the answer are written.
         request: Its ``kind`` is ``files`` or ``final``.
 
@@ -41,14 +42,14 @@ def read_in_a_process(start: Mapping[str, Any], directory: Path, request: Mappin
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
     done = subprocess.run(
         [
-            start.get("python", sys.executable),
+            (start and start.python) or sys.executable,
             "-m",
             "pytest_distcompat.scripts.reading",
             str(request_file),
             str(answer),
         ],
         env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        cwd=start.get("cwd"),
+        cwd=(start and start.cwd) or None,
         capture_output=True,
         text=True,
         timeout=TIMEOUT,

@@ -194,7 +194,9 @@ class Recorder:
         model = engine if engine is not None else self.tracked.model_of(optimizer)
         self._optimizer = engine.optimizer if engine is not None else self.tracked.optimizers_with(optimizer, model)
         if model is None:
-            self.rank.log.write("unseen model", optimizer=type(optimizer).__name__)
+            from pytest_distcompat.scripts.events import UnseenModel
+
+            self.rank.log.write(UnseenModel(type(optimizer).__name__))
             return
         self._model = weakref.ref(model)
         self._write_snapshot("build_model", BUILD_MODEL, unwrapped=self.tracked.unwrapped_of(model))
@@ -243,7 +245,9 @@ class Recorder:
         """Log that a checkpoint is about to be written, if ``everyone`` writes a part of it."""
         self.finish_step()
         if everyone:
-            self.rank.log.write("action", action="save", index=self._save_index)
+            from pytest_distcompat.events import Action
+
+            self.rank.log.write(Action("save", self._save_index))
 
     def after_save(self, path: Any, everyone: bool, model: bool) -> None:
         """Record a checkpoint that was written.
@@ -254,8 +258,10 @@ class Recorder:
             model: Whether it should hold the model.
 
         """
+        from pytest_distcompat.scripts.events import Saved
+
         index = self._save_index
-        self.rank.log.write("saved", path=str(Path(path).resolve()), index=index, everyone=everyone, model=model)
+        self.rank.log.write(Saved(str(Path(path).resolve()), index, everyone, model))
         if everyone and self._model is not None:
             self._saves += 1
             self._write_snapshot("save", index, **self._read_fields(whole=True))
@@ -314,5 +320,7 @@ class Recorder:
         )
 
     def _write_snapshot(self, action: str, index: int, **infos: Any) -> None:
+        from pytest_distcompat.events import SnapshotTaken
+
         snapshot = Snapshot(self.rank.rank, "train", action, index, **infos)
-        self.rank.log.write("snapshot", action=action, index=index, snapshot=snapshot.to_json())
+        self.rank.log.write(SnapshotTaken(action, index, snapshot.to_json()))

@@ -7,20 +7,24 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.driver import Driver
+from pytest_distcompat.events import Event, Start, of_kind
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem
 from pytest_distcompat.judge import Verdict, judge, skipped
 from pytest_distcompat.launch import Ending
 from pytest_distcompat.runner import run_trace
+from pytest_distcompat.scripts.events import Bridged, Output, ProbeFailed, Saved, UnseenModel
 from pytest_distcompat.scripts.final_model import check_final_model
 from pytest_distcompat.scripts.probe_config import ProbeConfig
 from pytest_distcompat.scripts.reading import read_in_a_process
 from pytest_distcompat.status import Status
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace
+
+_E = TypeVar("_E", bound=Event)
 
 #: The checks that can judge one run. The others need several runs, or actions that only drivers have.
 SCRIPT_CHECKS = ("active", "names", "optimizer", "dtypes", "memory", "units", "float8")
@@ -89,8 +93,11 @@ class ScriptRun:
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:
         """Return one line for each change that the CPU bridge has made to a library."""
-        changes = (event for events in self.ending.events.values() for event in events if event["event"] == "bridge")
-        return tuple(dict.fromkeys(f"CPU bridge: {event['what']}" for event in changes))
+        return tuple(dict.fromkeys(f"CPU bridge: {change.what}" for change in self._logged(Bridged)))
+
+    def _logged(self, kind: type[_E]) -> list[_E]:
+        """Return the events of that kind that any rank logged."""
+        return [event for events in self.ending.events.values() for event in of_kind(kind, events)]
 
     @functools.cached_property
     def trace(self) -> RunTrace:
@@ -168,7 +175,7 @@ class ScriptRun:
         if problem:
             return Verdict(name, cell.id, Status.FAILED, problem)
         if name == FINAL_MODEL_CHECK:
-            checkpoints = [event["path"] for event in self.saved() if event["everyone"]]
+            checkpoints = [saved.path for saved in self.saved() if saved.everyone]
             findings = check_final_model(
                 self.trace, cell, self.model_path(), checkpoints, self._read, saved_name=self.saved_name
             )
@@ -191,10 +198,9 @@ class ScriptRun:
         if not ProbeConfig.read(self.directory).steps:
             return "nothing to probe: watch_steps=0 leaves the probe out"
         if trains and not self.trace.at("build"):
-            events = (event for events in self.ending.events.values() for event in events)
-            unseen = next((event for event in events if event["event"] == "unseen model"), None)
+            unseen = self._logged(UnseenModel)
             reason = (
-                f"{unseen['optimizer']} stepped, on a model that nothing wrapped"
+                f"{unseen[0].optimizer} stepped, on a model that nothing wrapped"
                 if unseen
                 else "no optimizer of torch's stepped"
             )
@@ -204,10 +210,8 @@ class ScriptRun:
     def _probe_failure(self) -> str:
         """Return where the probe failed first, with the traceback; empty if it did not."""
         message = "the probe itself failed, at {}, and saw no more from then on\n{}"
-        for events in self.ending.events.values():
-            for event in events:
-                if event["event"] == "probe failed":
-                    return f"rank {event['rank']}: {message.format(event['where'], event['text'])}"
+        for failed in self._logged(ProbeFailed):
+            return f"rank {failed.rank}: {message.format(failed.where, failed.text)}"
         for file in sorted(self.directory.glob("probe-*.failed")):
             where, _, text = file.read_text(encoding="utf-8").removeprefix("at ").partition(":\n")
             return f"a process that is no rank: {message.format(where, text)}"
@@ -226,24 +230,20 @@ class ScriptRun:
             return f"the run took {steps}: the check looks at step {JUDGED_STEP}; let the script take {JUDGED_STEP} or more"
         return ""
 
-    def saved(self) -> list[Mapping[str, Any]]:
-        """Return the last ``saved`` event of each path, in the order of their ``index``."""
-        events = (event for events in self.ending.events.values() for event in events if event["event"] == "saved")
-        return sorted({event["path"]: event for event in events}.values(), key=lambda event: int(event["index"]))
+    def saved(self) -> list[Saved]:
+        """Return the last event of each path that was saved, in the order of their ``index``."""
+        return sorted({saved.path: saved for saved in self._logged(Saved)}.values(), key=lambda saved: saved.index)
 
     def model_path(self) -> Path | None:
         """Return ``output``, or the path of the last model that the run saved outside its checkpoints; None without one."""
         if self.output is not None:
             return self.output
-        events = (event for events in self.ending.events.values() for event in events)
-        models = [event["path"] for event in self.saved() if not event["everyone"]]
-        paths = models or [event["path"] for event in events if event["event"] == "output"]
+        models = [saved.path for saved in self.saved() if not saved.everyone]
+        paths = models or [output.path for output in self._logged(Output)]
         return Path(paths[-1]) if paths else None
 
     def _read(self, request: Mapping[str, Any]) -> Any:
-        events = (event for events in self.ending.events.values() for event in events)
-        start = next((event for event in events if event["event"] == "start"), {})
-        return read_in_a_process(start, self.directory, request)
+        return read_in_a_process(next(iter(self._logged(Start)), None), self.directory, request)
 
     @functools.cached_property
     def trace_with_files(self) -> RunTrace:
@@ -251,12 +251,12 @@ class ScriptRun:
 
         Without a checkpoint all files are one snapshot, because a script may write the model in parts.
         """
-        seen = [event["path"] for event in self.saved() if Path(event["path"]).exists()]
+        seen = [saved.path for saved in self.saved() if Path(saved.path).exists()]
         output = str(self.output.resolve()) if self.output is not None and self.output.exists() else ""
         paths = list(dict.fromkeys(filter(None, (*seen, output))))
         read = self._read({"kind": "files", "paths": paths})["files"] if paths else {}
         files = {path: tuple(_file(info).renamed(self.saved_name) for info in read[path]) for path in paths}
-        checkpoints = {event["path"] for event in self.saved() if event["everyone"]}
+        checkpoints = {saved.path for saved in self.saved() if saved.everyone}
         others = [files[path] for path in seen if path not in checkpoints]
         written = [files[path] for path in seen if path in checkpoints]
         if output and not written and not any(info.holds == "model" for infos in others for info in infos):
@@ -275,7 +275,7 @@ class ScriptRun:
     @property
     def _should_save(self) -> bool:
         """Tell whether the run has called a function that saves a model, or should leave one."""
-        return self.output is not None or any(event["model"] for event in self.saved())
+        return self.output is not None or any(saved.model for saved in self.saved())
 
 
 def _file(data: Mapping[str, Any]) -> FileInfo:

@@ -184,14 +184,14 @@ def resume_roundtrip(
     output = host.new_directory("stopped")
     stopped = run(output, stop_after=save_at)
     through = run(host.new_directory("through")) if save_at < total else stopped
-    saved = [event for event in stopped.saved() if event["everyone"] and event["index"] // STRIDE == save_at]
+    saved = [event for event in stopped.saved() if event.everyone and event.index // STRIDE == save_at]
     if not saved:
         raise Incompatible(f"{_missing_checkpoint(stopped, save_at)}\nlogs: {stopped.directory}")
-    more = [_filled(argument, {"checkpoint": str(saved[0]["path"])}) for argument in resume]
+    more = [_filled(argument, {"checkpoint": str(saved[0].path)}) for argument in resume]
     try:
         resumed = run(output, *more, **({"world_size": reshard_to} if reshard_to else {}))
     except RunFailedError as failure:
-        message = f"the run that was to go on from {saved[0]['path']} failed\n\n{failure}"
+        message = f"the run that was to go on from {saved[0].path} failed\n\n{failure}"
         raise RunFailedError(message, hard=failure.hard) from None
     trip = RoundTrip(through, stopped, resumed, save_at, total, tuple(same), resharded=bool(reshard_to))
     trip.check()
@@ -226,10 +226,10 @@ def _check_arguments(
 def _missing_checkpoint(run: ScriptRun, save_at: int) -> str:
     """Return a message that there is no checkpoint after that step, with what was saved instead."""
     lines = [f"no checkpoint was seen after step {save_at}; expected one by {CHECKPOINT_CALLS}"]
-    steps = sorted({event["index"] // STRIDE for event in run.saved() if event["everyone"]})
+    steps = sorted({event.index // STRIDE for event in run.saved() if event.everyone})
     if steps:
         lines.append(f"seen after step {', '.join(map(str, steps))}")
-    files = [event["path"] for event in run.saved() if not event["everyone"] and event["index"] // STRIDE == save_at]
+    files = [event.path for event in run.saved() if not event.everyone and event.index // STRIDE == save_at]
     if files:
         reason = "of which nobody can say that training goes on from them alone"
         lines.append(f"then there were files of torch.save and save_pretrained, {reason}: {', '.join(files)}")

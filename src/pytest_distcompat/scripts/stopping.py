@@ -16,9 +16,13 @@ def exit_together(hosted_rank: HostedRank) -> None:
     """
     from torch import distributed
 
-    hosted_rank.log.write("stopped")
-    ranks = range(distributed.get_world_size() if distributed.is_initialized() else 1)
+    from pytest_distcompat.events import of_kind
+    from pytest_distcompat.launch.rank_log import LogReader
+    from pytest_distcompat.scripts.events import Stopped
+
+    hosted_rank.log.write(Stopped())
+    logs = LogReader(hosted_rank.directory, range(distributed.get_world_size() if distributed.is_initialized() else 1))
     deadline = clock.now() + CHECKPOINT_TIMEOUT_S
-    while not all(hosted_rank.has_logged("stopped", rank) for rank in ranks) and clock.now() < deadline:
+    while not all(of_kind(Stopped, events) for events in logs.read().values()) and clock.now() < deadline:
         clock.sleep(0.05)
     hosted_rank.exit_like_preempted()

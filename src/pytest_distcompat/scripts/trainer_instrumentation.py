@@ -39,7 +39,9 @@ def wrap(trainer: Any) -> None:
 def _constructor(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:  # noqa: ARG001 - a wrapper
     yield
     trainer = args[0]
-    recorder.rank.log.write("output", path=str(Path(trainer.args.output_dir).resolve()))
+    from pytest_distcompat.scripts.events import Output
+
+    recorder.rank.log.write(Output(str(Path(trainer.args.output_dir).resolve())))
     trainer.add_callback(_callback(recorder))
 
 

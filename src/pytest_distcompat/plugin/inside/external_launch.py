@@ -192,7 +192,7 @@ class Inside:
             # Another plugin's hook raised before the hook here was called.
             self._begin(item, report.when)
         try:
-            outcome, cut, over = lockstep.end(self._phases.of(report).to_json(), group=self._has_group(call.when))
+            outcome, cut, over = lockstep.end(self._phases.of(report), group=self._has_group(call.when))
         except Gone as problem:
             pytest.exit(str(problem), returncode=pytest.ExitCode.TESTS_FAILED)
         self._cut = self._cut or cut

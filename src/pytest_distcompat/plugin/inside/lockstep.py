@@ -10,10 +10,10 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import clock
+from pytest_distcompat.decode import decode
 from pytest_distcompat.launch import connections
 from pytest_distcompat.launch.collectives import read_wait_state
 from pytest_distcompat.launch.flight_recorder import dumps
@@ -24,6 +24,7 @@ from pytest_distcompat.plugin.inside.agreement import STUCK, PhaseReport, agree
 from pytest_distcompat.plugin.inside.store_client import POLL, StoreClient
 from pytest_distcompat.plugin.inside.termination import Termination
 from pytest_distcompat.plugin.marked.outcome import Outcome
+from pytest_distcompat.plugin.marked.phase import Phase
 
 #: Seconds that a rank may be late with a report: it may be busy, or dying.
 REPORT_DELAY_S = 10.0
@@ -147,11 +148,11 @@ class Lockstep:
             self._number += 1
             self._step = Step(self._number, location, deadline, limit)
 
-    def end(self, phase: dict[str, Any], *, group: bool) -> tuple[Outcome, bool, bool]:
+    def end(self, phase: Phase, *, group: bool) -> tuple[Outcome, bool, bool]:
         """End the phase on this rank, and wait for the outcome of all ranks.
 
         Args:
-            phase: This rank's ``Phase`` as plain data.
+            phase: This rank's phase.
             group: Whether this rank has a process group.
 
         Returns:
@@ -174,7 +175,7 @@ class Lockstep:
                 raise Gone("rank 0 does not answer any more")
             answer = json.loads(text)
         self._step = None
-        return Outcome.from_json(answer["outcome"]), bool(answer["cut"]), bool(answer["over"])
+        return decode(Outcome, answer["outcome"]), bool(answer["cut"]), bool(answer["over"])
 
     def from_rank_zero(self, make: Callable[[], str]) -> str:
         """Return on all ranks what ``make`` returns on rank 0. Call it at most once a phase."""
@@ -205,7 +206,7 @@ class Lockstep:
         while len(reports) < self.size:
             for rank in set(range(self.size)) - set(reports):
                 if text := self._store_client.get(f"{step.number}/{rank}"):
-                    reports[rank] = PhaseReport(**json.loads(text))
+                    reports[rank] = decode(PhaseReport, json.loads(text))
             missing = set(range(self.size)) - set(reports)
             late = clock.now() > step.deadline + REPORT_DELAY_S or self.termination.since > TERMINATION_DELAY_S / 2
             gone = [
@@ -215,8 +216,7 @@ class Lockstep:
                 break
             clock.sleep(POLL)
         elsewhere = {rank: report.location for rank, report in reports.items() if report.location != step.location}
-        with tempfile.TemporaryDirectory(prefix="distcompat-") as directory:
-            outcome = agree(Path(directory), reports, self.pids, step.limit)
+        outcome = agree(reports, self.pids, step.limit)
         if elsewhere:
             others = "; ".join(f"rank {rank} is at {location}" for rank, location in elsewhere.items())
             outcome = Outcome(
@@ -225,7 +225,11 @@ class Lockstep:
         over = bool(elsewhere) or len(reports) < self.size or any(report.stuck for report in reports.values())
         if not any(report.group for report in reports.values()):
             self._store_client.clear()
-        answer = {"outcome": outcome.to_json(), "over": over, "cut": any(report.cut for report in reports.values())}
+        answer = {
+            "outcome": dataclasses.asdict(outcome),
+            "over": over,
+            "cut": any(report.cut for report in reports.values()),
+        }
         self._store_client.put(f"{step.number}/outcome", json.dumps(answer))
         self._store_client.forget(f"{step.number - 1}/{name}" for name in self._names)
         return answer
@@ -275,7 +279,7 @@ class Lockstep:
     def _give_up(self, step: Step) -> None:
         """Report what is known and end this process: its main thread will not return."""
         if self.rank == 0:
-            self._overrun(Outcome.from_json(self._conclude(step)["outcome"]))
+            self._overrun(decode(Outcome, self._conclude(step)["outcome"]))
         self._await(f"{step.number}/outcome", clock.now() + 2 * REPORT_DELAY_S, of=0)
         self._store_client.put(f"left/{self.rank}", "1")
         self.close()
@@ -314,10 +318,8 @@ def _waits_in_torch() -> bool:
     if in_torch(stack) or not may_wait_for_work(os.getpid(), stack):
         return in_torch(stack)
     # User code may call C++ that waits, which the Python stack does not show; the flight recorder does.
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(b"\n".join(dump().strip() for dump in dumps()))
-        file.flush()
-        operation = read_wait_state(Path(file.name), stack)
+    record = b"\n".join(dump().strip() for dump in dumps()).decode("utf-8", "replace")
+    operation = read_wait_state(record, stack)
     return operation is not None and operation.unfinished is not None
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_distcompat import clock
+from pytest_distcompat.events import Done, Error, Event, Excused, Resumed, of_kind
 from pytest_distcompat.plugin import pyproject
 from pytest_distcompat.plugin.inside import launched
 from pytest_distcompat.plugin.inside.rank_output import capturing, fault_handler, no_terminal
@@ -394,7 +395,7 @@ class _Reporter:
     world_size: int
     directory: Path
     _rank: Any
-    _request: Any
+    _rank_log: Any
     _debugging: Any
 
     @classmethod
@@ -410,10 +411,10 @@ class _Reporter:
     def begin(self, log: RankLog, world_size: int, directory: Path) -> None:
         """Report to that log from now on, for a request on so many ranks in that directory."""
         # Imported before the test runs, which may break imports (sys.path, sys.meta_path).
-        from pytest_distcompat.launch import debugging, rank, request
+        from pytest_distcompat.launch import debugging, rank, rank_log
 
         self.log, self.phases, self.world_size, self.directory = log, Phases(), world_size, directory
-        self._rank, self._request, self._debugging = rank, request, debugging
+        self._rank, self._rank_log, self._debugging = rank, rank_log, debugging
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -429,7 +430,7 @@ class _Reporter:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         phase = self.phases.of(report)
-        self.log.write("subtest" if phase.subtest else "phase", **phase.to_json())
+        self.log.write(phase)
         if phase.ending is not None and (phase.outcome == "failed" or not self._wait_for_others(*phase.ending, phase)):
             self._end_rank(*phase.ending, phase)
 
@@ -439,40 +440,38 @@ class _Reporter:
         This rank has skipped or xfailed. The others may do so too, or pass, or fail, within the time limit of the test. The
         parent ends the ranks when the others only wait for this one.
         """
-        self.log.write(self._request.EXCUSED, kind=kind, message=message, text=phase.text)
+        self.log.write(Excused(kind, message, phase.text))
         # In a run by hand there is no parent that ends the ranks.
         deadline = clock.now() + WAIT_BY_HAND_S if self.log.by_hand else math.inf
         own_outcome = phase.outcome
         others = [rank for rank in range(self.world_size) if rank != self.log.rank]
+        logs = self._rank_log.LogReader(self.directory, others)
         while clock.now() < deadline:
-            outcomes = {
-                self._outcome_of(self._request.read_events(self.directory, rank), phase.when) for rank in others
-            }
+            outcomes = {self._outcome_of(events, phase.when) for events in logs.read().values()}
             if "failed" in outcomes or (own_outcome == "skipped" and "passed" in outcomes):
                 return False
             if "" not in outcomes:
                 goes_on = outcomes <= ({"skipped"} if own_outcome == "skipped" else {"xfailed", "passed"})
                 if goes_on:
-                    self.log.write(self._request.RESUMED)
+                    self.log.write(Resumed())
                 return goes_on
             clock.sleep(0.02)
         return False
 
     @staticmethod
-    def _outcome_of(events: list[dict[str, Any]], when: str) -> str:
+    def _outcome_of(events: Sequence[Event], when: str) -> str:
         """Return the outcome of another rank by its events; empty while the outcome may still change.
 
         A rank has passed once only its teardown is left, or nothing if this rank is in its teardown.
         """
-        phases = {event["when"]: event["outcome"] for event in events if event["event"] == "phase"}
+        phases = {phase.when: phase.outcome for phase in of_kind(Phase, events) if not phase.subtest}
         excused = [outcome for outcome in phases.values() if outcome in {"skipped", "xfailed"}]
         if excused:
-            return str(excused[0])
-        names = {event["event"] for event in events}
-        if "error" in names:
+            return excused[0]
+        if of_kind(Error, events):
             return "failed"
-        return "passed" if "done" in names or ("teardown" if when == "teardown" else "call") in phases else ""
+        return "passed" if of_kind(Done, events) or ("teardown" if when == "teardown" else "call") in phases else ""
 
     def _end_rank(self, kind: str, message: str, phase: Phase) -> None:
-        self.log.error(kind, message, phase.text, lost=phase.lost)
+        self.log.write(Error(kind, message, phase.text, lost=phase.lost))
         self._rank.leave_failed(self.directory, self.world_size)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_distcompat.events import of_kind
 from pytest_distcompat.excerpt import excerpt, explained
-from pytest_distcompat.plugin.marked.phase import Phase, SkipElsewhere, XFailed, fields_of
+from pytest_distcompat.plugin.marked.phase import Phase, SkipElsewhere, XFailed
 from pytest_distcompat.plugin.marked.subtests import count_subtests, name_of, unfinished_phase, with_subtests
 
 if TYPE_CHECKING:
@@ -162,22 +163,10 @@ class Outcome:
     sections: tuple[tuple[str, str], ...] = ()
     properties: tuple[tuple[str, Any], ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the outcome as plain data."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
-        """Return the outcome from what ``to_json`` returned."""
-        return cls(**fields_of(cls, data))
-
 
 def merge(ending: Ending) -> Outcome:
     """Return the outcome of a test from the logs and exits of all its ranks."""
-    logged = {
-        rank: [Phase.from_json(event) for event in events if event["event"] in {"phase", "subtest"}]
-        for rank, events in ending.events.items()
-    }
+    logged = {rank: of_kind(Phase, events) for rank, events in ending.events.items()}
     phases = {rank: [phase for phase in found if not phase.subtest] for rank, found in logged.items()}
     unfinished = {rank: phase for rank, found in logged.items() if (phase := unfinished_phase(found)) is not None}
     ending = count_subtests(ending, unfinished)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_distcompat.decode import prepare
+from pytest_distcompat.events import Event
 from pytest_distcompat.excerpt import encodable
 
 
@@ -23,7 +23,7 @@ class XFailed:
 
 
 @dataclass(frozen=True)
-class Phase:
+class Phase(Event, name="phase"):
     """A phase of an item on one rank, or a subtest within one.
 
     Attributes:
@@ -43,19 +43,14 @@ class Phase:
     subtest: str = ""
     lost: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the phase as plain data.
+    def own_fields(self) -> dict[str, Any]:
+        """Return the fields as plain data.
 
         Lone surrogates are escaped: one in a report ends a whole session of xdist.
         """
         # Not ``dataclasses.asdict``: it copies each text by functions that a test may patch.
-        data: dict[str, Any] = _encodable(vars(self))
-        return data
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Phase:
-        """Return the phase from what ``to_json`` returned; other keys are ignored."""
-        return cls(**fields_of(cls, data))
+        fields: dict[str, Any] = _encodable(super().own_fields())
+        return fields
 
     @property
     def ending(self) -> tuple[str, str] | None:
@@ -81,9 +76,4 @@ def _encodable(value: Any) -> Any:
     return type(value)(map(_encodable, value)) if isinstance(value, (list, tuple)) else value
 
 
-def fields_of(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Phase or an Outcome from JSON, with tuples in place of its lists."""
-    known = {field.name: data[field.name] for field in dataclasses.fields(kind) if field.name in data}
-    location = tuple(known["location"]) if known.get("location") else None
-    pairs = {name: tuple((a, b) for a, b in known[name]) for name in ("sections", "properties")}
-    return {**known, "location": location, **pairs}
+prepare(Phase)

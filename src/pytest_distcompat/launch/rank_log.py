@@ -1,0 +1,101 @@
+"""The log of a rank: a line of JSON for each event, in a file, because stdout belongs to the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from pytest_distcompat import clock
+from pytest_distcompat.events import Done, Error, Event, Note, decode_event
+from pytest_distcompat.launch import deaths, pristine_builtins
+
+
+class RankLog:
+    """The log of one rank. Each event is written at once, so that a killed rank leaves all its events.
+
+    Args:
+        directory: The directory of the request.
+        rank: The rank.
+        by_hand: Whether a user runs the run again and looks at a terminal: the log starts afresh, and errors are shown.
+        debugged: The rank in which the user wants a debugger, in a run by hand.
+    """
+
+    def __init__(self, directory: str | Path, rank: int, *, by_hand: bool = False, debugged: int | None = None) -> None:
+        self.path = Path(directory) / f"rank-{rank}.jsonl"
+        self.rank = rank
+        self.by_hand = by_hand
+        self.debugged = debugged
+        # Duplicated now: a test's capture may have replaced stderr when the error comes.
+        self._terminal = os.dup(2) if by_hand else None
+        if by_hand:
+            self.path.unlink(missing_ok=True)
+        self._file = pristine_builtins.open_descriptor(
+            self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+        )
+
+    def write(self, event: Event) -> None:
+        """Append one event."""
+        name = event.event if isinstance(event, Note) else event.name
+        known = {"event": name, "rank": self.rank, "time": clock.now(), "memory": deaths.resident_memory()}
+        line = pristine_builtins.encode({**known, **event.own_fields()}) + "\n"
+        raw = line.encode("utf-8", "surrogatepass")
+        while raw:
+            raw = raw[pristine_builtins.write_to(self._file, raw) :]
+        if isinstance(event, Error) and self._terminal is not None:
+            shown = f"\nrank {self.rank}: {event.message}\n{event.text}\n".encode("utf-8", "replace")
+            pristine_builtins.write_to(self._terminal, shown)
+
+    def close(self) -> None:
+        """Close the log."""
+        for descriptor in (self._file, self._terminal):
+            if descriptor is not None:
+                pristine_builtins.close_descriptor(descriptor)
+
+
+class LogReader:
+    """Reads the logs of several ranks; each line is read and decoded once.
+
+    A line that is no event is dropped: a dying rank left it unfinished, or a test wrote there.
+    """
+
+    def __init__(self, directory: str | Path, ranks: Iterable[int]) -> None:
+        self._paths = {rank: f"{directory}/rank-{rank}.jsonl" for rank in ranks}
+        self._events: dict[int, list[Event]] = {rank: [] for rank in self._paths}
+        #: How much of each file has been read, by rank: its inode, and a number of bytes.
+        self._positions: dict[int, tuple[int, int]] = {}
+
+    def read(self) -> Mapping[int, Sequence[Event]]:
+        """Return all events that the ranks have logged so far, by rank."""
+        for rank, path in self._paths.items():
+            with contextlib.suppress(FileNotFoundError), pristine_builtins.open_file(path, "rb") as file:
+                inode = pristine_builtins.status_of(file.fileno()).st_ino
+                known, offset = self._positions.get(rank, (inode, 0))
+                if known != inode:
+                    # The log of a process that was this rank before was put aside.
+                    self._events[rank], offset = [], 0
+                file.seek(offset)
+                raw = file.read()
+                whole = raw[: raw.rfind(b"\n") + 1]
+                self._positions[rank] = inode, offset + len(whole)
+                self._add(self._events[rank], whole)
+        return self._events
+
+    @staticmethod
+    def _add(events: list[Event], lines: bytes) -> None:
+        for line in lines.splitlines():
+            try:
+                event = decode_event(pristine_builtins.decode(line.decode("utf-8", "replace")))
+            except ValueError:
+                continue
+            # A forked child writes ``done`` to the same file, while the rank may be gone without it.
+            first = events[0] if events else None
+            by_child = isinstance(event, Done) and event.pid not in {None, getattr(first, "pid", None)}
+            if event is not None and not by_child:
+                events.append(event)
+
+
+def read_events(directory: str | Path, rank: int) -> Sequence[Event]:
+    """Return what that rank has logged so far."""
+    return LogReader(directory, [rank]).read()[rank]
