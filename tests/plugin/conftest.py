@@ -89,13 +89,15 @@ def run_pytest(environment: dict[str, str]) -> RunPytest:
 def torchrun(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
     """Run a file of tests on two ranks; what it is named for keeps its directory."""
 
-    def run(source: str | Path, *args: str, pyproject: str = "") -> Run:
+    def run(source: str | Path, *args: str, known: str = "") -> Run:
         directory = tmp_path_factory.mktemp("inside")
         if isinstance(source, Path):
             shutil.copy(source, directory / "test_launch.py")
         else:
             (directory / "test_launch.py").write_text(source, encoding="utf-8")
-        (directory / "pyproject.toml").write_text(pyproject, encoding="utf-8")
+        ini = "distcompat_known = known.toml" if known else ""
+        (directory / "known.toml").write_text(known, encoding="utf-8")
+        (directory / "pytest.ini").write_text(f"[pytest]\n{ini}", encoding="utf-8")
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
         line = [*launch, "-m", "pytest", *RECORDED, "-p", "no:cacheprovider", *args]
         return recorded(directory, line, {**environment, "TMPDIR": str(directory)})

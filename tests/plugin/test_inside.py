@@ -74,17 +74,17 @@ TEXTS: dict[str, list[str]] = {
 
 
 #: The third is about a test that fails otherwise: the command is none of its words.
-KNOWN = """
-[[tool.distcompat.known]]
+KNOWN = """version = 1
+[[issue]]
 match = "KeyError: ._orig_mod"
 reason = "org/repo#1"
 
-[[tool.distcompat.known]]
+[[issue]]
 test = "test_known_of_one_rank"
 match = "strictly known"
 reason = "org/repo#2"
 
-[[tool.distcompat.known]]
+[[issue]]
 test = "test_one_fails$"
 match = "no such words|reproduce: "
 reason = "org/repo#3"
@@ -94,7 +94,7 @@ reason = "org/repo#3"
 @pytest.fixture(scope="module")
 def verdicts(torchrun: Torchrun) -> Run:
     """All of ``inside_launch.py``."""
-    return torchrun(Path(__file__).with_name("inside_launch.py"), "--junitxml=junit.xml", "-ra", pyproject=KNOWN)
+    return torchrun(Path(__file__).with_name("inside_launch.py"), "--junitxml=junit.xml", "-ra", known=KNOWN)
 
 
 def test_every_test_has_one_verdict_and_never_a_weaker_one_than_its_worst_rank(verdicts: Run) -> None:
@@ -132,9 +132,9 @@ def test_rank_0_alone_reports(verdicts: Run) -> None:
 
 def test_what_no_rank_fails_by_any_more_is_to_be_removed(verdicts: Run) -> None:
     told = [line for line in verdicts.out.splitlines() if line.startswith("remove me")]
-    assert told == [
-        "remove me: pyproject.toml [[tool.distcompat.known]] 3 (org/repo#3): covers 1 that ran, excused none"
-    ], verdicts.out
+    assert told == ["remove me: known issues known.toml: issue 3 (org/repo#3): covers 1 that ran, excused none"], (
+        verdicts.out
+    )
     assert "declared to fail" not in verdicts.out
 
 

@@ -38,7 +38,9 @@ USES = {
 
 def say(pytester: Pytester) -> Pytester:
     """That it is known, and a script to run."""
-    pytester.makepyprojecttoml("[[tool.distcompat.known]]\nmatch = \"KeyError: '_orig_mod\"\nreason = 'org/repo#1'")
+    issue = "version = 1\n[[issue]]\nmatch = \"KeyError: '_orig_mod\"\nreason = 'org/repo#1'"
+    (pytester.path / "known.toml").write_text(issue, encoding="utf-8")
+    pytester.makeini("[pytest]\ndistcompat_known = known.toml")
     pytester.makepyfile(train="")
     return pytester
 

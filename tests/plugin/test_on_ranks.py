@@ -277,9 +277,9 @@ def test_the_run_alone_begins_as_the_test_did(
 @pytest.mark.nightly
 def test_known_issues_are_those_of_all_ranks_together(run_pytest: RunPytest, tmp_path: Path) -> None:
     """A rank that weighed itself would miss what it is declared to fail by, or hide from the parent that it was excused."""
-    (tmp_path / "pyproject.toml").write_text(
-        "[[tool.distcompat.known]]\ntest = 'test_one'\nmatch = 'of one'\nreason = 'org/repo#1'\n"
-        "[[tool.distcompat.known]]\ntest = 'test_both'\nmatch = 'of both'\nreason = 'org/repo#2'\n",
+    (tmp_path / "known.toml").write_text(
+        "version = 1\n[[issue]]\ntest = 'test_one'\nmatch = 'of one'\nreason = 'org/repo#1'\n"
+        "[[issue]]\ntest = 'test_both'\nmatch = 'of both'\nreason = 'org/repo#2'\n",
         encoding="utf-8",
     )
     (tmp_path / "test_it.py").write_text(
@@ -288,7 +288,7 @@ def test_known_issues_are_those_of_all_ranks_together(run_pytest: RunPytest, tmp
         "def test_both(): raise ValueError('of both')\n",
         encoding="utf-8",
     )
-    result = run_pytest(tmp_path)
+    result = run_pytest(tmp_path, "--distcompat-known=known.toml")
     assert (result.code, result.outcomes) == (0, {"test_one": "xfailed", "test_both": "xfailed"}), result.out
     assert "remove me" not in result.out
     show(result.text("test_one"), "rank 1 failed: ValueError: of one")

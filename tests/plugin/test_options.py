@@ -153,9 +153,8 @@ def test_files_are_relative_to_the_file_that_names_them(
     else:
         lines = [
             "[tool.pytest.ini_options]",
-            "[tool.distcompat]",
-            "baseline = 'last.json'",
-            "report = ['a.md', 'b.json']",
+            "distcompat_baseline = 'last.json'",
+            'distcompat_report = "a.md\\nb.json"',
         ]
     (root / place).write_text("\n".join(lines), encoding="utf-8")
     (root / "last.json").write_bytes(LAST.read_bytes())

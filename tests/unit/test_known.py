@@ -104,7 +104,7 @@ def test_it_concerns_only_drivers_that_stand_on_the_library(write: Write) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[issue]]\nid = 'one'\n", r"issue 1 \(one\): link is missing"),
+        ("[[issue]]\nid = 'one'\n", r"issue 1 \(one\): reason is missing"),
         (
             ENTRY + "colour = 'red'\n",
             r"no key named 'colour'\. Known: also, cells, check, device, drivers, fixed_in, id",

@@ -75,7 +75,7 @@ def add(commands: Any) -> None:
     init = commands.add_parser(
         "init",
         help="write the suite, the settings and the workflow into a repository",
-        description="Find out what the repository has, write what it lacks, change no file but pytest's settings.",
+        description="Find out what the repository has, write what it lacks, change no file.",
     )
     init.add_argument("directory", type=Path, nargs="?", default=Path(), metavar="DIRECTORY", help="default: this one")
     init.add_argument("--driver", default="", metavar="NAME", help="a built-in driver, or module:attribute of your own")
@@ -94,17 +94,7 @@ def _init(options: argparse.Namespace) -> int:
         print(f"{'kept' if exists else 'would write' if options.dry_run else 'wrote'} {path}")  # noqa: T201 - a command speaks
         if not exists and not options.dry_run:
             _write(found.root / path, text)
-    if "profile" in found.settings.ours:
-        # It would take precedence over pytest's settings.
-        print("kept profile in [tool.distcompat] of pyproject.toml")  # noqa: T201 - a command speaks
-    else:
-        _set(found, KEY, found.settings.line(KEY, VALUE), write=not options.dry_run)
     top = _missing_directory(found, options.driver)
-    if top and not found.pythonpath:
-        entry = relative(found.root / top, found.settings.file.parent)
-        _set(
-            found, "pythonpath", found.settings.line("pythonpath", str(entry), several=True), write=not options.dry_run
-        )
     for line in _notes(found, top, options.driver):
         print(line)  # noqa: T201 - a command speaks
     suite = found.tests / "test_distcompat.py"
@@ -154,6 +144,9 @@ def _files(found: Repository, chosen: str) -> Iterator[tuple[Path, str]]:
         yield driver_file, loop.source
     named = {"strategies": _tuple(strategies), "precisions": _tuple(precisions)}
     yield found.tests / "test_distcompat.py", SUITE.format(driver=driver, **named)
+    if not found.settings.exists:
+        lines = [line for _, line in _settings_lines(found, chosen)]
+        yield relative(found.settings.file, found.root), "\n".join((f"[{found.settings.table}]", *lines, ""))
     if found.on_github:
         extras = dict.fromkeys((library, *(("deepspeed",) if "deepspeed" in found.imports else ())))
         install = f"{'. ' if found.installs else ''}'pytest-distcompat[{','.join(extras)}]'"
@@ -183,19 +176,13 @@ def _driver_module(found: Repository) -> str:
     return ".".join((*(found.tests.parts if package else ()), "distcompat_driver"))
 
 
-def _set(found: Repository, key: str, line: str, *, write: bool) -> None:
-    """Add a key to pytest's settings if they lack it, and print what was done."""
-    settings = found.settings
-    file = relative(settings.file, found.root)
-    if key in settings.values:
-        message = f"kept {key} in {file}"
-    elif settings.file.parent != found.root:
-        message = f"add {line} to [{settings.table}] in {file}: pytest reads its settings there"
-    elif not write:
-        message = f"would set {line} in {file}"
-    else:
-        message = f"set {line} in {file}" if settings.put(line) else f"add {line} to [{settings.table}] in {file}"
-    print(message)  # noqa: T201 - a command speaks
+def _settings_lines(found: Repository, chosen: str) -> Iterator[tuple[str, str]]:
+    """Yield the keys that pytest's settings should have, with their lines."""
+    yield KEY, found.settings.line(KEY, VALUE)
+    top = _missing_directory(found, chosen)
+    if top and not found.pythonpath:
+        entry = relative(found.root / top, found.settings.file.parent)
+        yield "pythonpath", found.settings.line("pythonpath", str(entry), several=True)
 
 
 def _missing_directory(found: Repository, chosen: str) -> str:
@@ -228,9 +215,16 @@ def _installed(name: str) -> bool:
 
 def _notes(found: Repository, top: str, chosen: str) -> Iterator[str]:
     yield from found.nameless
+    file = found.settings.file
+    name = relative(file, found.root)
+    for key, line in _settings_lines(found, chosen) if found.settings.exists else ():
+        yield (
+            f"kept {key} in {name}"
+            if key in found.settings.values
+            else f"add to [{found.settings.table}] in {name}: {line}"
+        )
     if top and found.pythonpath:
-        file = found.settings.file
-        entry, name = relative(found.root / top, file.parent), relative(file, found.root)
+        entry = relative(found.root / top, file.parent)
         yield f"add {entry} to pythonpath in {name}: the driver or its trainer is imported from there"
     if found.loop is not None and (loop := _loop(found, chosen)):
         todo = loop.source.count("# TODO")

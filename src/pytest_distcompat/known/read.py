@@ -1,8 +1,7 @@
 """Reader of known issues; makes expectations of those that apply here.
 
 A file is TOML, ``version = 1``, one ``[[issue]]`` each; ``docs/known.md`` has every key. The one that is shipped is
-``issues.toml`` beside this module; an adopter's own is given with ``--distcompat-known``. Entries of an adopter's
-``pyproject.toml`` have the same keys.
+``issues.toml`` beside this module; an adopter's own is given with ``--distcompat-known``.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ KINDS: dict[str, Callable[..., Expectation]] = {
 }
 
 _TEXTS = ("id", "link", "reason", "match", "also", "kind", "device", "fixed_in", "script", "test")
-#: The keys that an issue in a file needs, since others read it too.
-_NEEDED = ("id", "link", "reason", "check", "match")
-#: The keys that an issue in an adopter's pyproject.toml needs.
-_NEEDED_IN_PYPROJECT = ("reason", "match")
+#: The keys that an issue needs, and those that one that is shipped needs besides, since others read it too.
+_NEEDED = ("reason", "match")
+_NEEDED_IF_SHIPPED = ("id", "link", "reason", "check", "match")
 _KEYS = {*_TEXTS, "check", "packages", "when", "drivers", "cells", "strict"}
 _EVERY = "*"
 
@@ -120,11 +118,11 @@ class KnownIssue:
 @functools.cache
 def shipped() -> tuple[KnownIssue, ...]:
     """Return the issues that come with the package."""
-    return read_file(Path(__file__).parent / "issues.toml")
+    return read_file(Path(__file__).parent / "issues.toml", _NEEDED_IF_SHIPPED)
 
 
-def read_file(path: Path) -> tuple[KnownIssue, ...]:
-    """Return the issues of a file. Raises UsageProblem, which names an invalid entry and its fault."""
+def read_file(path: Path, needed: Iterable[str] = _NEEDED) -> tuple[KnownIssue, ...]:
+    """Return the issues of a file, which have the ``needed`` keys. Raises UsageProblem, which names an invalid entry."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -136,20 +134,7 @@ def read_file(path: Path) -> tuple[KnownIssue, ...]:
     wrong = sorted(set(data) - {"version", "issue"})
     if wrong:
         raise UsageProblem(f"known issues {path}: no key named {wrong[0]!r}. Known: issue, version")
-    return _issues(data.get("issue", []), f"known issues {path}: issue", _NEEDED)
-
-
-def read_entries(entries: Any, where: str) -> tuple[KnownIssue, ...]:
-    """Return the issues of an adopter's pyproject.toml, which need only ``reason`` and ``match``.
-
-    Args:
-        entries: The TOML data.
-        where: Where they are, for messages.
-
-    Raises:
-        UsageProblem: An entry is invalid.
-    """
-    return _issues(entries, where, _NEEDED_IN_PYPROJECT)
+    return _issues(data.get("issue", []), f"known issues {path}: issue", needed)
 
 
 def _issues(entries: Any, where: str, needed: Iterable[str]) -> tuple[KnownIssue, ...]:

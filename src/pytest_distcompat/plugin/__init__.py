@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.plugin import options, pyproject
+from pytest_distcompat.plugin import options
 from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.inside import launched
 
@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in given:
         options.setting(config, name)
     # An xdist controller collects nothing: it learns of distributed tests from the reports of its workers.
-    if given or pyproject.known(config) or _is_controller(config):
+    if given or _is_controller(config):
         session = session_of(config)
         # The report of one rank is not the outcome: that is decided by the reports of all ranks.
         config.stash[_APPLIES_KNOWN] = bool(session.own) and not _on_rank(config)

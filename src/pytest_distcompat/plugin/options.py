@@ -1,4 +1,4 @@
-"""Options of the plugin, from the command line, ini file, pyproject.toml or default, in that order."""
+"""Options of the plugin, from the command line, ini file or default, in that order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.plugin import pyproject
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Setting:
-    """The effective value of an option and its origin: ``option``, ``ini``, ``pyproject`` or ``default``."""
+    """The effective value of an option and its origin: ``option``, ``ini`` or ``default``."""
 
     value: Any
     text: str
@@ -313,27 +312,29 @@ def setting(config: pytest.Config, name: str) -> Setting:
     option = OPTIONS[name]
     given, ini = config.getoption(name), config.getini(name)
     given = "\n".join(given) if option.repeated and given is not None else given
-    sources = [(given, "option", option.flag), (ini, "ini", f"ini {name}")]
-    sources += [
-        (pyproject.text(config, option), "pyproject", pyproject.key_in_file(name)),
-        (option.default, "default", name),
-    ]
-    # An empty value on the command line overrides the files too: no baseline this time, or an unset shell variable.
+    sources = [(given, "option", option.flag), (ini, "ini", f"ini {name}"), (option.default, "default", name)]
+    # An empty value on the command line overrides the file too: no baseline this time, or an unset shell variable.
     text, origin, where = next(
         source for source in sources if source[0] or (source[0] == "" and source[1] in {"option", "default"})
     )
-    files = (pyproject.base(config, origin),) if option.metavar.startswith("FILE") else ()
+    files = (_base(config, origin),) if option.metavar.startswith("FILE") else ()
     try:
         return Setting(option.read(str(text), *files), ", ".join(str(text).split("\n")), origin)
     except UsageProblem as problem:
         raise pytest.UsageError(f"{where}: {problem}") from None
 
 
-def given(config: pytest.Config) -> Sequence[str]:
-    """Return the names of the options that are set by command line, ini file or pyproject.toml.
+def _base(config: pytest.Config, origin: str) -> Path:
+    """Return the directory that relative paths of that origin start from.
 
-    Raises:
-        pytest.UsageError: pyproject.toml has an unknown key.
+    Paths in the ini file start from the file's directory, wherever pytest is started:
+    https://docs.pytest.org/en/stable/reference/reference.html#pytest.Parser.addini
     """
-    names = pyproject.options(config, OPTIONS)
-    return [name for name in OPTIONS if config.getoption(name) is not None or config.getini(name) or name in names]
+    file = config.inipath if origin == "ini" else None
+    # Relative paths stay relative where possible: messages show them as they were written.
+    return Path() if file is None or file.parent == config.invocation_params.dir else file.parent
+
+
+def given(config: pytest.Config) -> Sequence[str]:
+    """Return the names of the options that are set by command line or ini file."""
+    return [name for name in OPTIONS if config.getoption(name) is not None or config.getini(name)]

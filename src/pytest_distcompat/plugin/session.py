@@ -19,7 +19,6 @@ from pytest_distcompat import clock
 from pytest_distcompat.devices import CPU_WORLD_SIZE
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.plugin import pyproject
 from pytest_distcompat.plugin.options import PRELOAD, Setting, setting
 from pytest_distcompat.plugin.reporting import reproduce
 
@@ -235,9 +234,8 @@ class DistcompatSession:
 
     @functools.cached_property
     def own(self) -> tuple[KnownIssue, ...]:
-        """The known issues that the user declares, in files of ``--distcompat-known`` and in pyproject.toml."""
-        from_files: tuple[KnownIssue, ...] = self.setting("known").value
-        issues = (*from_files, *pyproject.known(self.config))
+        """The known issues that the user declares, in files of ``--distcompat-known``."""
+        issues: tuple[KnownIssue, ...] = self.setting("known").value
         for issue in issues:
             _check_names(issue)
         return issues

@@ -23,7 +23,6 @@ import pytest
 
 from pytest_distcompat import clock
 from pytest_distcompat.events import Done, Error, Event, Excused, Resumed, of_kind
-from pytest_distcompat.plugin import pyproject
 from pytest_distcompat.plugin.inside import launched
 from pytest_distcompat.plugin.inside.rank_output import capturing, fault_handler, no_terminal
 from pytest_distcompat.plugin.marked.outcome import Phases, mark_lost_peer
@@ -149,9 +148,14 @@ def own_files(config: pytest.Config) -> tuple[str, ...]:
     """Return the installed files of the project under test (``pip install .``): they count as the user's own code."""
     import importlib.metadata
 
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
     try:
-        files = importlib.metadata.distribution(pyproject.project_name(config)).files or ()
-    except (ValueError, importlib.metadata.PackageNotFoundError):
+        project = tomllib.loads((config.rootpath / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        files = importlib.metadata.distribution(project["name"]).files or ()
+    except (OSError, ValueError, LookupError, TypeError, importlib.metadata.PackageNotFoundError):
         return ()
     return tuple(str(file.locate()) for file in files if file.suffix == ".py")
 

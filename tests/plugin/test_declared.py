@@ -1,4 +1,4 @@
-"""``[tool.distcompat]`` of pyproject.toml: one more source of options and of known issues, as strict as the others."""
+"""Known issues that a project declares, in a file of its own: applied to its tests, and told when they can go."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.launch import Ending, RankEnd, Request
 from pytest_distcompat.plugin.marked.phase import Phase, XFailed
-from pytest_distcompat.plugin.options import OPTIONS, setting
 from pytest_distcompat.scenario import TRAIN
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 Pytester = pytest.Pytester
 
 KNOWN = """
-[[tool.distcompat.known]]
+[[issue]]
 match = "KeyError: '_orig_mod"
 reason = "org/repo#1"
 """
@@ -41,56 +40,22 @@ def test_ordinary(): pass
 """
 
 
-def say(pytester: Pytester, text: str) -> Pytester:
-    pytester.makepyprojecttoml(text)
+#: How messages name the first entry.
+FIRST = "known issues known.toml: issue 1 (org/repo#1)"
+
+
+def say(pytester: Pytester, text: str, ini: str = "") -> Pytester:
+    (pytester.path / "known.toml").write_text(f"version = 1\n{text}", encoding="utf-8")
+    pytester.makeini(f"[pytest]\ndistcompat_known = known.toml\n{ini}")
     return pytester
-
-
-# Options.
-
-
-def test_it_comes_after_the_command_line_and_the_ini_file(pytester: Pytester) -> None:
-    say(pytester, '[tool.distcompat]\nstrategies = ["ddp", "fsdp2"]\ntimeout = 2.5\nworld_size = 3\ndevice = "cpu"')
-    pytester.makeini("[pytest]\ndistcompat_timeout = 7\ndistcompat_device = auto")
-    config = pytester.parseconfigure("--distcompat-device=cpu")
-    found = {name: setting(config, f"distcompat_{name}") for name in ("strategies", "world_size", "timeout", "device")}
-    assert {name: (one.value, one.origin) for name, one in found.items()} == {
-        "strategies": (("ddp", "fsdp2"), "pyproject"),
-        "world_size": (3, "pyproject"),
-        "timeout": (7.0, "ini"),
-        "device": ("cpu", "option"),
-    }
-
-
-def test_the_header_and_the_tests_go_by_it(pytester: Pytester, ranks: FakeRanks) -> None:
-    say(pytester, '[tool.distcompat]\nstrategies = "fsdp2"\nworld_size = 3').makepyfile(MARKED)
-    result = pytester.runpytest_inprocess("-v", "-k", "cells")
-    result.stdout.fnmatch_lines(
-        [
-            "distcompat: world_size 3 (from pyproject), strategies fsdp2 (from pyproject); cpu x 3",
-            "*::test_cells[[]fsdp2-fp32-w3[]] PASSED*",
-        ]
-    )
-    result.assert_outcomes(passed=1, deselected=2)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "[tool.distcompat]\nstrategys = 'ddp'",
-            "[[]tool.distcompat[]]: no key named 'strategys'. Known: *known*strateg*",
-        ),
-        ("[tool.distcompat]\nstrategies = 'fsdp3'", "[[]tool.distcompat[]] strategies: no strategy named 'fsdp3'*ddp*"),
-        ("[tool.distcompat]\nreuse = ['module']", "*reuse: [[]'module'[]] is not right: expected a text or a number."),
-        (
-            "[tool.distcompat]\ndrivers = [true]",
-            "*drivers: * is not right: expected a text, a number or a list of those.",
-        ),
-        ("[tool]\ndistcompat = 3", "tool.distcompat is 3; expected a table"),
-        ("[tool.distcompat]\nknown = 'a.toml'", "*known*: expected tables, [[][[]...[]][]], got 'a.toml'"),
-        ("[[tool.distcompat.known]]\nmatch = 'x'", "*known[]][]] 1 (no reason): reason is missing"),
-        ("[[tool.distcompat.known]]\nreason = 'x'", "*known[]][]] 1 (x): match is missing"),
+        ("issue = 'a.toml'", "*issue: expected tables, [[][[]...[]][]], got 'a.toml'"),
+        ("[[issue]]\nmatch = 'x'", "*issue 1 (no reason): reason is missing"),
+        ("[[issue]]\nreason = 'x'", "*issue 1 (x): match is missing"),
         (
             KNOWN + "color = 'red'",
             "*1 (org/repo#1): no key named 'color'. Known: also, cells, check, *strict, test, when",
@@ -124,21 +89,14 @@ def test_a_wrong_word_is_a_usage_error_that_lists_the_right_ones(text: str, mess
     say(pytester, text).makepyfile("def test(): pass")
     result = pytester.runpytest_inprocess()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: *pyproject.toml*{message}"])
+    result.stderr.fnmatch_lines([f"ERROR: *known.toml*{message}"])
 
 
 def test_a_file_that_is_no_toml_is_a_usage_error(pytester: Pytester) -> None:
-    pytester.makeini("[pytest]")
-    say(pytester, "[tool.distcompat\n").makepyfile("def test(): pass")
+    say(pytester, "[[issue]\n").makepyfile("def test(): pass")
     result = pytester.runpytest_inprocess()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: *pyproject.toml: *"])
-
-
-def test_every_option_but_the_files_of_known_issues_has_a_key(pytester: Pytester) -> None:
-    result = say(pytester, "[tool.distcompat]\nno_such_key = 1").runpytest_inprocess()
-    listed = result.stderr.str().partition("Known: ")[2].strip().rstrip(".").split(", ")
-    assert listed == sorted(name.removeprefix("distcompat_") for name in OPTIONS)
+    result.stderr.fnmatch_lines(["ERROR: *known.toml: *"])
 
 
 # Known issues of marked tests.
@@ -182,7 +140,7 @@ def test_a_failure_that_reads_otherwise_is_one(pytester: Pytester, ranks: FakeRa
     result.stdout.fnmatch_lines(
         [
             "*= declared known issues =*",
-            "remove me: pyproject.toml [[][[]tool.distcompat.known[]][]] 1 (org/repo#1): covers 3 that ran, excused none",
+            f"remove me: {FIRST}: covers 3 that ran, excused none",
         ]
     )
 
@@ -190,7 +148,7 @@ def test_a_failure_that_reads_otherwise_is_one(pytester: Pytester, ranks: FakeRa
 def test_the_commands_behind_a_failure_are_not_what_it_says(pytester: Pytester, ranks: FakeRanks) -> None:
     """They name the test: whatever went wrong in it would be known."""
     for match in ("test_plain", "torchrun"):
-        say(pytester, f"[[tool.distcompat.known]]\nmatch = '{match}'\nreason = 'r'\n").makepyfile(MARKED)
+        say(pytester, f"[[issue]]\nmatch = '{match}'\nreason = 'r'\n").makepyfile(MARKED)
         ranks.tell = failing("KeyError: 'weight'")
         result = pytester.runpytest_inprocess("-k", "plain")
         result.assert_outcomes(failed=1, deselected=3)
@@ -231,10 +189,9 @@ def test_what_passes_is_to_be_removed(strict: str, failed: int, pytester: Pytest
     say(pytester, f"{KNOWN}test = 'test_plain'\n{strict}").makepyfile(MARKED)
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=4 - failed, failed=failed)
-    entry = "pyproject.toml [[][[]tool.distcompat.known[]][]] 1 (org/repo#1)"
     if failed:
-        result.stdout.fnmatch_lines([f"declared to fail, but it passes: fixed? Then remove {entry}"])
-    result.stdout.fnmatch_lines([f"remove me: {entry}: covers 1 that ran, excused none"])
+        result.stdout.fnmatch_lines([f"declared to fail, but it passes: fixed? Then remove {FIRST}"])
+    result.stdout.fnmatch_lines([f"remove me: {FIRST}: covers 1 that ran, excused none"])
 
 
 def test_what_matches_nothing_is_to_be_removed_unless_the_run_was_narrowed(
@@ -257,7 +214,7 @@ def test_paths_and_options_that_select_narrow_a_run_too(pytester: Pytester, rank
     for args in ([], ["."], [str(pytester.path)], ["tests", "."], ["--distcompat-timeout=9"]):
         pytester.runpytest_inprocess(*args).stdout.fnmatch_lines(["remove me: *covers nothing that ran"])
     # Where all tests are, the project may say.
-    pytester.makeini("[pytest]\ntestpaths = tests")
+    say(pytester, KNOWN + "test = 'no_such_test'", "testpaths = tests")
     for args in ([], ["tests"], ["tests", "other"]):
         pytester.runpytest_inprocess(*args).stdout.fnmatch_lines(["remove me: *covers nothing that ran"])
     for args in (["other"], ["tests/test_a.py"]):
@@ -319,8 +276,8 @@ def test_workers_of_xdist_weigh_and_their_controller_counts(pytester: Pytester, 
     pytester.makepyfile("def test(distcompat): distcompat._label = 1; raise KeyError('no such file')")
     result = pytester.runpytest_subprocess("-n", "1", "-rx")
     result.assert_outcomes(xfailed=1)
-    result.stdout.fnmatch_lines(["remove me: *known[]][]] 2 (org/repo#1): covers 1 that ran, excused none"])
-    result.stdout.no_fnmatch_line("*known[]][]] 1 *")
+    result.stdout.fnmatch_lines(["remove me: *issue 2 (org/repo#1): covers 1 that ran, excused none"])
+    result.stdout.no_fnmatch_line("*issue 1 *")
 
 
 def test_what_it_waits_for_is_what_does_not_hold(pytester: Pytester, ranks: FakeRanks) -> None:
@@ -389,8 +346,7 @@ def test_verdicts_of_a_suite(more: str, outcomes: dict[str, int], removed: str, 
     if "xfailed" in outcomes:
         result.stdout.fnmatch_lines(["XFAIL *fsdp1-fp32-w2:claim[]] - org/repo#1"])
     run = json.loads((suite.path / "out.json").read_text(encoding="utf-8"))["session"]
-    entry = "pyproject.toml [[tool.distcompat.known]] 1 (org/repo#1)"
-    assert run["remove"] == ([f"{entry}: {removed}"] if removed else [])
+    assert run["remove"] == ([f"{FIRST}: {removed}"] if removed else [])
 
 
 def test_what_is_skipped_is_neither_known_nor_fixed(pytester: Pytester, ranks: FakeRanks) -> None:
