@@ -124,7 +124,7 @@ def test_a_cause_is_shown_once_with_its_verdicts_beneath(
             "rank 1: something is wrong",
             "*_ TestMine.test[[]ddp-fp32-w2:claim[]] _*",
             "rank 1 was killed by SIGKILL during 'step'",
-            "*- this cause has 2 verdicts -*",
+            "*- this cause has 2 verdicts (-vv shows each) -*",
             "ddp-fp32-w2 (test_mine:Mine): claim",
             "fsdp2-bf16_mixed-w2 (test_mine:Mine): claim",
         ]

@@ -139,6 +139,12 @@ def test_findings_of_one_kind_are_one_cause_and_exceptions_of_two_names_are_two(
     assert len(causes(results)) == 2
 
 
+def test_two_trainers_with_the_same_words_are_two_causes() -> None:
+    found = result("ddp-fp32-w2", "clipping", "failed", "step 1: the norm is 0.5")
+    other = dataclasses.replace(found, suite="T", driver="e", nodeid="t.py::T::test[ddp-fp32-w2:clipping]")
+    assert [[one.suite for one in cause.results] for cause in causes([found, other])] == [["S"], ["T"]]
+
+
 def test_no_reason_is_given_for_a_failure_that_is_not_declared() -> None:
     """The reason of a declared issue that does not explain the failure misleads, in a comparison most of all."""
     found = dataclasses.replace(result("ddp-fp32-w2", "names", "failed", "key 'a' is missing"), reason="org/repo#1")

@@ -37,9 +37,9 @@ class Run:
         return not self.problem and self.report is not None and not counts(self.report)["red"]
 
     @property
-    def causes(self) -> dict[str, Cause]:
-        """Return the causes of failure by their text."""
-        return {cause.wording: cause for cause in causes(self.report.results)} if self.report else {}
+    def causes(self) -> dict[tuple[str, str], Cause]:
+        """Return the causes of failure by suite and text."""
+        return {cause.key: cause for cause in causes(self.report.results)} if self.report else {}
 
     @property
     def summary(self) -> str:
@@ -115,9 +115,9 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
         figures = (str(one.get(name, "-")) for one in counted)
         yield f"| {name} | {' | '.join(figures)} |"
     columns = [run.causes for run in runs]
-    found = {wording: cause for column in columns for wording, cause in column.items()}
-    for wording, cause in found.items():
-        figures = (str(len(column[wording].results)) if wording in column else "" for column in columns)
+    found = {key: cause for column in columns for key, cause in column.items()}
+    for key, cause in found.items():
+        figures = (str(len(column[key].results)) if key in column else "" for column in columns)
         first, checks = next(iter(cause.cells.items()))
         label = f"{escape(cut(cause.headline, MAX_HEADLINE))} [{escape(first)}: {escape(checks[0])}]"
         yield f"| {label} | {' | '.join(figures)} |"

@@ -49,8 +49,8 @@ class Cause:
         return _headline(self.results[0])
 
     @property
-    def wording(self) -> str:
-        """Return the text that the verdicts share: the headline without its numbers."""
+    def key(self) -> tuple[str, str]:
+        """Return what the verdicts share: the suite, and the headline without its numbers."""
         return _key(self.results[0])
 
     @property
@@ -75,11 +75,12 @@ def causes(results: Iterable[Result]) -> list[Cause]:
     A run that ends early may follow from what a check has found in the same cell: the check read what the ranks recorded
     before. An optimizer with stale parameters is found before torch fails to save it.
     """
-    found: dict[str, list[Result]] = {}
+    found: dict[tuple[str, str], list[Result]] = {}
     suites: dict[str, int] = {}
     for result in results:
         if result.red:
             suites.setdefault(result.place, len(suites))
+            # Two trainers may fail with the same words for different reasons.
             found.setdefault(_key(result), []).append(result)
     groups = sorted(found.values(), key=lambda group: (suites[group[0].place], _ended_early(group)))
     ordered: list[Cause] = []
@@ -105,11 +106,11 @@ def cells_of(verdicts: Iterable[Verdict]) -> dict[str, list[str]]:
     return found
 
 
-def _key(result: Result) -> str:
+def _key(result: Result) -> tuple[str, str]:
     """Return the key of a result's cause; a result without a message is a cause of its own."""
     found = wording(result)
     # Findings of one kind name one tensor or another; exceptions that name another key have another cause.
-    return (found if result.ended_run else _NAME.sub("#", found)) or result.nodeid
+    return result.place, (found if result.ended_run else _NAME.sub("#", found)) or result.nodeid
 
 
 def wording(result: Result) -> str:

@@ -49,7 +49,7 @@ def fold_failures(config: pytest.Config, results: Sequence[Result]) -> None:
             report._pdbshown = True  # noqa: SLF001 - see the docstring
         if len(reports) > 1 and isinstance(reports[0].longrepr, ExceptionRepr):
             verdicts = "\n".join(f"{cell}: {', '.join(checks)}" for cell, checks in cause.cells.items())
-            reports[0].longrepr.addsection(f"this cause has {len(reports)} verdicts", verdicts)
+            reports[0].longrepr.addsection(f"this cause has {len(reports)} verdicts (-vv shows each)", verdicts)
         folded += reports
     if folded:
         others = [one for one in terminal.stats["failed"] if one not in folded]
