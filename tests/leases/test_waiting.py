@@ -141,10 +141,12 @@ def test_gpus_are_waited_for_and_the_user_is_told(arena: Field) -> None:
         said[0],
     )
     assert got == []
+    # The progress line says the same, all the while.
+    assert pool.waits.startswith("tests/b.py::test_waits has waited ")
     holder.process.send_signal(signal.SIGCONT)
     holder.tell("release")
     waiter.join(DEADLINE)
-    assert got == [("GPU-a",)]
+    assert (got, pool.waits) == ([("GPU-a",)], "")
 
 
 def test_that_workers_of_one_run_wait_for_each_other_is_no_news(arena: Field) -> None:

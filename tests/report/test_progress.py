@@ -168,12 +168,16 @@ def test_which_runs_run(tmp_path: Path) -> None:
 def test_the_line_says_how_far_the_session_is(
     tmp_path: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended, now = 0, 100.0
+    ended, now, waits = 0, 100.0, ""
     monkeypatch.setattr(clock, "now", lambda: now)
     items = [str(number) for number in range(40)]
     forecast = progress.Forecast(None, items)
     shown = progress.Progress(
-        pytestconfig, tmp_path, lambda: (ended, 40), lambda passed: forecast.left(items[:ended], passed)
+        pytestconfig,
+        tmp_path,
+        lambda: (ended, 40),
+        lambda passed: forecast.left(items[:ended], passed),
+        lambda: waits,
     )
     written: list[str] = []
     monkeypatch.setattr(shown, "_write", written.append)
@@ -182,6 +186,9 @@ def test_the_line_says_how_far_the_session_is(
     now = 107.0
     shown._draw([])
     assert "  0 of 40 checks, 7 s; fork servers start: they import the libraries" in written[-1]
+    waits = "a.py::test has waited 4 s for 2 of 4 CPU slots: b.py::test (pid 7) has had cpu-0.0 for 9 s"
+    shown._draw([])
+    assert f"  0 of 40 checks, 7 s; {waits}" in written[-1]
     ended, now = 10, 120.0
     make_run(tmp_path, "one")
     shown._draw([*running(tmp_path, set())])

@@ -115,6 +115,7 @@ class Pool:
         self._worker = worker
         self._notify = notify
         self._run = str(timeline or "")
+        self._watch: Watch | None = None
         #: Holders that a request has given up on, so that the next one need not wait for them again.
         self._given_up: set[Blocker] = set()
 
@@ -169,6 +170,11 @@ class Pool:
         for name in lease.ids:
             self._path(name, "json").unlink(missing_ok=True)
 
+    @property
+    def waits(self) -> str:
+        """What a request of this process waits for, who has it and since when; empty if none waits for long."""
+        return self._watch.text if self._watch is not None else ""
+
     def holders(self) -> list[Holder]:
         """Return the current holders of the devices of the inventory."""
         return [holder for name in self.inventory.ids if (holder := self._holder(name)) is not None]
@@ -205,6 +211,7 @@ class Pool:
             yield from ahead(ticket, self._queue.waiting()) if ticket is not None else ()
 
         watch = Watch(self.inventory, count, who, mine, blockers, self._given_up, run=self._run, notify=self._notify)
+        self._watch = watch
         try:
             with self._queue.turn(self.inventory.ids, count, who, deadline, poll=watch, holds=mine) as ticket:
                 while True:
@@ -226,6 +233,8 @@ class Pool:
             raise LeaseTimeout(_deadlock_message(count, who, mine, deadlock)) from None
         except GivenUpError:
             count = len(taken)
+        finally:
+            self._watch = None
         if len(taken) < count:
             raise LeaseTimeout(self._timeout_message(count, who, taken))
         return tuple(name for name in self.inventory.ids if name in taken), tuple(watch.waited_for)

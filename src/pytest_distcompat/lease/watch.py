@@ -83,6 +83,8 @@ class Watch:
         """Set the times of the first check and the first notice."""
         #: Who held the devices or was to be served before, whenever it looked.
         self.waited_for: dict[str, None] = {}
+        #: What the request waits for, in words; empty before it first looked.
+        self.text = ""
         self._began = clock.now()
         self._next_check = self._began + (0.0 if self.given_up else NOTIFY_AFTER_S)
         self._next_notice = self._began + NOTIFY_AFTER_S
@@ -96,19 +98,20 @@ class Watch:
         waited = now - self._began
         blockers = list(self.blockers(ticket))
         self.waited_for.update(dict.fromkeys(one.who for one in blockers))
+        self.text = self._text(blockers, waited)
         stuck = {one for one in blockers if self._stuck(one)}
         if self.inventory.kind == "cpu" and self._too_few_without(stuck):
             known = stuck <= self.given_up
             if known or waited >= GIVE_UP_AFTER_S:
                 if not known:
-                    self._notify_user(f"{self._text(blockers, waited)}; it goes on without, for ranks can share cores")
+                    self._notify_user(f"{self.text}; it goes on without, for ranks can share cores")
                 self.given_up.update(stuck)
                 raise GivenUpError
         # Workers of one session often wait for each other, which is not worth a notice.
         noteworthy = stuck or any(isinstance(one, Holder) and not self._of_this_run(one) for one in blockers)
         if now >= self._next_notice and (noteworthy or waited >= NOTIFY_INTERVAL_S):
             self._next_notice = now + NOTIFY_INTERVAL_S
-            self._notify_user(self._text(blockers, waited))
+            self._notify_user(self.text)
 
     def _too_few_without(self, stuck: set[Blocker]) -> bool:
         """Tell whether the request cannot be served although all other holders return their devices."""

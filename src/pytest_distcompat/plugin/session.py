@@ -220,6 +220,12 @@ class DistcompatSession:
         worker = getattr(self.config, "workerinput", {}).get("workerid", "")
         return Pool(None, self.inventory, timeline=self.store, worker=worker, notify=self.say)
 
+    def waits(self) -> str:
+        """Return what a run of this process waits for, if it has to wait for devices; empty otherwise."""
+        # Not by the property, which would make the pool in another thread.
+        pool: Pool | None = vars(self).get("pool")
+        return pool.waits if pool is not None else ""
+
     @functools.cached_property
     def inventory(self) -> Inventory:
         """The devices that can be leased."""

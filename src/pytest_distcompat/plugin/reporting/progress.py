@@ -69,12 +69,15 @@ class Progress:
         runs: Path,
         counts: Callable[[], tuple[int, int]] = lambda: (0, 0),
         left: Callable[[float], float | None] = lambda _: None,
+        waits: Callable[[], str] = str,
     ) -> None:
         self._runs = runs
         #: Returns how many checks have ended, and of how many.
         self._counts = counts
         #: Returns how long the rest takes, after so many seconds.
         self._left = left
+        #: Returns what the next run waits for, if it has to wait for devices.
+        self._waits = waits
         self._began = clock.now()
         self._config = config
         self._lock = threading.Lock()
@@ -132,11 +135,13 @@ class Progress:
         column = writer.width_of_current_line % width
         # xdist's controller writes about its workers before the first test, outside hooks.
         starts = not self._counts()[0] and not self._config.pluginmanager.hasplugin("dsession")
-        if not (runs or starts) or (writer.width_of_current_line and not column):
+        waits = "" if runs else self._waits()
+        if not (runs or starts or waits) or (writer.width_of_current_line and not column):
             # At the right edge terminals differ in where they put the cursor.
             self._clear()
             return
-        named = [visible(str(run)) for run in runs[:NAMED]] or ["fork servers start: they import the libraries"]
+        named = [visible(str(run)) for run in runs[:NAMED]]
+        named = named or [visible(waits) or "fork servers start: they import the libraries"]
         named += [f"and {len(runs) - NAMED} more"] if len(runs) > NAMED else []
         text = self._overall() + "; ".join(named)
         self._write(f"{_CLEAR_BELOW}  {text}"[: len(_CLEAR_BELOW) + width - 1] + f"{_UP}\x1b[{column + 1}G")

@@ -106,6 +106,7 @@ class Results:
                 self.session.runs,
                 lambda: (len(self.results), len(self.collected)),
                 lambda passed: forecast.left(tuple(self.results), passed),
+                self.session.waits,
             )
             config.pluginmanager.register(self._progress, "distcompat-progress")
             config.add_cleanup(self._progress.stop)
