@@ -141,6 +141,7 @@ def _leave(terminal: pexpect.spawn[str], variable: str, value: str) -> None:
     terminal.sendline("q")
 
 
+@pytest.mark.nightly
 def test_the_run_of_a_failed_cell_stops_in_its_rank(tmp_path: Path, environment: dict[str, str]) -> None:
     adopter = Path(__file__).with_name("adopter.py").read_text(encoding="utf-8")
     (tmp_path / "my_trainer.py").write_text(adopter, encoding="utf-8")
