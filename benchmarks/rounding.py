@@ -132,9 +132,9 @@ def main() -> None:
                     losses = train(model, optimizer, way, seed)
                     found.append(max(abs(a - b) / b for a, b in zip(losses, exact, strict=True)))
             ratio = max(a / b for a, b in zip(off["copy"], off["autocast"], strict=True))
-            told = {way: f"{min(found):.1e} to {max(found):.1e}" for way, found in off.items()}
+            spread = {way: f"{min(found):.1e} to {max(found):.1e}" for way, found in off.items()}
             print(
-                f"| {model} | {optimizer} | {told['autocast']} | {told['copy']} | {ratio:.1f} | {told['masters']} |",
+                f"| {model} | {optimizer} | {spread['autocast']} | {spread['copy']} | {ratio:.1f} | {spread['masters']} |",
                 flush=True,
             )
     print(measured_on("torch"))

@@ -105,8 +105,8 @@ def _ended(process: subprocess.Popen[str], began: float, limit: float) -> Told:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
     process.wait()
-    told = f"none: {seconds - limit:.0f} s after its time limit it still waited"
-    return Told(told, seconds, [f"killed with its launcher by SIGKILL, it left {len(alive)} ranks running"])
+    row = f"none: {seconds - limit:.0f} s after its time limit it still waited"
+    return Told(row, seconds, [f"killed with its launcher by SIGKILL, it left {len(alive)} ranks running"])
 
 
 def ours(module: str, arguments: Sequence[str], limit: float) -> Told:
@@ -147,14 +147,14 @@ def main() -> None:
             [sys.executable, str(OFFLINE / "make_bert.py"), str(bert)], check=True, capture_output=True, env=os.environ
         )
         for name in arguments.only:
-            told = []
+            row = []
             for number, way in enumerate(("today", "today, told of the CPU", "ours")):
                 given = (HOME + name, _arguments(name, bert, Path(directory, f"{name}-{number}")), arguments.limit)
                 cpu = {"ACCELERATE_USE_CPU": "true"} if number == 1 else {}
                 found = ours(*given) if way == "ours" else today(*given, cpu)
-                told += [found.verdict.replace("|", "/"), f"{found.seconds:.1f}"]
+                row += [found.verdict.replace("|", "/"), f"{found.seconds:.1f}"]
                 more += [f"- `{name}`, {way}: {text}" for text in found.more]
-            print(f"| `{name.rpartition('.')[2]}` | {' | '.join(told)} |", flush=True)
+            print(f"| `{name.rpartition('.')[2]}` | {' | '.join(row)} |", flush=True)
     print("\n" + "\n".join(more))
 
 

@@ -61,8 +61,8 @@ def main() -> None:
     for name, settings in CELLS.items():
         if any(one in name for one in only):
             began = time.monotonic()
-            told = said(settings)
-            print(f"| {name} | {told} | {time.monotonic() - began:.0f} |", flush=True)
+            result = said(settings)
+            print(f"| {name} | {result} | {time.monotonic() - began:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

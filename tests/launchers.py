@@ -1,4 +1,4 @@
-"""What the launchers of tests have in common that start no process: they are ready at once and have nothing to end."""
+"""Base of test launchers that start no process: ready at once, with nothing to end."""
 
 from __future__ import annotations
 

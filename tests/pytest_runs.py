@@ -1,4 +1,4 @@
-"""What a pytest that ran as a process of its own said of its tests, as ``pytest_recorder`` wrote it down."""
+"""Read the reports of a pytest that ran in its own process, as ``pytest_recorder`` wrote them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECORDED = ("-p", "tests.pytest_recorder", "-p", "no:randomly", "-p", "no:hypoth
 
 
 def reports(directory: Path) -> tuple[Mapping[str, Any], ...]:
-    """What the recorder wrote into that directory, in order; the last line of a killed process may be cut."""
+    """Return the recorder's lines in that directory, in order; the last line of a killed process may be cut."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for line in (directory / "reports.jsonl").read_text(encoding="utf-8").splitlines():
@@ -26,7 +26,7 @@ def reports(directory: Path) -> tuple[Mapping[str, Any], ...]:
 
 @dataclass(frozen=True)
 class Run:
-    """What one process of pytest did."""
+    """Result of one pytest process."""
 
     code: int
     out: str
@@ -35,9 +35,9 @@ class Run:
 
     def of(self, name: str) -> Mapping[str, Any]:
         """The report that tells how the test of that name (all after the file) ended."""
-        told = [report for report in self._told if report["nodeid"].partition("::")[2] == name]
-        assert told, f"no test {name}:\n{self.out}"
-        return next((report for report in told if report["outcome"] == "failed"), told[0])
+        found = [report for report in self._told if report["nodeid"].partition("::")[2] == name]
+        assert found, f"no test {name}:\n{self.out}"
+        return next((report for report in found if report["outcome"] == "failed"), found[0])
 
     def outcome(self, name: str) -> str:
         report = self.of(name)

@@ -83,7 +83,7 @@ OPTIONS: dict[str, Option] = {
             ("auto", "fp32"),
             "what gradients travel in, where the strategy can say so: auto is the dtype that products run in",
         ),
-        Option("conflict", (False, True), "the DeepSpeed JSON asks for another precision than the trainer is told"),
+        Option("conflict", (False, True), "the DeepSpeed JSON asks for another precision than the trainer"),
     )
 }
 

@@ -162,7 +162,7 @@ class _Rank:
         expected = self.run.actions[self.index] if self.index < self.end else ""
         if action != expected:
             state = f"the next action of the plan is {expected!r}" if expected else "the plan is done"
-            raise RuntimeError(f"the driver's train() told of {action!r}; {state}")
+            raise RuntimeError(f"the driver's train() reported {action!r}; {state}")
         with self.observer.aside():
             infos = self._snapshot(whole=action not in STEP_ACTIONS or self.number < self.run.first_step + WHOLE_STEPS)
         if action in STEP_ACTIONS:

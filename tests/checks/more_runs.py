@@ -52,7 +52,7 @@ class Claims(Driver):
 
 
 def trace_of(cell: Cell, check: str) -> Trace:
-    """What the probes write in the runs of that check when nothing is wrong."""
+    """Return the snapshots in the runs of that check when nothing is wrong."""
     return Trace.of("hand-made", [_run(cell, run) for run in CHECKS.get(check).runs(cell, Claims).runs])
 
 
@@ -98,8 +98,8 @@ def _run(cell: Cell, run: Run) -> RunTrace:
     there, snapshots, done, end = run.cell(cell), [], 0, None
     for index, action in enumerate(run.actions):
         if action == "load" and run.damage:
-            told = "FileNotFoundError: no such file: 'checkpoint/shard_0.pt'"
-            end = RunFailure("raised", f"rank 0 raised {told}", f"rank 0 raised {told}\n...", action, index)
+            message = "FileNotFoundError: no such file: 'checkpoint/shard_0.pt'"
+            end = RunFailure("raised", f"rank 0 raised {message}", f"rank 0 raised {message}\n...", action, index)
             break
         done = 20 if action == "reload" else run.first_step if action == "load" else done + (action == "step")
         snapshots += [_snapshot(Place(there, run, index, done, rank)) for rank in range(there.world_size)]

@@ -61,8 +61,8 @@ def _run(cell: Cell, run: Run) -> RunTrace:
     for index, action in enumerate(run.actions):
         done += action in {"step", "reference"}
         # The reference speaks for the ranks of the cell.
-        told = cell if run == REFERENCE_RUN else there
-        snapshots += [_snapshot(told, run, index, done, rank) for rank in range(there.world_size)]
+        current = cell if run == REFERENCE_RUN else there
+        snapshots += [_snapshot(current, run, index, done, rank) for rank in range(there.world_size)]
     return RunTrace(run.name, there.world_size, tuple(snapshots), cell=there.id)
 
 

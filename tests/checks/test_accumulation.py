@@ -115,11 +115,11 @@ def test_one_rank_alone_reduces_nothing(sound: Sound) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "nth", "told"), [("train", 6, "step 7"), ("single", 2, "three steps of one micro-batch")]
+    ("run", "nth", "message"), [("train", 6, "step 7"), ("single", 2, "three steps of one micro-batch")]
 )
-def test_silence_is_no_proof(sound: Sound, run: str, nth: int, told: str) -> None:
+def test_silence_is_no_proof(sound: Sound, run: str, nth: int, message: str) -> None:
     story = sound("fsdp2-fp32-w2-grad_accum_2").without("step", run=run, nth=nth, rank=1)
-    assert story.findings("accumulation") == [f"rank 1: no report after {told}"]
+    assert story.findings("accumulation") == [f"rank 1: no report after {message}"]
 
 
 def test_where_it_says_nothing() -> None:

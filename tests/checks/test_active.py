@@ -39,8 +39,8 @@ def test_a_sound_trace_has_no_findings(sound: Sound, cell: str, check: str) -> N
 
 
 def test_no_check_of_these_runs_is_left_out(sound: Sound) -> None:
-    told = {check for cell in OTHERS for check in CHECKS.names() if sound(cell).judges(check)}
-    assert told >= {
+    judged = {check for cell in OTHERS for check in CHECKS.names() if sound(cell).judges(check)}
+    assert judged >= {
         "active",
         "names",
         "optimizer",

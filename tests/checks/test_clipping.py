@@ -29,8 +29,8 @@ def test_each_replica_is_given_the_whole_gradient(sound: Sound, cell: str) -> No
 def test_parts_are_added_up(sound: Sound, cell: str) -> None:
     # Each clipped to 1 by the norm of its own part.
     story = sound(cell).stepped({"square": 1.0}, action="step")
-    told = "all ranks together: the gradients that the optimizer gets have norm 1.41421"
-    assert story.findings("clipping") == [f"step 1: {told}; 1 in the reference (2e-04 allowed)"]
+    message = "all ranks together: the gradients that the optimizer gets have norm 1.41421"
+    assert story.findings("clipping") == [f"step 1: {message}; 1 in the reference (2e-04 allowed)"]
     # Uneven parts are as good as even ones.
     story = sound(cell).stepped({"square": 0.9}, action="step", rank=0).stepped({"square": 0.1}, action="step", rank=1)
     assert story.findings("clipping") == []

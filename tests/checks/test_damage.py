@@ -21,7 +21,7 @@ CELLS = ("ddp-fp32-w2", "fsdp2-fp32-w2", "zero3-fp32-w2")
 
 
 def ending(story: Story, run: str, end: RunFailure | None) -> Story:
-    """The same, with another end of one run."""
+    """Return the story with another end of one run."""
     runs = {**story.trace.runs, run: replace(story.trace.run(run), end=end)}
     return replace(story, trace=replace(story.trace, runs=runs))
 
@@ -62,12 +62,12 @@ SOURCE = """Traceback (most recent call last):
 
 
 @pytest.mark.parametrize(
-    ("last", "told"), [("RuntimeError: no central directory", True), ("OSError: a/shard_0.pt: cut", False)]
+    ("last", "named"), [("RuntimeError: no central directory", True), ("OSError: a/shard_0.pt: cut", False)]
 )
-def test_a_line_of_the_code_tells_nobody_which_file_it_was(runs_of: RunsOf, last: str, told: bool) -> None:
+def test_a_line_of_the_code_tells_nobody_which_file_it_was(runs_of: RunsOf, last: str, named: bool) -> None:
     end = RunFailure("raised", f"rank 0 raised {last}", f"--- rank 0:\n{SOURCE}{last}\n", "load", 3)
     story = ending(runs_of("ddp-fp32-w2", "damage"), "truncated", end)
-    assert any("the error does not name it" in text for text in story.findings("damage")) == told
+    assert any("the error does not name it" in text for text in story.findings("damage")) == named
 
 
 @pytest.mark.parametrize("kind", ["crashed", "hung"])

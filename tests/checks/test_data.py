@@ -70,7 +70,7 @@ def test_micro_batches_in_another_order(sound: Sound) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "action", "nth", "told"),
+    ("run", "action", "nth", "message"),
     [
         ("resume", "load", 0, "load"),
         ("train", "step", 3, "step 1 after the save"),
@@ -78,10 +78,10 @@ def test_micro_batches_in_another_order(sound: Sound) -> None:
     ],
 )
 def test_a_silent_rank_is_told_and_the_others_are_still_compared(
-    sound: Sound, run: str, action: str, nth: int, told: str
+    sound: Sound, run: str, action: str, nth: int, message: str
 ) -> None:
     story = sound("ddp-fp32-w4").without(action, run=run, nth=nth, rank=1)
-    assert story.findings("data") == [f"rank 1: no report after {told}"]
+    assert story.findings("data") == [f"rank 1: no report after {message}"]
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def test_a_frozen_parameter_that_is_wider_than_it_was_loaded(sound: Sound, cell:
     story = sound(cell)
     wrong = story.parameters({"dtype": "float32"}, only="frozen.weight", action="step", nth=2, rank=1)
     name = story.live("frozen.weight")
-    told = f"frozen parameters are stored in float32, first {name!r}; loaded in bfloat16"
-    assert [text for text in wrong.findings("dtypes") if told in text and text.startswith("rank 1: 1 of ")]
+    message = f"frozen parameters are stored in float32, first {name!r}; loaded in bfloat16"
+    assert [text for text in wrong.findings("dtypes") if message in text and text.startswith("rank 1: 1 of ")]
     assert len(wrong.findings("dtypes")) == 1
 
 
@@ -125,13 +125,13 @@ def test_who_was_not_asked_what_gradients_travel_in_may_take_more(sound: Sound, 
     story = sound("fsdp2-bf16_mixed-w2")
     story = story.snapshot("step", {"collectives": (CollectiveInfo("reduce_scatter_base", found, 1, 16),)}, nth=2)
     assert story.findings("dtypes")
-    told = story.alter(
+    story_ = story.alter(
         lambda snapshot: replace(
             snapshot, unwrapped=snapshot.unwrapped and replace(snapshot.unwrapped, obeyed=("compile",))
         )
     )
-    assert (told.findings("dtypes") == []) == sound_then
-    nothing = told.snapshot("step", {"collectives": ()}, nth=2, rank=0).findings("dtypes")
+    assert (story_.findings("dtypes") == []) == sound_then
+    nothing = story_.snapshot("step", {"collectives": ()}, nth=2, rank=0).findings("dtypes")
     assert nothing[0] == "rank 0: gradients were reduced in nothing; expected bfloat16"
 
 

@@ -20,7 +20,7 @@ LORA = ("outlet.lora_A.default.weight", "outlet.lora_B.default.weight")
 
 
 def with_loose_buffer(story: Story) -> Story:
-    """The same, with a buffer that the model makes by itself."""
+    """Return the story with a buffer that the model creates itself."""
     loose = ParameterInfo("offset", (4,), "float32", False, placement="non-persistent", digest="4:7")
 
     def unwrapped(snapshot: Snapshot) -> Snapshot:

@@ -177,10 +177,10 @@ def coarse(story: Story, only: str = "") -> Story:
 def test_a_copy_too_coarse_to_move(sound: Sound, cell: str) -> None:
     """A norm's weight near 1 in bfloat16 stays where it is for many steps at an ordinary learning rate; its master moves."""
     story = coarse(sound(cell), "outlet.weight")
-    told = f"trainable parameter {story.live('outlet.weight')!r} did not move in three steps, on any rank"
+    message = f"trainable parameter {story.live('outlet.weight')!r} did not move in three steps, on any rank"
     assert with_masters(story).findings("optimizer") == []
-    assert with_masters(story, unmoved="outlet.weight").findings("optimizer") == [told]
-    assert story.findings("optimizer") == [told]
+    assert with_masters(story, unmoved="outlet.weight").findings("optimizer") == [message]
+    assert story.findings("optimizer") == [message]
 
 
 def test_masters_that_move_and_copies_that_never_do(sound: Sound) -> None:
@@ -193,8 +193,8 @@ def test_masters_that_move_and_copies_that_never_do(sound: Sound) -> None:
 def test_one_parameter_of_a_partition_without_a_gradient(sound: Sound, cell: str) -> None:
     story = with_masters(sound(cell), still="outlet.weight")
     (found,) = story.findings("optimizer")
-    told = f"trainable parameter {story.live('outlet.weight')!r} had no gradient in three steps"
-    assert found == f"{told}: its state in the optimizer is all zero"
+    message = f"trainable parameter {story.live('outlet.weight')!r} had no gradient in three steps"
+    assert found == f"{message}: its state in the optimizer is all zero"
 
 
 def with_unused(story: Story, **where: Any) -> Story:

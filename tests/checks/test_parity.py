@@ -23,7 +23,7 @@ CELLS = ("ddp-fp32-w2", "fsdp2-bf16_mixed-w2", "zero1-fp16_mixed-w2", "zero3-bf1
 
 
 def scaled(story: Story, field: str, factor: float, **where: Any) -> Story:
-    """The same with a number that is so much larger."""
+    """Return the story with a number that is larger by that factor."""
 
     def change(snapshot: Snapshot) -> Snapshot:
         return replace(snapshot, **{field: getattr(snapshot, field) * factor})
@@ -52,7 +52,7 @@ def test_the_precision_says_how_far_off_is_too_far(sound: Sound, cell: str, fiel
 
 
 def rounding(story: Story, off: float, *, field: str = "loss", step: int = 11) -> Story:
-    """The same with a run of the reference's own in the precision's dtype, in which one step is so much off."""
+    """Return the story with a rounded reference run, in which one step deviates by that much."""
     exact = story.trace.run("reference")
     snapshots = [
         replace(snapshot, action=snapshot.action.replace("reference", "rounded")) for snapshot in exact.snapshots
@@ -136,21 +136,21 @@ def test_a_trainer_need_not_tell_a_norm(sound: Sound) -> None:
 
 
 @pytest.mark.parametrize(
-    ("param_groups", "told"),
+    ("param_groups", "message"),
     [
         (({"lr": 0.05},), "0.05"),
         (({"lr": 0.1}, {"lr": 0.2}), "0.1, 0.2"),
         (({"weight_decay": 0.1},), "none"),
     ],
 )
-def test_a_learning_rate(sound: Sound, param_groups: tuple[dict[str, float], ...], told: str) -> None:
+def test_a_learning_rate(sound: Sound, param_groups: tuple[dict[str, float], ...], message: str) -> None:
     story = sound("ddp-fp32-w2").optimizer({"param_groups": param_groups}, action="step", nth=9, rank=0)
     found = story.findings("parity")
     if len(param_groups) == 2:
         # The reference has one group; the first of both is its.
         assert found == []
     else:
-        assert found == [f"step 10: rank 0: the learning rate is {told}; 0.1 in the reference"]
+        assert found == [f"step 10: rank 0: the learning rate is {message}; 0.1 in the reference"]
 
 
 def test_a_trainer_may_keep_more_groups_of_one_rate(sound: Sound) -> None:

@@ -102,15 +102,15 @@ def test_of_a_flat_source_losses_tell_in_lower_precision_too(runs_of: RunsOf) ->
 
 def test_a_loss_that_is_no_number(runs_of: RunsOf) -> None:
     story = runs_of("fsdp1-bf16_mixed-w2", "portable").snapshot("step", {"loss": math.nan}, run="port", nth=0, rank=1)
-    told = "rank 1: the loss of step 1 after the load under fsdp2 is nan; expected a finite number"
-    assert story.findings("portable") == [told]
+    message = "rank 1: the loss of step 1 after the load under fsdp2 is nan; expected a finite number"
+    assert story.findings("portable") == [message]
 
 
 def test_infinite_losses_are_no_agreement(runs_of: RunsOf) -> None:
     story = runs_of("fsdp1-fp32-w2", "portable")
     story = story.snapshot("step", {"loss": math.inf}).snapshot("step", {"loss": math.inf}, run="port", nth=1)
-    told = "the loss of step 2 after the load under fsdp2 is inf; expected a finite number"
-    assert [f"rank {rank}: {told}" for rank in (0, 1)] == [
+    message = "the loss of step 2 after the load under fsdp2 is inf; expected a finite number"
+    assert [f"rank {rank}: {message}" for rank in (0, 1)] == [
         finding for finding in story.findings("portable") if "inf;" in finding
     ]
 

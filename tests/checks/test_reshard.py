@@ -66,10 +66,10 @@ def test_a_part_that_one_copy_of_hybrid_shards_lost(runs_of: RunsOf) -> None:
     where: dict[str, Any] = {"run": "back", "action": "load"}
     story = runs_of(HYBRID, "reshard")
     lost = story.parameters({"local_numel": 1}, only="outlet.weight", rank=2, **where).findings("reshard")
-    told = "the parts of ranks 2, 3 are {} elements; expected {} after the load at 4 ranks"
-    assert f"parameter 'outlet.weight': {told.format(8, 14)}" in lost
+    message = "the parts of ranks 2, 3 are {} elements; expected {} after the load at 4 ranks"
+    assert f"parameter 'outlet.weight': {message.format(8, 14)}" in lost
     both = story.alter(forgets, rank=2, **where).alter(forgets, rank=3, **where).findings("reshard")
-    assert f"exp_avg 'inlet.weight': {told.format(0, 9)}" in both
+    assert f"exp_avg 'inlet.weight': {message.format(0, 9)}" in both
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
@@ -153,7 +153,7 @@ def test_one_step_counts_as_more_than_one(runs_of: RunsOf, cell: str, name: str)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             {"scheduler": "last_epoch=0"},
@@ -166,10 +166,10 @@ def test_one_step_counts_as_more_than_one(runs_of: RunsOf, cell: str, name: str)
         ({"loss": None}, "the loss of the first step after the load at 1 rank is None; expected a finite number"),
     ],
 )
-def test_scheduler_and_loss(runs_of: RunsOf, changes: dict[str, Any], told: str) -> None:
+def test_scheduler_and_loss(runs_of: RunsOf, changes: dict[str, Any], message: str) -> None:
     action = "step" if "loss" in changes else "load"
     story = runs_of("fsdp2-fp32-w2", "reshard").snapshot(action, changes, run="one")
-    assert story.findings("reshard") == [f"rank 0: {told}"]
+    assert story.findings("reshard") == [f"rank 0: {message}"]
 
 
 def test_the_numbers_of_the_groups(runs_of: RunsOf) -> None:

@@ -97,15 +97,15 @@ def test_state_that_appears_from_nowhere(sound: Sound) -> None:
     ]
 
 
-@pytest.mark.parametrize(("saved", "loaded", "told"), [("float32", "bfloat16", True), ("float", "float32", False)])
-def test_state_in_another_dtype(sound: Sound, saved: str, loaded: str, *, told: bool) -> None:
+@pytest.mark.parametrize(("saved", "loaded", "found"), [("float32", "bfloat16", True), ("float", "float32", False)])
+def test_state_in_another_dtype(sound: Sound, saved: str, loaded: str, *, found: bool) -> None:
     story = sound("ddp-fp32-w2")
     for action, nth in (("step", 2), ("save", 0)):
         story = story.state("exp_avg", {"dtype": saved}, only="inlet.weight", action=action, nth=nth)
     story = story.state("exp_avg", {"dtype": loaded}, only="inlet.weight", run="resume", action="load", rank=1)
     story = story.state("exp_avg", {"dtype": saved}, only="inlet.weight", run="resume", action="load", rank=0)
     finding = "rank 1: optimizer state 'exp_avg of module.inlet.weight': another dtype after the load"
-    assert story.findings("resume") == [finding] * told
+    assert story.findings("resume") == [finding] * found
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -133,8 +133,8 @@ def test_a_number_of_a_group(sound: Sound, group: dict[str, float], finding: str
 @pytest.mark.parametrize("param_groups", [(), ({"lr": 0.1}, {"lr": 0.2})])
 def test_another_number_of_groups(sound: Sound, param_groups: tuple[dict[str, float], ...]) -> None:
     story = sound("ddp-fp32-w2").optimizer({"param_groups": param_groups}, run="resume", action="load", rank=0)
-    told = f"rank 0: the optimizer has {len(param_groups)} param groups after the load; 1 before"
-    assert told in story.findings("resume")
+    message = f"rank 0: the optimizer has {len(param_groups)} param groups after the load; 1 before"
+    assert message in story.findings("resume")
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -259,9 +259,9 @@ def test_state_of_no_element_is_no_state(sound: Sound) -> None:
 def test_training_again_is_no_load(sound: Sound, cell: str) -> None:
     story = sound(cell)
     steps = story.trace.run().at("step", 0)[0].steps * 3
-    told = "the optimizer took 3 steps with gradients during the load"
+    message = "the optimizer took 3 steps with gradients during the load"
     assert story.snapshot("load", {"steps": steps}, run="resume", rank=1).findings("resume") == [
-        f"rank 1: {told}; expected the state to be read from the checkpoint, not trained again"
+        f"rank 1: {message}; expected the state to be read from the checkpoint, not trained again"
     ]
 
 

@@ -116,11 +116,11 @@ def test_refused_when_built_or_found_out_late(runs_of: RunsOf, action: str, stat
     story = runs_of("fsdp2-fp32-w2-save_only_model", "save_only_model")
     run = story.trace.run()
     index = run.at(action)[0].index
-    told = "rank 0 raised ValueError: save_only_model option is not compatible with FSDP state dict type"
+    message = "rank 0 raised ValueError: save_only_model option is not compatible with FSDP state dict type"
     broken = replace(
         run,
         snapshots=tuple(m for m in run.snapshots if m.index < index),
-        end=RunFailure("raised", told, told, action, index),
+        end=RunFailure("raised", message, message, action, index),
     )
     expect = refuses(save_only_model=True, match=r"save_only_model .* not compatible")
     found = judge(CHECKS.get("save_only_model"), story.cell, Trace.of("hand-made", [broken]), [expect])

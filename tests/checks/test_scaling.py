@@ -21,7 +21,7 @@ ACTIONS = (("step", 0, 1024.0), ("overflow", 0, 512.0), ("step", 1, 512.0))
 
 
 def overflowing(story: Story) -> Story:
-    """The same training, with an overflow in the second step that all ranks skip."""
+    """Return the training with an overflow in the second step that all ranks skip."""
     train = story.trace.run()
     snapshots: list[Snapshot] = []
     for index, (action, nth, scale) in enumerate(ACTIONS):
@@ -64,7 +64,7 @@ def test_a_scale_that_is_no_number(sound: Sound, scale: float) -> None:
 
 
 def bearing(story: Story, before: dict[str, float], after: dict[str, float]) -> list[str]:
-    """What is said where the scale stays 1024, with that besides."""
+    """Return the finding that the scale stays 1024, and these other findings."""
     story = alter(story, "step", {"scaler": {"scale": 1024.0, **before}}, nth=0)
     for action, nth in (("overflow", 0), ("step", 1)):
         story = alter(story, action, {"scaler": {"scale": 1024.0, **after}}, nth=nth)

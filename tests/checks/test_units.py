@@ -26,7 +26,7 @@ def live(story: Story, *modules: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("cell", ["fsdp1-fp32-w2", "fsdp2-bf16_mixed-w2", "fsdp2-fp32-w2-compile"])
 @pytest.mark.parametrize(
-    ("modules", "told"),
+    ("modules", "message"),
     [
         ((), "nothing"),
         (("",), "the root"),
@@ -35,10 +35,10 @@ def live(story: Story, *modules: str) -> tuple[str, ...]:
         (("", "inlet", "outlet", "outlet.inner"), "'inlet', 'outlet', 'outlet.inner', the root"),
     ],
 )
-def test_where_fsdp_cuts(sound: Sound, cell: str, modules: tuple[str, ...], told: str) -> None:
+def test_where_fsdp_cuts(sound: Sound, cell: str, modules: tuple[str, ...], message: str) -> None:
     story = sound(cell)
     found = story.model({"units": live(story, *modules)}, **LAST, rank=1).findings("units")
-    assert found == [f"rank 1: FSDP's units are {told}; {CUT}"]
+    assert found == [f"rank 1: FSDP's units are {message}; {CUT}"]
 
 
 @pytest.mark.parametrize("cell", ["fsdp1-fp32-w2", "fsdp2-fp32-w2"])
@@ -51,13 +51,13 @@ def test_what_is_no_block_may_be_a_unit_too(sound: Sound, cell: str) -> None:
 def test_units_by_size(sound: Sound, modules: tuple[str, ...], *, fine: bool) -> None:
     story = sound("fsdp2-fp32-w2-wrap_policy_size")
     found = story.model({"units": modules}, **LAST, rank=0).findings("units")
-    told = "rank 0: FSDP has one unit for the whole model; expected one for each part that is large enough"
-    assert found == [told] * (not fine)
+    message = "rank 0: FSDP has one unit for the whole model; expected one for each part that is large enough"
+    assert found == [message] * (not fine)
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "zero3-fp32-w2", "fsdp1-fp32-w2", "fsdp2-fp32-w2"])
 @pytest.mark.parametrize(
-    ("modules", "told"),
+    ("modules", "message"),
     [
         ((), "nothing"),
         (("inlet",), "'inlet'"),
@@ -65,14 +65,14 @@ def test_units_by_size(sound: Sound, modules: tuple[str, ...], *, fine: bool) ->
         (("inlet", "outlet", "outlet.inner"), "'inlet', 'outlet', 'outlet.inner'"),
     ],
 )
-def test_what_is_recomputed(sound: Sound, cell: str, modules: tuple[str, ...], told: str) -> None:
+def test_what_is_recomputed(sound: Sound, cell: str, modules: tuple[str, ...], message: str) -> None:
     story = with_inner(sound(f"{cell}-activation_checkpointing"))
     found = story.model({"checkpointed": live(story, *modules)}, **LAST, rank=0).findings("units")
-    assert found == [f"rank 0: the activations are recomputed of {told}; expected 'inlet', 'outlet'"]
+    assert found == [f"rank 0: the activations are recomputed of {message}; expected 'inlet', 'outlet'"]
 
 
 def with_inner(story: Story) -> Story:
-    """The same with a module inside each block."""
+    """Return the modules with one more inside each block."""
 
     def change(snapshot: Snapshot) -> Snapshot:
         assert snapshot.unwrapped is not None
@@ -92,8 +92,8 @@ def test_recomputing_that_nobody_asked_for(sound: Sound) -> None:
 def test_a_parent_may_be_told_of_recomputing_too(sound: Sound) -> None:
     # As transformers tells the module that holds the layers.
     story = sound("ddp-fp32-w2-activation_checkpointing")
-    told = (*live(story, "inlet", "outlet"), "module", "")
-    assert story.model({"checkpointed": told}, **LAST).findings("units") == []
+    live_names = (*live(story, "inlet", "outlet"), "module", "")
+    assert story.model({"checkpointed": live_names}, **LAST).findings("units") == []
 
 
 @pytest.mark.parametrize("how", ["compile", "compile_aot_eager", "compile_regional", "compile_partial"])
@@ -104,7 +104,7 @@ def test_a_model_that_runs_uncompiled(sound: Sound, strategy: str, how: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("how", "modules", "told"),
+    ("how", "modules", "message"),
     [
         ("compile", (), "nothing is wrapped by torch.compile"),
         ("compile_aot_eager", (), "nothing is wrapped by torch.compile"),
@@ -115,10 +115,10 @@ def test_a_model_that_runs_uncompiled(sound: Sound, strategy: str, how: str) -> 
     ],
 )
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1"])
-def test_what_is_compiled(sound: Sound, strategy: str, how: str, modules: tuple[str, ...], told: str) -> None:
+def test_what_is_compiled(sound: Sound, strategy: str, how: str, modules: tuple[str, ...], message: str) -> None:
     story = sound(f"{strategy}-fp32-w2-{how}")
     found = story.model({"compiled": live(story, *modules)}, **LAST, rank=0).findings("units")
-    assert found == [f"rank 0: {told}"]
+    assert found == [f"rank 0: {message}"]
 
 
 @pytest.mark.parametrize(("cell", "kind"), [("fsdp1-fp32-w2", "FSDP1 shard"), ("fsdp2-fp32-w2", "DTensor")])
@@ -140,8 +140,8 @@ def test_a_trained_layer_of_a_frozen_block_may_be_a_unit_apart(sound: Sound) -> 
 
     story = with_inner(sound("fsdp1-fp32-w2"))
     cut = live(story, "", "inlet", "inlet.inner", "outlet")
-    told = f"FSDP's units are 'inlet', 'inlet.inner', 'outlet', the root; {CUT}"
-    assert story.model({"units": cut}, **LAST, rank=0).findings("units") == [f"rank 0: {told}"]
+    message = f"FSDP's units are 'inlet', 'inlet.inner', 'outlet', the root; {CUT}"
+    assert story.model({"units": cut}, **LAST, rank=0).findings("units") == [f"rank 0: {message}"]
     assert story.alter(freeze, action="build_model").model({"units": cut}, **LAST).findings("units") == []
 
 
@@ -177,10 +177,10 @@ def test_where_no_block_is_asked_for_none_need_be_known(sound: Sound) -> None:
 
 
 def test_a_block_that_stands_for_the_whole(sound: Sound) -> None:
-    """What is around it is sharded by nobody, and was not seen."""
+    """The modules around the block are in no unit, and the probe did not see them."""
     story = with_blocks(sound("fsdp2-fp32-w2"), "", classes=("Layer",))
-    told = "the whole model that was seen is one block, a 'Layer': nothing wraps what is around it"
-    assert story.model({"units": ("",)}, **LAST).findings("units") == [told]
+    message = "the whole model that was seen is one block, a 'Layer': nothing wraps what is around it"
+    assert story.model({"units": ("",)}, **LAST).findings("units") == [message]
 
 
 def test_a_module_to_leave_out_that_nobody_knows(sound: Sound) -> None:
@@ -193,7 +193,7 @@ def test_a_module_to_leave_out_that_nobody_knows(sound: Sound) -> None:
 
 
 def with_blocks(story: Story, *blocks: str, classes: tuple[str, ...] = ()) -> Story:
-    """The same with these blocks."""
+    """Return the story with these blocks."""
 
     def change(snapshot: Snapshot) -> Snapshot:
         assert snapshot.unwrapped is not None

@@ -33,14 +33,14 @@ class Story:
     live: Callable[[str], str]
 
     def judges(self, check: str) -> bool:
-        """Whether the check says something in this cell, of runs that the story has."""
+        """Return whether the check applies in this cell and the story has its runs."""
         found = CHECKS.get(check)
         if found.not_applicable(self.cell, Able):
             return False
         return {run.name for run in found.runs(self.cell, Able).runs} <= set(self.trace.runs)
 
     def findings(self, check: str) -> list[str]:
-        """What the check of that name finds."""
+        """Return the findings of the check of that name."""
         return CHECKS.get(check).findings(self.cell, self.trace)
 
     def alter(
@@ -65,23 +65,23 @@ class Story:
         return replace(self, trace=replace(self.trace, runs={**self.trace.runs, run: new}))
 
     def without(self, action: str, **where: Any) -> Story:
-        """The same, with the snapshots after that action gone."""
+        """Return the story without the snapshots after that action."""
         return self.alter(lambda snapshot: None, action=action, **where)
 
     def snapshot(self, action: str, changes: dict[str, Any], **where: Any) -> Story:
-        """The same, with other fields in the snapshots after that action."""
+        """Return the story with other fields in the snapshots after that action."""
         return self.alter(lambda snapshot: replace(snapshot, **changes), action=action, **where)
 
     def model(self, changes: dict[str, Any], **where: Any) -> Story:
-        """The same, with other fields of the live model."""
+        """Return the story with other fields of the live model."""
         return self._part("model", lambda model: replace(model, **changes), where)
 
     def optimizer(self, changes: dict[str, Any], **where: Any) -> Story:
-        """The same, with other fields of the optimizer."""
+        """Return the story with other fields of the optimizer."""
         return self._part("optimizer", lambda optimizer: replace(optimizer, **changes), where)
 
     def state(self, key: str, changes: dict[str, Any], *, only: str = "", **where: Any) -> Story:
-        """The same, with other fields in the optimizer's state: under that key, of one parameter, or all but the steps."""
+        """Return the story with other fields in the optimizer's state: under that key, of one parameter, or all but the steps."""
         name = self.live(only) if only else ""
 
         def change(info: StateInfo) -> StateInfo:
@@ -91,11 +91,11 @@ class Story:
         return self._part("optimizer", lambda optimizer: _each(optimizer, "states", change), where)
 
     def stepped(self, changes: dict[str, Any], **where: Any) -> Story:
-        """The same, with other dtypes where the optimizer stepped."""
+        """Return the story with other dtypes where the optimizer stepped."""
         return self._each("steps", lambda step: replace(step, **changes), where)
 
     def parameters(self, changes: dict[str, Any], *, only: str = "", **where: Any) -> Story:
-        """The same, with other fields of one live parameter (by its unwrapped name), or of all."""
+        """Return the story with other fields of one live parameter (by its unwrapped name), or of all."""
         name = self.live(only) if only else ""
 
         def change(info: ParameterInfo) -> ParameterInfo:
@@ -112,7 +112,7 @@ class Story:
         )
 
     def renamed(self, old: str, new: str, **where: Any) -> Story:
-        """The same, with a live parameter (by its unwrapped name) under another live name, in the optimizer too."""
+        """Return the story with a live parameter (by its unwrapped name) under another live name, in the optimizer too."""
         name = self.live(old)
 
         def state(info: StateInfo) -> StateInfo:
@@ -122,7 +122,7 @@ class Story:
         return story._part("optimizer", lambda optimizer: _each(optimizer, "states", state), where)
 
     def file(self, position: int, **changes: Any) -> Story:
-        """The same, with other fields of one saved file: 0 is the model's, 1 the optimizer's."""
+        """Return the story with other fields of one saved file: 0 is the model's, 1 the optimizer's."""
 
         def change(snapshot: Snapshot) -> Snapshot:
             files = list(snapshot.files)

@@ -22,7 +22,7 @@ def sound(cell_id: str) -> Story:
 
 
 def runs_of(cell_id: str, check: str) -> Story:
-    """The same with the runs that the check asks for."""
+    """Return the story with the runs that the check needs."""
     story = sound(cell_id)
     return replace(story, trace=more_runs.trace_of(story.cell, check))
 

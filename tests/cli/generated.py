@@ -108,7 +108,7 @@ def strategies() -> str:
 
 
 def precisions() -> str:
-    """What each precision loads, computes and keeps in."""
+    """Return the table of dtypes that each precision loads, computes and stores in."""
     rows = (
         [f"`{one.name}`", one.load, f"8 bits in, {one.compute} out" if one.float8 else one.compute, one.master]
         for one in PRECISIONS.by_name.values()
@@ -117,7 +117,7 @@ def precisions() -> str:
 
 
 def dtypes() -> str:
-    """What the check of that name expects in bf16_mixed; strategies of which it expects the same in one row."""
+    """Return the dtype table of bf16_mixed; strategies with equal rows share one."""
     alike: dict[Dtypes, list[str]] = {}
     for one in STRATEGIES.by_name.values():
         alike.setdefault(one.dtypes(PRECISIONS.get("bf16_mixed")), []).append(one.name)
@@ -170,7 +170,7 @@ class Able(Driver):
 def actions() -> str:
     """Which checks each optional methods or claim of a driver brings."""
     cells = (CELL, Cell("ddp", "fp16_mixed"))
-    told: Mapping[str, dict[str, Any]] = {
+    variants: Mapping[str, dict[str, Any]] = {
         **{action: {"lacks": (action,)} for action in OPTIONAL},
         "reshards": {"reshards": ()},
         "portable": {"portable": {}},
@@ -195,7 +195,7 @@ def actions() -> str:
             prose((getattr(Driver, name).__doc__ or "").strip().split("\n")[0]) if name in OPTIONAL else CLAIMS[name],
             brought(type("Without", (Able,), missing)),
         ]
-        for name, missing in told.items()
+        for name, missing in variants.items()
     )
     return table(("method or claim", "is", "checks that it brings"), rows)
 

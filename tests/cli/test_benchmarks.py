@@ -33,7 +33,7 @@ def test_what_a_benchmark_needs_is_told(script: str, module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["faults.py", "raise"], "no 'raise'; expected some of: raises, "),
         (["upstream_bugs.py", "acc-3904"], "no 'acc-3904'; expected some of: acc-1755-fsdp1-optim-args, "),
@@ -42,9 +42,9 @@ def test_what_a_benchmark_needs_is_told(script: str, module: str) -> None:
         (["scripts_probe.py", "--only", "fsdp3"], "no 'fsdp3'; expected some of: ddp, "),
     ],
 )
-def test_a_name_that_there_is_not(arguments: list[str], told: str) -> None:
+def test_a_name_that_there_is_not(arguments: list[str], message: str) -> None:
     command = [sys.executable, str(BENCHMARKS / arguments[0]), *arguments[1:]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert told in done.stderr
+    assert message in done.stderr
     assert done.stdout == ""

@@ -1,4 +1,4 @@
-"""What the pages show can be typed: commands, options, settings, Python."""
+"""Commands, options, settings and Python on the pages are valid."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def name_of(page: Path) -> str:
 def test_commands_are_those_that_there_are(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for line in commands(page, "distcompat"):
-        told = parser().parse_args(line)
+        arguments = parser().parse_args(line)
         if line[0] not in {"diff", "merge", "report"}:
             continue
         # What they read is there; what they write is written.
@@ -69,7 +69,7 @@ def test_commands_are_those_that_there_are(page: Path, tmp_path: Path, monkeypat
         for word in line[1:]:
             if word.endswith(".json") and word not in written:
                 shutil.copy(REAL, tmp_path / word)
-        assert told.call(told) == 0, line
+        assert arguments.call(arguments) == 0, line
         assert all((tmp_path / name).stat().st_size for name in written)
 
 
@@ -87,8 +87,8 @@ def test_options_and_settings_are_those_that_there_are(page: Path) -> None:
 
 def test_every_option_is_on_its_page() -> None:
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
-    told = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `--distcompat")}
-    assert told == {option.flag for option in OPTIONS.values()}
+    arguments = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `--distcompat")}
+    assert arguments == {option.flag for option in OPTIONS.values()}
     for option in OPTIONS.values():
         (row,) = [line.split(" | ") for line in text.splitlines() if line.startswith(f"| `{option.flag}` |")]
         if option.default:

@@ -93,7 +93,7 @@ def test_what_is_wrong_with_a_machine(change: dict[str, Any], expected: str) -> 
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What is installed, to be changed; the metadata stays this environment's."""
+    """Installed packages that a test may change; the metadata stays this environment's."""
     found = {"torch": "2.13.0+cpu", "accelerate": "1.15.0", "pytest-distcompat": "0.1.0"}
     wants = {
         "pytest-distcompat": ['torch>=2.6; extra == "torch"', 'accelerate>=1.6; extra == "accelerate"'],
@@ -218,11 +218,11 @@ def test_what_the_user_reads(quiet: None, monkeypatch: pytest.MonkeyPatch, capsy
     ):
         assert line in out.splitlines()
     assert main(["doctor", "--driver", "torch", "--json"]) == 0
-    told = capsys.readouterr().out
-    data = json.loads(told)
+    output = capsys.readouterr().out
+    data = json.loads(output)
     assert (data["machine"]["device"], data["findings"][0]["level"]) == ("cuda", "warning")
     assert "fsdp2-fp32-w2" in data["cells"][0]["can"]
-    assert "hunter2" not in told
+    assert "hunter2" not in output
 
 
 def test_issues_of_ones_own_are_told_too(quiet: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ ADDED = "distcompat_profile = smoke"
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "message"),
     [
         ("pyproject.toml", TOML, '[tool.pytest.ini_options] in pyproject.toml: distcompat_profile = "smoke"'),
         (
@@ -111,12 +111,12 @@ ADDED = "distcompat_profile = smoke"
     ],
 )
 def test_settings_that_are_there_are_their_owners_to_change(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, message: str
 ) -> None:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     init(tmp_path)
-    assert f"add to {told}" in capsys.readouterr().out.splitlines()
+    assert f"add to {message}" in capsys.readouterr().out.splitlines()
     assert path.read_text(encoding="utf-8") == text
     assert not (tmp_path / "pytest.ini").exists() or name == "pytest.ini"
 
@@ -225,7 +225,7 @@ def test_pytest_finds_the_driver(tmp_path: Path, write: Write, place: str, pytho
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "told"),
+    ("file", "text", "message"),
     [
         ("pytest.ini", "[pytest]\n", "add to [pytest] in pytest.ini: pythonpath = src"),
         (
@@ -237,13 +237,13 @@ def test_pytest_finds_the_driver(tmp_path: Path, write: Write, place: str, pytho
     ],
 )
 def test_where_the_driver_is_imported_from_is_told_as_the_file_has_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, text: str, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, text: str, message: str
 ) -> None:
     (tmp_path / "src" / "mine").mkdir(parents=True)
     for name, content in {"src/mine/driver.py": MINE, "src/mine/__init__.py": "", file: text}.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
     init(tmp_path)
-    assert told in capsys.readouterr().out.splitlines()
+    assert message in capsys.readouterr().out.splitlines()
 
 
 def test_a_pythonpath_that_lacks_the_driver_is_told(
@@ -251,8 +251,8 @@ def test_a_pythonpath_that_lacks_the_driver_is_told(
 ) -> None:
     write({"my_driver.py": MINE, "lib/x.py": "", "pytest.ini": "[pytest]\npythonpath = lib\n"})
     init(tmp_path)
-    told = "add . to pythonpath in pytest.ini: the driver or its trainer is imported from there"
-    assert told in capsys.readouterr().out.splitlines()
+    message = "add . to pythonpath in pytest.ini: the driver or its trainer is imported from there"
+    assert message in capsys.readouterr().out.splitlines()
 
 
 def test_a_driver_that_is_named_is_used(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_from_nothing_to_the_first_matrix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "message"),
     [
         ("pyproject.toml", b"[tool.pytest\n", "pyproject.toml: Expected ']'"),
         ("pyproject.toml", b"[tool.x]\nname = 'J\xfcrgen'\n", "pyproject.toml: 'utf-8' codec can't decode"),
@@ -305,12 +305,12 @@ def test_from_nothing_to_the_first_matrix(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_cannot_be_read_are_a_usage_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: bytes, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: bytes, message: str
 ) -> None:
     """pytest refuses them too; nothing is written beside them."""
     (tmp_path / name).write_bytes(text)
     assert init(tmp_path) == 2
-    assert f"distcompat: {tmp_path}/{told}" in capsys.readouterr().err
+    assert f"distcompat: {tmp_path}/{message}" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
@@ -320,7 +320,7 @@ def test_a_key_of_another_table_is_not_pytests(tmp_path: Path, write: Write) -> 
 
 
 @pytest.mark.parametrize(
-    ("file", "told"),
+    ("file", "message"),
     [
         ("pytest.ini", "pythonpath = 'my code'"),
         ("pyproject.toml", "pythonpath = \"'my code'\""),
@@ -328,7 +328,7 @@ def test_a_key_of_another_table_is_not_pytests(tmp_path: Path, write: Write) -> 
     ],
 )
 def test_directories_with_spaces(
-    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str], file: str, told: str
+    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str], file: str, message: str
 ) -> None:
     """pytest splits such settings as a shell does."""
     own = "from transformers import Trainer as Base\n\nclass Mine(Base):\n    pass\n"
@@ -337,7 +337,7 @@ def test_directories_with_spaces(
     write({file: f"[{table}]\ntestpaths = {listed}\n", "my code/mine.py": own, "my tests/conftest.py": ""})
     init(tmp_path)
     lines = capsys.readouterr().out.splitlines()
-    assert f"add to [{table}] in {file}: {told}" in lines
+    assert f"add to [{table}] in {file}: {message}" in lines
     assert lines[-1].endswith("pytest 'my tests/test_distcompat.py'")
 
 
@@ -380,7 +380,7 @@ def test_which_trainer_is_one_of_transformers(tmp_path: Path, write: Write) -> N
 
 
 @pytest.mark.parametrize(
-    ("driver", "told"),
+    ("driver", "message"),
     [
         ("trainr", "no driver named 'trainr'. Known: torch, accelerate, deepspeed, trainer."),
         ("mine:", "--driver 'mine:' is not right: expected module:attribute"),
@@ -388,9 +388,9 @@ def test_which_trainer_is_one_of_transformers(tmp_path: Path, write: Write) -> N
         ("my/driver.py:Driver", "--driver 'my/driver.py:Driver' is not right: expected module:attribute"),
     ],
 )
-def test_a_driver_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], driver: str, told: str) -> None:
+def test_a_driver_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], driver: str, message: str) -> None:
     assert init(tmp_path, "--driver", driver) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

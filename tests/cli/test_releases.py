@@ -30,14 +30,14 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
     monkeypatch.setenv("PIP_FIND_LINKS", str(registry))
 
     def make(name: str, version: str, *requires: str) -> None:
-        told = f"{name}-{version}.dist-info"
+        message = f"{name}-{version}.dist-info"
         needs = "".join(f"Requires-Dist: {one}\n" for one in requires)
         files = {
             f"{name}.py": f"__version__ = {version!r}\n",
-            f"{told}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
-            f"{told}/WHEEL": "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            f"{message}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
+            f"{message}/WHEEL": "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         }
-        files[f"{told}/RECORD"] = "".join(f"{path},,\n" for path in (*files, f"{told}/RECORD"))
+        files[f"{message}/RECORD"] = "".join(f"{path},,\n" for path in (*files, f"{message}/RECORD"))
         with zipfile.ZipFile(registry / f"{name}-{version}-py3-none-any.whl", "w") as archive:
             for path, text in files.items():
                 archive.writestr(path, text)
@@ -46,9 +46,9 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
 
 
 def version_of(module: str, target: Path) -> str:
-    """What a Python finds that looks into the directory first."""
-    told = [sys.executable, "-c", f"import {module}; print({module}.__version__)"]
-    out = subprocess.run(told, env=side_by_side.environment(target), capture_output=True, text=True, check=True)
+    """Return the version that Python imports with the directory first on its path."""
+    command = [sys.executable, "-c", f"import {module}; print({module}.__version__)"]
+    out = subprocess.run(command, env=side_by_side.environment(target), capture_output=True, text=True, check=True)
     return out.stdout.strip()
 
 
@@ -141,7 +141,7 @@ def test_half_an_installation_is_none(wheel: Wheel, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("madeup", "madeup: which release? Expected: madeup==1.2.3 or madeup @ git+https://..."),
         ("madeup>=1", "madeup>=1: which release?"),
@@ -150,9 +150,9 @@ def test_half_an_installation_is_none(wheel: Wheel, tmp_path: Path) -> None:
         ("madeup==1.0,other", "other: which release?"),
     ],
 )
-def test_a_wrong_release_is_told_at_once(text: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_release_is_told_at_once(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["releases", "--release", text, "--", "tests"]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_release_that_is_nowhere(wheel: Wheel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +177,7 @@ def test_all_releases_are_there_before_any_run(
 
 
 @pytest.mark.parametrize(
-    ("option", "name", "told"),
+    ("option", "name", "message"),
     [
         ("-o", "", "Is a directory"),
         ("-o", "nowhere/page.md", "No such file or directory"),
@@ -185,13 +185,13 @@ def test_all_releases_are_there_before_any_run(
     ],
 )
 def test_what_cannot_be_written_is_told_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, name: str, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, name: str, message: str
 ) -> None:
     (tmp_path / "file").touch()
     into = [] if option == "--into" else ["--into", str(tmp_path)]
     code = main(["releases", *into, option, str(tmp_path / name), "--release", "madeup==1.0", "--", str(tmp_path)])
     assert code == 2
-    assert capsys.readouterr().err == f"distcompat: {tmp_path / name}: {told}\n"
+    assert capsys.readouterr().err == f"distcompat: {tmp_path / name}: {message}\n"
 
 
 DRIVER = """
@@ -319,13 +319,13 @@ def test_long(ranks):
     command = [sys.executable, "-m", "pytest_distcompat.cli", *asked, "-p", "no:cacheprovider"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as told:
+    ) as message:
         deadline = time.monotonic() + 60
         while not (log.exists() and "began" in log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        os.killpg(told.pid, signal.SIGINT)
-        out, _ = told.communicate(timeout=60)
-    assert told.returncode == 130
+        os.killpg(message.pid, signal.SIGINT)
+        out, _ = message.communicate(timeout=60)
+    assert message.returncode == 130
     assert out.splitlines() == [f"madeup==1.0: pytest writes to {log}"]
     assert "ranks are ended" in log.read_text()
 

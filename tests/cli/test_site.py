@@ -100,15 +100,15 @@ def test_each_check_says_its_claim_its_causes_and_has_a_failure_to_show(name: st
 def test_lines_of_the_examples_are_counted_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     newcomer = importlib.import_module("newcomer")
-    told = {
+    counted = {
         found[1]: row
         for row in rows(page("adopt"))
         if (found := re.match(r"\[(\w+)\]", row[0])) and row[-1].endswith(" s")
     }
     drivers = sorted((ROOT / "examples").glob("*/*_driver.py"))
-    assert sorted(told) == [path.parent.name for path in drivers]
+    assert sorted(counted) == [path.parent.name for path in drivers]
     for path in drivers:
-        assert [int(one) for one in told[path.parent.name][1:5]] == list(newcomer.weigh(path))
+        assert [int(one) for one in counted[path.parent.name][1:5]] == list(newcomer.weigh(path))
 
 
 def test_the_examples_are_timed_by_commands_that_are_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -138,11 +138,11 @@ def test_every_word_of_the_matrix_is_explained() -> None:
 
 
 def test_tolerances_are_those_of_the_precisions() -> None:
-    told = {
+    counted = {
         row[0].strip("`"): row[1:] for row in rows(page("checks").partition("## Tolerances")[2]) if row[0][0] == "`"
     }
-    assert set(told) == set(PRECISIONS.names())
-    for name, (loss, norm) in told.items():
+    assert set(counted) == set(PRECISIONS.names())
+    for name, (loss, norm) in counted.items():
         precision = PRECISIONS.get(name)
         allowed = [float(re.findall(r"[\d.]+e-\d+", one)[1]) for one in (loss, norm)]
         assert allowed == [precision.loss_tolerance, precision.norm_tolerance], name

@@ -139,7 +139,7 @@ def _names(directory: Path | int) -> set[str]:
 
 @functools.cache
 def private_shared_memory() -> list[str]:
-    """What to put before a command for a /dev/shm of its own; nothing, where that is not allowed."""
+    """Return a command prefix for a private /dev/shm; empty where that is not allowed."""
     script = 'mount -t tmpfs none /dev/shm && exec "$@"'
     prefix = ["unshare", "--mount", "sh", "-c", script, "sh"]
     with contextlib.suppress(OSError):
@@ -211,7 +211,7 @@ def start(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def run_faults(start: Start) -> RunFaults:
-    """The same, and wait for its end; once, if it is asked for again.
+    """Run pytest once per set of arguments and wait for its end.
 
     In random order a module's fixtures are made again whenever the parameter of one of them changes.
     """

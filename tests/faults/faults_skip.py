@@ -219,7 +219,7 @@ def test_xfail_while_a_third_works(rank: int, process_group: Any) -> None:
 
 @two
 def test_xfail_and_wait_for_work(rank: int, process_group: Any) -> None:
-    """What waits is called by this very line, and leaves nothing of torch in the stack."""
+    """Wait in a function that this line calls, with no frame of torch in the stack."""
     if rank == 0:
         pytest.xfail("not yet")
     process_group.barrier().wait()
@@ -258,7 +258,7 @@ def test_xfail_and_wait_for_a_thread(rank: int, process_group: Any) -> None:
 
 @two
 def test_xfail_and_wait_for_a_lock(rank: int, process_group: Any) -> None:
-    """The same by a call that leaves nothing in the stack; who lets it go on is a thread of its own."""
+    """Wait in a call that leaves no frame in the stack; a thread releases it."""
     work = begin_alone(rank)
     if rank == 1:
         lock = threading.Lock()
@@ -275,7 +275,7 @@ def test_xfail_and_wait_for_a_lock(rank: int, process_group: Any) -> None:
 
 @two
 def test_xfail_and_acquire(rank: int, process_group: Any) -> None:
-    """The same, and no thread lets it go on."""
+    """Wait in a call that leaves no frame in the stack, and no thread releases it."""
     work = begin_alone(rank)
     if rank == 1:
         lock = threading.Lock()

@@ -24,7 +24,7 @@ class Form:
 
     @property
     def kept(self) -> bool:
-        """Whether tests share ranks; then each fault comes to some that have done a test."""
+        """Return whether tests share ranks; then each fault happens on ranks that have run a test."""
         return KEPT in self.args
 
     @property

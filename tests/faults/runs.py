@@ -1,4 +1,4 @@
-"""What a pytest that ran faulty tests said, and how long it took: see ``conftest.py``, which runs it."""
+"""Output and durations of a pytest that ran faulty tests: see ``conftest.py``, which runs it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NEIGHBOUR = "test_neighbour["
 
 @dataclass(frozen=True)
 class Run(RunOfPytest):
-    """What a pytest that ran faulty tests said, and what is left of it."""
+    """Output of a pytest that ran faulty tests, and what it left behind."""
 
     left: tuple[str, ...]
     #: Of all its tests; 0, where each has its own.
     world_size: int = 0
 
     def lines(self, name: str) -> list[str]:
-        """What the report says, without the line in which xdist names its worker."""
+        """Return the report without the line in which xdist names its worker."""
         lines = str(self.of(name)["text"]).splitlines()
         return lines[1:] if lines and lines[0].startswith("[gw") else lines
 
@@ -45,7 +45,7 @@ class Run(RunOfPytest):
         return {int(line.split()[1]) for line in folded.splitlines() if line.startswith("  rank ")}
 
     def section(self, name: str, rank: int) -> str:
-        """What the report says of that rank."""
+        """Return the report's section on that rank."""
         parts = re.split(r"^--- ranks? ([\d, and]+): ", "\n".join(self.lines(name)), flags=re.MULTILINE)[1:]
         shown = zip(parts[::2], parts[1::2], strict=True)
         return next((text for ranks, text in shown if str(rank) in re.findall(r"\d+", ranks)), "")
@@ -124,7 +124,7 @@ class Run(RunOfPytest):
 
     @property
     def shares_ranks(self) -> bool:
-        """Whether its tests run on ranks that live on: those are there after a test, and gone with pytest."""
+        """Return whether its tests share ranks, which then end with pytest and not with a test."""
         return "reuse session" in self.out
 
     @property

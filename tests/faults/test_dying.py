@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.faults.told import ALL, Told, expect_soon
+from tests.faults.expected import ALL, Expected, expect_soon
 
 if TYPE_CHECKING:
     from tests.faults.conftest import RunFaults
@@ -21,39 +21,39 @@ pytestmark = pytest.mark.spawn
 #: Seconds that the time limit leaves to each.
 LIMIT = 30
 FAULTS = {
-    "test_exits_0_while_the_other_waits": Told((1,), "rank 1 exited with code 0 without a report", ("consequences:",)),
-    "test_exits_0_while_the_other_is_done": Told((1,), "rank 1 exited with code 0 without a report"),
-    "test_exits_0_everywhere": Told(ALL, "rank * exited with code 0 without a report", size=4),
-    "test_exits_3": Told((1,), "rank 1 exited with code 3 without a report"),
-    "test_killed": Told((-2,), "rank {0} was killed by SIGKILL", ("consequences:",), size=4),
-    "test_terminated": Told((0,), "rank 0 was killed by SIGTERM", ("consequences:",)),
-    "test_segfault_in_c": Told(
+    "test_exits_0_while_the_other_waits": Expected((1,), "rank 1 exited with code 0 without a report", ("consequences:",)),
+    "test_exits_0_while_the_other_is_done": Expected((1,), "rank 1 exited with code 0 without a report"),
+    "test_exits_0_everywhere": Expected(ALL, "rank * exited with code 0 without a report", size=4),
+    "test_exits_3": Expected((1,), "rank 1 exited with code 3 without a report"),
+    "test_killed": Expected((-2,), "rank {0} was killed by SIGKILL", ("consequences:",), size=4),
+    "test_terminated": Expected((0,), "rank 0 was killed by SIGTERM", ("consequences:",)),
+    "test_segfault_in_c": Expected(
         (1,), "rank 1 was killed by SIGSEGV",
         ("last output:", "Fatal Python error: Segmentation fault", "  File *test_die.py*, line * in fault_below"),
     ),
-    "test_abort_in_c": Told(
+    "test_abort_in_c": Expected(
         (1,), "rank 1 was killed by SIGABRT",
         ("last output:", "Fatal Python error: Aborted", "  File *test_die.py*, line * in test_abort_in_c"),
     ),
-    "test_bus_error": Told(
+    "test_bus_error": Expected(
         (1,), "rank 1 was killed by SIGBUS",
         ("last output:", "Fatal Python error: Bus error", "  File *test_die.py*, line * in test_bus_error"),
     ),
-    "test_cpu_limit": Told((1,), "rank 1 was killed by SIGXCPU"),
-    "test_address_space": Told((1,), "rank 1 failed: RuntimeError: *can't allocate memory*"),
-    "test_python_memory": Told((1,), "rank 1 failed: MemoryError"),
-    "test_in_a_thread": Told((1,), "rank 1 exited with code 0 without a report"),
-    "test_turns_into_a_daemon": Told((1,), "rank 1 exited with code 0 without a report"),
-    "test_turns_into_a_daemon_in_setup": Told((1,), "rank 1 exited with code 0 without a report"),
-    "test_its_child_goes_on_too": Told((1,), "rank 1 exited with code 0 without a report"),
-    "test_in_setup": Told((1,), "rank 1 was killed by SIGKILL"),
-    "test_in_teardown": Told((1,), "rank 1 exited with code 0 without a report"),
+    "test_cpu_limit": Expected((1,), "rank 1 was killed by SIGXCPU"),
+    "test_address_space": Expected((1,), "rank 1 failed: RuntimeError: *can't allocate memory*"),
+    "test_python_memory": Expected((1,), "rank 1 failed: MemoryError"),
+    "test_in_a_thread": Expected((1,), "rank 1 exited with code 0 without a report"),
+    "test_turns_into_a_daemon": Expected((1,), "rank 1 exited with code 0 without a report"),
+    "test_turns_into_a_daemon_in_setup": Expected((1,), "rank 1 exited with code 0 without a report"),
+    "test_its_child_goes_on_too": Expected((1,), "rank 1 exited with code 0 without a report"),
+    "test_in_setup": Expected((1,), "rank 1 was killed by SIGKILL"),
+    "test_in_teardown": Expected((1,), "rank 1 exited with code 0 without a report"),
     # The agent ends the other rank if that has not ended by then.
-    "test_when_the_interpreter_ends": Told(
+    "test_when_the_interpreter_ends": Expected(
         (1,), "rank 1 was killed by SIGSEGV after it had finished its work", others=None
     ),
-    "test_dataloader_worker": Told((1,), "rank 1 failed: RuntimeError: DataLoader worker (pid* exited unexpectedly*"),
-    "test_expected_failure": Told((1,), "rank 1 was killed by SIGABRT", ("last output:", "*Fatal Python error: Aborted")),
+    "test_dataloader_worker": Expected((1,), "rank 1 failed: RuntimeError: DataLoader worker (pid* exited unexpectedly*"),
+    "test_expected_failure": Expected((1,), "rank 1 was killed by SIGABRT", ("last output:", "*Fatal Python error: Aborted")),
 }  # fmt: skip
 
 
@@ -129,8 +129,8 @@ def test_the_last_words_of_a_rank_are_shown(run: Run) -> None:
 
 def test_two_that_die_are_both_shown(run: Run) -> None:
     run.shows("test_two_die", "rank [01] *")
-    told = "\n".join(run.lines("test_two_die"))
-    assert "rank 1: was killed by SIGKILL" in told
+    report = "\n".join(run.lines("test_two_die"))
+    assert "rank 1: was killed by SIGKILL" in report
 
 
 def test_a_death_after_an_exception_is_shown_below_it(run: Run) -> None:

@@ -39,8 +39,8 @@ Begin = Callable[..., "Faulty"]
 @pytest.fixture
 def begin(start: Start) -> Begin:
     def begin(how: str, world_size: int = 2) -> Faulty:
-        args, told = HOW[how]
-        faulty = start("faults_midway.py", *args, FAULTY_WORLD_SIZE=str(world_size), **told)
+        args, expected = HOW[how]
+        faulty = start("faults_midway.py", *args, FAULTY_WORLD_SIZE=str(world_size), **expected)
         faulty.wait_for(*(["idle"] if how == "idle" else [f"busy-{rank}" for rank in range(world_size)]))
         assert held_leases(faulty.temporary), "what is to be given back was lent"
         return faulty

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.faults.expected import Expected, expect_in_time, expect_soon
 from tests.faults.forms import FORMS, Form
-from tests.faults.told import Told, expect_in_time, expect_soon
 
 if TYPE_CHECKING:
     from tests.faults.conftest import RunFaults
@@ -82,9 +82,9 @@ KEPT = {
 PARTED = {"test_another_collective": "different collectives: ", "test_other_tensors": "different tensors: "}
 #: Not at the time limit, for gloo notices: the verdict on fresh ranks.
 AT_ONCE = {
-    "test_nobody_joins": Told((-2,), PEER_LOST, ("consequences:",), size=4),
-    "test_nobody_joins_with_a_number": Told((1,), PEER_LOST, ("consequences:",)),
-    "test_the_group_is_destroyed_by_one": Told((1,), PEER_LOST, ("consequences:",)),
+    "test_nobody_joins": Expected((-2,), PEER_LOST, ("consequences:",), size=4),
+    "test_nobody_joins_with_a_number": Expected((1,), PEER_LOST, ("consequences:",)),
+    "test_the_group_is_destroyed_by_one": Expected((1,), PEER_LOST, ("consequences:",)),
 }
 NAMES = (*FAULTS, *AT_ONCE)
 SIZES = {"test_each_elsewhere": 4, "test_objects": 4}
@@ -149,7 +149,7 @@ def hanging(name: str, run: Run) -> dict[int, tuple[str, list[str]]]:
 
 
 def headline(name: str, run: Run) -> str:
-    """What the report begins with: ranks of which the same is said stand together."""
+    """The report begins with the ranks, grouped where the same is true of them."""
     begun = run.collectives_before(name)
     together: dict[str, list[int]] = {}
     for rank, (said, _) in hanging(name, run).items():
@@ -259,7 +259,7 @@ def test_what_hangs_at_exit_on_all_ranks(run: Run) -> None:
 
 @in_forms(*FULL)
 def test_a_rank_that_hangs_does_not_hide_who_raised(run: Run) -> None:
-    Told((1,), "rank 1 failed: ValueError: the cause", ("consequences:", "  rank 0 *")).expect(
+    Expected((1,), "rank 1 failed: ValueError: the cause", ("consequences:", "  rank 0 *")).expect(
         run, "test_raises_while_the_other_hangs"
     )
 

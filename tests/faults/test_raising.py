@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.faults.told import ALL, Told, expect_soon
+from tests.faults.expected import ALL, Expected, expect_soon
 
 if TYPE_CHECKING:
     from tests.faults.conftest import RunFaults
@@ -18,34 +18,34 @@ pytestmark = pytest.mark.spawn
 #: Seconds that the time limit leaves to each.
 LIMIT = 30
 FAULTS = {
-    "test_before": Told(
+    "test_before": Expected(
         (-2,), "rank {0} failed: ValueError: before the collective", (">           raise ValueError*",), size=4
     ),
-    "test_inside": Told((1,), "rank 1 failed: TypeError: *", ("*distributed.all_reduce(*", "consequences:")),
-    "test_while_one_is_under_way": Told(
+    "test_inside": Expected((1,), "rank 1 failed: TypeError: *", ("*distributed.all_reduce(*", "consequences:")),
+    "test_while_one_is_under_way": Expected(
         (1,), "rank 1 failed: ArithmeticError: while it is under way", ("*raise ArithmeticError(*", "consequences:")
     ),
-    "test_inside_of_what_a_peer_left": Told(
+    "test_inside_of_what_a_peer_left": Expected(
         (0,), "rank 0 failed: RuntimeError: [[]Rank 0[]]: Rank 1 failed to pass monitoredBarrier in 500 ms",
         ("*distributed.monitored_barrier(*", "consequences:"),
     ),
-    "test_in_a_hook_of_the_reducer": Told(
+    "test_in_a_hook_of_the_reducer": Expected(
         (1,), "rank 1 failed: ArithmeticError: in a hook of the reducer", ("*raise ArithmeticError(*", "consequences:")
     ),
-    "test_inside_of_backward": Told(
+    "test_inside_of_backward": Expected(
         (1,), "rank 1 failed: ArithmeticError: in the backward pass", ("*def hook*",), size=4
     ),
-    "test_after": Told((1,), "rank 1 failed: ValueError: after the collective"),
-    "test_after_while_the_others_meet_again": Told(
+    "test_after": Expected((1,), "rank 1 failed: ValueError: after the collective"),
+    "test_after_while_the_others_meet_again": Expected(
         (-1,), "rank {0} failed: ValueError: between two collectives", ("consequences:",), size=4
     ),
-    "test_different": Told(
+    "test_different": Expected(
         (-2, -3), "rank {0} failed: ValueError: the first", ("--- rank 1: failed: TypeError: the second ---",), size=4
     ),
-    "test_on_all": Told(ALL, "rank [0123] failed: ValueError: on rank [0123]"),
-    "test_in_a_thread_that_is_waited_for": Told((1,), "rank 1 failed: ValueError: in a thread"),
-    "test_in_a_forked_child": Told((1,), "rank 1 failed: ValueError: in a forked child", others=False),
-    "test_dataloader_worker_raises": Told(
+    "test_on_all": Expected(ALL, "rank [0123] failed: ValueError: on rank [0123]"),
+    "test_in_a_thread_that_is_waited_for": Expected((1,), "rank 1 failed: ValueError: in a thread"),
+    "test_in_a_forked_child": Expected((1,), "rank 1 failed: ValueError: in a forked child", others=False),
+    "test_dataloader_worker_raises": Expected(
         (1,), "rank 1 failed: LookupError: Caught LookupError in DataLoader worker process 0.", ("*in worker process*",)
     ),
 }  # fmt: skip

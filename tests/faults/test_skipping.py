@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.faults.told import Told, expect_in_time, expect_soon
+from tests.faults.expected import Expected, expect_in_time, expect_soon
 
 if TYPE_CHECKING:
     from tests.faults.conftest import RunFaults
@@ -21,47 +21,49 @@ LATE = 0.7
 NOT_HERE = ("*: Skipped: not here",)
 #: Tests that fail. Who skipped or was excused before another one failed is shown beside it.
 FAILED = {
-    "test_skip_and_pass": Told((0,), "rank 0 skipped (not here) while other ranks went on", NOT_HERE),
-    "test_skip_and_wait": Told((-2,), "rank {0} skipped (not here) while other ranks went on", NOT_HERE, size=4),
-    "test_skip_and_fail": Told(
+    "test_skip_and_pass": Expected((0,), "rank 0 skipped (not here) while other ranks went on", NOT_HERE),
+    "test_skip_and_wait": Expected((-2,), "rank {0} skipped (not here) while other ranks went on", NOT_HERE, size=4),
+    "test_skip_and_fail": Expected(
         (1,), "rank 1 failed: ValueError: the worst", ("*rank 0: skipped (not here)*",), beside=True
     ),
-    "test_fail_and_skip": Told(
+    "test_fail_and_skip": Expected(
         (1,), "rank 1 failed: ValueError: the worst", ("*rank 0: skipped (not here)*",), beside=True
     ),
-    "test_skip_and_die": Told((1,), "rank 1 was killed by SIGKILL", ("*rank 0: skipped (not here)*",), beside=True),
-    "test_skip_and_hang": Told(
+    "test_skip_and_die": Expected((1,), "rank 1 was killed by SIGKILL", ("*rank 0: skipped (not here)*",), beside=True),
+    "test_skip_and_hang": Expected(
         (1,),
         "time limit of 3 s: rank 1 is in test_skip_and_hang at test_skip.py:*: time.sleep(600)",
         ("*in test_skip_and_hang", "*rank 0: skipped (not here)*"),
         beside=True,
     ),
-    "test_importorskip": Told(
+    "test_importorskip": Expected(
         (1,),
         "rank 1 skipped (could not import 'no_such_module_anywhere'*",
         ("*test_skip.py:*: Skipped: *",),
     ),
-    "test_in_setup": Told((1,), "rank 1 skipped (not set up) while other ranks went on", ("*: Skipped: not set up",)),
-    "test_mark_of_one_rank": Told((1,), "rank 1 skipped (by rank) while other ranks went on"),
-    "test_unittest": Told((1,), "rank 1 skipped (not here) while other ranks went on"),
-    "test_xfail_and_fail": Told((1, 0), "rank 1 failed: ValueError: another one"),
-    "test_xfail_and_die": Told((1, 0), "rank 1 was killed by SIGKILL"),
-    "test_xfail_mark_of_one_rank": Told((1, 0), "rank 1 failed: KeyError: 'not excused here'"),
-    "test_xfail_added_on_one": Told((1, 0), "rank 1 failed: ValueError: on rank 1"),
-    "test_xfail_and_words": Told((1, 0), "rank 1 failed: AssertionError: assert 'Broken pipe' == 'x'*"),
-    "test_xfail_and_refused": Told((1, 0), "rank 1 failed: RuntimeError: Connection refused"),
-    "test_xfail_and_fail_late": Told((1, 0), "rank 1 failed: ValueError: late"),
-    "test_xfail_and_exit_late": Told((1, 0), "rank 1 exited with code 3 without a report"),
-    "test_xfail_and_loop": Told(
+    "test_in_setup": Expected(
+        (1,), "rank 1 skipped (not set up) while other ranks went on", ("*: Skipped: not set up",)
+    ),
+    "test_mark_of_one_rank": Expected((1,), "rank 1 skipped (by rank) while other ranks went on"),
+    "test_unittest": Expected((1,), "rank 1 skipped (not here) while other ranks went on"),
+    "test_xfail_and_fail": Expected((1, 0), "rank 1 failed: ValueError: another one"),
+    "test_xfail_and_die": Expected((1, 0), "rank 1 was killed by SIGKILL"),
+    "test_xfail_mark_of_one_rank": Expected((1, 0), "rank 1 failed: KeyError: 'not excused here'"),
+    "test_xfail_added_on_one": Expected((1, 0), "rank 1 failed: ValueError: on rank 1"),
+    "test_xfail_and_words": Expected((1, 0), "rank 1 failed: AssertionError: assert 'Broken pipe' == 'x'*"),
+    "test_xfail_and_refused": Expected((1, 0), "rank 1 failed: RuntimeError: Connection refused"),
+    "test_xfail_and_fail_late": Expected((1, 0), "rank 1 failed: ValueError: late"),
+    "test_xfail_and_exit_late": Expected((1, 0), "rank 1 exited with code 3 without a report"),
+    "test_xfail_and_loop": Expected(
         (1, 0), "time limit of 3 s: rank 1 is in test_xfail_and_loop at test_skip.py:*", others=False
     ),
-    "test_xfail_while_a_third_works": Told((-1, 0), "rank {0} failed: ValueError: late", size=4),
-    "test_xfail_and_own_store": Told((1, 0), "rank 1 failed: torch.distributed.DistNetworkError: *"),
-    "test_xfail_and_wait_for_a_thread": Told((1, 0), "rank 1 failed: ValueError: late, beside *"),
-    "test_xfail_and_wait_for_a_lock": Told((1, 0), "rank 1 failed: ValueError: late, beside *"),
-    "test_xfail_and_acquire": Told((1, 0), "rank 1 failed: ValueError: late, beside *"),
-    "test_xfail_and_own_group": Told((1, 0), "rank 1 failed: torch.distributed.DistNetworkError: *"),
-    "test_xfail_and_teardown": Told((), "rank * failed in teardown: RuntimeError: on the way down"),
+    "test_xfail_while_a_third_works": Expected((-1, 0), "rank {0} failed: ValueError: late", size=4),
+    "test_xfail_and_own_store": Expected((1, 0), "rank 1 failed: torch.distributed.DistNetworkError: *"),
+    "test_xfail_and_wait_for_a_thread": Expected((1, 0), "rank 1 failed: ValueError: late, beside *"),
+    "test_xfail_and_wait_for_a_lock": Expected((1, 0), "rank 1 failed: ValueError: late, beside *"),
+    "test_xfail_and_acquire": Expected((1, 0), "rank 1 failed: ValueError: late, beside *"),
+    "test_xfail_and_own_group": Expected((1, 0), "rank 1 failed: torch.distributed.DistNetworkError: *"),
+    "test_xfail_and_teardown": Expected((), "rank * failed in teardown: RuntimeError: on the way down"),
 }
 #: The others.
 ENDS = {

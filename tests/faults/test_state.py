@@ -1,4 +1,4 @@
-"""What a test changes in its processes is gone with them; the next test starts as a rank of torchrun starts."""
+"""A test's changes end with its processes; the next test starts like a rank of torchrun."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ TOLD = (
 
 @pytest.fixture(scope="module", params=[(), pytest.param((KEPT,), marks=pytest.mark.nightly)], ids=["fresh", "kept"])
 def ranks(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """Whether each test has ranks of its own, or those of the test before as long as that left nothing."""
+    """Return whether each test has fresh ranks, or shares those of the previous test if it left nothing."""
     found: tuple[str, ...] = request.param
     return found
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.faults.expected import LATE, SOON
 from tests.faults.forms import forms
-from tests.faults.told import LATE, SOON
 
 if TYPE_CHECKING:
     from tests.faults.conftest import RunFaults

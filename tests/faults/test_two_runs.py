@@ -92,7 +92,7 @@ class Machine:
         return max(accumulate(change for _, change in sorted(changes)))
 
     def processes(self) -> list[psutil.Process]:
-        """What of all runs still runs."""
+        """Return the processes of all runs that still run."""
         found = []
         for process in psutil.process_iter():
             try:

@@ -158,7 +158,7 @@ class Case:
 
     @property
     def dies(self) -> bool:
-        """Whether a rank of it ends without a word."""
+        """Return whether one of its ranks ends without a report."""
         return any(kind in DEATHS for kinds in (self.setup, self.call, self.teardown) for kind in kinds)
 
     def verdict(self) -> str:
@@ -180,7 +180,7 @@ class Case:
 
     @property
     def differs_inside(self) -> bool:
-        """Whether it has another verdict in a session that torchrun started, which is known.
+        """Return whether its verdict differs in a session that torchrun started, as is known.
 
         A rank that goes on beside one that skipped disagrees with it there, though it xfails: failed, else xfailed. An exception
         that was expected of one rank's teardown alone leaves the call's verdict: xpassed, else xfailed.
@@ -199,7 +199,7 @@ class Case:
         return self.mark in EXPECTING and ("value" not in self.mark or kind == "value")
 
     def _alone(self, rank: int) -> Iterator[str]:
-        """What plain pytest would say of that rank's phases; nothing of phases that went well before another."""
+        """Return the outcomes that ordinary pytest would report for that rank's phases."""
         set_up = self._phase(self.setup[rank])
         if set_up != "passed":
             yield set_up
@@ -267,7 +267,7 @@ def _case(draw: random.Random, name: str) -> Case:
 
 
 def _kinds(draw: random.Random, ends: Sequence[str]) -> Kinds:
-    """The same on both ranks, or on one of them only, or something else on each."""
+    """Draw one act for both ranks, for one of them only, or a different one for each."""
     one, other = draw.choice(ends), draw.choice(ends)
     return draw.choice([(one, one), (one, "pass"), ("pass", one), (one, other)])
 

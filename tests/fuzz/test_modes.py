@@ -66,7 +66,7 @@ def fuzz(environment: dict[str, str], tmp_path: Path) -> Fuzz:
 
 
 def differing(written: Sequence[Module], mode: str, fuzz: Fuzz) -> dict[str, str]:
-    """What has another verdict in that mode than by the rules: its name to both."""
+    """Return the tests whose verdict in that mode differs from the rules', with both verdicts."""
     if mode == "inside":
         # There a rank that dies takes all tests after it along.
         written = [
@@ -109,8 +109,8 @@ def smallest(module: Module, case: Case, mode: str, fuzz: Fuzz) -> tuple[Module,
     return alone, True
 
 
-def told(written: Sequence[Module], mode: str, wrong: Mapping[str, str], fuzz: Fuzz) -> str:
-    """What differs, and the source of the first of it, made smaller."""
+def describe(written: Sequence[Module], mode: str, wrong: Mapping[str, str], fuzz: Fuzz) -> str:
+    """Describe the differences, with the reduced source of the first one."""
     lines = [f"{len(wrong)} tests differ:", *(f"  {name}: {end}" for name, end in wrong.items())]
     first = next(iter(wrong))
     module, case = next(
@@ -130,7 +130,7 @@ def told(written: Sequence[Module], mode: str, wrong: Mapping[str, str], fuzz: F
 def test_a_few(mode: str, fuzz: Fuzz) -> None:
     written = modules(0, 4)
     wrong = differing(written, mode, fuzz)
-    assert not wrong, told(written, mode, wrong, fuzz)
+    assert not wrong, describe(written, mode, wrong, fuzz)
 
 
 @pytest.mark.nightly
@@ -142,4 +142,4 @@ def test_many(seed: int, mode: str, fuzz: Fuzz) -> None:
     if mode == "cold":
         written = written[:COLD]
     wrong = differing(written, mode, fuzz)
-    assert not wrong, told(written, mode, wrong, fuzz)
+    assert not wrong, describe(written, mode, wrong, fuzz)

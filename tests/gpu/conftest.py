@@ -1,4 +1,4 @@
-"""What only a GPU can show. Skipped, with the reason, where there is none."""
+"""Tests that need a GPU. Skipped, with the reason, where there is none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def capability(gpu: str) -> tuple[int, int]:
-    """What the GPU can: 8.0 computes in bfloat16, 8.9 in 8 bits. https://developer.nvidia.com/cuda-gpus"""
+    """Return the compute capability: 8.0 computes in bfloat16, 8.9 in 8 bits. https://developer.nvidia.com/cuda-gpus"""
     import pynvml
 
     pynvml.nvmlInit()

@@ -16,7 +16,7 @@ NEEDS = {"fp32": (0, 0), "fp16_mixed": (7, 0), "bf16_mixed": (8, 0), "bf16_pure"
 
 
 def bad(results: list[dict[str, Any]]) -> dict[str, str]:
-    """What is neither a success nor known: the item, and what it said."""
+    """Return the items that neither passed nor are known, with their messages."""
     good = {"passed", "known", "refused", "skipped"}
     return {
         f"{one['driver']}: {one['cell']}: {one['check']}: {one['status']}": one["message"]

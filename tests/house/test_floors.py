@@ -1,4 +1,4 @@
-"""What stays light and which names and options are promised; `lint-imports` holds who imports whom."""
+"""Modules that must not import torch, and promised names and options; `lint-imports` holds the floors."""
 
 from __future__ import annotations
 

@@ -46,10 +46,10 @@ class Ranks:
 
     def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
         item = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
-        told = script().get(item.rpartition("::")[2], {})
-        time.sleep(told.get("seconds", 0.0))
+        state = script().get(item.rpartition("::")[2], {})
+        time.sleep(state.get("seconds", 0.0))
         ids = request.set["CUDA_VISIBLE_DEVICES"].split(",")
-        used[ids[0]] += int(told.get("leaks", 0)) << 20
+        used[ids[0]] += int(state.get("leaks", 0)) << 20
         phases = [Phase(when, "passed") for when in ("setup", "call", "teardown")]
         ranks = range(request.world_size)
         return Ending(

@@ -85,17 +85,17 @@ def test_what_took_longest_in_the_last_run_comes_first(
 ) -> None:
     tests = make(pytester, [8] * 5)
     seconds = {name: float(number) for number, name in enumerate(tests)}
-    told = {f"test_made.py::{name}": value for name, value in seconds.items()}
+    durations = {f"test_made.py::{name}": value for name, value in seconds.items()}
     cache = pytester.path / ".pytest_cache/v/distcompat/seconds"
     cache.parent.mkdir(parents=True)
-    cache.write_text(json.dumps(told | {"test_gone.py::test": 9.0}), encoding="utf-8")
+    cache.write_text(json.dumps(durations | {"test_gone.py::test": 9.0}), encoding="utf-8")
     result = run_on_gpus("-n", "1", "-v", f"--dist={dist}")
     result.stdout.fnmatch_lines(["scheduling tests via PackedScheduling"])
     planned = [demand.id for demand in pack([Demand(name, 8, seconds[name]) for name in tests], 8, 1)]
     assert names(spans(pytester.path)) == planned != tests
     after = json.loads(cache.read_text())
     assert after.pop("test_gone.py::test") == 9.0
-    assert all(after[name] < value for name, value in told.items() if value)
+    assert all(after[name] < value for name, value in durations.items() if value)
 
 
 @pytest.mark.nightly

@@ -89,7 +89,7 @@ def test_nobody_overtakes() -> None:
 
 
 def test_workers_have_their_next_test_in_hand() -> None:
-    """What is in the hand of a worker waits for that worker, though another has nothing to do."""
+    """A test that a worker holds waits for that worker, though another is idle."""
     demands = [Demand("long", 1, 10.0), Demand("other", 1, 1.0), Demand("next", 1, 1.0)]
     begins = {span.who: span.got.monotonic for span in simulate(demands, devices=2, workers=2, in_hand=2).spans}
     assert begins == {"long": 0.0, "next": 10.0, "other": 0.0}

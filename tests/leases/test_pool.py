@@ -1,4 +1,4 @@
-"""What a lease promises, in one process."""
+"""Promises of a lease, in one process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask(pool: Pool, ranks: int, who: str = "test_it") -> tuple[str, ...]:
-    """What is to be had at once."""
+    """Return the devices that are free now."""
     with pool.lease(ranks, who=who, timeout=0) as lease:
         return lease.ids
 
@@ -116,8 +116,8 @@ def test_who_closes_a_circle_is_told_at_once(arena: Field) -> None:
             pass
         first, second = str(caught.value).splitlines()
         assert first == "script holds GPU-c, GPU-d and waits for 2 more, which would never be free:"
-        told = f"tests/b.py::test_other (pid {other.process.pid}) holds GPU-a, GPU-b and waits for 1 more"
-        assert second == f"  {told}"
+        message = f"tests/b.py::test_other (pid {other.process.pid}) holds GPU-a, GPU-b and waits for 1 more"
+        assert second == f"  {message}"
     # The other one has waited on.
     assert other.hear()[0] == "got"
 
@@ -302,14 +302,16 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: py
     real = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: real + 1)
     command = re.escape(f"sudo rm -r {tmp_path / 'leases'}")
-    told = rf"{tmp_path}/leases: it belongs to user {real}, not {real + 1} \(mode 700\)\. To make a new one: {command}$"
-    with pytest.raises(UsageProblem, match=told):
+    message = (
+        rf"{tmp_path}/leases: it belongs to user {real}, not {real + 1} \(mode 700\)\. To make a new one: {command}$"
+    )
+    with pytest.raises(UsageProblem, match=message):
         Pool(tmp_path / "leases", Inventory("cpu", ("cpu-0",)))
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o775, 0o777, 0o750, 0o2755, 0o1777, 0o500], ids=oct)
 def test_a_directory_of_ours_in_another_mode_gets_the_right_one(tmp_path: Path, mode: int) -> None:
-    """What is held there stays held."""
+    """A device that is held there stays held."""
     directory = tmp_path / "leases"
     with Pool(directory, Inventory("cpu", ("cpu-0",))).lease(1, who="before"):
         directory.chmod(mode)
@@ -330,8 +332,8 @@ def test_what_others_may_have_put_into_a_directory_of_ours_is_refused(tmp_path: 
     elsewhere.touch()
     put = directory / "queue" / "1.json"
     put.symlink_to(elsewhere) if kind == "link" else put.hardlink_to(elsewhere)
-    told = r"it was open to others \(mode 777, expected 700\), and 1\.json in it is not yours alone\. To make a new one: rm -r "
-    with pytest.raises(UsageProblem, match=told):
+    message = r"it was open to others \(mode 777, expected 700\), and 1\.json in it is not yours alone\. To make a new one: rm -r "
+    with pytest.raises(UsageProblem, match=message):
         Pool(directory, Inventory("cpu", ("cpu-0",)))
 
 

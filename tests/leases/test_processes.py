@@ -1,4 +1,4 @@
-"""What holds among real processes, those that are killed included. Ordered by events, never by time."""
+"""Leases among real processes, killed ones included. Ordered by events, never by time."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Units = list[list[int]]
 
 @dataclass(eq=False)
 class Worker:
-    """What a scheduler knows of a worker, and what the worker does with it: a test begins when the next one is known."""
+    """Simulated xdist worker: it starts a test once it knows the next one."""
 
     name: str
     queue: deque[int] = field(default_factory=deque)
@@ -47,7 +47,7 @@ class Worker:
         self.shutting_down = True
 
     def next_test(self) -> int | None:
-        """What it begins with now, if with anything."""
+        """Return the test that it starts now, if any."""
         if self.busy or not self.queue or (len(self.queue) == 1 and not self.shutting_down):
             return None
         self.busy = True

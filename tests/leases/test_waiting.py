@@ -119,11 +119,11 @@ def test_gpus_are_waited_for_and_the_user_is_told(arena: Field) -> None:
     holder.tell("lease 4")
     assert holder.hear() == ["got", *GPUS]
     suspend(holder)
-    told, said = threading.Event(), []
+    notified, said = threading.Event(), []
 
     def say(text: str) -> None:
         said.append(text)
-        told.set()
+        notified.set()
 
     pool = Pool(arena.directory, arena.pool.inventory, notify=say)
     got: list[tuple[str, ...]] = []
@@ -134,7 +134,7 @@ def test_gpus_are_waited_for_and_the_user_is_told(arena: Field) -> None:
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    assert told.wait(DEADLINE)
+    assert notified.wait(DEADLINE)
     assert re.search(
         rf"^tests/b.py::test_waits has waited \d+ s for 1 of 4 GPUs: tests/a.py::test_suspended "
         rf"\(pid {holder.process.pid}, suspended\) has had GPU-a, GPU-b, GPU-c, GPU-d for \d+ s$",

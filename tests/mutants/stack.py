@@ -28,7 +28,7 @@ class Stack:
     runner: Runner
 
     def verdict(self, driver: str, cell_id: str, check: str) -> Verdict:
-        """What the built-in suite says of that check in that cell."""
+        """Return the built-in suite's verdict of that check in that cell."""
         cell, kind, wanted = Cell.parse(cell_id), find_driver(driver), CHECKS.get(check)
         reason = kind.unsupported_reason(cell, "cpu") or wanted.not_applicable(cell, kind)
         if reason:

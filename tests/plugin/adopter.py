@@ -79,7 +79,7 @@ class Mine(Driver):
 
 
 class Forgetful(Mine):
-    """The same with a defect: it resumes with a fresh optimizer."""
+    """The driver above with a defect: it resumes with a fresh optimizer."""
 
     def load(self, directory: Path) -> None:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict

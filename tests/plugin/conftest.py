@@ -38,7 +38,7 @@ for registry in (CHECKS, DRIVERS, MODELS, PRECISIONS, STRATEGIES):
 
 @dataclass(frozen=True)
 class Run(RunOfPytest):
-    """What one process of pytest did, and the words in which it said so."""
+    """Result and output of one pytest process."""
 
     def text(self, name: str) -> str:
         return str(self.of(name)["text"])
@@ -180,9 +180,9 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class FakeRanks:
-    """Stands for a launcher: notes what is asked and answers by ``tell``. Its static methods make the answers."""
+    """Stands for a launcher: notes what is asked and answers by ``answer``. Its static methods make the answers."""
 
-    tell: Callable[[Request], Ending]
+    answer: Callable[[Request], Ending]
     requests: list[Request] = field(default_factory=list)
     kept: list[Reuse | None] = field(default_factory=list)
     reuse_scope: str = ""
@@ -204,7 +204,7 @@ class FakeRanks:
         request.write()
         self.requests.append(request)
         self.kept.append(reuse)
-        return self.tell(request)
+        return self.answer(request)
 
     def retire(self) -> str:
         return ""
@@ -220,10 +220,10 @@ class FakeRanks:
     @staticmethod
     def well(world_size: int = 2) -> Ending:
         """All ranks ran the test to its end."""
-        return FakeRanks.told(*((RankEnd(rank, "done"), FakeRanks.phases()) for rank in range(world_size)))
+        return FakeRanks.ending(*((RankEnd(rank, "done"), FakeRanks.phases()) for rank in range(world_size)))
 
     @staticmethod
-    def told(*ranks: tuple[RankEnd, Sequence[Phase]], **more: Any) -> Ending:
+    def ending(*ranks: tuple[RankEnd, Sequence[Phase]], **more: Any) -> Ending:
         """An ending with these ranks, each with the phases that it wrote."""
         return Ending(
             tuple(end for end, _ in ranks), {end.rank: found for end, found in ranks}, command="torchrun ...", **more

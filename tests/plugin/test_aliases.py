@@ -115,8 +115,8 @@ def test_they_run_as_they_did(moved: Run) -> None:
         "test_torchtune": "skipped",
     }, moved.out
     assert "the test needs 2 GPUs, there are none to use" in moved.text("test_torchtune")
-    told = "RunFailedError: rank 1 of the fixture checkpoint: ValueError: not in red"
-    assert told in moved.text("TestFixture::test[hello-red]").splitlines()[0]
+    message = "RunFailedError: rank 1 of the fixture checkpoint: ValueError: not in red"
+    assert message in moved.text("TestFixture::test[hello-red]").splitlines()[0]
 
 
 #: As composer has it: the whole of pytest is run by torchrun there, once for each number of ranks.

@@ -114,7 +114,7 @@ def failing(text: str, **more: Any) -> Any:
 
 def test_a_failure_that_reads_so_is_known(pytester: Pytester, ranks: FakeRanks) -> None:
     say(pytester, KNOWN + 'when = "pytest >= 1"').makepyfile(MARKED)
-    ranks.tell = failing("KeyError: '_orig_mod.weight'")
+    ranks.answer = failing("KeyError: '_orig_mod.weight'")
     result = pytester.runpytest_inprocess("-rx")
     result.assert_outcomes(passed=1, xfailed=3)
     assert result.ret == pytest.ExitCode.OK
@@ -125,7 +125,7 @@ def test_a_failure_that_reads_so_is_known(pytester: Pytester, ranks: FakeRanks) 
 def test_several_that_one_failure_reads_like_are_all_of_use(pytester: Pytester, ranks: FakeRanks) -> None:
     """The second was to be removed, for the first had excused all."""
     say(pytester, KNOWN + KNOWN.replace("#1", "#2").replace("KeyError: '", "")).makepyfile(MARKED)
-    ranks.tell = failing("KeyError: '_orig_mod.weight'")
+    ranks.answer = failing("KeyError: '_orig_mod.weight'")
     result = pytester.runpytest_inprocess("-rx")
     result.assert_outcomes(passed=1, xfailed=3)
     result.stdout.fnmatch_lines(["XFAIL *::test_plain - org/repo#1"])
@@ -134,7 +134,7 @@ def test_several_that_one_failure_reads_like_are_all_of_use(pytester: Pytester, 
 
 def test_a_failure_that_reads_otherwise_is_one(pytester: Pytester, ranks: FakeRanks) -> None:
     say(pytester, KNOWN).makepyfile(MARKED)
-    ranks.tell = failing("KeyError: 'weight'")
+    ranks.answer = failing("KeyError: 'weight'")
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=1, failed=3)
     result.stdout.fnmatch_lines(
@@ -149,7 +149,7 @@ def test_the_commands_behind_a_failure_are_not_what_it_says(pytester: Pytester, 
     """They name the test: whatever went wrong in it would be known."""
     for match in ("test_plain", "torchrun"):
         say(pytester, f"[[issue]]\nmatch = '{match}'\nreason = 'r'\n").makepyfile(MARKED)
-        ranks.tell = failing("KeyError: 'weight'")
+        ranks.answer = failing("KeyError: 'weight'")
         result = pytester.runpytest_inprocess("-k", "plain")
         result.assert_outcomes(failed=1, deselected=3)
         result.stdout.fnmatch_lines(["reproduce: pytest *::test_plain", "this run alone: torchrun ..."])
@@ -159,7 +159,7 @@ def test_the_commands_behind_a_failure_are_not_what_it_says(pytester: Pytester, 
 def test_a_crash_or_a_hang_is_never_known(status: str, pytester: Pytester, ranks: FakeRanks) -> None:
     say(pytester, KNOWN).makepyfile(MARKED)
     said = "KeyError: '_orig_mod'"
-    ranks.tell = failing(said, end=RankEnd(1, status, said, text=said))
+    ranks.answer = failing(said, end=RankEnd(1, status, said, text=said))
     pytester.runpytest_inprocess().assert_outcomes(passed=1, failed=3)
 
 
@@ -180,7 +180,7 @@ def test_a_crash_or_a_hang_is_never_known(status: str, pytester: Pytester, ranks
 )
 def test_it_says_what_it_is_about(more: str, known: int, pytester: Pytester, ranks: FakeRanks) -> None:
     say(pytester, KNOWN + more).makepyfile(MARKED)
-    ranks.tell = failing("KeyError: '_orig_mod.weight'")
+    ranks.answer = failing("KeyError: '_orig_mod.weight'")
     pytester.runpytest_inprocess().assert_outcomes(passed=1, failed=3 - known, xfailed=known)
 
 
@@ -224,7 +224,7 @@ def test_paths_and_options_that_select_narrow_a_run_too(pytester: Pytester, rank
 def test_a_run_that_ends_early_says_nothing_of_what_it_did_not_run(pytester: Pytester, ranks: FakeRanks) -> None:
     say(pytester, KNOWN + "test = 'test_plain'" + KNOWN.replace("#1", "#2") + "test = 'test_cells'")
     pytester.makepyfile(MARKED)
-    ranks.tell = failing("otherwise")
+    ranks.answer = failing("otherwise")
     result = pytester.runpytest_inprocess("-x", "-p", "no:randomly")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["remove me: *2 (org/repo#2): covers 1 that ran, excused none"])
@@ -252,7 +252,7 @@ def test_an_xfail_mark_speaks_first_and_an_ordinary_test_is_never_meant(pytester
     )
     # The ranks have weighed the mark.
     end = RankEnd(1, "raised", "raised xfailed: of the mark", text="KeyError: '_orig_mod'", kind=XFailed.KIND)
-    ranks.tell = failing("", end=end)
+    ranks.answer = failing("", end=end)
     result = pytester.runpytest_inprocess("-rx")
     result.assert_outcomes(xfailed=1, failed=1)
     result.stdout.fnmatch_lines(["XFAIL *::test_marked - of the mark"])
@@ -262,7 +262,7 @@ def test_the_same_entry_in_a_file_does_the_same(pytester: Pytester, ranks: FakeR
     text = 'version = 1\n[[issue]]\nid = "a"\nlink = "https://example.org/1"\nreason = "r"\ncheck = "*"\nmatch = "_orig_mod"\n'
     (pytester.path / "mine.toml").write_text(text + 'test = "test_plain"\n', encoding="utf-8")
     pytester.makepyfile(MARKED)
-    ranks.tell = failing("KeyError: '_orig_mod'")
+    ranks.answer = failing("KeyError: '_orig_mod'")
     result = pytester.runpytest_inprocess("--distcompat-known=mine.toml", "-rx")
     result.assert_outcomes(passed=1, failed=2, xfailed=1)
     result.stdout.fnmatch_lines(["XFAIL *::test_plain - r (https://example.org/1)"])
@@ -290,8 +290,10 @@ def test_what_it_waits_for_is_what_does_not_hold(pytester: Pytester, ranks: Fake
     )
     say(pytester, KNOWN + more).makepyfile("def test(): pass")
     result = pytester.runpytest_inprocess("--distcompat-gpus", "0")
-    told = [line.partition("(org/repo#1): ")[2] for line in result.outlines if line.startswith("not in force here: ")]
-    assert told == ['torch >= 99, pytest; python_version < "3"', "cuda"]
+    message = [
+        line.partition("(org/repo#1): ")[2] for line in result.outlines if line.startswith("not in force here: ")
+    ]
+    assert message == ['torch >= 99, pytest; python_version < "3"', "cuda"]
 
 
 # Of suites.
@@ -350,9 +352,9 @@ def test_verdicts_of_a_suite(more: str, outcomes: dict[str, int], removed: str, 
 
 
 def test_what_is_skipped_is_neither_known_nor_fixed(pytester: Pytester, ranks: FakeRanks) -> None:
-    """What all ranks skip is neither known nor fixed."""
+    """A test that all ranks skip is neither known nor fixed."""
     skip = ranks.phases(call=Phase("call", "skipped", "no need", location=("a.py", 3, "Skipped: no need")))
-    ranks.tell = lambda request: ranks.told((RankEnd(0, "done"), skip), (RankEnd(1, "done"), skip))
+    ranks.answer = lambda request: ranks.ending((RankEnd(0, "done"), skip), (RankEnd(1, "done"), skip))
     say(pytester, KNOWN + "test = 'plain'").makepyfile(MARKED)
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=1, skipped=3)

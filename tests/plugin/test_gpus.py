@@ -93,7 +93,7 @@ class MadeUpNvml(types.ModuleType):
     """Two GPUs, the second in MIG mode with room for three instances, the second of which was destroyed."""
 
     class NVMLError(Exception):
-        """What pynvml raises."""
+        """Error that pynvml raises."""
 
     shut_down = 0
 

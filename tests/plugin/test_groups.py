@@ -51,7 +51,7 @@ def test_ranks_and_the_reproduce_command_know_the_test_without_it(
     added = property(lambda item: whole.fget(item) + "@one" * bool(getattr(item.config.option, "loadgroup", False)))
     monkeypatch.setattr(pytest.Item, "nodeid", added)
     pytester.makeconftest("def pytest_configure(config): config.option.loadgroup = True")
-    ranks.tell = lambda request: ranks.told((RankEnd(0, "killed", "was killed by SIGKILL"), ()))
+    ranks.answer = lambda request: ranks.ending((RankEnd(0, "killed", "was killed by SIGKILL"), ()))
     path = pytester.makepyfile(
         """
         import pytest
@@ -63,8 +63,8 @@ def test_ranks_and_the_reproduce_command_know_the_test_without_it(
     result = pytester.runpytest_inprocess("-p", "no:randomly")
     result.assert_outcomes(failed=2)
     first, second = (f"{path.name}::test_{name}" for name in ("one", "two"))
-    told = [(request.payload["nodeid"], request.payload["next"]) for request in ranks.requests]
-    assert told == [(first, second), (second, None)]
+    order = [(request.payload["nodeid"], request.payload["next"]) for request in ranks.requests]
+    assert order == [(first, second), (second, None)]
     # Where CI is set, pytest's summary says it all once more.
     commands = dict.fromkeys(line for line in result.outlines if line.startswith("reproduce: "))
     assert list(commands) == [f"reproduce: pytest {first}", f"reproduce: pytest {second}"]

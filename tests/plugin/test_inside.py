@@ -110,8 +110,8 @@ def test_it_tells_the_story_of_all_ranks(name: str, verdicts: Run) -> None:
 
 def test_a_rank_that_lost_its_peer_is_no_error_of_its_own(verdicts: Run) -> None:
     """The fixture waits for a rank whose connections are cut: that is told once, with the call."""
-    told = [report for report in verdicts.reports if report["nodeid"].endswith("a_fixture_waits")]
-    assert [(report["when"], report["outcome"]) for report in told] == [
+    reports = [report for report in verdicts.reports if report["nodeid"].endswith("a_fixture_waits")]
+    assert [(report["when"], report["outcome"]) for report in reports] == [
         ("setup", "passed"),
         ("call", "failed"),
         ("teardown", "passed"),
@@ -122,17 +122,19 @@ def test_rank_0_alone_reports(verdicts: Run) -> None:
     assert verdicts.out.count("test session starts") == 1
     assert len({(r["nodeid"], r["when"]) for r in verdicts.reports}) == len(verdicts.reports)
     cases = list(ET.parse(verdicts.directory / "junit.xml").getroot().iter("testcase"))
-    told = next(case for case in cases if case.get("name") == "test_property").iter("property")
+    properties = next(case for case in cases if case.get("name") == "test_property").iter("property")
     expected = [("same", "2"), ("of rank", "0"), ("of rank (rank 1)", "1")]
-    assert [(one.get("name"), one.get("value")) for one in told if "distcompat" not in str(one.get("name"))] == expected
+    assert [
+        (one.get("name"), one.get("value")) for one in properties if "distcompat" not in str(one.get("name"))
+    ] == expected
     assert len(cases) == len({case.get("name") for case in cases}) == len(verdicts.outcomes)
     assert verdicts.sections("test_one_fails")["Captured stdout call (rank 1)"] == "printed by 1\n"
     show(verdicts.out, "distcompat: inside a launch of 2 ranks, on cpu")
 
 
 def test_what_no_rank_fails_by_any_more_is_to_be_removed(verdicts: Run) -> None:
-    told = [line for line in verdicts.out.splitlines() if line.startswith("remove me")]
-    assert told == ["remove me: known issues known.toml: issue 3 (org/repo#3): covers 1 that ran, excused none"], (
+    expected = [line for line in verdicts.out.splitlines() if line.startswith("remove me")]
+    assert expected == ["remove me: known issues known.toml: issue 3 (org/repo#3): covers 1 that ran, excused none"], (
         verdicts.out
     )
     assert "declared to fail" not in verdicts.out
@@ -191,7 +193,7 @@ def test_after(): raise AssertionError("nobody gets here")
 
 
 @pytest.mark.parametrize(
-    ("limit", "body", "told", "ended"),
+    ("limit", "body", "expected", "ended"),
     [
         pytest.param(
             60,
@@ -237,12 +239,12 @@ def test_after(): raise AssertionError("nobody gets here")
     ],
 )
 def test_a_rank_that_dies_or_hangs_is_told_and_ends_the_session(
-    limit: int, body: str, told: list[str], ended: dict[int, int], torchrun: Torchrun
+    limit: int, body: str, expected: list[str], ended: dict[int, int], torchrun: Torchrun
 ) -> None:
     run = torchrun(DIES.format(body=body, limit=limit), "--junitxml=junit.xml")
     assert run.outcomes == {"test_before": "passed", "test_it": "failed"}, run.out
     assert [report["when"] for report in run.reports if report["outcome"] == "failed"] == ["call"]
-    show(run.text("test_it"), *told)
+    show(run.text("test_it"), *expected)
     show(run.out, "*= 1 failed, 1 passed in *")
     assert (run.code, codes(run)) == (1, ended), run.out
     assert "test_it" in (run.directory / "junit.xml").read_text(encoding="utf-8")
@@ -260,7 +262,7 @@ def test_never_run(): raise AssertionError
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         pytest.param(
             "@pytest.mark.parametrize('x', range(1 + RANK))\ndef test_it(x): pass",
@@ -284,9 +286,9 @@ def test_never_run(): raise AssertionError
         ),
     ],
 )
-def test_ranks_that_collect_otherwise_run_nothing(body: str, told: list[str], torchrun: Torchrun) -> None:
+def test_ranks_that_collect_otherwise_run_nothing(body: str, expected: list[str], torchrun: Torchrun) -> None:
     run = torchrun(COLLECTED.format(body=body))
-    show(run.out, *told)
+    show(run.out, *expected)
     assert not run.reports
     assert (run.code, codes(run)) == (1, {0: 4, 1: 4}), run.out
 

@@ -1,4 +1,4 @@
-"""What fails on torchrun's ranks fails on warm ones: nothing that ranks share hides it. Each test says what is shared."""
+"""Tests that fail on torchrun's ranks fail on warm ones too. Each test says what forked ranks could share."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_what_is_made_while_tests_are_collected_is_made_by_each_rank(run_pytest:
 @pytest.mark.nightly
 def test_the_start_method_that_a_module_sets_is_that_of_its_ranks(run_pytest: RunPytest, tmp_path: Path) -> None:
     source = "import multiprocessing, pytest\nmultiprocessing.set_start_method('spawn', force=True)\n"
-    told = "    assert multiprocessing.get_start_method() == 'spawn'\n    assert multiprocessing.current_process().name == 'MainProcess'\n"
-    (tmp_path / "test_it.py").write_text(f"{source}{TEST}{told}", encoding="utf-8")
+    message = "    assert multiprocessing.get_start_method() == 'spawn'\n    assert multiprocessing.current_process().name == 'MainProcess'\n"
+    (tmp_path / "test_it.py").write_text(f"{source}{TEST}{message}", encoding="utf-8")
     result = run_pytest(tmp_path)
     assert result.outcomes == {"test_it": "passed"}, result.out
 
@@ -134,8 +134,8 @@ def test_only_the_tests_of_that_module_pay_for_it(run_pytest: RunPytest, tmp_pat
     )
     # One more process above it: the fork server that has imported the tests.
     assert pure == [depth + 1 for depth in impure]
-    told = f"each rank imports the tests itself, as under torchrun, which takes longer: {tmp_path / 'test_impure.py'}:3 reads the clock"
-    assert result.out.count(told) == 1, result.out
+    message = f"each rank imports the tests itself, as under torchrun, which takes longer: {tmp_path / 'test_impure.py'}:3 reads the clock"
+    assert result.out.count(message) == 1, result.out
 
 
 @pytest.mark.parametrize("reuse", ["never", pytest.param("session", marks=pytest.mark.nightly)])
@@ -272,7 +272,7 @@ def test_the_command_line_and_the_interpreters_flags_reach_ranks(
 
 @pytest.mark.nightly
 def test_what_differs_under_torchrun_fails_where_that_is_verified(run_pytest: RunPytest, tmp_path: Path) -> None:
-    """What no watch can see: here that the fork server's name for a process is not the interpreter's."""
+    """A difference that no watch can see: the fork server names its process unlike the interpreter."""
     (tmp_path / "test_it.py").write_text(
         f"import pytest{TEST}    import multiprocessing\n    forked = multiprocessing.parent_process() is not None\n"
         f"    assert forked\n{TEST.replace('test_it', 'test_sound')}    assert rank in (0, 1)\n",

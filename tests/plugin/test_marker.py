@@ -266,7 +266,7 @@ def test_the_cell_fixture_without_cells_says_what_is_missing(pytester: pytest.Py
 
 
 def test_a_rank_that_fails_shows_its_story_and_the_commands(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
-    ranks.tell = lambda request: ranks.told(
+    ranks.answer = lambda request: ranks.ending(
         (RankEnd(0, "stopped", "was killed by SIGTERM"), ()),
         (RankEnd(1, "raised", "raised failed: ValueError: no", text=">   raise ValueError", kind="failed"), ()),
     )
@@ -296,7 +296,7 @@ def test_a_rank_that_fails_shows_its_story_and_the_commands(pytester: pytest.Pyt
 
 def test_a_skip_on_all_ranks_is_reported_where_they_skipped(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
     skip = ranks.phases(call=Phase("call", "skipped", "no need", location=("test_x.py", 3, "Skipped: no need")))
-    ranks.tell = lambda request: ranks.told((RankEnd(0, "done"), skip), (RankEnd(1, "done"), skip))
+    ranks.answer = lambda request: ranks.ending((RankEnd(0, "done"), skip), (RankEnd(1, "done"), skip))
     pytester.makepyfile(MARKED.format(""))
     result = pytester.runpytest_inprocess("-rs")
     result.assert_outcomes(skipped=1)
@@ -314,7 +314,7 @@ def test_ranks_are_warmed_up_only_if_a_marked_test_will_run(pytester: pytest.Pyt
 def test_the_reproduce_command_is_for_the_directory_where_pytest_was_started(
     pytester: pytest.Pytester, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks.tell = lambda request: ranks.told((RankEnd(0, "killed", "was killed by SIGKILL"), ()))
+    ranks.answer = lambda request: ranks.ending((RankEnd(0, "killed", "was killed by SIGKILL"), ()))
     pytester.makeini("[pytest]")
     path = pytester.makepyfile(MARKED.format(""))
     monkeypatch.chdir(pytester.mkdir("below"))

@@ -1,4 +1,4 @@
-"""The same tests on real ranks under the options that people give to pytest, and beside other plugins."""
+"""Tests on real ranks under common pytest options, and beside other plugins."""
 
 from __future__ import annotations
 

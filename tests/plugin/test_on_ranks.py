@@ -256,7 +256,7 @@ def test_the_run_alone_shows_the_same_failure(
 def test_the_run_alone_begins_as_the_test_did(
     run_pytest: RunPytest, run_command: Callable[[str, Path], tuple[int, str]], tmp_path: Path
 ) -> None:
-    """What the ranks have left in the directory that they share would be what a test finds that makes files there."""
+    """A test that creates files in the shared directory finds none of an earlier test."""
     (tmp_path / "test_it.py").write_text(
         "import pytest\n@pytest.mark.distcompat(world_size=2)\n"
         "def test_it(process_group, shared_dir, rank):\n"
@@ -321,8 +321,8 @@ def test_a_preload_that_cannot_be_imported_is_told_once(run_pytest: RunPytest, t
     )
     result = run_pytest(tmp_path)
     assert (result.code, set(result.outcomes.values())) == (0, {"passed"}), result.out
-    told = "the fork server could not import what it was told to: acclerate (No module named 'acclerate')"
-    assert result.out.count(told) == 1, result.out
+    message = "the fork server could not import: acclerate (No module named 'acclerate')"
+    assert result.out.count(message) == 1, result.out
 
 
 @pytest.mark.nightly
@@ -362,8 +362,10 @@ def test_modules_that_ask_at_import_which_rank_it_is(run_pytest: RunPytest, tmp_
         (tmp_path / f"{place}.py").write_text(asks, encoding="utf-8")
     result = run_pytest(tmp_path)
     assert result.outcomes == {"test_it": "passed"}, result.out
-    told = f"each rank imports the tests itself, as under torchrun, which takes longer: {tmp_path / place}.py:2 reads "
-    assert result.out.count(told) == 1, result.out
+    message = (
+        f"each rank imports the tests itself, as under torchrun, which takes longer: {tmp_path / place}.py:2 reads "
+    )
+    assert result.out.count(message) == 1, result.out
 
 
 @pytest.mark.nightly

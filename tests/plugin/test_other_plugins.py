@@ -123,12 +123,12 @@ omit = ["test_*.py"]
 """
 TRAINER = """
 def on_all(rank):
-    told = []
+    words = []
     if rank == 0:
-        told.append("first")
+        words.append("first")
     else:
-        told.append("other")
-    return told
+        words.append("other")
+    return words
 
 def nobody_calls():
     return 1

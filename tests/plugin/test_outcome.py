@@ -55,7 +55,7 @@ def test_all_pass(ranks: FakeRanks) -> None:
 
 
 def test_one_fails(ranks: FakeRanks) -> None:
-    outcome = merge(ranks.told((rank(0, "stopped", "was killed by SIGTERM"), ()), (failed(1), ())))
+    outcome = merge(ranks.ending((rank(0, "stopped", "was killed by SIGTERM"), ()), (failed(1), ())))
     assert (outcome.kind, outcome.hard) == ("failed", False)
     assert outcome.text.splitlines()[0] == "rank 1 failed: ValueError: no"
     assert "story of rank 1" in outcome.text
@@ -64,27 +64,27 @@ def test_one_fails(ranks: FakeRanks) -> None:
 
 def test_all_skip(ranks: FakeRanks) -> None:
     phases = ranks.phases(call=SKIPPED)
-    outcome = merge(ranks.told((rank(0), phases), (rank(1), phases)))
+    outcome = merge(ranks.ending((rank(0), phases), (rank(1), phases)))
     assert (outcome.kind, outcome.text, outcome.location) == ("skipped", "no need", SKIPPED.location)
 
 
 def test_some_skip_and_the_others_pass(ranks: FakeRanks) -> None:
-    outcome = merge(ranks.told((rank(0), ranks.phases()), (rank(1), ranks.phases(call=SKIPPED))))
+    outcome = merge(ranks.ending((rank(0), ranks.phases()), (rank(1), ranks.phases(call=SKIPPED))))
     assert (outcome.kind, outcome.text) == ("failed", "ranks disagree: rank 0 passed; rank 1 skipped (no need)")
-    outcome = merge(ranks.told((rank(0), ranks.phases()), (skipped_alone(1), [SKIPPED])))
+    outcome = merge(ranks.ending((rank(0), ranks.phases()), (skipped_alone(1), [SKIPPED])))
     assert outcome.kind == "failed"
     assert outcome.text.splitlines()[0] == "rank 1 skipped (no need) while other ranks went on"
 
 
 def test_one_skips_and_one_fails(ranks: FakeRanks) -> None:
-    outcome = merge(ranks.told((skipped_alone(0), [SKIPPED]), (failed(1, time=2.0), ())))
+    outcome = merge(ranks.ending((skipped_alone(0), [SKIPPED]), (failed(1, time=2.0), ())))
     assert outcome.kind == "failed"
     assert "rank 1: failed: ValueError: no" in outcome.text
 
 
 def test_xfail_on_all_or_on_some(ranks: FakeRanks) -> None:
     for other in (xfailed(0), rank(0), rank(0, "stopped"), rank(0, "lost peer"), skipped_alone(0)):
-        outcome = merge(ranks.told((other, ranks.phases()), (xfailed(1), ())))
+        outcome = merge(ranks.ending((other, ranks.phases()), (xfailed(1), ())))
         assert (outcome.kind, outcome.text) == ("xfailed", "known"), other
 
 
@@ -93,7 +93,7 @@ def test_xfail_on_all_or_on_some(ranks: FakeRanks) -> None:
 def test_xfail_on_one_does_not_hide_a_crash_of_another(status: str, first: bool, ranks: FakeRanks) -> None:
     crashed = rank(0, status, "is gone", time=0.5 if first else 1.5)
     for other in (xfailed(1), failed(1)):
-        outcome = merge(ranks.told((crashed, ()), (other, ())))
+        outcome = merge(ranks.ending((crashed, ()), (other, ())))
         assert (outcome.kind, outcome.hard) == ("failed", True)
 
 
@@ -102,26 +102,26 @@ def test_a_strict_xpass_on_all_ranks_outweighs_an_xfail_in_a_teardown(ranks: Fak
     down = Phase("teardown", "xfailed", "known")
     both = [(rank(0), ranks.phases(call=strict, teardown=down)), (rank(1), ranks.phases(call=strict))]
     left = [(xfailed(0), ranks.phases(call=strict, teardown=down)), (rank(1, "stopped"), ranks.phases(call=strict))]
-    for told in (both, left):
-        outcome = merge(ranks.told(*told))
+    for ending in (both, left):
+        outcome = merge(ranks.ending(*ending))
         assert (outcome.kind, outcome.text) == ("passed", "[XPASS(strict)] known")
-    mixed = merge(ranks.told((rank(0), ranks.phases(call=Phase("call", "xfailed", "known"))), both[1]))
+    mixed = merge(ranks.ending((rank(0), ranks.phases(call=Phase("call", "xfailed", "known"))), both[1]))
     assert (mixed.kind, mixed.text) == ("xfailed", "known")
 
 
 def test_a_hang_is_hard_and_so_is_a_launch_that_failed(ranks: FakeRanks) -> None:
-    hung = ranks.told((rank(0, "stuck"), ()), (xfailed(1), ()), timed_out=True, timeout=3)
+    hung = ranks.ending((rank(0, "stuck"), ()), (xfailed(1), ()), timed_out=True, timeout=3)
     assert (merge(hung).kind, merge(hung).hard) == ("failed", True)
-    hung = ranks.told((rank(0, "stuck"), ()), (rank(1), ranks.phases()), timed_out=True, timeout=3)
+    hung = ranks.ending((rank(0, "stuck"), ()), (rank(1), ranks.phases()), timed_out=True, timeout=3)
     assert merge(hung).text.splitlines()[0] == "time limit of 3 s: rank 0 still running"
-    dead = merge(ranks.told((rank(0, "missing"), ()), launch_error="Traceback\nOSError: no"))
+    dead = merge(ranks.ending((rank(0, "missing"), ()), launch_error="Traceback\nOSError: no"))
     assert (dead.kind, dead.hard) == ("failed", True)
     assert dead.text.splitlines()[0] == "the ranks could not be started: OSError: no"
 
 
 def test_a_rank_that_ended_well_without_running_the_test_is_a_failure(ranks: FakeRanks) -> None:
     for phases in ((), ranks.phases()[:2]):
-        outcome = merge(ranks.told((rank(0), ranks.phases()), (rank(1), phases)))
+        outcome = merge(ranks.ending((rank(0), ranks.phases()), (rank(1), phases)))
         assert (outcome.kind, outcome.hard) == ("failed", True)
         assert outcome.text == "rank 1 ended without running the test to its end"
 
@@ -129,7 +129,7 @@ def test_a_rank_that_ended_well_without_running_the_test_is_a_failure(ranks: Fak
 def test_output_of_all_ranks_is_told_apart(ranks: FakeRanks) -> None:
     phases = ranks.phases(teardown=Phase("teardown", "passed", sections=(("Captured stdout call", "hello"),)))
     ends = [RankEnd(number, DONE, output="from C\n" if number else "  \n") for number in range(2)]
-    outcome = merge(ranks.told(*((end, phases) for end in ends)))
+    outcome = merge(ranks.ending(*((end, phases) for end in ends)))
     assert dict(outcome.sections) == {
         "Captured stdout call (rank 0)": "hello",
         "Captured stdout call (rank 1)": "hello",
@@ -139,10 +139,10 @@ def test_output_of_all_ranks_is_told_apart(ranks: FakeRanks) -> None:
 
 def test_properties_are_those_of_all_ranks_each_once(ranks: FakeRanks) -> None:
     def phases(who: int) -> tuple[Phase, ...]:
-        told = (("same", 1), ("who", who), *((("alone", 2),) if who else ()))
-        return tuple(Phase(when, "passed", properties=told) for when in ("setup", "call", "teardown"))
+        properties = (("same", 1), ("who", who), *((("alone", 2),) if who else ()))
+        return tuple(Phase(when, "passed", properties=properties) for when in ("setup", "call", "teardown"))
 
-    found = merge(ranks.told((rank(0), phases(0)), (rank(1), phases(1)))).properties
+    found = merge(ranks.ending((rank(0), phases(0)), (rank(1), phases(1)))).properties
     assert found == (("same", 1), ("who", 0), ("who (rank 1)", 1), ("alone (rank 1)", 2))
 
 
@@ -165,29 +165,31 @@ def test_xfail_marks_of_the_parent(
 ) -> None:
     pytester.makepyfile(MARKS)
     timed_out = any(end.status == "stuck" for end in ends)
-    ranks.tell = lambda request: ranks.told(
+    ranks.answer = lambda request: ranks.ending(
         *((end, ranks.phases() if end.status == DONE else ()) for end in ends), timed_out=timed_out
     )
     counts = pytester.runpytest_inprocess().parseoutcomes()
     assert counts == expected
 
 
-@pytest.mark.parametrize(("args", "told"), [([], 1), (["-W", "error"], 1), (["-W", "ignore"], 0)])
+@pytest.mark.parametrize(("args", "warnings_"), [([], 1), (["-W", "error"], 1), (["-W", "ignore"], 0)])
 def test_a_notice_is_a_warning_and_never_an_error(
-    args: list[str], told: int, pytester: pytest.Pytester, ranks: FakeRanks
+    args: list[str], warnings_: int, pytester: pytest.Pytester, ranks: FakeRanks
 ) -> None:
     pytester.makepyfile(MARKS)
-    ranks.tell = lambda request: ranks.told((rank(0), ranks.phases()), (failed(1), ()), notice="what is to be known")
+    ranks.answer = lambda request: ranks.ending(
+        (rank(0), ranks.phases()), (failed(1), ()), notice="what is to be known"
+    )
     result = pytester.runpytest_inprocess("-k", "plain", *args)
-    result.assert_outcomes(failed=1, warnings=told)
+    result.assert_outcomes(failed=1, warnings=warnings_)
     result.stdout.fnmatch_lines(["rank 1 failed: ValueError: no"])
-    assert result.stdout.str().count("DistcompatWarning: what is to be known") == told
+    assert result.stdout.str().count("DistcompatWarning: what is to be known") == warnings_
 
 
 def test_a_strict_mark_that_a_rank_added_is_not_lost(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
     pytester.makepyfile(MARKS)
     unexpected = ranks.phases(call=Phase("call", "passed", text="[XPASS(strict)] added"))
-    ranks.tell = lambda request: ranks.told((rank(0), ranks.phases()), (rank(1), unexpected))
+    ranks.answer = lambda request: ranks.ending((rank(0), ranks.phases()), (rank(1), unexpected))
     result = pytester.runpytest_inprocess("-k", "plain")
     result.assert_outcomes(failed=1)
     # pytest 8 gives no reason that is a text.

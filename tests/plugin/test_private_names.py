@@ -83,9 +83,9 @@ def test_a_text_is_represented_as_an_exception_is(pytester: pytest.Pytester) -> 
     report = pytest.TestReport(item.nodeid, item.location, {}, "failed", None, "call")
     represent(report, "in short\n\n  the whole\n", ("helper.py", 4, ""), short="shorter")
     message = "plugin/reporting/representation.py: represent() makes types of _pytest._code, which have changed"
-    told = item.config.hook
-    data = told.pytest_report_to_serializable(config=item.config, report=report)
-    travelled = told.pytest_report_from_serializable(config=item.config, data=json.loads(json.dumps(data)))
+    hook = item.config.hook
+    data = hook.pytest_report_to_serializable(config=item.config, report=report)
+    travelled = hook.pytest_report_from_serializable(config=item.config, data=json.loads(json.dumps(data)))
     for one in (report, travelled):
         assert one.longreprtext == str(one.longrepr) == "in short\n\n  the whole", message
         longrepr: Any = one.longrepr

@@ -282,13 +282,13 @@ def inside(torchrun: Torchrun) -> Run:
 @pytest.mark.spawn
 def test_inside_a_launch_subtests_are_each_ranks_own_and_count_in_their_phase(inside: Run) -> None:
     assert list(inside.outcomes) == list(ENDS), inside.out
-    for name, told in ENDS.items():
+    for name, expected in ENDS.items():
         found = [report for report in inside.reports if report["nodeid"].partition("::")[2] == name]
         # Those of rank 0's subtests come first, and show nothing of ranks.
         failed = [report["text"] for report in found if "reproduce: " in report["text"]]
-        assert len(failed) == (told is not None), inside.out
-        if told is not None:
-            show(failed[0], *told)
+        assert len(failed) == (expected is not None), inside.out
+        if expected is not None:
+            show(failed[0], *expected)
     assert (inside.code, codes(inside)) == (1, {0: 1, 1: 1}), inside.out
 
 
@@ -301,7 +301,7 @@ DONE = RankEnd(1, "done")
 
 def merged(ranks: FakeRanks, end: RankEnd, *subtests: Phase, other: RankEnd = DONE, **more: Any) -> tuple[str, str]:
     setup, *rest = ranks.phases()
-    ending = ranks.told((end, [setup, *subtests]), (other, [setup, *rest]), **more)
+    ending = ranks.ending((end, [setup, *subtests]), (other, [setup, *rest]), **more)
     outcome = merge(ending)
     return outcome.kind, outcome.text
 

@@ -290,7 +290,7 @@ def test_the_fork_server_gets_what_the_chosen_driver_and_models_need(
 def test_what_is_raised_tells_a_claim_from_a_run(
     end: RankEnd, kind: str, pytester: pytest.Pytester, ranks: FakeRanks
 ) -> None:
-    ranks.tell = lambda request: ranks.told((RankEnd(0, "done"), ()), (end, ()))
+    ranks.answer = lambda request: ranks.ending((RankEnd(0, "done"), ()), (end, ()))
     pytester.makeconftest(
         """
         import pytest

@@ -92,16 +92,16 @@ def claim(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def live(request: Request, ranks: FakeRanks) -> Ending:
-    """What becomes of a run, by its cell."""
+    """Return the ending of a run, by its cell."""
 
     def actions(*names: str, broken: str = "") -> list[Event]:
-        told: list[Event] = []
+        events: list[Event] = []
         for index, name in enumerate(names):
             snapshot = {"rank": 0, "run": "train", "action": name, "index": index}
-            told.append(Action(name, index))
+            events.append(Action(name, index))
             if name != broken:
-                told.append(SnapshotTaken(name, index, snapshot))
-        return told
+                events.append(SnapshotTaken(name, index, snapshot))
+        return events
 
     def end(status: str, message: str, text: str, at: str, **more: Any) -> Ending:
         action = actions("build_model", "build", "step")[: {"build": 3, "step": 5}[at]]
@@ -127,7 +127,7 @@ def suite(pytester: pytest.Pytester, ranks: FakeRanks, monkeypatch: pytest.Monke
     """A suite with one check of ours, whose every run is made up."""
     made = Check("claim", TRAIN, (("train", "step", 0),), claim)
     monkeypatch.setitem(vars(CHECKS), "by_name", {"claim": made})
-    ranks.tell = lambda request: live(request, ranks)
+    ranks.answer = lambda request: live(request, ranks)
     pytester.makepyfile(my_driver=DRIVER, test_mine=SUITE)
     pytester.syspathinsert()
     return pytester

@@ -18,9 +18,9 @@ from pytest_distcompat.probe.tensors import digest
 
 def test_what_is_no_optimizer_is_told() -> None:
     model = torch.nn.Linear(2, 2)
-    told = r"^Linear has no param_groups: self\.optimizer of the driver is to be .*; of several, a list$"
+    message = r"^Linear has no param_groups: self\.optimizer of the driver is to be .*; of several, a list$"
     for wrong in (model, [torch.optim.SGD([model.weight]), model]):
-        with pytest.raises(TypeError, match=told):
+        with pytest.raises(TypeError, match=message):
             read_optimizer(model, wrong)
 
 
@@ -36,8 +36,8 @@ def test_what_is_no_model_is_told(wrong: Any) -> None:
 
 
 def test_what_is_no_scheduler_is_told() -> None:
-    told = r"^self\.scheduler of the driver is a str: 'cosine'; expected the scheduler, None, or of several a list$"
-    with pytest.raises(TypeError, match=told):
+    message = r"^self\.scheduler of the driver is a str: 'cosine'; expected the scheduler, None, or of several a list$"
+    with pytest.raises(TypeError, match=message):
         read_scheduler("cosine")
 
 

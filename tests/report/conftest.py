@@ -75,22 +75,22 @@ class Made(TorchrunLauncher):
             phases = [Phase(when, "passed") for when in ("setup", "call", "teardown")]
             ranks = range(request.world_size)
             return Ending(tuple(RankEnd(rank, "done") for rank in ranks), {rank: phases for rank in ranks})
-        told = RUNS.get(request.payload["cell"], "")
+        outcome = RUNS.get(request.payload["cell"], "")
         events = []
         for index, action in enumerate(("build_model", "build", "step")):
             snapshot = {"rank": 0, "run": "train", "action": action, "index": index, "loss": 4.0 if action == "step" else None}
             RankLog(request.directory, 0).write(Action(action, index))
-            if action == "step" and str(told).startswith("wait"):
+            if action == "step" and str(outcome).startswith("wait"):
                 (HERE / "waiting").touch()
-                time.sleep(float(told.split()[1]))
+                time.sleep(float(outcome.split()[1]))
             # As a rank says it: reports are made of what stands in its log.
             taken = SnapshotTaken(action, index, snapshot)
             RankLog(request.directory, 0).write(taken)
             events.append(taken)
-        if told == "killed":
+        if outcome == "killed":
             ends = RankEnd(1, "killed", "was killed by SIGKILL during 'step'", output=WORDS), RankEnd(0, "stopped", "was killed by SIGTERM")
             return Ending(ends, {0: events[:2], 1: []}, seconds=1.5, command="torchrun ...")
-        if told == "raised":
+        if outcome == "raised":
             ends = RankEnd(1, "raised", "raised ValueError: no", "Traceback"), RankEnd(0, "stopped", "was killed by SIGTERM")
             return Ending(ends, {0: events[:2], 1: []}, seconds=0.5, command="torchrun ...")
         return Ending((RankEnd(0, "done"), RankEnd(1, "done")), {0: events, 1: []}, seconds=0.5, command="torchrun ...")

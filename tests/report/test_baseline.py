@@ -178,8 +178,8 @@ def test_a_teardown_that_fails_besides_is_news_once(
     both = ("-p", "leaves", "--distcompat-baseline=last.json", "--distcompat-report=last.json", *workers)
     done = session(*both, runs=WRONG, PYTHONPATH=str(tmp_path))
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
-    told = "newly broken: fsdp2-fp32-w2:claim (test_mine:Mine): FAIL -> FAIL: rank 1: something is wrong; and in its teardown: "
-    assert f"{told}AssertionError: it left something" in done.stdout
+    message = "newly broken: fsdp2-fp32-w2:claim (test_mine:Mine): FAIL -> FAIL: rank 1: something is wrong; and in its teardown: "
+    assert f"{message}AssertionError: it left something" in done.stdout
     done = session(*both, runs=WRONG, PYTHONPATH=str(tmp_path))
     assert done.returncode == pytest.ExitCode.OK, done.stdout
     assert "0 newly broken, 0 newly missing, 0 newly fixed, 1 still broken" in done.stdout

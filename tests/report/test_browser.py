@@ -304,8 +304,8 @@ def test_the_table_of_names_can_be_read_on_any_screen(opened: Any, real: Report,
         ".",
     ]
     texts = [[" ".join(one.split()) for one in row.locator("td").all_inner_texts()] for row in rows.all()]
-    told = ["model.embed_tokens.weight", "128 x 32", "=", "float32", "DTensor, Shard(dim=0)", "2,048", "1"]
-    assert told in [row[:-1] for row in texts]
+    expected = ["model.embed_tokens.weight", "128 x 32", "=", "float32", "DTensor, Shard(dim=0)", "2,048", "1"]
+    assert expected in [row[:-1] for row in texts]
     # Shapes, dtypes and numbers stay in one line; a name is cut at its dots.
     lines = """(place) => Math.max(...[...document.querySelectorAll(`#detail .data tbody td:nth-child(${place})`)].map((td) => {
         const range = document.createRange();

@@ -289,8 +289,8 @@ def test_numbers_that_json_does_not_have_are_none(tmp_path: Path) -> None:
 def test_a_full_run_in_which_everything_fails_is_not_too_large(suffix: str, real: Report, tmp_path: Path) -> None:
     """1400 verdicts of 110 cells, each with a long story, as they would come from a broken trainer."""
     story = "".join(f"line {number} of a traceback that has no end\n" for number in range(700))
-    told = {"status": "raised", "message": "raised", "text": excerpt(story, 3500), "stack": "", "collectives": ""}
-    ranks = [{"rank": rank, **told, "output": excerpt(story, 1000)} for rank in range(2)]
+    fields = {"status": "raised", "message": "raised", "text": excerpt(story, 3500), "stack": "", "collectives": ""}
+    ranks = [{"rank": rank, **fields, "output": excerpt(story, 1000)} for rank in range(2)]
     cells = [f"fsdp2-fp32-w{size}" for size in range(1, 111)]
     checks = [f"check{number}" for number in range(13)]
     trained = next(row for row in real.rows if row.names)

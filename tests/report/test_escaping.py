@@ -40,8 +40,15 @@ def hostile(real: Report) -> Report:
         "cost": {},
     }
     own = dataclasses.replace(row, place=HOSTILE, driver=HOSTILE, suite=HOSTILE, runs=["evil"], **more)
-    told = {"message": HOSTILE, "text": HOSTILE}
-    run = {**real.runs[0], "id": "evil", "ending": "raised", "action": HOSTILE, "ranks": [{"rank": 0, **told}], **told}
+    fields = {"message": HOSTILE, "text": HOSTILE}
+    run = {
+        **real.runs[0],
+        "id": "evil",
+        "ending": "raised",
+        "action": HOSTILE,
+        "ranks": [{"rank": 0, **fields}],
+        **fields,
+    }
     run = {**real.session, "versions": {HOSTILE: HOSTILE}, "gpu": HOSTILE, "ending": HOSTILE, "device": HOSTILE}
     run["timeline"] = [{"device": HOSTILE, "who": evil.nodeid, "begin": 0.0, "end": 1.0, "worker": HOSTILE}]
     run["baseline"] = {"file": HOSTILE, "text": [HOSTILE], "broken": [], "fixed": [], "missing": []}

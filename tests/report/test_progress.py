@@ -28,7 +28,7 @@ HASTE = "from pytest_distcompat.plugin.reporting import progress\nprogress.HEART
 
 
 def screen(text: str, columns: int = 120) -> list[str]:
-    """What such a terminal shows in the end; just the sequences that we and pytest use."""
+    """Return the final screen of such a terminal; it knows the sequences that we and pytest use."""
     rows, row, column = [""], 0, 0
     for piece in re.findall(r"\x1b\[\d*(?:;\d+)*[A-Za-z]|\r|\n|[^\x1b\r\n]", text):
         if piece == "\r":
@@ -84,10 +84,10 @@ def on_a_terminal(directory: Path, *args: str) -> str:
 )
 def test_on_a_terminal_the_running_run_is_told_and_leaves_no_trace(tmp_path: Path, args: tuple[str, ...]) -> None:
     written = on_a_terminal(tmp_path, *args)
-    told = re.findall(r"ddp-fp32-w2 train: (\w+) (\d+)/(\d+), (\d+) s", written)
-    assert told, written
-    assert {(action, place) for action, place, _, _ in told} == {("step", "3")}
-    assert max(int(seconds) for *_, seconds in told) >= 1
+    shown = re.findall(r"ddp-fp32-w2 train: (\w+) (\d+)/(\d+), (\d+) s", written)
+    assert shown, written
+    assert {(action, place) for action, place, _, _ in shown} == {("step", "3")}
+    assert max(int(seconds) for *_, seconds in shown) >= 1
     # Before pytest writes anything, the line is taken away, or renewed.
     drawn = re.findall(r"\n\x1b\[2K[^\x1b]+\x1b\[1A\x1b\[\d+G(\r?\n\x1b\[2K)?", written)
     assert drawn

@@ -1,4 +1,4 @@
-"""What a session leaves: report files, JUnit, report log, a step's summary; with xdist and when it is broken off."""
+"""Outputs of a session: report files, JUnit, report log, a step's summary; with xdist and when interrupted."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_what_the_json_tells_of_a_crashed_cell(session: Session, tmp_path: Path)
     other = next(found for found in data["cells"] if found["cell"] == "ddp-fp32-w2")
     assert other["steps"]["loss"] == [4.0]
     counts = data["session"]["counts"]
-    told = {name: counts[name] for name in ("asked", "ran", "unreached", "red", "skipped", "known")}
-    assert told == {"asked": 9, "ran": 6, "unreached": 0, "red": 2, "skipped": 3, "known": 1}
+    expected = {name: counts[name] for name in ("asked", "ran", "unreached", "red", "skipped", "known")}
+    assert expected == {"asked": 9, "ran": 6, "unreached": 0, "red": 2, "skipped": 3, "known": 1}
     assert {entry["who"] for entry in data["session"]["timeline"]}, "no lease was recorded"
 
 
@@ -272,11 +272,11 @@ def test_an_xfail_mark_excuses_no_crash_of_an_item(session: Session, tmp_path: P
     )
     runs = '{"fsdp2-fp32-w2": "wrong", "ddp-bf16_mixed-w2": "killed"}'
     done = session("-p", "excusing", "-rfx", runs=runs, PYTHONPATH=str(tmp_path))
-    told = {line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "XFAIL "))}
-    assert {line for line in told if "FAILED" in line} == {
+    expected = {line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "XFAIL "))}
+    assert {line for line in expected if "FAILED" in line} == {
         "FAILED test_mine.py::TestMine::test[ddp-bf16_mixed-w2:claim]"
     }
-    assert "XFAIL test_mine.py::TestMine::test[fsdp2-fp32-w2:claim]" in told
+    assert "XFAIL test_mine.py::TestMine::test[fsdp2-fp32-w2:claim]" in expected
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
 
 

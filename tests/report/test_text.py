@@ -1,4 +1,4 @@
-"""What the terminal shows: blocks that fit, causes, counts, colours."""
+"""The terminal's section: blocks that fit, causes, counts, colours."""
 
 from __future__ import annotations
 

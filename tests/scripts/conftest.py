@@ -52,7 +52,7 @@ def host(tmp_path: Path) -> Host:
 
 @pytest.fixture(scope="module")
 def module_host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    """The same, for runs that the tests of a module share."""
+    """Launch a program once for all tests of a module."""
     return Host("cpu", 2, Pool(None, cpu_slots()), timeout=120.0, directory=tmp_path_factory.mktemp("runs"))
 
 
@@ -68,10 +68,10 @@ def run(module_host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         asked = repr((program, args, sorted(settings.items())))
         if asked not in runs:
             output = str(tmp_path_factory.mktemp("output"))
-            told = [str(one).replace("{output}", output) for one in args]
+            command = [str(one).replace("{output}", output) for one in args]
             if "output" in settings:
                 settings["output"] = str(settings["output"]).replace("{output}", output)
-            runs[asked] = launch(PROGRAMS / program, *told, host=module_host, allow_failure=True, **settings)
+            runs[asked] = launch(PROGRAMS / program, *command, host=module_host, allow_failure=True, **settings)
         return runs[asked]
 
     yield run

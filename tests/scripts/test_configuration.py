@@ -19,7 +19,7 @@ from pytest_distcompat.strategies import STRATEGIES
 
 
 def configure(directory: Path, *arguments: str) -> list[Path]:
-    """What the command wrote there."""
+    """Return the files that the command wrote."""
     assert main(["configure", str(directory), *arguments]) == 0
     return sorted(directory.glob("*.yaml"))
 
@@ -27,11 +27,11 @@ def configure(directory: Path, *arguments: str) -> list[Path]:
 def test_every_strategy_in_every_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """But fp8 under DeepSpeed, which no file can say."""
     written = {path.stem for path in configure(tmp_path)}
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == len(STRATEGIES.names()) * len(PRECISIONS.names())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(STRATEGIES.names()) * len(PRECISIONS.names())
     assert (
         "zero1-fp8-w2: accelerate takes fp8 under DeepSpeed from Accelerator(mixed_precision='fp8') only, not from a file"
-        in told
+        in lines
     )
     zero = {name for name in STRATEGIES.names() if STRATEGIES.get(name).zero_stage is not None}
     everything = {f"{strategy}-{precision}" for strategy in STRATEGIES.names() for precision in PRECISIONS.names()}
@@ -107,16 +107,16 @@ def test_a_directory_without_the_strategy(tmp_path: Path) -> None:
 def test_commands(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    told = {"world_size": 4, "directory": tmp_path}
-    by_torchrun = command.build(str(script), ["--x"], "torchrun", configuration=None, **told)  # type: ignore[arg-type]
+    settings = {"world_size": 4, "directory": tmp_path}
+    by_torchrun = command.build(str(script), ["--x"], "torchrun", configuration=None, **settings)  # type: ignore[arg-type]
     assert by_torchrun.line[-4:] == ("--nproc-per-node", "4", str(script), "--x")
-    by_accelerate = command.build("-m", ["trl", "sft"], "accelerate", configuration=tmp_path, **told)  # type: ignore[arg-type]
+    by_accelerate = command.build("-m", ["trl", "sft"], "accelerate", configuration=tmp_path, **settings)  # type: ignore[arg-type]
     assert by_accelerate.line[-5:] == ("--config_file", str(tmp_path), "-m", "trl", "sft")
-    by_itself = command.build(sys.executable, ["train"], "cli", configuration=None, **told)  # type: ignore[arg-type]
+    by_itself = command.build(sys.executable, ["train"], "cli", configuration=None, **settings)  # type: ignore[arg-type]
     assert by_itself.line == (sys.executable, "train")
     assert by_itself.environment["PET_NPROC_PER_NODE"] == "4"
     with pytest.raises(UsageProblem, match="no command 'no-such-trainer'"):
-        command.build("no-such-trainer", [], "cli", configuration=None, **told)  # type: ignore[arg-type]
+        command.build("no-such-trainer", [], "cli", configuration=None, **settings)  # type: ignore[arg-type]
 
 
 def test_a_launcher_is_no_rank_of_another_group() -> None:
@@ -152,8 +152,8 @@ def test_the_process_that_writes_a_file_imports_no_trainer(tmp_path: Path) -> No
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_blocks_that_are_named(tmp_path: Path, strategy: str) -> None:
     """A model may declare blocks that cannot be wrapped one by one: BERT's embeddings are tied to its head."""
-    told = '  fsdp_transformer_layer_cls_to_wrap: "BertLayer,BertPooler"\n'
+    lines = '  fsdp_transformer_layer_cls_to_wrap: "BertLayer,BertPooler"\n'
     cell = Cell(strategy, "fp32", 2)
     named = write_configuration(cell, tmp_path, ("BertLayer", "BertPooler"))
-    assert told in named.read_text(encoding="utf-8")
+    assert lines in named.read_text(encoding="utf-8")
     assert "cls_to_wrap" not in write_configuration(cell, tmp_path).read_text(encoding="utf-8")

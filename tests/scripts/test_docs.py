@@ -1,4 +1,4 @@
-"""What docs/scripts.md says is shown by a test is."""
+"""Each fault in docs/scripts.md names a test that exists."""
 
 from __future__ import annotations
 

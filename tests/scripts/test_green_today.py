@@ -1,4 +1,4 @@
-"""What today's harnesses call green: each brought about, seen green by today's way, and caught here."""
+"""Faults that today's harnesses call green: each one is made, passes the usual test, and fails here."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Checkpointing:
         pytest.importorskip("accelerate")
         self.host, bert = host, str(directory / "bert")
         subprocess.run([sys.executable, str(OFFLINE / "make_bert.py"), bert], check=True)
-        self.told = [CHECKPOINTING, "--model_name_or_path", bert]
+        self.command = [CHECKPOINTING, "--model_name_or_path", bert]
         self.sound = resume_roundtrip(
             "-m",
-            [*self.told, "--output_dir", "{output}", "--partial_train_epoch", "1"],
+            [*self.command, "--output_dir", "{output}", "--partial_train_epoch", "1"],
             resume=["--resume_from_checkpoint", "{checkpoint}"],
             save_at=3,
             total=3,
@@ -51,9 +51,9 @@ class Checkpointing:
         return {"launcher": "accelerate", "strategy": "ddp", "environment": environment, "host": self.host}
 
     def resumed(self, fault: str) -> RoundTrip:
-        """The same, but that accelerate loads wrongly."""
+        """Run the round trip with an accelerate that loads wrongly."""
         saved = Path(self.sound.stopped.saved()[0].path)
-        line = ["-m", *self.told, "--output_dir", str(saved.parent), "--resume_from_checkpoint", str(saved)]
+        line = ["-m", *self.command, "--output_dir", str(saved.parent), "--resume_from_checkpoint", str(saved)]
         return dataclasses.replace(self.sound, resumed=launch(*line, **self.settings(fault)))
 
 
@@ -84,14 +84,16 @@ def test_a_checkpoint_that_is_not_what_was_saved(checkpointing: Checkpointing, f
     """The script ends with code 0, its comparisons done."""
     trip = checkpointing.resumed(fault)
     assert not trip.resumed.failed
-    found = [[one for one in trip.findings if re.match(f"{told} after the load at 2 ranks", one)] for told in said]
+    found = [
+        [one for one in trip.findings if re.match(f"{pattern} after the load at 2 ranks", one)] for pattern in said
+    ]
     assert all(found), trip.findings
     assert sum(map(len, found)) == len(trip.findings), trip.findings
 
 
 @pytest.fixture(scope="module")
 def todays_way(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``execute_subprocess_async`` says of a command that outlives its time limit, and of one that is killed."""
+    """``execute_subprocess_async`` waits beyond its time limit, and calls a killed command a success."""
     pytest.importorskip("accelerate")
     line = [sys.executable, str(PROGRAMS / "todays_way.py"), str(tmp_path_factory.mktemp("today") / "mark")]
     done = subprocess.run(line, check=True, capture_output=True, text=True)

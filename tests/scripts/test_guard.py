@@ -180,8 +180,8 @@ def test_the_probe_fails_in_a_script_that_fails(tmp_path: Path) -> None:
     runs = broken(tmp_path, "fails")
     places = ("", "sys.excepthook", "the end of the process", "torch.distributed.init_process_group")
     assert {name: run["code"] for name, run in runs.items()} == dict.fromkeys(places, 1)
-    told = "the run failed: rank 0 raised ValueError: what the script raises itself"
-    assert verdict(runs[""]["directory"], 1).message == told
+    message = "the run failed: rank 0 raised ValueError: what the script raises itself"
+    assert verdict(runs[""]["directory"], 1).message == message
     assert not any(verdict(run["directory"], 1).ok for run in runs.values())
 
 
@@ -239,7 +239,7 @@ def test_a_probe_that_fails_in_a_process_that_is_no_rank(run: Launch, tmp_path: 
 
 @pytest.mark.nightly
 def test_a_disk_on_which_ranks_cannot_write(run: Launch, tmp_path: Path) -> None:
-    """What is said of the CPU bridge is the first that a rank says in the midst of its script."""
+    """The note on the CPU bridge is the first line that a rank prints while its script runs."""
     pytest.importorskip("accelerate")
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"

@@ -33,7 +33,7 @@ def test_it_goes_on(gone_on: RoundTrip) -> None:
 
 
 def test_batches_that_begin_anew(gone_on: RoundTrip, module_host: Host) -> None:
-    """What Lightning does, and warns of, where the loader tells no state."""
+    """Lightning warns if the loader has no state."""
     cell = gone_on.through.cell
     assert cell is not None
     strategy = cell.strategy

@@ -1,4 +1,4 @@
-"""What the probe sees of unmodified scripts, that it changes nothing in them, and the scripts that it must fail."""
+"""The probe in unmodified scripts: what it sees, that it changes nothing, and the scripts that it must fail."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def losses(run: ScriptRun, rank: int = 0) -> list[str]:
 
 
 def plain_loop(run: Launch, strategy: str, **settings: Any) -> ScriptRun:
-    told = ("--strategy", strategy, "--save-at", "3", "--output", "{output}")
-    return run(TORCH, *told, strategy=strategy, output="{output}", **settings)
+    message = ("--strategy", strategy, "--save-at", "3", "--output", "{output}")
+    return run(TORCH, *message, strategy=strategy, output="{output}", **settings)
 
 
 def accelerate_loop(run: Launch, strategy: str, **settings: Any) -> ScriptRun:
-    told: dict[str, Any] = {"launcher": "accelerate", "strategy": strategy, "precision": "bf16_mixed", **settings}
-    return run(ACCELERATE, "--save-at", "3", "--output", "{output}", output="{output}/final", **told)
+    message: dict[str, Any] = {"launcher": "accelerate", "strategy": strategy, "precision": "bf16_mixed", **settings}
+    return run(ACCELERATE, "--save-at", "3", "--output", "{output}", output="{output}/final", **message)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_a_loop_with_two_optimizers(run: Launch, strategy: str) -> None:
 
 @pytest.mark.nightly
 def test_a_parameter_in_neither_of_two_optimizers(run: Launch) -> None:
-    told = r"(?m)^rank 0: trainable parameter 'module\.3\.bias' is not in the optimizer; expected once"
-    with pytest.raises(Incompatible, match=told):
+    message = r"(?m)^rank 0: trainable parameter 'module\.3\.bias' is not in the optimizer; expected once"
+    with pytest.raises(Incompatible, match=message):
         run(TWO, "--fault", "left out", strategy="ddp").check("optimizer")
 
 
@@ -122,7 +122,7 @@ def test_later_steps_are_not_looked_at(run: Launch) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("steps", "watched", "told"),
+    ("steps", "watched", "message"),
     [
         ("2", 5, "the run took 2 optimizer steps: the check looks at step 3; let the script take 3 or more"),
         pytest.param(
@@ -130,11 +130,13 @@ def test_later_steps_are_not_looked_at(run: Launch) -> None:
         ),
     ],
 )
-def test_a_run_in_which_the_step_that_is_judged_was_not_seen(run: Launch, steps: str, watched: int, told: str) -> None:
+def test_a_run_in_which_the_step_that_is_judged_was_not_seen(
+    run: Launch, steps: str, watched: int, message: str
+) -> None:
     """It is no pass, and no check says of it what is wrong with a step that it did not see."""
     found = run(TORCH, "--steps", steps, strategy="ddp", watch_steps=watched)
     verdicts = found.verdicts("active", "names", "optimizer", "dtypes", "memory")
-    assert {(verdict.status, verdict.message) for verdict in verdicts} == {("failed", told)}
+    assert {(verdict.status, verdict.message) for verdict in verdicts} == {("failed", message)}
 
 
 @pytest.mark.nightly
@@ -219,8 +221,8 @@ def test_a_failed_probe_passes_no_check(run: Launch, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_blocks_that_nobody_names_are_no_pass(run: Launch) -> None:
-    told = r"the model's blocks are not known: it declares none \(_no_split_modules\); name their classes by blocks= of launch"
-    with pytest.raises(Incompatible, match=told):
+    message = r"the model's blocks are not known: it declares none \(_no_split_modules\); name their classes by blocks= of launch"
+    with pytest.raises(Incompatible, match=message):
         plain_loop(run, "fsdp2").check("active", "units")
 
 
@@ -241,7 +243,7 @@ def test_what_a_check_says_nothing_of_is_told_and_is_no_pass(run: Launch) -> Non
 
 def test_checks_need_to_be_told_what_is_asked_for(run: Launch) -> None:
     found = dataclasses.replace(plain_loop(run, "ddp"), cell=None)
-    with pytest.raises(UsageProblem, match="was not told what is to be running"):
+    with pytest.raises(UsageProblem, match="got no strategy, so nothing says what should run"):
         found.check("active")
     with pytest.raises(UsageProblem, match="'parity' is no check of a script's run"):
         found.check("parity")

@@ -35,7 +35,7 @@ def more_ranks(module_host: Host) -> RoundTrip:
 
 
 def as_many(host: Host, of: RoundTrip, *more: str) -> RoundTrip:
-    """The same checkpoint, on as many ranks as saved it."""
+    """A checkpoint is loaded on as many ranks as saved it."""
     found: Any = of.stopped.saved()[0].path
     line = ["--strategy", "fsdp2", "--steps", "5", "--resume", found, *more]
     resumed = launch(LOOP, *line, strategy="fsdp2", watch_steps=5, host=host)
@@ -163,9 +163,9 @@ def test_a_run_that_saves_what_is_no_checkpoint_to_the_probe(host: Host, tmp_pat
     ],
 )
 def test_wrong_words(host: Host, settings: dict[str, Any], said: str) -> None:
-    told: dict[str, Any] = {"args": [], "resume": [], "save_at": 3, "total": 5, **settings}
+    settings_: dict[str, Any] = {"args": [], "resume": [], "save_at": 3, "total": 5, **settings}
     with pytest.raises(UsageProblem, match=said):
-        resume_roundtrip(LOOP, host=host, **told)
+        resume_roundtrip(LOOP, host=host, **settings_)
 
 
 def test_arguments_may_be_paths_and_numbers(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

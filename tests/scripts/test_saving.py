@@ -16,8 +16,8 @@ pytestmark = pytest.mark.spawn
 
 
 def saving(run: Launch, how: str, *more: str, **settings: Any) -> ScriptRun:
-    told = ("--output", "{output}", "--saves", how, *more)
-    return run("saving_loop.py", *told, **{"strategy": "ddp", "blocks": ("Layer",), **settings})
+    args = ("--output", "{output}", "--saves", how, *more)
+    return run("saving_loop.py", *args, **{"strategy": "ddp", "blocks": ("Layer",), **settings})
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason
 
 @pytest.mark.nightly
 def test_names_of_a_part_that_its_library_loads_by_itself(run: Launch) -> None:
-    """The same names stand in the files and in the model that ``from_pretrained`` makes of them."""
+    """The files and the model that ``from_pretrained`` makes of them have equal names."""
     pytest.importorskip("accelerate")
-    told = ("--inside", "--output", "{output}", "--steps", "4")
+    args = ("--inside", "--output", "{output}", "--steps", "4")
     settings: dict[str, Any] = {"launcher": "accelerate", "strategy": "ddp", "output": "{output}/final"}
-    mapped = run("accelerate_loop.py", *told, **settings, saved_name=lambda key: f"inner.{key}")
+    mapped = run("accelerate_loop.py", *args, **settings, saved_name=lambda key: f"inner.{key}")
     mapped.check("names", "final_model_loadable")
 
 

@@ -35,7 +35,7 @@ def test_blocks_that_the_model_declares(run: Launch, strategy: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp1", marks=nightly)])
 @pytest.mark.parametrize(
-    ("wrap", "told"),
+    ("wrap", "message"),
     [
         ("whole", "the root"),
         pytest.param(
@@ -46,12 +46,12 @@ def test_blocks_that_the_model_declares(run: Launch, strategy: str) -> None:
         pytest.param("one", "'blocks.0', the root", marks=nightly),
     ],
 )
-def test_a_model_cut_elsewhere(run: Launch, strategy: str, wrap: str, told: str) -> None:
+def test_a_model_cut_elsewhere(run: Launch, strategy: str, wrap: str, message: str) -> None:
     """It ends well, it is sharded, and nobody else says a word."""
     found = cut(run, wrap, strategy=strategy, blocks=("Block",))
     found.check("active", "optimizer")
     expected = "expected 'blocks.0', 'blocks.1', the root, and none inside a block"
-    with pytest.raises(Incompatible, match=re.escape(f"rank 1: FSDP's units are {told}; {expected}")):
+    with pytest.raises(Incompatible, match=re.escape(f"rank 1: FSDP's units are {message}; {expected}")):
         found.check("units")
 
 
@@ -70,8 +70,8 @@ def test_a_class_that_the_model_has_not(run: Launch) -> None:
 @nightly
 @pytest.mark.parametrize("recompute", [True, False])
 def test_blocks_that_are_wrapped_one_after_another(run: Launch, recompute: bool) -> None:
-    told = {"options": {"activation_checkpointing": True}} if recompute else {}
-    found = cut(run, "by hand", *["--recompute"] * recompute, strategy="fsdp1", blocks="Block", **told)
+    options = {"options": {"activation_checkpointing": True}} if recompute else {}
+    found = cut(run, "by hand", *["--recompute"] * recompute, strategy="fsdp1", blocks="Block", **options)
     found.check("active", "units", "optimizer")
 
 
@@ -157,8 +157,8 @@ def test_8_bits_that_are_asked_for_and_not_there(run: Launch, tmp_path: Path, st
     file = write_configuration(Cell(strategy, "bf16_mixed", 2), tmp_path)
     found = accelerated(run, strategy, precision="fp8", configuration=file)
     found.check("active", "optimizer", "dtypes")
-    told = "rank 1: 0 of 15 linear layers are in 8 bits after three steps; expected all but the first and the last"
-    with pytest.raises(Incompatible, match=told):
+    message = "rank 1: 0 of 15 linear layers are in 8 bits after three steps; expected all but the first and the last"
+    with pytest.raises(Incompatible, match=message):
         found.check("float8")
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of these tests do. Imported by ranks as ``bodies``, by nobody else."""
+"""Functions that the ranks of these tests run. Only ranks import them, as ``bodies``."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def act(payload: Mapping[str, Any], log: RankLog) -> None:
 
 
 def act_alone(payload: Mapping[str, Any], log: RankLog) -> None:
-    """The same without a process group: nobody notices that a peer is gone."""
+    """Lose a peer without a process group: no rank notices that it is gone."""
     ACTS[payload["acts"].get(os.environ["RANK"], "sleep")](log)
 
 
@@ -130,7 +130,7 @@ def dispatched(payload: Mapping[str, Any], log: RankLog) -> None:
 
 
 def watched(payload: Mapping[str, Any], log: RankLog) -> None:
-    """What the probe sees of collectives: while it watches, while it computes itself, and when it has seen enough."""
+    """Record collectives while the probe watches, while it computes itself, and when it has stopped."""
     import torch
     from torch import distributed
     from torch.utils.flop_counter import FlopCounterMode
@@ -171,7 +171,7 @@ def watched(payload: Mapping[str, Any], log: RankLog) -> None:
 
 
 def zero1(payload: Mapping[str, Any], log: RankLog) -> None:
-    """What DeepSpeed keeps privately at each parameter, and in its table of operators."""
+    """Return DeepSpeed's private attributes of a parameter, and its table of operators."""
     import deepspeed
     import torch
     from torch import distributed
@@ -206,7 +206,7 @@ def zero1(payload: Mapping[str, Any], log: RankLog) -> None:
 
 
 def compiled(payload: Mapping[str, Any], log: RankLog) -> None:
-    """What torch keeps privately of a module that it compiled in place, of its graphs, and of one that recomputes."""
+    """Return torch's private attributes of a compiled module, of its graphs, and of a module that recomputes."""
     import torch
 
     from pytest_distcompat.drivers._options import recompute

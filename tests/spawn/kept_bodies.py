@@ -1,4 +1,4 @@
-"""What ranks that live on do, one request after the other. Imported by ranks as ``kept_bodies``, by nobody else."""
+"""Functions that shared ranks run, one request after the other. Only ranks import them, as ``kept_bodies``."""
 
 from __future__ import annotations
 

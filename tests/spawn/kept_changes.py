@@ -1,4 +1,4 @@
-"""What a request leaves changed on a rank that lives on, by the name under which that is told. Imported by ranks too."""
+"""Changes that a request leaves on a shared rank, by the name under which they are reported. Imported by ranks too."""
 
 from __future__ import annotations
 
@@ -259,10 +259,10 @@ CHANGES: dict[str, Callable[[], object]] = {
     "what is to be done at exit: of a process": lambda: multiprocessing.util.Finalize(None, print, exitpriority=1),
     "multiprocessing's start method": lambda: multiprocessing.set_start_method("spawn", force=True),
     "user, group and session": os.setsid,
-    "what the kernel was told by prctl: name": _prctl(15, b"another"),
-    "what the kernel was told by prctl: pdeathsig": _prctl(1, signal.SIGTERM),
-    "what the kernel was told by prctl: dumpable": _prctl(4, 0),
-    "what the kernel was told by prctl: subreaper": _prctl(36, 1),
+    "prctl settings: name": _prctl(15, b"another"),
+    "prctl settings: pdeathsig": _prctl(1, signal.SIGTERM),
+    "prctl settings: dumpable": _prctl(4, 0),
+    "prctl settings: subreaper": _prctl(36, 1),
     "how numbers are rounded": _rounding,
     "which operations on numbers raise a signal": lambda: ctypes.CDLL("libm.so.6").feenableexcept(4),
     "its personality and its turn to be killed: personality": lambda: ctypes.CDLL(None).personality(0x40000),

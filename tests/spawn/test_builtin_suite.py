@@ -38,8 +38,8 @@ def test_the_smoke_profile_holds_but_for_what_is_known(pytester: pytest.Pytester
     # What fails is known by a file that comes with the package, not by the suite.
     assert not suite.TestTorch.expect
     reasons = [issue.reason for issue in shipped()]
-    told = [r["reason"] for r in alone["results"] if r["status"] in {"known", "refused"}]
-    assert all(any(reason in said for reason in reasons) for said in told), told
+    declared = [r["reason"] for r in alone["results"] if r["status"] in {"known", "refused"}]
+    assert all(any(reason in said for reason in reasons) for said in declared), declared
     assert {cell.partition("-")[0] for _, cell, _ in found} == set(suite.TestTorch.matrix.strategies)
     # Runs are shared between checks.
     assert alone["session"]["runs"] < len(found)

@@ -48,7 +48,7 @@ def seen(ending: Ending) -> list[dict[str, Any]]:
 
 
 def plain_torchrun(directory: Path, world_size: int) -> list[dict[str, Any]]:
-    """What the ranks of the real command see."""
+    """Return the environment of ranks of the real torchrun."""
     script = directory / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     environment = {**os.environ, **CPU}

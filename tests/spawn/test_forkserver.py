@@ -81,7 +81,7 @@ def pids(ending: Ending) -> list[int]:
 
 
 def forked(launcher: WarmLauncher, ending: Ending, *, collected: bool = False) -> bool:
-    """Whether the ranks of a ``look`` came from a fork server, of those that ``collected`` tests."""
+    """Return whether the ranks came from a fork server, and from one that has collected tests."""
     assert launcher._process is not None
     servers = [psutil.Process(event["parent"]).parents() for event in look(ending)]
     return all(parents[1 if collected else 0].pid == launcher._process.pid for parents in servers)
@@ -205,8 +205,8 @@ def test_a_thread_of_pyarrow_is_kept_from_the_fork_server(
 @pytest.mark.nightly
 def test_the_thread_of_a_library_is_named(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(call="preloaded:start_thread_as_jemalloc_does", payload={"asks": False}))
-    told = "it started 1 thread of jemalloc (pyarrow has one of its own), which does not survive a fork"
-    assert told in run("look", 1, launcher=launcher, collected="test_it.py").notice
+    message = "it started 1 thread of jemalloc (pyarrow has one of its own), which does not survive a fork"
+    assert message in run("look", 1, launcher=launcher, collected="test_it.py").notice
 
 
 @pytest.mark.nightly
@@ -241,7 +241,7 @@ def test_a_module_that_ranks_must_import_themselves_is_left_to_them(
     ending = run("look", 1, launcher=launcher)
     assert ending.kind == "ok", ending.text()
     assert forked(launcher, ending)
-    assert "could not import what it was told to: of_each_rank (" in ending.notice
+    assert "could not import: of_each_rank (" in ending.notice
     assert reason in ending.notice
 
 

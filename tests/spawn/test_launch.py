@@ -73,8 +73,8 @@ def test_where_a_rank_was_that_another_gave_up_waiting_for(run: Run) -> None:
     ending = run("act", acts={"0": "wait a second", "1": "sleep in a group"})
     assert "rank 0 raised RuntimeError" in ending.headline(), ending.text()
     assert [end.status for end in ending.ranks] == ["raised", "stopped"]
-    _, told, where = ending.text().partition("where rank 1 was when another one gave up waiting")
-    assert told, ending.text()
+    _, heading, where = ending.text().partition("where rank 1 was when another one gave up waiting")
+    assert heading, ending.text()
     assert "in fall_asleep" in where
     # A failure that says nothing of waiting asks nobody.
     assert "gave up waiting" not in run("act", acts={"0": "ValueError", "1": "sleep"}).text()

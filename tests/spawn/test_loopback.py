@@ -25,7 +25,7 @@ MARKED = "import pytest\n@pytest.mark.distcompat(world_size=2)\ndef test(): pass
 
 
 def network_of_its_own() -> list[str]:
-    """What to put before a command for a network whose loopback interface is down; nothing, where that is not allowed."""
+    """Return a command prefix for a network whose loopback interface is down; empty where that is not allowed."""
     with contextlib.suppress(OSError):
         if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0:
             return ["unshare", "--net"]
@@ -33,7 +33,7 @@ def network_of_its_own() -> list[str]:
 
 
 def has(address: str) -> bool:
-    """Whether this machine has that IPv6 address."""
+    """Return whether this machine has that IPv6 address."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
         probe.bind((address, 0))
         return True

@@ -205,8 +205,14 @@ def test_how_many_overflows_deepspeed_bears(dynamic: bool, expected: dict[str, f
 
     from pytest_distcompat.probe.numbers import read_scaler
 
-    told = {"init_scale": 8.0, "scale_window": 9, "min_scale": 1, "delayed_shift": 2, "consecutive_hysteresis": False}
-    scaler = CreateLossScaler(torch.half, 8.0, dynamic, told)
+    arguments = {
+        "init_scale": 8.0,
+        "scale_window": 9,
+        "min_scale": 1,
+        "delayed_shift": 2,
+        "consecutive_hysteresis": False,
+    }
+    scaler = CreateLossScaler(torch.half, 8.0, dynamic, arguments)
     found = read_scaler(None, SimpleNamespace(loss_scale=8.0, loss_scaler=scaler))
     assert found == {"scale": 8.0, **expected}, (
         "DeepSpeed's scalers are not what they were: see probe/numbers.py:_patience"

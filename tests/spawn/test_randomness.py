@@ -1,4 +1,4 @@
-"""What counts as a seed at import, which all ranks share, and what as mere drawing, after which each still draws its own."""
+"""Seeds set at import, which all ranks share, and random numbers drawn at import, which each rank draws itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def own_generators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def ranks_draw(draw: Callable[[int], list[float]]) -> tuple[list[float], list[float]]:
-    """What two ranks draw, one after the other in this process."""
+    """Return the numbers that two ranks draw, one after the other in this process."""
     randomness.renew()
     first = draw(3)
     randomness.renew()

@@ -55,7 +55,7 @@ class NeverSyncs(Torch):
     also={**PARITY, "dtypes": APART},
 )
 class OnlyMetricsMeet(NeverSyncs):
-    """The same in a trainer that gives all ranks the same data and averages its metrics: replicas stay equal by luck."""
+    """The twin above in a trainer that gives all ranks the same data: replicas stay equal by luck."""
 
     def batch_of(self, place: int, rank: int) -> Batch:
         return super().batch_of(place, 0)

@@ -143,7 +143,7 @@ class NamesTheFile(Torch):
     sound="twins.twins_checkpoints:NamesTheFile",
 )
 class FreshWeights(Torch):
-    """What cannot be loaded is taken for a first start."""
+    """Starts from scratch if the checkpoint cannot be loaded."""
 
     def load(self, directory: Path) -> None:
         with contextlib.suppress(Exception):

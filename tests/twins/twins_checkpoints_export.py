@@ -19,7 +19,7 @@ class Exports(Torch):
     file = "model.safetensors"
 
     def changed(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What is written of the whole state dict."""
+        """Return the part of the state dict that is written."""
         return state
 
     def export(self, directory: Path) -> None:
@@ -111,7 +111,7 @@ class OptimizerExported(Exports):
     match=r"^rank 0: outputs of the trained and of the reloaded model are up to [\d.e-]+ apart \(\S+ allowed, of \S+\)\nrank 1:",
 )
 class OtherModelReloaded(Torch):
-    """The same weights in a model with another setting: what no state dict holds was not exported."""
+    """Reloads the weights into a model with another setting, which no state dict holds."""
 
     def reload(self, directory: Path) -> Module:
         model: Any = super().reload(directory)
@@ -156,7 +156,7 @@ class BufferNotFilled(Torch):
     match=r"^1 of \d+ outputs of the reloaded model are infinite; expected finite numbers$",
 )
 class ReloadedOverflows(Torch):
-    """What is reloaded computes one infinite output, beside which any other number looks small."""
+    """Reloads a model that computes one infinite output, beside which any other number looks small."""
 
     def evaluate(self, model: Module) -> Any:
         outputs = super().evaluate(model).clone()

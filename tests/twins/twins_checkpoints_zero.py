@@ -1,4 +1,4 @@
-"""The same under ZeRO, through accelerate."""
+"""Twins of checkpoints under ZeRO, through accelerate."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ twin(
     sound="twins.twins_checkpoints_zero:NamesFiles",
 )
 class FreshWeightsZero(AccelerateDriver):
-    """What cannot be loaded is taken for a first start."""
+    """Starts from scratch if the checkpoint cannot be loaded."""
 
     def load(self, directory: Path) -> None:
         with contextlib.suppress(Exception):

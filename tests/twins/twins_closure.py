@@ -45,7 +45,7 @@ class ByClosure(Torch):
     sound=SOUND,
 )
 class ClippedBefore(ByClosure):
-    """What is clipped is what the last step left: the order is that of a step without a closure."""
+    """Clips before the closure computes gradients: it clips those of the last step."""
 
     def step(self, number: int) -> float:
         self._clip()

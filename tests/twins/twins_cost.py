@@ -50,7 +50,7 @@ class Slow(Torch):
 
 @twin("throughput", "zero1-fp32-w2-model_mlp", match=SLOW)
 class SlowZero(AccelerateDriver):
-    """The same with flat masters."""
+    """The twin above with ZeRO's flat masters."""
 
     def step(self, number: int) -> float:
         dawdle(self, number)

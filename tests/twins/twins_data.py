@@ -36,7 +36,7 @@ class SameData(Torch):
 
 @twin("data", "zero3-fp32-w2-model_mlp", "ddp-fp32-w2-model_mlp", match=TWO_LIKE, also={**PARITY, **CLIPPING})
 class SameDataAccelerate(AccelerateDriver):
-    """The same where the loader deals out what each rank would have loaded by itself."""
+    """The twin above where the loader distributes what each rank would have loaded by itself."""
 
     def dataset(self, ranks: int) -> list[dict[str, torch.Tensor]]:
         rows = super().dataset(ranks)
@@ -91,7 +91,7 @@ class SeededAnew(Torch):
 
 @twin("data", "zero2-fp32-w2-model_mlp", match=RANDOM)
 class SeededAnewZero(AccelerateDriver):
-    """The same with flat masters."""
+    """The twin above with ZeRO's flat masters."""
 
     def load(self, directory: Path) -> None:
         import torch

@@ -129,7 +129,7 @@ class ReducesInFloat32(Upcasts):
 
 
 def in_bfloat16(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same, with its moments in bfloat16 from one step to the next."""
+    """Keeps its moments in bfloat16 from one step to the next."""
     import torch
 
     def cast(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:

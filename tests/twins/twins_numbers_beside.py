@@ -32,7 +32,7 @@ class WithProduct(Torch):
     sound=SOUND,
 )
 class ProductIsLost(WithProduct):
-    """What was loaded goes on from 1, as a fresh one does."""
+    """Continues a loaded counter from 1, like a fresh one."""
 
     def load(self, directory: Path) -> None:
         super().load(directory)

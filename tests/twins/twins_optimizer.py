@@ -58,7 +58,7 @@ class MadeBeforeSharding(Torch):
     also={**IDLE, **UNCUT},
 )
 class MadeBeforeFlattening(MadeBeforeSharding):
-    """The same with FSDP1's flat parameters."""
+    """The twin above with FSDP1's flat parameters."""
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
         from torch.distributed.fsdp import FullyShardedDataParallel
@@ -98,7 +98,7 @@ class OfACopy(Torch):
 
 
 def without(optimizer: torch.optim.Optimizer, last: int) -> torch.optim.Optimizer:
-    """The same without its last parameters."""
+    """The twin above without its last parameters."""
     group = optimizer.param_groups[0]
     group["params"] = group["params"][:-last]
     return optimizer
@@ -134,7 +134,7 @@ NO_STATE = {"names": r"the optimizer of no rank keeps state for 'outlet\.bias'"}
 # The shards of so small a parameter are rounded up by more than what is missing.
 @twin("optimizer", "zero3-fp32-w2-model_mlp", match=LAST_IS_OUT, also={**PARITY, **CLIPPING, **NO_STATE})
 class OneForgottenZero(AccelerateDriver):
-    """The same with flat masters."""
+    """The twin above with ZeRO's flat masters."""
 
     def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
         return without(super().make_optimizer(model), 1)
@@ -157,7 +157,7 @@ class OneTwice(Torch):
 
 
 def with_a_group_that_rests(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same with learning rate 0 for its last parameter."""
+    """The twin above with learning rate 0 for its last parameter."""
     group = optimizer.param_groups[0]
     last: Parameter = group["params"].pop()
     optimizer.add_param_group({"params": [last], "lr": 0.0})
@@ -182,7 +182,7 @@ class NoLearningRate(Torch):
 @twin("optimizer", "fsdp1-bf16_mixed-w2-model_mlp", match=LAST_STOPS, also=PARITY)
 @twin("optimizer", "zero2-fp32-w2-model_mlp", match=LAST_STOPS, also={**PARITY, **CLIPPING})
 class NoLearningRateAccelerate(AccelerateDriver):
-    """The same with flat masters, and with FSDP1 upcasting: a parameter whose dtype changes has not moved yet."""
+    """The twin above with flat masters, and with FSDP1 upcasting: a parameter whose dtype changes has not moved yet."""
 
     def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
         return with_a_group_that_rests(super().make_optimizer(model))
@@ -234,7 +234,7 @@ class ClearedTooSoon(Torch):
     also={**PARITY, **CLIPPING},
 )
 class ClearedTooSoonZero(AccelerateDriver):
-    """The same with flat masters: a loss that does not depend on the parameters by more than a factor of zero."""
+    """The twin above with flat masters: the loss depends on the parameters by a factor of zero only."""
 
     def build(self, model: Module) -> None:
         super().build(model)

@@ -62,7 +62,7 @@ class Thawed(AccelerateDriver):
     },
 )
 class ThawedTorch(Torch):
-    """The same with plain torch."""
+    """The twin above with plain torch."""
 
     def build(self, model: Module) -> None:
         model.requires_grad_(requires_grad=True)

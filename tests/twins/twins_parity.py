@@ -52,7 +52,7 @@ class SumsMicroBatches(Torch):
 
 @twin("parity", "zero2-fp32-w2-model_mlp-grad_accum_2", match=LOSS, also=CLIPPING)
 class SumsMicroBatchesZero(AccelerateDriver):
-    """The same with flat masters."""
+    """The twin above with ZeRO's flat masters."""
 
     def build(self, model: Module) -> None:
         super().build(model)
@@ -103,7 +103,7 @@ class SumsRanks(Torch):
 
 @twin("parity", "zero1-fp32-w2-model_mlp", match=NORM, also=CLIPPING)
 class SumsRanksZero(AccelerateDriver):
-    """The same with flat masters."""
+    """The twin above with ZeRO's flat masters."""
 
     def build(self, model: Module) -> None:
         super().build(model)

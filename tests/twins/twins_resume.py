@@ -278,7 +278,7 @@ class ScheduleFromTheStart(Torch):
 
 
 def swap(states: dict[str, Any], one: str, other: str) -> dict[str, Any]:
-    """The same with two entries under each other's name."""
+    """Loads two entries of the state under each other's name."""
     return {**states, one: states[other], other: states[one]}
 
 
@@ -343,7 +343,7 @@ class TrainsAgain(Torch):
     match=r"^rank 0: the optimizer took 3 steps with gradients during the load",
 )
 class TrainsAgainZero(AccelerateDriver):
-    """The same with flat masters."""
+    """The twin above with ZeRO's flat masters."""
 
     def load(self, directory: Path) -> None:
         for number in range(3):

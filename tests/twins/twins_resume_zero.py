@@ -1,4 +1,4 @@
-"""The same under ZeRO: DeepSpeed saves and loads its flat masters on a path of its own."""
+"""Twins of ``resume`` under ZeRO: DeepSpeed saves and loads its flat masters by code of its own."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Two(Torch):
         return Together((SGD(matrices, lr=0.05, momentum=0.9), AdamW(self.of_the_second(rest, matrices), lr=1e-2)))
 
     def of_the_second(self, rest: list[Any], matrices: list[Any]) -> Iterable[Any]:
-        """What the second optimizer is given."""
+        """Return the parameters of the second optimizer."""
         return rest
 
     def make_scheduler(self, optimizer: Any, every: int = 1) -> Any:

@@ -79,7 +79,7 @@ class OptimizerOfBeforeTheSharding(Trainers):
 
 
 def _stale(optimizer: Any) -> Any:
-    """The same, with tensors that nobody computes with."""
+    """The twin above with tensors that no module computes with."""
     for group in optimizer.param_groups:
         group["params"] = [parameter.detach().clone().requires_grad_() for parameter in group["params"]]
     return optimizer
@@ -206,7 +206,7 @@ class RoundsOnTheWay(SavesOther):
     also=dict.fromkeys(("names", "parity", "clipping"), _LATE),
 )
 class NoticesAtTheFirstCheckpoint(Trainers):
-    """What cannot work is found out when it is too late: https://github.com/huggingface/transformers/issues/36626."""
+    """Refuses too late, at the first checkpoint: https://github.com/huggingface/transformers/issues/36626."""
 
     def own(self) -> dict[str, Any]:
         def late(trainer: Any, *arguments: Any, **named: Any) -> None:

@@ -37,7 +37,7 @@ class OneUnit(Torch):
 
 @twin("units", "fsdp1-fp32-w2-model_mlp", match=UNCUT["units"])
 class OneUnitAccelerate(Accelerate):
-    """The same by accelerate's plugin, which then says nothing."""
+    """The twin above by accelerate's plugin, which does not report it."""
 
     def settings(self, precision: Precision, cell: Cell) -> Mapping[str, Any]:
         settings = super().settings(precision, cell)
@@ -137,7 +137,7 @@ class FallsBack(Torch):
 
 @twin("units", "zero1-fp32-w2-model_mlp-compile_aot_eager", match=UNCOMPILED)
 class FallsBackZero(AccelerateDriver):
-    """The same with flat masters."""
+    """The twin above with ZeRO's flat masters."""
 
     def build(self, model: Module) -> None:
         import torch
@@ -167,7 +167,7 @@ class CompilesOneBlock(Torch):
     match=r"rank 0: 'frozen\.weight' is sharded \((DTensor|FSDP1 shard), \S.*\); it was to be left out of the sharding",
 )
 class IgnoresNothing(Torch):
-    """What is to be left out of the sharding is sharded like all else."""
+    """Shards a module that should be excluded."""
 
     @property
     def wrap_spec(self) -> WrapSpec:

@@ -42,7 +42,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def imported(here: Path, text: str, **others: str) -> Findings:
-    """What is found while a module with that text is imported, beside other modules."""
+    """Return the findings of importing a module with that text, beside other modules."""
     for name, source in {NAME: text, **others}.items():
         (here / f"{name}.py").write_text(source, encoding="utf-8")
         sys.modules.pop(name, None)
@@ -208,7 +208,7 @@ def test_and_a_function_of_another_module_which_may_keep_what_it_read(here: Path
 
 
 def test_a_library_may_read_the_clock_but_not_which_rank_it_is_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``pip install --target`` puts into a directory of its own is a library too."""
+    """A package that ``pip install --target`` installed elsewhere is a library too."""
     site = here / "site"
     (site / "library-1.0.dist-info").mkdir(parents=True)
     monkeypatch.syspath_prepend(site)

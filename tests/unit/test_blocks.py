@@ -20,8 +20,8 @@ def test_trainer_is_told_of_them(strategy: str) -> None:
     class Other(TrainerDriver):
         blocks = ("BertLayer", "BertPooler")
 
-    told = Other(Cell(strategy, "fp32", 2), WORLD)._backend_config()[0]
-    assert told["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["BertLayer", "BertPooler"]
+    names = Other(Cell(strategy, "fp32", 2), WORLD)._backend_config()[0]
+    assert names["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["BertLayer", "BertPooler"]
 
 
 @pytest.mark.parametrize("driver", ["accelerate:AccelerateDriver", "torch:TorchDriver"])

@@ -28,11 +28,11 @@ def test_an_id_reads_aloud_and_back(cell: Cell, cell_id: str) -> None:
 
 
 def test_options_at_their_default_are_left_out() -> None:
-    told = Cell.of("ddp", "fp32", model="llama", compile=False)
-    assert told == Cell("ddp", "fp32")
-    assert hash(told) == hash(Cell("ddp", "fp32"))
-    assert Cell.parse("ddp-fp32-w2-model_llama-no_compile") == told
-    assert (told.option("model"), told.option("compile")) == ("llama", False)
+    cell = Cell.of("ddp", "fp32", model="llama", compile=False)
+    assert cell == Cell("ddp", "fp32")
+    assert hash(cell) == hash(Cell("ddp", "fp32"))
+    assert Cell.parse("ddp-fp32-w2-model_llama-no_compile") == cell
+    assert (cell.option("model"), cell.option("compile")) == ("llama", False)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -101,8 +101,8 @@ def test_asking_for_an_unknown_option() -> None:
 
 
 def test_equal_cells_have_one_id() -> None:
-    told: Any = 1
-    assert Cell.of("ddp", "fp32", compile=told).id == Cell.of("ddp", "fp32", compile=True).id
+    cell: Any = 1
+    assert Cell.of("ddp", "fp32", compile=cell).id == Cell.of("ddp", "fp32", compile=True).id
 
 
 def ids(matrix: Matrix) -> list[str]:

@@ -24,7 +24,7 @@ BELOW = '  File "a/pytest_distcompat/launch/rank.py", line 9 in main\n  File "b.
 
 @dataclass
 class Rank:
-    """What one rank leaves behind."""
+    """Return the record that one rank leaves."""
 
     record: str = ""
 

@@ -1,4 +1,4 @@
-"""What is said of a change that a test leaves: which variable, thread or handler."""
+"""Descriptions of a change that a test leaves: which variable, thread or handler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ THREAD = threading.Thread(name="poller")
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "told"),
+    ("was", "now", "message"),
     [
         ({}, {"FOO": "x"}, " (FOO set to 'x')"),
         ({"FOO": "x", "A": "1"}, {"FOO": "y" * 50}, f" (A removed, FOO set to '{'y' * 39}...)"),
@@ -30,8 +30,8 @@ THREAD = threading.Thread(name="poller")
         ({}, {"FOO": "\udcff"}, " (FOO set to '\\udcff')"),
     ],
 )
-def test_what_changed(was: Any, now: Any, told: str) -> None:
-    assert described("it", was, now) == f"it{told}"
+def test_what_changed(was: Any, now: Any, message: str) -> None:
+    assert described("it", was, now) == f"it{message}"
 
 
 def test_items_that_have_names_by_their_place() -> None:

@@ -1,4 +1,4 @@
-"""What an adopter may declare, and which cells it covers."""
+"""Declarations of an adopter, and which cells they cover."""
 
 from __future__ import annotations
 

@@ -121,8 +121,8 @@ def test_of_two_known_failures_each_must_show() -> None:
     for declared in ((MASTERS, stale), (stale, MASTERS)):
         found = verdict(toy("bfloat16 masters"), *declared)
         assert (found.status, found.reason, found.ok) == ("fixed?", "org/repo#2", False)
-        told = f"fails as declared ({MASTERS}), and not as declared besides: fixed? Then remove {stale}"
-        assert found.message == f"{told}\n\nbfloat16 masters"
+        message = f"fails as declared ({MASTERS}), and not as declared besides: fixed? Then remove {stale}"
+        assert found.message == f"{message}\n\nbfloat16 masters"
         # What broke off before it could show may be there still.
         assert verdict(toy(), *declared, end=ended("raised", "step", "masters")).status == "known"
         # A new bug is told before one that is gone.

@@ -116,7 +116,7 @@ def test_it_concerns_only_drivers_that_stand_on_the_library(write: Write) -> Non
         (ENTRY + "also = '('", "also='\\(' is no regular expression"),
         (
             ENTRY + "kind = 'refuses'\nalso = 'stale'",
-            "also is for what checks find; kind 'refuses' is told by one error",
+            "also is for what checks find; kind 'refuses' has one error",
         ),
         (ENTRY + ENTRY, "more than one issue has the id 'one'"),
         ("issue = [", "known issues .*mine.toml"),

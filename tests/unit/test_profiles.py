@@ -59,8 +59,8 @@ def test_smoke_stays_inside_the_matrix() -> None:
 def test_smoke_asks_a_costly_check_of_one_cell_and_the_others_say_so() -> None:
     ddp, fsdp2, zero3 = (Cell(strategy, "fp32") for strategy in ("ddp", "fsdp2", "zero3"))
     asked = {ddp: ["names", "reshard"], fsdp2: ["names", "reshard"], zero3: ["names"]}
-    told = "the smoke profile asks it of fsdp2-fp32-w2 only"
-    assert left_out("smoke", asked, ["reshard", "paths"]) == {(ddp, "reshard"): told}
+    message = "the smoke profile asks it of fsdp2-fp32-w2 only"
+    assert left_out("smoke", asked, ["reshard", "paths"]) == {(ddp, "reshard"): message}
     assert not left_out("default", asked, ["reshard", "paths"])
 
 

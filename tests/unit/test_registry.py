@@ -56,7 +56,7 @@ def test_a_check_says_what_to_do_if_it_fails(name: str) -> None:
 
 
 class Thing:
-    """What the registry of the tests below holds."""
+    """Item of the registry in the tests below."""
 
     def __init__(self, name: str, order: int = 0) -> None:
         self.name, self.order = name, order

@@ -21,7 +21,7 @@ from pytest_distcompat.strategies import STRATEGIES, WrapSpec
 
 
 def said(cell: str, release: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the cell's strategy tells TrainingArguments of that release, and the environment."""
+    """Return the TrainingArguments and environment of the cell's strategy in that release."""
     parsed = Cell.parse(cell)
     strategy = STRATEGIES.get(parsed.strategy)
     assert strategy.transformers is not None
@@ -69,9 +69,9 @@ def test_transformers_4_hears_of_fsdp2_from_the_environment_alone() -> None:
 
 
 def test_weights_of_one_rank_are_given_to_all_where_they_are_asked_for() -> None:
-    told = "sync_module_states"
-    assert said("fsdp2-fp32-w2-cpu_ram_efficient_loading", "5.5.4")[0]["fsdp_config"][told] is True
-    assert said("fsdp2-fp32-w2", "5.5.4")[0]["fsdp_config"][told] is False
+    message = "sync_module_states"
+    assert said("fsdp2-fp32-w2-cpu_ram_efficient_loading", "5.5.4")[0]["fsdp_config"][message] is True
+    assert said("fsdp2-fp32-w2", "5.5.4")[0]["fsdp_config"][message] is False
 
 
 @pytest.fixture
@@ -114,8 +114,8 @@ def test_nor_is_its_checkpoint_loaded_by_what_it_cannot_say(installed: Callable[
     cell, not_applicable = Cell.parse("fsdp1-fp32-w2"), CHECKS.get("portable").not_applicable
     assert not_applicable(cell, TrainerDriver) is None
     installed({"transformers": "4.50.3"})
-    told = "fsdp2 cannot go on from it: transformers>=4.51 is needed for this cell, 4.50.3 is installed"
-    assert not_applicable(cell, TrainerDriver) == told
+    message = "fsdp2 cannot go on from it: transformers>=4.51 is needed for this cell, 4.50.3 is installed"
+    assert not_applicable(cell, TrainerDriver) == message
 
 
 def test_what_an_old_release_can_say_is_run(installed: Callable[..., None]) -> None:

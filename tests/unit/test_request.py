@@ -1,4 +1,4 @@
-"""What a rank writes, read back by whoever watches it."""
+"""Rank logs, written and read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks find that are started again by hand."""
+"""Files that ranks find when a user starts them again by hand."""
 
 from __future__ import annotations
 

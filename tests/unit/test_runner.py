@@ -31,7 +31,7 @@ class Ranks(WithoutProcesses):
         if "save" in run["actions"]:
             (Path(request.payload["save_to"]) / "shard").write_text("whole", encoding="utf-8")
         broken = self.broken.get(run["name"], "")
-        events = {rank: list(told(run, rank, broken)) for rank in range(request.world_size)}
+        events = {rank: list(rank_events(run, rank, broken)) for rank in range(request.world_size)}
         for rank, said in events.items():
             with contextlib.closing(RankLog(request.directory, rank)) as log:
                 for event in said:
@@ -44,7 +44,7 @@ class Ranks(WithoutProcesses):
         return [(request.payload["run"]["name"], request.payload["cell"]) for request in self.requests]
 
 
-def told(run: dict[str, Any], rank: int, broken: str) -> Iterator[Event]:
+def rank_events(run: dict[str, Any], rank: int, broken: str) -> Iterator[Event]:
     for index, action in enumerate(run["actions"]):
         yield Action(action, index)
         if action == broken:
@@ -199,13 +199,13 @@ def test_what_a_run_leaves_of_its_ranks_has_the_cause_first(tmp_path: Path) -> N
         RankEnd(2, "stuck", "was still running", stack=stack, output="words"),
         RankEnd(3, "done"),
     )
-    told = rank_reports(Ending(ends, {}))
-    assert [(one["rank"], one["status"], one["text"]) for one in told] == [
+    reports = rank_reports(Ending(ends, {}))
+    assert [(one["rank"], one["status"], one["text"]) for one in reports] == [
         (1, "raised", "--- rank 0: fake ---\nValueError: no"),
         (2, "stuck", ""),
         (0, "lost peer", "Traceback"),
     ]
-    assert ("mine.py" in told[1]["stack"], told[1]["output"]) == (True, "words")
+    assert ("mine.py" in reports[1]["stack"], reports[1]["output"]) == (True, "words")
     assert rank_reports(Ending((RankEnd(0, "done"),), {})) == []
 
 

@@ -1,4 +1,4 @@
-"""What a rank tells the trainer to do, and what it says of one that does otherwise; no process group, no probe."""
+"""Plans that a rank hands to the trainer, and errors for a trainer that departs from them; no process group, no probe."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ class Five(Driver):
 
 
 class Callbacks(Five):
-    """A trainer that does all actions in one call, and tells of ``told``."""
+    """A trainer that does all actions in one call, and reports ``reported``."""
 
-    told: tuple[str, ...] = ()
+    reported: tuple[str, ...] = ()
     plans: tuple[Plan, ...] = ()
 
     def train(self, model: Any, plan: Plan, report: OnAction) -> None:
         self.plans = (*self.plans, plan)
-        for action in self.told or plan.actions:
+        for action in self.reported or plan.actions:
             report(action, 0.5) if action == "step" else report(action)
 
 
@@ -188,26 +188,26 @@ def test_single_operators_are_seen_in_as_few_steps_as_will_do(
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("reported", "message"),
     [
-        (("step",), "told of 'step'; the next action of the plan is 'build'"),
-        (("build", "save"), "told of 'save'; the next action of the plan is 'step'"),
-        (("build", "step", "step"), "told of 'step'; the next action of the plan is 'save'"),
-        (("build", "step", "save", "step", "step"), "told of 'step'; the plan is done"),
-        (("build", "step", "save", "step", "export"), "told of 'export'; the plan is done"),
+        (("step",), "reported 'step'; the next action of the plan is 'build'"),
+        (("build", "save"), "reported 'save'; the next action of the plan is 'step'"),
+        (("build", "step", "step"), "reported 'step'; the next action of the plan is 'save'"),
+        (("build", "step", "save", "step", "step"), "reported 'step'; the plan is done"),
+        (("build", "step", "save", "step", "export"), "reported 'export'; the plan is done"),
         (("build", "step", "save"), "came back before 'step' was seen"),
         (("build",), "came back before 'step' was seen"),
     ],
 )
-def test_a_trainer_that_does_not_keep_to_the_plan(listens: Listens, told: tuple[str, ...], message: str) -> None:
+def test_a_trainer_that_does_not_keep_to_the_plan(listens: Listens, reported: tuple[str, ...], message: str) -> None:
     with pytest.raises(RuntimeError, match=rf"^the driver's train\(\) {message}"):
-        live(Callbacks, SHORT, listens, told=told)
+        live(Callbacks, SHORT, listens, reported=reported)
 
 
 def test_one_that_goes_on_when_the_run_is_over(listens: Listens) -> None:
-    told = ("build", "load", "step", "step", "step")
-    with pytest.raises(RuntimeError, match=r"told of 'step'; the plan is done"):
-        live(Callbacks, RESUME_RUN, listens, told=told)
+    reported = ("build", "load", "step", "step", "step")
+    with pytest.raises(RuntimeError, match=r"reported 'step'; the plan is done"):
+        live(Callbacks, RESUME_RUN, listens, reported=reported)
 
 
 def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ class KnownIssue:
         reason = f"{self.reason} ({self.link})" if self.link else self.reason
         make, texts = KINDS[self.kind], {"match": self.match, "reason": reason}
         if self.also and "refuse" in self.kind:
-            raise UsageProblem(f"also is for what checks find; kind {self.kind!r} is told by one error")
+            raise UsageProblem(f"also is for what checks find; kind {self.kind!r} has one error")
         if self.also:
             texts["also"] = self.also
         made = [make(check, **texts, **cells) for check in self.check for cells in self.cells]

@@ -41,7 +41,7 @@ EVERY_TEST = ""
 
 @dataclass
 class Findings:
-    """What was read or made at import.
+    """One thing that a module read or created at import.
 
     Attributes:
         made: The first finding, as one sentence, by the file of the test module that it concerns, or ``EVERY_TEST``.
@@ -347,12 +347,12 @@ class Watch:
         return False
 
 
-#: What is told of a variable of the environment: its name, empty where the whole environment is read, and the frame.
-_Tell = Callable[[str, "FrameType | None"], None]
+#: A callback for a variable of the environment: its name, empty where the whole environment is read, and the frame.
+_OnVariable = Callable[[str, "FrameType | None"], None]
 
 
 @contextlib.contextmanager
-def environment_read(read: _Tell, written: _Tell = lambda _, __: None) -> Iterator[None]:
+def environment_read(read: _OnVariable, written: _OnVariable = lambda _, __: None) -> Iterator[None]:
     """Call ``read`` for each variable of the environment that the block reads, ``written`` for each that it sets or removes."""
     with contextlib.ExitStack() as undo:
         for environ in (os.environ, os.environb):
@@ -361,7 +361,7 @@ def environment_read(read: _Tell, written: _Tell = lambda _, __: None) -> Iterat
         yield
 
 
-def _watch_environment(environ: Any, read: _Tell, written: _Tell) -> None:
+def _watch_environment(environ: Any, read: _OnVariable, written: _OnVariable) -> None:
     ordinary = type(environ)
 
     class Watched(ordinary):  # type: ignore[misc, valid-type]  # os.environ's own class
@@ -535,7 +535,7 @@ def _installed_in(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _listed(description: Path) -> Iterator[str]:
-    """What a distribution has installed beside its description, packages with a separator behind them; without a list, all.
+    """Return the paths that a distribution installed, packages with a separator behind them; without a list, all.
 
     https://packaging.python.org/en/latest/specifications/recording-installed-packages/#the-record-file
     """

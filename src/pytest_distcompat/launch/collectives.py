@@ -48,7 +48,7 @@ class Collective:
 
     @property
     def signature(self) -> tuple[str, str]:
-        """What all ranks of the group must agree on: the operation and, for most, the tensors."""
+        """Return what all ranks of the group must agree on: the operation and, for most, the tensors."""
         return self.name, "" if self.name.startswith(_UNEVEN) else self.tensors
 
 

@@ -1,4 +1,4 @@
-"""What a signal that killed a rank usually means, and what the rank and the kernel recorded before."""
+"""Usual causes of the signal that killed a rank, and what the rank and the kernel recorded before."""
 
 from __future__ import annotations
 

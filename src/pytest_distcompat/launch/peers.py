@@ -1,4 +1,4 @@
-"""Exceptions that only say that another rank is gone, told apart from those that are a cause.
+"""Tell exceptions that only say that another rank is gone from those that are a cause.
 
 A rank decides it, where the exception itself is at hand: a test may raise what it likes, in any words.
 """

@@ -101,7 +101,7 @@ class ProcessState:
             "timers": [any(signal.getitimer(timer)) for timer in _TIMERS],
             "resource limits": list(map(resource.getrlimit, _RESOURCES)),
             "user, group and session": (os.getresuid(), os.getresgid(), os.getgroups(), os.getpgid(0), os.getsid(0)),
-            "what the kernel was told by prctl": _kernel_settings(),
+            "prctl settings": _kernel_settings(),
             "how numbers are rounded": _libm.fegetround(),
             "which operations on numbers raise a signal": _libm.fegetexcept(),
             "its personality and its turn to be killed": (_libc.personality(_READ_PERSONALITY), _oom_score()),

@@ -112,7 +112,7 @@ def interpreter() -> list[str]:
 
 @dataclass(frozen=True)
 class Warmth:
-    """What the fork servers have ready: imported modules, and the result of one call.
+    """Work that the fork servers do beforehand: modules to import, and one call whose result ranks get.
 
     Attributes:
         modules: What is imported.

@@ -83,7 +83,7 @@ class Store:
 
 
 class ReusedRank:
-    """What this process keeps from one request to the next.
+    """State that this process keeps from one request to the next.
 
     Args:
         directory: The directory of its run.

@@ -21,7 +21,7 @@ _RANKS = re.compile(r"\branks (\d+)")
 
 
 class Verdict(Protocol):
-    """What a result and a change have in common."""
+    """Fields that a result and a change share."""
 
     @property
     def driver(self) -> str:

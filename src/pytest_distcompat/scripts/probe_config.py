@@ -12,7 +12,7 @@ _FILE = "probe.json"
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """What the probe records in each rank of a script.
+    """Configuration of the probe: what it records in each rank of a script.
 
     Attributes:
         steps: How many optimizer steps, from the first, are recorded in full: values, dtypes, collectives, inputs. Of later

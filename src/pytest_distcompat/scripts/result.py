@@ -49,7 +49,7 @@ class ScriptRun:
         cell: What should have been running, None if ``launch`` was given no strategy.
         directory: Holds the logs and the snapshots of the ranks.
         device: ``cpu`` or ``cuda``.
-        output: Where the script should leave its model, None if ``launch`` was not told.
+        output: Where the script should leave its model, None if ``launch`` got no ``output``.
         saved_name: Returns the unwrapped name of a key in the script's files.
 
     """
@@ -164,7 +164,7 @@ class ScriptRun:
 
     def _verdict(self, name: str) -> Verdict:
         if self.cell is None and name != FINAL_MODEL_CHECK:
-            raise UsageProblem(f"check {name!r}: launch(strategy=...) was not told what is to be running")
+            raise UsageProblem(f"check {name!r}: launch() got no strategy, so nothing says what should run")
         cell = self.cell or Cell("ddp", "fp32", self.trace.world_size)
         if self.failed:
             # A check of a failed run has the status of the run.

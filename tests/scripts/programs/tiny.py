@@ -1,4 +1,4 @@
-"""What the programs train: a tiny Llama, and rows of numbers that follow one another."""
+"""Model and data of the programs: a tiny Llama, and rows of consecutive numbers."""
 
 import torch
 from torch.utils.data import Dataset

@@ -1,4 +1,4 @@
-"""What accelerate's ``execute_subprocess_async`` makes of two commands; says it in JSON.
+"""Run two commands by accelerate's ``execute_subprocess_async`` and print the results as JSON.
 
 ``sleep``: one that outlives its time limit and then leaves a file. ``killed``: one that is killed by SIGKILL.
 """

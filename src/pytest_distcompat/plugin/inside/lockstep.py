@@ -137,7 +137,7 @@ class Lockstep:
 
     @property
     def in_phase(self) -> bool:
-        """Whether this rank is in a phase."""
+        """Return whether this rank is in a phase."""
         return self._step is not None
 
     # Phase by phase.

@@ -49,7 +49,7 @@ class Mark:
 
     @property
     def has_cells(self) -> bool:
-        """Whether the test runs once for each of several cells."""
+        """Return whether the test runs once for each of several cells."""
         return bool(self.strategies or self.precisions or self.options)
 
 

@@ -1,4 +1,4 @@
-"""What an accelerate would be that loads a checkpoint wrongly: the ways that accelerate's checkpoint script calls green."""
+"""Make accelerate load a checkpoint wrongly, in the ways that its own checkpoint script does not notice."""
 
 import os
 from typing import Any

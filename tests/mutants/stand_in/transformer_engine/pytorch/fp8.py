@@ -1,4 +1,4 @@
-"""What the hardware can do: nothing."""
+"""Capabilities of the hardware: none."""
 
 from __future__ import annotations
 

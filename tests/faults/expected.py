@@ -1,4 +1,4 @@
-"""What the report of a faulty test is to say, at whatever world size, and how soon."""
+"""Expected reports of faulty tests at any world size, and how soon they come."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LATE = 60.0
 
 
 @dataclass(frozen=True)
-class Told:
+class Expected:
     """Which ranks are the causes (those below 0 are counted from the last one), the first line, more lines, who is folded."""
 
     causes: tuple[int, ...]
