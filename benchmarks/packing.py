@@ -3,8 +3,6 @@
 ``python benchmarks/packing.py [--workers 8] [--scale 0.05] [--dist load] [--seed 0]`` prints a Markdown table: how long the
 GPUs were wanted, against the ideal, in xdist's own order, packed without any knowledge, and packed by what the run before
 took; then the schedule of the last. A test lasts 5 to 60 seconds times ``--scale``.
-
-``python benchmarks/packing.py --simulate 100`` prints what the simulation says of so many seeds, and takes half a minute.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import argparse
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,7 +18,7 @@ from pathlib import Path
 
 from machine import measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
-from pytest_distcompat.lease import Demand, Span, busy, chart, pack, read_timeline, simulate
+from pytest_distcompat.lease import Demand, Span, busy, chart, read_timeline
 from pytest_distcompat.lease.packing import ideal
 
 STAND_IN = Path(__file__).parents[1] / "tests" / "leases"
@@ -53,22 +50,6 @@ def forty(seed: int, scale: float) -> list[Demand]:
     return [Demand(f"test[{number}-w{size}]", size, round(seconds, 3)) for number, (size, seconds) in enumerate(sizes)]
 
 
-def simulated(seeds: int) -> None:
-    """Makespan over the ideal, median and worst, for several numbers of workers."""
-    print("| workers | given order | packed, nothing known | packed, all known |\n| --- | --- | --- | --- |")
-    for workers in (4, 8, 16):
-        found: list[list[float]] = [[], [], []]
-        for seed in range(seeds):
-            demands = {demand.id: demand for demand in forty(seed, 1.0)}
-            unknown = [Demand(demand.id, demand.world_size) for demand in demands.values()]
-            orders = [demands.values(), pack(unknown, 8, workers), pack(demands.values(), 8, workers)]
-            for ratios, order in zip(found, orders, strict=True):
-                schedule = simulate([demands[demand.id] for demand in order], 8, workers)
-                ratios.append(schedule.makespan / schedule.ideal)
-        cells = [f"{statistics.median(ratios):.2f}, at worst {max(ratios):.2f}" for ratios in found]
-        print(f"| {workers} | {' | '.join(cells)} |", flush=True)
-
-
 def run(directory: Path, workers: int, dist: str) -> list[Span]:
     environment = {**os.environ, "TMPDIR": str(directory), "PYTHONPATH": str(STAND_IN)}
     for name in ("CUDA_VISIBLE_DEVICES", "PYTEST_ADDOPTS"):
@@ -93,11 +74,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=0.05)
     parser.add_argument("--dist", choices=("load", "worksteal"), default="load")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--simulate", type=int, default=0, metavar="SEEDS")
     arguments = parser.parse_args()
-    if arguments.simulate:
-        simulated(arguments.simulate)
-        return
     print(f"{measured_on('pytest', 'pytest-xdist')}\n")
     demands = forty(arguments.seed, arguments.scale)
     best = ideal(demands, 8, arguments.workers)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_distcompat.engine import check_driver
     from pytest_distcompat.expect import fails, refuses
     from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
-    from pytest_distcompat.judge import Verdict
+    from pytest_distcompat.status import Verdict
     from pytest_distcompat.suite import CompatSuite
     from pytest_distcompat.trace import Trace
     from pytest_distcompat.world import World
@@ -55,7 +55,7 @@ _HOME = {
     "Driver": "drivers",
     "check_driver": "engine",
     "Trace": "trace",
-    "Verdict": "judge",
+    "Verdict": "status",
     "World": "world",
 }
 __getattr__ = lazily(__name__, _HOME)

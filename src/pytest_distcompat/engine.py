@@ -17,7 +17,7 @@ from pytest_distcompat.drivers import find_driver, preload_of
 from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import UsageProblem
-from pytest_distcompat.judge import Verdict, judge, skipped
+from pytest_distcompat.judge import judge, skipped
 from pytest_distcompat.known import applying, concerned, shipped
 from pytest_distcompat.launch import WarmLauncher, Warmth
 from pytest_distcompat.launch.request import Request, import_path
@@ -25,6 +25,7 @@ from pytest_distcompat.lease import Pool, cpu_slots, gpus
 from pytest_distcompat.leased import LeasedLauncher
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.runner import Runner
+from pytest_distcompat.status import Verdict
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:

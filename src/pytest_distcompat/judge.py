@@ -4,40 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import Check
 from pytest_distcompat.checks._base import message
 from pytest_distcompat.expect import Expectation, fails, refuses
-from pytest_distcompat.status import Status
+from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import RunFailure, RunTrace, Trace
 
 #: What differs between failures of one cause, and what a regular expression would have to escape.
 _VARIABLE = re.compile(r"[^\w\s,;:'\"/=<>-]+|\branks? \d+|\b\d\w*")
 #: The longest ``match`` of a declaration to paste, in characters.
 _LONGEST_MATCH = 240
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Outcome of one check in one cell, and its reason.
-
-    ``reasons`` has the reason of each bug that makes it known, ``reason`` joins them.
-    """
-
-    check: str
-    cell: str
-    status: Status
-    message: str = ""
-    reason: str = ""
-    reasons: tuple[str, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        """Tell whether it is a success; a known failure is none."""
-        return self.status.ok
 
 
 def skipped(check: str, cell: Cell, reason: str) -> Verdict:

@@ -1,7 +1,8 @@
-"""Statuses of verdicts: their words, styles and weights."""
+"""Verdicts, and their statuses: words, styles and weights."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -62,3 +63,23 @@ class Status(str, Enum):
     def ok(self) -> bool:
         """Tell whether it is a success; a known failure is none."""
         return self.style == "good"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of one check in one cell, and its reason.
+
+    ``reasons`` has the reason of each bug that makes it known, ``reason`` joins them.
+    """
+
+    check: str
+    cell: str
+    status: Status
+    message: str = ""
+    reason: str = ""
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Tell whether it is a success; a known failure is none."""
+        return self.status.ok

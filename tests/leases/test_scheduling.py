@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.leases.simulation import simulate
 
-from pytest_distcompat.lease import Demand, pack, simulate
+from pytest_distcompat.lease import Demand, pack
 from pytest_distcompat.lease.packing import ideal
 from pytest_distcompat.lease.tickets import Ticket, ahead
 

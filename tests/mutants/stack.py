@@ -14,11 +14,12 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.engine import run_check
-from pytest_distcompat.judge import Verdict, skipped
+from pytest_distcompat.judge import skipped
 from pytest_distcompat.known import applying, concerned, shipped
 from pytest_distcompat.launch import LAUNCHERS, Warmth
 from pytest_distcompat.models import MODELS
 from pytest_distcompat.runner import Runner
+from pytest_distcompat.status import Verdict
 
 
 @dataclass(frozen=True)

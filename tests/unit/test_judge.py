@@ -9,9 +9,9 @@ import pytest
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import Check
 from pytest_distcompat.expect import Expectation, fails, may_fail, may_refuse, refuses
-from pytest_distcompat.judge import Verdict, declaration, judge, skipped
+from pytest_distcompat.judge import declaration, judge, skipped
 from pytest_distcompat.scenario import RESUME, RESUME_RUN, TRAIN, TRAIN_RUN, Run
-from pytest_distcompat.status import Status
+from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import RunFailure, RunTrace, Snapshot, Trace
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pytest_distcompat.failures import UsageProblem
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.driver import Driver
-    from pytest_distcompat.judge import Verdict
+    from pytest_distcompat.status import Verdict
     from pytest_distcompat.trace import RunTrace, Trace
 
 

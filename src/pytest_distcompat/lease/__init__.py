@@ -7,7 +7,7 @@ requests.
 
 from pytest_distcompat.lease.inventory import Inventory, cpu_slots, gpus, here
 from pytest_distcompat.lease.memory import Leak, Memory
-from pytest_distcompat.lease.packing import Demand, Schedule, pack, simulate
+from pytest_distcompat.lease.packing import Demand, pack
 from pytest_distcompat.lease.pool import Lease, LeaseTimeout, Pool, default_directory
 from pytest_distcompat.lease.timeline import Instant, Span, busy, chart, entries, gaps, read_timeline
 from pytest_distcompat.lease.watch import Holder
@@ -22,7 +22,6 @@ __all__ = [
     "LeaseTimeout",
     "Memory",
     "Pool",
-    "Schedule",
     "Span",
     "busy",
     "chart",
@@ -34,5 +33,4 @@ __all__ = [
     "here",
     "pack",
     "read_timeline",
-    "simulate",
 ]

@@ -20,9 +20,9 @@ from pytest_distcompat.status import Status
 
 if TYPE_CHECKING:
     from pytest_distcompat.cell import Cell
-    from pytest_distcompat.judge import Verdict
     from pytest_distcompat.known import KnownIssue
     from pytest_distcompat.plugin.marked.outcome import Outcome
+    from pytest_distcompat.status import Verdict
 
 #: The attribute of a report that carries the ``AppliedIssues`` of an item from an xdist worker to the controller.
 ATTRIBUTE = "distcompat_declared"

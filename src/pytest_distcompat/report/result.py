@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from pytest_distcompat.status import Status
+from pytest_distcompat.status import Status, Verdict
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,17 @@ class Result:
     reproduce: str = ""
     teardown: str = ""
     ended_run: str = ""
+
+    @classmethod
+    def of(cls, verdict: Verdict, suite: str, driver: str, **more: Any) -> Result:
+        """Return the result of an item with that verdict. Its status is a plain text, as reports and xdist have it."""
+        told = verdict.message, verdict.reason
+        return cls(suite, driver, verdict.cell, verdict.check, verdict.status.value, *told, **more)
+
+    @property
+    def place_of_cell(self) -> tuple[str, str, str, str]:
+        """The first fields of its ``Row``."""
+        return self.suite, self.driver, self.cell, self.place
 
     @property
     def word(self) -> str:

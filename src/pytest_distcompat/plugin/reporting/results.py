@@ -14,6 +14,7 @@ import pytest
 
 from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.nodeids import strip_group
@@ -138,14 +139,12 @@ class Results:
         report.user_properties.extend(self._properties(nodeid, report))
 
     def _record_verdict(self, data: dict[str, Any], report: pytest.TestReport) -> None:
-        of_row = {name: data[name] for name in ("not_applicable", "cost")}
-        of_result = {name: value for name, value in data.items() if name not in of_row}
-        if of_result["rank"] is None:
-            of_result["rank"] = rank_of_cause(data["message"])
-        result = self.results[data["nodeid"]] = Result(**of_result, seconds=report.duration)
+        result, new = decode(Result, data["result"]), decode(Row, data["row"])
+        rank = rank_of_cause(result.message) if result.rank is None else result.rank
+        result = self.results[result.nodeid] = dataclasses.replace(result, rank=rank, seconds=report.duration)
         row = self._row(result)
-        row.not_applicable.update(of_row["not_applicable"])
-        row.cost.update(of_row["cost"])
+        row.not_applicable.update(new.not_applicable)
+        row.cost.update(new.cost)
 
     def _record_without_verdict(self, nodeid: str, report: pytest.TestReport) -> None:
         """Record an item that failed or was skipped outside its check: in a fixture, or because its worker died."""
@@ -171,8 +170,7 @@ class Results:
         self._row(result)
 
     def _row(self, result: Result) -> Row:
-        new = Row(result.suite, result.driver, result.cell, result.place)
-        return self.cells.setdefault(f"{result.place}:{result.cell}", new)
+        return self.cells.setdefault(f"{result.place}:{result.cell}", Row(*result.place_of_cell))
 
     def _properties(self, nodeid: str, report: pytest.TestReport) -> list[tuple[str, object]]:
         """Return the properties of a distributed test: cell, driver, check, status, rank of the cause, versions."""

@@ -21,7 +21,7 @@ from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.engine import not_applicable, run_check
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
-from pytest_distcompat.judge import Verdict, declaration, skipped
+from pytest_distcompat.judge import declaration, skipped
 from pytest_distcompat.known import concerned
 from pytest_distcompat.plugin import scripted
 from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
@@ -34,7 +34,8 @@ from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.plugin.suite.declared_names import check_names
 from pytest_distcompat.plugin.suite.output import sections
 from pytest_distcompat.precisions import PRECISIONS
-from pytest_distcompat.status import Status
+from pytest_distcompat.report import Result, Row
+from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.suite import CompatSuite
 
@@ -209,22 +210,17 @@ class BoundCase:
         __tracebackhide__ = True
         verdict, command = self._verdict()
         case = self.case
-        self.item.stash[VERDICT] = {
-            "suite": case.suite.__name__,
-            "driver": case.suite.driver,
-            "cell": verdict.cell,
-            "check": verdict.check,
-            # execnet carries plain strings only.
-            "status": verdict.status.value,
-            "message": verdict.message,
-            "reason": verdict.reason,
-            "nodeid": strip_group(self.item.config, self.item.nodeid),
-            "rank": self._rank,
-            "ended_run": self._ended_run,
-            "reproduce": self.item.config.stash[SESSION].reproduce(self.item),
-            "not_applicable": dict(case.not_applicable),
-            "cost": self._cost,
-        }
+        result = Result.of(
+            verdict,
+            case.suite.__name__,
+            case.suite.driver,
+            nodeid=strip_group(self.item.config, self.item.nodeid),
+            rank=self._rank,
+            ended_run=self._ended_run,
+            reproduce=self.item.config.stash[SESSION].reproduce(self.item),
+        )
+        row = Row(*result.place_of_cell, not_applicable=dict(case.not_applicable), cost=self._cost)
+        self.item.stash[VERDICT] = {"result": dataclasses.asdict(result), "row": dataclasses.asdict(row)}
         if verdict.status is Status.SKIPPED:
             pytest.skip(verdict.reason)
         if verdict.status is Status.KNOWN:
