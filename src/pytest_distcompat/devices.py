@@ -69,6 +69,16 @@ def used_memory(ids: Sequence[str]) -> dict[str, int]:
     return found
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """Return the compute capability of the first visible GPU, ``(9, 0)``; None if NVML does not know it."""
+    with _nvml() as nvml:
+        for uuid in visible_ids()[:1] if nvml else ():
+            with contextlib.suppress(nvml.NVMLError):
+                major, minor = nvml.nvmlDeviceGetCudaComputeCapability(nvml.nvmlDeviceGetHandleByUUID(uuid))
+                return int(major), int(minor)
+    return None
+
+
 def _query_each_gpu(function: str) -> list[str]:
     with _nvml() as nvml:
         found = []

@@ -117,6 +117,7 @@ class MadeUpNvml(types.ModuleType):
         self.nvmlDeviceGetGpuInstanceId = {"MIG-5b0a": 3, "MIG-5c1b": 4}.__getitem__
         self.nvmlDeviceGetComputeInstanceId = lambda handle: 0
         self.nvmlDeviceGetHandleByUUID = lambda uuid: self.known({name: name for name in used}, uuid)
+        self.nvmlDeviceGetCudaComputeCapability = lambda handle: self.known({GPU_A: [9, 0]}, handle)
         self.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(used=used[handle])
 
     def known(self, table: dict[Any, Any], key: Any) -> Any:
@@ -160,6 +161,16 @@ def test_used_memory_is_told_of_what_nvml_knows(nvml: MadeUpNvml) -> None:
     assert nvml.shut_down == 1
 
 
+@pytest.mark.parametrize(("visible", "found"), [(None, (9, 0)), ("0", (9, 0)), ("1", None), ("", None)])
+def test_the_compute_capability_is_that_of_the_first_visible_gpu(
+    visible: str | None, found: tuple[int, int] | None, nvml: MadeUpNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "gpu_uuids", lambda: [GPU_A, GPU_B])
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.compute_capability() == found
+
+
 def test_without_a_driver_there_is_nothing(nvml: MadeUpNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_driver() -> None:
         raise nvml.NVMLError
@@ -168,6 +179,7 @@ def test_without_a_driver_there_is_nothing(nvml: MadeUpNvml, monkeypatch: pytest
     assert not devices._query_each_gpu("nvmlDeviceGetUUID")
     assert not devices.mig_instances()
     assert devices.used_memory([GPU_A]) == {}
+    assert devices.compute_capability() is None
     assert devices.gpu_name() == ""
     assert not nvml.shut_down
 

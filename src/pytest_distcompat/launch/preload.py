@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat import clock
-from pytest_distcompat.launch import randomness, rank
+from pytest_distcompat.launch import ask_nvml, randomness, rank
 from pytest_distcompat.launch.at_import import Watch
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.launch.environment import OF_THE_AGENT
@@ -70,6 +70,8 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
     extend_import_path(warmth["path"])
     named = warmth["named"]
     log = os.dup(2)
+    if warmth["device"] != "cpu":
+        ask_nvml.instead_of_cuda()
     missing = _import(
         (*_MODULES_OF_EVERY_RANK, *(name for name in warmth["modules"] if name not in named)), dump_at, log
     )
