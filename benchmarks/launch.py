@@ -1,16 +1,18 @@
 """What one distributed test costs: ours beside what users have today, on the same body, run side by side.
 
-``python benchmarks/launch.py [--rounds 3] [--train] [--stack] [--modules N]`` prints a Markdown table. The body is an all_reduce
-on 2 gloo ranks; with ``--train`` it is a step of AdamW under DistributedDataParallel, which imports a second of torch when
-it first runs in a process; with ``--stack`` the ranks also have accelerate, transformers and deepspeed imported, as the tests
-of a trainer do. ``--modules N`` times whole sessions instead, of N modules with 20 tests each, the start of pytest and of all
-ranks included, for the ways in which ranks are kept. Every round runs every way once, so that a slow minute of the machine
-hits all; a row's figure is the median over its tests of all rounds.
+``python benchmarks/launch.py [--rounds 3] [--train] [--stack] [--modules N] [--device cuda]`` prints a Markdown table. The body
+is an all_reduce on 2 gloo ranks, or on one NCCL rank a GPU, at most 2; with ``--train`` it is a step of AdamW under
+DistributedDataParallel, which imports a second of torch when it first runs in a process; with ``--stack`` the ranks also have
+accelerate, transformers and deepspeed imported, as the tests of a trainer do. ``--modules N`` times whole sessions instead, of
+N modules with 20 tests each, the start of pytest and of all ranks included, for the ways in which ranks are kept. Every round
+runs every way once, so that a slow minute of the machine hits all; a row's figure is the median over its tests of all rounds.
+``--device cuda`` also times the steps of one rank's life, and ``--json FILE`` writes all figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -25,6 +27,8 @@ from pathlib import Path
 from machine import PACKAGES, measured_on, needs  # type: ignore[import-not-found] # a script imports from its own directory
 from multi_process import multi_process  # type: ignore[import-not-found] # a script imports from its own directory
 
+from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
+
 STACK = "import accelerate\nimport transformers\nfrom transformers import Trainer\nimport deepspeed\n"
 
 BODY = """
@@ -33,9 +37,9 @@ from torch import distributed
 {imports}
 
 def body():
-    total = torch.ones(8)
+    total = torch.ones(8, device={device})
     distributed.all_reduce(total)
-    assert total.tolist() == [2.0] * 8
+    assert total.tolist() == [distributed.get_world_size()] * 8
 """
 
 TRAINING = """
@@ -46,19 +50,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 def body():
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(8, 1))
+    model = DistributedDataParallel(torch.nn.Linear(8, 1).to({device}))
     optimizer = torch.optim.AdamW(model.parameters())
     before = model.module.weight.detach().clone()
-    model(torch.ones(2, 8) * (1 + distributed.get_rank())).sum().backward()
+    model(torch.ones(2, 8, device={device}) * (1 + distributed.get_rank())).sum().backward()
     optimizer.step()
     assert not torch.equal(model.module.weight, before)
 """
 
 SCRIPT = """
+import os
+
+# accelerate launch starts a single process without them.
+alone = {{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}}
+for name in alone.keys() - os.environ.keys():
+    os.environ[name] = alone[name]
+
 from body import body
 from torch import distributed
 
-distributed.init_process_group("gloo")
+distributed.init_process_group("{backend}")
 body()
 # A rank that is still in DistributedDataParallel's last collective when its peer leaves may abort.
 distributed.barrier()
@@ -69,7 +80,7 @@ MARKED = """
 import pytest
 from body import body
 
-@pytest.mark.distcompat(world_size=2)
+@pytest.mark.distcompat(world_size={ranks})
 @pytest.mark.parametrize("number", range({count}))
 def test_body(process_group, number):
     body()
@@ -80,16 +91,63 @@ from body import body
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 
 class TestBody(MultiProcContinuousTest):
-    world_size = 2
+    world_size = {ranks}
 
     @classmethod
     def backend_str(cls):
-        return "gloo"
+        return "{backend}"
 
 for number in range({count}):
     setattr(TestBody, f"test_{{number}}", lambda self: body())
     getattr(TestBody, f"test_{{number}}").__name__ = f"test_{{number}}"
 """
+
+
+#: The steps of one rank's life, in seconds each.
+STEPS = """
+import json, os, sys, time
+began = time.perf_counter()
+seconds = {}
+
+def step(name):
+    global began
+    seconds[name] = time.perf_counter() - began
+    began = time.perf_counter()
+
+import torch
+step("import torch")
+torch.cuda.set_device(0)
+torch.ones(1, device="cuda").item()
+step("CUDA context, first kernel")
+from torch import distributed
+store = distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+step("init_process_group")
+total = torch.ones(8, device="cuda")
+distributed.all_reduce(total)
+torch.cuda.synchronize()
+step("first all_reduce, NCCL communicator")
+distributed.all_reduce(total)
+torch.cuda.synchronize()
+step("second all_reduce")
+distributed.destroy_process_group()
+step("destroy_process_group")
+print(json.dumps(seconds))
+"""
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the body runs on."""
+
+    device: str
+    ranks: int
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Return the fields of the templates."""
+        place = "f'cuda:{distributed.get_rank()}'" if self.device == "cuda" else "'cpu'"
+        return {"device": place, "backend": "nccl" if self.device == "cuda" else "gloo", "ranks": str(self.ranks)}
 
 
 @dataclass
@@ -107,7 +165,6 @@ def environment() -> dict[str, str]:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "DS_ACCELERATOR": "cpu",
         "PYTHONWARNINGS": "ignore",
         "RES_OPTIONS": "timeout:1 attempts:1",
     }
@@ -122,11 +179,11 @@ def run(command: list[str], where: Path) -> float:
     return time.perf_counter() - began
 
 
-def by_pytest(source: str, *options: str, first: bool = False) -> Callable[[Path, int], list[float]]:
+def by_pytest(source: str, group: Group, *options: str, first: bool = False) -> Callable[[Path, int], list[float]]:
     """Seconds of each test as pytest reports them, without the first, which pays for warming up (or only the first)."""
 
     def measure(where: Path, count: int) -> list[float]:
-        (where / "test_it.py").write_text(source.format(count=count))
+        (where / "test_it.py").write_text(source.format(count=count, **group.fields))
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=junit.xml", *options]
         run([*command, "test_it.py"], where)
         seconds = [float(case.attrib["time"]) for case in ET.parse(where / "junit.xml").iter("testcase")]
@@ -135,49 +192,52 @@ def by_pytest(source: str, *options: str, first: bool = False) -> Callable[[Path
     return measure
 
 
-def by_command(*command: str) -> Callable[[Path, int], list[float]]:
+def by_command(group: Group, *command: str) -> Callable[[Path, int], list[float]]:
     """Seconds of a whole command for each test."""
 
     def measure(where: Path, count: int) -> list[float]:
-        (where / "script.py").write_text(SCRIPT)
+        (where / "script.py").write_text(SCRIPT.format(**group.fields))
         return [run([*command, "script.py"], where) for _ in range(count)]
 
     return measure
 
 
-# --multi_gpu, on CPU too: it is the launcher that starts one process a rank (--cpu would start a single one).
-LAUNCH = [
-    sys.executable,
-    "-m",
-    "accelerate.commands.launch",
-    "--multi_gpu",
-    "--num_processes",
-    "2",
-    "--num_machines",
-    "1",
-]
-WAYS = [
-    Way("ours, fresh ranks each test", 40, by_pytest(MARKED)),
-    Way("ours, ranks that tests share", 40, by_pytest(MARKED, "--distcompat-reuse=session")),
-    Way("ours, the first test of a session", 1, by_pytest(MARKED, first=True)),
-    Way("ours, `--distcompat-launcher torchrun`", 3, by_pytest(MARKED, "--distcompat-launcher=torchrun")),
-    Way(
-        "`torchrun`",
-        2,
-        by_command(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-    ),
-    Way("`accelerate launch`", 2, by_command(*LAUNCH, "--mixed_precision", "no", "--dynamo_backend", "no")),
-    Way("torch `MultiProcessTestCase`", 3, by_pytest(multi_process("from body import body", "body()"))),
-    Way("torch `MultiProcContinuousTest` (ranks kept)", 20, by_pytest(CONTINUOUS)),
-]
+def ways(group: Group) -> list[Way]:
+    """The ways to run the body on such a group."""
+    ranks = str(group.ranks)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    # --multi_gpu, on CPU too: it is the launcher that starts one process a rank (--cpu would start a single one), and refuses
+    # to start a single one.
+    several = ["--multi_gpu"] if group.ranks > 1 else []
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        *several,
+        "--num_processes",
+        ranks,
+        "--num_machines",
+        "1",
+    ]
+    case = multi_process("from body import body", "body()", backend=group.fields["backend"], ranks=group.ranks)
+    return [
+        Way("ours, fresh ranks each test", 40, by_pytest(MARKED, group)),
+        Way("ours, ranks that tests share", 40, by_pytest(MARKED, group, "--distcompat-reuse=session")),
+        Way("ours, the first test of a session", 1, by_pytest(MARKED, group, first=True)),
+        Way("ours, `--distcompat-launcher torchrun`", 3, by_pytest(MARKED, group, "--distcompat-launcher=torchrun")),
+        Way("`torchrun`", 2, by_command(group, *torchrun)),
+        Way("`accelerate launch`", 2, by_command(group, *launch, "--mixed_precision", "no", "--dynamo_backend", "no")),
+        Way("torch `MultiProcessTestCase`", 3, by_pytest(case, group)),
+        Way("torch `MultiProcContinuousTest` (ranks kept)", 20, by_pytest(CONTINUOUS, group)),
+    ]
 
 
-def session(source: str, *options: str) -> Callable[[Path, int], list[float]]:
+def session(source: str, group: Group, *options: str) -> Callable[[Path, int], list[float]]:
     """Seconds of a whole pytest run on so many modules."""
 
     def measure(where: Path, count: int) -> list[float]:
         for number in range(count):
-            (where / f"test_{number}.py").write_text(source.format(count=TESTS))
+            (where / f"test_{number}.py").write_text(source.format(count=TESTS, **group.fields))
         return [run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "."], where)]
 
     return measure
@@ -185,12 +245,24 @@ def session(source: str, *options: str) -> Callable[[Path, int], list[float]]:
 
 #: Tests of a module in a whole session.
 TESTS = 20
-SESSIONS = {
-    "ours, ranks that tests of the session share": session(MARKED, "--distcompat-reuse=session"),
-    "ours, ranks that tests of a module share": session(MARKED, "--distcompat-reuse=module"),
-    "ours, fresh ranks each test": session(MARKED),
-    "torch `MultiProcContinuousTest` (ranks kept for a class)": session(CONTINUOUS),
-}
+
+
+def sessions(group: Group) -> dict[str, Callable[[Path, int], list[float]]]:
+    """The ways in which ranks are kept."""
+    return {
+        "ours, ranks that tests of the session share": session(MARKED, group, "--distcompat-reuse=session"),
+        "ours, ranks that tests of a module share": session(MARKED, group, "--distcompat-reuse=module"),
+        "ours, fresh ranks each test": session(MARKED, group),
+        "torch `MultiProcContinuousTest` (ranks kept for a class)": session(CONTINUOUS, group),
+    }
+
+
+def steps() -> dict[str, float]:
+    """Seconds of each step of one rank's life on the GPU, the second time, when its files are in memory."""
+    command = [sys.executable, "-c", STEPS]
+    outputs = [subprocess.run(command, env=environment(), capture_output=True, text=True, check=True) for _ in range(2)]
+    found: dict[str, float] = json.loads(outputs[-1].stdout.splitlines()[-1])
+    return found
 
 
 def table(seconds: dict[str, list[float]], counted: str = "tests", what: str = "seconds a test") -> list[str]:
@@ -213,22 +285,38 @@ def main() -> None:
         "--stack", action="store_true", help="import accelerate, transformers and deepspeed in the ranks"
     )
     parser.add_argument("--modules", type=int, default=0, help="time sessions of so many modules, ranks kept")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     needs(parser, "expecttest")
-    sessions = [Way(name, arguments.modules, measure) for name, measure in SESSIONS.items()]
-    ways = sessions if arguments.modules else WAYS
-    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
+    if arguments.device == "cuda" and not visible_gpus():
+        parser.error("no GPU is visible")
+    if arguments.device == "cpu":
+        # Everybody's: of the commands that we compare with, too.
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    group = Group(arguments.device, min(visible_gpus(), CPU_WORLD_SIZE) or CPU_WORLD_SIZE)
+    kept = [Way(name, arguments.modules, measure) for name, measure in sessions(group).items()]
+    chosen = kept if arguments.modules else ways(group)
+    seconds: dict[str, list[float]] = {way.name: [] for way in chosen}
     for _ in range(arguments.rounds):
-        for way in ways:
+        for way in chosen:
             with tempfile.TemporaryDirectory() as directory:
                 where = Path(directory)
                 body = TRAINING if arguments.train else BODY
-                (where / "body.py").write_text(body.format(imports=STACK if arguments.stack else ""))
+                text = body.format(imports=STACK if arguments.stack else "", **group.fields)
+                (where / "body.py").write_text(text)
                 # One more where the first is dropped, so that no way is left without a figure.
                 seconds[way.name] += way.measure(where, way.count)
-    print(f"{measured_on(*PACKAGES)}\n")
+    parts = steps() if arguments.device == "cuda" else {}
+    print(f"{measured_on(*PACKAGES)}, {group.ranks} {group.fields['backend']} ranks\n")
     whole = ("sessions", f"seconds of {arguments.modules} modules with {TESTS} tests") if arguments.modules else ()
     print("\n".join(table(seconds, *whole)))
+    if parts:
+        print("\n| step of a rank | seconds |\n| --- | --- |")
+        print("\n".join(f"| {name} | {took:.3f} |" for name, took in parts.items()))
+    if arguments.json:
+        figures = {"ranks": group.ranks, "device": group.device, "seconds": seconds, "steps": parts}
+        arguments.json.write_text(json.dumps(figures), encoding="utf-8")
 
 
 if __name__ == "__main__":

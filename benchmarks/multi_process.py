@@ -10,15 +10,15 @@ from torch.testing._internal import common_distributed
 class TestBody(common_distributed.MultiProcessTestCase):
     @property
     def world_size(self):
-        return 2
+        return RANKS
 
     def setUp(self):
         super().setUp()
         self._spawn_processes()
 
     def start(self):
-        store = distributed.FileStore(self.file_name, 2)
-        distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=2)
+        store = distributed.FileStore(self.file_name, RANKS)
+        distributed.init_process_group("BACKEND", store=store, rank=self.rank, world_size=RANKS)
         {call}
         distributed.destroy_process_group()
 
@@ -28,10 +28,15 @@ for number in range({count}):
 """
 
 
-def multi_process(before: str, call: str, count: str = "{count}") -> str:
-    """A module with ``count`` tests in a ``MultiProcessTestCase``, each of which makes that call in a gloo group of 2 ranks.
+def multi_process(before: str, call: str, count: str = "{count}", backend: str = "gloo", ranks: int = 2) -> str:
+    """A module with ``count`` tests in a ``MultiProcessTestCase``, each of which makes that call in a group of so many ranks.
 
     ``before`` stands above the class. All three may hold fields for ``str.format``, which the result is meant for.
     """
-    text = _TESTS.replace("{before}", before).replace("{call}", call)
+    text = (
+        _TESTS.replace("RANKS", str(ranks))
+        .replace("BACKEND", backend)
+        .replace("{before}", before)
+        .replace("{call}", call)
+    )
     return text.replace("{count}", count)
