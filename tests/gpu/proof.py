@@ -1,0 +1,432 @@
+"""What there is to see on a GPU, as stages in the order of their value: ``run.sh`` installs what they need and starts this.
+
+Each stage is a command that users have too: ``pytest tests/gpu``, the built-in suite, the scripts in ``benchmarks``. With
+``--cpu`` the same commands run on the CPU with tiny models, to find what is wrong with them before a GPU waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).parent))
+
+from stages import Command, Outcome, Runner, Stage, take  # type: ignore[import-not-found] # noqa: E402 - lies beside this
+
+BENCHMARKS = ROOT / "benchmarks"
+DRIVERS = ("torch", "accelerate", "trainer", "deepspeed")
+#: What the versions of are written down.
+PACKAGES = (
+    *("torch", "triton", "transformers", "accelerate", "deepspeed", "torchao", "peft", "numpy", "safetensors"),
+    *("pytest", "pytest-xdist", "nvidia-ml-py", "pytest-distcompat"),
+)
+#: Statuses of a check that are no news.
+EXPECTED = {"passed", "known", "refused", "skipped"}
+#: How many lines of a finding are kept.
+LINES = 12
+
+
+def facts(_work: Path, result: Path) -> list[str]:
+    """Return the command that writes down the machine."""
+    return [sys.executable, __file__, "--facts", str(result)]
+
+
+def write_facts(result: Path) -> None:
+    """Write down the machine: card, driver, versions, and what ``distcompat doctor`` says."""
+
+    def output(*command: str) -> str:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return repr(error)
+        return done.stdout + done.stderr
+
+    def version(name: str) -> str:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return "not installed"
+
+    query = "name,driver_version,memory.total,compute_mode,mig.mode.current,persistence_mode,power.limit"
+    found: dict[str, Any] = {
+        "card": output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader").strip(),
+        "nvidia-smi": output("nvidia-smi"),
+        "doctor": output("distcompat", "doctor", "--all"),
+        "pip check": output(sys.executable, "-m", "pip", "check"),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "versions": {name: version(name) for name in PACKAGES},
+    }
+    import torch
+
+    found["cuda"] = torch.version.cuda
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found["device"] = str(properties)
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        found["bf16 product, TFLOP/s"] = _product()
+    result.write_text(json.dumps(found), encoding="utf-8")
+    print(json.dumps(found, indent=1))
+
+
+def _product(size: int = 8192, times: int = 20) -> float:
+    """Return how fast the card multiplies bfloat16 matrices of random numbers: the ceiling for what follows."""
+    import torch
+
+    one, other = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        one @ other
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(times):
+        one @ other
+    torch.cuda.synchronize()
+    return 2 * size**3 * times / (time.perf_counter() - began) / 1e12
+
+
+def gpu_tests(*args: str) -> Command:
+    """Make the command for a part of ``tests/gpu``."""
+
+    def command(_work: Path, result: Path) -> list[str]:
+        options = ["-p", "no:cacheprovider", "-rA", f"--junitxml={result}", f"--rootdir={ROOT}"]
+        return [sys.executable, "-m", "pytest", *options, *(str(ROOT / "tests" / "gpu" / arg) for arg in args)]
+
+    return command
+
+
+def read_junit(path: Path) -> dict[str, Any]:
+    """Return how many tests ended how, and what the others said."""
+    count: Counter[str] = Counter()
+    findings = {}
+    for case in ET.parse(path).iter("testcase"):
+        children = {child.tag: child for child in case}
+        status = next((tag for tag in ("failure", "error", "skipped") if tag in children), "passed")
+        count[status] += 1
+        if status != "passed":
+            said = children[status].get("message", "") + "\n" + (children[status].text or "")
+            findings[case.get("name", "")] = f"{status}: " + _shortened(said, last=True)
+    return {"count": dict(count), "findings": findings}
+
+
+def suite(driver: str, *args: str, earlier: str = "") -> Command:
+    """Make the command for the built-in suite of a driver.
+
+    Items that have a result already, from stages of this driver whose name begins with ``earlier``, are left out: what was cut
+    off goes on, and the larger profile does not repeat the smaller one.
+    """
+
+    def command(work: Path, result: Path) -> list[str]:
+        # Below the package's own directory node ids are the same on every machine.
+        options = [f"--distcompat-drivers={driver}", f"--distcompat-report={result}", f"--rootdir={_installed_in()}"]
+        options += ["-q", "-p", "no:cacheprovider"]
+        done = list(_finished(work, driver, earlier.split()))
+        (listed := result.with_suffix(".deselected")).write_text(
+            "\n".join(f"--deselect={nodeid}" for nodeid in done), encoding="utf-8"
+        )
+        given = [f"@{listed}"] if done else []
+        return [sys.executable, "-m", "pytest", "--pyargs", "pytest_distcompat.suite", *options, *given, *args]
+
+    return command
+
+
+def _installed_in() -> Path:
+    spec = importlib.util.find_spec("pytest_distcompat")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parents[1]
+
+
+def _finished(work: Path, driver: str, stages: Sequence[str]) -> Iterator[str]:
+    for stage in stages:
+        for path in sorted(work.glob(f"{stage}-{driver}.*.json")):
+            for one in json.loads(path.read_text(encoding="utf-8"))["results"]:
+                yield one["nodeid"]
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Return how many checks ended how, what was not expected, and what runs cost."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    results = document["results"]
+    return {
+        "device": document["session"]["device"],
+        "count": dict(Counter(one["status"] for one in results)),
+        "seconds": sum(one["seconds"] for one in results),
+        "findings": {
+            f"{one['driver']} {one['cell']}:{one['check']}": f"{one['status']}: " + _shortened(one["message"])
+            for one in results
+            if one["status"] not in EXPECTED
+        },
+        "known": sorted({f"{one['cell']}:{one['check']}" for one in results if one["status"] == "known"}),
+    }
+
+
+def _shortened(said: str, *, last: bool = False) -> str:
+    lines = said.strip().splitlines()
+    return "\n".join(lines[-LINES:] if last else lines[:LINES])
+
+
+def script(name: str, *args: str, picture: Path | None = None) -> Command:
+    """Make the command for one of ``benchmarks``."""
+
+    def command(_work: Path, result: Path) -> list[str]:
+        drawn = ["--svg", str(picture)] if picture else []
+        return [sys.executable, str(BENCHMARKS / name), *args, "--json", str(result), *drawn]
+
+    return command
+
+
+def stages(output: Path, *, cpu: bool) -> list[Stage]:
+    """Return all stages, most valuable first."""
+    device = ["--device", "cpu"] if cpu else ["--device", "cuda"]
+    model = ["--model", "tiny", "--batch", "2", "--sequences", "32", "64", "--steps", "2"] if cpu else []
+    small = ["--model", "bytes_tiny", "--batch", "2", "--sequence", "32", "--steps", "20"] if cpu else ["--jobs", "4"]
+    picture = output / "convergence.svg"
+    one = ["--distcompat-world-size=1", "--distcompat-gpus=" + ("0" if cpu else "1"), "--distcompat-timeout=120"]
+    two = ["--distcompat-world-size=2", "--distcompat-timeout=60", "--distcompat-profile=smoke"]
+    two += ["--distcompat-gpus=0"] if cpu else ["--distcompat-gpus=1", "--distcompat-oversubscribe=4"]
+    # On the CPU one check of few cells: everything else is what CI does.
+    few = ["-k", "ddp-fp32-w1 and active or zero1 and w1: and active"] if cpu else []
+    few_default = ["-k", "ddp-fp32-w1 and active or zero1 and w1: and names"] if cpu else []
+    few_shared = ["-k", "fp32-w2 and active"] if cpu else []
+    if cpu:
+        rounds = ["--rounds", "1"]
+    else:
+        rounds = ["--rounds", "2", "--stack"]
+
+    def throughput(back_end: str, upcast: bool) -> Stage:
+        name = f"throughput-{back_end}-{'upcast' if upcast else 'pure'}"
+        switch = "--upcast" if upcast else "--no-upcast"
+        return Stage(name, script("throughput.py", "--back-end", back_end, switch, *device, *model), 150)
+
+    return [
+        Stage("facts", facts, 30, limit=180),
+        Stage("gpu-marked", gpu_tests("test_marked.py"), 150, read=read_junit),
+        Stage("gpu-leases", gpu_tests("test_leases.py"), 40, read=read_junit),
+        throughput("fsdp2", upcast=True),
+        throughput("zero3", upcast=True),
+        throughput("ddp", upcast=False),
+        *(
+            Stage(
+                f"smoke-{driver}",
+                suite(driver, *one, "--distcompat-profile=smoke", *few, earlier="smoke"),
+                60,
+                resumes=True,
+                nothing_left=5,
+                read=read_report,
+            )
+            for driver in DRIVERS
+        ),
+        Stage("gpu-suite", gpu_tests("test_suite.py"), 200, read=read_junit),
+        Stage("groups", script("launch.py", *device, *rounds), 150),
+        Stage("convergence", script("convergence.py", *device, *small, picture=picture), 120),
+        throughput("fsdp2", upcast=False),
+        throughput("zero3", upcast=False),
+        throughput("ddp", upcast=True),
+        *(
+            Stage(
+                f"default-{driver}",
+                suite(driver, *one, *few_default, earlier="smoke default"),
+                90,
+                resumes=True,
+                nothing_left=5,
+                read=read_report,
+            )
+            for driver in DRIVERS
+        ),
+        *(
+            Stage(
+                f"shared-{driver}",
+                suite(driver, *two, *few_shared, earlier="shared"),
+                60,
+                resumes=True,
+                nothing_left=5,
+                read=read_report,
+            )
+            for driver in DRIVERS
+        ),
+    ]
+
+
+def totals(outcomes: dict[str, Outcome], work: Path) -> dict[str, Any]:
+    """Return what the suites found together, cut off or not."""
+    findings: dict[str, str] = {}
+    count: Counter[str] = Counter()
+    for name in outcomes:
+        for path in (
+            sorted(work.glob(f"{name}.*.json")) if name.partition("-")[0] in {"smoke", "default", "shared"} else ()
+        ):
+            try:
+                found = read_report(path)
+            except (ValueError, KeyError):
+                continue
+            count.update(found["count"])
+            findings |= {f"{name}: {item}": said for item, said in found["findings"].items()}
+    return {"count": dict(count), "findings": findings}
+
+
+def markdown(outcomes: dict[str, Outcome], waiting: Sequence[str], suites: dict[str, Any]) -> str:
+    """Return the summary for people."""
+    lines = ["# GPU runs", ""]
+    machine = outcomes["facts"].result if "facts" in outcomes else None
+    if machine and "versions" in machine:
+        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+        card = machine["card"] if machine.get("device") else "no GPU"
+        lines += [f"{card}; CUDA {machine['cuda']}, NCCL {machine.get('nccl', 'none')}; {machine['cores']} cores; "]
+        lines += [f"Python {machine['python']}, {versions}.", ""]
+        if "bf16 product, TFLOP/s" in machine:
+            lines += [
+                f"A bfloat16 product of random 8192 x 8192 matrices: {machine['bf16 product, TFLOP/s']:.0f} TFLOP/s.",
+                "",
+            ]
+    lines += ["| stage | status | cut off | seconds | what |", "| --- | --- | --- | --- | --- |"]
+    for name, outcome in outcomes.items():
+        result = outcome.result if isinstance(outcome.result, dict) else {}
+        what = ", ".join(f"{number} {status}" for status, number in result.get("count", {}).items())
+        lines.append(f"| {name} | {outcome.status} | {outcome.cut_off} | {outcome.seconds:.0f} | {what} |")
+    lines += [f"| {name} | not yet | | | |" for name in waiting if name not in outcomes]
+    lines += _throughput(outcomes) + _groups(outcomes) + _convergence(outcomes)
+    if suites["count"]:
+        lines += ["", "## The built-in suite", ""]
+        lines += [", ".join(f"{number} {status}" for status, number in suites["count"].items()) + "."]
+    found = dict(suites["findings"])
+    for name, outcome in outcomes.items():
+        if name.startswith("gpu-") and isinstance(outcome.result, dict):
+            found |= {f"{name}: {item}": said for item, said in outcome.result.get("findings", {}).items()}
+    if found:
+        lines += ["", "## Findings", ""]
+        for item, said in found.items():
+            lines += [f"- `{item}`", "", *(f"      {line}" for line in said.splitlines()), ""]
+    for name, outcome in outcomes.items():
+        if outcome.tail and not (isinstance(outcome.result, dict) and outcome.result.get("findings")):
+            lines += ["", f"## Output of {name}", "", *(f"    {line}" for line in outcome.tail.splitlines())]
+    return "\n".join(lines) + "\n"
+
+
+def _throughput(outcomes: dict[str, Outcome]) -> list[str]:
+    found = [
+        one.result for name, one in outcomes.items() if name.startswith("throughput-") and isinstance(one.result, dict)
+    ]
+    if not found:
+        return []
+    columns = "back end | upcast | masters, moments | batch x sequence | seconds a step | tokens/s | MFU | with attention | peak GiB"
+    lines = ["", "## Throughput", "", f"| {columns} |", f"| {' | '.join('---' for _ in columns.split('|'))} |"]
+    for one in found:
+        for row in one.get("rows", ()):
+            kinds = f"{one.get('masters', '')}, {one.get('moments', '')}"
+            upcast = "yes" if one["upcast"] else "no"
+            head = f"| {one['back_end']} | {upcast} | {kinds} | {one['batch']} x {row['sequence']}"
+            if "out_of_memory" in row:
+                lines.append(f"{head} | out of memory | | | | |")
+                continue
+            parts = ["" if row[name] is None else f"{row[name]:.1%}" for name in ("mfu", "mfu_attention")]
+            figures = (
+                f"{row['seconds']:.3f}",
+                f"{row['tokens_per_second']:.0f}",
+                *parts,
+                f"{row['peak_bytes'] / 2**30:.1f}",
+            )
+            lines.append(f"{head} | {' | '.join(figures)} |")
+    return lines
+
+
+def _groups(outcomes: dict[str, Outcome]) -> list[str]:
+    result = outcomes["groups"].result if "groups" in outcomes else None
+    if not isinstance(result, dict) or "seconds" not in result:
+        return []
+    lines = [
+        "",
+        f"## What a group of {result['ranks']} costs",
+        "",
+        "| way | seconds a test (median) |",
+        "| --- | --- |",
+    ]
+    for name, seconds in result["seconds"].items():
+        ordered = sorted(seconds)
+        lines.append(f"| {name} | {ordered[len(ordered) // 2]:.3f} |")
+    return [*lines, *(f"| step of a rank: {name} | {took:.3f} |" for name, took in result["steps"].items())]
+
+
+def _convergence(outcomes: dict[str, Outcome]) -> list[str]:
+    result = outcomes["convergence"].result if "convergence" in outcomes else None
+    if not isinstance(result, dict) or "curves" not in result:
+        return []
+    lines = [
+        "",
+        f"## Convergence at learning rate {result['rate']:g}",
+        "",
+        "| back end | upcast | masters | first | last 10 |",
+    ]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for curve in result["curves"]:
+        if "error" in curve:
+            lines.append(f"| {curve['name']} | {curve['error']} | | | |")
+            continue
+        last = curve["losses"][-10:]
+        figures = f"{curve['losses'][0]:.3f} | {sum(last) / len(last):.3f}"
+        lines.append(f"| {curve['back_end']} | {'yes' if curve['upcast'] else 'no'} | {curve['masters']} | {figures} |")
+    return lines
+
+
+def main() -> int:
+    """Run what there is time for, and write the summary. Exit code 0: all stages are done, 3: start it again."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path, nargs="?", help="where results, summary, logs and pictures go")
+    parser.add_argument("--minutes", type=float, default=9.0, help="stop after so many")
+    parser.add_argument("--resume", type=Path, help="the output of an earlier call, from another machine")
+    parser.add_argument("--again", nargs="+", default=[], metavar="STAGE", help="run these once more")
+    parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="run these and no others")
+    parser.add_argument("--list", action="store_true", help="name the stages, and what became of them")
+    parser.add_argument("--cpu", action="store_true", help="try it all on the CPU, with tiny models")
+    parser.add_argument("--began", type=float, default=time.time(), help="when the time began, as time.time says")
+    parser.add_argument("--facts", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.facts:
+        write_facts(arguments.facts)
+        return 0
+    if arguments.output is None:
+        parser.error("say where the output goes")
+    if arguments.cpu:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    output = arguments.output.resolve()
+    if arguments.resume:
+        take(arguments.resume, output)
+    every = stages(output, cpu=arguments.cpu)
+    named = {*arguments.only, *arguments.again}
+    if unknown := named - {stage.name for stage in every}:
+        parser.error(f"no stage {min(unknown)!r}; there are {', '.join(stage.name for stage in every)}")
+    chosen = [stage for stage in every if not arguments.only or stage.name in arguments.only]
+    with tempfile.TemporaryDirectory(prefix="distcompat-gpu-", ignore_cleanup_errors=True) as work:
+        whole = arguments.minutes * 60
+        deadline = time.monotonic() + whole - (time.time() - arguments.began)
+        runner = Runner(chosen, output, Path(work), deadline, whole)
+        runner.forget(arguments.again)
+        if arguments.list:
+            for stage in every:
+                print(stage.name, runner.outcomes.get(stage.name, Outcome("not yet")).status)
+            return 0
+        done = runner.run()
+        ordered = {stage.name: runner.outcomes[stage.name] for stage in every if stage.name in runner.outcomes}
+        suites = totals(ordered, Path(work))
+        runner.write({"suites": suites})
+        (output / "summary.md").write_text(markdown(ordered, runner.open(), suites), encoding="utf-8")
+    print((output / "summary.md").read_text(encoding="utf-8"))
+    return 0 if done else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

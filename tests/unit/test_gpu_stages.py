@@ -1,0 +1,240 @@
+"""The runner of stages on a machine with a GPU, on stages that need none; what is installed there; the summary."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parents[1] / "gpu"
+
+#: Writes its result; the second argument says how it ends.
+COMMAND = """
+import json, os, pathlib, sys, time
+result, ending = pathlib.Path(sys.argv[1]), sys.argv[2]
+with open("ran", "a") as ran:
+    ran.write(result.name + "\\n")
+if ending == "hangs":
+    child = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"])
+    pathlib.Path("child").write_text(str(child))
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        result.write_text(json.dumps({"interrupted": True}))
+        raise
+if ending != "writes nothing":
+    result.write_text(json.dumps({"name": result.name}))
+sys.exit({"fails": 1, "nothing left": 5}.get(ending, 0))
+"""
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module, which the scripts import from their own directory."""
+    monkeypatch.syspath_prepend(str(HERE))
+    yield importlib.import_module("stages")
+    for name in ("stages", "proof", "install"):
+        sys.modules.pop(name, None)
+
+
+def stage(stages: Any, name: str, ending: str = "passes", **fields: Any) -> Any:
+    def command(_work: Path, result: Path) -> list[str]:
+        return [sys.executable, "-c", COMMAND, str(result), ending]
+
+    return stages.Stage(name, command, **{"seconds": 0.0, **fields})
+
+
+def run(stages: Any, tmp_path: Path, *chosen: Any, seconds: float = 300.0, whole: float = 300.0) -> Any:
+    """A call, in a working directory of its own, as on a machine that is new each time."""
+    work = tmp_path / f"work-{len(list(tmp_path.glob('work-*')))}"
+    runner = stages.Runner(chosen, tmp_path / "output", work, time.monotonic() + seconds, whole)
+    runner.run()
+    return runner
+
+
+def statuses(runner: Any) -> dict[str, str]:
+    return {name: outcome.status for name, outcome in runner.outcomes.items()}
+
+
+def test_stages_run_once_whatever_becomes_of_them(stages: Any, tmp_path: Path) -> None:
+    chosen = [stage(stages, "good"), stage(stages, "bad", "fails"), stage(stages, "silent", "writes nothing")]
+    first = run(stages, tmp_path, *chosen)
+    assert statuses(first) == {"good": "passed", "bad": "failed", "silent": "failed"}
+    assert first.outcomes["good"].result == {"name": "good.0.json"}
+    assert "it wrote no silent.0.json" in first.outcomes["silent"].tail
+    again = run(stages, tmp_path, *chosen)
+    assert statuses(again) == statuses(first)
+    # Its own directory has what the first call archived, and nobody ran.
+    assert (tmp_path / "work-1" / "ran").read_text().split() == ["good.0.json", "bad.0.json", "silent.0.json"]
+    assert json.loads((tmp_path / "output" / "results.json").read_text())["done"]
+
+
+def test_nothing_left_to_do_is_no_failure(stages: Any, tmp_path: Path) -> None:
+    runner = run(stages, tmp_path, stage(stages, "rest", "nothing left", nothing_left=5))
+    assert statuses(runner) == {"rest": "passed"}
+
+
+def test_a_stage_that_the_time_limit_cuts_off_runs_again_once(
+    stages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "GRACE", 3.0)
+    chosen = [stage(stages, "long", "hangs"), stage(stages, "next", seconds=100.0)]
+    first = run(stages, tmp_path, *chosen, seconds=6.0)
+    assert statuses(first) == {"long": "cut off"}
+    # It was interrupted as by Ctrl-C, and what it had started is gone.
+    assert first.outcomes["long"].result == {"interrupted": True}
+    child = int((tmp_path / "work-0" / "child").read_text())
+    assert not Path(f"/proc/{child}").exists() or "zombie" in Path(f"/proc/{child}/status").read_text()
+    second = run(stages, tmp_path, *chosen, seconds=6.0)
+    assert statuses(second) == {"long": "too long"}
+    third = run(stages, tmp_path, *chosen)
+    assert statuses(third) == {"long": "too long", "next": "passed"}
+    with tarfile.open(tmp_path / "output" / "logs.tar.gz") as archive:
+        assert {"long.0.log", "long.1.log", "next.0.log"} <= set(archive.getnames())
+
+
+def test_a_stage_that_had_most_of_a_call_is_too_long_at_once(
+    stages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "GRACE", 2.0)
+    runner = run(stages, tmp_path, stage(stages, "long", "hangs"), seconds=5.0, whole=3.5)
+    assert statuses(runner) == {"long": "too long"}
+
+
+def test_a_stage_that_hangs_is_ended_and_the_next_one_runs(stages: Any, tmp_path: Path) -> None:
+    chosen = [stage(stages, "hung", "hangs", limit=2.0), stage(stages, "next")]
+    assert statuses(run(stages, tmp_path, *chosen)) == {"hung": "timed out", "next": "passed"}
+
+
+def test_what_was_running_when_the_machine_went_away_was_cut_off(stages: Any, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "results.json").write_text('{"stages": {"one": {"status": "running"}}}')
+    (output / "logs.tar.gz").write_bytes(b"half an arch")
+    runner = run(stages, tmp_path, stage(stages, "one"))
+    assert statuses(runner) == {"one": "passed"}
+    assert runner.outcomes["one"].cut_off == 1
+
+
+def test_the_time_that_is_left_goes_to_a_stage_that_fits(stages: Any, tmp_path: Path) -> None:
+    chosen = [stage(stages, "long", seconds=200.0), stage(stages, "short", seconds=1.0)]
+    runner = run(stages, tmp_path, *chosen, seconds=100.0)
+    assert statuses(runner) == {"short": "passed"}
+    assert runner.open() == ["long"]
+    # With a whole call before it the first stage runs, however long it may take.
+    assert statuses(run(stages, tmp_path, *chosen, seconds=100.0, whole=100.0))["long"] == "passed"
+
+
+def test_results_move_to_another_machine(stages: Any, tmp_path: Path) -> None:
+    run(stages, tmp_path, stage(stages, "one"))
+    back = tmp_path / "output"
+    for path in back.iterdir():
+        path.chmod(0o444)
+    stages.take(back, tmp_path / "new")
+    runner = stages.Runner(
+        [stage(stages, "one"), stage(stages, "two")], tmp_path / "new", tmp_path / "work", time.monotonic() + 99, 99
+    )
+    assert runner.open() == ["two"]
+    runner.forget(["one"])
+    runner.run()
+    assert (tmp_path / "work" / "ran").read_text().split() == ["one.0.json", "one.0.json", "two.0.json"]
+
+
+def wheel(directory: Path, name: str, version: str, *requires: str) -> Path:
+    path = directory / f"{name}-{version}-py3-none-any.whl"
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {one}" for one in requires)]
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(lines))
+    return path
+
+
+def test_wheels_are_for_what_the_machine_lacks(stages: Any, tmp_path: Path) -> None:
+    install = importlib.import_module("install")
+    wheels = [
+        wheel(tmp_path, "pytest_distcompat", "0.1.0", "pytest>=8", 'peft>=0.13; extra == "lora"'),
+        wheel(tmp_path, "pytest", "9.2.0"),
+        wheel(tmp_path, "pluggy", "1.7.0"),
+        wheel(tmp_path, "DeepSpeed", "0.19.8"),
+    ]
+    read = [install.read(path) for path in wheels]
+    assert [str(one) for one in read[0].requires] == ["pytest>=8"]
+
+    def needed(**installed: str) -> list[str]:
+        return [one.name for one in install.needed(read, installed)]
+
+    assert needed() == ["pytest-distcompat", "pytest", "pluggy", "deepspeed"]
+    assert needed(pytest="7.4.0", pluggy="1.0", deepspeed="0.16") == ["pytest-distcompat", "pytest"]
+    assert needed(pytest="8.4.0", pluggy="1.0", **{"pytest-distcompat": "0.1.0"}) == ["pytest-distcompat", "deepspeed"]
+
+
+def test_the_plan_is_the_same_with_and_without_a_gpu(stages: Any, tmp_path: Path) -> None:
+    proof = importlib.import_module("proof")
+    plans = [proof.stages(tmp_path, cpu=cpu) for cpu in (True, False)]
+    names = [[one.name for one in plan] for plan in plans]
+    assert names[0] == names[1]
+    for plan in plans:
+        for one in plan:
+            command = one.command(tmp_path, tmp_path / f"{one.name}.0.json")
+            for argument in command[1:]:
+                if str(argument).startswith(str(HERE.parents[1])):
+                    assert Path(argument).exists(), command
+
+
+def test_a_suite_leaves_out_what_has_a_result(stages: Any, tmp_path: Path) -> None:
+    proof = importlib.import_module("proof")
+    nodeids = ["pytest_distcompat/suite.py::TestTorch::test[a]", "pytest_distcompat/suite.py::TestTorch::test[b]"]
+    for name, nodeid in zip(("smoke-torch.0.json", "default-torch.0.json"), nodeids, strict=True):
+        (tmp_path / name).write_text(json.dumps({"results": [{"nodeid": nodeid}]}))
+    make = proof.suite("torch", earlier="smoke default")
+    (given,) = [one for one in make(tmp_path, tmp_path / "default-torch.1.json") if one.startswith("@")]
+    assert Path(given[1:]).read_text().splitlines() == [f"--deselect={nodeid}" for nodeid in nodeids]
+    make = proof.suite("torch", earlier="shared")
+    assert not [one for one in make(tmp_path, tmp_path / "shared-torch.0.json") if one.startswith("@")]
+
+
+def test_the_summary_has_every_figure(stages: Any, tmp_path: Path) -> None:
+    proof = importlib.import_module("proof")
+    row = {"sequence": 2048, "seconds": 2.0, "tokens_per_second": 8192.0, "mfu": 0.41, "mfu_attention": 0.45}
+    throughput = {
+        "back_end": "fsdp2",
+        "upcast": True,
+        "masters": "float32",
+        "moments": "float32",
+        "batch": 8,
+        "rows": [{**row, "peak_bytes": 100 << 30}, {"sequence": 4096, "out_of_memory": "CUDA out of memory"}],
+    }
+    curve = {"back_end": "zero3", "upcast": False, "masters": "bfloat16", "losses": [5.0, 4.0]}
+    outcomes = {
+        "facts": stages.Outcome("failed", tail="no such file"),
+        "gpu-marked": stages.Outcome("failed", result={"count": {"failure": 1}, "findings": {"test_a": "failure: no"}}),
+        "throughput-fsdp2-upcast": stages.Outcome("passed", result=throughput),
+        "groups": stages.Outcome(
+            "passed", result={"ranks": 1, "seconds": {"ours": [0.1, 0.3, 0.2]}, "steps": {"CUDA context": 0.4}}
+        ),
+        "convergence": stages.Outcome(
+            "failed", result={"rate": 1e-4, "curves": [curve, {"name": "ddp", "error": "ended with 1"}]}
+        ),
+    }
+    suites = {"count": {"failed": 1}, "findings": {"smoke-torch: torch ddp-fp32-w1:names": "failed: rank 0"}}
+    text = proof.markdown(outcomes, ["default-torch"], suites)
+    for expected in (
+        "| fsdp2 | yes | float32, float32 | 8 x 2048 | 2.000 | 8192 | 41.0% | 45.0% | 100.0 |",
+        "| 8 x 4096 | out of memory |",
+        "| ours | 0.200 |",
+        "| step of a rank: CUDA context | 0.400 |",
+        "| zero3 | no | bfloat16 | 5.000 | 4.500 |",
+        "| ddp | ended with 1 |",
+        "| default-torch | not yet |",
+        "- `gpu-marked: test_a`",
+        "- `smoke-torch: torch ddp-fp32-w1:names`",
+        "## Output of facts",
+    ):
+        assert expected in text, text
