@@ -1,16 +1,43 @@
-"""Directories in which the ranks of a run read and write."""
+"""What a run of a suite tells its ranks, and the directories in which they read and write."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.scenario import Run
+
+
+@dataclass(frozen=True)
+class SuitePayload:
+    """The payload of the request for one run of a suite.
+
+    Attributes:
+        driver: A name or ``module:attribute``.
+        cell: The id of the run's cell.
+        ranks: The number of ranks of the cell that the run is for.
+        device: ``cpu`` or ``cuda``.
+        run: The run. One with damage has a copy of ``load_from`` in ``save_to``, and loads that.
+        log_level: pytest's, or empty.
+    """
+
+    driver: str
+    cell: str
+    ranks: int
+    device: str
+    run: Run
+    save_to: str
+    load_from: str
+    export: str
+    log_level: str = ""
+
+    @property
+    def paths(self) -> RunPaths:
+        """The directories that it names."""
+        return RunPaths(Path(self.save_to), Path(self.load_from), Path(self.export), self.ranks)
 
 
 @dataclass(frozen=True)
@@ -22,12 +49,6 @@ class RunPaths:
     load_from: Path
     export: Path
     ranks: int
-
-    @classmethod
-    def from_payload(cls, payload: Mapping[str, Any]) -> RunPaths:
-        """Return the directories that a request names."""
-        save_to, load_from, export = (Path(payload[name]) for name in ("save_to", "load_from", "export"))
-        return cls(save_to, load_from, export, payload["ranks"])
 
     def clear(self, run: Run, rank: int, directory: Path) -> None:
         """Restore the directories to their state before the run, for ranks that are started again by hand.

@@ -20,6 +20,7 @@ from pytest_distcompat.launch import Ending, Launcher, RankEnd, Request
 from pytest_distcompat.launch.ending import current_action
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.stacks import without_launcher
+from pytest_distcompat.run_paths import SuitePayload
 from pytest_distcompat.scenario import Run, Scenario
 from pytest_distcompat.trace import RunFailure, RunTrace, Snapshot, Trace
 
@@ -111,19 +112,11 @@ class Runner:
             # Corrupt a copy: other runs load the same checkpoint.
             shutil.copytree(load_from, save_to, dirs_exist_ok=True)
         run_cell = run.cell(cell)
+        names = str(save_to), str(load_from), str(export)
+        payload = SuitePayload(driver, run_cell.id, cell.world_size, self._device, run, *names, self._log_level)
         request = Request(
             target=f"{WORKER}:run",
-            payload={
-                "driver": driver,
-                "cell": run_cell.id,
-                "ranks": cell.world_size,
-                "device": self._device,
-                "log_level": self._log_level,
-                "run": dataclasses.asdict(run),
-                "save_to": str(save_to),
-                "load_from": str(load_from),
-                "export": str(export),
-            },
+            payload=dataclasses.asdict(payload),
             world_size=run_cell.world_size,
             directory=str(directory),
             timeout=self._timeout,

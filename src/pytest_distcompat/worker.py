@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.decode import decode
 from pytest_distcompat.driver import STEP_ACTIONS, Driver, Plan
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.events import Action, SnapshotTaken
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.registry import installed_entry_points
-from pytest_distcompat.run_paths import RunPaths
+from pytest_distcompat.run_paths import RunPaths, SuitePayload
 from pytest_distcompat.scenario import Run
 from pytest_distcompat.trace import Snapshot
 from pytest_distcompat.world import World
@@ -34,27 +35,18 @@ TRAINING = STEP_ACTIONS | {"build", "load", "save"}
 
 
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
-    """Perform one run on this rank.
-
-    ``payload``: ``driver`` (a name or module:attribute), ``cell`` (an id), ``device`` (cpu or cuda), ``run`` (the fields
-    of a Run), ``ranks`` (of the cell that the run is for), ``log_level`` (pytest's, or empty) and the directories ``save_to``,
-    ``load_from`` and ``export``.
-    A run with damage has a copy of ``load_from`` in ``save_to``, and loads that.
-    """
+    """Perform one run on this rank; the payload is a ``SuitePayload`` as plain data."""
     from pytest_distcompat.probe import Observer
 
-    _capture_log(payload["log_level"], log)
-    fields = payload["run"]
-    only = None if fields["only"] is None else tuple(fields["only"])
-    run = Run(**{**fields, "actions": tuple(fields["actions"]), "only": only})
-    world = World.from_environment(payload["device"])
+    asked = decode(SuitePayload, payload)
+    _capture_log(asked.log_level, log)
+    world = World.from_environment(asked.device)
     if world.shared:
         _init_gloo(world)
-    driver = find_driver(payload["driver"])(Cell.parse(payload["cell"]), world)
-    run_paths = RunPaths.from_payload(payload)
+    driver = find_driver(asked.driver)(Cell.parse(asked.cell), world)
     if log.by_hand:
-        run_paths.clear(run, world.rank, log.path.parent)
-    rank = _Rank(driver, run, run_paths, Observer(), log)
+        asked.paths.clear(asked.run, world.rank, log.path.parent)
+    rank = _Rank(driver, asked.run, asked.paths, Observer(), log)
     rank.perform()
     _end_process_group(driver)
 

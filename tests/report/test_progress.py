@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pty
@@ -17,6 +18,8 @@ from pytest_distcompat import clock
 from pytest_distcompat.evidence import running
 from pytest_distcompat.plugin.reporting import progress
 from pytest_distcompat.report import Report, Result
+from pytest_distcompat.run_paths import SuitePayload
+from pytest_distcompat.scenario import Run
 
 from .conftest import command, write_session
 
@@ -130,12 +133,9 @@ def test_the_shipped_heartbeat_is_no_spam() -> None:
 def make_run(store: Path, name: str, *, ended: bool = False, timeout: float = 300) -> Path:
     directory = store / name
     directory.mkdir(parents=True)
-    payload = {
-        "driver": "mine",
-        "cell": "ddp-fp32-w2",
-        "run": {"name": "train", "actions": ["build_model", "build", "step"]},
-    }
-    request = {"payload": payload, "timeout": timeout}
+    run = Run("train", ("build_model", "build", "step"))
+    payload = SuitePayload("mine", "ddp-fp32-w2", 2, "cpu", run, "saved", "saved", "export")
+    request = {"payload": dataclasses.asdict(payload), "timeout": timeout}
     (directory / "request.json").write_text(json.dumps(request), encoding="utf-8")
     if ended:
         (directory / "run.json").write_text("{}", encoding="utf-8")

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_distcompat import clock
+from pytest_distcompat.decode import decode
 from pytest_distcompat.launch.files import read_end
+from pytest_distcompat.run_paths import SuitePayload
 from pytest_distcompat.runner import DONE
 
 #: How much of the end of a rank's log is read, in bytes: the events about actions are short.
@@ -60,10 +62,9 @@ def running(store: Path, ended: set[str], since: float = 0.0) -> Iterator[Runnin
         seconds = max(0.0, clock.wall() - begun)
         # A run whose pytest process died never ends.
         if begun >= since and seconds < request["timeout"] + GRACE_S:
-            payload, (action, index) = request["payload"], _action(directory / "rank-0.jsonl")
-            run = payload["run"]
-            position = (action, index + 1, len(run["actions"]))
-            yield Running(payload["cell"], payload["driver"], run["name"], *position, seconds, request["timeout"])
+            asked, (action, index) = decode(SuitePayload, request["payload"]), _action(directory / "rank-0.jsonl")
+            position = (action, index + 1, len(asked.run.actions))
+            yield Running(asked.cell, asked.driver, asked.run.name, *position, seconds, request["timeout"])
 
 
 def _action(log: Path) -> tuple[str, int]:

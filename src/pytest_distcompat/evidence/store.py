@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.cell import Cell
+from pytest_distcompat.decode import decode
 from pytest_distcompat.evidence.cells import training
 from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.report import Report
+from pytest_distcompat.run_paths import SuitePayload
 from pytest_distcompat.runner import DONE, read_run
 from pytest_distcompat.scenario import Run
 from pytest_distcompat.trace import RunTrace
@@ -93,18 +95,16 @@ def read_store(store: Path) -> list[StoredRun]:
 
 def _stored(path: Path) -> StoredRun:
     request = json.loads(path.read_text(encoding="utf-8"))
-    payload, written = request["payload"], path.with_name(DONE)
-    fields = payload["run"]
+    asked, written = decode(SuitePayload, request["payload"]), path.with_name(DONE)
     done = json.loads(written.read_text(encoding="utf-8")) if written.exists() else {}
-    only = None if fields["only"] is None else tuple(fields["only"])
     return StoredRun(
         directory=path.parent,
-        driver=payload["driver"],
-        cell=payload["cell"],
-        run=Run(**{**fields, "actions": tuple(fields["actions"]), "only": only}),
-        ranks=payload["ranks"],
+        driver=asked.driver,
+        cell=asked.cell,
+        run=asked.run,
+        ranks=asked.ranks,
         world_size=request["world_size"],
-        load_from=Path(payload["load_from"]),
+        load_from=asked.paths.load_from,
         done=bool(done),
         end=done["trace"]["end"] if done else None,
         rank_reports=done.get("ranks", ()),

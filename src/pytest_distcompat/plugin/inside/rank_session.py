@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_distcompat import clock
+from pytest_distcompat import clock, decode
 from pytest_distcompat.events import Done, Error, Event, Excused, Resumed, of_kind
 from pytest_distcompat.plugin.inside import launched
 from pytest_distcompat.plugin.inside.rank_output import capturing, fault_handler, no_terminal
@@ -293,33 +293,50 @@ def _collected(config: pytest.Config) -> pytest.Session:
     return session
 
 
-def run(payload: Mapping[str, Any], log: RankLog) -> None:
-    """Run one item on this rank.
+@dataclasses.dataclass(frozen=True)
+class ItemPayload:
+    """The payload of the request for one item.
 
-    Args:
-        payload: ``nodeid``; ``next``, the node id of the item that these ranks run after it, or None; ``device``;
-            ``directory`` of the run; ``world_size``; ``session``, a file with the return value of ``describe``.
-        log: The log of this rank, which gets the phases of the item.
+    Attributes:
+        nodeid: The item.
+        next: The node id of the item that these ranks run after it, if they do.
+        device: ``cpu`` or ``cuda``.
+        directory: The directory of the run.
+        world_size: The number of ranks.
+        session: A file with the return value of ``describe``.
     """
+
+    nodeid: str
+    next: str | None
+    device: str
+    directory: str
+    world_size: int
+    session: str
+
+
+decode.prepare(ItemPayload)
+
+
+def run(payload: Mapping[str, Any], log: RankLog) -> None:
+    """Run one item on this rank; the payload is an ``ItemPayload`` as plain data, and the log gets the item's phases."""
     from pytest_distcompat.launch import preload, request_loop
 
+    asked = decode.decode(ItemPayload, payload)
     if preload.collected is None:
-        preload.collected = collect(
-            json.loads(Path(payload["session"]).read_text(encoding="utf-8")), by_hand=log.by_hand
-        )
+        preload.collected = collect(json.loads(Path(asked.session).read_text(encoding="utf-8")), by_hand=log.by_hand)
         if request_loop.reused is not None:
             request_loop.reused.reset_baseline()
     items = _items(preload.collected)
-    item = _find(items, payload["nodeid"])
-    next_item = items.get(payload["next"])
+    item = _find(items, asked.nodeid)
+    next_item = items.get(asked.next or "")
     if request_loop.reused is not None:
         _reset_between_items(request_loop.reused, item)
-    directory = Path(payload["directory"])
+    directory = Path(asked.directory)
     config = item.config
-    config.stash[WORLD] = World.from_environment(payload["device"])
+    config.stash[WORLD] = World.from_environment(asked.device)
     # A run by hand repeats an earlier one, whose files may still be in the directory.
     config.stash[SHARED] = directory / (f"shared-{os.environ['TORCHELASTIC_RUN_ID']}" if log.by_hand else "shared")
-    _Reporter.of(config).begin(log, payload["world_size"], directory)
+    _Reporter.of(config).begin(log, asked.world_size, directory)
     fault_handler(config)
     # pytest makes its base temporary directory once in a process. Kept ranks use the directory of their group, not of this
     # request, for that and for captured output, as the agent does for its logs.

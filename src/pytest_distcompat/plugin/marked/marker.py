@@ -194,16 +194,17 @@ def run_on_ranks(item: pytest.Function, mark: Mark) -> None:
         pytest.skip(problem)
     keep, next_item = _keeping(item, mark, session)
     directory = session.new_directory(item.originalname)
+    payload = rank_session.ItemPayload(
+        nodeid=strip_group(item.config, item.nodeid),
+        next=strip_group(item.config, next_item.nodeid) if next_item is not None else None,
+        device=session.device,
+        directory=str(directory),
+        world_size=world_size,
+        session=str(session.description_file),
+    )
     request = Request(
         target=rank_session.RUN,
-        payload={
-            "nodeid": strip_group(item.config, item.nodeid),
-            "next": strip_group(item.config, next_item.nodeid) if next_item is not None else None,
-            "device": session.device,
-            "directory": str(directory),
-            "world_size": world_size,
-            "session": str(session.description_file),
-        },
+        payload=dataclasses.asdict(payload),
         world_size=world_size,
         directory=str(directory),
         # Ranks that several modules share must suit each of them.
