@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pytest_distcompat.report.result import Result
+
+if TYPE_CHECKING:
+    from pytest_distcompat.report.compare import Change
 
 #: Numbers, ranks and addresses, which differ between failures of one cause.
 _VARIABLE = re.compile(r"0x[0-9a-f]+|\branks? \d+(, \d+)*|\d+(\.\d+)?(e-?\d+)?", re.IGNORECASE)
@@ -18,22 +21,6 @@ _NAME = re.compile(r"'[^']*'|\bunder [\w#]+")
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
 _RANK = re.compile(r"\brank (\d+)\b")
 _RANKS = re.compile(r"\branks (\d+)")
-
-
-class Verdict(Protocol):
-    """Fields that a result and a change share."""
-
-    @property
-    def driver(self) -> str:
-        """The driver's name."""
-
-    @property
-    def cell(self) -> str:
-        """The cell's id."""
-
-    @property
-    def check(self) -> str:
-        """The check's name."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +85,7 @@ def _ended_early(group: Iterable[Result]) -> bool:
     return all(result.ended_run for result in group)
 
 
-def cells_of(verdicts: Iterable[Verdict]) -> dict[str, list[str]]:
+def cells_of(verdicts: Iterable[Result | Change]) -> dict[str, list[str]]:
     """Return the checks of the verdicts by cell and driver."""
     found: dict[str, list[str]] = {}
     for verdict in verdicts:
