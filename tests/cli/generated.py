@@ -86,7 +86,7 @@ def claims() -> str:
         example = EXAMPLES[one.name]
         findings = one.findings(example.story(example.cell).cell, example.story(example.cell).trace)
         cause = causes[:1].upper() + causes[1:]
-        shown = f"A trainer that {example.wrong}:\n\n```text\n{findings[0]}\n```"
+        shown = f"```text\n{findings[0]}\n```"
         return f"### {one.name}\n\n{claim.lstrip()}{shown}\n\n**Likely causes.** {cause}\n"
 
     return "\n".join(map(section, CHECKS.by_name.values()))
