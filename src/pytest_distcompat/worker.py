@@ -63,7 +63,8 @@ def _capture_log(level: str, log: RankLog) -> None:
         number = int(level) if level.isdecimal() else logging.getLevelName(level.upper())
         logging.getLogger().setLevel(min(logging.getLogger().level, number))
     if not log.by_hand:
-        handler = logging.FileHandler(log_file(log.path.parent, log.rank), delay=True)
+        path = log_file(log.path.parent, log.rank)
+        handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace", delay=True)
         handler.setFormatter(logging.Formatter("%(levelname)-8s %(name)s:%(filename)s:%(lineno)d %(message)s"))
         handler.setLevel(logging.getLogger().level if level else logging.WARNING)
         logging.lastResort = handler

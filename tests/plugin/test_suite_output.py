@@ -20,7 +20,7 @@ class Talks(Mine):
         super().build(model)
         print(f"rank {self.world.rank} has built")
         print("all ranks alike", file=sys.stderr)
-        logging.getLogger("my").warning("no licence")
+        logging.getLogger("my").warning("no licence \\u00fc \\ud800")
         logging.getLogger("my").info("in detail")
         # A trainer that configures logging itself has its way.
         logging.basicConfig(format="mine: %(message)s", level=logging.INFO)
@@ -56,7 +56,7 @@ def test_what_ranks_print_and_log_is_captured(home: Path, run_pytest: RunPytest)
     assert shown["Captured stdout of train (rank 1)"] == "rank 1 has built\n"
     assert shown["Captured stderr of train (ranks 0 and 1)"] == "all ranks alike\nmine: configured\n"
     assert [line.split(maxsplit=2)[::2] for line in shown["Captured log of train (ranks 0 and 1)"].splitlines()] == [
-        ["WARNING", "no licence"],
+        ["WARNING", "no licence \u00fc \\ud800"],
         ["INFO", "in detail"],
     ]
     assert "rank 1 has built" in run.out, "pytest shows it with -rP"
@@ -75,7 +75,7 @@ def test_without_capture_it_is_printed(home: Path, run_pytest: RunPytest) -> Non
             "Captured stdout of train (rank 0):",
             "rank 0 has built",
             "Captured log of train (ranks 0 and 1):",
-            "WARNING  my:talks.py:* no licence",
+            "WARNING  my:talks.py:* no licence *",
             "Captured stdout of train (rank 1):",
         ]
     )
