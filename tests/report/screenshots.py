@@ -1,17 +1,22 @@
-"""Makes the pictures of docs/reports.md of real.json: ``python -m tests.report.screenshots`` in the repository's root."""
+"""Makes the pictures of docs/reports.md: ``python -m tests.report.screenshots`` in the repository's root.
+
+They show real.json. With the JSON of a session of the built-in suite as its argument it makes the overview, which is in the README too: of
+that session and, as one row more, of real.json.
+"""
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 
-from pytest_distcompat.report import Report, write_report
+from pytest_distcompat.report import Report, merge, write_report
 
 from .conftest import CHROMIUM, REAL
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 #: A desk and a phone.
-SIZES = ((1280, 800), (390, 780))
+SIZES = ((1280, 740), (390, 780))
 #: Which verdict is opened, and which heading is then at the top.
 SHOWN = {
     "matrix": ("", "#matrix"),
@@ -42,6 +47,11 @@ def main() -> None:
                     )
                 page.screenshot(path=str(IMAGES / f"{name}-{width}.png"))
                 page.close()
+        if len(sys.argv) > 1:
+            write_report(path, merge([Report.read(Path(sys.argv[1])), Report.read(REAL)]))
+            page = browser.new_page(viewport={"width": 1020, "height": 800}, color_scheme="light")
+            page.goto(f"file://{path}")
+            page.locator(".overview").screenshot(path=str(IMAGES / "overview.png"))
         browser.close()
 
 

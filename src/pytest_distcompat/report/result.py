@@ -162,15 +162,19 @@ def tables(results: Iterable[Result]) -> list[Table]:
 
 
 def check_order(results: Iterable[Result]) -> list[str]:
-    """Return all checks: one that the cells before lack follows the check that precedes it in its own cell."""
-    checks: list[str] = []
+    """Return all checks in the order that they have in their cells; where cells differ, the first to appear is first."""
+    before: dict[str, set[str]] = {}
     for _, found in groupby(results, key=lambda result: (result.place, result.cell)):
-        column = 0
+        earlier: list[str] = []
         for result in found:
-            if result.check not in checks:
-                checks.insert(column, result.check)
-            column = checks.index(result.check) + 1
-    return checks
+            before.setdefault(result.check, set()).update(earlier)
+            earlier.append(result.check)
+    order: list[str] = []
+    while before:
+        ready = (check for check, earlier in before.items() if earlier <= {*order, check})
+        order.append(next(ready, next(iter(before))))
+        del before[order[-1]]
+    return order
 
 
 def by_reason(results: Iterable[Result], status: str) -> dict[str, list[str]]:

@@ -445,7 +445,8 @@
       if (wide < 3) continue;
       const rect = put(svg, "rect", null, { class: "gap", x: x(gap.begin), y: row * line + 8, width: wide, height: line - 16 });
       put(rect, "title", `${gap.why}: ${number(gap.end - gap.begin)} s`);
-      if (wide > 6 * gap.why.length) put(svg, "text", gap.why, { class: "gap", x: x(gap.begin) + wide / 2, y: row * line + 16, "text-anchor": "middle" });
+      const fits = gap.why.length * 6 < wide ? gap.why : wide > 60 ? `${gap.why.slice(0, wide / 6 - 2)}…` : "";
+      if (fits) put(svg, "text", fits, { class: "gap", x: x(gap.begin) + wide / 2, y: row * line + 16, "text-anchor": "middle" });
     }
     for (const span of spans) {
       const result = byNode.get(span.who), run = runs.get(span.who);
