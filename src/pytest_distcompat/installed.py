@@ -1,8 +1,9 @@
-"""Installed releases of packages, and the requirements that they meet; read from metadata, without an import."""
+"""Installed releases of packages: versions, and the requirements that they meet; read from metadata, without an import."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import platform
 import sys
 from typing import TYPE_CHECKING
 
@@ -19,3 +20,13 @@ def version_of(package: str, path: list[str] | None = None) -> str | None:
 def fits(requirement: Requirement, version: str | None) -> bool:
     """Tell whether the version meets the requirement. Local builds (2.13.0+cpu) and nightlies count by their number."""
     return version is not None and requirement.specifier.contains(version.partition("+")[0], prereleases=True)
+
+
+#: The packages under test, and those that test them.
+PACKAGES = ("pytest-distcompat", "torch", "accelerate", "transformers", "deepspeed", "pytest")
+
+
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
+    """Return the versions of Python and of the installed packages, from metadata: none is imported."""
+    installed = {name: version_of(name) for name in packages}
+    return {"python": platform.python_version(), **{name: version for name, version in installed.items() if version}}

@@ -12,23 +12,24 @@ import importlib
 import multiprocessing
 import multiprocessing.util
 import os
+import re
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
 
 from pytest_distcompat import clock
-from pytest_distcompat.events import Done, Error, Start, has_ended, of_kind
+from pytest_distcompat.events import Done, Error, Event, Start, has_ended, of_kind, pids_of
 from pytest_distcompat.excerpt import explained
 from pytest_distcompat.launch import deaths, debugging, flight_recorder, pristine_builtins, randomness
 from pytest_distcompat.launch.peers import lost_peer
-from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent, run_exit_functions
+from pytest_distcompat.launch.process import STACK_SIGNAL, die_with_parent, request_stack, run_exit_functions
 from pytest_distcompat.launch.rank_log import LogReader, RankLog, read_events
 from pytest_distcompat.launch.request import Request, extend_import_path
 from pytest_distcompat.launch.stacks import format_error, stack_file
-from pytest_distcompat.launch.stragglers import request_straggler_stacks
 
 #: How long a failed rank waits for the others to report a failure of their own before it tears their connections.
 GRACE = 0.3
@@ -155,6 +156,28 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()  # type: ignore[union-attr]  # None, without a console
+
+
+#: Messages of gloo, the store, ``monitored_barrier`` and NCCL's watchdog when they give up waiting.
+_GAVE_UP = re.compile(
+    r"Timed out waiting \d+ms|wait timeout after|failed to pass monitoredBarrier|Watchdog caught collective operation timeout"
+)
+
+
+def request_straggler_stacks(events: Mapping[int, Sequence[Event]]) -> None:
+    """Have the ranks that still run write their stacks, if this rank was the first to give up waiting for them.
+
+    The agent ends them as soon as it sees that this rank is gone, and afterwards their stacks cannot be had.
+    """
+    errors = [error for logged in events.values() for error in of_kind(Error, logged)]
+    gave_up = [error for error in errors if _GAVE_UP.search(error.message)]
+    first = min(gave_up, key=lambda error: error.time, default=None)
+    pids = pids_of(events)
+    if first is None or pids.get(first.rank) != os.getpid():
+        return
+    for rank, pid in pids.items():
+        if not has_ended(events[rank]):
+            request_stack(pid)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pytest_distcompat.probe.blocks import multiplies
-from pytest_distcompat.probe.closure import with_closure
 from pytest_distcompat.probe.inputs import tensors_fed
 from pytest_distcompat.probe.tensors import digest, dtype_name, local_of
 from pytest_distcompat.trace import CollectiveInfo, ComputeInfo, StepInfo
@@ -338,3 +337,25 @@ def _tensors(args: Any) -> list[torch.Tensor]:
             if tensors:
                 candidates.append(tensors)
     return candidates[-1] if candidates else []
+
+
+def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> tuple[Any, Any] | None:
+    """Return the arguments of ``step(closure)`` with the closure wrapped so that ``then`` is called after it.
+
+    https://docs.pytorch.org/docs/stable/optim.html (optimizer.step(closure)). Lightning's Trainer takes every step like this.
+
+    Returns:
+        Positional and keyword arguments of the step; None for a step without a closure.
+
+    """
+    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        return None
+
+    @functools.wraps(closure)
+    def wrapped(*closure_args: Any, **closure_kwargs: Any) -> Any:
+        result = closure(*closure_args, **closure_kwargs)
+        then()
+        return result
+
+    return (args, {**kwargs, "closure": wrapped}) if "closure" in kwargs else ((args[0], wrapped, *args[2:]), kwargs)
