@@ -6,7 +6,7 @@ https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,8 @@ def write_configuration(cell: Cell, directory: Path, blocks: Sequence[str] = ())
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{cell.strategy}-{cell.precision}.yaml"
-    path.write_text("\n".join(_yaml(_settings(cell, path, blocks))) + "\n", encoding="utf-8")
+    # JSON is YAML too: https://yaml.org/spec/1.2.2/#12-yaml-history
+    path.write_text(json.dumps(_settings(cell, path, blocks), indent=2) + "\n", encoding="utf-8")
     return path
 
 
@@ -144,13 +145,3 @@ def _fsdp(cell: Cell, blocks: Sequence[str]) -> dict[str, Any]:
     if cell.strategy == "fsdp1":
         settings["fsdp_reshard_after_forward"] = str(settings["fsdp_reshard_after_forward"]).upper()
     return settings
-
-
-def _yaml(settings: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield the lines of a YAML file of strings, numbers, booleans and nested mappings of them."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield f"{indent}{name}:"
-            yield from _yaml(value, f"{indent}  ")
-        else:
-            yield f"{indent}{name}: {json.dumps(value)}"
