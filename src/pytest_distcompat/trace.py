@@ -119,11 +119,20 @@ class OptimizerInfo:
 
 
 @dataclass(frozen=True)
+class GradientInfo:
+    """This rank's part of the gradient of one live parameter: its number of elements and the sum of their squares."""
+
+    name: str
+    numel: int
+    square: float
+
+
+@dataclass(frozen=True)
 class StepInfo:
     """State of the stepping torch optimizer during a step: the dtypes of masters, their gradients, states.
 
     ``square`` is the sum of the squares of this rank's gradients as the optimizer got them, in float64: after unscaling
-    and clipping.
+    and clipping. ``gradients`` are the same gradients by live parameter, those of ZeRO's flat partitions too.
     """
 
     optimizer: str
@@ -131,6 +140,7 @@ class StepInfo:
     gradient: tuple[str, ...]
     state: tuple[str, ...]
     square: float = 0.0
+    gradients: tuple[GradientInfo, ...] = ()
 
 
 @dataclass(frozen=True)

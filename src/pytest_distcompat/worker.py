@@ -91,6 +91,13 @@ class _Rank:
         self.index, self.end = -1, 0
         self.number = run.first_step
         self.unwrapped: Module | None = None
+        observer.trainer = self._trainer
+
+    def _trainer(self) -> tuple[Module | None, Any]:
+        """Return the trained model and its optimizer in the steps that are recorded with all values; else no model."""
+        whole = self.number < self.run.first_step + WHOLE_STEPS
+        model = self.driver.model if self.unwrapped is None else self.unwrapped
+        return model if whole else None, self.driver.optimizer
 
     def perform(self) -> None:
         """Perform all actions of the run."""

@@ -15,6 +15,7 @@ from pytest_distcompat.trace import (
     CollectiveInfo,
     ComputeInfo,
     FileInfo,
+    GradientInfo,
     ModelInfo,
     OptimizerInfo,
     ParameterInfo,
@@ -82,7 +83,8 @@ def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapsho
     if action == "reference":
         # The mean of what the ranks say.
         loss = 1 / done + (cell.world_size - 1) / 2
-        step = StepInfo("AdamW", ("float32",), ("float32",), ("float32",), square=1.0)
+        gradients = tuple(GradientInfo(name, 8, 0.5) for name in TRAINABLE)
+        step = StepInfo("AdamW", ("float32",), ("float32",), ("float32",), square=1.0, gradients=gradients)
         return replace(snapshot, loss=loss, grad_norm=2.0, optimizer=optimizer, steps=(step,))
     snapshot = replace(snapshot, scheduler=f"last_epoch={done}", memory=2**20)
     if action == "step":
@@ -220,8 +222,9 @@ def _watched(cell: Cell, micros: int) -> dict[str, Any]:
     compute = () if cell.option("compile") else (ComputeInfo("inlet", row.storage, row.compute, row.compute),)
     together = strategy.shards or strategy.flat_masters
     # Clipped to 1.
-    square = 1 / (shared_by(cell) if together else 1)
-    step = StepInfo("AdamW", (row.master,), (row.gradient,), (row.state,), square=square)
+    holders = shared_by(cell) if together else 1
+    gradients = tuple(GradientInfo(live_name(cell, name), 8 // holders, 0.5 / holders) for name in TRAINABLE)
+    step = StepInfo("AdamW", (row.master,), (row.gradient,), (row.state,), square=1 / holders, gradients=gradients)
     return {"steps": (step,), "compute": compute, "collectives": collectives}
 
 

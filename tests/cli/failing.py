@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.checks import more_runs, sound_runs, test_damage, test_float8, test_save_only_model, test_scaling
+from tests.checks import (
+    more_runs,
+    sound_runs,
+    test_damage,
+    test_float8,
+    test_gradients,
+    test_save_only_model,
+    test_scaling,
+)
 from tests.checks.traces import Story
 from tests.unit import test_cost
 
@@ -133,6 +141,11 @@ EXAMPLES: Mapping[str, Example] = {
         "clips by the norm of each rank's own shard",
         "fsdp2-fp32-w2",
         lambda cell: sound(cell).stepped({"square": 1.0}, action="step"),
+    ),
+    "gradients": Example(
+        "adds up one gradient that it should average",
+        "fsdp2-fp32-w2",
+        lambda cell: test_gradients.scaled(sound(cell), {"outlet.weight": 2.0}),
     ),
     "units": Example("wraps the whole model in one unit", "fsdp2-fp32-w2", _units),
     "accumulation": Example("reduces gradients after each micro-batch", "ddp-fp32-w2-grad_accum_2", _reduced_twice),

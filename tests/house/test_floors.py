@@ -24,7 +24,7 @@ BY_NAME = {
 }
 #: The only modules that need torch to be defined at all.
 NEED_TORCH = {"models._mlp_module", "launch.agent"} | {
-    f"probe.{m}" for m in ("tensors", "live", "optimizer", "observe", "inputs", "files", "numbers")
+    f"probe.{m}" for m in ("tensors", "live", "optimizer", "observe", "inputs", "files", "numbers", "gradients")
 }
 
 

@@ -25,6 +25,7 @@ AnyDriver = TypeVar("AnyDriver", bound=type[Driver])
 #: gradients, makes it keep more or less, or leaves FSDP out.
 PARITY = {"parity": r"^step \d+: .*(loss|gradient norm|learning rate) is .* in the reference"}
 CLIPPING = {"clipping": r"^step \d+: .*the gradients that the optimizer gets have norm"}
+GRADIENTS = {"gradients": r"^step [123]: .*: the gradient of "}
 MEMORY = {"memory": r"^all ranks together keep \d+ elements of|no rank's optimizer keeps anything"}
 UNCUT = {"units": r"FSDP's units are (nothing|the root); expected 'blocks\.0', 'blocks\.1', the root"}
 

@@ -9,7 +9,7 @@ from pytest_distcompat.drivers import accelerate as accelerate_driver
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.strategies._base import MAX_NORM
 
-from .declare import CLIPPING, MEMORY, PARITY, UNCUT, Accelerate, Torch, twin
+from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, UNCUT, Accelerate, Torch, twin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,7 +58,7 @@ class CpuFlag(Accelerate):
     "fsdp1-fp32-w2-model_mlp",
     "fsdp2-bf16_pure-w2-model_mlp",
     match=r"runs as a bare model; expected FSDP(?s:.*)the trainer believes in 1 ranks; expected 2",
-    also={**PARITY, **CLIPPING, **MEMORY, **UNCUT, "dtypes": APART},
+    also={**PARITY, **CLIPPING, **MEMORY, **UNCUT, "dtypes": APART, **GRADIENTS},
 )
 class NoCpuFlag(Accelerate):
     """accelerate with an FSDP plugin and nothing else: no wrapper, no gradient sync, each rank on its own."""
@@ -127,7 +127,7 @@ class OlderFsdp(Torch):
     "active",
     "fsdp2-fp32-w2-model_mlp",
     match=r"^shards are in 2 copies \(rank 0; rank 1\); expected 1, of several ranks\n",
-    also={**PARITY, **CLIPPING, **MEMORY, "dtypes": APART},
+    also={**PARITY, **CLIPPING, **MEMORY, "dtypes": APART, **GRADIENTS},
 )
 class AloneInTheMesh(Torch):
     """fully_shard over a mesh of one rank: all the classes are right and nothing is sharded."""
@@ -156,7 +156,7 @@ class Mixed(Torch):
     "active",
     "fsdp2-fp32-w2-model_mlp",
     match=r"6 of 14 parameters are not of kind DTensor, 'inlet\.weight'",
-    also={**PARITY, **CLIPPING, **MEMORY, **NO_ROOT},
+    also={**PARITY, **CLIPPING, **MEMORY, **NO_ROOT, **GRADIENTS},
 )
 class RootForgotten(Mixed):
     """Only the blocks are sharded; what stands in the root is neither sharded nor reduced."""
@@ -190,7 +190,7 @@ class NoShard(Torch):
     "active",
     "fsdp1-fp32-w2-model_mlp",
     match=r"all ranks together store 130 elements of 'outlet\.weight', which has 65",
-    also={**PARITY, **CLIPPING, **UNCUT},
+    also={**PARITY, **CLIPPING, **UNCUT, **GRADIENTS},
 )
 class LayerLeftOut(Torch):
     """FSDP1 that ignores the last layer: a copy of it on each rank, and no reduction of its gradients."""

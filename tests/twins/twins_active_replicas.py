@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from .declare import CLIPPING, PARITY, Torch, twin
+from .declare import CLIPPING, GRADIENTS, PARITY, Torch, twin
 from .twins_active import APART
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     "active",
     "ddp-fp32-w2-model_mlp",
     match=r"MLP runs as a bare model; expected DDP(?s:.*)no gradient was reduced(?s:.*)replicas must stay equal",
-    also={**PARITY, **CLIPPING, "dtypes": APART},
+    also={**PARITY, **CLIPPING, "dtypes": APART, **GRADIENTS},
 )
 class Bare(Torch):
     """Nobody wraps the model."""
@@ -36,7 +36,7 @@ class Bare(Torch):
     "active",
     "ddp-fp32-w2-model_mlp",
     match=r"no gradient was reduced in a step(?s:.*)rank 1: \d+ parameters differ from rank 0's",
-    also={**PARITY, **CLIPPING, "dtypes": APART},
+    also={**PARITY, **CLIPPING, "dtypes": APART, **GRADIENTS},
 )
 class NeverSyncs(Torch):
     """DDP that is left in ``no_sync``, as wrong bookkeeping of gradient accumulation leaves it."""
@@ -52,7 +52,7 @@ class NeverSyncs(Torch):
     "active",
     "ddp-fp32-w2",
     match=r"only 8 elements were reduced in a step, of 26784 trainable ones",
-    also={**PARITY, "dtypes": APART},
+    also={**PARITY, "dtypes": APART, **GRADIENTS},
 )
 class OnlyMetricsMeet(NeverSyncs):
     """The twin above in a trainer that gives all ranks the same data: replicas stay equal by luck."""
@@ -73,7 +73,7 @@ class OnlyMetricsMeet(NeverSyncs):
     "active",
     "ddp-fp32-w2-model_mlp",
     match=r"rank 1: 12 parameters differ from rank 0's after three steps, first 'module\.inlet",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **GRADIENTS},
 )
 class LayerNotReduced(Torch):
     """DDP that ignores the last layer: clipped by norms of their own, ranks part in all the others."""
@@ -90,7 +90,7 @@ class LayerNotReduced(Torch):
     "active",
     "ddp-fp32-w2-model_mlp",
     match=r"rank 1: the process group has 1 ranks; expected 2(?s:.*)replicas must stay equal",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **GRADIENTS},
 )
 class GroupOfOne(Torch):
     """Each rank opens a process group of its own, as a trainer does that does not read torchrun's environment."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .declare import PARITY, Torch, twin
+from .declare import GRADIENTS, PARITY, Torch, twin
 
 SOUND = "twins.twins_closure:ByClosure"
 
@@ -41,7 +41,7 @@ class ByClosure(Torch):
     "ddp-fp32-w2-model_mlp",
     "fsdp2-fp32-w2-model_mlp",
     match=r"^step 1: .*the gradients that the optimizer gets have norm 1\.02\d+; 0\.999999 in the reference",
-    also=PARITY,
+    also=PARITY | GRADIENTS,
     sound=SOUND,
 )
 class ClippedBefore(ByClosure):

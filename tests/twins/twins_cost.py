@@ -6,7 +6,7 @@ import time
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 
-from .declare import CLIPPING, PARITY, UNCUT, Torch, twin
+from .declare import CLIPPING, GRADIENTS, PARITY, UNCUT, Torch, twin
 from .twins_active import NoShard
 from .twins_optimizer_frozen import Thawed
 
@@ -26,7 +26,8 @@ twin(
         **CLIPPING,
         "optimizer": r"frozen parameter 'module\.frozen\.weight' moved",
         "names": r"the optimizer keeps state for 'frozen\.bias', which is no trainable",
-    },
+    }
+    | GRADIENTS,
 )(Thawed)
 
 

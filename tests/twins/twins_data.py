@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 
-from .declare import CLIPPING, PARITY, Torch, twin
+from .declare import CLIPPING, GRADIENTS, PARITY, Torch, twin
 from .twins_active import LowerStage
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ OTHER = (
 RANDOM = r"^rank 0: torch's random state after the load is another than at the save\nrank 1: [^\n]+$"
 
 
-@twin("data", "ddp-fp32-w2-model_mlp", "fsdp2-fp32-w2-model_mlp", match=TWO_LIKE, also={**PARITY, **CLIPPING})
+@twin(
+    "data", "ddp-fp32-w2-model_mlp", "fsdp2-fp32-w2-model_mlp", match=TWO_LIKE, also={**PARITY, **CLIPPING, **GRADIENTS}
+)
 class SameData(Torch):
     """No distributed sampler: every rank learns from the batches of rank 0."""
 
@@ -34,7 +36,9 @@ class SameData(Torch):
         return super().batch_of(place, 0)
 
 
-@twin("data", "zero3-fp32-w2-model_mlp", "ddp-fp32-w2-model_mlp", match=TWO_LIKE, also={**PARITY, **CLIPPING})
+@twin(
+    "data", "zero3-fp32-w2-model_mlp", "ddp-fp32-w2-model_mlp", match=TWO_LIKE, also={**PARITY, **CLIPPING, **GRADIENTS}
+)
 class SameDataAccelerate(AccelerateDriver):
     """The twin above where the loader distributes what each rank would have loaded by itself."""
 
@@ -141,7 +145,7 @@ class KeepsWholeGradients(LowerStage):
     "ddp-fp32-w2-model_mlp-grad_accum_2",
     "zero2-fp32-w2-model_mlp-grad_accum_2",
     match=r"^step 1: rank 0: the optimizer stepped 2 times; 1 with one micro-batch",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **GRADIENTS},
 )
 class StepsEach(AccelerateDriver):
     """The number of micro-batches is told to the loop and not to the trainer."""
@@ -155,7 +159,7 @@ class StepsEach(AccelerateDriver):
     "accumulation",
     "fsdp2-fp32-w2-model_mlp-grad_accum_2",
     match=r"^step 1: rank 0: fed 1 micro-batches; expected 2",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **GRADIENTS},
 )
 class OneOfTwo(Torch):
     """All micro-batches of a step but the last are thrown away."""
@@ -168,7 +172,7 @@ class OneOfTwo(Torch):
     "accumulation",
     "ddp-fp32-w2-model_mlp-grad_accum_2",
     match=r"^step 1: rank 0: 1 of 2 micro-batches are one that was fed before in the same step",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **GRADIENTS},
 )
 class OneTwice(Torch):
     """The iterator over the data is made anew for each micro-batch."""

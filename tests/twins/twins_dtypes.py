@@ -9,7 +9,7 @@ from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.precisions import PRECISIONS
 
-from .declare import CLIPPING, MEMORY, PARITY, Accelerate, Torch, twin
+from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, Accelerate, Torch, twin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -164,7 +164,8 @@ class StateInBfloat16(Torch):
         **PARITY,
         **CLIPPING,
         **MEMORY,
-    },
+    }
+    | GRADIENTS,
 )
 class SecondOptimizer(Torch):
     """A second optimizer for the last parameter, which keeps its moments in bfloat16, steps after the first one."""

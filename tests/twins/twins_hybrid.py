@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .declare import CLIPPING, MEMORY, PARITY, Torch, twin
+from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, Torch, twin
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ class SharesWithAll(Torch):
     "active",
     *HYBRID,
     match=r"^rank 2: \d+ parameters differ from rank 0's after three steps, first '\S+'; replicas must stay equal\nrank 3: ",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **GRADIENTS},
 )
 class CopiesOnTheirOwn(Torch):
     """Each group of ranks shards, and nobody reduces from group to group: two trainings, each on half of the data."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 
-from .declare import CLIPPING, MEMORY, PARITY, UNCUT, Accelerate, Torch, twin
+from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, UNCUT, Accelerate, Torch, twin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +35,7 @@ IDLE = {
     "fsdp2-fp32-w2-model_mlp",
     match=r"rank 0: 12 of 12 tensors in the optimizer are no parameters of the live model \(stale\)"
     r"(?s:.*)'inlet\.weight' is not in the optimizer",
-    also=IDLE,
+    also=IDLE | GRADIENTS,
 )
 class MadeBeforeSharding(Torch):
     """The optimizer is made of the parameters that ``fully_shard`` is about to replace."""
@@ -55,7 +55,7 @@ class MadeBeforeSharding(Torch):
     "fsdp1-fp32-w2-model_mlp",
     match=r"14 of 14 tensors in the optimizer are no parameters of the live model \(stale\)"
     r"(?s:.*)'_fsdp_wrapped_module\._flat_param' is not in the optimizer(?s:.*)did not move",
-    also={**IDLE, **UNCUT},
+    also={**IDLE, **UNCUT, **GRADIENTS},
 )
 class MadeBeforeFlattening(MadeBeforeSharding):
     """The twin above with FSDP1's flat parameters."""
@@ -73,7 +73,7 @@ class MadeBeforeFlattening(MadeBeforeSharding):
     "optimizer",
     "fsdp1-fp32-w2",
     match=r"21 of 21 tensors in the optimizer are no parameters of the live model \(stale\)(?s:.*)_flat_param' did not move",
-    also=IDLE,
+    also=IDLE | GRADIENTS,
 )
 class FlatTogether(Accelerate):
     """accelerate's default, ``use_orig_params=False``, with model and optimizer in one ``prepare``: still so in 1.15."""
@@ -88,7 +88,7 @@ class FlatTogether(Accelerate):
     "optimizer",
     "ddp-fp32-w2-model_mlp",
     match=r"12 of 12 tensors in the optimizer are no parameters(?s:.*)'module\.inlet\.weight' is not in the optimizer",
-    also=IDLE,
+    also=IDLE | GRADIENTS,
 )
 class OfACopy(Torch):
     """The optimizer belongs to a copy of the model, as after a ``deepcopy`` for an average that took the wrong one."""
@@ -109,7 +109,13 @@ def without(optimizer: torch.optim.Optimizer, last: int) -> torch.optim.Optimize
     "ddp-fp32-w2-model_mlp",
     "fsdp2-fp32-w2-model_mlp",
     match=r"trainable parameter '(module\.)?outlet\.bias' is not in the optimizer; expected once(?s:.*)bias' did not move",
-    also={**PARITY, **CLIPPING, **MEMORY, "names": r"the optimizer of no rank keeps state for 'outlet\.bias'"},
+    also={
+        **PARITY,
+        **CLIPPING,
+        **MEMORY,
+        "names": r"the optimizer of no rank keeps state for 'outlet\.bias'",
+        **GRADIENTS,
+    },
 )
 class OneForgotten(Torch):
     """The groups of the optimizer were sorted by name, and one parameter fell through."""
@@ -129,10 +135,10 @@ NO_STATE = {"names": r"the optimizer of no rank keeps state for 'outlet\.bias'"}
     "zero1-fp32-w2-model_mlp",
     "zero2-bf16_mixed-w2-model_mlp",
     match=LAST_IS_OUT,
-    also={**PARITY, **CLIPPING, **MEMORY, **NO_STATE},
+    also={**PARITY, **CLIPPING, **MEMORY, **NO_STATE, **GRADIENTS},
 )
 # The shards of so small a parameter are rounded up by more than what is missing.
-@twin("optimizer", "zero3-fp32-w2-model_mlp", match=LAST_IS_OUT, also={**PARITY, **CLIPPING, **NO_STATE})
+@twin("optimizer", "zero3-fp32-w2-model_mlp", match=LAST_IS_OUT, also={**PARITY, **CLIPPING, **NO_STATE, **GRADIENTS})
 class OneForgottenZero(AccelerateDriver):
     """The twin above with ZeRO's flat masters."""
 
@@ -144,7 +150,7 @@ class OneForgottenZero(AccelerateDriver):
     "optimizer",
     "fsdp2-fp32-w2-model_mlp",
     match=r"trainable parameter '(module\.)?outlet\.bias' is in the optimizer 2 times; expected once",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **GRADIENTS},
 )
 class OneTwice(Torch):
     """A parameter in two groups: its step is taken twice. torch refuses that in the constructor only."""
@@ -169,7 +175,7 @@ LAST_STOPS = (
 )
 
 
-@twin("optimizer", "fsdp1-fp32-w2-model_mlp", match=LAST_STOPS, also={**PARITY, **CLIPPING})
+@twin("optimizer", "fsdp1-fp32-w2-model_mlp", match=LAST_STOPS, also={**PARITY, **CLIPPING, **GRADIENTS})
 # In bfloat16 alone losses are too far from the reference to tell.
 @twin("optimizer", "fsdp2-bf16_pure-w2-model_mlp", match=LAST_STOPS)
 class NoLearningRate(Torch):
@@ -180,7 +186,7 @@ class NoLearningRate(Torch):
 
 
 @twin("optimizer", "fsdp1-bf16_mixed-w2-model_mlp", match=LAST_STOPS, also=PARITY)
-@twin("optimizer", "zero2-fp32-w2-model_mlp", match=LAST_STOPS, also={**PARITY, **CLIPPING})
+@twin("optimizer", "zero2-fp32-w2-model_mlp", match=LAST_STOPS, also={**PARITY, **CLIPPING, **GRADIENTS})
 class NoLearningRateAccelerate(AccelerateDriver):
     """The twin above with flat masters, and with FSDP1 upcasting: a parameter whose dtype changes has not moved yet."""
 
@@ -196,7 +202,8 @@ class NoLearningRateAccelerate(AccelerateDriver):
         **PARITY,
         **CLIPPING,
         "dtypes": r"no optimizer stepped",
-    },
+    }
+    | GRADIENTS,
 )
 class NeverSteps(Torch):
     """Gradients are computed and thrown away."""
@@ -213,7 +220,7 @@ class NeverSteps(Torch):
     "ddp-fp32-w2",
     "fsdp2-fp32-w2",
     match=r"embed_tokens\.weight' had no gradient in three steps: its state in the optimizer is all zero",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **GRADIENTS},
 )
 class ClearedTooSoon(Torch):
     """Gradients set to zero between backward and step: weight decay still moves every parameter."""
@@ -231,7 +238,7 @@ class ClearedTooSoon(Torch):
     "optimizer",
     "zero2-fp32-w2-model_mlp",
     match=r"trainable parameter 'module\.inlet\.weight' had no gradient in three steps",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **GRADIENTS},
 )
 class ClearedTooSoonZero(AccelerateDriver):
     """The twin above with flat masters: the loss depends on the parameters by a factor of zero only."""

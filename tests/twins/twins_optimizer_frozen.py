@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 
-from .declare import CLIPPING, MEMORY, PARITY, Torch, twin
+from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, Torch, twin
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     "optimizer",
     "fsdp2-fp32-w2-model_mlp",
     match=r"frozen parameter '(module\.)?frozen\.weight' moved",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **GRADIENTS},
 )
 class FrozenDrifts(Torch):
     """Weight decay done by hand, for frozen parameters too."""
@@ -40,7 +40,8 @@ class FrozenDrifts(Torch):
         **CLIPPING,
         **MEMORY,
         "names": r"the optimizer keeps state for 'frozen\.bias', which is no trainable",
-    },
+    }
+    | GRADIENTS,
 )
 class Thawed(AccelerateDriver):
     """A trainer that switches gradients on for all parameters, whoever froze them."""
@@ -59,7 +60,8 @@ class Thawed(AccelerateDriver):
         **CLIPPING,
         **MEMORY,
         "names": r"the optimizer keeps state for 'frozen\.bias', which is no trainable",
-    },
+    }
+    | GRADIENTS,
 )
 class ThawedTorch(Torch):
     """The twin above with plain torch."""
@@ -73,7 +75,13 @@ class ThawedTorch(Torch):
     "optimizer",
     "fsdp2-fp32-w2-model_mlp",
     match=r"trainable parameter 'outlet\.weight' is not in the optimizer(?s:.*)'outlet\.weight' did not move",
-    also={**PARITY, **CLIPPING, **MEMORY, "names": r"the optimizer of no rank keeps state for 'outlet\.weight'"},
+    also={
+        **PARITY,
+        **CLIPPING,
+        **MEMORY,
+        "names": r"the optimizer of no rank keeps state for 'outlet\.weight'",
+        **GRADIENTS,
+    },
 )
 class FrozenUnasked(Torch):
     """A trainer that freezes the last layer, and forgets to say so."""

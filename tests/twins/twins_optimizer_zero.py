@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 
-from .declare import CLIPPING, PARITY, twin
+from .declare import CLIPPING, GRADIENTS, PARITY, twin
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ ONE = "inlet.weight"
     "zero1-fp32-w2-model_mlp",
     "zero3-fp32-w2-model_mlp",
     match=r"^trainable parameter 'module\.inlet\.weight' had no gradient in three steps: its state in the optimizer is all zero$",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **GRADIENTS},
 )
 class OneWithoutGradient(AccelerateDriver):
     """Its gradient is cut; weight decay moves it all the same."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat import Driver
 
-from .declare import CLIPPING, twin
+from .declare import CLIPPING, GRADIENTS, twin
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ class SmallDecay(SmallNet):
     "ddp-bf16_mixed-w2",
     "fsdp2-bf16_mixed-w2",
     match=r"^step 1: rank 0: the gradient norm is .* \(1\.0e\+00 off, [2-9]\.\de-02 allowed\)",
-    also=CLIPPING,
+    also=CLIPPING | GRADIENTS,
     sound=SOUND,
 )
 class SmallSums(SmallNet):

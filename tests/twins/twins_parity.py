@@ -10,7 +10,7 @@ from pytest_distcompat.drivers.accelerate import AccelerateDriver
 from pytest_distcompat.drivers.torch import TorchDriver
 from pytest_distcompat.strategies._base import MAX_NORM
 
-from .declare import CLIPPING, PARITY, Accelerate, Torch, twin
+from .declare import CLIPPING, GRADIENTS, PARITY, Accelerate, Torch, twin
 from .twins_dtypes import MastersInBfloat16
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def summed(driver: Any) -> None:
     "ddp-fp32-w2-model_mlp-grad_accum_2",
     "fsdp1-fp32-w2-model_mlp-grad_accum_2",
     match=LOSS,
-    also=CLIPPING,
+    also=CLIPPING | GRADIENTS,
 )
 class SumsMicroBatches(Torch):
     """The loss of a step is the sum over its micro-batches: the learning rate depends on how a batch is cut."""
@@ -50,7 +50,7 @@ class SumsMicroBatches(Torch):
         summed(self)
 
 
-@twin("parity", "zero2-fp32-w2-model_mlp-grad_accum_2", match=LOSS, also=CLIPPING)
+@twin("parity", "zero2-fp32-w2-model_mlp-grad_accum_2", match=LOSS, also=CLIPPING | GRADIENTS)
 class SumsMicroBatchesZero(AccelerateDriver):
     """The twin above with ZeRO's flat masters."""
 
@@ -59,7 +59,7 @@ class SumsMicroBatchesZero(AccelerateDriver):
         summed(self)
 
 
-@twin("parity", "fsdp2-fp32-w2-model_mlp-grad_accum_2", match=RATE, also=CLIPPING)
+@twin("parity", "fsdp2-fp32-w2-model_mlp-grad_accum_2", match=RATE, also=CLIPPING | GRADIENTS)
 class SchedulePerMicroBatch(Torch):
     """The learning rate decays with every micro-batch."""
 
@@ -69,7 +69,7 @@ class SchedulePerMicroBatch(Torch):
             self.scheduler.step()
 
 
-@twin("parity", "ddp-fp32-w2-model_mlp", "zero3-fp32-w2-model_mlp", match=RATE, also=CLIPPING)
+@twin("parity", "ddp-fp32-w2-model_mlp", "zero3-fp32-w2-model_mlp", match=RATE, also=CLIPPING | GRADIENTS)
 class SchedulePerRank(AccelerateDriver):
     """A schedule in optimizer steps, handed to accelerate, which takes a step of it for each rank."""
 
@@ -134,7 +134,13 @@ class NormOfTheShard(Torch):
 NOT_ONE = r"^step 1: .*the gradients that the optimizer gets have norm {}\d*; 0\.99999\d in the reference"
 
 
-@twin("clipping", "ddp-fp32-w2-model_mlp", "fsdp2-fp32-w2-model_mlp", match=NOT_ONE.format(r"1\.027"), also=PARITY)
+@twin(
+    "clipping",
+    "ddp-fp32-w2-model_mlp",
+    "fsdp2-fp32-w2-model_mlp",
+    match=NOT_ONE.format(r"1\.027"),
+    also=PARITY | GRADIENTS,
+)
 class NeverClips(Torch):
     """The norm is measured and nothing follows from it."""
 
@@ -146,7 +152,7 @@ class NeverClips(Torch):
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-@twin("clipping", "ddp-fp32-w2-model_mlp", match=NOT_ONE.format(r"1\.027"), also=PARITY)
+@twin("clipping", "ddp-fp32-w2-model_mlp", match=NOT_ONE.format(r"1\.027"), also=PARITY | GRADIENTS)
 class ClipsTheSmall(NeverClips):
     """``max`` where ``min`` belongs: large gradients stay, small ones grow."""
 
@@ -158,7 +164,7 @@ class ClipsTheSmall(NeverClips):
         return norm
 
 
-@twin("clipping", "fsdp1-fp32-w2-model_mlp", match=NOT_ONE.format(r"1\.027"), also=PARITY)
+@twin("clipping", "fsdp1-fp32-w2-model_mlp", match=NOT_ONE.format(r"1\.027"), also=PARITY | GRADIENTS)
 class ClipsByTheShard(Torch):
     """``torch.nn.utils.clip_grad_norm_`` on FSDP1, which has its own: each rank clips by the norm of what it holds."""
 
@@ -168,7 +174,7 @@ class ClipsByTheShard(Torch):
         return float(clip_grad_norm_(self.model.parameters(), MAX_NORM))
 
 
-@twin("clipping", "fsdp2-fp32-w2-model_mlp", match=NOT_ONE.format(r"0\.973"), also=PARITY)
+@twin("clipping", "fsdp2-fp32-w2-model_mlp", match=NOT_ONE.format(r"0\.973"), also=PARITY | GRADIENTS)
 class ClipsTwice(Torch):
     """The factor is applied twice: by the trainer, and by a callback that does not know of it."""
 
@@ -191,12 +197,12 @@ class Clips(Accelerate):
         return settings
 
 
-@twin("clipping", "zero2-fp32-w2-model_mlp", match=NOT_ONE.format(r"1\.027"), also=PARITY)
+@twin("clipping", "zero2-fp32-w2-model_mlp", match=NOT_ONE.format(r"1\.027"), also=PARITY | GRADIENTS)
 class NeverClipsZero(Clips):
     """``gradient_clipping`` is missing from the config, and accelerate leaves clipping to the engine."""
 
 
-@twin("clipping", "zero3-fp32-w2-model_mlp", match=NOT_ONE.format(r"0\.5"), also=PARITY)
+@twin("clipping", "zero3-fp32-w2-model_mlp", match=NOT_ONE.format(r"0\.5"), also=PARITY | GRADIENTS)
 class ClipsToHalf(Clips):
     """The config and the training loop disagree."""
 

@@ -9,7 +9,7 @@ from torch import distributed
 
 from pytest_distcompat.drivers.accelerate import AccelerateDriver
 
-from .declare import CLIPPING, PARITY, Torch, twin
+from .declare import CLIPPING, GRADIENTS, PARITY, Torch, twin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -227,7 +227,7 @@ class StateInFloat32(Spoils):
     "ddp-fp32-w2-model_mlp",
     match=r"rank 1: buffer 'module\.scale': other values after the load",
     # The reference has no such statistic.
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **GRADIENTS},
 )
 class BufferNotLoaded(Torch):
     """A running statistic starts again."""
@@ -262,7 +262,7 @@ class DataFromTheStart(Torch):
     "resume",
     "ddp-fp32-w2-model_mlp",
     match=r"^rank 0: lr of the optimizer's group 0 is [\d.e-]+ after step 1 of the resumed run; [\d.e-]+ in the run that never",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **GRADIENTS},
 )
 class ScheduleFromTheStart(Torch):
     """A schedule of its own, set at the end of each step, whose count is in no checkpoint; the next two losses are the same."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .declare import CLIPPING, MEMORY, PARITY, Torch, twin
+from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, Torch, twin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,7 +56,13 @@ class Two(Torch):
     "optimizer",
     "fsdp2-fp32-w2-model_mlp",
     match=r"trainable parameter 'inlet\.bias' did not move in three steps, on any rank",
-    also={**PARITY, **CLIPPING, **MEMORY, "names": r"the optimizer of no rank keeps state for 'inlet\.bias'"},
+    also={
+        **PARITY,
+        **CLIPPING,
+        **MEMORY,
+        "names": r"the optimizer of no rank keeps state for 'inlet\.bias'",
+        **GRADIENTS,
+    },
     sound=SOUND,
 )
 class SecondNeverSteps(Two):
@@ -72,7 +78,7 @@ class SecondNeverSteps(Two):
     "optimizer",
     "ddp-fp32-w2-model_mlp",
     match=r"rank 0: trainable parameter 'module\.inlet\.weight' is in the optimizer 2 times; expected once",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **GRADIENTS},
     sound=SOUND,
 )
 class MatricesInBoth(Two):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.drivers.trainer import TrainerDriver
 
-from .declare import CLIPPING, MEMORY, PARITY, Torch, twin
+from .declare import CLIPPING, GRADIENTS, MEMORY, PARITY, Torch, twin
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,7 +104,7 @@ class OnlyTheModelComesBack(Trainers):
     "parity",
     "ddp-fp32-w2-grad_accum_2",
     match=r"^step 1: the loss is 4\.\d+; 4\.\d+ in the reference",
-    also=CLIPPING,
+    also=CLIPPING | GRADIENTS,
 )
 class MeanOfMeans(Trainers):
     """Micro-batches count alike, however many tokens they have: https://github.com/huggingface/transformers/pull/34191."""
@@ -117,7 +117,7 @@ class MeanOfMeans(Trainers):
         return trainer
 
 
-@twin("parity", "zero2-fp32-w2", match=r"^step 1: the loss is 4\.\d+; 4\.\d+ in the reference")
+@twin("parity", "zero2-fp32-w2", match=r"^step 1: the loss is 4\.\d+; 4\.\d+ in the reference", also=GRADIENTS)
 class MeanOfRanks(TrainerDriver):
     """Ranks count alike, however many tokens they have: https://github.com/huggingface/transformers/issues/34242."""
 
@@ -129,7 +129,7 @@ class MeanOfRanks(TrainerDriver):
     "active",
     "zero2-fp32-w2-model_mlp",
     match=r"^rank 0: the trainer believes in 1 ranks?",
-    also={**PARITY, **CLIPPING},
+    also={**PARITY, **CLIPPING, **GRADIENTS},
 )
 class AloneUnderDeepSpeed(TrainerDriver):
     """DeepSpeed on CPU ranks without ``use_cpu``, as transformers 5.23 has it: each rank trains on all the data."""

@@ -63,7 +63,7 @@ class _Part:
     dtype: str
 
 
-class _Names:
+class Names:
     """Map from live names of a run to those of the unwrapped model, one for tied names, with their sizes."""
 
     def __init__(self, run: RunTrace, unwrapped: UnwrappedInfo) -> None:
@@ -79,6 +79,7 @@ class _Names:
         return self.tied_to.get(name, name)
 
     def numel(self, name: str) -> int | None:
+        """Return the number of elements of a parameter or buffer of the unwrapped model; None for an unknown name."""
         return self.sizes.get(name)
 
 
@@ -87,7 +88,7 @@ def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
     first = run.first("build_model") or run.first("reload")
     if first is None or first.unwrapped is None:
         return Values({}, ("the unwrapped model was not seen",))
-    names = _Names(run, first.unwrapped)
+    names = Names(run, first.unwrapped)
     parts: dict[tuple[Kind, str], list[_Part]] = defaultdict(list)
     for snapshot in snapshots:
         for kind, name, digest, numel, dtype in _held(snapshot, names):
@@ -131,7 +132,7 @@ def not_elementwise_kinds(snapshots: tuple[Snapshot, ...]) -> frozenset[Kind]:
     return (frozenset(states) - by_element) | FACTORS
 
 
-def _held(snapshot: Snapshot, names: _Names) -> Iterator[tuple[Kind, str, str, int, str]]:
+def _held(snapshot: Snapshot, names: Names) -> Iterator[tuple[Kind, str, str, int, str]]:
     """Yield (kind, unwrapped name, digest, numel, dtype) of what a rank holds; of flat partitions only step counts."""
     if snapshot.model is not None:
         for info in snapshot.model.parameters:

@@ -30,13 +30,13 @@ def has_reference(cell: Cell, driver: type[Driver]) -> str | None:
     return f"the driver has no reference() to compare with; write {missing}, from which it is derived, or reference() itself"
 
 
-def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
+def reference_runs(cell: Cell, driver: type[Driver]) -> Scenario:
     """Return the runs; for a model of the driver's own one more measures rounding, which is known for built-in ones."""
     own = "model" not in driver.options and PRECISIONS.get(cell.precision).compute != "float32"
     return ROUNDED_PARITY if own else PARITY
 
 
-@check(scenario=_runs, until=_WHOLE, order=5, not_applicable=has_reference)
+@check(scenario=reference_runs, until=_WHOLE, order=5, not_applicable=has_reference)
 def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that training equals that of one process in float32 on the same batches, over 20 steps.
 
@@ -142,7 +142,7 @@ def _list(rates: list[float | None]) -> str:
     return ", ".join(f"{rate:.6g}" if rate is not None else "none" for rate in dict.fromkeys(rates)) or "none"
 
 
-@check(scenario=_runs, until=_WHOLE, order=6, not_applicable=has_reference)
+@check(scenario=reference_runs, until=_WHOLE, order=6, not_applicable=has_reference)
 def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the gradients that the optimizer gets have the norm of the reference's, over all ranks together.
 

@@ -83,6 +83,12 @@ def master_copies(optimizer: Any) -> dict[int, torch.Tensor]:
     return {}
 
 
+def owner_names(model: Module, optimizer: Any) -> dict[int, str]:
+    """Map the ``id`` of each live parameter, and of each master copy of one, to the parameter's name."""
+    live = {id(parameter): name for name, parameter in model.named_parameters()}
+    return live | {copy: live[id(low)] for copy, low in master_copies(optimizer).items() if id(low) in live}
+
+
 def read_optimizer(
     model: Module, optimizer: Any, *, whole: bool = True, without_gradient: frozenset[int] = frozenset()
 ) -> OptimizerInfo:
@@ -118,8 +124,8 @@ def read_optimizer(
     groups = tuple(_numbers(group) for one in inner for group in one.param_groups)
     if not whole:
         return OptimizerInfo(type_names, 0, param_groups=groups)
-    live = {id(parameter): name for name, parameter in model.named_parameters()}
-    owners = live | {copy: live[id(low)] for copy, low in master_copies(optimizer).items() if id(low) in live}
+    live = {id(parameter) for parameter in model.parameters()}
+    owners = owner_names(model, optimizer)
     held = entries(optimizer)
     partitioned = _partitioned(model)
     states: list[StateInfo] = []
@@ -199,24 +205,35 @@ def _masters(model: Module, inner: Any) -> Iterator[StateInfo]:
     The parts of all ranks, concatenated in the order of the ranks, are the parameter.
     """
     keys = sorted({key for state in inner.state.values() for key, value in state.items() if _is_flat(value)})
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_tensor") and _has_master(parameter):
-            from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+    for name, parameter, master in flat_masters(model):
+        yield _state(name, "master", master)
+        if hasattr(parameter, "ds_tensor"):
+            from deepspeed.utils import safe_get_local_optimizer_state
 
-            numel = zero3_shard(parameter).numel()
-            yield _state(name, "master", safe_get_local_fp32_param(parameter).reshape(-1)[:numel])
             for key in keys:
                 # A partition may have no state before its first step.
                 with contextlib.suppress(KeyError):
-                    yield _state(name, key, safe_get_local_optimizer_state(parameter, key).reshape(-1)[:numel])
-        elif (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
-            yield _state(name, "master", mapping.hp_fragment)
+                    state = safe_get_local_optimizer_state(parameter, key)
+                    yield _state(name, key, state.reshape(-1)[: master.numel()])
+        else:
+            mapping = parameter._hp_mapping  # noqa: SLF001 - see ``_partitioned``
             fragment = mapping.hp_fragment_address
             # Not ``mapping.optim_fragment``: after a load it is stale until the next step.
             for flat in inner.param_groups[mapping.param_group_index]["params"]:
                 for key, value in inner.state.get(flat, {}).items():
                     if _is_flat(value):
                         yield _state(name, key, value.narrow(0, fragment.start, fragment.numel))
+
+
+def flat_masters(model: Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
+    """Yield each live parameter with this rank's part of its master, a view of a flat partition; see ``_partitioned``."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_tensor") and _has_master(parameter):
+            from deepspeed.utils import safe_get_local_fp32_param
+
+            yield name, parameter, safe_get_local_fp32_param(parameter).reshape(-1)[: zero3_shard(parameter).numel()]
+        elif (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+            yield name, parameter, mapping.hp_fragment
 
 
 def _is_flat(value: Any) -> bool:

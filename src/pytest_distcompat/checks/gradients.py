@@ -1,0 +1,175 @@
+"""Does the optimizer get the reference's gradient for each single parameter?"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._base import check, every_rank, named_ranks
+from pytest_distcompat.checks._values import Names
+from pytest_distcompat.checks.parity import ROUNDING_FACTOR, has_reference, reference_runs
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import GradientInfo, RunTrace, Snapshot, Trace
+
+#: How many steps are compared: later gradients depend on how earlier ones were rounded.
+COMPARED = 3
+#: Rounding is measured against this part of the norm of all gradients, if a parameter's is smaller: the gradient of the bias of
+#: attention's keys is zero but for rounding. Of sound runs 1.4e-2 in bf16_mixed, 3.6e-4 in fp16_mixed, 2.3e-2 in fp8 measured.
+SMALLEST = 0.01
+#: Parameters whose ratios differ by less have one cause.
+SAME_RATIO = 0.05
+#: How many kinds of names a finding lists.
+LISTED = 3
+
+#: Unwrapped name -> norms of the gradient: one of all parts together, or one of each rank that holds all of it.
+Norms = Mapping[str, Sequence[float]]
+
+
+def _no_single_gradients(cell: Cell, driver: type[Driver]) -> str | None:
+    if not cell.option("use_orig_params"):
+        return "a flat parameter has one gradient for all the parameters in it"
+    return has_reference(cell, driver)
+
+
+@check(
+    scenario=reference_runs,
+    until=(("train", "step", COMPARED - 1), ("reference", "reference", COMPARED - 1)),
+    order=6,
+    not_applicable=_no_single_gradients,
+)
+def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
+    """Check that the optimizer gets a gradient of the reference's norm for each parameter, in the first three steps.
+
+    Clipping can hide from ``clipping`` that a few gradients are wrong. The message names the parameters and the ratio.
+
+    If it fails: if all gradients are off by the number of ranks or micro-batches, they are summed instead of averaged, or
+    averaged twice. If a few are, these are not reduced like the others: their module is not part of the wrapped model, or is
+    called in a way that its hooks do not see. Gradients are zero or missing if a branch is detached or a parameter frozen.
+    """
+    train, reference = trace.run("train"), trace.run("reference")
+    first = train.first("build_model")
+    known = {info.name for info in first.unwrapped.parameters} if first and first.unwrapped else set()
+    expected = [_norms(reference, reference.at("reference", step), (0,)) for step in range(COMPARED)]
+    rounding = _deviations_of_rounding(trace.runs.get("rounded"), expected)
+    tolerance = ROUNDING_FACTOR * max((PRECISIONS.get(cell.precision).norm_tolerance, *rounding))
+    for step in range(COMPARED):
+        here = train.at("step", step)
+        yield from every_rank(here, cell.world_size, f"step {step + 1}")
+        if not expected[step]:
+            yield f"step {step + 1}: no gradients to compare with"
+            return
+        copies = {ranks: _norms(train, here, ranks) for ranks in _copies(cell, train)}
+        found = [
+            f"step {step + 1}: {named_ranks(ranks, cell.world_size)}: {text}"
+            for ranks, norms in copies.items()
+            # A live name that is none of the unwrapped model's is a finding of the check ``names``.
+            if norms.keys() <= known
+            for text in _differences(cell, norms, expected[step], tolerance)
+        ]
+        yield from found
+        if found:
+            return  # later differences follow from these
+
+
+def _copies(cell: Cell, run: RunTrace) -> Sequence[tuple[int, ...]]:
+    """Return the ranks of each copy of the gradients."""
+    strategy = STRATEGIES.get(cell.strategy)
+    return run.replicas if strategy.shards or strategy.flat_masters else [(rank,) for rank in range(cell.world_size)]
+
+
+def _norms(run: RunTrace, snapshots: tuple[Snapshot, ...], ranks: tuple[int, ...]) -> Norms:
+    """Return the norms of the gradients that these ranks hold; none for parts that are no whole, or under an unknown name."""
+    first = run.first("build_model")
+    if first is None or first.unwrapped is None:
+        return {}
+    names = Names(run, first.unwrapped)
+    parts: dict[str, dict[int, GradientInfo]] = defaultdict(dict)
+    for snapshot in snapshots:
+        for info in (info for step in snapshot.steps for info in step.gradients if snapshot.rank in ranks):
+            parts[names(info.name)][snapshot.rank] = info
+    norms: dict[str, Sequence[float]] = {}
+    for name, held in parts.items():
+        numels, squares = [info.numel for info in held.values()], [info.square for info in held.values()]
+        if sum(numels) == names.numel(name):
+            norms[name] = [math.sqrt(sum(squares))]
+        else:
+            norms[name] = list(map(math.sqrt, squares)) if set(numels) == {names.numel(name)} else []
+    return norms
+
+
+def _deviations_of_rounding(rounded: RunTrace | None, expected: list[Norms]) -> Iterator[float]:
+    """Yield how far rounding alone moves each gradient of a model of the driver's own, see ``parity``."""
+    for step, norms in enumerate(expected if rounded else ()):
+        assert rounded is not None
+        found, unit = _norms(rounded, rounded.at("rounded", step), (0,)), _unit(norms)
+        for name in norms.keys() & found.keys():
+            off = abs(found[name][0] - norms[name][0]) / max(norms[name][0], unit) if unit else 0.0
+            yield off if math.isfinite(off) else 0.0
+
+
+def _unit(norms: Norms) -> float:
+    """Return the least that rounding is measured against."""
+    return SMALLEST * math.hypot(*(norm for one in norms.values() for norm in one))
+
+
+def _differences(cell: Cell, norms: Norms, expected: Norms, tolerance: float) -> Iterator[str]:
+    """Yield a finding for the parameters that are off by the same ratio."""
+    if broken := sorted(name for name, found in norms.items() if not found):
+        yield f"the gradient of {_listed(broken)} cannot be put together from the ranks' parts"
+        return
+    unit, ratios, sound = _unit(expected), {}, 0
+    for name in expected.keys() | norms.keys():
+        here, there = norms.get(name, [0.0]), (expected.get(name) or [0.0])[0]
+        wrong = [norm for norm in here if not abs(norm - there) <= tolerance * max(there, unit)]
+        if wrong:
+            ratios[name] = wrong[0] / there if there else math.inf
+        else:
+            sound += there > unit
+    alike: list[list[str]] = []
+    for name in sorted(ratios, key=lambda name: (not math.isnan(ratios[name]), ratios[name], name)):
+        if alike and math.isclose(ratios[name], ratios[alike[-1][0]], rel_tol=SAME_RATIO):
+            alike[-1].append(name)
+        else:
+            alike.append([name])
+    # What clipping does to all gradients because some are wrong shows in most of them: it is no finding of its own.
+    scaled = [names for names in alike if len(names) > max(sound, len(expected) / 2) and ratios[names[0]]]
+    common = ratios[scaled[0][0]] if scaled and len(alike) > 1 else 1.0
+    for names in alike:
+        if len(alike) > 1 and names in scaled:
+            continue
+        first = names[0]
+        first_here, first_there = ((one.get(first) or [0.0])[0] for one in (norms, expected))
+        values = f"{first!r} has norm {first_here:.6g}; {first_there:.6g} in the reference"
+        everything = f"all {len(names)} parameters" if len(names) == len(expected) else _listed(names)
+        yield f"the gradient of {everything} {_ratio(cell, ratios[first], common)}: {values} ({tolerance:.0e} allowed)"
+
+
+def _listed(names: list[str]) -> str:
+    """Return the names, several that differ in their numbers alone as one: ``layers.*.router.weight``."""
+    patterns = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
+    counts = Counter(patterns.values())
+    kinds = list(dict.fromkeys(kind if counts[kind] > 1 else name for name, kind in patterns.items()))
+    more = f" and {len(kinds) - LISTED} others" if len(kinds) > LISTED else ""
+    return f"{', '.join(kinds[:LISTED])}{more}"
+
+
+def _ratio(cell: Cell, ratio: float, common: float) -> str:
+    """Return the ratio in words, and what number it is if it is a known one."""
+    if not ratio:
+        return "is zero or missing"
+    if not math.isfinite(ratio):
+        return "is not finite, or has none in the reference"
+    text = f"is {ratio:.4g} times the reference's"
+    if common != 1.0:
+        ratio /= common
+        text += f", {ratio:.4g} times as much as the others"
+    numbers = {"the number of ranks": cell.world_size, "micro-batches a step": int(cell.option("grad_accum"))}
+    factors = {name: number for name, number in numbers.items() if number > 1}
+    known = [name for name, factor in factors.items() if math.isclose(ratio, factor, rel_tol=SAME_RATIO)]
+    known += [f"1 / {name}" for name, factor in factors.items() if math.isclose(ratio * factor, 1, rel_tol=SAME_RATIO)]
+    return f"{text} (= {' or '.join(known)})" if known else text

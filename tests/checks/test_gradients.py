@@ -1,0 +1,165 @@
+"""Does ``gradients`` name the parameters whose gradients are not the reference's, and the ratio?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.checks.traces import Able
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.trace import GradientInfo, ParameterInfo
+
+if TYPE_CHECKING:
+    from tests.checks.traces import Sound, Story
+
+    from pytest_distcompat.trace import Snapshot
+
+REPLICAS, PARTS = ("ddp-fp32-w2", "zero0-fp32-w2"), ("fsdp1-fp32-w2", "fsdp2-fp32-w2", "zero1-fp32-w2", "zero3-fp32-w2")
+
+
+def scaled(story: Story, factors: dict[str, float], *, nth: int | None = 0, **where: Any) -> Story:
+    """The norms of these gradients are multiplied; of those by 0 none is left."""
+    live = story.live if where.get("run") != "reference" else str
+    lives = {live(name): factor for name, factor in factors.items()}
+
+    def change(snapshot: Snapshot) -> Snapshot:
+        steps = tuple(
+            replace(
+                step,
+                gradients=tuple(
+                    replace(info, square=info.square * lives.get(info.name, 1.0) ** 2)
+                    for info in step.gradients
+                    if lives.get(info.name, 1.0)
+                ),
+            )
+            for step in snapshot.steps
+        )
+        return replace(snapshot, steps=steps)
+
+    return story.alter(change, nth=nth, **{"action": "step", **where})
+
+
+@pytest.mark.parametrize("cell", [*REPLICAS, *PARTS, "fsdp2-fp32-w4-dp_replicate_2", "ddp-fp32-w2-grad_accum_2"])
+def test_the_gradients_of_the_reference(sound: Sound, cell: str) -> None:
+    assert sound(cell).findings("gradients") == []
+
+
+@pytest.mark.parametrize("cell", PARTS)
+def test_one_parameter_is_summed_over_the_ranks(sound: Sound, cell: str) -> None:
+    values = "'outlet.weight' has norm 1.41421; 0.707107 in the reference (4e-04 allowed)"
+    assert scaled(sound(cell), {"outlet.weight": 2.0}).findings("gradients") == [
+        f"step 1: all ranks: the gradient of outlet.weight is 2 times the reference's (= the number of ranks): {values}"
+    ]
+
+
+@pytest.mark.parametrize("cell", REPLICAS)
+def test_each_replica_is_compared(sound: Sound, cell: str) -> None:
+    found = scaled(sound(cell), {"outlet.weight": 0.5}, nth=2, rank=1).findings("gradients")
+    values = "'outlet.weight' has norm 0.353553; 0.707107 in the reference (4e-04 allowed)"
+    ratio = "0.5 times the reference's (= 1 / the number of ranks)"
+    assert found == [f"step 3: rank 1: the gradient of outlet.weight is {ratio}: {values}"]
+
+
+def test_all_parameters_are_off_by_the_micro_batches(sound: Sound) -> None:
+    story = scaled(sound("ddp-fp32-w3-grad_accum_2"), {"inlet.weight": 2.0, "outlet.weight": 2.0})
+    ratio = "all 2 parameters is 2 times the reference's (= micro-batches a step)"
+    assert [finding.partition(": '")[0] for finding in story.findings("gradients")] == [
+        f"step 1: rank {rank}: the gradient of {ratio}" for rank in range(3)
+    ]
+
+
+def test_a_gradient_that_is_missing(sound: Sound) -> None:
+    values = "'inlet.weight' has norm 0; 0.707107 in the reference (4e-04 allowed)"
+    assert scaled(sound("fsdp2-fp32-w2"), {"inlet.weight": 0.0}).findings("gradients") == [
+        f"step 1: all ranks: the gradient of inlet.weight is zero or missing: {values}"
+    ]
+
+
+def test_parts_that_are_no_whole(sound: Sound) -> None:
+    story = scaled(sound("zero1-fp32-w2"), {"inlet.weight": 0.0}, rank=1)
+    assert story.findings("gradients") == [
+        "step 1: all ranks: the gradient of inlet.weight cannot be put together from the ranks' parts"
+    ]
+
+
+def compared(story: Story, norms: dict[str, tuple[float, float]]) -> list[str]:
+    """What is found of parameters of one element with these norms in the first step: the trainer's, and the reference's."""
+    infos = tuple(ParameterInfo(name, (1,), "float32") for name in norms)
+    for run, action, which in (("train", "step", 0), ("reference", "reference", 1)):
+
+        def change(snapshot: Snapshot, which: int = which) -> Snapshot:
+            if snapshot.unwrapped:
+                return replace(snapshot, unwrapped=replace(snapshot.unwrapped, parameters=infos))
+            found = tuple(GradientInfo(name, 1, both[which] ** 2) for name, both in norms.items())
+            return replace(snapshot, steps=tuple(replace(step, gradients=found) for step in snapshot.steps))
+
+        story = story.alter(change, run=run, action="build_model").alter(change, run=run, action=action)
+    return [
+        text.removeprefix("step 1: rank 0: the gradient of ")
+        for text in story.findings("gradients")
+        if "rank 0" in text
+    ]
+
+
+def test_a_gradient_of_nothing_but_rounding(sound: Sound) -> None:
+    """That of the bias of attention's keys."""
+    assert compared(sound("ddp-fp32-w2"), {"keys.bias": (3e-8, 1e-8), "queries.bias": (1.0, 1.0)}) == []
+
+
+def test_names_that_differ_in_their_numbers(sound: Sound) -> None:
+    norms = {f"layers.{n}.{kind}.weight": (1.0, 1.0) for n in range(3) for kind in ("router", "expert", "norm", "gate")}
+    wrong = {name: (2.0, 1.0) for name in norms if "router" in name}
+    [found] = compared(sound("ddp-fp32-w2"), norms | wrong)
+    assert found.startswith(
+        "layers.*.router.weight is 2 times the reference's (= the number of ranks): 'layers.0.router.weight'"
+    )
+    [found] = compared(sound("ddp-fp32-w2"), norms | {"layers.1.router.weight": (2.0, 1.0)})
+    assert found.startswith("layers.1.router.weight is 2 times")
+
+
+def test_clipping_makes_the_others_smaller(sound: Sound) -> None:
+    norms = {f"layers.{n}.weight": (0.9, 1.0) for n in range(6)} | {"final.weight": (1.8, 1.0)}
+    [found] = compared(sound("ddp-fp32-w2"), norms)
+    ratio = "1.8 times the reference's, 2 times as much as the others (= the number of ranks)"
+    assert found == f"final.weight is {ratio}: 'final.weight' has norm 1.8; 1 in the reference (4e-04 allowed)"
+
+
+def test_a_gradient_that_the_reference_has_not(sound: Sound) -> None:
+    [found] = compared(sound("ddp-fp32-w2"), {"final.weight": (1.0, 1.0), "frozen.weight": (1.0, 0.0)})
+    assert found.startswith("frozen.weight is not finite, or has none in the reference: ")
+    [found] = compared(sound("ddp-fp32-w2"), {"final.weight": (1.0, 1.0), "inlet.weight": (float("nan"), 1.0)})
+    assert found.startswith("inlet.weight is not finite")
+
+
+def test_a_model_that_rounds_more_than_ours(sound: Sound) -> None:
+    story = scaled(sound("fsdp2-bf16_mixed-w2"), {"outlet.weight": 1.1})
+    exact = story.trace.run("reference")
+    rounded = scaled(story, {"outlet.weight": 1.06}, nth=None, run="reference", action="reference").trace.run(
+        "reference"
+    )
+    snapshots = tuple(replace(one, action=one.action.replace("reference", "rounded")) for one in rounded.snapshots)
+    runs = {**story.trace.runs, "rounded": replace(exact, name="rounded", snapshots=snapshots)}
+    assert len(story.findings("gradients")) == 1
+    assert replace(story, trace=replace(story.trace, runs=runs)).findings("gradients") == []
+
+
+def test_flat_parameters_have_no_gradients_of_their_own() -> None:
+    cell = Cell.parse("fsdp1-fp32-w2-no_use_orig_params")
+    assert (
+        CHECKS.get("gradients").not_applicable(cell, Able)
+        == "a flat parameter has one gradient for all the parameters in it"
+    )
+
+
+def test_an_unknown_name_is_left_to_the_check_of_names(sound: Sound) -> None:
+    def change(snapshot: Snapshot) -> Snapshot:
+        steps = tuple(
+            replace(step, gradients=tuple(replace(info, name=f"engine.{info.name}") for info in step.gradients))
+            for step in snapshot.steps
+        )
+        return replace(snapshot, steps=steps)
+
+    assert sound("fsdp2-fp32-w2").alter(change, action="step").findings("gradients") == []
