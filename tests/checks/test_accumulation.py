@@ -1,4 +1,4 @@
-"""Does ``accumulation`` see micro-batches that are left out, and reductions and steps that are too many?"""
+"""Check ``accumulation`` on hand-made traces: missing micro-batches, too many reductions and steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does ``active`` see that something else runs than was asked for?"""
+"""Check ``active`` on hand-made traces: something else runs than the cell says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does ``clipping`` see that the optimizer is given gradients of another norm?"""
+"""Check ``clipping`` on hand-made traces: the optimizer gets gradients of another norm."""
 
 from __future__ import annotations
 

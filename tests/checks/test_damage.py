@@ -1,4 +1,4 @@
-"""Does ``damage`` see a checkpoint that was loaded though it was corrupted?"""
+"""Check ``damage`` on hand-made traces: a corrupted checkpoint that loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does ``data`` see that ranks learn the same, or that a resumed run learns from other data?"""
+"""Check ``data`` on hand-made traces: ranks get equal batches, or a resumed run other ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does ``dtypes`` see what is kept, computed, reduced or optimized in another dtype than the mode promises?"""
+"""Check ``dtypes`` on hand-made traces: storage, compute, reduction or optimizer in another dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does ``export`` see files that nobody else can load?"""
+"""Check ``export`` on hand-made traces: files that nobody else can load."""
 
 from __future__ import annotations
 

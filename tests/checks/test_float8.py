@@ -1,4 +1,4 @@
-"""Does ``float8`` see layers that are not converted, and products that are not in 8 bits?"""
+"""Check ``float8`` on hand-made traces: layers that are not converted, products not in 8 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does ``names`` see names that do not map back to the unwrapped model's?"""
+"""Check ``names`` on hand-made traces: names that do not map back to the unwrapped model's."""
 
 from __future__ import annotations
 

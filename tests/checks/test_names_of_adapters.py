@@ -1,4 +1,4 @@
-"""Does ``names`` know buffers, adapters and exports?"""
+"""Check ``names`` on hand-made traces: buffers, adapters and exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does ``optimizer`` see an optimizer that holds something else than the model computes with?"""
+"""Check ``optimizer`` on hand-made traces: the optimizer holds other tensors than the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does ``parity`` see that another model is trained than in one process?"""
+"""Check ``parity`` on hand-made traces: another model is trained than in one process."""
 
 from __future__ import annotations
 

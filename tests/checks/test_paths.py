@@ -1,4 +1,4 @@
-"""Does ``paths`` see what did not come back from a directory with a hostile name?"""
+"""Check ``paths`` on hand-made traces: state that is lost in a directory with an unusual name."""
 
 from __future__ import annotations
 

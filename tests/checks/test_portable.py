@@ -1,4 +1,4 @@
-"""Does ``portable`` see what another strategy did not get back?"""
+"""Check ``portable`` on hand-made traces: state that is lost under another strategy."""
 
 from __future__ import annotations
 

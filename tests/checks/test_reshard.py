@@ -1,4 +1,4 @@
-"""Does ``reshard`` see what another number of ranks did not get back?"""
+"""Check ``reshard`` on hand-made traces: state that is lost at another world size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does ``resume`` see what did not come back from the checkpoint?"""
+"""Check ``resume`` on hand-made traces: state that the checkpoint did not restore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does ``save_only_model`` see what is missing in a checkpoint of the model alone, and what is too much?"""
+"""Check ``save_only_model`` on hand-made traces: missing weights, or more than weights."""
 
 from __future__ import annotations
 

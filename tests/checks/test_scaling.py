@@ -1,4 +1,4 @@
-"""Does ``scaling`` see a loss that is not scaled, scales that part, and a step that should have been skipped?"""
+"""Check ``scaling`` on hand-made traces: no loss scale, scales that differ, an overflow that is not skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does ``units`` see that a model is cut, recomputed or compiled elsewhere than asked?"""
+"""Check ``units`` on hand-made traces: other modules are sharded, recomputed or compiled."""
 
 from __future__ import annotations
 

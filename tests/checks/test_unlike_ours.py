@@ -1,4 +1,4 @@
-"""Are trainers judged rightly whose optimizer, model, batches or files are unlike those of the built-in drivers?"""
+"""Checks on traces of trainers whose optimizer, model, batches or files differ from the built-in drivers."""
 
 from __future__ import annotations
 

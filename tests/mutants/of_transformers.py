@@ -1,4 +1,4 @@
-"""Bugs of transformers' Trainer: fixed by its own pull requests, undone here."""
+"""Mutants of transformers' Trainer: each one undoes the fix of an upstream bug."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the layouts that trainers use read, and what is not there told?"""
+"""Reading the file layouts that trainers use, and naming what is missing."""
 
 from __future__ import annotations
 

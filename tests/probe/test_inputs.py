@@ -1,4 +1,4 @@
-"""Is what a model is fed found, wherever in its arguments it stands?"""
+"""Digests of what a model is fed, wherever it stands in the arguments."""
 
 from __future__ import annotations
 

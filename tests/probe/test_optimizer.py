@@ -1,4 +1,4 @@
-"""Is an optimizer of any kind read, and a scheduler of any maker?"""
+"""Reading optimizers of any kind, and schedulers of any library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a model whose blocks were wrapped before the whole was seen read as it was?"""
+"""Probe of a model whose blocks were wrapped before the whole model was seen."""
 
 from __future__ import annotations
 

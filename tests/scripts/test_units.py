@@ -1,4 +1,4 @@
-"""Is the model of a script cut where it is asked to be, and do its layers compute in 8 bits? Right ones and wrong ones."""
+"""Scripts whose FSDP units and 8-bit layers are right or wrong."""
 
 from __future__ import annotations
 

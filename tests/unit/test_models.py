@@ -1,4 +1,4 @@
-"""Which model the built-in drivers train."""
+"""Choice of the tiny model that the built-in drivers train."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_distcompat.world import World
 
 
 @pytest.fixture(autouse=True)
-def _asked_anew() -> Iterator[None]:
+def _uncached_default_model() -> Iterator[None]:
     models.default_model.cache_clear()
     yield
     models.default_model.cache_clear()

@@ -19,7 +19,7 @@ def files(directory: Path) -> dict[str, str]:
 
 @pytest.fixture
 def run_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
-    """As a run left them: each has a file of it."""
+    """Directories after a finished run, each with a file that names its run."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
     found = RunPaths(tmp_path / "run" / "saved", tmp_path / "earlier" / "saved", tmp_path / "run" / "export", 2)
     for directory in (found.save_to, found.load_from, found.export):
@@ -28,8 +28,8 @@ def run_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     return found
 
 
-def both(run_paths: RunPaths, run: Run) -> None:
-    """Rank 1 comes first."""
+def clear_on_both_ranks(run_paths: RunPaths, run: Run) -> None:
+    """Clear the directories on two ranks; rank 1 comes first and must wait for rank 0."""
     directory = run_paths.save_to.parent
     with futures.ThreadPoolExecutor() as ranks:
         waits = ranks.submit(run_paths.clear, run, 1, directory)
@@ -40,7 +40,7 @@ def both(run_paths: RunPaths, run: Run) -> None:
 
 
 def test_what_a_run_writes_is_gone_before_any_rank_goes_on(run_paths: RunPaths) -> None:
-    both(run_paths, TRAIN_RUN)
+    clear_on_both_ranks(run_paths, TRAIN_RUN)
     assert run_paths.save_to.is_dir()
     assert files(run_paths.save_to) == files(run_paths.export) == {}
     assert files(run_paths.load_from) == {"shard": "earlier"}
@@ -48,23 +48,23 @@ def test_what_a_run_writes_is_gone_before_any_rank_goes_on(run_paths: RunPaths) 
 
 @pytest.mark.parametrize("run", [RESUME_RUN, RELOAD_RUN], ids=lambda run: run.name)
 def test_what_another_run_wrote_stays(run_paths: RunPaths, run: Run) -> None:
-    both(run_paths, run)
+    clear_on_both_ranks(run_paths, run)
     assert files(run_paths.load_from) == {"shard": "earlier"}
     assert files(run_paths.export) == {"shard": "run"}
 
 
 @pytest.mark.parametrize("run", DAMAGED_RUNS, ids=lambda run: run.name)
 def test_what_is_damaged_is_a_copy_again(run_paths: RunPaths, run: Run) -> None:
-    both(run_paths, run)
+    clear_on_both_ranks(run_paths, run)
     assert files(run_paths.save_to) == files(run_paths.load_from) == {"shard": "earlier"}
 
 
 def test_a_run_that_loads_what_it_saved(run_paths: RunPaths) -> None:
-    both(dataclasses.replace(run_paths, load_from=run_paths.save_to), TRAIN_RUN)
+    clear_on_both_ranks(dataclasses.replace(run_paths, load_from=run_paths.save_to), TRAIN_RUN)
     assert files(run_paths.save_to) == {}
 
 
 def test_each_start_waits_for_its_own(run_paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    both(run_paths, TRAIN_RUN)
+    clear_on_both_ranks(run_paths, TRAIN_RUN)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "third")
-    both(run_paths, TRAIN_RUN)
+    clear_on_both_ranks(run_paths, TRAIN_RUN)

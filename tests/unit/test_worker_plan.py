@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 SHORT = Run("short", ("build_model", "build", "step", "save", "files", "step", "export"), first_step=3)
 
 
-class Listens:
-    """Stands for the log and for the observer: notes actions as they end."""
+class FakeProbe:
+    """Fake rank log and probe: records actions as they end."""
 
     def __init__(self) -> None:
         self.snapshots: list[dict[str, Any]] = []
@@ -47,7 +47,7 @@ class Listens:
     def infos(self) -> dict[str, Any]:
         return {"float8": int(self.closely)}
 
-    def watching(self) -> Listens:
+    def watching(self) -> FakeProbe:
         self.watched += 1
         return self
 
@@ -64,8 +64,8 @@ class Listens:
         pass
 
 
-class Five(Driver):
-    """The five methods, which only note that they were called."""
+class RecordingDriver(Driver):
+    """Driver whose five methods only record their calls."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -88,7 +88,7 @@ class Five(Driver):
         self.calls.append(("load", directory.name))
 
 
-class Callbacks(Five):
+class Callbacks(RecordingDriver):
     """A trainer that does all actions in one call, and reports ``reported``."""
 
     reported: tuple[str, ...] = ()
@@ -101,70 +101,70 @@ class Callbacks(Five):
 
 
 @pytest.fixture
-def listens(monkeypatch: pytest.MonkeyPatch) -> Listens:
-    """The probe sees nothing: there is no model to look at."""
+def probe(monkeypatch: pytest.MonkeyPatch) -> FakeProbe:
+    """Replace the probe and the rank log: there is no model to read."""
     monkeypatch.setattr(_Rank, "_snapshot", lambda self, whole: {"tokens": int(whole)})
     for action in ("_files", "_export", "_evaluate"):
         monkeypatch.setattr(_Rank, action, lambda self: {})
     monkeypatch.setattr(_Rank, "_attach", lambda self, model: {})
-    return Listens()
+    return FakeProbe()
 
 
-def live(driver: type[Driver], run: Run, listens: Listens, **attributes: Any) -> Any:
-    """The driver after a run of it, on rank 0 of 2."""
+def run_plan(driver: type[Driver], run: Run, probe: FakeProbe, **attributes: Any) -> Any:
+    """Run the plan on rank 0 of 2 and return the driver."""
     made = driver(Cell.parse("ddp-fp32-w2"), World(0, 2, 0, "cpu"))
     vars(made).update(attributes)
     run_paths = RunPaths(Path("new"), Path("old"), Path("whole"), 2)
-    _Rank(made, run, run_paths, listens, listens).perform()  # type: ignore[arg-type]  # stands for both
+    _Rank(made, run, run_paths, probe, probe).perform()  # type: ignore[arg-type]  # stands for both
     return made
 
 
-def test_a_driver_of_five_methods_is_called_one_by_one(listens: Listens) -> None:
-    driver = live(Five, SHORT, listens)
+def test_a_driver_of_five_methods_is_called_one_by_one(probe: FakeProbe) -> None:
+    driver = run_plan(RecordingDriver, SHORT, probe)
     assert driver.calls == [("build", "build_model"), ("step", 3), ("save", "new"), ("step", 4)]
-    assert [snapshot["action"] for snapshot in listens.snapshots] == list(SHORT.actions)
-    assert [snapshot["index"] for snapshot in listens.snapshots] == list(range(len(SHORT.actions)))
-    assert [snapshot["loss"] for snapshot in listens.snapshots if snapshot["action"] == "step"] == [1 / 3, 1 / 4]
+    assert [snapshot["action"] for snapshot in probe.snapshots] == list(SHORT.actions)
+    assert [snapshot["index"] for snapshot in probe.snapshots] == list(range(len(SHORT.actions)))
+    assert [snapshot["loss"] for snapshot in probe.snapshots if snapshot["action"] == "step"] == [1 / 3, 1 / 4]
 
 
 @pytest.mark.parametrize("tokens", [3, 3.0, torch.tensor(3), np.int64(3)])
-def test_tokens_are_told_as_the_trainer_has_them(listens: Listens, tokens: Any) -> None:
+def test_tokens_may_be_a_tensor(probe: FakeProbe, tokens: Any) -> None:
     """A tensor, which no line of JSON holds, ended the rank."""
-    live(Five, SHORT, listens, tokens=tokens)
-    assert [snapshot["tokens"] for snapshot in listens.snapshots if snapshot["action"] == "step"] == [3, 3]
+    run_plan(RecordingDriver, SHORT, probe, tokens=tokens)
+    assert [snapshot["tokens"] for snapshot in probe.snapshots if snapshot["action"] == "step"] == [3, 3]
 
 
 @pytest.mark.parametrize("action", ["build_model", "build", "step", "save", "load"])
-def test_a_method_that_nobody_wrote_is_named(listens: Listens, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Five, action, getattr(Driver, action))
+def test_a_method_that_nobody_wrote_is_named(probe: FakeProbe, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordingDriver, action, getattr(Driver, action))
     with pytest.raises(
-        NotImplementedError, match=rf"^Five has no {action}\(\); a driver needs build_model, build, step"
+        NotImplementedError, match=rf"^RecordingDriver has no {action}\(\); a driver needs build_model, build, step"
     ):
-        live(Five, RESUME_RUN if action == "load" else SHORT, listens)
+        run_plan(RecordingDriver, RESUME_RUN if action == "load" else SHORT, probe)
 
 
-def test_a_resumed_run_loads_where_it_is_told(listens: Listens) -> None:
-    driver = live(Five, RESUME_RUN, listens)
+def test_a_resumed_run_loads_from_the_saved_directory(probe: FakeProbe) -> None:
+    driver = run_plan(RecordingDriver, RESUME_RUN, probe)
     assert driver.calls == [("build", "build_model"), ("load", "old"), ("step", 3), ("step", 4)]
 
 
-def test_all_of_a_training_is_one_plan(listens: Listens) -> None:
-    driver = live(Callbacks, TRAIN_RUN, listens)
+def test_all_of_a_training_is_one_plan(probe: FakeProbe) -> None:
+    driver = run_plan(Callbacks, TRAIN_RUN, probe)
     (plan,) = driver.plans
     assert plan.actions == ("build", *("step",) * 3, "save", *("step",) * 17)
     assert (plan.first_step, plan.last_step, plan.save_to.name) == (0, 20, "new")
     # Files are read in between, without the trainer's doing.
-    assert [snapshot["action"] for snapshot in listens.snapshots] == list(TRAIN_RUN.actions)
-    assert listens.watched == 1
+    assert [snapshot["action"] for snapshot in probe.snapshots] == list(TRAIN_RUN.actions)
+    assert probe.watched == 1
 
 
-def test_the_first_steps_are_looked_at_in_full(listens: Listens) -> None:
-    live(Callbacks, TRAIN_RUN, listens)
-    looked = [snapshot["tokens"] for snapshot in listens.snapshots if snapshot["action"] == "build"]
+def test_the_first_steps_are_probed_in_full(probe: FakeProbe) -> None:
+    run_plan(Callbacks, TRAIN_RUN, probe)
+    looked = [snapshot["tokens"] for snapshot in probe.snapshots if snapshot["action"] == "build"]
     assert looked == [1]
 
 
-@pytest.mark.parametrize("driver", [Five, Callbacks])
+@pytest.mark.parametrize("driver", [RecordingDriver, Callbacks])
 @pytest.mark.parametrize(
     ("run", "cell", "steps"),
     [
@@ -177,13 +177,13 @@ def test_the_first_steps_are_looked_at_in_full(listens: Listens) -> None:
     ids=["new", "accumulates", "short", "goes on", "goes on and accumulates"],
 )
 def test_single_operators_are_seen_in_as_few_steps_as_will_do(
-    listens: Listens, driver: type[Driver], run: Run, cell: str, steps: list[int]
+    probe: FakeProbe, driver: type[Driver], run: Run, cell: str, steps: list[int]
 ) -> None:
     # The loss of step number 0.
-    live(driver, run, listens, cell=Cell.parse(cell), step=lambda number: 0.5)
-    taken = [snapshot["float8"] for snapshot in listens.snapshots if snapshot["action"] == "step"]
+    run_plan(driver, run, probe, cell=Cell.parse(cell), step=lambda number: 0.5)
+    taken = [snapshot["float8"] for snapshot in probe.snapshots if snapshot["action"] == "step"]
     assert [number for number, closely in enumerate(taken) if closely] == steps
-    others = [snapshot["float8"] for snapshot in listens.snapshots if snapshot["action"] != "step"]
+    others = [snapshot["float8"] for snapshot in probe.snapshots if snapshot["action"] != "step"]
     assert not any(others), "nothing else is"
 
 
@@ -199,15 +199,15 @@ def test_single_operators_are_seen_in_as_few_steps_as_will_do(
         (("build",), "came back before 'step' was seen"),
     ],
 )
-def test_a_trainer_that_does_not_keep_to_the_plan(listens: Listens, reported: tuple[str, ...], message: str) -> None:
+def test_a_trainer_that_does_not_keep_to_the_plan(probe: FakeProbe, reported: tuple[str, ...], message: str) -> None:
     with pytest.raises(RuntimeError, match=rf"^the driver's train\(\) {message}"):
-        live(Callbacks, SHORT, listens, reported=reported)
+        run_plan(Callbacks, SHORT, probe, reported=reported)
 
 
-def test_one_that_goes_on_when_the_run_is_over(listens: Listens) -> None:
+def test_one_that_goes_on_when_the_run_is_over(probe: FakeProbe) -> None:
     reported = ("build", "load", "step", "step", "step")
     with pytest.raises(RuntimeError, match=r"reported 'step'; the plan is done"):
-        live(Callbacks, RESUME_RUN, listens, reported=reported)
+        run_plan(Callbacks, RESUME_RUN, probe, reported=reported)
 
 
 def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,19 +220,19 @@ def test_the_held_out_batch_makes_no_graph_of_its_own(tmp_path: Path, monkeypatc
         compiled.append(graph)
         return graph.forward
 
-    class Compiles(Five):
+    class Compiles(RecordingDriver):
         def build_model(self) -> Any:
             return torch.compile(lambda x: x + 1, backend=backend)
 
         def evaluate(self, model: Any) -> Any:
             return model(torch.zeros(2))
 
-    listens = Listens()
+    probe = FakeProbe()
     driver = Compiles(Cell.parse("fsdp2-fp32-w2-compile"), World(0, 1, 0, "cpu"))
     run = Run("one", ("build_model", "evaluate"))
-    rank = _Rank(driver, run, RunPaths(tmp_path, tmp_path, tmp_path, 1), listens, listens)  # type: ignore[arg-type]
+    rank = _Rank(driver, run, RunPaths(tmp_path, tmp_path, tmp_path, 1), probe, probe)  # type: ignore[arg-type]
     rank.perform()
-    assert listens.snapshots[1]["outputs"] == (1.0, 1.0)
+    assert probe.snapshots[1]["outputs"] == (1.0, 1.0)
     assert not compiled
     driver.evaluate(driver.build_model())
     assert len(compiled) == 1, "it is compiled where nobody says otherwise"

@@ -1,4 +1,4 @@
-"""Does the strategy that was asked for really run?"""
+"""Does the strategy of the cell really run?"""
 
 from __future__ import annotations
 

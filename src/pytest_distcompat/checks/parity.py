@@ -1,4 +1,4 @@
-"""Does it train the same model as one process in float32 at the same learning rate?"""
+"""Does the cell train the same model as one process in float32 at the same learning rate?"""
 
 from __future__ import annotations
 

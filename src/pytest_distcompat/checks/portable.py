@@ -1,4 +1,4 @@
-"""Does training resume under another strategy than the one that saved?"""
+"""Does a checkpoint of one strategy load under another?"""
 
 from __future__ import annotations
 

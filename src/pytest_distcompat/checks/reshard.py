@@ -1,4 +1,4 @@
-"""Does training resume at another world size than the one that saved?"""
+"""Does a checkpoint of one world size load at another?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain torch loop on a model of two blocks, which FSDP cuts into units well or not."""
+"""Train a two-block model in plain torch; arguments say which modules FSDP makes units."""
 
 import argparse
 
