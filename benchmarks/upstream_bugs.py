@@ -76,20 +76,20 @@ def main() -> None:
     parser.add_argument("--profile", choices=list(profiles.PROFILES), default="pairwise")
     parser.add_argument("--tries", type=int, default=8, help="so many cells a mutant at most")
     parser.add_argument("mutants", nargs="*", default=list(SIGHTINGS))
-    asked = parser.parse_args()
-    expect(parser, asked.mutants, SIGHTINGS)
+    options = parser.parse_args()
+    expect(parser, options.mutants, SIGHTINGS)
     print(f"{measured_on(*PACKAGES)}\n")
     print("| bug | driver | seen in |\n| --- | --- | --- |")
     missed = 0
     with tempfile.TemporaryDirectory() as home, stack(Path(home), (STAND_IN,), tuple(ANY)) as sound:
-        for name in asked.mutants:
+        for name in options.mutants:
             (sighting, *_) = SIGHTINGS[name]
             key = functools.partial(alike, Cell.parse(sighting.cell))
-            among = sorted(cells(asked.profile, sighting.driver), key=key)[: asked.tries]
+            among = sorted(cells(options.profile, sighting.driver), key=key)[: options.tries]
             found = look(sound, name, sighting, among)
             missed += found is None
             print(f"| {name} | {sighting.driver} | {':'.join(found) if found else 'NOT SEEN'} |", flush=True)
-    print(f"\n{len(asked.mutants) - missed} of {len(asked.mutants)} seen in the profile {asked.profile}")
+    print(f"\n{len(options.mutants) - missed} of {len(options.mutants)} seen in the profile {options.profile}")
 
 
 if __name__ == "__main__":

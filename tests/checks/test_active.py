@@ -220,8 +220,8 @@ def test_copies_of_shards_stay_equal(sound: Sound, cell: str) -> None:
 
 
 def test_as_many_copies_of_shards_as_asked(sound: Sound) -> None:
-    asked, unwrapped = sound("fsdp2-fp32-w4-dp_replicate_2"), sound("fsdp2-fp32-w4")
-    others = [replace(asked, trace=unwrapped.trace), replace(unwrapped, trace=asked.trace)]
+    options, unwrapped = sound("fsdp2-fp32-w4-dp_replicate_2"), sound("fsdp2-fp32-w4")
+    others = [replace(options, trace=unwrapped.trace), replace(unwrapped, trace=options.trace)]
     assert [story.findings("active") for story in others] == [
         ["shards are in 1 copies (all ranks); expected 2"],
         ["shards are in 2 copies (ranks 0, 1; ranks 2, 3); expected 1"],

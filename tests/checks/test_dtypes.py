@@ -146,7 +146,7 @@ def test_metrics_are_no_gradients(sound: Sound, cell: str, numel: int) -> None:
         assert story.snapshot("step", {"collectives": (*sent, metric)}, nth=2).findings("dtypes") == []
 
 
-def test_without_a_plain_model_all_but_flags_are_gradients(sound: Sound) -> None:
+def test_without_an_unwrapped_model_all_but_flags_are_gradients(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").without("build_model")
     assert story.findings("dtypes") == []
     metric = CollectiveInfo("allreduce", "bfloat16", 1, 2)

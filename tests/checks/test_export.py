@@ -145,7 +145,7 @@ def test_outputs(runs_of: RunsOf) -> None:
     assert silent.findings("export") == ["the reloaded model computed nothing"]
 
 
-def test_no_plain_model(runs_of: RunsOf) -> None:
+def test_no_unwrapped_model(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "export").without("reload", run="reload")
     assert story.findings("export") == ["the unwrapped model was not seen"]
 

@@ -81,7 +81,7 @@ def test_no_model(sound: Sound) -> None:
     assert story.findings("names") == ["rank 1: no model to read names from"]
 
 
-def test_no_plain_model(sound: Sound) -> None:
+def test_no_unwrapped_model(sound: Sound) -> None:
     for story in (
         sound("ddp-fp32-w2").without("build_model"),
         sound("ddp-fp32-w2").snapshot("build_model", {"unwrapped": None}),

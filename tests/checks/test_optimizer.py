@@ -78,7 +78,7 @@ def test_frozen_by_the_trainer(sound: Sound, cell: str) -> None:
     ]
 
 
-def test_without_a_plain_model_the_trainer_is_believed(sound: Sound) -> None:
+def test_without_an_unwrapped_model_the_trainer_is_believed(sound: Sound) -> None:
     story = sound("fsdp2-fp32-w2").without("build_model")
     assert story.findings("optimizer") == []
     frozen = story.parameters({"trainable": False, "held": 0, "digest": "where it was"}, only="outlet.weight")

@@ -132,7 +132,7 @@ def test_python_runs(page: Path, tmp_path: Path) -> None:
                 one(Asked(), tmp_path)
 
 
-def test_what_the_page_adds_to_the_shelves_fits_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_on_the_page_fit_the_registries(monkeypatch: pytest.MonkeyPatch) -> None:
     space: dict[str, Any] = {}
     for block in blocks(ROOT / "docs" / "extend.md", "python"):
         exec(compile(block, "extend.md", "exec"), space)

@@ -168,8 +168,8 @@ def test_all_releases_are_there_before_any_run(
 ) -> None:
     """A run takes minutes, and what it found was lost."""
     wheel("madeup", "1.0")
-    asked = ["--into", str(tmp_path), "--release", "madeup==1.0", "--release", "madeup==7.0"]
-    assert main(["releases", *asked, "--", str(tmp_path)]) == 2
+    command = ["--into", str(tmp_path), "--release", "madeup==1.0", "--release", "madeup==7.0"]
+    assert main(["releases", *command, "--", str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert "pip cannot install madeup==7.0: " in said.err
     assert "pytest writes to" not in said.err
@@ -224,11 +224,11 @@ def test_which_release_is_red_and_with_what(
     suite.write_text(DRIVER)
     # What is installed: one that is on the path already.
     monkeypatch.setenv("PYTHONPATH", str(side_by_side.install("madeup==2.0", tmp_path / "there")))
-    asked = ["--release", "madeup==1.0", "--release", "madeup==1.1", "--into", str(kept), "-o", str(page)]
+    command = ["--release", "madeup==1.0", "--release", "madeup==1.1", "--into", str(kept), "-o", str(page)]
     code = main(
         [
             "releases",
-            *asked,
+            *command,
             "--",
             str(suite),
             "-k",
@@ -259,8 +259,8 @@ def test_which_release_is_red_and_with_what(
 @pytest.mark.nightly
 def test_a_run_without_a_report_is_no_pass(wheel: Wheel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wheel("madeup", "1.0")
-    asked = ["releases", "--into", str(tmp_path), "--release", "madeup==1.0", "--"]
-    assert main([*asked, str(tmp_path / "no_such_test.py"), "-p", "no:cacheprovider"]) == 1
+    command = ["releases", "--into", str(tmp_path), "--release", "madeup==1.0", "--"]
+    assert main([*command, str(tmp_path / "no_such_test.py"), "-p", "no:cacheprovider"]) == 1
     out = capsys.readouterr().out
     assert f"madeup==1.0: no report, pytest ended with 4: {tmp_path / 'madeup==1.0.log'}" in out
     assert "| red | - | - |" in out
@@ -282,7 +282,7 @@ def test_a_run_whose_report_is_not_all_is_no_pass(
     wheel("madeup", "1.0")
     module = tmp_path / "test_something.py"
     module.write_text(text)
-    asked = [
+    command = [
         "releases",
         "--into",
         str(tmp_path),
@@ -293,7 +293,7 @@ def test_a_run_whose_report_is_not_all_is_no_pass(
         "-p",
         "no:cacheprovider",
     ]
-    assert main(asked) == 1
+    assert main(command) == 1
     assert f"pytest ended with {code}: {tmp_path / 'madeup==1.0.log'}" in capsys.readouterr().out.splitlines()[0]
 
 
@@ -315,8 +315,8 @@ def test_long(ranks):
     print("began", flush=True)
     time.sleep(60)
 """)
-    asked = ["releases", "--into", str(tmp_path), "--release", "madeup==1.0", "--", str(module), "-s"]
-    command = [sys.executable, "-m", "pytest_distcompat.cli", *asked, "-p", "no:cacheprovider"]
+    options = ["releases", "--into", str(tmp_path), "--release", "madeup==1.0", "--", str(module), "-s"]
+    command = [sys.executable, "-m", "pytest_distcompat.cli", *options, "-p", "no:cacheprovider"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as message:

@@ -114,16 +114,16 @@ def test_lines_of_the_examples_are_counted_as_the_page_says(monkeypatch: pytest.
 def test_the_examples_are_timed_by_commands_that_are_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     newcomer = importlib.import_module("newcomer")
-    asked: list[list[str]] = []
+    commands: list[list[str]] = []
 
     def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
-        asked.append(command)
+        commands.append(command)
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr("subprocess.run", run)
     newcomer.examples(tmp_path)
-    assert len(asked) == len(list((ROOT / "examples").glob("*/*_driver.py")))
-    assert all(Path(command[0]).exists() for command in asked)
+    assert len(commands) == len(list((ROOT / "examples").glob("*/*_driver.py")))
+    assert all(Path(command[0]).exists() for command in commands)
 
 
 def test_pictures_are_small_and_each_is_shown() -> None:

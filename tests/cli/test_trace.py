@@ -24,8 +24,8 @@ class Mine(TorchDriver):
 
 @pytest.mark.spawn
 def test_a_cell_as_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    asked = ["--check", "names", "--check", "dtypes", "--check", "float8", "--check", "throughput"]
-    arguments = [*asked, "--device", "cpu", "--keep", str(tmp_path / "kept")]
+    options = ["--check", "names", "--check", "dtypes", "--check", "float8", "--check", "throughput"]
+    arguments = [*options, "--device", "cpu", "--keep", str(tmp_path / "kept")]
     assert main(["trace", "torch", "fsdp2-bf16_mixed-w2-model_mlp", *arguments]) == 0
     out = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in out.splitlines()]

@@ -218,10 +218,10 @@ def run_faults(start: Start) -> RunFaults:
     done: dict[str, Run] = {}
 
     def run(bodies: str, *args: str, seconds: float = 150.0, **more: Any) -> Run:
-        asked = repr((bodies, args, more))
-        if asked not in done:
-            done[asked] = start(bodies, *args, **more).finish(seconds)
-        return done[asked]
+        key = repr((bodies, args, more))
+        if key not in done:
+            done[key] = start(bodies, *args, **more).finish(seconds)
+        return done[key]
 
     return run
 

@@ -99,23 +99,23 @@ def test_as_the_world_size_of_the_run_it_is_a_usage_error_without_it(
     pytester: pytest.Pytester, run_on_gpus: RunOnGpus
 ) -> None:
     pytester.makepyfile(test_it="import pytest\n@pytest.mark.distcompat\ndef test(): pass")
-    asked = ("--distcompat-gpus=2", "--distcompat-world-size=4")
-    result = run_on_gpus(*asked)
+    options = ("--distcompat-gpus=2", "--distcompat-world-size=4")
+    result = run_on_gpus(*options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --distcompat-world-size 4 (option): 4 ranks need 4 GPUs, 2 to use"])
-    run_on_gpus(*asked, "--distcompat-oversubscribe=2").assert_outcomes(passed=1)
+    run_on_gpus(*options, "--distcompat-oversubscribe=2").assert_outcomes(passed=1)
 
 
 def test_a_suite_does_so_too_and_the_report_says_so(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     pytester.makepyfile(test_it=SUITE)
-    asked = ("--distcompat-gpus=2", "-k", "active", "--distcompat-report=report.json")
+    options = ("--distcompat-gpus=2", "-k", "active", "--distcompat-report=report.json")
 
     def report() -> tuple[str, dict[str, str]]:
         data = json.loads(Path(pytester.path / "report.json").read_text(encoding="utf-8"))
         return data["results"][0]["status"], data["session"]["settings"]["oversubscribe"]
 
-    run_on_gpus(*asked)
+    run_on_gpus(*options)
     assert report() == ("skipped", {"value": "1", "from": "default"})
-    run_on_gpus(*asked, "--distcompat-oversubscribe=2")
+    run_on_gpus(*options, "--distcompat-oversubscribe=2")
     # The stand-in's ranks did nothing, but they were started.
     assert report() == ("failed", {"value": "2", "from": "option"})

@@ -173,8 +173,8 @@ def test_the_ranks_are_asked_for_what_the_mark_says(pytester: pytest.Pytester, r
         """
     )
     pytester.runpytest_inprocess("-p", "no:randomly", "--distcompat-timeout=9").assert_outcomes(passed=4)
-    asked = [(r.payload["nodeid"].partition("::")[2], r.world_size, r.timeout) for r in ranks.requests]
-    assert asked == [
+    requests = [(r.payload["nodeid"].partition("::")[2], r.world_size, r.timeout) for r in ranks.requests]
+    assert requests == [
         ("test_a", 2, 9),
         ("test_b[odd / id]", 3, 1.5),
         ("TestC::test_nearest_wins", 1, 9),

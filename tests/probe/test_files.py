@@ -179,8 +179,8 @@ def test_keys_of_a_composite_model_have_its_modules_names(modules: Path) -> None
 @pytest.mark.parametrize("last", ["", "2_Dense/pytorch_model.bin", "2_Dense"])
 def test_the_final_model_is_that_of_all_module_directories(modules: Path, last: str) -> None:
     request, answer = modules / "request.json", modules / "answer.json"
-    asked = {"kind": "final", "path": str(modules / last), "checkpoints": [str(modules / "checkpoint-3")]}
-    request.write_text(json.dumps(asked), encoding="utf-8")
+    question = {"kind": "final", "path": str(modules / last), "checkpoints": [str(modules / "checkpoint-3")]}
+    request.write_text(json.dumps(question), encoding="utf-8")
     reading.main(str(request), str(answer))
     found = json.loads(answer.read_text(encoding="utf-8"))
     assert (found["problem"], found["stored"]) == ("", True)

@@ -65,14 +65,14 @@ def run(module_host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     runs: dict[str, ScriptRun] = {}
 
     def run(program: str, *args: Any, **settings: Any) -> ScriptRun:
-        asked = repr((program, args, sorted(settings.items())))
-        if asked not in runs:
+        key = repr((program, args, sorted(settings.items())))
+        if key not in runs:
             output = str(tmp_path_factory.mktemp("output"))
             command = [str(one).replace("{output}", output) for one in args]
             if "output" in settings:
                 settings["output"] = str(settings["output"]).replace("{output}", output)
-            runs[asked] = launch(PROGRAMS / program, *command, host=module_host, allow_failure=True, **settings)
-        return runs[asked]
+            runs[key] = launch(PROGRAMS / program, *command, host=module_host, allow_failure=True, **settings)
+        return runs[key]
 
     yield run
     left = [pid for one in runs.values() for pid in pids(one) if alive(pid)]

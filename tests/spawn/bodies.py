@@ -40,7 +40,7 @@ def meet(payload: Mapping[str, Any], log: RankLog) -> None:
     distributed.destroy_process_group()
 
 
-def look(payload: Mapping[str, Any], log: RankLog) -> None:
+def report_process(payload: Mapping[str, Any], log: RankLog) -> None:
     """Everything that a rank can see of how it was started."""
     import torch
 

@@ -21,7 +21,7 @@ def note(log: RankLog, event: str, **data: Any) -> None:
     log.write(Note(event, data))
 
 
-def look(payload: Mapping[str, Any], log: RankLog) -> None:
+def report_process(payload: Mapping[str, Any], log: RankLog) -> None:
     """Who and where this is."""
     import torch
 

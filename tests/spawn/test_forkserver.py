@@ -83,11 +83,11 @@ def pids(ending: Ending) -> list[int]:
 def forked(launcher: WarmLauncher, ending: Ending, *, collected: bool = False) -> bool:
     """Return whether the ranks came from a fork server, and from one that has collected tests."""
     assert launcher._process is not None
-    servers = [psutil.Process(event["parent"]).parents() for event in look(ending)]
+    servers = [psutil.Process(event["parent"]).parents() for event in report_process(ending)]
     return all(parents[1 if collected else 0].pid == launcher._process.pid for parents in servers)
 
 
-def look(ending: Ending) -> list[Mapping[str, Any]]:
+def report_process(ending: Ending) -> list[Mapping[str, Any]]:
     return notes(ending, "seen")
 
 
@@ -100,11 +100,11 @@ def test_every_run_has_fresh_processes(run: Run) -> None:
 
 
 def test_the_fork_server_stays_fit_to_fork(run: Run, warm: WarmLauncher) -> None:
-    ending = run("look", 4)
+    ending = run("report_process", 4)
     assert ending.kind == "ok", ending.text()
     assert forked(warm, ending)
     assert not ending.notice
-    for seen in look(ending):
+    for seen in report_process(ending):
         assert not seen["cuda"]
         assert not seen["forked_after_cuda"]
         assert psutil.Process(seen["parent"]).num_threads() == 1
@@ -113,30 +113,30 @@ def test_the_fork_server_stays_fit_to_fork(run: Run, warm: WarmLauncher) -> None
 @pytest.mark.nightly
 def test_heavy_modules_leave_it_fit(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(modules=("accelerate", "transformers", "deepspeed")))
-    ending = run("look", launcher=launcher)
+    ending = run("report_process", launcher=launcher)
     assert ending.kind == "ok", ending.text()
     assert launcher._process is not None
     assert launcher._process.status is not None
     assert (ending.notice, launcher._process.status["unfit"], launcher._process.status["error"]) == ("", "", "")
     assert forked(launcher, ending)
-    assert psutil.Process(look(ending)[0]["parent"]).num_threads() == 1
+    assert psutil.Process(report_process(ending)[0]["parent"]).num_threads() == 1
 
 
 def test_one_is_a_fork_of_the_launcher_process(run: Run, launch: Launch) -> None:
     """As another interpreter it would import torch a third time."""
     launcher = launch(Warmth())
-    ending = run("look", launcher=launcher)
+    ending = run("report_process", launcher=launcher)
     assert forked(launcher, ending), ending.text()
     assert launcher._process is not None
     theirs = psutil.Process(launcher._process.pid)
-    parents = [psutil.Process(event["parent"]).cmdline() for event in look(ending)]
+    parents = [psutil.Process(event["parent"]).cmdline() for event in report_process(ending)]
     assert [line == theirs.cmdline() for line in parents] == [True, False]
 
 
 def test_ranks_have_hash_seeds_and_addresses_of_their_own(run: Run, launch: Launch) -> None:
     """So have the ranks of the next run, and those of one that goes on from another whatever came between."""
     launcher = launch(Warmth())
-    runs = [look(run("look", 3, launcher=launcher, turn=turn)) for turn in (None, None, 0, 1)]
+    runs = [report_process(run("report_process", 3, launcher=launcher, turn=turn)) for turn in (None, None, 0, 1)]
     for name in ("hash", "address"):
         seen = [[one[name] for one in ranks] for ranks in runs]
         assert all(one[0] != one[1] != one[2] for one in seen), seen
@@ -149,7 +149,7 @@ def test_a_hash_seed_that_the_user_set_is_that_of_all(
     run: Run, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    first, second = look(run("look", launcher=launch(Warmth())))
+    first, second = report_process(run("report_process", launcher=launch(Warmth())))
     assert first["hash"] == second["hash"]
     assert first["address"] != second["address"]
 
@@ -159,7 +159,7 @@ def test_a_large_product_leaves_it_fit(run: Run, launch: Launch, monkeypatch: py
     """The threads that numpy was asked for went at the fork, and come again: nobody in that module started one."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     launcher = launch(Warmth(call="preloaded:multiply"))
-    ending = run("look", launcher=launcher, collected="test_it.py")
+    ending = run("report_process", launcher=launcher, collected="test_it.py")
     assert not ending.notice
     assert forked(launcher, ending, collected=True), ending.text()
 
@@ -167,18 +167,18 @@ def test_a_large_product_leaves_it_fit(run: Run, launch: Launch, monkeypatch: py
 @pytest.mark.nightly
 def test_a_thread_that_collected_tests_started_leaves_the_tests_to_the_ranks(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(call="preloaded:start_thread"))
-    first = run("look", 1, launcher=launcher, collected="test_it.py")
+    first = run("report_process", 1, launcher=launcher, collected="test_it.py")
     assert first.kind == "ok", first.text()
     assert forked(launcher, first)
     assert "each rank imports the tests itself, as under torchrun" in first.notice
     assert "it started 1 thread, which does not survive a fork" in first.notice
-    second = run("look", 1, launcher=launcher, collected="test_it.py")
+    second = run("report_process", 1, launcher=launcher, collected="test_it.py")
     assert not second.notice, "it is told once"
 
 
 def test_what_must_not_be_forked_means_spawn_and_is_told_once(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(modules=("with_cuda",)))
-    first = run("look", 1, launcher=launcher)
+    first = run("report_process", 1, launcher=launcher)
     assert first.kind == "ok", first.text()
     assert not forked(launcher, first)
     assert "it initialised CUDA, which does not survive a fork" in first.notice
@@ -197,7 +197,7 @@ def test_a_thread_of_pyarrow_is_kept_from_the_fork_server(
     """Whatever else the user asks of its allocator."""
     monkeypatch.setenv("JE_ARROW_MALLOC_CONF", "narenas:1")
     launcher = launch(Warmth(call="preloaded:start_thread_as_jemalloc_does", payload={"asks": True}))
-    ending = run("look", launcher=launcher, collected="test_it.py")
+    ending = run("report_process", launcher=launcher, collected="test_it.py")
     assert not ending.notice
     assert forked(launcher, ending, collected=True), ending.text()
 
@@ -206,17 +206,17 @@ def test_a_thread_of_pyarrow_is_kept_from_the_fork_server(
 def test_the_thread_of_a_library_is_named(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(call="preloaded:start_thread_as_jemalloc_does", payload={"asks": False}))
     message = "it started 1 thread of jemalloc (pyarrow has one of its own), which does not survive a fork"
-    assert message in run("look", 1, launcher=launcher, collected="test_it.py").notice
+    assert message in run("report_process", 1, launcher=launcher, collected="test_it.py").notice
 
 
 @pytest.mark.nightly
 def test_a_fork_server_that_nothing_is_forked_from_may_die(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(modules=("with_cuda",)))
-    assert run("look", 1, launcher=launcher).kind == "ok"
+    assert run("report_process", 1, launcher=launcher).kind == "ok"
     process = launcher._process
     assert process is not None
     kill(one for one in psutil.Process(process.pid).children() if "resource_tracker" not in " ".join(one.cmdline()))
-    ending = run("look", 1, launcher=launcher)
+    ending = run("report_process", 1, launcher=launcher)
     assert ending.kind == "ok", ending.text()
     assert launcher._process is process, "another one would import all of it again, for nothing"
 
@@ -238,7 +238,7 @@ def test_a_module_that_ranks_must_import_themselves_is_left_to_them(
 ) -> None:
     (tmp_path / "of_each_rank.py").write_text(text, encoding="utf-8")
     launcher = launch(Warmth(modules=("of_each_rank",), named=("of_each_rank",)))
-    ending = run("look", 1, launcher=launcher)
+    ending = run("report_process", 1, launcher=launcher)
     assert ending.kind == "ok", ending.text()
     assert forked(launcher, ending)
     assert "could not import: of_each_rank (" in ending.notice
@@ -249,7 +249,7 @@ def test_a_module_that_ranks_must_import_themselves_is_left_to_them(
 @pytest.mark.parametrize("call", ["preloaded:fail", pytest.param("preloaded:leave", marks=pytest.mark.nightly)])
 def test_a_preload_that_fails_does_not_keep_ranks_from_starting(run: Run, launch: Launch, call: str) -> None:
     launcher = launch(Warmth(modules=("no_such_module",), call=call, payload={"what": "luck"}))
-    ending = run("look", launcher=launcher)
+    ending = run("report_process", launcher=launcher)
     assert ending.kind == "ok", ending.text()
     assert forked(launcher, ending)
     assert launcher._process is not None
@@ -262,7 +262,7 @@ def test_a_preload_that_fails_does_not_keep_ranks_from_starting(run: Run, launch
 @pytest.mark.nightly
 def test_a_preload_that_dies_is_told(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(call="preloaded:die"))
-    ending = run("look", 1, launcher=launcher, collected="test_it.py")
+    ending = run("report_process", 1, launcher=launcher, collected="test_it.py")
     assert ending.kind == "ok", ending.text()
     assert "it died while it imported" in ending.notice
     # The launcher process is good for more runs, from the servers that are left.
@@ -288,9 +288,9 @@ def test_thirty_runs_leave_nothing_behind(run: Run, launch: Launch) -> None:
         )
 
     for number in range(30):
-        ending = run("look", launcher=launcher)
+        ending = run("report_process", launcher=launcher)
         assert ending.kind == "ok", ending.text()
-        used.update(name for seen in look(ending) for name in seen["semaphores"])
+        used.update(name for seen in report_process(ending) for name in seen["semaphores"])
         if number == 5:
             early = count()
     # Some slack for what waits for the garbage collector.

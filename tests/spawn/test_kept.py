@@ -20,7 +20,7 @@ from pytest_distcompat.launch import Ending, Request, Reuse, WarmLauncher, Warmt
 pytestmark = pytest.mark.spawn
 
 #: Runs ``kept_bodies:<body>`` on ranks that may be those of the request before.
-Ask = Callable[..., Ending]
+Send = Callable[..., Ending]
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +32,17 @@ def supervisor() -> Iterator[WarmLauncher]:
 
 
 @pytest.fixture
-def ask(supervisor: WarmLauncher, tmp_path: Path, importable: None) -> Iterator[Ask]:
-    asked: list[Ending] = []
+def send(supervisor: WarmLauncher, tmp_path: Path, importable: None) -> Iterator[Send]:
+    endings: list[Ending] = []
 
-    def ask(body: str, world_size: int = 2, *, timeout: float = 30.0, keep: Any = (), **payload: Any) -> Ending:
-        where = tmp_path / str(len(asked))
+    def send(body: str, world_size: int = 2, *, timeout: float = 30.0, keep: Any = (), **payload: Any) -> Ending:
+        where = tmp_path / str(len(endings))
         keeping = keep if keep is None else Reuse(**{"scope": f"{world_size}", "uses": 100, **dict(keep)})
         module = "" if ":" in body else "kept_bodies:"
-        asked.append(supervisor.run(Request(f"{module}{body}", payload, world_size, str(where), timeout), keeping))
-        return asked[-1]
+        endings.append(supervisor.run(Request(f"{module}{body}", payload, world_size, str(where), timeout), keeping))
+        return endings[-1]
 
-    yield ask
+    yield send
     assert not supervisor.retire()
 
 
@@ -51,8 +51,8 @@ def said(ending: Ending, event: str, key: str) -> list[Any]:
     return [one[key] for one in notes(ending, event)]
 
 
-def test_requests_share_ranks(ask: Ask, supervisor: WarmLauncher) -> None:
-    first, second = (said(ask("look"), "seen", "pid") for _ in range(2))
+def test_requests_share_ranks(send: Send, supervisor: WarmLauncher) -> None:
+    first, second = (said(send("report_process"), "seen", "pid") for _ in range(2))
     assert first == second
     assert len(set(first)) == 2
     assert supervisor.reuse_scope == "2"
@@ -63,64 +63,64 @@ def test_requests_share_ranks(ask: Ask, supervisor: WarmLauncher) -> None:
     [{"keep": {"scope": "another"}}, {"keep": None}, {"world_size": 3}],
     ids=["another scope", "ranks of its own", "another world size"],
 )
-def test_requests_of_others_do_not(ask: Ask, then: dict[str, Any]) -> None:
-    first = said(ask("look"), "seen", "pid")
-    other = said(ask("look", **then), "seen", "pid")
-    again = said(ask("look"), "seen", "pid")
+def test_requests_of_others_do_not(send: Send, then: dict[str, Any]) -> None:
+    first = said(send("report_process"), "seen", "pid")
+    other = said(send("report_process", **then), "seen", "pid")
+    again = said(send("report_process"), "seen", "pid")
     assert not set(first) & set(other)
     assert not set(again) & {*first, *other}
 
 
-def test_the_last_request_ends_them(ask: Ask, supervisor: WarmLauncher) -> None:
-    first = said(ask("look"), "seen", "pid")
-    assert said(ask("look", keep={"last": True}), "seen", "pid") == first
+def test_the_last_request_ends_them(send: Send, supervisor: WarmLauncher) -> None:
+    first = said(send("report_process"), "seen", "pid")
+    assert said(send("report_process", keep={"last": True}), "seen", "pid") == first
     assert not supervisor.reuse_scope
 
 
-def test_they_do_so_many_requests_and_no_more(ask: Ask) -> None:
-    endings = [ask("look", keep={"uses": 3}) for _ in range(4)]
+def test_they_do_so_many_requests_and_no_more(send: Send) -> None:
+    endings = [send("report_process", keep={"uses": 3}) for _ in range(4)]
     pids = [said(ending, "seen", "pid") for ending in endings]
     assert pids[0] == pids[1] == pids[2] != pids[3]
     assert [ending.left for ending in endings] == ["", "", "they did 3 requests", ""]
 
 
-def test_each_has_the_environment_of_the_moment(ask: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_has_the_environment_of_the_moment(send: Send, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    plain = ask("look")
+    plain = send("report_process")
     before = said(plain, "seen", "environ")
     with monkeypatch.context() as patch:
         patch.setenv("OF_THIS_MOMENT", "1")
         patch.chdir(tmp_path / "elsewhere")
-        there = ask("look")
+        there = send("report_process")
     assert {environ["OF_THIS_MOMENT"] for environ in said(there, "seen", "environ")} == {"1"}
     assert set(said(there, "seen", "cwd")) == {str(tmp_path / "elsewhere")}
-    after = ask("look", keep={"last": True})
+    after = send("report_process", keep={"last": True})
     assert said(after, "seen", "pid") == said(plain, "seen", "pid")
     assert said(after, "seen", "environ") == before
 
 
-def test_each_draws_random_numbers_of_its_own(ask: Ask) -> None:
-    drawn = [tuple(numbers) for _ in range(3) for numbers in said(ask("look", seed=0), "seen", "numbers")]
+def test_each_draws_random_numbers_of_its_own(send: Send) -> None:
+    drawn = [tuple(numbers) for _ in range(3) for numbers in said(send("report_process", seed=0), "seen", "numbers")]
     for kind in zip(*drawn, strict=True):
         assert len(set(kind)) == 6
 
 
-def test_a_process_group_may_be_made_again_and_again(ask: Ask, supervisor: WarmLauncher) -> None:
-    assert [said(ask("own_group"), "sum", "value") for _ in range(3)] == [[2.0, 2.0]] * 3
+def test_a_process_group_may_be_made_again_and_again(send: Send, supervisor: WarmLauncher) -> None:
+    assert [said(send("own_group"), "sum", "value") for _ in range(3)] == [[2.0, 2.0]] * 3
     assert supervisor.reuse_scope
 
 
-def test_the_shared_group_stays(ask: Ask) -> None:
-    first, second = ask("shared_group"), ask("shared_group")
+def test_the_shared_group_stays(send: Send) -> None:
+    first, second = send("shared_group"), send("shared_group")
     assert said(first, "sum", "group") == said(second, "sum", "group")
     assert said(second, "sum", "value") == [2.0, 2.0]
 
 
-def test_a_collective_that_one_rank_left_half_done_ends_them(ask: Ask, supervisor: WarmLauncher) -> None:
-    ending = ask("shared_group", half=True)
+def test_a_collective_that_one_rank_left_half_done_ends_them(send: Send, supervisor: WarmLauncher) -> None:
+    ending = send("shared_group", half=True)
     assert "the process group" in ending.left, ending.text()
     assert not supervisor.reuse_scope
-    assert said(ask("shared_group"), "sum", "value") == [2.0, 2.0]
+    assert said(send("shared_group"), "sum", "value") == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -135,35 +135,35 @@ def test_a_collective_that_one_rank_left_half_done_ends_them(ask: Ask, superviso
     ],
 )
 def test_a_group_that_is_no_longer_sound_ends_them_and_their_request_passes(
-    what: str, ask: Ask, supervisor: WarmLauncher
+    what: str, send: Send, supervisor: WarmLauncher
 ) -> None:
     # The limit is that of the request; what is left of its group must not use it up.
-    ending = ask("corrupt", what=what, timeout=4.0)
+    ending = send("corrupt", what=what, timeout=4.0)
     assert ending.kind == "ok", ending.text()
     assert "the process group" in ending.left, ending.left
     assert not supervisor.reuse_scope
-    assert said(ask("shared_group"), "sum", "value") == [2.0, 2.0]
+    assert said(send("shared_group"), "sum", "value") == [2.0, 2.0]
 
 
-def test_a_group_that_cannot_be_destroyed_is_told_and_not_waited_for(ask: Ask) -> None:
-    assert ask("corrupt", what="a group below it").kind == "ok"
-    ending = ask("no_group")
+def test_a_group_that_cannot_be_destroyed_is_told_and_not_waited_for(send: Send) -> None:
+    assert send("corrupt", what="a group below it").kind == "ok"
+    ending = send("no_group")
     assert "an earlier test left a collective unfinished" in ending.headline(), ending.text()
     assert ending.seconds < 10
 
 
-def test_nor_is_it_when_they_leave(ask: Ask, supervisor: WarmLauncher) -> None:
-    assert ask("corrupt", what="a group below it").kind == "ok"
+def test_nor_is_it_when_they_leave(send: Send, supervisor: WarmLauncher) -> None:
+    assert send("corrupt", what="a group below it").kind == "ok"
     assert not supervisor.retire()
 
 
-def test_what_fails_between_requests_is_told(ask: Ask) -> None:
-    ending = ask("break_randomness", keep={"last": True})
+def test_what_fails_between_requests_is_told(send: Send) -> None:
+    ending = send("break_randomness", keep={"last": True})
     assert "rank 0 raised ZeroDivisionError" in ending.headline(), ending.text()
 
 
-def test_leaving_has_the_time_limit_of_the_last_request(ask: Ask, supervisor: WarmLauncher) -> None:
-    ask("sleep_at_end", timeout=1.0)
+def test_leaving_has_the_time_limit_of_the_last_request(send: Send, supervisor: WarmLauncher) -> None:
+    send("sleep_at_end", timeout=1.0)
     began = time.monotonic()
     assert "time limit of 1 s" in supervisor.retire()
     assert time.monotonic() - began < 10
@@ -173,22 +173,22 @@ def test_leaving_has_the_time_limit_of_the_last_request(ask: Ask, supervisor: Wa
     "what",
     [pytest.param(what, marks=() if index % 8 == 0 else pytest.mark.nightly) for index, what in enumerate(CHANGES)],
 )
-def test_what_a_request_leaves_changed_ends_them_and_is_named(what: str, ask: Ask, supervisor: WarmLauncher) -> None:
+def test_what_a_request_leaves_changed_ends_them_and_is_named(what: str, send: Send, supervisor: WarmLauncher) -> None:
     if what.startswith("accelerate"):
         pytest.importorskip("accelerate")
-    first = ask("look")
-    ending = ask("kept_changes:change", what=what)
+    first = send("report_process")
+    ending = send("kept_changes:change", what=what)
     assert ending.kind == "ok", ending.text()
     assert ending.left.startswith("on rank 1 it left "), ending.left
     assert what.partition(":")[0] in ending.left
     assert not supervisor.reuse_scope
-    assert not set(said(ask("look"), "seen", "pid")) & set(said(first, "seen", "pid"))
+    assert not set(said(send("report_process"), "seen", "pid")) & set(said(first, "seen", "pid"))
 
 
-def test_settings_of_a_library_count_from_the_request_after_the_one_that_imported_it(ask: Ask) -> None:
+def test_settings_of_a_library_count_from_the_request_after_the_one_that_imported_it(send: Send) -> None:
     pytest.importorskip("accelerate")
     # Whether these are the library's own, or what the request made of them, nobody knows.
-    endings = [ask("imports", level=level) for level in (10, 10, 20)]
+    endings = [send("imports", level=level) for level in (10, 10, 20)]
     assert [ending.left.partition(" it left ")[2] for ending in endings] == [
         "",
         "",
@@ -209,48 +209,48 @@ def test_settings_of_a_library_count_from_the_request_after_the_one_that_importe
     ],
 )
 def test_a_failure_is_told_as_ever_and_ends_them(
-    acts: dict[str, str], kind: str, headline: str, ask: Ask, supervisor: WarmLauncher
+    acts: dict[str, str], kind: str, headline: str, send: Send, supervisor: WarmLauncher
 ) -> None:
-    ask("look")
-    ending = ask("bodies:act", acts=acts)
+    send("report_process")
+    ending = send("bodies:act", acts=acts)
     assert ending.kind == kind, ending.text()
     assert fnmatch(ending.headline(), headline), ending.text()
     assert not supervisor.reuse_scope
-    assert ask("look").kind == "ok"
+    assert send("report_process").kind == "ok"
 
 
-def test_a_hang_is_named_and_ended(ask: Ask) -> None:
-    ask("look")
-    ending = ask("bodies:act", timeout=3.0, acts={"0": "wait", "1": "sleep"})
+def test_a_hang_is_named_and_ended(send: Send) -> None:
+    send("report_process")
+    ending = send("bodies:act", timeout=3.0, acts={"0": "wait", "1": "sleep"})
     assert ending.kind == "hung"
     assert "rank 0 waits in all_reduce" in ending.headline(), ending.text()
     assert "in fall_asleep" in ending.text()
-    assert ask("look").kind == "ok"
+    assert send("report_process").kind == "ok"
 
 
-def test_what_went_past_python_is_shown_with_its_own_request(ask: Ask) -> None:
-    ask("speak", words="of the first")
-    ending = ask("speak", words="of the second", fail=True)
+def test_what_went_past_python_is_shown_with_its_own_request(send: Send) -> None:
+    send("speak", words="of the first")
+    ending = send("speak", words="of the second", fail=True)
     assert "of the second" in ending.ranks[0].output
     assert "of the first" not in ending.ranks[0].output
 
 
-def test_ranks_that_died_while_they_waited_are_replaced_and_it_is_told(ask: Ask) -> None:
-    pids = said(ask("look"), "seen", "pid")
+def test_ranks_that_died_while_they_waited_are_replaced_and_it_is_told(send: Send) -> None:
+    pids = said(send("report_process"), "seen", "pid")
     os.kill(pids[1], signal.SIGKILL)
     psutil.wait_procs([psutil.Process(pids[1])], 10.0)
-    ending = ask("look")
+    ending = send("report_process")
     assert "between two tests rank 1 was killed by SIGKILL" in ending.notice, ending.text()
     assert said(ending, "seen", "pid") != pids
 
 
-def test_what_fails_when_they_leave_is_a_failure_of_the_last_request(ask: Ask) -> None:
-    ask("at_end")
-    ending = ask("look", keep={"last": True})
+def test_what_fails_when_they_leave_is_a_failure_of_the_last_request(send: Send) -> None:
+    send("at_end")
+    ending = send("report_process", keep={"last": True})
     assert ending.headline().endswith("raised KeyError: 'no such fixture'"), ending.text()
 
 
-def test_what_fails_when_they_leave_unasked_is_told(ask: Ask, supervisor: WarmLauncher) -> None:
-    ask("at_end")
+def test_what_fails_when_they_leave_unasked_is_told(send: Send, supervisor: WarmLauncher) -> None:
+    send("at_end")
     assert "KeyError: 'no such fixture'" in supervisor.retire()
     assert not supervisor.retire()

@@ -65,7 +65,7 @@ def test_where_the_kernel_keeps_no_lists(tree: tuple[int, set[int]], monkeypatch
     assert process.children(gone.pid) == []
 
 
-def test_the_dead_are_children_until_they_are_buried() -> None:
+def test_the_dead_are_children_until_they_are_reaped() -> None:
     pid = os.fork()
     if not pid:
         os._exit(0)
@@ -79,7 +79,7 @@ def test_the_dead_are_children_until_they_are_buried() -> None:
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_a_child_is_buried_though_ctrl_c_came_while_it_was_polled(interrupted: bool) -> None:
+def test_a_child_is_reaped_though_ctrl_c_came_while_it_was_polled(interrupted: bool) -> None:
     """Seen as a pytest that two Ctrl-C made hang: the first one's cleanup polled, and the second came."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     if interrupted:

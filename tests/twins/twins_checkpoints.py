@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from .declare import Torch, twin
-from .twins_resume import ModelNotLoaded, Spoils
+from .twins_resume import Corrupts, ModelNotLoaded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,7 @@ def lose_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state.clear()
 
 
-class SpoilsAtFour(Torch):
+class CorruptsAtFour(Torch):
     """Loads soundly at any world size; at four ranks it then corrupts one thing."""
 
     def corrupt(self) -> None:
@@ -41,7 +41,7 @@ class SpoilsAtFour(Torch):
     "fsdp2-fp32-w2-model_mlp",
     match=r"^the optimizer's state is empty after the load at 4 ranks\nstep 'blocks\.0\.linear\.bias' and 11 others: other values one",
 )
-class StateForTwoRanks(SpoilsAtFour):
+class StateForTwoRanks(CorruptsAtFour):
     """Optimizer state that fits only the number of ranks that saved it is dropped without a word."""
 
     def corrupt(self) -> None:
@@ -53,7 +53,7 @@ class StateForTwoRanks(SpoilsAtFour):
     "fsdp2-fp32-w2-model_mlp",
     match=r"^exp_avg 'blocks\.0\.linear\.weight': other values after the load at 4 ranks$",
 )
-class OneShardStale(SpoilsAtFour):
+class OneShardStale(CorruptsAtFour):
     """The last rank has the state of one parameter of its own making."""
 
     def corrupt(self) -> None:
@@ -67,7 +67,7 @@ class OneShardStale(SpoilsAtFour):
     "ddp-fp32-w2-model_mlp",
     match=r"parameter 'blocks\.0\.linear\.bias' and 11 others: unlike from rank to rank after the load at 4 ranks",
 )
-class NewRanksLoadNothing(SpoilsAtFour):
+class NewRanksLoadNothing(CorruptsAtFour):
     """Only the ranks that there were at the save load a file of theirs; what they learn the others are not told."""
 
     def corrupt(self) -> None:
@@ -82,14 +82,14 @@ class NewRanksLoadNothing(SpoilsAtFour):
     "ddp-fp32-w2-model_mlp",
     match=r"^rank 0: lr of the optimizer's group 0 is [\d.]+ after the load at 4 ranks; 0\.\d+ was saved\nrank 1: lr",
 )
-class RateFollowsRanks(SpoilsAtFour):
+class RateFollowsRanks(CorruptsAtFour):
     """The learning rate is scaled with the number of ranks, by a schedule that nobody asked for."""
 
     def corrupt(self) -> None:
         self.optimizer.param_groups[0]["lr"] *= 2
 
 
-class SpoilsElsewhere(Spoils):
+class CorruptsElsewhere(Corrupts):
     """Loads soundly; under the strategy that a checkpoint of DDP is carried to it then corrupts one thing."""
 
     def load(self, directory: Path) -> None:
@@ -104,7 +104,7 @@ class SpoilsElsewhere(Spoils):
     "ddp-fp32-w2-model_mlp",
     match=r"^exp_avg 'blocks\.0\.linear\.weight' and 1 others: other values after the load under fsdp2\nrank 0: loss 2",
 )
-class StateByPosition(SpoilsElsewhere):
+class StateByPosition(CorruptsElsewhere):
     """The other strategy keeps its parameters in another order, and state is handed out by number."""
 
     def corrupt(self) -> None:
@@ -117,7 +117,7 @@ class StateByPosition(SpoilsElsewhere):
     "ddp-fp32-w2-model_mlp",
     match=r"^step 'blocks\.0\.linear\.bias' and 11 others: other values one step after the load under fsdp2\nrank 0: loss 2",
 )
-class StepsShared(SpoilsElsewhere):
+class StepsShared(CorruptsElsewhere):
     """All parameters share one count of steps, which each of them counts up: what FSDP1's flat full state loads as."""
 
     def corrupt(self) -> None:

@@ -110,7 +110,7 @@ class SchedulerNotLoaded(Torch):
         self.scheduler.load_state_dict(state)
 
 
-class Spoils(Torch):
+class Corrupts(Torch):
     """Loads soundly, then corrupts one thing."""
 
     def corrupt(self) -> None:
@@ -133,7 +133,7 @@ class Spoils(Torch):
     "fsdp2-fp32-w2-model_mlp",
     match=r"^rank 0: optimizer state 'exp_avg_sq of inlet\.weight': other values after the load\nrank 1: optimizer",
 )
-class OneMomentLost(Spoils):
+class OneMomentLost(Corrupts):
     """One tensor of hundreds is zero."""
 
     def corrupt(self) -> None:
@@ -145,7 +145,7 @@ class OneMomentLost(Spoils):
     "fsdp2-fp32-w2-model_mlp",
     match=r"^rank 0: parameter 'blocks\.0\.linear\.weight' and 1 others: other values after the load",
 )
-class Swapped(Spoils):
+class Swapped(Corrupts):
     """Two parameters of one shape change places, as when names and tensors are paired by position (accelerate #3982)."""
 
     def corrupt(self) -> None:
@@ -160,7 +160,7 @@ class Swapped(Spoils):
     "fsdp1-fp32-w2-model_mlp",
     match=r"rank 1: optimizer state 'step of _fsdp_wrapped_module\.\S+' and \d+ others: other values after the load",
 )
-class CountsOneMore(Spoils):
+class CountsOneMore(Corrupts):
     """A load that takes a step of its own: Adam's bias correction is off by one."""
 
     def corrupt(self) -> None:
@@ -173,7 +173,7 @@ class CountsOneMore(Spoils):
     "ddp-fp32-w2-model_mlp",
     match=r"rank 0: parameter '(module\.)?blocks\.0\.linear\.bias' and 11 others: other values after the load",
 )
-class LoadDecays(Spoils):
+class LoadDecays(Corrupts):
     """A load that makes room for the optimizer's state by a step with zero gradients: weight decay (torch #125708)."""
 
     def corrupt(self) -> None:
@@ -187,7 +187,7 @@ class LoadDecays(Spoils):
     "fsdp2-fp32-w2-model_mlp",
     match=r"rank 1: lr of the optimizer's group 0 is 0\.01 after the load; 0\.00257\d+ before",
 )
-class LearningRateLost(Spoils):
+class LearningRateLost(Corrupts):
     """The scheduler knows where it is, the optimizer does not."""
 
     def corrupt(self) -> None:
@@ -199,7 +199,7 @@ class LearningRateLost(Spoils):
     "ddp-fp32-w2-model_mlp",
     match=r"^rank 0: weight_decay of the optimizer's group 0 is 0\.0 after the load; 0\.01 before\nrank 1: \S+ of the[^\n]+$",
 )
-class DecayLost(Spoils):
+class DecayLost(Corrupts):
     """A setting of the optimizer falls back: five steps are too few for a loss to tell."""
 
     def corrupt(self) -> None:
@@ -211,7 +211,7 @@ class DecayLost(Spoils):
     "ddp-bf16_pure-w2-model_mlp",
     match=r"^rank 0: optimizer state 'exp_avg_sq of \S+' and 11 others: another dtype after the load",
 )
-class StateInFloat32(Spoils):
+class StateInFloat32(Corrupts):
     """Moments come back in another dtype, with the same values."""
 
     # A fused optimizer would refuse them.

@@ -62,9 +62,9 @@ def test_torch_answers_once_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch)
     assert triton.has_triton() is True
 
 
-@pytest.mark.parametrize(("device", "asked"), [("cuda", [(9, 0), True]), ("cpu", [])])
+@pytest.mark.parametrize(("device", "calls"), [("cuda", [(9, 0), True]), ("cpu", [])])
 def test_fork_servers_for_gpus_ask_nvml(
-    device: str, asked: list[Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    device: str, calls: list[Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "asks_at_import.py").write_text(
         "import torch\nfrom torch.utils._triton import has_triton\nfound = [torch.cuda.get_device_capability(), has_triton()]\n"
@@ -76,8 +76,8 @@ def test_fork_servers_for_gpus_ask_nvml(
     warmth = {"path": list(sys.path), "named": [], "modules": ["asks_at_import"], "device": device}
     try:
         missing = preload.import_libraries(warmth, dump_at=clock.now() + 600)["missing"]
-        assert bool(missing) is not bool(asked)
-        if asked:
-            assert sys.modules["asks_at_import"].found == asked
+        assert bool(missing) is not bool(calls)
+        if calls:
+            assert sys.modules["asks_at_import"].found == calls
     finally:
         sys.modules.pop("asks_at_import", None)

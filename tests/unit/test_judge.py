@@ -182,7 +182,7 @@ def test_a_run_broken_off_after_the_evidence_does_not_concern_the_check(
     )
 
 
-def test_a_check_of_the_plain_model_needs_no_more() -> None:
+def test_a_check_of_the_unwrapped_model_needs_no_more() -> None:
     assert verdict(toy(until=("build_model", 0)), end=ended("crashed", "build")).status == "passed"
     assert verdict(toy(until=("build_model", 0)), end=ended("crashed", "build_model")).status == "crashed"
 

@@ -58,10 +58,10 @@ def test_smoke_stays_inside_the_matrix() -> None:
 
 def test_smoke_asks_a_costly_check_of_one_cell_and_the_others_say_so() -> None:
     ddp, fsdp2, zero3 = (Cell(strategy, "fp32") for strategy in ("ddp", "fsdp2", "zero3"))
-    asked = {ddp: ["names", "reshard"], fsdp2: ["names", "reshard"], zero3: ["names"]}
+    checks = {ddp: ["names", "reshard"], fsdp2: ["names", "reshard"], zero3: ["names"]}
     message = "the smoke profile asks it of fsdp2-fp32-w2 only"
-    assert left_out("smoke", asked, ["reshard", "paths"]) == {(ddp, "reshard"): message}
-    assert not left_out("default", asked, ["reshard", "paths"])
+    assert left_out("smoke", checks, ["reshard", "paths"]) == {(ddp, "reshard"): message}
+    assert not left_out("default", checks, ["reshard", "paths"])
 
 
 def test_full_has_every_option_by_itself(driver: type[Driver]) -> None:
