@@ -131,6 +131,9 @@ class Runner:
 
     def run(self) -> bool:
         """Run stages while there is time for one; return whether all are done."""
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            # A shell starts what it runs in the background like that, and every command would inherit it.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         while (stage := self._next()) is not None:
             self._ran.add(stage.name)
             before = self.outcomes.get(stage.name, Outcome("cut off"))

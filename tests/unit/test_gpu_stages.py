@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import sys
 import tarfile
 import time
@@ -99,6 +100,18 @@ def test_a_stage_that_the_time_limit_cuts_off_runs_again_once(
     assert statuses(third) == {"long": "too long", "next": "passed"}
     with tarfile.open(tmp_path / "output" / "logs.tar.gz") as archive:
         assert {"long.0.log", "long.1.log", "next.0.log"} <= set(archive.getnames())
+
+
+def test_a_stage_is_interrupted_from_the_background_too(
+    stages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "GRACE", 3.0)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        runner = run(stages, tmp_path, stage(stages, "long", "hangs"), seconds=6.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert runner.outcomes["long"].result == {"interrupted": True}
 
 
 def test_a_stage_that_had_most_of_a_call_is_too_long_at_once(
