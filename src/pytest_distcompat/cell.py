@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -11,16 +12,25 @@ OptionValue = bool | str | int
 
 @dataclass(frozen=True)
 class Option:
-    """One further axis of a cell: its name, its values (the first is the default), its meaning."""
+    """One further axis of a cell: its name, its values (the first is the default), its meaning.
+
+    Texts that begin with ``prefix`` and go on with letters, digits and underscores are values too.
+    """
 
     name: str
     values: tuple[OptionValue, ...]
     meaning: str
+    prefix: str = ""
 
     @property
     def default(self) -> OptionValue:
         """Return the value that a cell has if it does not name the option."""
         return self.values[0]
+
+    def accepts(self, value: OptionValue) -> bool:
+        """Tell whether the option has that value."""
+        opened = self.prefix and re.fullmatch(rf"{re.escape(self.prefix)}\w+", str(value))
+        return value in self.values or bool(opened)
 
     def token(self, value: OptionValue) -> str:
         """Return the value as a cell id spells it: ``compile``, ``no_use_orig_params``, ``model_mlp``."""
@@ -32,7 +42,12 @@ class Option:
 OPTIONS: dict[str, Option] = {
     option.name: option
     for option in (
-        Option("model", ("llama", "llama_tied", "mlp"), "which tiny model the built-in drivers train"),
+        Option(
+            "model",
+            ("llama", "llama_tied", "mlp"),
+            "which tiny model the built-in drivers train; `hf:MODEL_TYPE` is an architecture of transformers",
+            prefix="hf:",
+        ),
         Option("state_dict", ("sharded", "full"), "the form in which FSDP writes a checkpoint"),
         Option(
             "compile",
@@ -95,7 +110,7 @@ def check_option(name: str, value: OptionValue) -> None:
     """Raise ValueError, listing what exists, for an option or a value that does not."""
     if name not in OPTIONS:
         raise ValueError(f"no option named {name!r}. Known: {', '.join(OPTIONS)}")
-    if value not in OPTIONS[name].values:
+    if not OPTIONS[name].accepts(value):
         known = ", ".join(repr(known) for known in OPTIONS[name].values)
         raise ValueError(f"option {name!r} has no value {value!r}. Known: {known}")
 
@@ -118,7 +133,9 @@ class Cell:
         for name, value in self.options:
             check_option(name, value)
         # True equals 1: take the value that the option lists, for the id spells the two differently.
-        listed = {name: OPTIONS[name].values[OPTIONS[name].values.index(value)] for name, value in self.options}
+        listed = {
+            name: next((one for one in OPTIONS[name].values if one == value), value) for name, value in self.options
+        }
         changed = {name: value for name, value in listed.items() if value != OPTIONS[name].default}
         ordered = tuple((name, changed[name]) for name in OPTIONS if name in changed)
         object.__setattr__(self, "options", ordered)
@@ -137,6 +154,9 @@ class Cell:
         if not (strategy and precision and world.startswith("w") and world[1:].isdecimal()):
             raise ValueError(f"{cell_id!r} is no cell id; one reads like 'fsdp2-bf16_mixed-w2-compile'")
         known = {option.token(value): (option.name, value) for option in OPTIONS.values() for value in option.values}
+        for option in OPTIONS.values():
+            values = (token.removeprefix(f"{option.name}_") for token in tokens)
+            known |= {option.token(value): (option.name, value) for value in values if option.accepts(value)}
         wrong = [token for token in tokens if token not in known]
         if wrong:
             raise ValueError(f"cell id {cell_id!r}: unknown part {wrong[0]!r}. Known: {', '.join(known)}")

@@ -109,7 +109,7 @@ def _expectation(kind: str, check: str, reason: str, match: str, facets: dict[st
             raise UsageProblem(f"{kind}({check!r}): {name} takes one value or a tuple of them, got {facet!r}")
         if name == "world_size" and not all(isinstance(value, int) for value in values):
             raise UsageProblem(f"{kind}({check!r}): {name} takes a number or a tuple of them, got {facet!r}")
-        wrong = [value for value in values if name in OPTIONS and value not in OPTIONS[name].values]
+        wrong = [value for value in values if name in OPTIONS and not OPTIONS[name].accepts(value)]
         if wrong:
             known = ", ".join(repr(value) for value in OPTIONS[name].values)
             raise UsageProblem(f"{kind}({check!r}): {name} has no value {wrong[0]!r}. Known: {known}")

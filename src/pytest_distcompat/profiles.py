@@ -9,12 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pytest_distcompat.cell import OPTIONS, Cell, Matrix, OptionValue
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.models import architectures
 
 #: Name to meaning, from the least to the most.
 PROFILES = {
     "smoke": "each strategy and each precision of the matrix once, no options; checks with runs of their own in one cell only",
     "default": "the suite's matrix",
     "pairwise": "the suite's matrix, and every pair of strategy, precision and option values that the driver can do",
+    "zoo": "every causal language model of transformers and one model of each other task, under DDP, FSDP2 and ZeRO-3",
     "full": "every strategy with every precision that the suite's matrix has together, with every option value by itself",
 }
 
@@ -31,6 +33,10 @@ MODEL_OPTIONS = (
     "save_only_model",
     "float32_norms",
 )
+
+#: What the profile ``zoo`` runs of each architecture: one strategy of each kind, and what may depend on the model's modules.
+ZOO_STRATEGIES = ("ddp", "fsdp2", "zero3")
+ZOO_CHECKS = ("active", "names", "resume", "parity", "gradients", "export")
 
 #: One option with its value; None for none.
 Choice = tuple[str, OptionValue] | None
@@ -73,6 +79,10 @@ def cells(
         return list(_smoke(strategies, precisions, world_sizes[0], supported))
     # A suite may have fp8 with one strategy only, as an extra of its matrix: the other strategies are not tried with it.
     claimed = tuple(dict.fromkeys((cell.strategy, cell.precision) for cell in own))
+    if profile == "zoo":
+        models = architectures() if "model" in driver.options else ()
+        chosen = [strategy for strategy in ZOO_STRATEGIES if strategy in strategies]
+        return [Cell.of(strategy, "fp32", world_sizes[0], model=model) for model in models for strategy in chosen]
     if profile == "pairwise":
         # Keep the suite's own cells too: a bug may need a strategy, a precision and an option together, and some checks need
         # cells without options.
@@ -88,7 +98,8 @@ def left_out(
 ) -> dict[tuple[Cell, str], str]:
     """Return the checks that a profile leaves out, by (cell, check), each with the reason.
 
-    ``smoke`` runs a check with several runs of its own in the last cell only, which is sharded the most.
+    ``zoo`` runs ``ZOO_CHECKS`` only. ``smoke`` runs a check with several runs of its own in the last cell only, which is
+    sharded the most.
 
     Args:
         profile: A name of PROFILES.
@@ -96,6 +107,9 @@ def left_out(
         costly: The checks with runs of their own.
     """
     found: dict[tuple[Cell, str], str] = {}
+    if profile == "zoo":
+        others = ((cell, check) for cell, checks in applicable.items() for check in checks if check not in ZOO_CHECKS)
+        return dict.fromkeys(others, f"the zoo profile asks {', '.join(ZOO_CHECKS)} only")
     for check in costly if profile == "smoke" else ():
         cells = [cell for cell, checks in applicable.items() if check in checks]
         found |= {(cell, check): f"the smoke profile asks it of {cells[-1]} only" for cell in cells[:-1]}

@@ -44,7 +44,9 @@ class TinyDriver(Driver):
         self.precision: Precision = PRECISIONS.get(cell.precision)
         self.tiny: TinyModel = model_of(cell)
         # A driver of another model names its own classes.
-        self.blocks = type(self).blocks or self.tiny.blocks
+        self.blocks = (
+            type(self).blocks or self.tiny.blocks or (self.tiny.find_blocks() if self.tiny.find_blocks else ())
+        )
         self.accumulate = int(cell.option("grad_accum"))
         if cell.option("ignored_modules"):
             self.ignored_modules = (self.tiny.ignored_module,)
@@ -66,6 +68,8 @@ class TinyDriver(Driver):
         if problem:
             return problem
         tiny = model_of(cell)
+        if tiny.unsupported_reason:
+            return tiny.unsupported_reason
         if cell.option("ignored_modules") and not tiny.ignored_module:
             return f"the model {tiny.name} has no frozen module to leave out of the sharding"
         if cell.option("lora") and not tiny.lora_targets:
