@@ -5,12 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from pytest_distcompat.report.result import Result
-
-if TYPE_CHECKING:
-    from pytest_distcompat.report.compare import Change
+from pytest_distcompat.report.result import Change, Result
 
 #: Numbers, ranks and addresses, which differ between failures of one cause.
 _VARIABLE = re.compile(r"0x[0-9a-f]+|\branks? \d+(, \d+)*|\d+(\.\d+)?(e-?\d+)?", re.IGNORECASE)

@@ -12,36 +12,12 @@ from typing import Any
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.report.causes import cells_of, constant_part, wording
 from pytest_distcompat.report.document import Report, counts
-from pytest_distcompat.report.result import Result
-from pytest_distcompat.status import Status
+from pytest_distcompat.report.result import Change, Result
 
 #: The settings that select cells.
 SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "device", "gpus")
 #: The counts in the last line: a suite that stops running shows in the first three.
 COUNTED = ("asked", "ran", "skipped", "unreached", "red", "known", "fixed?")
-
-
-@dataclass(frozen=True)
-class Change:
-    """Verdict that changed; ``before`` or ``after`` is empty where there was none."""
-
-    suite: str
-    driver: str
-    cell: str
-    check: str
-    before: str
-    after: str
-    why: str = ""
-
-    def __str__(self) -> str:
-        """Return the change as one line."""
-        return f"{self.cell}:{self.check} ({self.driver}): {self.what}"
-
-    @property
-    def what(self) -> str:
-        """Return the words of the two statuses, and why."""
-        words = " -> ".join(Status(status).word if status else "none" for status in (self.before, self.after))
-        return f"{words}{f': {self.why}' if self.why else ''}"
 
 
 @dataclass

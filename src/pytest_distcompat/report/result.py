@@ -1,4 +1,4 @@
-"""Results of items and rows of cells, as reports have them."""
+"""Results of items, rows of cells and changes of verdicts, as reports have them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Result:
     @classmethod
     def of(cls, verdict: Verdict, suite: str, driver: str, **more: Any) -> Result:
         """Return the result of an item with that verdict. Its status is a plain text, as reports and xdist have it."""
-        told = verdict.message, verdict.reason
-        return cls(suite, driver, verdict.cell, verdict.check, verdict.status.value, *told, **more)
+        texts = verdict.message, verdict.reason
+        return cls(suite, driver, verdict.cell, verdict.check, verdict.status.value, *texts, **more)
 
     @property
     def place_of_cell(self) -> tuple[str, str, str, str]:
@@ -187,3 +187,26 @@ def by_reason(results: Iterable[Result], status: str) -> dict[str, list[str]]:
             if name not in names:
                 names.append(name)
     return found
+
+
+@dataclass(frozen=True)
+class Change:
+    """Verdict that changed; ``before`` or ``after`` is empty where there was none."""
+
+    suite: str
+    driver: str
+    cell: str
+    check: str
+    before: str
+    after: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        """Return the change as one line."""
+        return f"{self.cell}:{self.check} ({self.driver}): {self.what}"
+
+    @property
+    def what(self) -> str:
+        """Return the words of the two statuses, and why."""
+        words = " -> ".join(Status(status).word if status else "none" for status in (self.before, self.after))
+        return f"{words}{f': {self.why}' if self.why else ''}"
