@@ -73,7 +73,7 @@ def test_a_run_of_a_suite_that_leaked_is_a_failure_that_nothing_declared_excuses
     names, active = (f"test[ddp-fp32-w2:{check}]" for check in ("names", "active"))
     # Whichever is first runs the run that both need.
     script = {name: {"leaks": 512} for name in (names, active)}
-    result = run_on_gpus("-k", "names or active", script=script)
+    result = run_on_gpus("-k", "names or active", "-vv", script=script)
     assert result.parseoutcomes()["failed"] == 2
     for check in ("names", "active"):
         result.stdout.fnmatch_lines(

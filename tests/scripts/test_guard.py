@@ -87,7 +87,7 @@ DOORS = {
     "guard.attempt",
     "guard.guarded_call",
     "wrappers.wrapped",
-    "closure.wrapped",
+    "observe.wrapped",
     "import_hooks.exec_module",
     "import_hooks.find_spec",
     "observe.__call__",
