@@ -140,6 +140,17 @@ def test_who_is_excused_is_lost_by_whose_connections_were_cut(ranks: Ranks) -> N
     assert ranks.statuses(ranks.end(None, None)) == ["raised", "lost peer"]
 
 
+def test_who_was_excused_and_is_through_when_the_agent_ends_all(ranks: Ranks) -> None:
+    ranks.started(0, 1)
+    ranks.wrote(0, EXCUSED)
+    ranks.wrote(1, Error("failed", "failed: ValueError: late", "Traceback ..."))
+    ranks.wrote(0, Resumed())
+    ranks.done(0)
+    ending = ranks.end(-15, 1, first=1)
+    assert ranks.statuses(ending) == ["raised", "raised"]
+    assert [end.kind for end in ending.ranks] == ["xfail", "failed"]
+
+
 def test_who_was_excused_and_went_on_is_so_no_longer(ranks: Ranks) -> None:
     ranks.started(0, 1)
     for rank in range(2):

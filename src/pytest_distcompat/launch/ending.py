@@ -257,7 +257,13 @@ def conclude(
     waited = any(map(is_excused, events.values()))
     ends = [
         _rank_end(
-            rank, events[rank], process, ended=ended if process.ended_by_us else "", waited=waited, oom_kills=oom_kills
+            rank,
+            events[rank],
+            process,
+            ended=ended if process.ended_by_us else "",
+            waited=waited,
+            followed=first not in {None, rank},
+            oom_kills=oom_kills,
         )
         for rank, process in enumerate(processes)
     ]
@@ -278,15 +284,24 @@ def conclude(
 
 
 def _rank_end(
-    rank: int, events: Sequence[Event], process: RankProcess, *, ended: str, waited: bool, oom_kills: int
+    rank: int,
+    events: Sequence[Event],
+    process: RankProcess,
+    *,
+    ended: str,
+    waited: bool,
+    followed: bool,
+    oom_kills: int,
 ) -> RankEnd:
+    """Return how one rank ended; ``followed`` means that the agent had seen another rank fail before it ended this one."""
     last = events[-1] if events else None
     done, errors, code = bool(of_kind(Done, events)), of_kind(Error, events), process.code
     known: dict[str, Any] = {"rank": rank, "time": last.time if last else 0.0, "last": last, "output": process.output}
-    # A rank that waited for the others was ended with them: by us, or by the agent.
-    excused = isinstance(last, Excused) and (ended or code in {None, -signal.SIGTERM})
+    # A rank that waited for the others was ended with them: by us, or by the agent, which may come when it is through itself.
+    waits = isinstance(last, Excused) and (ended or code in {None, -signal.SIGTERM})
+    excused = of_kind(Excused, events) if waits or (done and followed and code == -signal.SIGTERM) else ()
     if excused or (errors and ended != "stuck"):
-        error = last if excused else errors[-1]
+        error = (excused or errors)[-1]
         assert isinstance(error, Raised)
         known |= {"message": encodable(f"raised {error.message}"), "text": encodable(error.text)}
         known |= {"time": error.time, "kind": error.kind, "lost": error.lost}
