@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase as fnmatch
@@ -237,8 +235,9 @@ def test_what_went_past_python_is_shown_with_its_own_request(send: Send) -> None
 
 def test_ranks_that_died_while_they_waited_are_replaced_and_it_is_told(send: Send) -> None:
     pids = said(send("report_process"), "seen", "pid")
-    os.kill(pids[1], signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(pids[1])], 10.0)
+    rank = psutil.Process(pids[1])
+    rank.kill()
+    psutil.wait_procs([rank], 10.0)
     ending = send("report_process")
     assert "between two tests rank 1 was killed by SIGKILL" in ending.notice, ending.text()
     assert said(ending, "seen", "pid") != pids
