@@ -23,6 +23,9 @@ EXTRAS = {
     "torch,pairwise": ["--distcompat-drivers=torch"],
 }
 
+#: The interpreter of those environments.
+PYTHON = os.environ.get("EXTRAS_PYTHON", sys.executable)
+
 pytestmark = [pytest.mark.spawn, pytest.mark.nightly]
 
 
@@ -37,7 +40,7 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_an_extra_alone_suffices(extra: str, tmp_path: Path) -> None:
     if run(sys.executable, "-m", "pip", "download", "--no-deps", "hatchling", cwd=tmp_path).returncode:
         pytest.skip("pip has no index")
-    run(sys.executable, "-m", "venv", "environment", cwd=tmp_path)
+    run(PYTHON, "-m", "venv", "environment", cwd=tmp_path)
     python = tmp_path / "environment" / "bin" / "python"
     install = (python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt")
     # Torch first, as the documentation says: alone, so that a CPU machine need not have the build for CUDA.
