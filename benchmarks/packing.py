@@ -21,7 +21,7 @@ from machine import measured_on  # type: ignore[import-not-found] # a script imp
 from pytest_distcompat.lease import Demand, Span, busy, chart, read_timeline
 from pytest_distcompat.lease.packing import ideal
 
-STAND_IN = Path(__file__).parents[1] / "tests" / "leases"
+STAND_IN = Path(__file__).parents[1] / "tests" / "lease"
 
 TESTS = """
 import json

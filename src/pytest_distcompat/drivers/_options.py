@@ -67,7 +67,7 @@ def recompute(model: Module, blocks: Iterable[Module]) -> None:
     """Wrap each block in activation checkpointing, in place.
 
     torch has the wrapper under a private path only, which its own FSDP tutorial uses;
-    ``tests/spawn/test_private_names.py`` fails when it goes away.
+    ``tests/launch/test_private_names.py`` fails when it goes away.
     """
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         apply_activation_checkpointing,

@@ -161,7 +161,7 @@ def _readable_on_change(agent: LocalElasticAgent) -> list[Any]:
     """Return the objects that become readable when a rank has returned, or when its process has ended.
 
     A rank that returned waits until the agent has noticed. Both are private to the agent;
-    ``tests/spawn/test_private_names.py`` fails when they move.
+    ``tests/launch/test_private_names.py`` fails when they move.
     """
     context: Any = agent._pcontext  # noqa: SLF001 - see the docstring
     returned = [queue._reader for queue in context._ret_vals.values()]  # noqa: SLF001
@@ -172,7 +172,7 @@ def _exit_codes(agent: LocalElasticAgent) -> list[int | None]:
     """Return each rank's exit code, negative for a signal.
 
     ``agent.run()`` reports only the rank that it noticed first, which need not be the one that failed first. The processes
-    themselves are private to the agent; ``tests/spawn/test_private_names.py`` fails when they move.
+    themselves are private to the agent; ``tests/launch/test_private_names.py`` fails when they move.
     """
     context: Any = agent._pcontext  # noqa: SLF001 - see the docstring
     processes: list[multiprocessing.Process] = context._pc.processes  # noqa: SLF001

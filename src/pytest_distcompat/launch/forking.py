@@ -134,7 +134,7 @@ class ForkServers:
         """Have the ranks that multiprocessing starts from now on, rank 0 first, forked from servers of that kind.
 
         Private names used here: ``connect_to_new_process`` of ``multiprocessing.forkserver``, which ``popen_forkserver`` looks up
-        at each call, and three attributes of its fork server. ``tests/spawn/test_private_names.py`` fails when they move.
+        at each call, and three attributes of its fork server. ``tests/launch/test_private_names.py`` fails when they move.
         Python 3.14 requires a key of those that connect, except with a server that was started without one, as these are; their
         sockets lie in a directory that only the user can enter.
 

@@ -73,7 +73,7 @@ _FLAGS = (
     "jit.onednn_fusion_enabled",
     "hub._hub_dir",
     "nn.attention.current_flash_attention_impl",
-    # Private names; ``tests/spawn/kept_changes.py`` changes each setting that is read by one.
+    # Private names; ``tests/launch/kept_changes.py`` changes each setting that is read by one.
     "_C._is_fwd_grad_enabled",
     "_C._autograd._profiler_enabled",
     "_C._autograd._saved_tensors_hooks_get_disabled_error_message",
@@ -207,7 +207,7 @@ def _gpu() -> int:
 def _hook_dicts() -> tuple[dict[object, object], ...]:
     """Return the dicts in which torch keeps the functions that it calls for every module, and for every optimizer.
 
-    They have private names; ``tests/spawn/test_private_names.py`` fails when they go away.
+    They have private names; ``tests/launch/test_private_names.py`` fails when they go away.
     """
     return tuple(
         value
@@ -225,7 +225,7 @@ def _hooks() -> list[int]:
 def _modes() -> tuple[int, int]:
     """Return how many modes are active: those for all functions of torch, and those for all operators.
 
-    They have private names; ``tests/spawn/test_private_names.py`` fails when they go away.
+    They have private names; ``tests/launch/test_private_names.py`` fails when they go away.
     """
     torch: Any = sys.modules["torch"]
     operators = sys.modules["torch.utils._python_dispatch"]._get_current_dispatch_mode_stack()  # noqa: SLF001
@@ -270,7 +270,7 @@ def _accelerate() -> bool:
     """Tell whether accelerate's shared states are made: they keep the device, the strategy and the precision.
 
     The public function ``accelerate.state.is_initialized`` knows of one of the three only;
-    ``tests/spawn/test_private_names.py`` fails when the dicts go away.
+    ``tests/launch/test_private_names.py`` fails when the dicts go away.
     """
     state: Any = sys.modules["accelerate.state"]
     return any(kind._shared_state for kind in (state.PartialState, state.AcceleratorState, state.GradientState))  # noqa: SLF001

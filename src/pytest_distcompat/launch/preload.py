@@ -189,7 +189,7 @@ def _keep_operators_of_torch() -> None:
     """Let ranks end without taking torch's operators out of its dispatcher, which ends with them.
 
     torch registers a finalizer for each of some two hundred libraries of operators, which took half of a short rank's CPU time.
-    ``weakref`` has only a private name for all finalizers; ``tests/spawn/test_private_names.py`` fails when it goes away.
+    ``weakref`` has only a private name for all finalizers; ``tests/launch/test_private_names.py`` fails when it goes away.
     """
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001 - see the docstring
         alive = finalizer.peek()

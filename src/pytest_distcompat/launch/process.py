@@ -186,7 +186,7 @@ def request_stack(pid: int) -> None:
 def run_exit_functions() -> None:
     """Call the ``atexit`` functions of the interpreter, in a process that ends without it.
 
-    The standard library has only a private name for that; ``tests/spawn/test_private_names.py`` fails when it goes away.
+    The standard library has only a private name for that; ``tests/launch/test_private_names.py`` fails when it goes away.
     What a function raises is printed, and has no other effect, as at an ordinary end.
     """
     with contextlib.suppress(BaseException):

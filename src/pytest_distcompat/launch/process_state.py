@@ -358,7 +358,7 @@ def _at_exit() -> tuple[int, int]:
     """Return how many functions wait for the end of the interpreter, and of a multiprocessing process, which a rank is.
 
     They belong to the test that registered them. The standard library has only private names for them;
-    ``tests/spawn/test_private_names.py`` fails when these go away.
+    ``tests/launch/test_private_names.py`` fails when these go away.
     """
     registry: Any = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]  # noqa: SLF001
     return atexit._ncallbacks(), len(registry)  # noqa: SLF001

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 
-# Older releases have none, newer ones may move them; tests/spawn/test_private_names.py fails then.
+# Older releases have none, newer ones may move them; tests/launch/test_private_names.py fails then.
 with contextlib.suppress(ImportError, AttributeError):
     from transformers import conversion_mapping
 

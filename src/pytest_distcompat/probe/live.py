@@ -165,7 +165,7 @@ def _checkpointed(model: Module) -> Iterator[str]:
 def compiled_modules(model: Module) -> Iterator[str]:
     """Yield the names of the modules that torch.compile wraps, or that were compiled in place.
 
-    Compilation in place leaves only a private mark, ``_compiled_call_impl``; ``tests/spawn/test_private_names.py`` fails
+    Compilation in place leaves only a private mark, ``_compiled_call_impl``; ``tests/launch/test_private_names.py`` fails
     when it changes.
     """
     for name, module in model.named_modules():
@@ -185,7 +185,7 @@ def _graph_count() -> int:
     """Return how many graphs torch.compile has made in this process.
 
     A model can be wrapped by torch.compile and run uncompiled all the same. The counter is private;
-    ``tests/spawn/test_private_names.py`` fails when it changes.
+    ``tests/launch/test_private_names.py`` fails when it changes.
     """
     if "torch._dynamo" not in sys.modules:
         return 0

@@ -172,7 +172,7 @@ class Observer:
 
         Dispatch modes form a stack. Ours is inserted below the modes that the trainer has entered, so that the trainer can
         leave its own; and it is removed only when no other mode lies above it. The two functions that move modes are
-        private, and torch uses them for the same purpose; ``tests/spawn/test_private_names.py`` fails when they change.
+        private, and torch uses them for the same purpose; ``tests/launch/test_private_names.py`` fails when they change.
         """
         if on and self._mode is None:
             above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()[self._outer_modes :]]
@@ -189,7 +189,7 @@ class Observer:
         """Disable dispatch modes inside: operators there belong to the probe and are not recorded.
 
         ``_disable_current_modes`` is private, but torch's own kernels use it like this. Without it every operator of a digest
-        goes through Python. ``tests/spawn/test_private_names.py`` fails when it changes.
+        goes through Python. ``tests/launch/test_private_names.py`` fails when it changes.
         """
         with _disable_current_modes():
             yield

@@ -69,7 +69,7 @@ def master_copies(optimizer: Any) -> dict[int, torch.Tensor]:
     """Map the ``id`` of each float32 master copy to the parameter in low precision that it is a copy of.
 
     DeepSpeed has them where it runs without ZeRO (``FP16_UnfusedOptimizer``), in two lists that are not documented;
-    ``tests/spawn/test_private_names.py`` fails when they change.
+    ``tests/launch/test_private_names.py`` fails when they change.
     """
     for link in links(optimizer):
         low, high = getattr(link, "fp16_groups", None), getattr(link, "fp32_groups", None)
@@ -173,7 +173,7 @@ def _partitioned(model: Module) -> dict[str, int]:
 
     ZeRO-3 has ``safe_get_local_fp32_param`` and the public ``ds_tensor`` and ``ds_numel`` for it. ZeRO-1 and 2 have only the
     private ``_hp_mapping``: the public accessors (``deepspeed.utils.safe_get_full_fp32_param``) take part in an all_reduce,
-    which a probe must not, and always return float32. ``tests/spawn/test_private_names.py`` fails when it changes.
+    which a probe must not, and always return float32. ``tests/launch/test_private_names.py`` fails when it changes.
     """
     numels: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -190,7 +190,7 @@ def _partitioned(model: Module) -> dict[str, int]:
 def _accumulation_dtype(optimizer: Any) -> str:
     """Return the dtype in which DeepSpeed accumulates gradients; empty without DeepSpeed.
 
-    The attributes are private; ``tests/spawn/test_private_names.py`` fails when they change.
+    The attributes are private; ``tests/launch/test_private_names.py`` fails when they change.
     """
     for link in links(optimizer):
         for attribute in ("gradient_accumulation_dtype", "grad_acc_dtype"):

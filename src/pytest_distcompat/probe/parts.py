@@ -82,7 +82,7 @@ def _not_saved(module: Module) -> Collection[str]:
     """Return the names of the module's own buffers that its state dict leaves out.
 
     Comparing with ``state_dict()`` is no alternative, because it lets wrapped children gather theirs in a collective. The
-    attribute is private; ``tests/spawn/test_private_names.py`` fails when it changes.
+    attribute is private; ``tests/launch/test_private_names.py`` fails when it changes.
     """
     return module._non_persistent_buffers_set  # noqa: SLF001 - see the docstring
 

@@ -13,7 +13,7 @@ import pytest
 from pytest_distcompat.lease import Demand, Span, entries, pack, read_timeline
 
 if TYPE_CHECKING:
-    from tests.leases.conftest import RunOnGpus
+    from tests.lease.conftest import RunOnGpus
 
 pytest.importorskip("xdist")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.spawn.conftest import notes
-from tests.spawn.kept_changes import CHANGES
+from tests.launch.conftest import notes
+from tests.launch.kept_changes import CHANGES
 
 from pytest_distcompat.launch import Ending, Request, Reuse, WarmLauncher, Warmth
 

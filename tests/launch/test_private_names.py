@@ -15,14 +15,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.spawn.conftest import notes
+from tests.launch.conftest import notes
 
 from pytest_distcompat.launch import Ending, Request, WarmLauncher, library_state
 from pytest_distcompat.launch.process_state import _at_exit
 from pytest_distcompat.probe.parts import _not_saved
 
 if TYPE_CHECKING:
-    from tests.spawn.conftest import Run
+    from tests.launch.conftest import Run
 
 pytestmark = pytest.mark.spawn
 

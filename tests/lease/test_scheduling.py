@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.leases.simulation import simulate
+from tests.lease.simulation import simulate
 
 from pytest_distcompat.lease import Demand, pack
 from pytest_distcompat.lease.packing import ideal

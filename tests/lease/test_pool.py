@@ -34,7 +34,7 @@ from pytest_distcompat.lease import pool as pool_module
 from pytest_distcompat.lease.inventory import BY_NAME, BY_NUMBER
 
 if TYPE_CHECKING:
-    from tests.leases.conftest import Field, MadeUpMemory
+    from tests.lease.conftest import Field, MadeUpMemory
 
 IDS = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
 UUIDS = ["GPU-aaaa0000-1", "GPU-bbbb1111-2", "GPU-cccc2222-3"]

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from tests.spawn.conftest import notes
+from tests.launch.conftest import notes
 
 from pytest_distcompat.events import pids_of
 from pytest_distcompat.launch import Ending, WarmLauncher, Warmth
 from pytest_distcompat.launch.process import kill, sweep_shared_memory
 
 if TYPE_CHECKING:
-    from tests.spawn.conftest import Run
+    from tests.launch.conftest import Run
 
 pytestmark = pytest.mark.spawn
 

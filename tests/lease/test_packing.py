@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable
 
 import pytest
-from tests.leases.simulation import simulate
+from tests.lease.simulation import simulate
 
 from pytest_distcompat.lease import Demand, Span, pack
 from pytest_distcompat.lease.packing import expect, ideal

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pytest_distcompat.lease import read_timeline
 
 if TYPE_CHECKING:
-    from tests.leases.conftest import Field
+    from tests.lease.conftest import Field
 
 IDS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 

@@ -14,7 +14,7 @@ from pytest_distcompat.lease import Inventory, read_timeline
 from pytest_distcompat.world import World
 
 if TYPE_CHECKING:
-    from tests.leases.conftest import RunOnGpus
+    from tests.lease.conftest import RunOnGpus
 
 MARKED = """
 import pytest

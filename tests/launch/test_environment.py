@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from tests.spawn.conftest import notes
+from tests.launch.conftest import notes
 
 from pytest_distcompat.launch import Ending, WarmLauncher, Warmth
 
 if TYPE_CHECKING:
-    from tests.spawn.conftest import Run
+    from tests.launch.conftest import Run
 
 pytestmark = pytest.mark.spawn
 

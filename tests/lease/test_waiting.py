@@ -19,7 +19,7 @@ from pytest_distcompat.lease import Inventory, LeaseTimeout, Pool, default_direc
 from .conftest import DEADLINE, Contender, await_that
 
 if TYPE_CHECKING:
-    from tests.leases.conftest import Field
+    from tests.lease.conftest import Field
 
 GPUS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 SLOTS = ("cpu-0.0", "cpu-0.1")

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from tests.spawn.conftest import notes
+from tests.launch.conftest import notes
 
 from pytest_distcompat.events import Note
 from pytest_distcompat.launch import Ending, TorchrunLauncher, WarmLauncher, watchdog
 from pytest_distcompat.launch.rank_log import read_events
 
 if TYPE_CHECKING:
-    from tests.spawn.conftest import Run
+    from tests.launch.conftest import Run
 
 pytestmark = pytest.mark.spawn
 

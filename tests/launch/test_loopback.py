@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
 import pytest
-from tests.spawn.conftest import notes
+from tests.launch.conftest import notes
 
 from pytest_distcompat.launch import loopback
 
 if TYPE_CHECKING:
-    from tests.spawn.conftest import Run
+    from tests.launch.conftest import Run
 
 FINDING = "no loopback interface: ranks cannot meet at localhost; `ip link set lo up`"
 MARKED = "import pytest\n@pytest.mark.distcompat(world_size=2)\ndef test(): pass\n"

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
-from tests.spawn import setters
-from tests.spawn.kept_changes import CHANGES
+from tests.launch import setters
+from tests.launch.kept_changes import CHANGES
 
 pytestmark = pytest.mark.spawn
 

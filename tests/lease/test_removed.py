@@ -16,7 +16,7 @@ import pytest
 from pytest_distcompat.lease import Inventory, LeaseTimeout, Pool
 
 if TYPE_CHECKING:
-    from tests.leases.conftest import Field
+    from tests.lease.conftest import Field
 
 IDS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 

@@ -15,7 +15,7 @@ from pytest_distcompat.lease import Inventory, Leak, Pool
 from pytest_distcompat.leased import LeasedLauncher, leak_message
 
 if TYPE_CHECKING:
-    from tests.leases.conftest import MadeUpMemory, RunOnGpus
+    from tests.lease.conftest import MadeUpMemory, RunOnGpus
 
 MARKED = """
 import pytest

@@ -10,7 +10,7 @@ import pytest
 from pytest_distcompat.lease import Instant, Inventory, Leak, Pool, Span, busy, chart, gaps, read_timeline
 
 if TYPE_CHECKING:
-    from tests.leases.conftest import Field, MadeUpMemory
+    from tests.lease.conftest import Field, MadeUpMemory
 
 
 def span(who: str, begin: float, end: float, *ids: str) -> Span:
