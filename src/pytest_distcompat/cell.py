@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from pytest_distcompat.installed import version_of
+
 OptionValue = bool | str | int
 
 
@@ -44,7 +46,8 @@ OPTIONS: dict[str, Option] = {
     for option in (
         Option(
             "model",
-            ("llama", "llama_tied", "mlp"),
+            # Without transformers the default is what needs none, so that a first run has cells, and known issues know which.
+            ("llama", "llama_tied", "mlp") if version_of("transformers") else ("mlp", "llama", "llama_tied"),
             "which tiny model the built-in drivers train; `hf:MODEL_TYPE` is an architecture of transformers",
             prefix="hf:",
         ),

@@ -2,40 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
 from pytest_distcompat import models
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.checks import CHECKS
-from pytest_distcompat.drivers import DRIVERS, _releases, preload_of
-from pytest_distcompat.world import World
+
+#: What stands before a test body: the metadata of this environment without transformers', in a process of its own.
+WITHOUT = """
+from pytest_distcompat import installed
+found = installed.version_of
+installed.version_of = lambda package, path=None: None if package == "transformers" else found(package, path)
+from pytest_distcompat.drivers import _releases
+_releases.installed = lambda package: package != "transformers"
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.drivers import DRIVERS, preload_of
+"""
 
 
-@pytest.fixture(autouse=True)
-def _uncached_default_model() -> Iterator[None]:
-    models.default_model.cache_clear()
-    yield
-    models.default_model.cache_clear()
+def run(body: str) -> str:
+    """Run that code where transformers is not installed, and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT + textwrap.dedent(body)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2"])
-def test_without_transformers_the_default_model_is_one_without_it(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(models, "version_of", lambda package: None)
-    monkeypatch.setattr(_releases, "installed", lambda package: package != "transformers")
-    cell, driver = Cell(strategy, "fp32"), DRIVERS.get("torch")
-    assert driver.unsupported_reason(cell) is None
-    assert driver(cell, World(0, 2, 0, "cpu")).blocks == ("Block",)
-    assert not [name for name in preload_of(driver, [cell]) if name.startswith("transformers")]
-    assert CHECKS.get("parity").not_applicable(cell, driver) is None
-    tied = Cell.of(strategy, "fp32", model="llama_tied")
-    assert driver.unsupported_reason(tied) == "transformers is not installed", "it was asked for by name"
+def test_without_transformers_the_default_model_is_mlp(strategy: str) -> None:
+    run(f"""
+        from pytest_distcompat.checks import CHECKS
+        from pytest_distcompat.world import World
+        cell, driver = Cell("{strategy}", "fp32"), DRIVERS.get("torch")
+        assert cell.facets()["model"] == "mlp"
+        assert driver.unsupported_reason(cell) is None
+        assert driver(cell, World(0, 2, 0, "cpu")).blocks == ("Block",)
+        assert not [name for name in preload_of(driver, [cell]) if name.startswith("transformers")]
+        assert CHECKS.get("parity").not_applicable(cell, driver) is None
+        tied = Cell.of("{strategy}", "fp32", model="llama_tied")
+        assert driver.unsupported_reason(tied) == "transformers is not installed", "a cell names it"
+    """)
 
 
-def test_with_transformers_it_is_llama(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "version_of", lambda package: "5.0.0")
+def test_without_transformers_known_issues_of_mlp_apply_to_a_cell_without_options() -> None:
+    reasons = run("""
+        from pytest_distcompat.known.read import applying, concerned, shipped
+        cell = Cell("zero1", "bf16_mixed")
+        for one in applying(shipped(), concerned(DRIVERS.get("deepspeed")), "cpu"):
+            if one.covers(cell, "export"):
+                print(one.reason)
+    """)
+    assert "zero_to_fp32 leaves frozen parameters out" in reasons
+
+
+def test_with_transformers_the_default_model_is_llama() -> None:
     assert models.model_of(Cell("ddp", "fp32")).name == "llama"
     assert models.model_of(Cell.of("ddp", "fp32", model="mlp")).name == "mlp"

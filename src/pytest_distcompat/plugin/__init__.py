@@ -91,7 +91,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     """Return a line with the device, world size, time limit and launcher of the distributed tests, if there are any."""
     if _IN_USE not in config.stash:
         return []
-    from pytest_distcompat.models import WITHOUT_TRANSFORMERS, default_model
+    from pytest_distcompat.cell import OPTIONS
 
     session = session_of(config)
     device = f"{session.gpus} GPUs, nccl" if session.gpus else "CPU, gloo"
@@ -101,7 +101,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     launcher = session.setting("launcher").value
     limit = f"time limit {session.timeout:g} s ({session.setting('timeout').origin})"
     lines = [f"distcompat: {device}, world size {session.world_size} ({origin}), {limit}, {launcher} launcher"]
-    if default_model() == WITHOUT_TRANSFORMERS:
+    if OPTIONS["model"].default == "mlp":
         lines.append("distcompat: transformers is not installed: the built-in drivers train the model mlp by default")
     return lines
 
