@@ -64,8 +64,8 @@ COMPARED = {
     "torch.utils.deterministic.*": "torch's global flags",
 }
 #: The reasons why the others are not, in the page's words.
-REGISTERED = "what was newly registered"
-UNREADABLE = "what nobody can read"
+REGISTERED = "new registrations"
+UNREADABLE = "what cannot be read"
 ACCELERATORS = "settings of accelerators"
 RANDOM = "random states, which each test gets anew"
 NOT_SEEN = {
