@@ -87,7 +87,7 @@ def claims() -> str:
         findings = one.findings(example.story(example.cell).cell, example.story(example.cell).trace)
         cause = causes[:1].upper() + causes[1:]
         shown = f"```text\n{findings[0]}\n```"
-        return f"### {one.name}\n\n{claim.lstrip()}{shown}\n\n**Likely causes.** {cause}\n"
+        return f"### {one.name}\n\n{claim.lstrip()}{shown}\n\n**Causes.** {cause}\n"
 
     return "\n".join(map(section, CHECKS.by_name.values()))
 

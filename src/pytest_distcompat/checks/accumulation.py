@@ -32,12 +32,11 @@ def _accumulates(cell: Cell, driver: type[Driver]) -> str | None:
 def accumulation(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that N micro-batches a step cost one reduction of gradients and one optimizer step.
 
-    Each rank is fed N micro-batches a step, each one once; fewer only at the end of an epoch. The optimizer steps as often
-    as with one micro-batch, and as many gradient elements are reduced. ZeRO-2 and ZeRO-3 reduce N times as many, because
-    they partition gradients (https://github.com/deepspeedai/DeepSpeed/pull/338).
+    Each micro-batch is fed once. ZeRO-2 and ZeRO-3 partition gradients and reduce N times
+    (https://github.com/deepspeedai/DeepSpeed/pull/338).
 
-    If it fails: gradients are reduced too often if ``no_sync`` or ``set_requires_gradient_sync(False)`` is missing or wraps
-    another model's backward pass. They are not reduced at all if the last micro-batch of a short step is not recognized.
+    If it fails: gradients are reduced too often if ``no_sync`` or ``set_requires_gradient_sync(False)`` is missing or
+    wraps another backward pass, and never if the last micro-batch of a short step is not recognized.
     """
     many = int(cell.option("grad_accum"))
     trained, single = trace.run("train"), trace.run("single")

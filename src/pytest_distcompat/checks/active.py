@@ -20,11 +20,10 @@ MIN_REDUCED_FRACTION = 0.1
 def active(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the strategy really runs.
 
-    The model has the strategy's wrapper, and parameters are of its kind. ZeRO stage and world size are the cell's. Each rank
-    stores its shard, in the cell's number of replicas. Gradients are reduced. Replicas stay equal.
+    Wrapper, kind of parameters, ZeRO stage, world size and shards are its own. Gradients are reduced, and replicas stay
+    equal.
 
-    If it fails: the stack silently ran something else. Compare what the message says is running with the trainer's
-    configuration. accelerate on CPU, for example, replaces FSDP and DeepSpeed by plain DDP or by nothing.
+    If it fails: the stack silently ran something else, as accelerate runs DDP instead of FSDP on the CPU.
     """
     strategy = STRATEGIES.get(cell.strategy)
     run = trace.run()

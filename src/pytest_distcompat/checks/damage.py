@@ -29,8 +29,7 @@ def damage(cell: Cell, trace: Trace) -> Iterator[str]:
 
     Training never goes on with fresh or partial weights, and it never hangs.
 
-    If it fails: missing weights were initialized anew, or a rank waits for another that failed to read its shard. The code
-    that reads the file should name it in the error.
+    If it fails: missing weights were initialized anew, or a rank waits for another that failed to read its shard.
     """
     for name in ("truncated", "removed"):
         yield from _judged(trace.run(name))

@@ -23,11 +23,10 @@ def _inputs_not_observed(cell: Cell, driver: type[Driver]) -> str | None:
 def data(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that ranks are fed different batches, and that a resumed run continues in the middle of the epoch.
 
-    No two ranks are fed the same batch in a step. After a load in mid-epoch torch's random state is that of the save, and
-    the next steps are fed the batches of the uninterrupted run.
+    So does torch's random state.
 
-    If it fails: the same batches on all ranks train on a part of the data several times; check which world size the trainer
-    assumes. Other batches after a load: the sampler probably restarts the epoch.
+    If it fails: for equal batches check which world size the trainer assumes. If a load leads to other batches, the
+    sampler probably restarts the epoch.
     """
     whole, resumed = trace.run("train"), trace.run("resume")
     for nth in range(5):

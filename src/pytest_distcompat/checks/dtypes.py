@@ -19,12 +19,12 @@ from pytest_distcompat.trace import ModelInfo, ParameterInfo, Snapshot, Trace, U
 def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that every tensor has the dtype that the strategy's row of the dtype table gives for the precision.
 
-    On every rank the row holds for stored parameters, matrix products, reduced gradients, gradients that the optimizer sees,
-    masters and optimizer state. A frozen parameter is no wider than it was loaded. Buffers keep their dtype or have the row's.
-    Without the option ``reduce_dtype`` gradients may be reduced in a wider dtype.
+    That is: stored parameters, products, gradients as reduced and as the optimizer sees them, masters, state. A frozen
+    parameter is no wider than loaded. Buffers may keep their dtype. Without ``reduce_dtype`` gradients may be reduced
+    in a wider one.
 
-    If it fails: masters and optimizer state in bfloat16 instead of float32 make the same learning rate train another model
-    (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Load in float32, or let the trainer upcast before it shards.
+    If it fails: masters in bfloat16 make the same learning rate train another model
+    (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Load in float32, or upcast before sharding.
     """
     strategy = STRATEGIES.get(cell.strategy)
     row = strategy.dtypes(PRECISIONS.get(cell.precision))

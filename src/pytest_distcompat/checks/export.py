@@ -26,13 +26,12 @@ def _no_export(cell: Cell, driver: type[Driver]) -> str | None:
 def export(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the exported weights are the trained ones, under the unwrapped model's names.
 
-    The files hold the unwrapped model's state dict as whole tensors, and no optimizer state. One of several tied names is
-    enough; an adapter is exported alone, under PEFT's names. Loaded in one process, every parameter and persistent buffer
-    equals the trained one (the masters, or the copies that the model computed with), and outputs on one batch are those of the
-    trained model, within the precision's tolerance.
+    The files hold whole tensors and no optimizer state; an adapter has PEFT's names. Loaded in one process, every value
+    equals the trained one (the master, or the copy that the model computed with), and so do outputs on one batch,
+    within the precision's tolerance.
 
-    If it fails: names with ``module.``, ``_orig_mod.`` or ``_checkpoint_wrapped_module`` come from the wrapped model's own
-    ``state_dict()``. transformers' ``from_pretrained`` takes them for missing weights and initializes those at random.
+    If it fails: ``module.`` or ``_orig_mod.`` come from the wrapped model's own ``state_dict()``. ``from_pretrained``
+    takes such names for missing weights, which it initializes at random.
     """
     train, reload = trace.run("train"), trace.run("reload")
     first, written, loaded = train.first("build_model"), train.at("files", 1), reload.first("reload")

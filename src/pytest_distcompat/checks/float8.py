@@ -24,8 +24,8 @@ def _no_float8(cell: Cell, driver: type[Driver]) -> str | None:
 def float8(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that linear layers are converted to 8 bits and compute in them.
 
-    From build on, on every rank, all linear layers whose sizes are divisible by 16 are converted, except perhaps the first
-    and the last. In a step the factors of their products are cast to 8 bits, and the loss is finite.
+    Every rank converts all linear layers whose sizes 16 divides, except perhaps the first and the last. The loss is
+    finite.
 
     If it fails: a conversion that finds no layer is silent, and the run is plain bfloat16
     (https://github.com/huggingface/accelerate/issues/3360). Try 8 bits alone, DeepSpeed alone, then both.

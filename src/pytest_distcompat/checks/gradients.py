@@ -45,11 +45,11 @@ def _no_single_gradients(cell: Cell, driver: type[Driver]) -> str | None:
 def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the optimizer gets a gradient of the reference's norm for each parameter, in the first three steps.
 
-    Clipping can hide from ``clipping`` that a few gradients are wrong. The message names the parameters and the ratio.
+    ``clipping`` may miss that a few are wrong.
 
-    If it fails: if all gradients are off by the number of ranks or micro-batches, they are summed instead of averaged, or
-    averaged twice. If a few are, these are not reduced like the others: their module is not part of the wrapped model, or is
-    called in a way that its hooks do not see. Gradients are zero or missing if a branch is detached or a parameter frozen.
+    If it fails: all gradients off by the number of ranks or micro-batches are summed instead of averaged. A few are off
+    if their module is outside the wrapped model, or its hooks do not see the call; zero or missing if a branch is
+    detached.
     """
     train, reference = trace.run("train"), trace.run("reference")
     first = train.first("build_model")

@@ -23,12 +23,11 @@ MAX_PADDING = 64
 def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the optimizer keeps one element of each kind of state for each trained element of the model.
 
-    All ranks together keep one master weight and one element of each kind of state for each trained element, padding aside,
-    and none for frozen ones. Where every rank holds the whole model, each rank keeps that much, except with
-    ZeroRedundancyOptimizer. State that is one number per parameter, or a factor (Adafactor), is not counted.
+    All ranks together do, or each rank that holds the whole model; padding and ZeroRedundancyOptimizer aside. State
+    that is one number per parameter, or a factor (Adafactor), does not count.
 
-    If it fails: too many elements mean that something is kept twice, or for frozen parameters
-    (https://github.com/deepspeedai/DeepSpeed/pull/8029). Too few mean that a part of the model is not optimized.
+    If it fails: with too many something is kept twice, or for frozen parameters
+    (https://github.com/deepspeedai/DeepSpeed/pull/8029); with too few a part of the model is not optimized.
     """
     run, strategy = trace.run(), STRATEGIES.get(cell.strategy)
     first, snapshots = run.first("build_model"), run.at("step", 2)

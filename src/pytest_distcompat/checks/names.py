@@ -18,15 +18,12 @@ from pytest_distcompat.trace import FileInfo, Snapshot, Trace, UnwrappedInfo
 def names(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that names and shapes are those of the unwrapped model, in memory and in every saved file.
 
-    Live names, without the segments of the cell's own wrappers, equal the unwrapped model's one to one. So do the names under
-    which the optimizer keeps state. Every key in every saved file is an unwrapped name as it stands, and its tensor has the
-    unwrapped shape. Every parameter and persistent buffer is in a file. Building leaves every buffer its values. An adapter may
-    be saved alone, under PEFT's names (https://huggingface.co/docs/peft/developer_guides/checkpoint).
+    So are names of optimizer state. Every parameter and persistent buffer is in a file. Building leaves buffers their
+    values. An adapter may have PEFT's names (https://huggingface.co/docs/peft/developer_guides/checkpoint).
 
-    If it fails: look for the extra segment (``_orig_mod``, ``module``, ``_fsdp_wrapped_module``,
-    ``_checkpoint_wrapped_module``) and for code that saves without ``get_model_state_dict``, which removes it
-    (https://pytorch.org/docs/stable/distributed.checkpoint.html#torch.distributed.checkpoint.state_dict.get_model_state_dict).
-    If only live names have the segment of the trainer's own wrapper, set the driver's ``self.model`` to the model inside it.
+    If it fails: look for an extra segment (``_orig_mod``, ``module``, ``_checkpoint_wrapped_module``) and save with
+    ``get_model_state_dict``, which removes it. For a wrapper of the trainer's own set ``self.model`` to the model
+    inside it.
     """
     run = trace.run()
     first = run.first("build_model")

@@ -19,12 +19,11 @@ from pytest_distcompat.trace import RunTrace, Snapshot, StateInfo, Trace
 def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the optimizer updates every trainable parameter of the live model, and no other.
 
-    Every parameter that is trainable in the unwrapped model is in the optimizer exactly once, as the tensor that the model
-    holds now; under ZeRO each of its elements is in the flat master of one rank. Each one changes within three steps, by a
-    gradient and not by weight decay alone, unless no rank gets a gradient for it (None, not zero). No frozen one changes.
+    It has each once, as the tensor that the model holds now; under ZeRO each element is in one rank's flat master. Each
+    changes within three steps by a gradient, unless no rank gets one for it (None, not zero).
 
-    If it fails: the optimizer was probably made before the model was wrapped and holds the old tensors. Make it after
-    wrapping, or pass both to ``prepare`` together. There is no other symptom than a loss that does not fall.
+    If it fails: the optimizer was probably made before the model was wrapped. Make it afterwards, or pass both to
+    ``prepare`` together.
     """
     run = trace.run()
     built, trained = run.at("build"), run.at("step", 2)

@@ -40,12 +40,11 @@ def reference_runs(cell: Cell, driver: type[Driver]) -> Scenario:
 def parity(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that training equals that of one process in float32 on the same batches, over 20 steps.
 
-    Each loss is a finite number. The loss (the mean over the ranks), the gradient norm that the trainer reports and the
-    learning rate equal those of the reference, within the precision's tolerance.
+    Loss, reported gradient norm and learning rate agree within the precision's tolerance.
 
-    If it fails: a loss that deviates from the first step on is computed differently: a mean of means of unequal
-    micro-batches, or a token counted that is not trained on. One that deviates later comes from the optimizer: masters in
-    bfloat16, gradients summed instead of averaged, a schedule that runs too fast.
+    If it fails: a loss that is off from the first step on is computed differently, such as a mean of unequal
+    micro-batches' means. One that is off later comes from the optimizer: bfloat16 masters, gradients summed instead of
+    averaged, another schedule.
     """
     losses, norms = tolerances(cell, trace)
     trained, reference = trace.run("train"), trace.run("reference")
@@ -146,8 +145,8 @@ def _list(rates: list[float | None]) -> str:
 def clipping(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the gradients that the optimizer gets have the norm of the reference's, over all ranks together.
 
-    If it fails: if the norm is too large, gradients are not clipped, or by the norm of a shard. If it is too small, they are
-    clipped twice, by a larger norm, or scaled by the number of ranks. AdamW hides both for a while.
+    If it fails: a larger norm is not clipped, or by the norm of a shard; a smaller one is clipped twice, or scaled by
+    the number of ranks. AdamW hides both for a while.
     """
     strategy, table = STRATEGIES.get(cell.strategy), PRECISIONS.get(cell.precision).norm_tolerance
     tolerances = _allowed(table, trace, lambda snapshot: math.sqrt(_square(snapshot)))

@@ -21,9 +21,9 @@ from pytest_distcompat.trace import Trace
 def paths(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that saving to and loading from a directory with an unusual name restores everything bit by bit.
 
-    The directory's name has spaces, parent directories, letters beyond ASCII, ``pytorch_model_fsdp`` and ``optimizer`` in it.
+    The name has spaces, parent directories, letters beyond ASCII, ``pytorch_model_fsdp`` and ``optimizer`` in it.
 
-    If it fails: a file is probably found by searching its path for a word, which may be anywhere in the path
+    If it fails: a file is probably found by a word anywhere in its path
     (https://github.com/huggingface/accelerate/pull/4119).
     """
     named, reopened = trace.run("named"), trace.run("reopened")

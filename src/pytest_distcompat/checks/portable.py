@@ -61,11 +61,10 @@ _UNTIL = (("train", "step", SAVED + 1), ("port", "step", 0))
 def portable(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded under another strategy at the same world size is bit by bit what was saved.
 
-    All ranks together hold the saved parameters, optimizer state, step counts, learning rate and scheduler state. One more
-    step adds one to the step counts. In float32, or from flat parameters, the next two losses are those of the uninterrupted
-    run. From ZeRO only weights are moved: the parameters equal the exported ones.
+    In float32, or from flat parameters, the next two losses are those of the uninterrupted run. From ZeRO only weights
+    are moved: they equal the exported ones.
 
-    If it fails: look for what is saved by position, rank or flat parameter instead of by name. A state tensor that several
+    If it fails: look for what is saved by position, rank or flat parameter instead of by name. State that several
     parameters share, such as the ``step`` of FSDP1's flat one, is incremented once for each.
     """
     train, port = trace.run("train"), trace.run("port")

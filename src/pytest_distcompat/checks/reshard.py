@@ -41,12 +41,11 @@ _UNTIL = (("train", "step", SAVED), ("up", "step", 3), ("up", "save", 0), ("back
 def reshard(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded at another world size is bit by bit what was saved.
 
-    The checkpoint is loaded at twice the world size, in one process, and from twice the world size back at the first. Each
-    time all ranks together hold what was saved, as for ``portable``. One more step has a finite loss.
+    That is: at twice the world size, back at the first, and in one process. One more step has a finite loss.
 
-    If it fails: what is saved by rank instead of by name, or padded for one number of ranks, fits no other number. Save with
-    ``get_state_dict`` and torch.distributed.checkpoint (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html),
-    or convert first, as DeepSpeed does (https://www.deepspeed.ai/tutorials/universal-checkpointing/).
+    If it fails: what is saved by rank or padded fits no other number of ranks. Save with ``get_state_dict`` and
+    torch.distributed.checkpoint (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), or convert first,
+    as DeepSpeed does (https://www.deepspeed.ai/tutorials/universal-checkpointing/).
     """
     for name, source in (("up", "train"), ("back", "up"), ("one", "train")):
         if name in trace.runs:

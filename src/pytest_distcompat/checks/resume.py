@@ -29,15 +29,13 @@ RATE_TOLERANCE = 1e-9
 def resume(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint loaded in a fresh process group restores everything, and that training goes on from it.
 
-    Losses are finite, and saving changes nothing. After the load parameters, optimizer state, step counts, numbers of param
-    groups such as the learning rate, the scheduler and the gradient scaler are bit by bit what was saved, in the same
-    dtypes. The next two losses and learning rates equal those of the uninterrupted run. A checkpoint of the model alone restores
-    parameters and buffers. A buffer that each rank fills from its own data (BatchNorm's statistics) may come back as any rank
-    saved it (``broadcast_buffers``, https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
+    Parameters, optimizer, scheduler and scaler are bit by bit what was saved. The next two losses and learning rates
+    are those of the uninterrupted run. A buffer that each rank fills from its own data (BatchNorm) may come back as any
+    rank saved it (https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
 
-    If it fails: missing state was not saved, or was loaded into an optimizer that has no state before its first step
+    If it fails: state was not saved, or was loaded into an optimizer that has none before its first step
     (https://github.com/huggingface/accelerate/pull/3904). The first loss depends on parameters only, the second on the
-    optimizer too. A load that trains again from the start reaches the same state here, but not in a longer run.
+    optimizer too.
     """
     whole, resumed = trace.run("train"), trace.run("resume")
     trained, saved, loaded = whole.at("step", SAVED - 1), whole.at("save"), resumed.at("load")

@@ -20,13 +20,11 @@ def _saves_optimizer(cell: Cell, driver: type[Driver]) -> str | None:
 def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that a checkpoint saved with save_only_model holds all weights, and no optimizer or scheduler state.
 
-    The checkpoint holds every parameter and persistent buffer under the unwrapped name, bit by bit as trained at the save.
+    The weights are bit by bit those trained at the save. A trainer that cannot do that must raise when it is built, as
+    ``refuses(..., save_only_model=True, match=...)`` declares. transformers raised at the first checkpoint, after hours
+    (https://github.com/huggingface/transformers/issues/36626).
 
-    A trainer that cannot do that must raise when it is built: declare ``refuses(..., save_only_model=True, match=...)``.
-    transformers raised at the first checkpoint, after hours (https://github.com/huggingface/transformers/issues/36626).
-
-    If it fails: missing weights were not gathered, or were filtered by a name that wrapping had changed. Other values are
-    those of another step or a lower dtype.
+    If it fails: weights were not gathered, or were filtered by a name that wrapping had changed.
     """
     run = trace.run()
     first, at_save, written = run.first("build_model"), run.at("save"), run.first("files")

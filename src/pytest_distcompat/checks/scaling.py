@@ -30,13 +30,12 @@ def _not_scaled(cell: Cell, driver: type[Driver]) -> str | None:
 def scaling(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that the loss is scaled, and that all ranks skip a step in which gradients overflow.
 
-    The scale is above 1, and equal on all ranks after every step. If the gradients of one layer are infinite on one rank, no
-    rank changes a parameter, a master or optimizer state, and every scale becomes smaller, unless DeepSpeed's ``hysteresis``
-    tolerates more overflows first. In the next step all ranks train.
+    If one rank's gradients of one layer are infinite, no rank changes a parameter, a master or state, and every scale
+    shrinks, unless DeepSpeed's ``hysteresis`` tolerates more overflows. In the next step all ranks train.
 
     If it fails: without a scaler gradients below 6e-8 are zero
-    (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling). A scaler that reads its own rank's gradients only lets
-    some ranks step while others skip (https://github.com/deepspeedai/DeepSpeed/pull/7580): use ShardedGradScaler for FSDP1.
+    (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling). One that reads its own rank's gradients only lets
+    some ranks step (https://github.com/deepspeedai/DeepSpeed/pull/7580): use ShardedGradScaler for FSDP1.
     """
     run = trace.run("overflow")
     before, corrupted, after = run.at("step", 0), run.at("overflow"), run.at("step", 1)

@@ -39,11 +39,11 @@ def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
 def throughput(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that tokens/s per rank are at least a given fraction (``--distcompat-throughput 0.9``) of the baseline's.
 
-    The baseline is DDP, or the first strategy that the driver supports, in the same precision and world size. Without a
-    limit nothing is asserted. The figures say little for tiny models or CPU ranks.
+    The baseline is DDP, or the driver's first strategy, in the same precision and world size. Tiny models and CPU ranks
+    say little.
 
-    If it fails: compare step times and peak memory in the report. Units that are too small, needless recomputation of
-    activations and offloaded state cost most.
+    If it fails: compare step times and peak memory in the report. Small units, needless recomputation and offloaded
+    state cost most.
     """
     here = cost(trace)
     there = cost(Trace.of(trace.driver, [trace.run("baseline")]), run="baseline")

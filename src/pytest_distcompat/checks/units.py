@@ -27,13 +27,11 @@ def _no_units(cell: Cell, driver: type[Driver]) -> str | None:
 def units(cell: Cell, trace: Trace) -> Iterator[str]:
     """Check that FSDP's units, activation checkpointing and torch.compile apply to the model's blocks.
 
-    Each block is an FSDP unit, and so is the root, but no child of a block. Activation checkpointing recomputes each block
-    as a whole. torch.compile makes graphs of the modules that the cell says. A module excluded from sharding stays whole.
-    Blocks are the modules of the named classes, or those that the model declares, as models of transformers do; unknown
-    blocks are a finding.
+    Each block and the root is a unit, no child of a block is. Whole blocks are recomputed. Blocks are the driver's, or
+    those that the model declares, as models of transformers do; unknown blocks are a finding.
 
-    If it fails: compare the class names of the policy with the model's. One unit for everything gathers the whole model at
-    once. A unit for each child costs one collective each. Recomputing children keeps the activations between them.
+    If it fails: compare the policy's class names with the model's. One unit for all gathers the whole model at once,
+    one for each child costs a collective each.
     """
     run = trace.run()
     first = run.first("build_model")
