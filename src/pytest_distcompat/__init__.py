@@ -1,8 +1,7 @@
 """Compatibility tests for distributed trainers: DDP, FSDP1, FSDP2 and ZeRO, in every precision.
 
-Importing this package imports neither torch nor pytest.
-
-PYTEST_DONT_REWRITE: checks raise messages of their own, and the fork server imports the package before pytest could rewrite it.
+PYTEST_DONT_REWRITE: checks raise messages of their own, and the fork server imports the package before pytest could
+rewrite it.
 """
 
 from __future__ import annotations

@@ -39,10 +39,7 @@ _LEAKED: pytest.StashKey[str] = pytest.StashKey()
 
 
 def gpu_test(gpu_count: int = 1) -> pytest.MarkDecorator:
-    """Return a mark for a test that needs that many GPUs; it is skipped where there are fewer.
-
-    https://github.com/pytorch/torchtune/blob/main/tests/test_utils.py
-    """
+    """Return torchtune's mark for a test that needs that many GPUs; it is skipped where there are fewer."""
     return pytest.mark.require_distributed(gpu_count, gpus=True)
 
 
@@ -166,11 +163,7 @@ def _run_fixture(rank: int, module: str, name: str, port: str, values: Mapping[s
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
-    """Keep the tests of all world sizes where a ``conftest.py`` deselects those of other sizes than ``WORLD_SIZE``.
-
-    Such a conftest (composer's) expects torchrun to start pytest once for each size; here it would silently deselect every
-    test of several ranks.
-    """
+    """Keep tests that a ``conftest.py`` (composer's) deselects for another size than ``WORLD_SIZE``."""
     found = list(items)
     yield
     selected = {id(item) for item in items}

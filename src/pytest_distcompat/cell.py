@@ -14,10 +14,7 @@ OptionValue = bool | str | int
 
 @dataclass(frozen=True)
 class Option:
-    """One further axis of a cell: its name, its values (the first is the default), its meaning.
-
-    Texts that begin with ``prefix`` and go on with letters, digits and underscores are values too.
-    """
+    """One further axis of a cell; its first value is the default, and texts like ``prefix`` and a word are values too."""
 
     name: str
     values: tuple[OptionValue, ...]
@@ -120,10 +117,7 @@ def check_option(name: str, value: OptionValue) -> None:
 
 @dataclass(frozen=True)
 class Cell:
-    """One point strategy x precision x world size x options.
-
-    Options at their default are left out, so that two cells that mean the same are equal and have one id.
-    """
+    """One point strategy x precision x world size x options, without the options at their default, so that its id is unique."""
 
     strategy: str
     precision: str
@@ -223,13 +217,7 @@ class Matrix:
                 check_option(name, value)
 
     def cells(self, strategies: Iterable[str], precisions: Iterable[str], world_size: int) -> Iterator[Cell]:
-        """Yield the cells in a fixed order.
-
-        Args:
-            strategies: The strategies of a matrix that names none.
-            precisions: The precisions of a matrix that names none.
-            world_size: The world size of a matrix that names none.
-        """
+        """Yield the cells in a fixed order; the arguments are for a matrix that names none of that kind."""
         product = itertools.product(
             self.strategies or tuple(strategies),
             self.precisions or tuple(precisions),

@@ -12,11 +12,7 @@ TENSOR_SUFFIXES = PICKLED | {".safetensors", ".distcp"}
 
 
 def corrupt(directory: Path, how: str) -> FileInfo:
-    """Corrupt the largest file of a checkpoint.
-
-    Args:
-        directory: The checkpoint.
-        how: ``truncate`` cuts the file to half its size, ``remove`` deletes it.
+    """Corrupt the largest file of a checkpoint: ``truncate`` cuts it to half its size, ``remove`` deletes it.
 
     Returns:
         The corrupted file: its path relative to ``directory``, and ``how`` as its ``holds``.

@@ -28,10 +28,10 @@ PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 class Cost:
     """Cost of the training in a cell.
 
-    ``tokens_per_second`` is for one rank. ``state_bytes`` is the size of master weights and optimizer state per trained
-    parameter, over all ranks together. ``memory`` is the peak of the rank that needed most, in bytes (of the GPU, or of the
-    whole process). ``mfu`` is the fraction of the device's peak that the model's own operations use (6 per parameter and token:
-    https://arxiv.org/abs/2204.02311, appendix B), None where the peak is not known.
+    ``tokens_per_second`` is for one rank, ``state_bytes`` masters and optimizer state per trained parameter over all
+    ranks, ``memory`` the peak of the rank that needed most, in bytes. ``mfu`` is the fraction of the device's peak that
+    the model's own operations use (6 per parameter and token: https://arxiv.org/abs/2204.02311, appendix B), None where
+    the peak is not known.
     """
 
     step_seconds: float
@@ -42,13 +42,7 @@ class Cost:
 
 
 def cost(trace: Trace, device: str = "", run: str = "train") -> Cost | None:
-    """Return the cost of the training in the trace, None if it has too few steps.
-
-    Args:
-        trace: The trace of a scenario.
-        device: The name of the GPU, empty on the CPU.
-        run: The name of the run that trains.
-    """
+    """Return the cost of the training, on that GPU or (empty) the CPU; None if it has too few steps."""
     return _cost(trace.runs.get(run), device)
 
 
@@ -84,10 +78,7 @@ def state_bytes(run: RunTrace, nth: int = 2) -> float:
 
 
 def state_elements(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
-    """Return the elements that this rank's optimizer stores, by (``master`` or the state's key, dtype).
-
-    Step counters are left out.
-    """
+    """Return the elements that this rank's optimizer stores, without step counters, by (key or ``master``, dtype)."""
     found: dict[tuple[str, str], int] = {}
     states = snapshot.optimizer.states if snapshot.optimizer else ()
     for state in states:
@@ -104,8 +95,7 @@ def state_elements(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
 def tensor_bytes(run: RunTrace, nth: int = 2) -> dict[str, list[int]]:
     """Return the bytes of ``parameters``, ``gradients`` and ``optimizer`` state on each rank, after step ``nth``.
 
-    Gradients are those that the optimizer gets; flat masters count as optimizer state. Unlike a process's peak this says
-    on the CPU too what a strategy shards.
+    Gradients are those that the optimizer gets; flat masters count as optimizer state.
     """
     found: dict[str, list[int]] = {}
     for snapshot in run.at("step", nth):

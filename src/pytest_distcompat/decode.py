@@ -13,10 +13,7 @@ T = TypeVar("T")
 
 
 def decode(kind: type[T], data: Any) -> T:
-    """Return the value of that type that ``dataclasses.asdict`` and JSON encoded.
-
-    Supported are the types in a trace: dataclasses, tuples of one type, mappings, optional values, and JSON's own types.
-    """
+    """Return the value of that type that ``dataclasses.asdict`` and JSON encoded; its types are those in a trace."""
     target: Any = kind
     reader = _reader(target)
     value: T = data if reader is None else reader(data)

@@ -32,10 +32,7 @@ def visible_ids() -> list[str]:
 
 
 def gpu_uuids() -> list[str]:
-    """Return the UUID of every GPU of the machine, in NVML's order; empty without a driver.
-
-    A GPU that is lost (it fell off the bus) keeps its place, as an empty text.
-    """
+    """Return the UUID of every GPU of the machine, in NVML's order, empty for a lost one; nothing without a driver."""
     return _query_each_gpu("nvmlDeviceGetUUID")
 
 
@@ -131,14 +128,12 @@ def _text(value: str | bytes) -> str:
 
 
 def names_visible(wanted: str | None, uuids: Sequence[str], instances: Sequence[MigInstance] = ()) -> list[str]:
-    """Return the UUIDs of the devices that a value of CUDA_VISIBLE_DEVICES shows, in its order.
+    """Return the UUIDs of the devices that a value of CUDA_VISIBLE_DEVICES shows, in its order; None: it is not set.
 
-    None stands for a variable that is not set.
+    Entries are indices, UUIDs or beginnings of one (``GPU-8932f937``), or MIG names; one that NVML does not list is
+    taken as it is. Like CUDA, stop at the first entry that names nothing, and show nothing if a device is named twice.
+    A GPU in MIG mode stands for its first instance. A lost GPU, an empty text among ``uuids``, is never shown.
 
-    Entries are indices, UUIDs or beginnings of one UUID (``GPU-8932f937``), or MIG names in either form; one that NVML
-    does not list is taken as it is. Like CUDA, stop at the first entry that names nothing, and show nothing if a device is
-    named twice. A GPU in MIG mode stands for its first instance, since CUDA shows no other. A lost GPU, an empty text
-    among ``uuids``, is never shown.
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
     https://docs.nvidia.com/datacenter/tesla/mig-user-guide/#cuda-device-enumeration
     """

@@ -1,9 +1,7 @@
 """Digests of tensors that compose: the digest of a whole follows from those of its shards.
 
-A digest reads ``words:hash``: the number of 32-bit words and a polynomial hash of them (modulo two primes below 2**31, so
-that products fit into 64 bits). The hash of a concatenation is a matter of arithmetic, so shards written down on 4 ranks
-can be compared with those of 2, and no rank gathers anything. All zeros hash to 0. ``probe.tensors.digest`` makes
-digests; this module is for the checks that compare them.
+A digest reads ``words:hash``: the number of 32-bit words and a polynomial hash of them, modulo two primes below 2**31,
+so that products fit into 64 bits. All zeros hash to 0. ``probe.tensors.digest`` makes digests.
 """
 
 from __future__ import annotations

@@ -112,14 +112,7 @@ def run_check(
 
 
 def not_applicable(check: Check, cell: Cell, driver: type[Driver], limits: Mapping[str, float]) -> str | None:
-    """Return why a check has no verdict in a cell; None if it has one.
-
-    Args:
-        check: The check.
-        cell: The cell.
-        driver: The driver's class.
-        limits: Limits of measured numbers that are given, by name.
-    """
+    """Return why a check has no verdict in a cell, given these limits of measured numbers; None if it has one."""
     if check.limit and check.limit not in limits:
         return f"no limit was given: --distcompat-{check.limit}"
     return check.not_applicable(cell, driver)
@@ -137,13 +130,8 @@ def local_runner(
 ) -> Iterator[Runner]:
     """Yield a runner on warm ranks of this machine, on leased devices; end its processes afterwards.
 
-    Args:
-        driver: The driver whose modules the fork servers import beforehand.
-        cells: The cells, for the modules of their models.
-        device: ``"cuda"`` or ``"cpu"``.
-        timeout: The time limit of a run in seconds.
-        limits: Limits of measured numbers, by name.
-        store: A directory for the runs; by default a temporary one, removed afterwards.
+    The fork servers import what the driver and the cells' models need. Without ``store`` the runs' directory is
+    temporary.
     """
     with contextlib.ExitStack() as stack:
         if store is None:
@@ -157,14 +145,9 @@ def local_runner(
 
 
 def choose_device(option: str, ranks: int) -> str:
-    """Return ``"cuda"`` or ``"cpu"``.
+    """Return ``"cuda"`` or ``"cpu"``; for ``"auto"`` GPUs, if there are enough for the ranks of the largest run.
 
-    Args:
-        option: ``"cuda"``, ``"cpu"``, or ``"auto"`` for GPUs if there are enough.
-        ranks: The number of ranks of the largest run.
-
-    Raises:
-        UsageProblem: If GPUs are wanted and there are fewer than ranks, or for an unknown option.
+    Raises UsageProblem if GPUs are wanted and there are fewer than ranks, or for an unknown option.
     """
     if option not in {"auto", "cuda", "cpu"}:
         raise UsageProblem(f"device {option!r} is not right: expected auto, cuda or cpu")

@@ -44,10 +44,7 @@ _COMMON = {field.name for field in fields(Event)}
 
 @dataclass(frozen=True)
 class Start(Event, name="start"):
-    """The first event of a rank. A rank of a script also tells its interpreter, command line and working directory.
-
-    ``oom_kills`` is what the kernel has counted by then, see ``deaths``.
-    """
+    """The first event of a rank; one of a script also tells how it was started. ``oom_kills``: see ``deaths``."""
 
     pid: int
     oom_kills: int | None = None

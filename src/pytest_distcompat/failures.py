@@ -1,13 +1,4 @@
-"""Exceptions of this package.
-
-The tree::
-
-    DistcompatError
-      UsageProblem          an invalid value in a matrix, an expectation or an option
-      Incompatible          a claim of a check does not hold
-        LateFailure         an unsupported cell was not refused at build, but failed later
-      RunFailedError        a process group ended early
-"""
+"""Exceptions of this package; ``LateFailure`` is an ``Incompatible``, all are a ``DistcompatError``."""
 
 from __future__ import annotations
 

@@ -8,12 +8,7 @@ from collections.abc import Callable, Mapping
 
 
 def lazily(package: str, home: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the package's ``__getattr__`` (https://peps.python.org/pep-0562/).
-
-    Args:
-        package: The package's name.
-        home: Public name to the module that defines it.
-    """
+    """Return the package's ``__getattr__`` (https://peps.python.org/pep-0562/); ``home``: public name to its module."""
 
     def fetch(name: str) -> object:
         if name not in home:

@@ -40,13 +40,7 @@ class LeasedLauncher:
         return self._launcher.get_warm()
 
     def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
-        """Start the ranks when there are devices for all of them.
-
-        Ranks that are kept keep their devices.
-
-        Raises:
-            LeaseTimeout: There were no devices in time.
-        """
+        """Start the ranks when there are devices for all of them, or raise LeaseTimeout. Kept ranks keep their devices."""
         if self._lease is None or reuse is None or reuse.scope != self.reuse_scope:
             # Imports take seconds and need no device, so other runs can use them. ``run`` reports what goes wrong.
             self._launcher.get_warm()

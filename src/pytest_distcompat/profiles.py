@@ -60,9 +60,6 @@ def cells(
         names: All strategies and all precisions, for a matrix that names none.
         world_size: The world size, for a matrix that names none.
         device: ``cpu`` or ``cuda``.
-
-    Raises:
-        UsageProblem: ``pairwise`` lacks the library that it needs.
     """
     # Imported late: modules that only list the profiles do not need drivers.
     from pytest_distcompat.drivers._declared import unsupported_reason
@@ -98,13 +95,8 @@ def left_out(
 ) -> dict[tuple[Cell, str], str]:
     """Return the checks that a profile leaves out, by (cell, check), each with the reason.
 
-    ``zoo`` runs ``ZOO_CHECKS`` only. ``smoke`` runs a check with several runs of its own in the last cell only, which is
-    sharded the most.
-
-    Args:
-        profile: A name of PROFILES.
-        applicable: The suite's cells, each with the checks that apply to it.
-        costly: The checks with runs of their own.
+    ``zoo`` runs ``ZOO_CHECKS`` only. ``smoke`` runs ``costly`` checks, which have runs of their own, in the last cell
+    only, which is sharded the most.
     """
     found: dict[tuple[Cell, str], str] = {}
     if profile == "zoo":
@@ -152,11 +144,9 @@ def _smoke(
 def _pairwise(
     claimed: Collection[tuple[str, str]], world_size: int, driver: type[Driver], supported: Callable[[Cell], bool]
 ) -> Iterator[Cell]:
-    """Yield a covering array of strength 2 over four factors, by covertable: https://covertable.walkframe.com.
+    """Yield a covering array of strength 2 by covertable; allpairspy leaves out pairs where there are constraints.
 
     ``claimed`` are the strategies and precisions that occur together.
-
-    allpairspy is better known, but with constraints it leaves out possible pairs.
     """
     try:
         from covertable import make

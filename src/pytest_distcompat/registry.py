@@ -23,15 +23,9 @@ def installed_entry_points() -> Any:
 class Registry(Generic[T]):
     """The items of one kind that the modules of a package define, by name, in the order of their ``order``.
 
-    Other installed packages add items by entry points. Their group is the package's name, as
-    ``pytest_distcompat.strategies``; their value is ``module:item``.
-
-    Modules whose name begins with an underscore are left out. The modules import nothing heavy at module level.
-
-    Args:
-        package: The full name of the package.
-        kind: The class of the items: an item is an instance of it, or a subclass that a module defines.
-        item_name: What error messages call an item.
+    Other installed packages add items by entry points: their group is the package's name, as
+    ``pytest_distcompat.strategies``, their value ``module:item``. Modules whose name begins with an underscore are left
+    out. An item is an instance of ``kind``, or a subclass that a module defines.
     """
 
     def __init__(self, package: str, kind: type[T], item_name: str) -> None:
@@ -102,11 +96,7 @@ class Registry(Generic[T]):
         return tuple(self.by_name)
 
     def get(self, name: str) -> T:
-        """Return the item of that name.
-
-        Raises:
-            UsageProblem: If there is none; the message lists the names.
-        """
+        """Return the item of that name. Raises UsageProblem, with the names, if there is none."""
         try:
             return self.by_name[name]
         except KeyError:

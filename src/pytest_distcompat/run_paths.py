@@ -53,8 +53,7 @@ class RunPaths:
     def clear(self, run: Run, rank: int, directory: Path) -> None:
         """Restore the directories to their state before the run, for ranks that are started again by hand.
 
-        A trainer may refuse to overwrite a checkpoint, and old files would be taken for new ones. The checkpoint that the
-        run loads stays as it is.
+        A trainer may refuse to overwrite a checkpoint. The one that the run loads stays as it is.
         """
         cleared = directory / f"cleared-{os.environ['TORCHELASTIC_RUN_ID']}"
         if rank == 0:

@@ -140,11 +140,10 @@ class Runner:
         return trace, ending.command
 
     def _directory(self, driver: str, cell: Cell, run: Run) -> Path:
-        """Return the directory of a run.
+        """Return the directory of a run, which two checks share if it runs in the same cell for as many ranks.
 
-        Two checks share a run that runs in the same cell for as many ranks. A run that loads the checkpoint of another one
-        belongs to that one's cell. The directory's name describes the run and ends with a hash, since a driver's name may
-        contain any character.
+        A run that loads the checkpoint of another one belongs to that one's cell. The name ends with a hash, since a
+        driver's name may contain any character.
         """
         run_cell = run.cell(cell)
         ranks = f"-of_{cell.world_size}" if run_cell.world_size != cell.world_size else ""
@@ -158,9 +157,8 @@ class Runner:
 def _threads(cell: Cell, device: str) -> dict[str, str]:
     """Return OMP_NUM_THREADS=1 for a single rank on the CPU, unless the user has set it.
 
-    torchrun gives each of several ranks one thread, and a single rank all cores: with tiny models on a busy machine, threads
-    that wait for one another take a hundred times as long. It must be in the environment, since accelerate would give a
-    single rank its cores back.
+    torchrun gives a single rank all cores: on a busy machine threads that wait for one another take a hundred times as
+    long. It must be in the environment, since accelerate would give the rank its cores back.
     """
     is_set = cell.world_size > 1 or device != "cpu" or "OMP_NUM_THREADS" in os.environ
     return {} if is_set else {"OMP_NUM_THREADS": "1"}

@@ -10,22 +10,20 @@ from pytest_distcompat.cell import OPTIONS, Cell
 
 @dataclass(frozen=True)
 class Run:
-    """One process group from start to end.
-
-    Every rank performs the ``actions`` in order:
+    """One process group from start to end, on which every rank performs the ``actions`` in order.
 
     - ``build_model`` makes the model, unwrapped; ``reload`` makes it from what ``export`` wrote;
-    - ``build``, ``step`` (one optimizer step), ``overflow`` (one with infinite gradients on one rank), ``save``, ``load``,
-      ``export``: methods of the trainer;
-    - ``files`` (rank 0 reads what was saved), ``damage`` (rank 0 corrupts the checkpoint that is to be loaded), ``evaluate``
-      (the model computes on a fixed batch);
-    - ``reference`` is one step of the same training in one process, in float32, unwrapped; ``rounded`` the same with its
-      products in the precision's dtype.
+    - ``build``, ``step`` (one optimizer step), ``overflow`` (one with infinite gradients on one rank), ``save``,
+    ``load``, ``export``: methods of the trainer;
+    - ``files`` (rank 0 reads what was saved), ``damage`` (rank 0 corrupts the checkpoint), ``evaluate`` (on a fixed
+    batch);
+    - ``reference``: a step of the same training in one process, in float32, unwrapped; ``rounded``: the same under
+    autocast.
 
-    ``first_step`` is the number of the first step, so that a resumed run takes the batches that the first one took.
-    ``after`` names the run whose checkpoint this one finds. ``strategy`` and ``world_size`` say where the run's cell
-    differs from the check's; ``only`` which options it keeps (None: all). ``directory`` is the checkpoint's name, and
-    ``damage`` what is done to it. ``same_as`` is the name under which other checks know the very same run.
+    ``first_step`` is the number of the first step. ``after`` names the run whose checkpoint this one finds.
+    ``strategy`` and ``world_size`` say where the run's cell differs from the check's; ``only`` which options it keeps
+    (None: all). ``directory`` is the checkpoint's name, ``damage`` what is done to it. ``same_as`` is the name under
+    which other checks know the very same run.
     """
 
     name: str
@@ -142,10 +140,7 @@ def reshard(world_size: int) -> Scenario:
 
 
 def port(strategy: str) -> Scenario:
-    """Return runs that save under one strategy and load under another.
-
-    The other one lacks the options that shape flat parameters.
-    """
+    """Return runs that save under one strategy and load under another, without options that shape flat parameters."""
     options = without("use_orig_params", "dp_replicate")
     moved = Run("port", (*_BUILD, "load", "step", "step"), first_step=3, after="train", strategy=strategy, only=options)
     return Scenario("portable", (TRAIN_RUN, moved))

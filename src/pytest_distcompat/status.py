@@ -67,10 +67,7 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one check in one cell, and its reason.
-
-    ``reasons`` has the reason of each bug that makes it known, ``reason`` joins them.
-    """
+    """Outcome of one check in one cell; ``reason`` joins ``reasons``, those of each bug that makes it known."""
 
     check: str
     cell: str

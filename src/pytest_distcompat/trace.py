@@ -1,9 +1,7 @@
-"""Traces: what the probes of all ranks recorded, as plain data that can be written as JSON.
+"""Traces: what the probes of all ranks recorded, as plain data, the only thing that leaves the ranks.
 
-Nothing else leaves the ranks.
-
-Dtypes are torch's names without the prefix (``"float32"``, ``"bfloat16"``), shapes are tuples of ints, a digest is a
-hash of a tensor's local values, in whatever dtype: equal digests mean equal values, and shards' compose (``digests``).
+Dtypes are torch's names without the prefix (``"float32"``), shapes tuples of ints, a digest a hash of a tensor's local
+values, in whatever dtype (``digests``).
 """
 
 from __future__ import annotations
@@ -61,13 +59,12 @@ class UnwrappedInfo:
 class ModelInfo:
     """The live model on one rank.
 
-    ``wrappers`` counts what wraps it (``DDP``, ``FSDP1``, ``FSDP2``, ``DeepSpeedEngine``). ``zero_stage`` is the stage
-    that the engine runs, None without an engine. ``world_size`` is the process group's, ``trainer_world_size`` what the
-    trainer believes. ``units`` are the live names of the modules that FSDP wraps, ``checkpointed`` of those whose
-    activations are recomputed, ``compiled`` of those that torch.compile wraps (the root is ``""``). ``float8`` counts
-    the layers that compute in 8 bits. ``graphs`` is how many graphs torch.compile has made so far in this process.
-    ``shard_group`` are the ranks that hold a copy of the model together with this one, in the order of their shards: under hybrid
-    sharding not all of them. It is empty where nobody shards.
+    ``wrappers`` counts what wraps it (``DDP``, ``FSDP1``, ``FSDP2``, ``DeepSpeedEngine``). ``zero_stage`` is None
+    without an engine. ``world_size`` is the process group's, ``trainer_world_size`` what the trainer believes.
+    ``units``, ``checkpointed`` and ``compiled`` are live names of modules that FSDP wraps, whose activations are
+    recomputed, that torch.compile wraps (the root is ``""``). ``float8`` counts layers that compute in 8 bits,
+    ``graphs`` those that torch.compile has made in this process. ``shard_group`` are the ranks that hold a copy of the
+    model together, in the order of their shards: under hybrid sharding not all; empty where nobody shards.
     """
 
     type: str
@@ -155,10 +152,7 @@ class ComputeInfo:
 
 @dataclass(frozen=True)
 class CollectiveInfo:
-    """One kind of collective inside a step: how often, in which dtype, how many elements at most in a call.
-
-    ``total`` is the number of elements of all calls together.
-    """
+    """One kind of collective inside a step: its calls, the most elements (``numel``) of one, the ``total`` of all."""
 
     op: str
     dtype: str
@@ -199,11 +193,11 @@ class Snapshot:
     """Record of one rank's probe after one action.
 
     ``grad_norm`` is what the trainer reports, before clipping. ``inputs`` are digests of what the model was fed, one a
-    forward. ``rng`` is a digest of torch's random states. ``scaler`` holds the numbers of a gradient scaler.
-    ``outputs`` is a sample of what the model computes on a fixed batch. ``memory`` is the peak in bytes: of the GPU where
-    there is one, else of the process. ``tokens`` counts what this rank learned from in a step, ``float8`` how many tensors
-    were made in 8 bits in it. ``float8`` and ``collectives`` are recorded in the third step of a training, or in its last if it
-    has fewer; with gradient accumulation in every step; and never in a training that resumes from a checkpoint.
+    forward, ``rng`` one of torch's random states. ``outputs`` is a sample of what the model computes on a fixed batch.
+    ``memory`` is the peak in bytes: of the GPU, else of the process. ``tokens`` counts what this rank learned from in a
+    step, ``float8`` the tensors made in 8 bits. ``float8`` and ``collectives`` are recorded in the third step of a
+    training, or in its last if it has fewer; with gradient accumulation in every step; and never in a training that
+    resumes from a checkpoint.
     """
 
     rank: int
@@ -242,11 +236,10 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class RunFailure:
-    """Failure of a run: its kind, its place and its messages.
+    """Failure of a run: its ``kind`` (``raised``, ``crashed``, ``hung``), its place and its messages.
 
-    ``kind`` is ``raised``, ``crashed`` or ``hung``; ``action`` the action that the first failing rank was in ("" = outside
-    any action, at start or at exit), ``index`` its place in the run; ``message`` the exception's one line; ``text`` the
-    whole story, first cause first; ``rank`` that first failing rank, None where it was none of them.
+    ``action`` is what the first failing ``rank`` was in ("" = outside any action; the rank None where it was none),
+    ``index`` its place in the run; ``message`` the exception's one line, ``text`` the whole story, first cause first.
     """
 
     kind: str
@@ -280,10 +273,7 @@ class RunTrace:
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shard group of each replica: the ranks that hold one copy of the model between them.
-
-        Without hybrid sharding that is one group of all ranks.
-        """
+        """Return the shard group of each replica, the ranks that hold one copy of the model: all, without hybrid sharding."""
         found = {
             snapshot.model.shard_group for snapshot in self.snapshots if snapshot.model and snapshot.model.shard_group
         }

@@ -52,10 +52,10 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
 
 
 def _capture_log(level: str, log: RankLog) -> None:
-    """Write log records without a handler to a file, as pytest writes them, where Python would print their messages only.
+    """Write log records without a handler to a file, as pytest writes them; the root logger gets no handler of its own.
 
-    No handler is added to the root logger: ``logging.basicConfig`` of the trainer would then do nothing.
-    https://docs.python.org/3/library/logging.html#logging.lastResort
+    With one ``logging.basicConfig`` of the trainer would do nothing
+    (https://docs.python.org/3/library/logging.html#logging.lastResort).
     """
     from pytest_distcompat.launch.files import log_file
 
@@ -127,10 +127,7 @@ class _Rank:
         self._end(infos, clock.now() - self.began)
 
     def _train(self) -> None:
-        """Hand the trainer its methods up to the next action that is not its own, as one plan.
-
-        Files are read in between, by the worker.
-        """
+        """Hand the trainer its methods, up to the next action of the worker's own, as one plan; read files in between."""
         rest = self.run.actions[self.index :]
         length = next((n for n, action in enumerate(rest) if action not in TRAINING | {"files"}), len(rest))
         actions = tuple(action for action in rest[:length] if action in TRAINING)
@@ -313,8 +310,8 @@ OBSERVED_STEP = 3
 def _end_process_group(driver: Driver) -> None:
     """Destroy the process group of a rank that is done; otherwise NCCL warns.
 
-    The driver outlives the group: DDP's reducer holds the last reference to a gloo group, whose destructor joins a
-    worker thread while it holds the GIL that the thread may be waiting for. This hung once in 36 runs.
+    The driver outlives the group: DDP's reducer holds the last reference to a gloo group, whose destructor may join a
+    thread that waits for the GIL.
     """
     from torch import distributed
 

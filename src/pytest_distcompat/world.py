@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class World:
-    """Place of one rank: ``rank`` of ``size``, ``local_rank`` on this machine, ``device`` as a string for torch.device.
-
-    ``shared``: there are fewer GPUs than ranks.
-    """
+    """Place of one rank in its group and on this machine; ``shared``: there are fewer GPUs than ranks."""
 
     rank: int
     size: int
@@ -21,10 +18,7 @@ class World:
 
     @classmethod
     def from_environment(cls, device: str) -> World:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK; ``device`` is "cpu" or "cuda".
-
-        Where ranks share GPUs, set LOCAL_RANK to the index of the rank's GPU, since trainers take it for that.
-        """
+        """Read RANK, WORLD_SIZE and LOCAL_RANK, which trainers take for their GPU: set it where ranks share some."""
         rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         if device != "cuda":
             return cls(rank, size, local_rank, device)

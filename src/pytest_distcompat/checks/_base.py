@@ -90,11 +90,7 @@ class Check:
         return list(dict.fromkeys(self.claim(cell, trace)))
 
     def verify(self, cell: Cell, trace: Trace) -> None:
-        """Assert that the claim holds, for use without the suite.
-
-        Raises:
-            Incompatible: If the claim does not hold; the message lists the findings.
-        """
+        """Raise Incompatible with the findings if the claim does not hold, for use without the suite."""
         findings = self.findings(cell, trace)
         if findings:
             raise Incompatible(message(findings))
@@ -165,8 +161,7 @@ def finite_losses(snapshots: Iterable[Snapshot], step: str) -> Iterator[str]:
 def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> Iterator[str]:
     """Yield a finding for each rank that took as many steps during its load as before the save: it may have retrained.
 
-    torch itself takes one step in a load, to create the optimizer's state: with zero gradients, or on releases before 2.3
-    with uninitialized ones.
+    torch itself takes one step in a load, with zero gradients, to create the optimizer's state.
     """
     before: Counter[int] = Counter()
     for snapshot in trained:

@@ -1,7 +1,6 @@
 """Values of a trainer, put together from all its ranks under the unwrapped model's names, and their comparison.
 
-The digests of flat shards, in the order of the ranks, combine to the digest of the whole tensor (``digests``). So what 2
-ranks saved can be compared with what 4 ranks loaded, or with another strategy.
+Digests of flat shards combine to that of the tensor, so values of 2 ranks compare with those of 4, or another strategy.
 """
 
 from __future__ import annotations
@@ -28,14 +27,10 @@ Kind = str
 
 @dataclass(frozen=True)
 class Values:
-    """Digests of whole tensors, by kind and unwrapped name.
+    """Digests of whole tensors, by kind and unwrapped name: several where ranks that each hold the whole disagree.
 
-    Attributes:
-        digests: Kind -> unwrapped name -> digests of the whole tensor: one, or several where ranks that each hold all of
-            it disagree.
-        wrong: Findings: the tensors whose parts do not add up to the whole.
-        not_elementwise: The kinds that do not have one element for each of the parameter's, see ``not_elementwise_kinds``.
-        dtypes: Kind -> unwrapped name -> the dtypes that it is stored in.
+    ``wrong`` are findings about tensors whose parts do not add up to the whole. ``dtypes`` are those that they are
+    stored in.
     """
 
     digests: Mapping[Kind, Mapping[str, tuple[str, ...]]]
@@ -116,8 +111,8 @@ def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
 def not_elementwise_kinds(snapshots: tuple[Snapshot, ...]) -> frozenset[Kind]:
     """Return the kinds of state that never have as many elements as the rank holds of the parameter.
 
-    Such state is a number for the whole parameter (NAdam's ``mu_product``, ASGD's ``eta``), or a factor of a moment
-    (Adafactor). Parameters of one element are passed over: for them the sizes always agree.
+    Such state is one number (NAdam's ``mu_product``), or a factor of a moment (Adafactor). Parameters of one element
+    are passed over: for them the sizes always agree.
     """
     states: set[Kind] = set()
     by_element: set[Kind] = set()
@@ -151,8 +146,7 @@ def _held(snapshot: Snapshot, names: Names) -> Iterator[tuple[Kind, str, str, in
 def held_states(optimizer: OptimizerInfo) -> Iterator[StateInfo]:
     """Yield a rank's optimizer states, without those of parameters of which it holds no element.
 
-    Whether those exist, and at which step count, says nothing: torch creates them at the first save, by a step of a fresh
-    optimizer (``torch.distributed.checkpoint.state_dict``).
+    Those say nothing: torch creates them at the first save, by a step of a fresh optimizer.
     """
     empty: dict[str, bool] = {}
     for state in optimizer.states:
@@ -174,13 +168,9 @@ def _whole(held: list[_Part], numel: int | None, holders: str) -> tuple[tuple[st
 
 
 def differences(saved: Values, loaded: Values, when: str, *, states: bool = True) -> Iterator[str]:
-    """Yield a finding for everything that is not equal bit by bit.
+    """Yield a finding for everything that is not equal bit by bit after the load, or whatever ``when`` says.
 
-    Args:
-        saved: The values before.
-        loaded: The values after.
-        when: When the values after were read: "after the load at 4 ranks".
-        states: Whether to compare masters and optimizer state too, not parameters and buffers alone.
+    Without ``states`` only parameters and buffers are compared.
     """
     yield from (f"{text} {when}" for text in loaded.wrong)
     yield from (f"{text} before" for text in saved.wrong)
@@ -258,16 +248,7 @@ def settings(saved: tuple[Snapshot, ...], loaded: tuple[Snapshot, ...], when: st
 def unlike(
     was: tuple[Mapping[str, float], ...], now: tuple[Mapping[str, float], ...], tolerance: float = 0.0
 ) -> Iterator[tuple[int, str, float | None, float | None]]:
-    """Yield the numbers of param groups that differ by more than the tolerance.
-
-    Args:
-        was: The param groups before.
-        now: The param groups now.
-        tolerance: Relative.
-
-    Yields:
-        The group's index, the name, the number before and the number now; None where there is none.
-    """
+    """Yield the numbers of param groups that differ by more than the relative tolerance: (group, name, before, now)."""
     for number, (old, new) in enumerate(zip(was, now, strict=False)):
         for key in sorted(set(old) | set(new)):
             before, after = old.get(key), new.get(key)
@@ -283,10 +264,10 @@ def flat_parameters(snapshots: tuple[Snapshot, ...]) -> bool:
 
 
 def unused(run: RunTrace) -> frozenset[str]:
-    """Return the live names of parameters that autograd never reached in three steps, as BERT's pooler under a masked LM loss.
+    """Return the live names of parameters that autograd never reached in three steps (BERT's pooler).
 
-    The optimizer that steps holds them, they are trainable, and their gradients are None on all ranks. If that is so of all
-    parameters, their gradients were lost: then the result is empty.
+    They are trainable, an optimizer that steps holds them, and no rank has a gradient. If all are so, gradients were
+    lost: then the result is empty.
     """
     gradients: dict[str, set[bool]] = defaultdict(set)
     for snapshot in (one for nth in range(3) for one in run.at("step", nth)):

@@ -124,8 +124,7 @@ def _smallest_gradient(cell: Cell, unwrapped: UnwrappedInfo | None) -> int:
 def _reduced(row: Dtypes, cell: Cell, snapshot: Snapshot, smallest: int, *, dtype_requested: bool) -> Iterator[str]:
     """Yield a finding if gradients are reduced in a wrong dtype.
 
-    A wider one is wrong only if the dtype was requested: it costs traffic and is no defect. torch's autocast around FSDP2
-    reduces so.
+    A wider one is wrong only if the dtype was requested: torch's autocast around FSDP2 reduces so.
     """
     expected = "float32" if cell.option("reduce_dtype") == "fp32" else row.reduce
     found = {

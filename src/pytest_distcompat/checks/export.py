@@ -94,10 +94,7 @@ def _chosen(found: Mapping[str, tuple[str, ...]], only: Collection[str] | None) 
 
 
 def _outputs(cell: Cell, trained: tuple[Snapshot, ...], reloaded: tuple[Snapshot, ...]) -> Iterator[str]:
-    """Yield findings for outputs that differ; the tolerance is that of gradient norms, relative to the largest output.
-
-    Both are sums of products in that precision.
-    """
+    """Yield findings for outputs that differ by more than the tolerance of gradient norms, relative to the largest one."""
     yield from every_rank(trained, cell.world_size, "evaluate")
     if not reloaded or not reloaded[0].outputs:
         yield "the reloaded model computed nothing"

@@ -174,10 +174,7 @@ def _has_state(snapshots: tuple[Snapshot, ...]) -> bool:
 
 
 def _state_under_one_parameter(snapshots: tuple[Snapshot, ...]) -> bool:
-    """Tell whether an optimizer keeps the state of all parameters under one of them, as ``torch.optim.LBFGS`` does.
-
-    Then a state tensor has more elements than its owner.
-    """
+    """Tell whether the optimizer keeps all state under one parameter, as LBFGS does: it is larger than its owner."""
     for snapshot in snapshots:
         if snapshot.model is not None and snapshot.optimizer is not None:
             sizes = {info.name: info.local_numel for info in snapshot.model.parameters}

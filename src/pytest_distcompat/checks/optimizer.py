@@ -87,11 +87,10 @@ def _partitions(built: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> I
 def _moves(
     built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...], trainable: Mapping[str, bool], unused: frozenset[str]
 ) -> Iterator[str]:
-    """Yield findings for trainable parameters that did not change, without the unused ones, and for frozen ones that did.
+    """Yield findings for trainable parameters that no rank changed, unless unused, and for frozen ones that changed.
 
-    A parameter changed if its shard changed on any rank: a rank may hold none of it. Where a master is optimized a change of
-    the master is enough, if any live parameter changed: at ordinary learning rates a bfloat16 copy near 1 takes more than
-    three steps to change.
+    Of a master its change is enough, if any live parameter changed: a bfloat16 copy near 1 takes more than three steps
+    to change.
     """
     before, after = _digests(built), _digests(trained)
     ranks = {snapshot.rank for snapshot in trained if snapshot.model} & {

@@ -76,8 +76,7 @@ def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
 def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | None]) -> list[float]:
     """Return for each step how far the number may be from the reference, relative to it: by the table, or as measured.
 
-    Measured up to that step and a little beyond, for the trainer's rounding may show earlier. Later steps do not count, so
-    that rounding that grows without end does not excuse a deviation at the beginning.
+    Measured up to that step and a little beyond, for the trainer's rounding may show earlier; later steps do not count.
     """
     rounded, reference = trace.runs.get("rounded"), trace.run("reference")
     if rounded is None:

@@ -74,10 +74,7 @@ def _skipped(old: Snapshot, new: Snapshot) -> Iterator[str]:
 
 
 def _tolerates(old: Snapshot, new: Snapshot) -> bool:
-    """Tell whether DeepSpeed's hysteresis tolerated the overflow.
-
-    https://www.deepspeed.ai/docs/config-json/#fp16-training-options
-    """
+    """Tell whether hysteresis tolerated it: https://www.deepspeed.ai/docs/config-json/#fp16-training-options."""
     return new.scaler.get("hysteresis", 1.0) < old.scaler.get("hysteresis", 1.0)
 
 

@@ -121,10 +121,7 @@ def _recomputed(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Itera
 
 
 def _inside(unwrapped: UnwrappedInfo) -> set[str]:
-    """Return the blocks and all modules inside them.
-
-    A parent of blocks may be marked as checkpointed without being recomputed.
-    """
+    """Return the blocks and all modules inside them; a parent of blocks may be marked without being recomputed."""
     owners = {info.name.rpartition(".")[0] for info in unwrapped.parameters}
     inside = {owner for owner in owners if any(owner.startswith(f"{block}.") for block in unwrapped.blocks)}
     parents = {".".join(owner.split(".")[:n]) for owner in inside for n in range(1, owner.count(".") + 1)}

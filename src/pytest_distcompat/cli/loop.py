@@ -1,7 +1,7 @@
 """Plain training loop of a module, read with ast, and the driver that ``init`` scaffolds around it.
 
-Each method gets statements of the loop, and those before it that define what they use. What cannot be read raises an error
-that asks for it, so that the first run names it.
+Each method gets statements of the loop, and those that define what they use. What cannot be read raises an error that
+asks for it.
 """
 
 from __future__ import annotations

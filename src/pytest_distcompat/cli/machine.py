@@ -50,7 +50,7 @@ class Finding:
 class Machine:
     """Facts about the machine.
 
-    ``torch`` holds ``torch_facts.infos``, or only ``error``. Sizes are in bytes, None where they are unknown. ``gpus`` are all
+    ``torch`` holds ``torch_facts.infos``, or only ``error``. Sizes are in bytes, None where unknown. ``gpus`` are all
     GPUs of the machine, ``visible`` those that CUDA would show a process, both by UUID.
     """
 

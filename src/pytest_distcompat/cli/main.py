@@ -29,10 +29,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the subcommand and return the exit code.
-
-    It is 1 for news (``diff``), problems (``doctor``, ``trace``) and red sessions (``releases``), 2 for wrong arguments, else 0.
-    """
+    """Run the subcommand and return the exit code: 1 for news, problems and red sessions, 2 for wrong arguments, else 0."""
     root = parser()
     options = root.parse_args(arguments)
     if options.version:

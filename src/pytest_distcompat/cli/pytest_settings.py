@@ -63,10 +63,7 @@ class Settings:
 
 
 def settings_of(root: Path) -> Settings:
-    """Return the settings that pytest reads in a directory or above it, or those to create.
-
-    Raises UsageProblem for a file that it cannot read.
-    """
+    """Return the settings that pytest reads in a directory or above it, or those to create. Raises UsageProblem."""
     for directory in (root, *root.parents):
         for name, table in TABLES:
             path = directory / name

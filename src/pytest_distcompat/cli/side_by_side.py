@@ -26,10 +26,7 @@ MAX_ROUNDS = 5
 
 
 def requirements(release: str) -> list[Requirement]:
-    """Parse ``transformers==4.57.6,accelerate==1.12.0`` or ``transformers @ git+https://...``.
-
-    Raises UsageProblem for a text that names no single release.
-    """
+    """Parse ``transformers==4.57.6,accelerate==1.12.0`` or ``transformers @ git+https://...``. Raises UsageProblem."""
     found = []
     for text in release.split(","):
         try:
@@ -52,10 +49,7 @@ def file_name(release: str) -> str:
 def install(release: str, directory: Path) -> Path:
     """Return the directory with these releases and what they require beyond the installed packages; make it if needed.
 
-    A release from a URL is installed again each time, and so is one whose directory no longer meets its requirements.
-
-    Raises:
-        UsageProblem: pip failed, or the requirements contradict one another.
+    One from a URL, or that no longer meets its requirements, is installed again. Raises UsageProblem if pip fails.
     """
     wanted = requirements(release)
     target = directory / file_name(release)

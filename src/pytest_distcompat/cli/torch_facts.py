@@ -7,10 +7,7 @@ from typing import Any
 
 
 def infos() -> dict[str, Any]:
-    """Return facts about torch.
-
-    ``cuda`` and ``nccl`` are versions, empty where torch was built without; ``gpus`` are the names of the usable ones.
-    """
+    """Return facts about torch: versions (empty where it was built without) and the names of the usable GPUs."""
     import torch
     from torch import distributed
 

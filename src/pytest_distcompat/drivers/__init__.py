@@ -18,11 +18,7 @@ __all__ = ["DRIVERS", "Driver", "TinyDriver", "find_driver", "preload_of"]
 
 
 def find_driver(name: str) -> type[Driver]:
-    """Return the driver of that name, or the class behind ``module:attribute``.
-
-    Raises:
-        UsageProblem: If there is none, or if the class declares something that cannot be right.
-    """
+    """Return the driver of that name, or the class behind ``module:attribute``. Raises UsageProblem for an invalid one."""
     if ":" not in name:
         return DRIVERS.get(name)
     module_name, _, attribute = name.partition(":")

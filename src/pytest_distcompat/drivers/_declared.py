@@ -1,8 +1,4 @@
-"""Validation of what a driver's class declares, before any rank starts.
-
-``options = "compile"`` is a string whose letters would be taken for names, and ``reshards = ("fspd2",)`` declares nothing:
-both would silently leave test items out.
-"""
+"""Validation of what a driver's class declares: a wrong name or type would silently leave test items out."""
 
 from __future__ import annotations
 
@@ -20,15 +16,7 @@ _TUPLES_OF_NAMES = ("preload", "options", "libraries", "reshards", "blocks", "ig
 
 
 def check_declared(driver: type[Driver], name: str) -> None:
-    """Validate the attributes of a driver's class.
-
-    Args:
-        driver: The class.
-        name: What error messages call it.
-
-    Raises:
-        UsageProblem: If an attribute has the wrong type or an unknown name; the message lists the known ones.
-    """
+    """Validate the attributes of a driver's class, which messages call ``name``. Raises UsageProblem, with the valid values."""
     for attribute in _TUPLES_OF_NAMES:
         value: Any = getattr(driver, attribute)
         if isinstance(value, property):
@@ -57,11 +45,7 @@ def check_declared(driver: type[Driver], name: str) -> None:
 
 
 def unsupported_reason(driver: type[Driver], cell: Cell, device: str) -> str | None:
-    """Return why the driver cannot run the cell on that device, as its own ``unsupported_reason`` says; None if it can.
-
-    Raises:
-        UsageProblem: If the driver's method raises, or returns neither a string nor None.
-    """
+    """Return why the driver cannot run the cell on that device, None if it can. Raises UsageProblem if its method is wrong."""
     call = f"driver '{driver.__module__}:{driver.__qualname__}': unsupported_reason({cell.id}, {device!r})"
     method: Callable[[Cell, str], Any] = driver.unsupported_reason
     try:

@@ -83,10 +83,7 @@ def compiles_blocks(mode: object) -> bool:
 
 
 def compile_blocks(mode: object, blocks: list[Module]) -> None:
-    """Compile blocks in place: each one for ``regional``, the first one for ``partial``.
-
-    The backend is aot_eager, since names do not depend on the backend.
-    """
+    """Compile blocks in place by aot_eager: each one for ``regional``, the first one for ``partial``."""
     for block in blocks if mode == "regional" else blocks[:1]:
         block.compile(backend="aot_eager")
 

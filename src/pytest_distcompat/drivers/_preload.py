@@ -1,7 +1,4 @@
-"""Modules that the fork server imports for each library, so that ranks need not import them.
-
-Names that an older or newer release lacks are skipped.
-"""
+"""Modules that the fork server imports for each library, if the release has them, so that ranks need not."""
 
 from __future__ import annotations
 

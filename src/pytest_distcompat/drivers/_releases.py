@@ -1,7 +1,4 @@
-"""Releases that a cell requires, and FSDP's TrainingArguments for older releases of transformers.
-
-Versions are read without importing the libraries, since a session checks each of its cells.
-"""
+"""Releases that a cell requires, read without importing them, and FSDP's TrainingArguments of older transformers."""
 
 from __future__ import annotations
 
@@ -82,12 +79,10 @@ release = cache(version_of)
 
 
 def fsdp_for_release(settings: Mapping[str, Any], release: Version) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return arguments and environment variables for FSDP as that release of transformers takes them.
+    """Return overriding arguments and environment variables for FSDP in that release of transformers.
 
-    The arguments override ``settings``; the variables, which ``accelerate launch`` sets, are for what the release has no
-    argument for. Both are empty from 5.10 on.
-
-    https://huggingface.co/docs/transformers/v4.57.1/en/main_classes/trainer#transformers.TrainingArguments.fsdp
+    The variables are those of ``accelerate launch``.
+    https://huggingface.co/docs/transformers/v4.57.1/en/main_classes/trainer
     """
     if release >= FSDP_BY_CONFIG or not settings.get("fsdp"):
         return {}, {}

@@ -124,8 +124,7 @@ class TinyDriver(Driver):
     def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
         """Return AdamW on the trainable parameters; option ``param_groups`` exempts biases and norms from weight decay.
 
-        Fused by default, as in transformers.Trainer. Unfused, its operations take a fifth of a suite on the CPU: every
-        process propagates DTensor placements anew for each operation and shape.
+        Fused, as in transformers.Trainer: unfused, its operations take a fifth of a suite on the CPU.
         """
         from torch.optim import AdamW
 
@@ -176,10 +175,7 @@ class TinyDriver(Driver):
 
     @contextlib.contextmanager
     def overflowing(self) -> Iterator[None]:
-        """Make gradients of the first layer, and of no other, infinite on the highest rank, within the context.
-
-        One layer alone, so that some ranks hold none of it in a flat partition.
-        """
+        """Make gradients of one layer infinite on the highest rank: some ranks hold none of it in a flat partition."""
         layers = (module for module in self.model.modules() if not list(module.children()))
         first = next(layer for layer in layers if getattr(getattr(layer, "weight", None), "requires_grad", False))
 

@@ -17,9 +17,8 @@ class PlanDoneError(Exception):
 def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:
     """Return a callback that reports each action, and requests a checkpoint where the plan saves.
 
-    It reports a step from ``on_log``: then the optimizer and the scheduler have stepped, the gradient norm and the mean of all
-    ranks' losses are known, and no checkpoint is saved yet. It reports ``build`` or ``load`` at the beginning of the first
-    step, when random states are restored.
+    It reports a step from ``on_log``, when optimizer and scheduler have stepped and no checkpoint is saved yet, and
+    ``build`` or ``load`` at the beginning of the first step, when random states are restored.
     """
     from transformers import TrainerCallback
 

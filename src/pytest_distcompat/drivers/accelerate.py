@@ -176,10 +176,7 @@ class AccelerateDriver(TinyDriver):
         self.accelerator.load_state(str(directory))
 
     def export(self, directory: Path) -> None:
-        """Write the weights by ``save_model``.
-
-        FSDP1 on CPU ranks, where gathering crashes torch, takes the documented merge of a sharded checkpoint.
-        """
+        """Write the weights by ``save_model``; FSDP1 on CPU ranks, where gathering crashes, merges a sharded checkpoint."""
         unwrapped = self.accelerator.unwrap_model(self.model)
         main = self.accelerator.is_main_process
         if self.cell.option("lora"):
@@ -208,11 +205,7 @@ TESTED_RELEASES = ("1.6", "2")
 
 
 def check_version(version: str) -> None:
-    """Check that ``on_cpu`` works with a release of accelerate; warn about a major version that was not tested.
-
-    Raises:
-        RuntimeError: If the release is older than the first with FSDP2.
-    """
+    """Raise RuntimeError for an accelerate too old for ``on_cpu``; warn about a major version that was not tested."""
     import warnings
 
     from packaging.version import Version
@@ -228,17 +221,11 @@ def check_version(version: str) -> None:
 def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that make ``Accelerator(**settings)`` run the requested strategy on CPU.
 
-    Without them accelerate silently turns an FSDP plugin with ``cpu=True`` into plain DDP, one without it into a bare model
-    without gradient sync, and a DeepSpeed plugin with ``cpu=True`` into plain DDP: it takes the FSDP branch for accelerators
-    only and excludes ``cpu=True`` from the DeepSpeed branch (``AcceleratorState.__init__``).
-
-    DDP gets ``cpu=True``, and DeepSpeed gloo by a kwargs handler. For FSDP the shared state is set beforehand to a
-    multi-device run on device type "cpu". ``ACCELERATE_TORCH_DEVICE`` and ``PartialState`` are public; setting
-    ``distributed_type`` on it is not documented. It works with accelerate 1.6 to 1.15. The version is checked, and the check
-    ``active`` fails if it stops working, whatever the version.
-
-    Raises:
-        RuntimeError: If the installed release of accelerate cannot do it.
+    Without them accelerate silently turns an FSDP plugin with ``cpu=True`` into plain DDP, one without it into a bare
+    model without gradient sync, and a DeepSpeed plugin into plain DDP (``AcceleratorState.__init__``). For FSDP the
+    shared state is set beforehand to a multi-device run on "cpu"; setting ``distributed_type`` is not documented.
+    Tested with accelerate 1.6 to 1.15. The version is checked (RuntimeError), and the check ``active`` fails if it
+    stops working.
     """
     import os
     from datetime import timedelta

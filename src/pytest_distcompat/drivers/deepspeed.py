@@ -129,10 +129,10 @@ class DeepSpeedDriver(TinyDriver):
             torch.set_rng_state(torch.load(state, weights_only=True))
 
     def _convert(self, directory: Path, universal: Path) -> None:
-        """Do what ``python -m deepspeed.checkpoint.ds_to_universal`` does, on rank 0.
+        """Do what ``python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`` does, on rank 0.
 
-        https://www.deepspeed.ai/tutorials/universal-checkpointing/. ``--inject_missing_state`` is for a trainer that does
-        not save which parameters tensor parallelism split; here it split none.
+        https://www.deepspeed.ai/tutorials/universal-checkpointing/; the flag says that tensor parallelism split
+        nothing.
         """
         from argparse import Namespace
 

@@ -1,8 +1,4 @@
-"""Compiles transformers' patterns of parameter names when the fork server imports this module.
-
-Loading or saving a transformers model needs these hundred or so regular expressions, and compiling them takes each rank a
-twentieth of a second.
-"""
+"""Compiles transformers' patterns of parameter names in the fork server: in each rank it takes a twentieth of a second."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ class Precision:
         compute: The dtype of the forward and backward pass.
         master: The dtype of the values that the optimizer updates, and of its state.
         meaning: One line for the documentation.
-        loss_tolerance: How far losses may be from a float32 reference over 20 steps, relative to it. This and the next lie
-            between what sound runs differed by and what the next lower precision did: docs/checks.md has the figures.
+        loss_tolerance: How far losses may be from a float32 reference over 20 steps, relative to it: docs/checks.md.
         norm_tolerance: The same for gradient norms.
         float8: Whether linear layers multiply in 8 bits; their output is in ``compute``.
         order: Where the precision stands in lists.
@@ -48,10 +47,7 @@ class Precision:
         return self.compute == "float16"
 
     def unsupported_reason(self, cell: Cell, device: str) -> str | None:
-        """Return why the cell cannot run on that device; None if it can.
-
-        What fp8 needs may not be installed, or may need a GPU.
-        """
+        """Return why the cell cannot run on that device, such as what fp8 needs and is not installed; None if it can."""
         if not self.float8:
             return "option fp8_backend is for precision fp8" if cell.option("fp8_backend") == "te" else None
         te = cell.option("fp8_backend") == "te"

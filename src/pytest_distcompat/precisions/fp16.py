@@ -1,7 +1,6 @@
-"""float16 with float32 masters and a scaled loss.
+"""float16 with float32 masters and a scaled loss; loaded in float32, because float16 masters cannot be unscaled.
 
-https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling: float16 masters cannot be unscaled, so the model is loaded in
-float32.
+https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 """
 
 from pytest_distcompat.precisions._base import Precision

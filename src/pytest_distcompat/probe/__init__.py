@@ -1,7 +1,6 @@
 """The probe: reads the live model, the optimizer and the files on disk, never through the trainer's own code.
 
-It takes part in no collective and changes nothing, so it can run after any action on any rank, whatever the other ranks
-do. It does not know drivers: it needs a model, an optimizer and a directory.
+It takes part in no collective and changes nothing, so it can run after any action on any rank.
 """
 
 from pytest_distcompat.probe.files import read_files

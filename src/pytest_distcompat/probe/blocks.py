@@ -10,11 +10,7 @@ if TYPE_CHECKING:
 
 
 def is_a(module: Module, *names: str) -> bool:
-    """Tell whether the module's class, or one of its bases, has one of these names.
-
-    Names instead of classes, because the class's library need not be installed. Bases too, because ``fully_shard`` replaces
-    the class by a subclass: ``FSDPLlamaDecoderLayer``.
-    """
+    """Tell whether the module's class or a base has one of these names; its library need not be installed."""
     return any(base.__name__ in names for base in type(module).__mro__)
 
 
@@ -41,9 +37,9 @@ def unwrapped(module: Module) -> Module:
 def declared_blocks(model: Module) -> tuple[str, ...]:
     """Return the sorted class names of the blocks that the model declares, or else those that its submodules declare.
 
-    They are declared by ``_no_split_modules`` of transformers and diffusers: private, but there is no public name for it, and
-    accelerate and transformers wrap by it (https://huggingface.co/docs/accelerate/usage_guides/fsdp). PEFT passes on that
-    of the model inside. ``tests/scripts/test_private_names.py`` fails when it changes.
+    ``_no_split_modules`` of transformers and diffusers is private, but accelerate and transformers wrap by it
+    (https://huggingface.co/docs/accelerate/usage_guides/fsdp). ``tests/scripts/test_private_names.py`` fails when it
+    changes.
     """
     declared = set(getattr(model, "_no_split_modules", None) or ())
     return tuple(sorted(declared or {name for child in model.children() for name in declared_blocks(child)}))

@@ -16,14 +16,9 @@ from pytest_distcompat.trace import FileInfo
 
 
 def read_files(directory: Path, prefix: str = "") -> tuple[FileInfo, ...]:
-    """Return every file below the directory that holds keys of a model or of an optimizer.
+    """Return every file below the directory that holds keys of a model or an optimizer, as ``prefix`` and path.
 
     Call it when all ranks have finished writing. The keys of a composite model begin with the name of their module.
-
-    Args:
-        directory: Where the files are, at any depth.
-        prefix: Put before the paths that are returned.
-
     """
     infos: list[FileInfo] = []
     with readable(directory) as root:
@@ -129,12 +124,11 @@ def _dcp(directory: Path, name: str) -> Iterator[FileInfo]:
 
 
 def dcp_parts(metadata: Any) -> dict[str, tuple[str, str]]:
-    """Map each key of the checkpoint to its part and to its name there.
+    """Map each key to its part (``model``, ``optimizer``, ``scheduler`` or empty) and its name there.
 
-    The part is ``model``, ``optimizer``, ``scheduler``, or empty. The planner records the path of each key in the nested state
-    dict: ``("app", "model", "layers.0.weight")`` in torch's recipe
-    (https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html). Without that record, the segment before
-    the first dot is tried. If no key belongs to a part, top-level tensors are a model's own state dict.
+    The planner records the path of each key in the nested state dict: ``("app", "model", "layers.0.weight")`` in
+    torch's recipe (https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html). Otherwise the
+    segment before the first dot is tried. If no key belongs to a part, top-level tensors are a model's own state dict.
     """
     planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     paths = {

@@ -25,12 +25,7 @@ def read_gradients(
 ) -> tuple[GradientInfo, ...]:
     """Return this rank's part of the gradient of each live parameter that the optimizer is about to update.
 
-    Args:
-        model: The model as the trainer has it; nothing is returned for None.
-        optimizer: The optimizer as the trainer has it, or a list of several.
-        tensors: What the torch optimizer is about to update.
-        squares: ``square_of`` the gradient of each of them that has one, by the ``id`` of the tensor.
-
+    ``tensors`` are what the torch optimizer updates, ``squares`` the ``square_of`` their gradients by ``id``.
     """
     if model is None:
         return ()

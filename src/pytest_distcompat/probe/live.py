@@ -30,16 +30,7 @@ def read_unwrapped(
 ) -> UnwrappedInfo:
     """Return names, shapes, dtypes and digests of a model that nothing has wrapped, and its groups of tied names.
 
-    Args:
-        model: The unwrapped model.
-        blocks: Class names of its blocks; if empty, those that the model declares. The names of the modules of these
-            classes are recorded.
-        ignored_modules: Recorded as given.
-        obeyed: Recorded as given.
-
-    Raises:
-        TypeError: If ``model`` is not a module.
-
+    Without ``blocks`` the blocks are those that the model declares. Raises TypeError if ``model`` is not a module.
     """
     require_module(model, "the unwrapped model", "which build_model() and reload() return")
     classes = blocks or declared_blocks(model)
@@ -86,14 +77,7 @@ def parameter_info(name: str, tensor: torch.Tensor, placement: str = "") -> Para
 
 
 def read_model(model: Module, optimizer: Any, trainer_world_size: int | None) -> ModelInfo:
-    """Return the live model: its wrappers, and each parameter as this rank stores it.
-
-    Args:
-        model: The model as the trainer has it, wrapped or not.
-        optimizer: The trainer's optimizer, wrapped or not, or a list of them; None if there is none.
-        trainer_world_size: The number of ranks that the trainer believes it has; None if it does not say.
-
-    """
+    """Return the live model: its wrappers, and each parameter as this rank stores it."""
     from torch import distributed
 
     held: Counter[int] = Counter()

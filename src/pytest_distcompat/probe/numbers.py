@@ -52,12 +52,7 @@ def peak_memory(device: str) -> int:
 
 
 def sample(output: torch.Tensor) -> tuple[float, ...]:
-    """Return at most ``SAMPLED`` evenly spaced numbers of the output, rounded to 6 digits.
-
-    Raises:
-        TypeError: If ``output`` is not a tensor.
-
-    """
+    """Return at most ``SAMPLED`` evenly spaced numbers of the output, rounded to 6 digits. Raises TypeError for no tensor."""
     if not hasattr(output, "detach"):
         raise TypeError(f"evaluate() returned {output!r:.100}; expected a tensor: what the model computes, not a loss")
     flat = output.detach().float().cpu().reshape(-1)

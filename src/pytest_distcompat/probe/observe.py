@@ -69,21 +69,14 @@ class _Step:
 
 
 class Observer:
-    """Hooks that record what steps do. Make one for each run; they record inside ``watching()``.
+    """Hooks that record what steps do, inside ``watching()``. Make one for each run.
 
-    The step hooks are torch's global ones (``register_optimizer_step_pre_hook``). They see the optimizer that really steps,
-    at the time it steps, through any number of wrappers. With ZeRO they see the flat partitions, which no param_group has
-    between steps.
+    torch's global step hooks see the optimizer that really steps, through any number of wrappers, and ZeRO's flat
+    partitions, which no param_group has between steps.
     """
 
     def __init__(self, guarded: Guarded = _unguarded) -> None:
-        """Register the step hooks.
-
-        Args:
-            guarded: Wraps each function that torch calls. In a user's script it keeps the probe's exceptions away from
-                the script; in a run of a driver they fail the run like any other.
-
-        """
+        """Register the step hooks; ``guarded`` wraps each function that torch calls, to keep exceptions away from a script."""
         self._guarded = guarded
         self.steps: list[StepInfo] = []
         self.compute: dict[tuple[str, str, str], ComputeInfo] = {}
@@ -106,11 +99,7 @@ class Observer:
         self.record_operator = guarded("an operator", self._record_operator)
 
     def attach(self, model: Module) -> None:
-        """Register hooks on the model, on its trainable parameters and on its leaf modules that multiply by a matrix.
-
-        Call it before anything wraps the model. All such modules have a hook, because a unit that is wrapped differently
-        may compute in another dtype.
-        """
+        """Register hooks on the model, its trainable parameters and its leaf layers, before anything wraps it."""
         self.attach_to_layers(model)
         model.register_forward_pre_hook(Hook(self.record_inputs), with_kwargs=True)
 
@@ -132,10 +121,7 @@ class Observer:
         self._reached[parameter] = True
 
     def record_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the digests of the model's input tensors, as a forward pre-hook.
-
-        They are sorted, because a wrapper may pass by keyword what the caller passed by position.
-        """
+        """Record the digests of the model's input tensors, sorted: a wrapper may pass by keyword what it got by position."""
         if torch.compiler.is_compiling():
             return  # a trainer may compile without being asked to
         if self._active and torch.is_grad_enabled():
@@ -168,11 +154,11 @@ class Observer:
             self.record_operators(on=False)
 
     def record_operators(self, *, on: bool) -> None:
-        """Turn the recording of single operators on or off. A tiny model's step takes four times as long while it is on.
+        """Turn the recording of single operators on or off: while on, a tiny model's step takes four times as long.
 
-        Dispatch modes form a stack. Ours is inserted below the modes that the trainer has entered, so that the trainer can
-        leave its own; and it is removed only when no other mode lies above it. The two functions that move modes are
-        private, and torch uses them for the same purpose; ``tests/launch/test_private_names.py`` fails when they change.
+        Our dispatch mode goes below those of the trainer, which can then leave its own, and is removed only when none
+        lies above it. The two functions that move modes are private; ``tests/launch/test_private_names.py`` fails when
+        they change.
         """
         if on and self._mode is None:
             above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()[self._outer_modes :]]
@@ -186,10 +172,9 @@ class Observer:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Disable dispatch modes inside: operators there belong to the probe and are not recorded.
+        """Disable dispatch modes inside: operators there belong to the probe, and must not all go through Python.
 
-        ``_disable_current_modes`` is private, but torch's own kernels use it like this. Without it every operator of a digest
-        goes through Python. ``tests/launch/test_private_names.py`` fails when it changes.
+        ``_disable_current_modes`` is private; ``tests/launch/test_private_names.py`` fails when it changes.
         """
         with _disable_current_modes():
             yield
@@ -240,14 +225,10 @@ class Observer:
         return hook
 
     def _pre_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Record what the optimizer steps on: now, and again after the closure that computes gradients, if there is one.
+        """Record what the optimizer steps on; return the arguments with a closure wrapped, to record again after it.
 
-        A step inside a step belongs to the outer one: torch's ZeroRedundancyOptimizer lets another optimizer step on this
+        A step inside a step belongs to the outer one: ZeroRedundancyOptimizer lets another optimizer step on this
         rank's part.
-
-        Returns:
-            The arguments with the closure wrapped; None to leave them as they are.
-
         """
         if not self._active:
             return None
@@ -346,13 +327,10 @@ def _tensors(args: Any) -> list[torch.Tensor]:
 
 
 def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> tuple[Any, Any] | None:
-    """Return the arguments of ``step(closure)`` with the closure wrapped so that ``then`` is called after it.
+    """Return the arguments of ``step(closure)`` with ``then`` called after the closure; None for a step without one.
 
-    https://docs.pytorch.org/docs/stable/optim.html (optimizer.step(closure)). Lightning's Trainer takes every step like this.
-
-    Returns:
-        Positional and keyword arguments of the step; None for a step without a closure.
-
+    https://docs.pytorch.org/docs/stable/optim.html (optimizer.step(closure)). Lightning's Trainer takes every step like
+    this.
     """
     closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
     if not callable(closure):

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 def several(optimizer: Any) -> list[Any]:
     """Return the trainer's optimizers or schedulers as a list: one, those of an iterable, or none for None.
 
-    ``torch.optim.Muon`` needs a second optimizer for parameters that are no matrices
-    (https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html); ``get_state_dict`` takes several in the same way.
+    ``torch.optim.Muon`` needs a second one for parameters that are no matrices.
     """
     if optimizer is None:
         return []
@@ -48,8 +47,7 @@ def chain(optimizer: Any) -> list[Any]:
 def _delegate(optimizer: Any) -> Any:
     """Return the optimizer that a torch optimizer delegates its step to, or the optimizer itself.
 
-    ``torch.distributed.optim.ZeroRedundancyOptimizer`` (https://docs.pytorch.org/docs/stable/distributed.optim.html) holds all
-    parameters; ``optim`` holds those of this rank and their state. Its own state is what was loaded, and None for the others.
+    ZeroRedundancyOptimizer's ``optim`` holds this rank's parameters and their state; its own state is what was loaded.
     """
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
@@ -95,17 +93,8 @@ def read_optimizer(
     """Return the parameters that the optimizer holds and every tensor of its state; several optimizers count as one.
 
     It does not call ``get_optimizer_state_dict``, which takes a step on a fresh optimizer
-    (https://github.com/pytorch/pytorch/pull/125708).
-
-    Args:
-        model: The model as the trainer has it.
-        optimizer: The optimizer as the trainer has it, or a list of several.
-        whole: Read all state. If False, only the numbers of the parameter groups are read.
-        without_gradient: The ``id`` of each tensor that had no gradient in the optimizer's steps.
-
-    Raises:
-        TypeError: If one of them has no ``param_groups``.
-
+    (https://github.com/pytorch/pytorch/pull/125708). Without ``whole`` only the numbers of the parameter groups are
+    read. Raises TypeError if one has no ``param_groups``.
     """
     chains = [chain(one) for one in several(optimizer)]
     inner = [one[-1] for one in chains]
@@ -251,12 +240,7 @@ def _has_master(parameter: torch.Tensor) -> bool:
 
 
 def read_scheduler(scheduler: Any) -> str:
-    """Return a digest of the scheduler's state and its learning rates; one for each of several, empty for None.
-
-    Raises:
-        TypeError: If one of them has no state.
-
-    """
+    """Return a digest of the state and learning rates of each scheduler; empty for None. Raises TypeError for no scheduler."""
     return "; ".join(map(_read_scheduler, several(scheduler)))
 
 

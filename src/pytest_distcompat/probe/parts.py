@@ -17,15 +17,9 @@ if TYPE_CHECKING:
 
 
 def read_parts(model: Module, known: Mapping[int, UnwrappedInfo], blocks: tuple[str, ...] = ()) -> UnwrappedInfo:
-    """Return the unwrapped model, taking parts that have been wrapped since from ``known``.
+    """Return the unwrapped model, taking parts that were wrapped since from ``known``, by the ``id`` of the module.
 
     ``fully_shard`` is called for blocks before it is called for the root, and FSDP1 may be too.
-
-    Args:
-        model: The model that is about to be wrapped as a whole.
-        known: What was read of a part before it was wrapped, by the ``id`` of the module.
-        blocks: Class names of the blocks; if empty, those that the model declares.
-
     """
     if not any(id(part) in known for part in model.modules()):
         return _partitioned(model, read_unwrapped(model, blocks))

@@ -34,10 +34,6 @@ def read_snapshot_fields(
         trainer_world_size: The number of ranks that the trainer believes it has; None if it does not say.
         whole: Read all values. If False, only numbers are read: memory, scheduler and parameter groups.
         without_gradient: The ``id`` of each tensor that had no gradient in the optimizer's steps.
-
-    Raises:
-        TypeError: If ``model`` is not a module, or ``optimizer`` or ``scheduler`` is something else.
-
     """
     require_module(model, "the driver's self.model", "build() is to set it to the model as the trainer has it")
     fields: dict[str, Any] = {"scheduler": read_scheduler(scheduler), "memory": peak_memory(device)}

@@ -24,10 +24,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def zero3_shard(parameter: Any) -> torch.Tensor:
-    """Return this rank's shard of a ZeRO-3 parameter, without the padding.
-
-    Every rank stores the same number of elements, rounded up; the values of the padding are undefined.
-    """
+    """Return this rank's shard of a ZeRO-3 parameter, without the padding, whose values are undefined."""
     from torch import distributed
 
     stored: torch.Tensor = parameter.ds_tensor
@@ -41,12 +38,7 @@ _CHUNK = 1 << 15
 
 @functools.cache
 def _powers() -> torch.Tensor:
-    """Return the powers base**(n-1), ..., base, 1 of a chunk, modulo both primes, in 16-bit halves.
-
-    Returns:
-        float64 of shape (chunk, 4): the upper and the lower halves for each prime.
-
-    """
+    """Return float64 of shape (chunk, 4): the 16-bit halves of base**(n-1), ..., base, 1 modulo each prime."""
     columns = []
     for prime, base in zip(digests.PRIMES, digests.BASES, strict=True):
         powers = torch.ones(1, dtype=torch.int64)
@@ -59,9 +51,8 @@ def _powers() -> torch.Tensor:
 def digest(value: Any) -> str:
     """Return a digest of the local values; digests of parts can be combined, see ``pytest_distcompat.digests``.
 
-    The digest is of the values, not of their storage: bfloat16 hashes like the float32 that it is cast to exactly. FSDP1
-    upcasts only at the first forward, which does not change a frozen weight. Numbers hash like a tensor that holds them,
-    so a ``step`` of 3 and of 3.0 agree. The digest of anything else is empty.
+    It is of the values, not of their storage: bfloat16 hashes like the float32 that it is cast to (FSDP1 upcasts at the
+    first forward), and numbers like a tensor that holds them. The digest of anything else is empty.
     """
     if isinstance(value, (int, float)):
         value = torch.tensor(float(value))
@@ -93,13 +84,9 @@ def _of_values(flat: torch.Tensor) -> str:
 
 
 def _hash(words: torch.Tensor) -> tuple[int, int]:
-    """Return the hashes of the words modulo both primes.
+    """Return the hashes modulo both primes of words, float64 of shape (n, 2): lower and upper 16-bit halves.
 
-    Both come from one matrix product, because a probe hashes hundreds of small tensors a step and each operator costs a call.
-
-    Args:
-        words: float64 of shape (n, 2): the lower and the upper 16-bit half of each word.
-
+    Both come from one matrix product, because a probe hashes hundreds of small tensors a step.
     """
     powers = _powers()
     if len(words) <= _CHUNK:

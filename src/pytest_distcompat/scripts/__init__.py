@@ -1,9 +1,7 @@
 """Launches of unmodified scripts and command lines on ranks; environment variables alone put the probe into them.
 
-In the parent, ``command`` builds the launcher's command line, ``hosting`` runs it and reports how it ended, and ``launching``
-combines both. In the ranks, ``site/sitecustomize.py`` starts ``hosted_rank``, ``instrumentation``, ``recorder`` and ``bridge``.
-
-Every Python process of a launched script imports this package, so its modules are loaded on first use only.
+In the parent ``launching`` combines ``command`` and ``hosting``. In the ranks ``site/sitecustomize.py`` starts the
+probe. Every Python process of a script imports this package, so its modules are loaded on first use only.
 """
 
 from __future__ import annotations

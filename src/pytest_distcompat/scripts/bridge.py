@@ -1,9 +1,7 @@
 """CPU bridge: makes accelerate and transformers run FSDP and DeepSpeed on CPU ranks over gloo.
 
-By itself accelerate uses FSDP on accelerators only: on the CPU it silently trains a bare model, or plain DDP.
-``drivers.accelerate.on_cpu`` changes that, and the built-in drivers call it too. Here it is called when a script makes its
-first ``PartialState``, which every use of accelerate does, and ``TrainingArguments`` get ``use_cpu=True``. The bridge changes
-CPU ranks only, is checked against accelerate's version, and is named in every report.
+``drivers.accelerate.on_cpu`` says why and how. Here it is called when a script makes its first ``PartialState``, which
+every use of accelerate does, and ``TrainingArguments`` get ``use_cpu=True``. Every report names the bridge.
 """
 
 from __future__ import annotations

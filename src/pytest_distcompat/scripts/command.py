@@ -36,21 +36,11 @@ class Command:
 def build(
     script: str, args: Sequence[str], launcher: str, *, world_size: int, directory: Path, configuration: Path | None
 ) -> Command:
-    """Return the command that runs ``script`` on ``world_size`` ranks.
+    """Return the command that runs ``script`` on ``world_size`` ranks, with the ranks' logs in ``directory``.
 
-    Args:
-        script: For ``torchrun`` and ``accelerate`` a path, or ``-m`` with the module in ``args``. For ``cli`` any command: if
-            it ends in torchrun, torchrun's own variables set the number of ranks (``PET_*``,
-            https://docs.pytorch.org/docs/stable/elastic/run.html).
-        args: The arguments of the script.
-        launcher: ``torchrun``, ``accelerate`` or ``cli``.
-        world_size: The number of ranks.
-        directory: Where the launcher writes the logs of the ranks.
-        configuration: The configuration file for ``accelerate``, if any.
-
-    Raises:
-        UsageProblem: For an unknown launcher, a missing script, or a command that is not installed.
-
+    A ``cli`` command that ends in torchrun gets the number of ranks by torchrun's own variables (``PET_*``,
+    https://docs.pytorch.org/docs/stable/elastic/run.html). Raises UsageProblem for an unknown launcher, a missing
+    script or command.
     """
     logs = directory / "logs"
     logs.mkdir(parents=True, exist_ok=True)

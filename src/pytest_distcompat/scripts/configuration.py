@@ -28,16 +28,7 @@ _RENAMED = {"cpu_offload": "offload_params", "transformer_layer_cls_to_wrap": ""
 def find_configuration(given: str | Path | None, cell: Cell, directory: Path, blocks: Sequence[str] = ()) -> Path:
     """Return the file for ``accelerate launch``: the given one, the cell's in a given directory, or a new one.
 
-    Args:
-        given: A file, or a directory of files named after the strategy, with or without the precision:
-            ``fsdp2-bf16_mixed.yaml``, ``fsdp2.yaml``. None to write a new file.
-        cell: What is to be running.
-        directory: Where a new file is written.
-        blocks: Class names of the modules that FSDP wraps one by one, for a new file.
-
-    Raises:
-        UsageProblem: If a given directory has no file for the cell, or no file can describe the cell.
-
+    Raises UsageProblem if a given directory has no file for the cell, or no file can describe the cell.
     """
     if given is None:
         return write_configuration(cell, directory, blocks)
@@ -56,9 +47,7 @@ def find_configuration(given: str | Path | None, cell: Cell, directory: Path, bl
 
 
 def write_configuration(cell: Cell, directory: Path, blocks: Sequence[str] = ()) -> Path:
-    """Write the cell's YAML file, and the DeepSpeed JSON file that it refers to, if any; return the path of the YAML file.
-
-    The files are the same for GPUs and for the CPU, where the bridge lets accelerate run them.
+    """Write the cell's YAML file, and the DeepSpeed JSON file that it refers to; return the path of the YAML file.
 
     Args:
         cell: What is to be running.
@@ -67,7 +56,6 @@ def write_configuration(cell: Cell, directory: Path, blocks: Sequence[str] = ())
 
     Raises:
         UsageProblem: If no file can describe the cell.
-
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{cell.strategy}-{cell.precision}.yaml"

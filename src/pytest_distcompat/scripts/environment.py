@@ -19,8 +19,7 @@ SITE = Path(__file__).parent / "site"
 def with_probe(environment: dict[str, str], directory: Path) -> dict[str, str]:
     """Return the environment with the variables that start the probe in every Python process.
 
-    PYTHONPATH and ``sitecustomize`` reach every process that inherits the environment: through torchrun, accelerate,
-    deepspeed, ``mp.spawn``, shells and ``uv run``. A ``.pth`` file would have to be written into the user's site-packages.
+    Every process inherits them: through torchrun, accelerate, deepspeed, ``mp.spawn``, shells and ``uv run``.
     """
     own = environment.get("PYTHONPATH")
     path = f"{SITE}{os.pathsep}{own}" if own else str(SITE)

@@ -43,14 +43,7 @@ class UnseenModel(Event, name="unseen model"):
 
 @dataclass(frozen=True)
 class Saved(Event, name="saved"):
-    """A file or directory was saved.
-
-    Attributes:
-        path: Its absolute path.
-        index: Its place among the snapshots.
-        everyone: Whether all ranks wrote it together.
-        model: Whether it should hold the model.
-    """
+    """A file or directory was saved by one rank or by ``everyone``; ``model``: it should hold the model."""
 
     path: str
     index: int

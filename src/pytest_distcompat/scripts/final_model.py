@@ -25,18 +25,9 @@ def check_final_model(
 ) -> list[str]:
     """Return what is wrong with the model that the run left at ``path``; an empty list if it is sound.
 
-    The path must hold weights. They load by transformers' ``from_pretrained`` (or, without a ``config.json``, as a DCP,
-    safetensors or torch file), and no key is missing, unexpected or of another shape. Each parameter and persistent buffer
-    equals the trained one after the last step, value by value.
-
-    Args:
-        run: The trace of the run.
-        cell: What was running.
-        path: The file or directory that the run left; None if nothing says where it is.
-        checkpoints: Paths of the checkpoints that the run wrote, which are not the final model.
-        read: Sends a request to ``scripts.reading`` and returns the answer.
-        saved_name: Returns the unwrapped name of a key in a file.
-
+    Its weights load by transformers' ``from_pretrained`` (or, without a ``config.json``, as a DCP, safetensors or torch
+    file), no key is missing, unexpected or of another shape, and each parameter and persistent buffer equals the
+    trained one after the last step. ``checkpoints`` are no part of it; ``read`` sends a request to ``scripts.reading``.
     """
     if path is None:
         return ["nothing says where the run leaves its model: tell launch(output=...)"]

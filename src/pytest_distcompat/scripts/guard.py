@@ -1,7 +1,4 @@
-"""Guard around every call from a script into the probe: exceptions of the probe are reported and never raised.
-
-The first failure silences the probe for the rest of the process. The script continues, and no check passes.
-"""
+"""Guard around every call from a script into the probe: its first exception is reported and silences it, the script goes on."""
 
 from __future__ import annotations
 
@@ -34,13 +31,8 @@ def failed() -> bool:
 def attempt(where: str, function: Callable[..., Any], *args: Any, always: bool = False, **kwargs: Any) -> Any:
     """Call ``function`` and return its result; None if it raises, or if the probe has failed before.
 
-    Args:
-        where: Names the call of the script, for the report.
-        function: The part of the probe that is called.
-        *args: Its positional arguments.
-        always: Call it even if the probe has failed before, because it reports how the rank ended or undoes a change.
-        **kwargs: Its keyword arguments.
-
+    ``where`` names the call of the script. With ``always`` a probe that failed before is called too, to report how the
+    rank ended or to undo a change.
     """
     global _failed  # noqa: PLW0603 - a process has one probe
     if _failed and not always:

@@ -1,7 +1,7 @@
 """Reports of a rank that a foreign launcher has started: its number, its start and its end.
 
-A rank is a process that has RANK in its environment, which torchrun, accelerate and deepspeed set, or that becomes one by
-``init_process_group`` (``mp.spawn``, mpirun). Its child processes are no ranks, although they inherit its environment.
+A rank is a process that has RANK in its environment, or that becomes one by ``init_process_group`` (``mp.spawn``,
+mpirun). Its child processes are no ranks, although they inherit its environment.
 """
 
 from __future__ import annotations
@@ -179,14 +179,9 @@ def current_rank() -> HostedRank | None:
 
 
 def claim(rank: int) -> HostedRank | None:
-    """Make this process that rank, and return it.
+    """Make this process that rank and return it; None for a child of a rank, or if another process is it already.
 
-    Several processes may be the same rank one after the other (a shell script that prepares, then trains). The last one
-    counts if all before it ended well. The same holds for programs in one process (``os.execv``).
-
-    Returns:
-        The rank; None if this process is a child of a rank, or another process is that rank already.
-
+    Several processes, or programs in one process (``os.execv``), may be the rank one after the other if each ends well.
     """
     global _current  # noqa: PLW0603 - a process is one rank
     if current_rank() is not None:

@@ -1,8 +1,7 @@
 """Host of a foreign launcher: run it, watch the ranks that it starts, and combine their endings.
 
-``launch.ending`` combines them, as for ranks of our own launcher. There are three differences. The ranks are not our
-children, so they announce themselves (``hosted_rank``). Only the launcher knows their exit codes, so these are read from
-torchrun's report or from the files of the ranks. The launcher itself can fail.
+Unlike ranks of our own launcher these are not our children, so they announce themselves (``hosted_rank``), and their
+exit codes are read from torchrun's report or the ranks' files. The launcher itself can fail too.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ class Hosted:
     reproduce: str
 
     def run(self) -> Ending:
-        """Start the command, wait until it has ended or kill it at the timeout, and return how it ended.
-
-        The failure of the command or of a rank is part of the result and raises nothing.
-        """
+        """Start the command, wait until it has ended or kill it at the timeout, and return how it ended; raise nothing."""
         # A launcher tries for minutes, and then says what it could not connect to.
         if problem := loopback.problem():
             return Ending.not_launched(self.world_size, problem)

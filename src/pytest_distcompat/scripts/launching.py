@@ -31,16 +31,10 @@ from pytest_distcompat.strategies import STRATEGIES
 
 @dataclass(frozen=True)
 class Host:
-    """Where scripts run.
+    """Where scripts run: the ``device`` (``cpu`` or ``cuda``), and what ``launch`` takes if it is given nothing else.
 
-    Attributes:
-        device: ``cpu`` or ``cuda``.
-        world_size: The number of ranks, unless ``launch`` is given another.
-        pool: Leases the devices.
-        timeout: The time limit in seconds, unless ``launch`` is given another.
-        directory: Where the runs have their directories. If None, each has a temporary one, which is removed at the end of
-            this process unless the run failed.
-
+    Without a ``directory`` each run has a temporary one, which is removed at the end of this process unless the run
+    failed.
     """
 
     device: str
@@ -247,12 +241,7 @@ def check_ranks(name: str, value: object) -> None:
 
 
 def _cell(strategy: str, precision: str, world_size: int, options: Mapping[str, OptionValue]) -> Cell:
-    """Return the cell that should be running; without a strategy only its world size has a meaning.
-
-    Raises:
-        UsageProblem: For an unknown name, a wrong value, or a cell that its strategy does not support.
-
-    """
+    """Return the cell that should be running, ``ddp`` without a strategy. Raises UsageProblem for an invalid one."""
     PRECISIONS.get(precision)
     if strategy:
         STRATEGIES.get(strategy)

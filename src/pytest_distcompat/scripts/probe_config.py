@@ -12,18 +12,14 @@ _FILE = "probe.json"
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """Configuration of the probe: what it records in each rank of a script.
+    """What the probe records in each rank of a script.
 
     Attributes:
-        steps: How many optimizer steps, from the first, are recorded in full: values, dtypes, collectives, inputs. Of later
-            steps only losses and learning rates are recorded, so that a long run is not slowed down. With 0 there is no
-            probe, and ranks only log how they ended.
+        steps: How many optimizer steps are recorded in full. Of later ones only losses and learning rates are recorded,
+            so that a long run is not slowed down. With 0 there is no probe, and ranks only log how they ended.
         device: ``cpu`` or ``cuda``.
-        stop_after: All ranks exit when a checkpoint has been written after that many steps, as if they had been
-            preempted. With 0 they run to their end.
-        blocks: Class names of the modules that are sharded, recomputed and compiled one by one; if empty, those that the
-            model declares.
-
+        stop_after: All ranks exit after the checkpoint of that step, as if preempted. With 0 they run to their end.
+        blocks: Class names of the modules that are sharded one by one; if empty, those that the model declares.
     """
 
     steps: int = 5

@@ -25,16 +25,9 @@ TIMEOUT = 600.0
 
 
 def read_in_a_process(start: Start | None, directory: Path, request: Mapping[str, Any]) -> Any:
-    """Return the answer of ``main`` to a request.
+    """Return the answer of ``main`` to a request, from the interpreter and working directory of a rank's ``start``.
 
-    Args:
-        start: The first event of a rank; its interpreter and working directory are used.
-        directory: Where the request and the answer are written.
-        request: Its ``kind`` is ``files`` or ``final``.
-
-    Raises:
-        RunFailedError: If the process fails.
-
+    Raises RunFailedError if the process fails.
     """
     request_file, answer = directory / f"{request['kind']}.request.json", directory / f"{request['kind']}.json"
     request_file.write_text(json.dumps(request), encoding="utf-8")
@@ -110,10 +103,9 @@ def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _files_of_model(infos: Iterable[FileInfo], path: Path, checkpoints: Collection[Path]) -> list[FileInfo]:
-    """Return the files that belong to the model at ``path``.
+    """Return the files of the model at ``path``: that file, or those in that directory and its module directories.
 
-    For a file that is the file itself; for a directory the files in it, as ``from_pretrained`` reads them, and in its module
-    directories. If these hold no model, it is all files below the directory, except for the checkpoints that the run wrote there.
+    If they hold no model, it is all files below the directory, except for the checkpoints that the run wrote there.
     """
     from pytest_distcompat.checks.export import PREFIX
     from pytest_distcompat.probe.files import module_directories

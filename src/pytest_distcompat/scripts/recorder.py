@@ -1,14 +1,10 @@
 """Recorder of snapshots in an unmodified script, as the methods of a driver would have left them.
 
-A script has no actions. Instead ``wrappers`` report its library calls: a model is about to be wrapped, an optimizer has
-stepped, a checkpoint was written. From these calls the recorder makes snapshots of the actions ``build_model`` (the model before
-anything wrapped it), ``build`` (just before the first step, when no parameter has changed yet), ``step`` (written when the next
-call begins, because only then the scheduler has stepped too), ``save``, ``load`` and ``export``. The index of a snapshot
-follows from the number of steps taken, not from the number of snapshots, so that ranks agree on it although one of them may
-save alone.
-
-The recorder takes part in no collective and changes nothing. It is called through ``guard``, so that its failures never reach
-the script.
+``wrappers`` report the script's library calls. Of these the recorder makes snapshots of ``build_model`` (before
+anything wraps the model), ``build`` (just before the first step), ``step`` (when the next call begins, because only
+then the scheduler has stepped too), ``save``, ``load`` and ``export``. A snapshot's index follows from the number of
+steps, so that ranks agree on it although one of them may save alone. The recorder takes part in no collective and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -91,15 +87,10 @@ class Recorder:
 
     @contextlib.contextmanager
     def inside_call(self, *, training: bool = False) -> Iterator[bool]:
-        """Mark the time inside a wrapped call.
+        """Mark the time inside a wrapped call; yield whether it is the outermost one, which is the script's own.
 
-        Args:
-            training: Whether the call computes gradients or steps. Steps inside other calls are ignored:
-                ``torch.distributed.checkpoint.state_dict`` steps without gradients to create optimizer state.
-
-        Yields:
-            Whether this call is the outermost wrapped call. Calls inside it belong to the library, not to the script.
-
+        Only calls in ``training`` compute gradients or step: ``torch.distributed.checkpoint.state_dict`` steps without
+        gradients to create optimizer state.
         """
         outermost = self.depth == 0
         self.depth += 1
@@ -149,8 +140,8 @@ class Recorder:
     def _forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """Record the inputs of the outermost model: the first wrapped model that computes in training.
 
-        ``kwargs`` is None for a hook that an earlier hook of the same call has removed: torch iterates over a copy of the
-        hooks, but looks up at each call whether a hook takes keyword arguments.
+        ``kwargs`` is None if an earlier hook of the same call removed this one: torch iterates over a copy of the
+        hooks.
         """
         import torch
 
@@ -250,14 +241,7 @@ class Recorder:
             self.rank.log.write(Action("save", self._save_index))
 
     def after_save(self, path: Any, everyone: bool, model: bool) -> None:
-        """Record a checkpoint that was written.
-
-        Args:
-            path: The file or directory.
-            everyone: Whether all ranks wrote it together.
-            model: Whether it should hold the model.
-
-        """
+        """Record a checkpoint that ``everyone`` has written, or a file of one rank; ``model``: it should hold the model."""
         from pytest_distcompat.scripts.events import Saved
 
         index = self._save_index
@@ -273,11 +257,7 @@ class Recorder:
             exit_together(self.rank)
 
     def after_load(self) -> None:
-        """Record a checkpoint, or a part of one, that was loaded.
-
-        Before the first step the script may load further parts, so the snapshot is written just before that step, or at the
-        end of the process if there is no step.
-        """
+        """Record a loaded checkpoint; before the first step, since parts may follow, only then or at the end."""
         self.finish_step()
         if self._built and self._model is not None:
             self._write_snapshot("load", self.steps * STRIDE + LOAD, **self._read_fields(whole=True))
@@ -331,10 +311,7 @@ CHECKPOINT_TIMEOUT_S = 60.0
 
 
 def exit_together(hosted_rank: HostedRank) -> None:
-    """End this process when every rank has called this.
-
-    Ranks wait for each other by their log files, because the probe takes part in no collective.
-    """
+    """End this process when the log files of all ranks say that they have called this, without a collective."""
     from torch import distributed
 
     from pytest_distcompat.events import of_kind

@@ -147,12 +147,7 @@ class ScriptRun:
             raise Incompatible(f"{messages}\n\n{context}", hard=self.hard)
 
     def verdicts(self, *names: str) -> list[Verdict]:
-        """Return one verdict for each check; ``skipped``, with the reason, if it does not apply to the run.
-
-        Raises:
-            UsageProblem: As ``check``.
-
-        """
+        """Return one verdict for each check; ``skipped``, with the reason, if it does not apply. Raises as ``check``."""
         if not names:
             raise UsageProblem(f"no check is named. Known: {', '.join((*SCRIPT_CHECKS, FINAL_MODEL_CHECK))}")
         for name in names:
@@ -247,10 +242,7 @@ class ScriptRun:
 
     @functools.cached_property
     def trace_with_files(self) -> RunTrace:
-        """Return the trace with a snapshot of each checkpoint, which must be complete, and of each other saved file.
-
-        Without a checkpoint all files are one snapshot, because a script may write the model in parts.
-        """
+        """Return the trace with a snapshot of each saved checkpoint and file; one of all files without a checkpoint."""
         seen = [saved.path for saved in self.saved() if Path(saved.path).exists()]
         output = str(self.output.resolve()) if self.output is not None and self.output.exists() else ""
         paths = list(dict.fromkeys(filter(None, (*seen, output))))

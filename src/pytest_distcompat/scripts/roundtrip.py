@@ -94,10 +94,7 @@ class RoundTrip:
                     return
 
     def _loaded(self, *, explain: bool) -> Iterator[str]:
-        """Yield differences between the saved and the loaded values, whatever number of ranks they are split over.
-
-        Where steps are compared bit by bit, this is only needed to ``explain`` their differences.
-        """
+        """Yield differences between saved and loaded values on any number of ranks, or to ``explain`` those of steps."""
         saved, loaded = (_saved_or_loaded(run, self.save_at) for run in (self.stopped, self.resumed))
         if not loaded:
             yield "the resumed run read no checkpoint by any of the calls that are known"
@@ -149,15 +146,14 @@ def resume_roundtrip(
 ) -> RoundTrip:
     """Run the script to its end, again until it has saved, and resumed from there; all of ``same`` must agree.
 
-    All three runs get the same total number of steps, so that learning rate schedules agree; the probe stops the run that saves.
-    With ``save_at=total`` the resumed run only evaluates what it loads. Then, and with ``reshard_to``, the loaded values are
-    compared with the saved ones instead of the steps.
+    All runs get the same total number of steps, so that learning rates agree; the probe stops the one that saves. With
+    ``save_at=total``, where the resumed run only evaluates, and with ``reshard_to`` the loaded values are compared with
+    the saved ones instead of the steps.
 
     Args:
         script: As for ``launch``.
-        args: The arguments of all runs. ``{output}`` stands for the directory of a run, ``{steps}`` for ``total``,
-            ``{save_at}`` for itself.
-        resume: Further arguments of the resumed run. ``{checkpoint}`` stands for the path that was saved.
+        args: The arguments of all runs, with ``{output}`` (the directory of the run), ``{steps}`` and ``{save_at}``.
+        resume: Further arguments of the resumed run, with ``{checkpoint}`` for the path that was saved.
         save_at: The step after which the checkpoint is written.
         total: The number of steps of the whole training.
         same: The quantities that must agree, of ``SAME``.
@@ -169,7 +165,6 @@ def resume_roundtrip(
         Incompatible: With the differences.
         RunFailedError: If a run fails.
         UsageProblem: For a wrong argument.
-
     """
     _check_arguments(
         args=args, resume=resume, same=same, save_at=save_at, total=total, reshard_to=reshard_to, settings=settings

@@ -1,8 +1,7 @@
 """Supervisor process of a launcher: it runs one command and adopts all processes that the command leaves behind.
 
-It is started as ``python -m pytest_distcompat.scripts.supervisor``. Because it adopts orphans, ranks in sessions of their own,
-or whose launcher was killed, are its descendants. When the other end of its standard input closes, even by the death of
-pytest, it kills all of them.
+So ranks in sessions of their own, or whose launcher was killed, are its descendants. It kills all of them when its
+standard input closes, even by the death of pytest.
 """
 
 from __future__ import annotations

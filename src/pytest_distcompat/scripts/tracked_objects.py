@@ -1,7 +1,4 @@
-"""Models, optimizers and schedulers that a script has made, and which of them belong together.
-
-All are held by weak references, so that the probe keeps nothing alive that the script has dropped.
-"""
+"""Models, optimizers and schedulers of a script, by weak references, and which of them belong together."""
 
 from __future__ import annotations
 
@@ -15,12 +12,7 @@ if TYPE_CHECKING:
 
 
 class TrackedObjects:
-    """Models, optimizers and schedulers that the wrappers have seen so far in one rank.
-
-    Args:
-        blocks: Class names of the models' blocks; if empty, those that the models declare.
-
-    """
+    """Models, optimizers and schedulers seen so far in one rank; ``blocks`` are class names of the models' blocks, if given."""
 
     def __init__(self, blocks: tuple[str, ...] = ()) -> None:
         self._blocks = blocks
@@ -75,8 +67,8 @@ class TrackedObjects:
     def optimizers_with(self, optimizer: Any, model: Module | None) -> Any:
         """Return the optimizer, or a list of it and all others that train the model, in the order they were made.
 
-        The others hold parameters of the model, and none that a chosen one holds already. The latest are chosen first,
-        because an optimizer that was made and dropped holds the same parameters as the one that replaced it.
+        The latest are chosen first: an optimizer that was dropped holds the same parameters as the one that replaced
+        it.
         """
         from pytest_distcompat.probe.optimizer import entries, torch_optimizer
 

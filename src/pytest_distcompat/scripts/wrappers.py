@@ -1,9 +1,7 @@
 """Wrappers of library calls in a script, by which the probe sees them; arguments and results are passed on unchanged.
 
-A wrapper is a generator function: the code before its ``yield`` runs before the original call, the ``yield`` returns the
-result, and the code after it runs after the call. Only ``wrap_attribute`` runs wrappers, and only through ``guard``.
-
-Only the outermost call counts: when ``Accelerator.prepare`` calls ``fully_shard``, that call is not the script's.
+A wrapper is a generator function: the original call runs at its ``yield``, which returns the result. Only the outermost
+call counts: when ``Accelerator.prepare`` calls ``fully_shard``, that call is not the script's.
 """
 
 from __future__ import annotations
@@ -103,12 +101,9 @@ def models(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, compiles: bool = False) -> Wrapper:
-    """Make a wrapper of a call that wraps the models among its arguments.
+    """Make a wrapper of a call that wraps models among its arguments; ``made`` picks what it has made.
 
-    Args:
-        made: (result, arguments) -> the models and optimizers that the call has wrapped.
-        compiles: Whether the call compiles the model, so that the probe's hooks must be removed.
-
+    ``compiles``: it compiles the model, so that the probe's hooks must be removed.
     """
 
     def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
@@ -149,13 +144,10 @@ def trains(loss: Callable[[Arguments, Keywords], Any]) -> Wrapper:
 
 
 def saves(where: Callable[[Any, Arguments, Keywords], Any], *, everyone: bool = True, model: bool = True) -> Wrapper:
-    """Make a wrapper of a call that writes a checkpoint or a file.
+    """Make a wrapper of a call that writes to ``where`` (result, arguments, keyword arguments), if that is not None.
 
-    Args:
-        where: (result, arguments, keyword arguments) -> the path, None for no path.
-        everyone: Whether all ranks call it, so that it is a checkpoint from which training can resume.
-        model: Whether the file should hold the model. Other calls may write anything.
-
+    If ``everyone`` calls it, training can resume from it; ``model``: the file should hold the model, and not anything
+    else.
     """
 
     def wrapper(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:

@@ -18,14 +18,9 @@ if TYPE_CHECKING:
 class Dtypes:
     """One row of the dtype table: the dtype of each kind of tensor on every rank, once the trainer is built.
 
-    Attributes:
-        storage: The live parameter as this rank stores it.
-        compute: The output of a matrix product in the forward pass.
-        reduce: Gradients in collectives.
-        gradient: The gradient that the optimizer sees.
-        master: What the optimizer updates.
-        state: The optimizer's moments.
-        buffer: Floating-point buffers; empty if they keep their dtype.
+    ``storage`` is that of the live parameter, ``compute`` of products, ``reduce`` of gradients in collectives,
+    ``gradient`` of those that the optimizer sees, ``master`` of what it updates, ``state`` of its moments. ``buffer``
+    is empty if buffers keep theirs.
     """
 
     storage: str
@@ -53,10 +48,8 @@ OPTION_WRAPPERS = {"compile": "_orig_mod", "activation_checkpointing": "_checkpo
 class WrapSpec:
     """Which modules of a model a strategy wraps one by one, as its driver knows them.
 
-    Attributes:
-        blocks: Class names of the modules to wrap.
-        min_num_params: How many parameters make a unit under option ``wrap_policy``.
-        ignored_modules: Names of the modules to leave out; empty unless the cell asks for some.
+    ``blocks`` are their class names. ``min_num_params`` make a unit under option ``wrap_policy``. ``ignored_modules``
+    are the names of modules to leave out, empty unless the cell asks for some.
     """
 
     blocks: tuple[str, ...] = ()
@@ -127,13 +120,8 @@ class Strategy:
     def canonical(self, name: str, cell: Cell, unwrapped: Iterable[str]) -> str:
         """Return the unwrapped model's name for a live one: without the segments that the cell's wrappers put in.
 
-        The segment of a wrapper that the cell does not ask for stays, so that the name is not an unwrapped one. So does a
-        leading segment that is part of an unwrapped name (a submodule called ``module``).
-
-        Args:
-            name: The live name.
-            cell: The cell, whose strategy and options decide which segments are removed.
-            unwrapped: The names of the unwrapped model.
+        The segment of a wrapper that the cell does not ask for stays, so that the name is not an unwrapped one. So does
+        a leading segment that is part of one of the ``unwrapped`` names (a submodule called ``module``).
         """
         known = set(unwrapped)
         removable = set(self.wrappers)

@@ -51,10 +51,7 @@ def _move_to_meta(model: Module) -> dict[str, torch.Tensor]:
 
 
 def _load_weights(model: Module, full_state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Allocate the shards and load rank 0's weights into them.
-
-    Buffers that are not in the state dict are copied: they would keep uninitialized memory.
-    """
+    """Allocate the shards and load rank 0's weights into them, and all buffers: some are not in the state dict."""
     import torch
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 

@@ -14,11 +14,9 @@ if TYPE_CHECKING:
 
 
 def _dtypes(precision: Precision) -> Dtypes:
-    """Return the dtype row: parameters and reductions in the compute dtype, what is optimized in the master dtype.
+    """Return the dtype row: parameters and reductions in the compute dtype, masters and state in the master dtype.
 
-    What is optimized are flat partitions, or copies at stage 0.
-
-    https://huggingface.co/blog/deepspeed-to-fsdp-and-back: DeepSpeed always keeps float32 masters. Since 0.18 it has a
+    DeepSpeed always keeps float32 masters (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Since 0.18 it has a
     low-precision mode too (``bf16_master_weights_and_grads``), which is what bf16_pure asks for.
     """
     master, compute = precision.master, precision.compute

@@ -1,8 +1,4 @@
-"""Startup file of each Python process of a launched script: it starts the probe and removes itself.
-
-It leaves no trace: it removes its directory from ``sys.path``, and the user's own ``sitecustomize`` is imported as if it were
-the only one.
-"""
+"""Startup file of each Python process of a launched script: it starts the probe and leaves no trace."""
 
 # ruff: noqa: INP001 - a directory of PYTHONPATH, no package
 
