@@ -69,7 +69,7 @@ def test_norms_flags_and_padding_are_no_gradients(sound: Sound) -> None:
     ],
 )
 @pytest.mark.parametrize("cell", ONCE)
-def test_what_is_fed(sound: Sound, cell: str, fed: tuple[str, ...], nth: int, finding: str) -> None:
+def test_the_micro_batches_that_are_fed(sound: Sound, cell: str, fed: tuple[str, ...], nth: int, finding: str) -> None:
     assert sound(cell).snapshot("step", {"inputs": fed}, nth=nth, rank=0).findings("accumulation") == [finding]
 
 
@@ -96,7 +96,7 @@ def test_two_optimizers_step_once_each(sound: Sound) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_in_a_compiled_graph_nobody_sees_what_is_fed(sound: Sound, strategy: str) -> None:
+def test_inputs_of_a_compiled_graph_are_unknown(sound: Sound, strategy: str) -> None:
     story = sound(f"{strategy}-fp32-w2-grad_accum_2-compile")
     for run in ("train", "single"):
         story = story.snapshot("step", {"inputs": ()}, run=run)
@@ -122,7 +122,7 @@ def test_silence_is_no_proof(sound: Sound, run: str, nth: int, message: str) -> 
     assert story.findings("accumulation") == [f"rank 1: no report after {message}"]
 
 
-def test_where_it_says_nothing() -> None:
+def test_cells_to_which_it_does_not_apply() -> None:
     not_applicable = CHECKS.get("accumulation").not_applicable
     assert not_applicable(Cell.parse("ddp-fp32-w2"), Driver) == "there is one micro-batch a step"
     assert not_applicable(Cell.parse("ddp-fp32-w2-grad_accum_4"), Driver) is None

@@ -38,7 +38,7 @@ def test_a_sound_trace_has_no_findings(sound: Sound, cell: str, check: str) -> N
     assert not story.judges(check) or story.findings(check) == []
 
 
-def test_no_check_of_these_runs_is_left_out(sound: Sound) -> None:
+def test_every_check_of_these_runs_is_tested(sound: Sound) -> None:
     judged = {check for cell in OTHERS for check in CHECKS.names() if sound(cell).judges(check)}
     assert judged >= {
         "active",
@@ -219,7 +219,7 @@ def test_copies_of_shards_stay_equal(sound: Sound, cell: str) -> None:
         ]
 
 
-def test_as_many_copies_of_shards_as_asked(sound: Sound) -> None:
+def test_the_number_of_replicas_is_the_requested_one(sound: Sound) -> None:
     options, unwrapped = sound("fsdp2-fp32-w4-dp_replicate_2"), sound("fsdp2-fp32-w4")
     others = [replace(options, trace=unwrapped.trace), replace(unwrapped, trace=options.trace)]
     assert [story.findings("active") for story in others] == [
@@ -241,7 +241,7 @@ def test_as_many_copies_of_shards_as_asked(sound: Sound) -> None:
     assert alone.findings("active")[0] == "shards are in 2 copies (rank 0; rank 1); expected 1, of several ranks"
 
 
-def test_who_holds_a_model_by_itself_holds_no_part_of_the_copies_of_others(sound: Sound) -> None:
+def test_a_rank_with_a_whole_model_holds_no_shard_of_replicas(sound: Sound) -> None:
     story = sound("fsdp2-fp32-w4").model({"shard_group": (0, 1)}, rank=0).model({"shard_group": (0, 1)}, rank=1)
     story = story.model({"shard_group": ()}, rank=2).model({"shard_group": ()}, rank=3)
     assert story.trace.run().replicas == ((0, 1), (2, 3))

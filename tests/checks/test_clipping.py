@@ -17,7 +17,7 @@ REPLICAS, PARTS = ("ddp-fp32-w2", "zero0-fp32-w2"), ("fsdp1-fp32-w2", "fsdp2-fp3
 
 
 @pytest.mark.parametrize("cell", REPLICAS)
-def test_each_replica_is_given_the_whole_gradient(sound: Sound, cell: str) -> None:
+def test_each_replica_gets_the_whole_gradient(sound: Sound, cell: str) -> None:
     # Not clipped: the norm is what it was.
     story = sound(cell).stepped({"square": 4.0}, action="step", nth=2, rank=1)
     assert story.findings("clipping") == [
@@ -59,7 +59,7 @@ def test_scaled_by_the_number_of_ranks(sound: Sound, cell: str, factor: float) -
     assert all(finding.startswith("step 20: ") for finding in found)
 
 
-def test_only_the_first_step_that_is_off_is_told(sound: Sound) -> None:
+def test_only_the_first_deviating_step_is_reported(sound: Sound) -> None:
     found = sound("ddp-fp32-w2").stepped({"square": 4.0}, action="step").findings("clipping")
     assert [finding.partition(":")[0] for finding in found] == ["step 1", "step 1"]
 

@@ -64,7 +64,7 @@ SOURCE = """Traceback (most recent call last):
 @pytest.mark.parametrize(
     ("last", "named"), [("RuntimeError: no central directory", True), ("OSError: a/shard_0.pt: cut", False)]
 )
-def test_a_line_of_the_code_tells_nobody_which_file_it_was(runs_of: RunsOf, last: str, named: bool) -> None:
+def test_a_source_line_in_the_error_does_not_name_the_file(runs_of: RunsOf, last: str, named: bool) -> None:
     end = RunFailure("raised", f"rank 0 raised {last}", f"--- rank 0:\n{SOURCE}{last}\n", "load", 3)
     story = ending(runs_of("ddp-fp32-w2", "damage"), "truncated", end)
     assert any("the error does not name it" in text for text in story.findings("damage")) == named

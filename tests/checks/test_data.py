@@ -77,7 +77,7 @@ def test_micro_batches_in_another_order(sound: Sound) -> None:
         ("resume", "step", 1, "step 2 after the load"),
     ],
 )
-def test_a_silent_rank_is_told_and_the_others_are_still_compared(
+def test_a_silent_rank_is_reported_and_the_others_are_compared(
     sound: Sound, run: str, action: str, nth: int, message: str
 ) -> None:
     story = sound("ddp-fp32-w4").without(action, run=run, nth=nth, rank=1)
@@ -92,7 +92,7 @@ def test_a_silent_rank_is_told_and_the_others_are_still_compared(
         ("fsdp2-fp32-w2", ""),
     ],
 )
-def test_where_it_says_nothing(sound: Sound, cell: str, reason: str) -> None:
+def test_cells_to_which_it_does_not_apply(sound: Sound, cell: str, reason: str) -> None:
     found = CHECKS.get("data").not_applicable(sound(cell).cell, Driver)
     assert reason in (found or "")
     assert bool(reason) == bool(found)

@@ -32,7 +32,9 @@ def test_storage(sound: Sound, cell: str, found: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(("only", "changes"), [("frozen.weight", {}), ("outlet.weight", {"local_numel": 0})])
-def test_what_is_frozen_or_empty_may_be_stored_otherwise(sound: Sound, only: str, changes: dict[str, Any]) -> None:
+def test_frozen_and_empty_parameters_may_have_another_storage_dtype(
+    sound: Sound, only: str, changes: dict[str, Any]
+) -> None:
     story = sound("fsdp2-bf16_mixed-w2").parameters({"dtype": "bfloat16", **changes}, only=only, action="step")
     assert story.findings("dtypes") == []
 
@@ -120,7 +122,7 @@ def test_gradients_on_the_wire(sound: Sound, cell: str, op: str, found: str, exp
 
 
 @pytest.mark.parametrize(("found", "sound_then"), [("float32", True), ("float16", False), ("float8_e4m3fn", False)])
-def test_who_was_not_asked_what_gradients_travel_in_may_take_more(sound: Sound, found: str, sound_then: bool) -> None:
+def test_without_reduce_dtype_gradients_may_travel_in_a_wider_dtype(sound: Sound, found: str, sound_then: bool) -> None:
     """Lightning's Fabric puts autocast around FSDP2, whose parameters, and so gradients, are float32 then."""
     story = sound("fsdp2-bf16_mixed-w2")
     story = story.snapshot("step", {"collectives": (CollectiveInfo("reduce_scatter_base", found, 1, 16),)}, nth=2)
@@ -174,7 +176,7 @@ def test_one_rank_alone_sends_nothing(sound: Sound) -> None:
 @pytest.mark.parametrize(
     "cell", ["ddp-bf16_mixed-w2", "fsdp2-bf16_mixed-w2", "zero1-bf16_mixed-w2", "zero3-bf16_mixed-w2"]
 )
-def test_what_the_optimizer_works_in(sound: Sound, cell: str, part: str, text: str) -> None:
+def test_masters_and_state_of_the_optimizer(sound: Sound, cell: str, part: str, text: str) -> None:
     story = sound(cell).stepped({part: ("bfloat16",)}, action="step", nth=2, rank=1)
     assert story.findings("dtypes") == [f"rank 1: {text}"]
 

@@ -150,7 +150,7 @@ def test_no_unwrapped_model(runs_of: RunsOf) -> None:
     assert story.findings("export") == ["the unwrapped model was not seen"]
 
 
-def test_where_it_says_nothing() -> None:
+def test_cells_to_which_it_does_not_apply() -> None:
     not_applicable = CHECKS.get("export").not_applicable
     assert not_applicable(Cell.parse("ddp-fp32-w2"), TorchDriver) is None
     assert not_applicable(Cell.parse("ddp-fp32-w2"), Driver) == "the driver has no export()"

@@ -59,7 +59,7 @@ def test_products_in_more_bits(sound: Sound) -> None:
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp8-w2-fp8_backend_te", "ddp-fp8-w2-compile"])
-def test_what_cannot_be_seen_is_not_asked_for(sound: Sound, cell: str) -> None:
+def test_no_8_bit_product_is_required_where_none_is_recorded(sound: Sound, cell: str) -> None:
     assert converted(sound(cell), casts=0).findings("float8") == []
 
 
@@ -83,7 +83,7 @@ def test_a_silent_rank(sound: Sound) -> None:
     assert story.findings("float8") == ["rank 1: no report after three steps"]
 
 
-def test_other_precisions_ask_for_no_8_bits(sound: Sound) -> None:
+def test_other_precisions_require_no_8_bit_layers(sound: Sound) -> None:
     check = CHECKS.get("float8")
     assert check.not_applicable(sound("ddp-fp32-w2").cell, TorchDriver) == "fp32 asks for no 8 bits"
     assert not check.not_applicable(sound("ddp-fp8-w2").cell, TorchDriver)

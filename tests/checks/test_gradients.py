@@ -78,7 +78,7 @@ def test_a_gradient_that_is_missing(sound: Sound) -> None:
     ]
 
 
-def test_parts_that_are_no_whole(sound: Sound) -> None:
+def test_parts_that_do_not_make_a_whole_gradient(sound: Sound) -> None:
     story = scaled(sound("zero1-fp32-w2"), {"inlet.weight": 0.0}, rank=1)
     assert story.findings("gradients") == [
         "step 1: all ranks: the gradient of inlet.weight cannot be put together from the ranks' parts"
@@ -154,7 +154,7 @@ def test_flat_parameters_have_no_gradients_of_their_own() -> None:
     )
 
 
-def test_an_unknown_name_is_left_to_the_check_of_names(sound: Sound) -> None:
+def test_an_unknown_name_is_no_finding_of_this_check(sound: Sound) -> None:
     def change(snapshot: Snapshot) -> Snapshot:
         steps = tuple(
             replace(step, gradients=tuple(replace(info, name=f"engine.{info.name}") for info in step.gradients))

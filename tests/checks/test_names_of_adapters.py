@@ -70,7 +70,7 @@ def test_a_buffer_is_gone(sound: Sound) -> None:
     assert story.findings("names") == ["rank 1: buffer 'scale' of the unwrapped model has no live counterpart"]
 
 
-def test_what_is_exported_has_plain_names_too(sound: Sound) -> None:
+def test_exported_adapters_have_unwrapped_names(sound: Sound) -> None:
     def exported(*keys: str) -> list[str]:
         file = FileInfo("export/model.safetensors", "safetensors", "model", keys)
         story = sound("fsdp1-fp32-w2-compile")

@@ -117,7 +117,7 @@ def test_the_mean_over_the_ranks_is_what_counts(sound: Sound) -> None:
     assert found == ["step 5: the loss is 0.95; 0.7 in the reference (3.6e-01 off, 2.0e-05 allowed)"]
 
 
-def test_only_the_first_step_that_is_off_is_told(sound: Sound) -> None:
+def test_only_the_first_deviating_step_is_reported(sound: Sound) -> None:
     story = scaled(scaled(sound("zero2-fp32-w2"), "loss", 1.1, nth=7), "grad_norm", 0.5, nth=11)
     assert [finding.partition(":")[0] for finding in story.findings("parity")] == ["step 8"]
 
@@ -131,7 +131,7 @@ def test_a_norm_of_one_rank(sound: Sound, norm: float, finding: str) -> None:
     assert found.startswith(f"step 1: rank 1: the gradient norm is {finding}")
 
 
-def test_a_trainer_need_not_tell_a_norm(sound: Sound) -> None:
+def test_a_trainer_need_not_report_a_norm(sound: Sound) -> None:
     assert sound("ddp-fp32-w2").snapshot("step", {"grad_norm": None}).findings("parity") == []
 
 

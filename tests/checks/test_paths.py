@@ -62,5 +62,5 @@ def test_flat_parameters_have_no_names(runs_of: RunsOf) -> None:
         ("fsdp2-fp32-w2-compile", False),
     ],
 )
-def test_where_it_says_something(check: str, cell: str, *, applies: bool) -> None:
+def test_cells_to_which_it_applies(check: str, cell: str, *, applies: bool) -> None:
     assert bool(CHECKS.get(check).not_applicable(Cell.parse(cell), TorchDriver)) is not applies

@@ -81,7 +81,7 @@ def test_weights_that_are_not_the_masters(runs_of: RunsOf, cell: str) -> None:
     assert other.findings("portable") == ["parameter 'inlet.weight': other values after the export and build"]
 
 
-def test_a_flat_source_has_no_names_but_steps_and_losses_tell(runs_of: RunsOf) -> None:
+def test_steps_and_losses_of_a_flat_source_are_compared(runs_of: RunsOf) -> None:
     story = runs_of("fsdp1-fp32-w2", "portable").parameters({"kind": "FlatParameter", "digest": "9:9"}, action="save")
     assert story.findings("portable") == []
     twice = story.state("step", {"digest": "1:c0000000c"}, run="port", action="step", nth=0)
@@ -92,7 +92,7 @@ def test_a_flat_source_has_no_names_but_steps_and_losses_tell(runs_of: RunsOf) -
     assert [finding[:14] for finding in late.findings("portable")] == ["rank 0: loss 2", "rank 1: loss 2"]
 
 
-def test_of_a_flat_source_losses_tell_in_lower_precision_too(runs_of: RunsOf) -> None:
+def test_losses_of_a_flat_source_are_compared_in_lower_precision_too(runs_of: RunsOf) -> None:
     story = runs_of("fsdp1-bf16_mixed-w2-no_use_orig_params", "portable")
     story = story.parameters({"kind": "FlatParameter", "digest": "9:9"}, action="save")
     assert story.findings("portable") == []
@@ -123,7 +123,7 @@ def test_training_again_is_no_load(runs_of: RunsOf) -> None:
     assert found.startswith("rank 1: the optimizer took 3 steps with gradients during the load")
 
 
-def test_parts_that_make_up_no_whole(runs_of: RunsOf) -> None:
+def test_parts_that_do_not_make_a_whole_tensor(runs_of: RunsOf) -> None:
     def cut(snapshot: Snapshot) -> Snapshot:
         assert snapshot.model is not None
         held = tuple(

@@ -198,7 +198,7 @@ def test_a_silent_rank(runs_of: RunsOf, run: str, action: str) -> None:
         ("fsdp2-fp32-w2", ""),
     ],
 )
-def test_where_it_says_nothing(cell: str, reason: str) -> None:
+def test_cells_to_which_it_does_not_apply(cell: str, reason: str) -> None:
     driver = AccelerateDriver if cell.startswith("zero") else TorchDriver
     found = CHECKS.get("reshard").not_applicable(Cell.parse(cell), driver)
     assert reason in (found or "")

@@ -217,7 +217,7 @@ def test_a_rank_without_the_step_before_the_save(sound: Sound) -> None:
     assert story.findings("resume") == ["rank 0: no report after three steps"]
 
 
-def test_a_check_can_be_asked_without_the_suite(sound: Sound) -> None:
+def test_a_check_runs_without_the_suite(sound: Sound) -> None:
     check, story = CHECKS.get("resume"), sound("ddp-fp32-w2")
     check.verify(story.cell, story.trace)
     other = story.snapshot("load", {"scheduler": "new"}, run="resume", rank=1)

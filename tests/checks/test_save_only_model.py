@@ -105,7 +105,7 @@ def test_a_rank_that_did_not_come_back_from_the_save(runs_of: RunsOf) -> None:
     assert findings(story.without("save", rank=1), model(weights)) == ["rank 1: no report after save"]
 
 
-def test_it_is_for_cells_that_save_the_model_alone() -> None:
+def test_it_applies_to_cells_with_save_only_model() -> None:
     check = CHECKS.get("save_only_model")
     assert check.not_applicable(Cell.of("ddp", "fp32"), Driver) == "the cell saves the optimizer too"
     assert check.not_applicable(Cell.of("ddp", "fp32", save_only_model=True), Driver) is None

@@ -129,7 +129,7 @@ def test_a_silent_rank(sound: Sound) -> None:
         ("ddp-fp16_mixed-w2", TorchDriver, ""),
     ],
 )
-def test_where_it_says_nothing(sound: Sound, cell: str, driver: type[Driver], reason: str) -> None:
+def test_cells_to_which_it_does_not_apply(sound: Sound, cell: str, driver: type[Driver], reason: str) -> None:
     found = CHECKS.get("scaling").not_applicable(sound(cell).cell, driver)
     assert (found or "").startswith(reason)
     assert bool(found) == bool(reason)

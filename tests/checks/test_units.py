@@ -35,14 +35,14 @@ def live(story: Story, *modules: str) -> tuple[str, ...]:
         (("", "inlet", "outlet", "outlet.inner"), "'inlet', 'outlet', 'outlet.inner', the root"),
     ],
 )
-def test_where_fsdp_cuts(sound: Sound, cell: str, modules: tuple[str, ...], message: str) -> None:
+def test_fsdp_units_are_the_blocks(sound: Sound, cell: str, modules: tuple[str, ...], message: str) -> None:
     story = sound(cell)
     found = story.model({"units": live(story, *modules)}, **LAST, rank=1).findings("units")
     assert found == [f"rank 1: FSDP's units are {message}; {CUT}"]
 
 
 @pytest.mark.parametrize("cell", ["fsdp1-fp32-w2", "fsdp2-fp32-w2"])
-def test_what_is_no_block_may_be_a_unit_too(sound: Sound, cell: str) -> None:
+def test_other_modules_than_blocks_may_be_units(sound: Sound, cell: str) -> None:
     story = sound(cell)
     assert story.model({"units": live(story, "", "inlet", "outlet", "frozen")}, **LAST).findings("units") == []
 
@@ -65,7 +65,7 @@ def test_units_by_size(sound: Sound, modules: tuple[str, ...], *, fine: bool) ->
         (("inlet", "outlet", "outlet.inner"), "'inlet', 'outlet', 'outlet.inner'"),
     ],
 )
-def test_what_is_recomputed(sound: Sound, cell: str, modules: tuple[str, ...], message: str) -> None:
+def test_recomputed_modules_are_the_blocks(sound: Sound, cell: str, modules: tuple[str, ...], message: str) -> None:
     story = with_inner(sound(f"{cell}-activation_checkpointing"))
     found = story.model({"checkpointed": live(story, *modules)}, **LAST, rank=0).findings("units")
     assert found == [f"rank 0: the activations are recomputed of {message}; expected 'inlet', 'outlet'"]
@@ -84,12 +84,12 @@ def with_inner(story: Story) -> Story:
     return story.alter(change, action="build_model")
 
 
-def test_recomputing_that_nobody_asked_for(sound: Sound) -> None:
+def test_recomputing_without_the_option_is_a_finding(sound: Sound) -> None:
     story = sound("fsdp2-fp32-w2").model({"checkpointed": ("inlet",)}, **LAST, rank=1)
     assert story.findings("units") == ["rank 1: the activations of 'inlet' are recomputed; nobody asked for it"]
 
 
-def test_a_parent_may_be_told_of_recomputing_too(sound: Sound) -> None:
+def test_a_parent_of_blocks_may_be_marked_as_recomputing(sound: Sound) -> None:
     # As transformers tells the module that holds the layers.
     story = sound("ddp-fp32-w2-activation_checkpointing")
     live_names = (*live(story, "inlet", "outlet"), "module", "")
@@ -115,14 +115,16 @@ def test_a_model_that_runs_uncompiled(sound: Sound, strategy: str, how: str) -> 
     ],
 )
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1"])
-def test_what_is_compiled(sound: Sound, strategy: str, how: str, modules: tuple[str, ...], message: str) -> None:
+def test_compiled_modules_are_those_of_the_option(
+    sound: Sound, strategy: str, how: str, modules: tuple[str, ...], message: str
+) -> None:
     story = sound(f"{strategy}-fp32-w2-{how}")
     found = story.model({"compiled": live(story, *modules)}, **LAST, rank=0).findings("units")
     assert found == [f"rank 0: {message}"]
 
 
 @pytest.mark.parametrize(("cell", "kind"), [("fsdp1-fp32-w2", "FSDP1 shard"), ("fsdp2-fp32-w2", "DTensor")])
-def test_what_is_left_out_of_the_sharding(sound: Sound, cell: str, kind: str) -> None:
+def test_ignored_modules_are_not_sharded(sound: Sound, cell: str, kind: str) -> None:
     changes = {"kind": kind, "local_numel": 8, "placement": "Shard(dim=0)"}
     story = sound(f"{cell}-ignored_modules").parameters(changes, only="frozen.weight", **LAST, rank=1)
     assert story.findings("units") == [
@@ -171,19 +173,19 @@ def test_blocks_that_nobody_knows(sound: Sound, cell: str, classes: tuple[str, .
     ]
 
 
-def test_where_no_block_is_asked_for_none_need_be_known(sound: Sound) -> None:
+def test_blocks_need_not_be_known_without_a_block_option(sound: Sound) -> None:
     for cell in ("fsdp2-fp32-w2-wrap_policy_size", "ddp-fp32-w2-compile"):
         assert with_blocks(sound(cell)).findings("units") == []
 
 
-def test_a_block_that_stands_for_the_whole(sound: Sound) -> None:
+def test_a_block_that_contains_the_whole_model(sound: Sound) -> None:
     """The modules around the block are in no unit, and the probe did not see them."""
     story = with_blocks(sound("fsdp2-fp32-w2"), "", classes=("Layer",))
     message = "the whole model that was seen is one block, a 'Layer': nothing wraps what is around it"
     assert story.model({"units": ("",)}, **LAST).findings("units") == [message]
 
 
-def test_a_module_to_leave_out_that_nobody_knows(sound: Sound) -> None:
+def test_an_unknown_ignored_module(sound: Sound) -> None:
     def forget(snapshot: Snapshot) -> Snapshot:
         assert snapshot.unwrapped is not None
         return replace(snapshot, unwrapped=replace(snapshot.unwrapped, ignored_modules=()))
@@ -224,5 +226,5 @@ def test_silence_is_no_proof(sound: Sound) -> None:
         ("fsdp1-fp32-w2", None),
     ],
 )
-def test_where_it_says_nothing(sound: Sound, cell: str, reason: str | None) -> None:
+def test_cells_to_which_it_does_not_apply(sound: Sound, cell: str, reason: str | None) -> None:
     assert CHECKS.get("units").not_applicable(sound(cell).cell, Driver) == reason

@@ -91,7 +91,7 @@ def test_a_dtype_that_nobody_knows_is_no_crash(sound: Sound) -> None:
     assert story.findings("dtypes") == []
 
 
-def test_a_batch_in_which_no_tensor_is_seen(sound: Sound) -> None:
+def test_a_batch_without_a_tensor(sound: Sound) -> None:
     story = sound("ddp-fp32-w2").snapshot("step", {"inputs": ("",)}, nth=1)
     assert story.findings("data") == [
         f"rank {rank}: no tensor was found in the inputs of step 2, so ranks cannot be compared" for rank in (0, 1)
@@ -171,7 +171,7 @@ def test_a_learning_rate_may_be_rounded(sound: Sound) -> None:
     assert story.findings("resume") == []
 
 
-def test_one_buffer_that_is_narrow_is_no_leave_for_another(sound: Sound) -> None:
+def test_one_narrow_buffer_does_not_excuse_another(sound: Sound) -> None:
     def both(snapshot: Snapshot) -> Snapshot:
         unwrapped = snapshot.unwrapped
         narrow = unwrapped and replace(unwrapped.buffers[0], name="narrow", dtype="bfloat16")
@@ -190,7 +190,7 @@ def test_one_buffer_that_is_narrow_is_no_leave_for_another(sound: Sound) -> None
     assert story.findings("dtypes") == ["rank 0: 1 buffers are in bfloat16, first 'scale'; expected float32"]
 
 
-def test_a_plain_buffer_on_the_meta_device_had_no_values(sound: Sound) -> None:
+def test_an_ordinary_buffer_on_the_meta_device_had_no_values(sound: Sound) -> None:
     def meta(snapshot: Snapshot) -> Snapshot:
         unwrapped = snapshot.unwrapped
         return replace(

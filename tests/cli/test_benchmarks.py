@@ -23,7 +23,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ("script", "module"),
     [("faults.py", "expecttest"), ("launch.py", "expecttest"), ("random_order.py", "random_order")],
 )
-def test_what_a_benchmark_needs_is_told(script: str, module: str) -> None:
+def test_a_missing_package_of_a_benchmark_is_named(script: str, module: str) -> None:
     """The table of faults called torch's own harness wrong, which had not been started."""
     command = [sys.executable, "-c", WITHOUT, module, str(BENCHMARKS / script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -42,7 +42,7 @@ def test_what_a_benchmark_needs_is_told(script: str, module: str) -> None:
         (["scripts_probe.py", "--only", "fsdp3"], "no 'fsdp3'; expected some of: ddp, "),
     ],
 )
-def test_a_name_that_there_is_not(arguments: list[str], message: str) -> None:
+def test_an_unknown_part_of_a_benchmark_is_refused(arguments: list[str], message: str) -> None:
     command = [sys.executable, str(BENCHMARKS / arguments[0]), *arguments[1:]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done.stdout + done.stderr

@@ -58,7 +58,7 @@ def name_of(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_are_those_that_there_are(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_on_pages_are_valid(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for line in commands(page, "distcompat"):
         arguments = parser().parse_args(line)
@@ -74,7 +74,7 @@ def test_commands_are_those_that_there_are(page: Path, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_options_and_settings_are_those_that_there_are(page: Path) -> None:
+def test_options_and_settings_on_pages_exist(page: Path) -> None:
     flags = {option.flag for option in OPTIONS.values()}
     for line in [*commands(page, "pytest"), *commands(page, "python")]:
         assert {word.partition("=")[0] for word in line if word.startswith("--distcompat")} <= flags, line
@@ -117,7 +117,7 @@ class Asked:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if next(blocks(page, "python"), "")], ids=name_of)
-def test_python_runs(page: Path, tmp_path: Path) -> None:
+def test_python_on_pages_runs(page: Path, tmp_path: Path) -> None:
     """Classes and tests are defined: a wrong argument of Matrix, fails, refuses or a mark would raise."""
     public = {one: getattr(pytest_distcompat, one) for one in pytest_distcompat.__all__}
     space: dict[str, Any] = {"pytest": pytest, "distcompat": Asked(), **public}
@@ -150,7 +150,7 @@ def test_items_on_the_page_fit_the_registries(monkeypatch: pytest.MonkeyPatch) -
     assert not driver.can("export") or driver.export is not Driver.export
 
 
-def test_a_known_issue_as_its_page_shows_it_is_read(tmp_path: Path) -> None:
+def test_the_known_issue_of_the_page_is_valid(tmp_path: Path) -> None:
     block, at_home = blocks(ROOT / "docs" / "known.md", "toml")
     (tmp_path / "own.toml").write_text(block, encoding="utf-8")
     assert read_file(tmp_path / "own.toml")
@@ -162,7 +162,7 @@ def test_a_known_issue_as_its_page_shows_it_is_read(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_command_has_a_page_with_all_it_can_do() -> None:
+def test_every_command_and_flag_is_on_a_page() -> None:
     text = (ROOT / "docs" / "command.md").read_text(encoding="utf-8") + (ROOT / "docs" / "reports.md").read_text(
         encoding="utf-8"
     )
@@ -177,7 +177,7 @@ def test_the_command_has_a_page_with_all_it_can_do() -> None:
                 assert flag in {"-h", "--help", "-o", "--output", "--timeout"} or flag in text, flag
 
 
-def test_the_action_is_given_inputs_that_it_has() -> None:
+def test_pages_give_the_action_inputs_that_it_has() -> None:
     inputs = yaml.safe_load((ROOT / ".github/actions/distcompat/action.yml").read_text(encoding="utf-8"))["inputs"]
     (block,) = blocks(ROOT / "docs" / "adopt.md", "yaml")
     (step,) = yaml.safe_load(block)
@@ -187,7 +187,7 @@ def test_the_action_is_given_inputs_that_it_has() -> None:
         assert set(one["with"]) <= set(inputs)
 
 
-def test_the_matrix_of_the_readme_is_one() -> None:
+def test_the_matrix_of_the_readme_is_consistent() -> None:
     """Its checks, cells and words exist: it was copied from a terminal, and says so."""
     (block,) = [one for one in blocks(ROOT / "README.md", "") if one.startswith("Test")]
     title, heads, *lines = block.splitlines()
@@ -202,7 +202,7 @@ def test_the_matrix_of_the_readme_is_one() -> None:
     assert verdicts.split()[0] == counted.split()[0]
 
 
-def test_as_many_upstream_bugs_as_the_readme_says_are_brought_back() -> None:
+def test_the_readme_has_the_number_of_mutants() -> None:
     rows = re.findall(
         r"^- \[(?:acc|tr|ds|pt)-", (ROOT / "docs" / "mutants.md").read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -210,7 +210,7 @@ def test_as_many_upstream_bugs_as_the_readme_says_are_brought_back() -> None:
 
 
 @pytest.mark.nightly
-def test_cases_select_each_cell_that_they_name() -> None:
+def test_commands_of_cases_select_every_named_cell() -> None:
     """A cell of ``-k "a or b"`` that selects nothing is found."""
     for line in commands(ROOT / "docs" / "cases.md", "pytest"):
         expression = line[line.index("-k") + 1]
@@ -225,11 +225,11 @@ def test_cases_select_each_cell_that_they_name() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_a_link_ends_before_the_sentence_goes_on(page: Path) -> None:
+def test_no_link_includes_punctuation(page: Path) -> None:
     assert re.findall(r"<https?://[^>]*[.,:;]>", page.read_text(encoding="utf-8")) == []
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def test_links_between_pages_exist() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{name_of(page)}: {link}"

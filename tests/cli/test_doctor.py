@@ -42,7 +42,7 @@ def test_whether_the_loopback_has_a_name(hosts: str, named: bool) -> None:
     assert machine.names_loopback(hosts) is named
 
 
-def test_nothing_is_wrong_with_a_good_machine() -> None:
+def test_a_good_machine_has_no_problem() -> None:
     assert said(GOOD) == []
     assert said(dataclasses.replace(GOOD, torch=CPU_TORCH, gpus=(), visible=())) == []
 
@@ -85,7 +85,7 @@ def test_nothing_is_wrong_with_a_good_machine() -> None:
         ({"compiler": False}, "warning: there is no C++ compiler"),
     ],
 )
-def test_what_is_wrong_with_a_machine(change: dict[str, Any], expected: str) -> None:
+def test_problems_of_a_machine_are_reported(change: dict[str, Any], expected: str) -> None:
     found = said(dataclasses.replace(GOOD, **change))
     assert len(found) == 1, found
     assert expected in found[0]
@@ -125,7 +125,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         ),
     ],
 )
-def test_packages_that_do_not_go_together(
+def test_contradicting_packages_are_a_problem(
     packages: dict[str, str], change: dict[str, str], expected: list[str]
 ) -> None:
     packages.update(change)
@@ -138,7 +138,7 @@ def test_without_torch(packages: dict[str, str]) -> None:
     assert finding.text == "torch is not installed: pip install 'pytest-distcompat[torch]'"
 
 
-def test_which_cells_can_be_run_and_why_not_the_others() -> None:
+def test_cells_that_can_run_and_reasons_of_the_others() -> None:
     found = capability("deepspeed", find_driver("deepspeed"), "cpu", 2, shipped())
     lines = list(found.lines(whole=False))
     assert lines[0] == f"deepspeed: {found.able} of the {len(found.reasons)} cells of the full profile"
@@ -163,7 +163,7 @@ class Able(Driver):
         return "needs a GPU" if device == "cpu" else ""
 
 
-def test_what_can_be_run_depends_on_the_device() -> None:
+def test_cells_that_can_run_depend_on_the_device() -> None:
     assert [capability("able", Able, device, 2).able for device in ("cpu", "cuda")] == [0, 35]
 
 
@@ -202,7 +202,7 @@ def test_the_exit_code(
     assert main(["doctor", "--driver", "torch", *arguments]) == code
 
 
-def test_what_the_user_reads(quiet: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_of_doctor(quiet: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     secret = {"SECRET": "hunter2", "RANK": "0"}
     monkeypatch.setattr(machine, "this_machine", lambda: dataclasses.replace(GOOD, environ=secret))
     assert main(["doctor", "--driver", "torch", "--driver", "deepspeed", "--gpus", "3"]) == 1
@@ -225,7 +225,9 @@ def test_what_the_user_reads(quiet: None, monkeypatch: pytest.MonkeyPatch, capsy
     assert "hunter2" not in output
 
 
-def test_issues_of_ones_own_are_told_too(quiet: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_issues_of_the_users_own_file_are_shown(
+    quiet: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = tmp_path / "own.toml"
     own.write_text(
         'version = 1\n[[issue]]\nid = "mine"\nlink = "org/repo#1"\nreason = "it is odd"\nmatch = "odd"\n'

@@ -135,7 +135,7 @@ def test_a_config_that_pytest_does_not_read_is_none(tmp_path: Path) -> None:
     assert (settings.file, settings.table) == (tmp_path / "pytest.ini", "pytest")
 
 
-def test_tests_are_where_pytest_is_told(tmp_path: Path) -> None:
+def test_the_suite_is_written_into_testpaths(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(TOML, encoding="utf-8")
     (tmp_path / "checks").mkdir()
     init(tmp_path)
@@ -152,20 +152,22 @@ def test_tests_are_where_pytest_is_told(tmp_path: Path) -> None:
         ("from .torch import x", "torch", '("ddp", "fsdp2")'),
     ],
 )
-def test_the_library_tells_the_driver(tmp_path: Path, write: Write, code: str, driver: str, strategies: str) -> None:
+def test_the_imported_library_selects_the_driver(
+    tmp_path: Path, write: Write, code: str, driver: str, strategies: str
+) -> None:
     write({"src/mine/train.py": code})
     init(tmp_path)
     assert f'driver = "{driver}"' in suite(tmp_path)
     assert f"strategies={strategies}" in suite(tmp_path)
 
 
-def test_what_is_not_the_repositorys_own_tells_nothing(tmp_path: Path, write: Write) -> None:
+def test_virtual_environments_and_invalid_files_do_not_select_the_driver(tmp_path: Path, write: Write) -> None:
     write({"env/pyvenv.cfg": "", "env/lib/x.py": "import transformers", ".tox/y.py": "import deepspeed"})
     write({"bad.py": "import accelerate as\n"})
     assert inspect_repository(tmp_path).imports == frozenset()
 
 
-def test_a_trainer_of_ones_own_gets_a_driver(tmp_path: Path, write: Write) -> None:
+def test_a_subclass_of_trainer_gets_a_driver(tmp_path: Path, write: Write) -> None:
     own = "import transformers\n\nclass MyTrainer(transformers.Trainer):\n    pass\n"
     write(
         {
@@ -184,7 +186,7 @@ def test_a_trainer_of_ones_own_gets_a_driver(tmp_path: Path, write: Write) -> No
 
 
 @pytest.mark.parametrize(("package", "module"), [(True, "tests.my_driver"), (False, "my_driver")])
-def test_a_driver_that_is_there_is_taken(tmp_path: Path, package: bool, module: str) -> None:
+def test_an_existing_driver_is_used(tmp_path: Path, package: bool, module: str) -> None:
     (tmp_path / "tests").mkdir()
     if package:
         (tmp_path / "tests" / "__init__.py").touch()
@@ -236,7 +238,7 @@ def test_pytest_finds_the_driver(tmp_path: Path, write: Write, place: str, pytho
         ("pyproject.toml", "[tool.pytest]\n", 'add to [tool.pytest] in pyproject.toml: pythonpath = ["src"]'),
     ],
 )
-def test_where_the_driver_is_imported_from_is_told_as_the_file_has_it(
+def test_the_pythonpath_line_fits_the_settings_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, text: str, message: str
 ) -> None:
     (tmp_path / "src" / "mine").mkdir(parents=True)
@@ -246,7 +248,7 @@ def test_where_the_driver_is_imported_from_is_told_as_the_file_has_it(
     assert message in capsys.readouterr().out.splitlines()
 
 
-def test_a_pythonpath_that_lacks_the_driver_is_told(
+def test_a_pythonpath_without_the_driver_is_reported(
     tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write({"my_driver.py": MINE, "lib/x.py": "", "pytest.ini": "[pytest]\npythonpath = lib\n"})
@@ -351,7 +353,7 @@ def test_settings_above_are_not_hidden(tmp_path: Path, write: Write, capsys: pyt
     assert "add to [pytest] in ../pytest.ini: pythonpath = one/src" in said
 
 
-def test_what_is_no_python_is_passed_over(tmp_path: Path, write: Write) -> None:
+def test_files_with_syntax_errors_are_ignored(tmp_path: Path, write: Write) -> None:
     """Emacs locks a file by a link to nothing beside it."""
     (tmp_path / ".#train.py").symlink_to("me@here.1234")
     (tmp_path / "data.py").mkdir()

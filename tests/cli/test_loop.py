@@ -92,7 +92,7 @@ def methods(code: str) -> dict[str, str]:
     return {one.name: ast.unparse(one) for one in made.body if isinstance(one, ast.FunctionDef)}
 
 
-def test_a_plain_loop_fills_every_method() -> None:
+def test_a_torch_loop_fills_every_method() -> None:
     found = methods(LOOP)
     assert list(found) == ["build_model", "build", "make_optimizer", "batch", "step", "loss", "save", "load"]
     assert "NotImplementedError" not in source(LOOP)
@@ -110,7 +110,7 @@ def test_a_plain_loop_fills_every_method() -> None:
     assert "self.optimizer.load_state_dict(state['optimizer'])" in found["load"]
 
 
-def test_its_methods_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_methods_of_the_generated_driver_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     (tmp_path / "plain_loop.py").write_text(LOOP, encoding="utf-8")
     (tmp_path / "plain_driver.py").write_text(source(LOOP, "plain_loop"), encoding="utf-8")
@@ -129,7 +129,7 @@ def test_its_methods_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert driver.step(3) == pytest.approx(expected)
 
 
-def test_what_cannot_be_read_is_asked_for() -> None:
+def test_unreadable_parts_raise_not_implemented_error() -> None:
     code = """
 def train(model, cfg):
     optimizer = make(model.parameters(), cfg.lr)
@@ -204,7 +204,7 @@ def test_a_scheduler_is_stepped_and_made() -> None:
 
 
 @pytest.mark.parametrize("code", ["", "def f():\n    pass\n", "class A:\n    def f(self):\n        loss.backward()\n"])
-def test_where_there_is_no_plain_loop(code: str) -> None:
+def test_code_without_a_torch_loop_gets_no_driver(code: str) -> None:
     assert scaffold(ast.parse(code), "train") is None
 
 
@@ -222,7 +222,7 @@ def test_init_writes_it_beside_the_suite(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.spawn
 @pytest.mark.nightly
-def test_from_a_plain_loop_to_the_first_matrix(tmp_path: Path) -> None:
+def test_from_a_torch_loop_to_the_first_matrix(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP, encoding="utf-8")
     main(["init", str(tmp_path)])
     command = [

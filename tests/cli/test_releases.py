@@ -66,7 +66,7 @@ def test_a_release_comes_with_what_it_needs_and_is_not_there(wheel: Wheel, tmp_p
 
 
 @pytest.mark.nightly
-def test_what_is_there_is_what_python_would_import(
+def test_installed_packages_are_those_that_python_imports(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two on the path the first counts."""
@@ -97,7 +97,7 @@ def test_several_packages_at_once(wheel: Wheel, tmp_path: Path) -> None:
     assert (version_of("madeup", target), version_of("other", target)) == ("1.0", "2.0")
 
 
-def test_it_is_installed_once(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_is_installed_once(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel("madeup", "1.0")
     first = side_by_side.install("madeup==1.0", tmp_path)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "gone"))
@@ -119,7 +119,7 @@ def test_another_environment_needs_other_packages_with_it(
 
 
 @pytest.mark.nightly
-def test_what_a_url_names_is_fetched_every_time(wheel: Wheel, tmp_path: Path) -> None:
+def test_a_url_is_fetched_every_time(wheel: Wheel, tmp_path: Path) -> None:
     """The main branch of yesterday is not that of today."""
     wheel("madeup", "1.0", "madeup_words")
     wheel("madeup_words", "1.0")
@@ -131,7 +131,7 @@ def test_what_a_url_names_is_fetched_every_time(wheel: Wheel, tmp_path: Path) ->
     assert target.parent == tmp_path / "kept"
 
 
-def test_half_an_installation_is_none(wheel: Wheel, tmp_path: Path) -> None:
+def test_an_incomplete_installation_is_repeated(wheel: Wheel, tmp_path: Path) -> None:
     wheel("madeup", "1.0", "madeup_words")
     kept = tmp_path / "kept"
     with pytest.raises(UsageProblem, match=r"pip cannot install madeup_words: .*madeup_words"):
@@ -150,12 +150,12 @@ def test_half_an_installation_is_none(wheel: Wheel, tmp_path: Path) -> None:
         ("madeup==1.0,other", "other: which release?"),
     ],
 )
-def test_a_wrong_release_is_told_at_once(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_release_is_a_usage_error(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["releases", "--release", text, "--", "tests"]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_release_that_is_nowhere(wheel: Wheel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_release_that_does_not_exist(wheel: Wheel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wheel("madeup", "1.0")
     assert main(["releases", "--into", str(tmp_path), "--release", "madeup==7.0", "--", "tests"]) == 2
     error = capsys.readouterr().err
@@ -163,7 +163,7 @@ def test_a_release_that_is_nowhere(wheel: Wheel, tmp_path: Path, capsys: pytest.
     assert "No matching distribution found" in error
 
 
-def test_all_releases_are_there_before_any_run(
+def test_all_releases_are_installed_before_any_run(
     wheel: Wheel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run takes minutes, and what it found was lost."""
@@ -184,7 +184,7 @@ def test_all_releases_are_there_before_any_run(
         ("--into", "file", "File exists"),
     ],
 )
-def test_what_cannot_be_written_is_told_before_anything_runs(
+def test_an_unwritable_output_is_reported_before_any_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, name: str, message: str
 ) -> None:
     (tmp_path / "file").touch()
@@ -215,7 +215,7 @@ class TestMine(CompatSuite):
 
 @pytest.mark.nightly
 @pytest.mark.spawn
-def test_which_release_is_red_and_with_what(
+def test_the_table_has_red_releases_and_causes(
     wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for version in ("1.0", "1.1", "2.0"):
@@ -271,11 +271,11 @@ def test_a_run_without_a_report_is_no_pass(wheel: Wheel, tmp_path: Path, capsys:
     ("text", "code"),
     [
         pytest.param("import no_such_module", 2, id="import"),
-        pytest.param("def test_of_no_suite(): assert 0", 1, id="test", marks=pytest.mark.nightly),
+        pytest.param("def test_a_session_without_a_suite(): assert 0", 1, id="test", marks=pytest.mark.nightly),
         pytest.param("", 5, id="none", marks=pytest.mark.nightly),
     ],
 )
-def test_a_run_whose_report_is_not_all_is_no_pass(
+def test_a_session_with_an_incomplete_report_is_no_pass(
     wheel: Wheel, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, code: int
 ) -> None:
     """The report of a module that cannot be imported is empty, and nothing in it is red."""

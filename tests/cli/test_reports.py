@@ -95,7 +95,7 @@ NEWS = [
 
 
 @pytest.mark.parametrize(("before", "after", "kind"), NEWS)
-def test_what_became_of_a_verdict(before: str, after: str, kind: str, write: Any) -> None:
+def test_the_change_of_a_verdict(before: str, after: str, kind: str, write: Any) -> None:
     old = made(**({"ddp_2": before} if before else {}), fsdp2_2="failed")
     now = made(**({"ddp_2": after} if after else {}), fsdp2_2="failed")
     found = compare(old, now)
@@ -108,7 +108,7 @@ def test_what_became_of_a_verdict(before: str, after: str, kind: str, write: Any
     assert code == (kind in {"broken", "missing"})
 
 
-def test_diff_tells_the_news_with_the_versions_beside_them(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_shows_changes_and_versions(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
     old = made(ddp_2="passed", fsdp1_2="passed", fsdp2_2="failed", zero1_2="passed", zero2_2="passed", zero3_2="known")
     now = made(ddp_2="passed", fsdp1_2="failed", fsdp2_2="passed", zero2_2="skipped", zero3_2="known")
     now.session["versions"] = {"torch": "2.13.0", "accelerate": "1.14.0", "deepspeed": "0.19.8"}
@@ -127,7 +127,7 @@ def test_diff_tells_the_news_with_the_versions_beside_them(write: Any, capsys: p
     ]
 
 
-def test_what_was_not_reached_is_missing_and_says_so(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreached_items_are_missing_with_the_reason(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
     old, now = made(ddp_2="passed", fsdp1_2="passed"), made(ddp_2="passed")
     now.unreached = [old.results[1].nodeid]
     assert main(["diff", write("old.json", old), write("now.json", now)]) == 1
@@ -135,7 +135,7 @@ def test_what_was_not_reached_is_missing_and_says_so(write: Any, capsys: pytest.
     assert main(["diff", "--allow-missing", write("old.json", old), write("now.json", now)]) == 0
 
 
-def test_the_same_report_is_no_news(capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_reports_have_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", str(REAL), str(REAL)]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "0 newly broken, 0 newly missing, 0 newly fixed, 49 still broken, 0 new"
@@ -151,7 +151,7 @@ def test_diff_as_json_is_what_the_schema_calls_a_baseline(write: Any, capsys: py
     assert [change["after"] for change in data["broken"]] == ["failed"]
 
 
-def test_two_suites_of_one_name_are_told_apart() -> None:
+def test_two_suites_of_one_name_are_kept_apart() -> None:
     one, other = made("a.py::S", ddp_2="passed"), made("b.py::S", ddp_2="failed")
     both = merge([one, other])
     assert [result.status for result in both.results] == ["passed", "failed"]
@@ -171,7 +171,7 @@ def test_a_suite_is_compared_with_itself_and_not_with_one_of_its_name() -> None:
     assert (len(found.broken), len(found.missing), found.still) == (1, 1, [])
 
 
-def test_an_item_whose_driver_nothing_told_is_the_same_item() -> None:
+def test_an_item_without_a_driver_is_compared_by_its_node_id() -> None:
     good, bad = made(ddp_2="passed"), made(ddp_2="error")
     bad.results = [dataclasses.replace(result, driver="") for result in bad.results]
     bad.rows = [dataclasses.replace(row, driver="") for row in bad.rows]
@@ -187,7 +187,7 @@ def test_an_item_whose_driver_nothing_told_is_the_same_item() -> None:
 
 
 @pytest.mark.parametrize("order", [("failed", "passed"), ("passed", "failed")])
-def test_of_items_that_a_fixture_made_several_of_the_matrix_shows_the_worst(order: tuple[str, str]) -> None:
+def test_the_matrix_shows_the_worst_of_parametrized_items(order: tuple[str, str]) -> None:
     results = [
         Result("S", "d", "ddp-fp32-w2", "names", status, nodeid=f"t.py::S::test[{name}-ddp-fp32-w2:names]")
         for name, status in zip("ab", order, strict=True)
@@ -252,9 +252,7 @@ def test_a_report_in_other_formats(tmp_path: Path) -> None:
         (["merge", str(REAL)], "required: -o/--output"),
     ],
 )
-def test_what_is_wrong_is_said_with_exit_code_2(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_file_gives_exit_code_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code: object = main(arguments)
     except SystemExit as end:

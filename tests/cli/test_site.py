@@ -59,7 +59,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
             assert (ROOT / target).is_dir() if kind == "tree" else (ROOT / target).is_file(), target
 
 
-def test_a_link_that_leads_nowhere_is_seen(tmp_path: Path) -> None:
+def test_a_dead_link_fails_the_build(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     (tmp_path / "docs" / "hooks").mkdir(parents=True)
     (tmp_path / "docs" / "hooks" / "outside.py").write_text((DOCS / "hooks" / "outside.py").read_text(encoding="utf-8"))
@@ -81,7 +81,7 @@ def test_a_link_that_leads_nowhere_is_seen(tmp_path: Path) -> None:
     assert "'../gone'" in found
 
 
-def test_what_is_made_of_the_code_is_up_to_date() -> None:
+def test_generated_blocks_are_up_to_date() -> None:
     found = {name: text for path in DOCS.glob("*.md") for name, text in blocks(path.read_text(encoding="utf-8"))}
     assert set(found) == set(MADE)
     for name, text in found.items():
@@ -111,7 +111,7 @@ def test_lines_of_the_examples_are_counted_as_the_page_says(monkeypatch: pytest.
         assert [int(one) for one in counted[path.parent.name][1:5]] == list(newcomer.weigh(path))
 
 
-def test_the_examples_are_timed_by_commands_that_are_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands_that_time_the_examples_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     newcomer = importlib.import_module("newcomer")
     commands: list[list[str]] = []

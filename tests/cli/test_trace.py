@@ -77,6 +77,8 @@ def test_a_cell_that_breaks_off_shows_how_far_it_got(
         (["torch", "ddp-fp32-w2", "--keep", __file__], f"--keep {__file__}: File exists"),
     ],
 )
-def test_what_cannot_be_traced_says_why(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cell_that_cannot_be_traced_has_the_reason(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["trace", *arguments]) == 2
     assert said in capsys.readouterr().err

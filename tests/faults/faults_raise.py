@@ -108,7 +108,7 @@ def test_while_one_is_under_way(rank: int) -> None:
 
 
 @two
-def test_inside_of_what_a_peer_left(rank: int) -> None:
+def test_in_a_collective_that_a_peer_abandoned(rank: int) -> None:
     from torch import distributed
 
     group = distributed.new_group([0, 1])

@@ -49,7 +49,7 @@ def test_a_build_that_is_killed_leaves_no_lock(run_faults: RunFaults, tmp_path: 
 
 
 @pytest.mark.nightly
-def test_a_lock_that_another_build_left_is_named(run_faults: RunFaults, tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_build_is_named(run_faults: RunFaults, tmp_path: Path) -> None:
     lock = tmp_path / "ours" / "lock"
     lock.parent.mkdir()
     lock.touch()

@@ -67,7 +67,7 @@ def run(run_faults: RunFaults) -> Run:
     return run_faults(FROZEN, "--distcompat-timeout=60")
 
 
-def test_each_ends_as_it_does_by_any_clock(run: Run) -> None:
+def test_a_frozen_clock_changes_no_verdict(run: Run) -> None:
     bad = ("test_hangs", "test_other_ranks_wait", "test_both_fail", "test_one_skips")
     good = ("test_of_the_parent", "test_well")
     assert run.outcomes == dict.fromkeys(bad, "failed") | dict.fromkeys(good, "passed"), run.out
@@ -77,12 +77,12 @@ def test_a_hang_ends_at_its_time_limit(run: Run) -> None:
     run.shows("test_hangs", "time limit of 3 s: rank 1 *")
 
 
-def test_who_failed_first_is_shown_first(run: Run) -> None:
+def test_the_rank_that_failed_first_is_shown_first_under_a_frozen_clock(run: Run) -> None:
     run.shows("test_both_fail", "rank 1 failed: ValueError: first", "--- rank 0: failed: KeyError: 'second' ---")
     assert run.causes("test_both_fail") == [1, 0]
     assert run.consequences("test_other_ranks_wait") == {0}
 
 
-def test_nothing_is_left(run: Run) -> None:
+def test_no_process_file_or_lease_remains(run: Run) -> None:
     assert not run.left_by_tests
     assert not run.left

@@ -93,19 +93,19 @@ def test_all_fail_and_the_session_goes_on(run: Run, memory: Path | None) -> None
     )
 
 
-def test_all_are_told_soon(run: Run) -> None:
+def test_failures_are_reported_soon(run: Run) -> None:
     # Some take a while to die: a second of a core that others want too; a data loader's process starts.
     own = {"test_cpu_limit": 5.0, "test_dataloader_worker": 5.0, "test_out_of_memory": 5.0}
     expect_soon(run, {name: own.get(name, 0.0) for name in run.outcomes}, LIMIT)
 
 
-def test_faults_come_to_ranks_that_have_done_a_test(run: Run, form: Form) -> None:
+def test_faults_happen_on_ranks_that_ran_a_test_before(run: Run, form: Form) -> None:
     if form.kept:
         run.shows_used_ranks()
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_who_died_is_the_cause_and_how_is_said(name: str, run: Run) -> None:
+def test_the_dead_rank_and_its_signal_or_code_are_the_cause(name: str, run: Run) -> None:
     FAULTS[name].expect(run, name)
 
 
@@ -122,12 +122,12 @@ def test_the_kernel_ends_a_rank_that_has_too_much_memory(run: Run, memory: Path 
     assert "the kernel killed no process" not in run.section("test_out_of_memory", 1)
 
 
-def test_the_last_words_of_a_rank_are_shown(run: Run) -> None:
+def test_the_last_output_of_a_dead_rank_is_shown(run: Run) -> None:
     assert "words before the end" in str(run.of("test_exits_3"))
     assert "words before the end" in str(run.of("test_expected_failure"))
 
 
-def test_two_that_die_are_both_shown(run: Run) -> None:
+def test_two_dead_ranks_are_both_shown(run: Run) -> None:
     run.shows("test_two_die", "rank [01] *")
     report = "\n".join(run.lines("test_two_die"))
     assert "rank 1: was killed by SIGKILL" in report
@@ -139,7 +139,7 @@ def test_a_death_after_an_exception_is_shown_below_it(run: Run) -> None:
     )
 
 
-def test_nothing_is_left(run: Run) -> None:
+def test_no_process_file_or_lease_remains(run: Run) -> None:
     assert run.shares_ranks or not run.left_by_tests
     # Semaphores of data loaders: while ranks start processes by forkserver, see test_state.py.
     assert not [left for left in run.left if "sem.mp-" not in left]

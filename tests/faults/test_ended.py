@@ -113,7 +113,7 @@ def test_signals_that_end(how: str, to: str, world_size: int, number: int, begin
 
 
 @pytest.mark.nightly
-def test_a_slot_that_somebody_holds_would_be_seen(start: Start) -> None:
+def test_a_held_slot_would_be_found(start: Start) -> None:
     faulty = start("def test_well():\n    pass\n")
     leases = faulty.temporary / "distcompat-leases-of-a-test"
     with Pool(leases, cpu_slots()).lease(1, who="somebody"):

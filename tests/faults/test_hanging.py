@@ -53,7 +53,7 @@ FAULTS: dict[str, dict[int, tuple[str, list[str]]]] = {
     "test_backward": {
         OTHERS: ("waits in all_reduce (default_pg, #{4}) at test_hang.py:*", ["backward", "test_backward"]), 1: SLEEPS,
     },
-    "test_left_to_itself": {
+    "test_unfinished_async_op": {
         0: (f"{ASLEEP}, with all_reduce (default_pg, #{{1}}) unfinished", ["fall_asleep"]), OTHERS: SLEEPS,
     },
     "test_dataloader_workers": {
@@ -179,7 +179,7 @@ def test_all_fail_and_the_session_goes_on(run: Run, form: Form) -> None:
 
 
 @pytest.mark.parametrize(("form", "name"), cases(*NAMES), indirect=["form"])
-def test_who_hangs_is_named_and_where(name: str, run: Run) -> None:
+def test_each_hanging_rank_and_its_line_are_named(name: str, run: Run) -> None:
     expected = hanging(name, run)
     if not expected:
         AT_ONCE[name].expect(run, name)
@@ -193,7 +193,7 @@ def test_who_hangs_is_named_and_where(name: str, run: Run) -> None:
 
 
 @in_forms(*FULL, *OF_FEW)
-def test_all_are_told_in_time(run: Run) -> None:
+def test_hangs_are_reported_soon_after_their_time_limit(run: Run) -> None:
     at_limit = {name: LIMIT for name in run.outcomes if hanging(name, run) or name == "test_atexit_on_all"}
     expect_in_time(run, at_limit)
     # The one that raised waits for the other, which hangs, for 5 s; gloo may not notice another shape.
@@ -202,7 +202,7 @@ def test_all_are_told_in_time(run: Run) -> None:
 
 
 @in_forms(*(form for form in (*FULL, *OF_FEW) if form.kept))
-def test_faults_come_to_ranks_that_have_done_a_test(run: Run) -> None:
+def test_faults_happen_on_ranks_that_ran_a_test_before(run: Run) -> None:
     run.shows_used_ranks()
 
 
@@ -225,7 +225,7 @@ def test_a_collective_of_another_shape(run: Run) -> None:
 
 
 @in_forms(*FULL)
-def test_where_the_ranks_part(run: Run) -> None:
+def test_the_report_shows_where_ranks_diverge(run: Run) -> None:
     for name, number, kind, usual, other in (
         ("test_another_collective", 1, "collectives", "all_reduce of Float[2]", "broadcast of Long[1]"),
         ("test_other_tensors", 1, "tensors", "all_reduce of Float[2]", "all_reduce of Int[2]"),
@@ -250,7 +250,7 @@ def test_the_last_collectives_of_each_rank(run: Run) -> None:
 
 
 @in_forms(*FULL)
-def test_what_hangs_at_exit_on_all_ranks(run: Run) -> None:
+def test_a_hang_at_exit_of_all_ranks(run: Run) -> None:
     name, all_ranks = "test_atexit_on_all", list(range(run.world_size or 2))
     run.shows(name, f"time limit of 2 s: ranks {', '.join(map(str, all_ranks))} {ASLEEP.replace('is', 'are', 1)}")
     assert sorted(run.causes(name)) == all_ranks
@@ -258,13 +258,13 @@ def test_what_hangs_at_exit_on_all_ranks(run: Run) -> None:
 
 
 @in_forms(*FULL)
-def test_a_rank_that_hangs_does_not_hide_who_raised(run: Run) -> None:
+def test_a_hanging_rank_does_not_hide_an_exception(run: Run) -> None:
     Expected((1,), "rank 1 failed: ValueError: the cause", ("consequences:", "  rank 0 *")).expect(
         run, "test_raises_while_the_other_hangs"
     )
 
 
 @in_forms(*FULL, *OF_FEW)
-def test_nothing_is_left(run: Run) -> None:
+def test_no_process_file_or_lease_remains(run: Run) -> None:
     assert run.shares_ranks or not run.left_by_tests
     assert not run.left

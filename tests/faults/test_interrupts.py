@@ -121,7 +121,7 @@ def test_ctrl_c_with_xdist(start: Start) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGKILL])
-def test_pytest_is_ended(busy: Faulty, number: int) -> None:
+def test_a_signal_ends_pytest_and_its_ranks(busy: Faulty, number: int) -> None:
     busy.process.send_signal(number)
     run = busy.finish(30, killed=True)
     assert run.code == -number

@@ -28,7 +28,9 @@ NIGHTLY = pytest.mark.nightly
     ],
     ids=["60", "200", "60 on the same ranks", "200 on the same ranks"],
 )
-def test_nothing_grows(groups: str, more: list[str], environment: dict[str, str]) -> None:
+def test_memory_and_descriptors_do_not_grow_with_groups(
+    groups: str, more: list[str], environment: dict[str, str]
+) -> None:
     # Alone in its /dev/shm, where that is allowed: other people's files come and go.
     command = [*private_shared_memory(), sys.executable, str(SCRIPT), "--groups", groups, "--settled", "20", *more]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)

@@ -56,13 +56,13 @@ def run(run_faults: RunFaults) -> Run:
     return run_faults("faults_output.py", "--distcompat-timeout=60", "--junitxml=junit.xml")
 
 
-def test_all_end_as_they_should(run: Run) -> None:
+def test_every_fault_of_output_has_its_verdict(run: Run) -> None:
     assert run.code == pytest.ExitCode.TESTS_FAILED, run.out[-10_000:]
     assert run.outcomes == {**dict.fromkeys(PASSED, "passed"), **dict.fromkeys(FAILED, "failed")}
 
 
 @pytest.mark.parametrize("name", FAILED)
-def test_the_verdict_is_told(name: str, run: Run) -> None:
+def test_the_failure_of_an_output_fault_is_shown(name: str, run: Run) -> None:
     first, more = FAILED[name]
     run.shows(name, first, *more)
     assert (run.causes(name), run.consequences(name)) == ([1], {0})
@@ -89,7 +89,7 @@ def test_large_output_and_results_take_no_memory_of_the_parent(run: Run) -> None
     assert after - before < 2**15
 
 
-def test_of_results_that_cannot_travel_the_text_is_kept(run: Run) -> None:
+def test_unpicklable_results_keep_their_text(run: Run) -> None:
     found = run.properties("test_unpicklable_results")
     assert found["plain"] == 0
     # A lock, a function, a stream and bytes are no plain data, and come as pytest writes them into JUnit's file; not a number is.
@@ -108,7 +108,7 @@ def test_the_headline_is_short(run: Run) -> None:
     assert len(run.lines("test_large_exception")[0]) < 10_000
 
 
-def test_nothing_is_left(run: Run) -> None:
+def test_no_process_file_or_lease_remains(run: Run) -> None:
     assert not run.left_by_tests
     assert not run.left
 

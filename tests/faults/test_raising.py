@@ -25,7 +25,7 @@ FAULTS = {
     "test_while_one_is_under_way": Expected(
         (1,), "rank 1 failed: ArithmeticError: while it is under way", ("*raise ArithmeticError(*", "consequences:")
     ),
-    "test_inside_of_what_a_peer_left": Expected(
+    "test_in_a_collective_that_a_peer_abandoned": Expected(
         (0,), "rank 0 failed: RuntimeError: [[]Rank 0[]]: Rank 1 failed to pass monitoredBarrier in 500 ms",
         ("*distributed.monitored_barrier(*", "consequences:"),
     ),
@@ -83,35 +83,35 @@ def test_all_fail_and_the_session_goes_on(run: Run) -> None:
     )
 
 
-def test_all_are_told_soon(run: Run) -> None:
+def test_failures_are_reported_soon(run: Run) -> None:
     # A data loader starts a process, which imports torch where ranks were not forked.
     own = {"test_dataloader_worker_raises": 5.0}
     expect_soon(run, {name: own.get(name, 0.0) for name in run.outcomes}, LIMIT)
 
 
-def test_faults_come_to_ranks_that_have_done_a_test(run: Run, form: Form) -> None:
+def test_faults_happen_on_ranks_that_ran_a_test_before(run: Run, form: Form) -> None:
     if form.kept:
         run.shows_used_ranks()
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_who_raised_first_is_the_cause(name: str, run: Run) -> None:
+def test_the_first_exception_is_the_cause(name: str, run: Run) -> None:
     FAULTS[name].expect(run, name)
 
 
-def test_one_exception_on_all_ranks_is_shown_of_all(run: Run) -> None:
+def test_an_exception_on_all_ranks_has_all_as_cause(run: Run) -> None:
     assert sorted(run.causes("test_on_all")) == list(range(run.world_size or 2))
     assert not run.consequences("test_on_all")
 
 
 @pytest.mark.parametrize("act", ONE)
-def test_whatever_is_raised_is_told_as_it_is(act: str, run: Run) -> None:
+def test_every_kind_of_exception_is_shown_as_raised(act: str, run: Run) -> None:
     first, more = ONE[act]
     run.shows(f"test_one[{act}]", first, *more)
     assert run.causes(f"test_one[{act}]")[0] == 1
 
 
-def test_nothing_is_left(run: Run) -> None:
+def test_no_process_file_or_lease_remains(run: Run) -> None:
     assert run.shares_ranks or not run.left_by_tests
     # Semaphores of data loaders: while ranks start processes by forkserver, see test_state.py.
     assert not [left for left in run.left if "sem.mp-" not in left]

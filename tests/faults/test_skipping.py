@@ -118,24 +118,24 @@ def collected_by_rank(run_faults: RunFaults) -> Run:
     return run_faults(BY_RANK, "--distcompat-launcher=torchrun", "--distcompat-timeout=60", "-n", "2")
 
 
-def test_all_end_as_the_worst_rank(run: Run) -> None:
+def test_the_verdict_is_that_of_the_worst_rank(run: Run) -> None:
     assert run.code == pytest.ExitCode.TESTS_FAILED, run.out
     assert run.outcomes == {**dict.fromkeys(FAILED, "failed"), **ENDS}
 
 
 @pytest.mark.parametrize("name", FAILED)
-def test_the_worst_is_shown_first(name: str, run: Run) -> None:
+def test_the_worst_rank_is_shown_first(name: str, run: Run) -> None:
     FAILED[name].expect(run, name, in_order="hang" not in name)
 
 
-def test_all_are_told_soon(run: Run) -> None:
+def test_failures_are_reported_soon(run: Run) -> None:
     hanging = {"test_skip_and_hang": 3.0, "test_xfail_and_loop": 3.0}
     own = {"test_all_skip_much_later": 6.0}
     expect_soon(run, {name: own.get(name, LATE) for name in run.outcomes if name not in hanging}, LIMIT)
     expect_in_time(run, hanging)
 
 
-def test_faults_come_to_ranks_that_have_done_a_test(run: Run, form: Form) -> None:
+def test_faults_happen_on_ranks_that_ran_a_test_before(run: Run, form: Form) -> None:
     if form.kept:
         run.shows_used_ranks(*WELL)
 
@@ -162,7 +162,7 @@ def test_ranks_that_collect_other_parameters(collected_by_rank: Run) -> None:
     )
 
 
-def test_nothing_is_left(run: Run, collected_by_rank: Run) -> None:
+def test_no_process_file_or_lease_remains(run: Run, collected_by_rank: Run) -> None:
     for one in (run, collected_by_rank):
         assert one.shares_ranks or not one.left_by_tests
         assert not one.left

@@ -150,7 +150,7 @@ def drawn(run: Run) -> list[dict[str, float]]:
     return [json.loads(line) for line in run.properties("test_random")["drawn"].splitlines()]
 
 
-def test_all_pass_but_the_one_that_fails(run: Run) -> None:
+def test_every_test_but_the_failing_one_passes(run: Run) -> None:
     assert {name for name, end in run.outcomes.items() if end != "passed"} == {"test_changes_and_fails"}, run.out
 
 
@@ -162,12 +162,12 @@ def test_everything_was_changed(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["test_after", "test_after_the_failure"])
-def test_the_next_test_sees_none_of_it(name: str, run: Run) -> None:
+def test_changes_do_not_reach_the_next_test(name: str, run: Run) -> None:
     assert state(run, name) == state(run, "test_before")
 
 
 @pytest.mark.parametrize("ranks", [(KEPT,)], ids=["kept"], indirect=True)
-def test_ranks_that_live_on_leave_and_say_why(run: Run) -> None:
+def test_shared_ranks_with_changed_state_end_and_say_why(run: Run) -> None:
     why = run.properties("test_changes")["distcompat: ranks left"]
     assert " it left " in why, why
     assert {name for name in TOLD if name not in why} == set(), why
@@ -176,7 +176,7 @@ def test_ranks_that_live_on_leave_and_say_why(run: Run) -> None:
     assert not [one["distcompat: ranks left"] for one in properties if "distcompat: ranks left" in one]
 
 
-def test_the_parent_sees_none_of_it(run: Run) -> None:
+def test_changes_do_not_reach_the_parent(run: Run) -> None:
     assert run.properties("test_of_the_parent_before") == run.properties("test_of_the_parent_after")
 
 
@@ -214,7 +214,7 @@ def test_well(process_group):
 
 
 @pytest.mark.nightly
-def test_what_a_test_patches_does_not_reach_what_reports_it(run_faults: RunFaults) -> None:
+def test_patches_of_a_test_do_not_reach_its_report(run_faults: RunFaults) -> None:
     run = run_faults(PATCHED)
     ends = {"test_patched_clock_fails": "failed", "test_patched_clock_skips": "skipped"}
     names = ("", "_fails", "_skips", "_stays")
@@ -228,7 +228,7 @@ def test_what_a_test_patches_does_not_reach_what_reports_it(run_faults: RunFault
     run.shows("test_patched_clock_fails", "rank 1 failed: assert 1 == 0")
 
 
-def test_nothing_is_left(run: Run, seeded: Run) -> None:
+def test_no_process_file_or_lease_remains(run: Run, seeded: Run) -> None:
     for one in (run, seeded):
         assert one.shares_ranks or not one.left_by_tests
         assert not one.left

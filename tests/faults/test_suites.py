@@ -90,7 +90,7 @@ def test_only_the_sound_trainer_passes(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("suite", "check"), FAULTS)
-def test_the_verdict_and_its_cause(suite: str, check: str, run: Run) -> None:
+def test_each_suite_fault_has_its_verdict_and_cause(suite: str, check: str, run: Run) -> None:
     verdict, causes, folded, said = FAULTS[suite, check]
     name = item(suite, check)
     assert run.outcome(name) == "failed"
@@ -98,7 +98,7 @@ def test_the_verdict_and_its_cause(suite: str, check: str, run: Run) -> None:
     assert (sorted(run.causes(name)), run.consequences(name)) == (causes, folded)
 
 
-def test_all_are_told_in_time(run: Run) -> None:
+def test_hangs_are_reported_soon_after_their_time_limit(run: Run) -> None:
     in_time(run, {item(suite, check): verdict for (suite, check), (verdict, *_) in FAULTS.items()}, 2)
 
 
@@ -113,7 +113,7 @@ def in_time(run: Run, verdicts: Mapping[str, str], world_size: int) -> None:
             assert seconds < bare + run.waits(SOON), (name, seconds, bare)
 
 
-def test_where_the_ranks_part(run: Run) -> None:
+def test_the_report_shows_where_ranks_diverge(run: Run) -> None:
     part(run, 2)
 
 
@@ -145,6 +145,6 @@ def test_on_4_ranks(run_at_4: Run) -> None:
     assert not run.left
 
 
-def test_nothing_is_left(run: Run) -> None:
+def test_no_process_file_or_lease_remains(run: Run) -> None:
     assert not run.left_by_tests
     assert not run.left

@@ -48,7 +48,9 @@ def owner(temporary: Path) -> Iterator[tuple[Path, Callable[[int], None]]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_those_of_the_dead_go(temporary: Path, owner: tuple[Path, Callable[[int], None]], number: int) -> None:
+def test_directories_of_dead_processes_are_removed(
+    temporary: Path, owner: tuple[Path, Callable[[int], None]], number: int
+) -> None:
     path, end = owner
     (path / "sub").mkdir()
     end(number)
@@ -59,13 +61,13 @@ def test_those_of_the_dead_go(temporary: Path, owner: tuple[Path, Callable[[int]
     assert not list(temporary.iterdir())
 
 
-def test_those_of_the_living_stay(owner: tuple[Path, Callable[[int], None]]) -> None:
+def test_directories_of_living_processes_stay(owner: tuple[Path, Callable[[int], None]]) -> None:
     path, _ = owner
     OwnedDirectory().remove()
     assert path.exists()
 
 
-def test_what_nobody_owns_stays(temporary: Path) -> None:
+def test_a_directory_without_owner_stays(temporary: Path) -> None:
     (temporary / "distcompat-leases-0").mkdir()
     (temporary / "distcompat-file").touch()
     OwnedDirectory().remove()

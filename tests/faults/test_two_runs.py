@@ -132,7 +132,7 @@ def test_two_runs_share_the_slots(machine: Machine, environment: dict[str, str])
 
 
 @pytest.mark.nightly
-def test_one_that_is_killed_leaves_the_slots_to_the_other(machine: Machine, environment: dict[str, str]) -> None:
+def test_the_slots_of_a_killed_session_go_to_the_other(machine: Machine, environment: dict[str, str]) -> None:
     for name in ("one", "other"):
         machine.start(name, [2] * 6, environment, workers=2)
     deadline = time.monotonic() + 60

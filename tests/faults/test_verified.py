@@ -18,7 +18,7 @@ FILES = {"die": 30, "hang": 60, "midway": 60, "output": 60, "raise": 60, "skip":
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.timeout(2400)
-def test_torchrun_says_the_same(run_faults: RunFaults, name: str) -> None:
+def test_cold_torchrun_gives_the_same_verdicts_of_faults(run_faults: RunFaults, name: str) -> None:
     args = ("--distcompat-verify=100", f"--distcompat-timeout={FILES[name]}")
     run = run_faults(f"faults_{name}.py", *args, seconds=1800.0, FAULTS_WORLD_SIZE="2")
     assert run.outcomes

@@ -38,14 +38,14 @@ def start(environment: dict[str, str]) -> subprocess.Popen[str]:
     return holder
 
 
-def test_memory_that_came_back_is_no_leak(tmp_path: Path, gpu: str) -> None:
+def test_freed_memory_is_no_leak(tmp_path: Path, gpu: str) -> None:
     with Pool(tmp_path / "leases", gpus(1)).lease(1, who="clean") as lease:
         assert lease.ids == (gpu,)
         start(dict(lease.environment)).communicate("", timeout=120)
     assert lease.leak == ()
 
 
-def test_memory_that_is_still_held_is_one(tmp_path: Path, gpu: str) -> None:
+def test_memory_still_in_use_is_a_leak(tmp_path: Path, gpu: str) -> None:
     pool = Pool(tmp_path / "leases", gpus(1), free_timeout=1.0)
     with pool.lease(1, who="leaky") as lease:
         holder = start(dict(lease.environment))

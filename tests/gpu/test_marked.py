@@ -128,7 +128,7 @@ def test_one_rank_talks_through_nccl(launcher: str, pytester: pytest.Pytester) -
     result.stdout.fnmatch_lines(["distcompat: 1 GPUs, nccl, world size 1 *"])
 
 
-def test_the_fork_server_stays_clean_of_cuda(pytester: pytest.Pytester) -> None:
+def test_the_fork_server_does_not_initialise_cuda(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(NCCL)
     result = pytester.runpytest_subprocess("--distcompat-gpus=1", "-rs", *STRICT)
     outcomes = result.parseoutcomes()
@@ -136,21 +136,21 @@ def test_the_fork_server_stays_clean_of_cuda(pytester: pytest.Pytester) -> None:
     assert "failed" not in outcomes
 
 
-def test_ranks_share_a_gpu_through_gloo_when_asked(pytester: pytest.Pytester) -> None:
+def test_ranks_share_a_gpu_through_gloo_with_oversubscribe(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SHARED)
     result = pytester.runpytest_subprocess("--distcompat-gpus=1", "--distcompat-oversubscribe=4", *STRICT)
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(["distcompat: 1 GPUs, nccl (gloo where up to 4 ranks share a GPU), *"])
 
 
-def test_and_not_otherwise(pytester: pytest.Pytester) -> None:
+def test_ranks_do_not_share_a_gpu_without_oversubscribe(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SHARED)
     result = pytester.runpytest_subprocess("--distcompat-gpus=1", "-rs", *STRICT)
     result.assert_outcomes(passed=1, skipped=2)
     result.stdout.fnmatch_lines(["SKIPPED * 2 ranks need 2 GPUs, 1 to use"])
 
 
-def test_memory_is_given_back_however_a_test_ends(pytester: pytest.Pytester, gpu: str) -> None:
+def test_memory_is_freed_however_a_test_ends(pytester: pytest.Pytester, gpu: str) -> None:
     before = used_memory([gpu])
     pytester.makepyfile(HELD)
     result = pytester.runpytest_subprocess("--distcompat-gpus=1", *STRICT)
@@ -184,9 +184,7 @@ def test_a_lease_shows_ranks_that_gpu_and_no_other(pytester: pytest.Pytester, gp
     result.assert_outcomes(passed=1)
 
 
-def test_workers_side_by_side_do_not_meet_on_the_gpu(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_workers_do_not_share_the_gpu(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits for the other's lease: what a test marks as its own nobody else has marked."""
     pytester.makepyfile(
         """

@@ -74,7 +74,7 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_ranks_see_what_torchrun_gives(run: Run, tmp_path: Path, world_size: int) -> None:
+def test_ranks_have_torchruns_environment(run: Run, tmp_path: Path, world_size: int) -> None:
     expected = plain_torchrun(tmp_path, world_size)
     found = seen(run("report_process", world_size))
     assert len(found) == len(expected) == world_size
@@ -94,14 +94,14 @@ def test_ranks_see_what_torchrun_gives(run: Run, tmp_path: Path, world_size: int
     assert ("OMP_NUM_THREADS" in found[0]["environ"]) == (world_size > 1)
 
 
-def test_nothing_of_ours_leaks_into_ranks(run: Run) -> None:
+def test_no_variable_of_the_launcher_reaches_ranks(run: Run) -> None:
     for each in seen(run("report_process")):
         added = set(each["environ"]) - set(os.environ)
         assert added == {*GIVEN, *CPU, "OMP_NUM_THREADS"} - set(os.environ)
         assert "PYTEST_CURRENT_TEST" not in each["environ"]
 
 
-def test_ranks_see_what_the_parent_changed(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_get_variables_that_the_parent_changed(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert run("meet").kind == "ok"
     awkward = {"TEST_LINES": "a\nb=c", "TEST_EMPTY": "", "TEST_WORDS": "grüße", "TEST_BYTES": "\udcff"}
     for name, value in awkward.items():
@@ -122,7 +122,7 @@ def test_ranks_see_what_the_parent_changed(run: Run, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.nightly
-def test_ranks_see_what_the_parent_took_back(
+def test_ranks_lack_variables_that_the_parent_removed(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: WarmLauncher
 ) -> None:
     with monkeypatch.context() as before:

@@ -99,7 +99,7 @@ def test_every_run_has_fresh_processes(run: Run) -> None:
             assert (before["touched"], before["attribute"], before["variable"]) == (False, False, None)
 
 
-def test_the_fork_server_stays_fit_to_fork(run: Run, warm: WarmLauncher) -> None:
+def test_the_fork_server_stays_safe_to_fork(run: Run, warm: WarmLauncher) -> None:
     ending = run("report_process", 4)
     assert ending.kind == "ok", ending.text()
     assert forked(warm, ending)
@@ -111,7 +111,7 @@ def test_the_fork_server_stays_fit_to_fork(run: Run, warm: WarmLauncher) -> None
 
 
 @pytest.mark.nightly
-def test_heavy_modules_leave_it_fit(run: Run, launch: Launch) -> None:
+def test_heavy_modules_keep_the_fork_server_safe_to_fork(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(modules=("accelerate", "transformers", "deepspeed")))
     ending = run("report_process", launcher=launcher)
     assert ending.kind == "ok", ending.text()
@@ -122,7 +122,7 @@ def test_heavy_modules_leave_it_fit(run: Run, launch: Launch) -> None:
     assert psutil.Process(report_process(ending)[0]["parent"]).num_threads() == 1
 
 
-def test_one_is_a_fork_of_the_launcher_process(run: Run, launch: Launch) -> None:
+def test_one_fork_server_is_a_fork_of_the_launcher_process(run: Run, launch: Launch) -> None:
     """As another interpreter it would import torch a third time."""
     launcher = launch(Warmth())
     ending = run("report_process", launcher=launcher)
@@ -155,7 +155,9 @@ def test_a_hash_seed_that_the_user_set_is_that_of_all(
 
 
 @pytest.mark.nightly
-def test_a_large_product_leaves_it_fit(run: Run, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_product_keeps_the_fork_server_safe_to_fork(
+    run: Run, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The threads that numpy was asked for went at the fork, and come again: nobody in that module started one."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     launcher = launch(Warmth(call="preloaded:multiply"))
@@ -165,7 +167,7 @@ def test_a_large_product_leaves_it_fit(run: Run, launch: Launch, monkeypatch: py
 
 
 @pytest.mark.nightly
-def test_a_thread_that_collected_tests_started_leaves_the_tests_to_the_ranks(run: Run, launch: Launch) -> None:
+def test_tests_whose_import_starts_a_thread_are_imported_on_ranks(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(call="preloaded:start_thread"))
     first = run("report_process", 1, launcher=launcher, collected="test_it.py")
     assert first.kind == "ok", first.text()
@@ -176,7 +178,7 @@ def test_a_thread_that_collected_tests_started_leaves_the_tests_to_the_ranks(run
     assert not second.notice, "it is told once"
 
 
-def test_what_must_not_be_forked_means_spawn_and_is_told_once(run: Run, launch: Launch) -> None:
+def test_a_server_unsafe_to_fork_spawns_ranks_and_says_so_once(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(modules=("with_cuda",)))
     first = run("report_process", 1, launcher=launcher)
     assert first.kind == "ok", first.text()
@@ -233,7 +235,7 @@ def test_a_fork_server_that_nothing_is_forked_from_may_die(run: Run, launch: Lau
         ("import os\nos._exit(3)\n", "a process that imported it died"),
     ],
 )
-def test_a_module_that_ranks_must_import_themselves_is_left_to_them(
+def test_modules_with_per_rank_state_are_imported_on_ranks(
     run: Run, launch: Launch, tmp_path: Path, text: str, reason: str
 ) -> None:
     (tmp_path / "of_each_rank.py").write_text(text, encoding="utf-8")
@@ -260,7 +262,7 @@ def test_a_preload_that_fails_does_not_keep_ranks_from_starting(run: Run, launch
 
 
 @pytest.mark.nightly
-def test_a_preload_that_dies_is_told(run: Run, launch: Launch) -> None:
+def test_a_preload_that_dies_is_reported(run: Run, launch: Launch) -> None:
     launcher = launch(Warmth(call="preloaded:die"))
     ending = run("report_process", 1, launcher=launcher, collected="test_it.py")
     assert ending.kind == "ok", ending.text()

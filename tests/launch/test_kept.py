@@ -61,7 +61,7 @@ def test_requests_share_ranks(send: Send, supervisor: WarmLauncher) -> None:
     [{"keep": {"scope": "another"}}, {"keep": None}, {"world_size": 3}],
     ids=["another scope", "ranks of its own", "another world size"],
 )
-def test_requests_of_others_do_not(send: Send, then: dict[str, Any]) -> None:
+def test_requests_of_other_kinds_do_not_share_ranks(send: Send, then: dict[str, Any]) -> None:
     first = said(send("report_process"), "seen", "pid")
     other = said(send("report_process", **then), "seen", "pid")
     again = said(send("report_process"), "seen", "pid")
@@ -69,20 +69,20 @@ def test_requests_of_others_do_not(send: Send, then: dict[str, Any]) -> None:
     assert not set(again) & {*first, *other}
 
 
-def test_the_last_request_ends_them(send: Send, supervisor: WarmLauncher) -> None:
+def test_the_last_request_ends_shared_ranks(send: Send, supervisor: WarmLauncher) -> None:
     first = said(send("report_process"), "seen", "pid")
     assert said(send("report_process", keep={"last": True}), "seen", "pid") == first
     assert not supervisor.reuse_scope
 
 
-def test_they_do_so_many_requests_and_no_more(send: Send) -> None:
+def test_ranks_end_after_the_reuse_limit(send: Send) -> None:
     endings = [send("report_process", keep={"uses": 3}) for _ in range(4)]
     pids = [said(ending, "seen", "pid") for ending in endings]
     assert pids[0] == pids[1] == pids[2] != pids[3]
     assert [ending.left for ending in endings] == ["", "", "they did 3 requests", ""]
 
 
-def test_each_has_the_environment_of_the_moment(send: Send, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_request_has_the_current_environment(send: Send, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     plain = send("report_process")
     before = said(plain, "seen", "environ")
@@ -97,7 +97,7 @@ def test_each_has_the_environment_of_the_moment(send: Send, monkeypatch: pytest.
     assert said(after, "seen", "environ") == before
 
 
-def test_each_draws_random_numbers_of_its_own(send: Send) -> None:
+def test_each_request_draws_its_own_random_numbers(send: Send) -> None:
     drawn = [tuple(numbers) for _ in range(3) for numbers in said(send("report_process", seed=0), "seen", "numbers")]
     for kind in zip(*drawn, strict=True):
         assert len(set(kind)) == 6
@@ -114,7 +114,7 @@ def test_the_shared_group_stays(send: Send) -> None:
     assert said(second, "sum", "value") == [2.0, 2.0]
 
 
-def test_a_collective_that_one_rank_left_half_done_ends_them(send: Send, supervisor: WarmLauncher) -> None:
+def test_an_unmatched_collective_ends_shared_ranks(send: Send, supervisor: WarmLauncher) -> None:
     ending = send("shared_group", half=True)
     assert "the process group" in ending.left, ending.text()
     assert not supervisor.reuse_scope
@@ -132,7 +132,7 @@ def test_a_collective_that_one_rank_left_half_done_ends_them(send: Send, supervi
         "no torch on one rank",
     ],
 )
-def test_a_group_that_is_no_longer_sound_ends_them_and_their_request_passes(
+def test_a_broken_group_ends_shared_ranks_and_their_request_passes(
     what: str, send: Send, supervisor: WarmLauncher
 ) -> None:
     # The limit is that of the request; what is left of its group must not use it up.
@@ -143,24 +143,24 @@ def test_a_group_that_is_no_longer_sound_ends_them_and_their_request_passes(
     assert said(send("shared_group"), "sum", "value") == [2.0, 2.0]
 
 
-def test_a_group_that_cannot_be_destroyed_is_told_and_not_waited_for(send: Send) -> None:
+def test_a_group_that_cannot_be_destroyed_fails_the_request_soon(send: Send) -> None:
     assert send("corrupt", what="a group below it").kind == "ok"
     ending = send("no_group")
     assert "an earlier test left a collective unfinished" in ending.headline(), ending.text()
     assert ending.seconds < 10
 
 
-def test_nor_is_it_when_they_leave(send: Send, supervisor: WarmLauncher) -> None:
+def test_a_group_that_cannot_be_destroyed_at_the_end_is_no_failure(send: Send, supervisor: WarmLauncher) -> None:
     assert send("corrupt", what="a group below it").kind == "ok"
     assert not supervisor.retire()
 
 
-def test_what_fails_between_requests_is_told(send: Send) -> None:
+def test_a_failure_between_requests_is_reported(send: Send) -> None:
     ending = send("break_randomness", keep={"last": True})
     assert "rank 0 raised ZeroDivisionError" in ending.headline(), ending.text()
 
 
-def test_leaving_has_the_time_limit_of_the_last_request(send: Send, supervisor: WarmLauncher) -> None:
+def test_the_end_of_shared_ranks_has_the_time_limit_of_the_last_request(send: Send, supervisor: WarmLauncher) -> None:
     send("sleep_at_end", timeout=1.0)
     began = time.monotonic()
     assert "time limit of 1 s" in supervisor.retire()
@@ -171,7 +171,7 @@ def test_leaving_has_the_time_limit_of_the_last_request(send: Send, supervisor: 
     "what",
     [pytest.param(what, marks=() if index % 8 == 0 else pytest.mark.nightly) for index, what in enumerate(CHANGES)],
 )
-def test_what_a_request_leaves_changed_ends_them_and_is_named(what: str, send: Send, supervisor: WarmLauncher) -> None:
+def test_changed_state_ends_shared_ranks_and_is_named(what: str, send: Send, supervisor: WarmLauncher) -> None:
     if what.startswith("accelerate"):
         pytest.importorskip("accelerate")
     first = send("report_process")
@@ -183,7 +183,7 @@ def test_what_a_request_leaves_changed_ends_them_and_is_named(what: str, send: S
     assert not set(said(send("report_process"), "seen", "pid")) & set(said(first, "seen", "pid"))
 
 
-def test_settings_of_a_library_count_from_the_request_after_the_one_that_imported_it(send: Send) -> None:
+def test_library_settings_are_compared_after_the_request_that_imports_it(send: Send) -> None:
     pytest.importorskip("accelerate")
     # Whether these are the library's own, or what the request made of them, nobody knows.
     endings = [send("imports", level=level) for level in (10, 10, 20)]
@@ -206,7 +206,7 @@ def test_settings_of_a_library_count_from_the_request_after_the_one_that_importe
         ({"0": "sys.exit 3", "1": "wait"}, "raised", "rank 0 raised SystemExit: 3"),
     ],
 )
-def test_a_failure_is_told_as_ever_and_ends_them(
+def test_a_failure_is_reported_and_ends_shared_ranks(
     acts: dict[str, str], kind: str, headline: str, send: Send, supervisor: WarmLauncher
 ) -> None:
     send("report_process")
@@ -226,14 +226,14 @@ def test_a_hang_is_named_and_ended(send: Send) -> None:
     assert send("report_process").kind == "ok"
 
 
-def test_what_went_past_python_is_shown_with_its_own_request(send: Send) -> None:
+def test_output_of_c_code_is_shown_with_its_request(send: Send) -> None:
     send("speak", words="of the first")
     ending = send("speak", words="of the second", fail=True)
     assert "of the second" in ending.ranks[0].output
     assert "of the first" not in ending.ranks[0].output
 
 
-def test_ranks_that_died_while_they_waited_are_replaced_and_it_is_told(send: Send) -> None:
+def test_dead_idle_ranks_are_replaced_with_a_notice(send: Send) -> None:
     pids = said(send("report_process"), "seen", "pid")
     rank = psutil.Process(pids[1])
     rank.kill()
@@ -243,13 +243,13 @@ def test_ranks_that_died_while_they_waited_are_replaced_and_it_is_told(send: Sen
     assert said(ending, "seen", "pid") != pids
 
 
-def test_what_fails_when_they_leave_is_a_failure_of_the_last_request(send: Send) -> None:
+def test_a_failure_at_the_end_of_shared_ranks_fails_the_last_request(send: Send) -> None:
     send("at_end")
     ending = send("report_process", keep={"last": True})
     assert ending.headline().endswith("raised KeyError: 'no such fixture'"), ending.text()
 
 
-def test_what_fails_when_they_leave_unasked_is_told(send: Send, supervisor: WarmLauncher) -> None:
+def test_a_failure_at_an_unrequested_end_is_reported(send: Send, supervisor: WarmLauncher) -> None:
     send("at_end")
     assert "KeyError: 'no such fixture'" in supervisor.retire()
     assert not supervisor.retire()

@@ -69,7 +69,7 @@ def next_run_is_fine(run: Run) -> object:
 
 
 @pytest.mark.nightly
-def test_where_a_rank_was_that_another_gave_up_waiting_for(run: Run) -> None:
+def test_the_stack_of_a_rank_that_its_peer_timed_out_on(run: Run) -> None:
     ending = run("act", acts={"0": "wait a second", "1": "sleep in a group"})
     assert "rank 0 raised RuntimeError" in ending.headline(), ending.text()
     assert [end.status for end in ending.ranks] == ["raised", "stopped"]
@@ -81,7 +81,7 @@ def test_where_a_rank_was_that_another_gave_up_waiting_for(run: Run) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_verdict_names_who_failed_first(run: Run, fault: str) -> None:
+def test_the_verdict_names_the_rank_that_failed_first(run: Run, fault: str) -> None:
     acts, kind, cause, statuses, words = FAULTS[fault]
     ending = run("act", len(statuses), acts=in_json(acts))
     assert verdict(ending) == (kind, cause, statuses), ending.text()
@@ -155,7 +155,7 @@ def test_ranks_that_all_vanish_do_not_keep_the_agent_waiting(run: Run, warm: War
 
 
 @pytest.mark.parametrize("child", ["child", "far child"])
-def test_what_a_rank_leaves_running_is_killed_and_named(run: Run, child: str) -> None:
+def test_processes_left_running_by_a_rank_are_killed_and_named(run: Run, child: str) -> None:
     ending = run("act", acts={"0": "return", "1": child})
     assert ending.kind == "ok"
     (pid,) = (child["pid"] for child in notes(ending, "child"))
@@ -163,7 +163,7 @@ def test_what_a_rank_leaves_running_is_killed_and_named(run: Run, child: str) ->
     assert f"left running by a rank, now killed: sleep (pid {pid})" in ending.text()
 
 
-def test_rubbish_on_the_output_does_no_harm(run: Run) -> None:
+def test_binary_output_changes_no_verdict(run: Run) -> None:
     ending = run("act", acts={"0": "return", "1": "rubbish"})
     assert ending.kind == "ok"
     ending = run("act", acts={"0": "sleep", "1": "rubbish and os._exit 3"})
@@ -172,7 +172,7 @@ def test_rubbish_on_the_output_does_no_harm(run: Run) -> None:
     assert len(ending.text()) < 100_000
 
 
-def test_closed_output_does_no_harm(run: Run) -> None:
+def test_closed_output_changes_no_verdict(run: Run) -> None:
     assert run("act", acts={"0": "close output", "1": "return"}).kind == "ok"
 
 

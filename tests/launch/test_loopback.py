@@ -69,11 +69,11 @@ def test_the_store_listens_where_localhost_is(found: list[str], expected: str, m
         assert listening.getsockname()[0] == expected
 
 
-def test_here_is_one() -> None:
+def test_this_machine_has_a_loopback_name() -> None:
     assert loopback.problem() == ""
 
 
-def test_a_name_that_does_not_resolve_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresolvable_loopback_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **more: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -85,7 +85,7 @@ def test_a_name_that_does_not_resolve_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.skipif(not network_of_its_own(), reason="this user may make no network of its own (unshare --net)")
 @pytest.mark.parametrize("launcher", ["warm", pytest.param("torchrun", marks=pytest.mark.nightly)])
-def test_without_it_a_test_fails_at_once_and_says_why(launcher: str, tmp_path: Path) -> None:
+def test_without_a_loopback_name_a_test_fails_at_once_with_the_reason(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(MARKED, encoding="utf-8")
     command = [*network_of_its_own(), sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     command += [
@@ -108,7 +108,7 @@ def test_without_it_a_test_fails_at_once_and_says_why(launcher: str, tmp_path: P
 
 
 @pytest.mark.skipif(not network_of_its_own(), reason="this user may make no network of its own (unshare --net)")
-def test_without_it_a_script_is_not_even_started(tmp_path: Path) -> None:
+def test_without_a_loopback_name_a_script_is_not_started(tmp_path: Path) -> None:
     """torchrun tries for minutes, and says nothing of the cause."""
     (tmp_path / "train.py").write_text("open('started', 'w')", encoding="utf-8")
     script = "from pytest_distcompat.scripts import launch\nlaunch('train.py', world_size=2)"
@@ -121,7 +121,7 @@ def test_without_it_a_script_is_not_even_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not network_of_its_own(), reason="this user may make no network of its own (unshare --net)")
-def test_doctor_tells_it() -> None:
+def test_doctor_reports_a_missing_loopback_name() -> None:
     script = "from pytest_distcompat.cli.machine import findings, this_machine\n"
     script += "print(*(f'{one.level}: {one.text}' for one in findings(this_machine())), sep='\\n')"
     done = subprocess.run(

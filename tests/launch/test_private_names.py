@@ -60,7 +60,7 @@ def test_the_fork_server_of_multiprocessing() -> None:
     assert looked_up, "popen_forkserver does not look connect_to_new_process up at each call: see launch/forking.py"
 
 
-def test_what_waits_for_the_end_of_the_interpreter() -> None:
+def test_the_exit_functions_of_atexit() -> None:
     assert callable(getattr(atexit, "_run_exitfuncs", None)), (
         "atexit._run_exitfuncs is gone: see launch/process.py:run_exit_functions"
     )
@@ -86,7 +86,7 @@ def test_the_watch_of_the_agent() -> None:
     )
 
 
-def test_what_the_agent_waits_for() -> None:
+def test_the_queues_and_sentinels_of_the_agents_processes() -> None:
     import torch.multiprocessing
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
@@ -122,7 +122,7 @@ def test_the_name_of_an_operator(run: Run) -> None:
     )
 
 
-def test_the_modes_that_are_put_aside(run: Run) -> None:
+def test_the_disabling_of_dispatch_modes(run: Run) -> None:
     ending = run("watched", world_size=1)
     assert {event["when"]: event["calls"] for event in events(ending, "seen")} == {
         "before": 0,
@@ -143,7 +143,7 @@ def test_the_modes_that_are_put_aside(run: Run) -> None:
     )
 
 
-def test_what_torch_keeps_of_what_it_compiled_and_of_what_recomputes(run: Run) -> None:
+def test_marks_of_compiled_and_checkpointed_modules(run: Run) -> None:
     ending = run("compiled", world_size=1)
     infos = {event["step"]: event for event in events(ending, "fact")}
     assert not ending.failed, (
@@ -161,7 +161,7 @@ def test_what_torch_keeps_of_what_it_compiled_and_of_what_recomputes(run: Run) -
 
 @pytest.mark.nightly
 @needs_deepspeed
-def test_what_deepspeed_keeps_at_each_parameter(with_deepspeed: Ending) -> None:
+def test_attributes_of_deepspeeds_parameters(with_deepspeed: Ending) -> None:
     held = {"weight": 0, "bias": 0}
     for event in events(with_deepspeed, "parameter"):
         assert event["kept"] in {"tensor_fragment", "NoneType"}, (
@@ -176,7 +176,7 @@ def test_what_deepspeed_keeps_at_each_parameter(with_deepspeed: Ending) -> None:
 
 
 @needs_deepspeed
-def test_what_deepspeed_adds_gradients_up_in(with_deepspeed: Ending) -> None:
+def test_the_accumulation_dtype_of_deepspeed(with_deepspeed: Ending) -> None:
     assert [event["dtype"] for event in events(with_deepspeed, "accumulates")] == ["torch.bfloat16"] * 2, (
         "DeepSpeed's ZeRO optimizer has no gradient_accumulation_dtype: see probe/optimizer.py:_accumulates"
     )
@@ -199,7 +199,7 @@ def test_the_copies_that_deepspeed_optimizes_without_zero(warm: WarmLauncher, tm
 
 @needs_deepspeed
 @pytest.mark.parametrize(("dynamic", "expected"), [(True, {"hysteresis": 2.0}), (False, {})])
-def test_how_many_overflows_deepspeed_bears(dynamic: bool, expected: dict[str, float]) -> None:
+def test_the_hysteresis_of_deepspeeds_scaler(dynamic: bool, expected: dict[str, float]) -> None:
     import torch
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
@@ -265,7 +265,7 @@ def test_the_hooks_of_all_modules_and_optimizers(name: str) -> None:
     assert library_state._hooks() == before
 
 
-def test_the_modes_that_were_entered() -> None:
+def test_the_number_of_entered_modes() -> None:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -280,7 +280,7 @@ def test_the_modes_that_were_entered() -> None:
 @pytest.mark.parametrize(
     ("module", "setting"), [("torch._dynamo.config", "suppress_errors"), ("torch._inductor.config", "max_autotune")]
 )
-def test_the_digest_of_what_torch_compile_is_told(module: str, setting: str) -> None:
+def test_the_digest_of_torch_compile_settings(module: str, setting: str) -> None:
     config: Any = importlib.import_module(module)
     before = library_state._call(module, "get_hash")
     with config.patch({setting: not getattr(config, setting)}):
@@ -290,7 +290,7 @@ def test_the_digest_of_what_torch_compile_is_told(module: str, setting: str) -> 
     assert library_state._call(module, "get_hash") == before
 
 
-def test_how_many_functions_wait_for_the_exit() -> None:
+def test_the_number_of_exit_functions() -> None:
     before = _at_exit()
     atexit.register(print)
     finalizer = multiprocessing.util.Finalize(None, print, exitpriority=1)

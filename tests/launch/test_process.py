@@ -48,7 +48,7 @@ def _forbidden(*arguments: Any, **named: Any) -> Any:
     raise AssertionError("that asks every process of the machine")
 
 
-def test_all_below_a_process_are_found(tree: tuple[int, set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_descendants_of_a_process_are_found(tree: tuple[int, set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     top, below = tree
     assert {one.pid for one in psutil.Process(top).children(recursive=True)} == below
     monkeypatch.setattr(psutil.Process, "children", _forbidden)
@@ -56,7 +56,9 @@ def test_all_below_a_process_are_found(tree: tuple[int, set[int]], monkeypatch: 
     assert top in process.children(os.getpid())
 
 
-def test_where_the_kernel_keeps_no_lists(tree: tuple[int, set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descendants_are_found_without_the_kernels_children_file(
+    tree: tuple[int, set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     top, below = tree
     monkeypatch.setattr(process, "_CHILDREN_FILE", Path("/proc/no-such-file"))
     assert {one.pid for one in process.descendants(top)} == below

@@ -154,7 +154,7 @@ def found() -> list[str]:
     return names
 
 
-def test_each_is_compared_or_the_page_says_that_it_is_not(found: list[str]) -> None:
+def test_every_setter_is_compared_or_on_the_page(found: list[str]) -> None:
     assert len(found) > 150
     patterns = [*COMPARED, *NOT_SEEN, *OF_ITS_ARGUMENTS]
     unknown = [name for name in found if not any(fnmatchcase(name, pattern) for pattern in patterns)]
@@ -164,10 +164,10 @@ def test_each_is_compared_or_the_page_says_that_it_is_not(found: list[str]) -> N
 
 
 @pytest.mark.parametrize("name", sorted({*COMPARED.values()}))
-def test_what_is_compared_is_proven_by_a_change(name: str) -> None:
+def test_every_comparison_has_a_change_that_it_finds(name: str) -> None:
     assert name in {key.partition(":")[0] for key in CHANGES}
 
 
 @pytest.mark.parametrize("reason", sorted({*NOT_SEEN.values()}))
-def test_the_page_has_the_reason(reason: str) -> None:
+def test_the_page_has_every_reason(reason: str) -> None:
     assert reason in re.sub(r"\s+", " ", PAGE.read_text(encoding="utf-8"))

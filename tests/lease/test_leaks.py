@@ -53,13 +53,13 @@ def test_the_marked_test_that_leaked_fails_and_no_other(pytester: pytest.Pyteste
     )
 
 
-def test_what_the_driver_itself_may_need_is_no_leak(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+def test_memory_of_the_gpu_driver_is_no_leak(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     pytester.makepyfile(test_it=MARKED)
     run_on_gpus(script={"test_leaky": {"leaks": 60}}).assert_outcomes(passed=3)
 
 
 @pytest.mark.nightly
-def test_an_xfail_mark_does_not_excuse_it(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+def test_an_xfail_mark_does_not_excuse_a_leak(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     pytester.makepyfile(test_it=MARKED.replace("def test_leaky", "@pytest.mark.xfail\ndef test_leaky"))
     result = run_on_gpus(script={"test_leaky": {"leaks": 300}})
     result.assert_outcomes(passed=2, failed=1)
@@ -128,7 +128,7 @@ def test_the_test_that_starts_its_ranks_itself_fails_too(pytester: pytest.Pytest
 
 
 @pytest.mark.nightly
-def test_a_leak_is_told_beside_what_else_went_wrong(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+def test_a_leak_is_reported_beside_another_failure(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     pytester.makeconftest('pytest_plugins = ["pytest_distcompat.aliases"]')
     pytester.makepyfile(test_it=LENT.replace("    leave(-300)", "    raise OSError('on the way down')"))
     result = run_on_gpus("-k", "after")
@@ -137,7 +137,7 @@ def test_a_leak_is_told_beside_what_else_went_wrong(pytester: pytest.Pytester, r
 
 
 @pytest.mark.nightly
-def test_what_may_be_pytests_own_is_only_told(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+def test_memory_that_may_be_pytests_own_is_a_notice_only(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     pytester.makeconftest(
         """
         import sys
@@ -155,7 +155,9 @@ def test_what_may_be_pytests_own_is_only_told(pytester: pytest.Pytester, run_on_
 
 
 @pytest.mark.nightly
-def test_what_a_dead_one_left_is_not_charged_to_the_next(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+def test_memory_of_a_dead_rank_is_not_charged_to_the_next_lease(
+    pytester: pytest.Pytester, run_on_gpus: RunOnGpus
+) -> None:
     pytester.makeconftest(
         """
         from pytest_distcompat.lease import Leak, pool
@@ -212,7 +214,7 @@ def test_the_leak_is_the_failure_of_ranks_that_ended_well() -> None:
 
 
 @pytest.mark.parametrize(("status", "kind"), [("raised", "leaked"), ("killed", "crashed")])
-def test_a_rank_that_failed_is_told_first_and_a_crash_stays_one(status: str, kind: str) -> None:
+def test_a_failed_rank_is_shown_before_the_leak_and_a_crash_stays_a_crash(status: str, kind: str) -> None:
     ranks = (RankEnd(0, "done"), RankEnd(1, status, "said why", time=1.0))
     ending, without = leaky(*ranks), Ending(ranks, {0: [], 1: []})
     assert (ending.failed, ending.kind) == (True, kind)
@@ -241,7 +243,7 @@ class ReusedRanks(WithoutProcesses):
         return ""
 
 
-def test_what_kept_ranks_leave_is_charged_to_their_last_test(memory: MadeUpMemory, tmp_path: Path) -> None:
+def test_a_leak_of_shared_ranks_is_charged_to_their_last_test(memory: MadeUpMemory, tmp_path: Path) -> None:
     pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, free_timeout=0)
     notices: list[str] = []
     launcher = LeasedLauncher(ReusedRanks(memory, 300 << 20), lambda: pool, notices.append)
@@ -254,7 +256,7 @@ def test_what_kept_ranks_leave_is_charged_to_their_last_test(memory: MadeUpMemor
     assert not notices
 
 
-def test_what_they_leave_when_nobody_comes_any_more_is_told(memory: MadeUpMemory, tmp_path: Path) -> None:
+def test_a_leak_of_shared_ranks_at_the_end_of_the_session_is_reported(memory: MadeUpMemory, tmp_path: Path) -> None:
     pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, free_timeout=0)
     notices: list[str] = []
     launcher = LeasedLauncher(ReusedRanks(memory, 300 << 20), lambda: pool, notices.append)

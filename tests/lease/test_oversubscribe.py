@@ -57,7 +57,7 @@ def test_ranks_that_share_take_turns_and_have_gloo(number: int, own: int, monkey
     assert World.from_environment("cuda") == world
 
 
-def test_on_the_cpu_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversubscription_has_no_effect_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     world = rank(3, 4, "", monkeypatch, "cpu")
     assert (world.device, world.local_rank, world.shared, world.backend) == ("cpu", 3, False, "gloo")
 
@@ -77,7 +77,9 @@ def test_without_the_option_too_many_ranks_are_skipped(pytester: pytest.Pytester
 
 
 @pytest.mark.parametrize("how", ["option", "ini"])
-def test_with_it_they_run_and_the_header_says_so(how: str, pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+def test_with_oversubscribe_too_many_ranks_run_and_the_header_says_so(
+    how: str, pytester: pytest.Pytester, run_on_gpus: RunOnGpus
+) -> None:
     pytester.makepyfile(test_it=MARKED)
     if how == "ini":
         pytester.makeini("[pytest]\ndistcompat_oversubscribe = 3")
@@ -95,7 +97,7 @@ def test_with_it_they_run_and_the_header_says_so(how: str, pytester: pytest.Pyte
     assert [(span.who[-3:], len(span.ids)) for span in spans] == [("[1]", 1), ("[2]", 2), ("[5]", 2), ("[6]", 2)]
 
 
-def test_as_the_world_size_of_the_run_it_is_a_usage_error_without_it(
+def test_a_default_world_size_above_the_gpus_is_a_usage_error(
     pytester: pytest.Pytester, run_on_gpus: RunOnGpus
 ) -> None:
     pytester.makepyfile(test_it="import pytest\n@pytest.mark.distcompat\ndef test(): pass")
@@ -106,7 +108,7 @@ def test_as_the_world_size_of_the_run_it_is_a_usage_error_without_it(
     run_on_gpus(*options, "--distcompat-oversubscribe=2").assert_outcomes(passed=1)
 
 
-def test_a_suite_does_so_too_and_the_report_says_so(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+def test_a_suite_oversubscribes_too_and_the_report_says_so(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     pytester.makepyfile(test_it=SUITE)
     options = ("--distcompat-gpus=2", "-k", "active", "--distcompat-report=report.json")
 

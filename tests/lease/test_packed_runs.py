@@ -80,7 +80,7 @@ def by_name(cached: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dist", ["load", "worksteal"])
-def test_what_took_longest_in_the_last_run_comes_first(
+def test_the_longest_tests_of_the_last_session_run_first(
     dist: str, pytester: pytest.Pytester, run_on_gpus: RunOnGpus
 ) -> None:
     tests = make(pytester, [8] * 5)
@@ -109,7 +109,7 @@ def test_what_took_longest_in_the_last_run_comes_first(
         (["-n", "1", "-k", "ordinary", "--dist=worksteal"], "WorkStealingScheduling"),
     ],
 )
-def test_who_says_what_belongs_together_gets_it(
+def test_the_dist_option_selects_the_scheduler(
     args: list[str], scheduler: str, pytester: pytest.Pytester, run_on_gpus: RunOnGpus
 ) -> None:
     make(pytester, [1, 2], ordinary=2)
@@ -120,9 +120,7 @@ def test_who_says_what_belongs_together_gets_it(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", ["conftest", "failed first"])
-def test_an_order_of_the_users_is_not_ours_to_change(
-    how: str, pytester: pytest.Pytester, run_on_gpus: RunOnGpus
-) -> None:
+def test_the_users_order_is_kept(how: str, pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     tests = make(pytester, [4, 2, 1])
     if how == "conftest":
         pytester.makeconftest(REVERSED)
@@ -139,7 +137,7 @@ def test_an_order_of_the_users_is_not_ours_to_change(
 
 
 @pytest.mark.nightly
-def test_without_xdist_nothing_is_reordered_and_what_it_took_is_remembered(
+def test_without_xdist_nothing_is_reordered_and_durations_are_stored(
     pytester: pytest.Pytester, run_on_gpus: RunOnGpus
 ) -> None:
     tests = make(pytester, [1, 4, 2])
@@ -178,7 +176,7 @@ def test_the_checks_of_a_cell_are_one_demand_of_one_worker(pytester: pytest.Pyte
 
 
 @pytest.mark.nightly
-def test_a_report_gets_the_timeline_as_plain_data(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
+def test_the_json_report_has_the_timeline(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     make(pytester, [1, 2])
     run_on_gpus("-n", "1")
     found: list[dict[str, Any]] = entries(

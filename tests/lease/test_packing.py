@@ -34,7 +34,7 @@ def test_the_same_demands_are_packed_the_same() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_so_they_do_where_nobody_knows_how_long_they_last(seed: int) -> None:
+def test_demands_of_unknown_duration_are_packed_the_same(seed: int) -> None:
     """All that is left is the world size, and what happens is not what was expected."""
     real = {demand.id: demand for demand in forty(seed)}
     order = pack([Demand(demand.id, demand.world_size) for demand in real.values()], DEVICES, WORKERS)
@@ -74,7 +74,7 @@ def in_order(spans: Iterable[Span]) -> list[Span]:
     return sorted(spans, key=lambda span: span.got)
 
 
-def test_nobody_overtakes() -> None:
+def test_no_request_overtakes_an_earlier_one() -> None:
     """One waits for four devices, of which three are free: those who ask later wait too."""
     demands = [Demand("long", 1, 10.0), Demand("large", 4, 1.0), *(Demand(f"small {n}", 1, 1.0) for n in range(3))]
     spans = simulate(demands, devices=4, workers=5, in_hand=1).spans
@@ -98,13 +98,13 @@ def test_a_long_test_of_one_rank_goes_first_if_all_wait_for_it_in_the_end() -> N
     assert simulate(order, devices=8, workers=8, in_hand=1).makespan == 100.0
 
 
-def test_what_nobody_knows_lasts_as_long_as_others_of_its_size() -> None:
+def test_an_unknown_duration_is_that_of_tests_of_its_size() -> None:
     demands = [Demand("a", 2, 4.0), Demand("b", 2, 6.0), Demand("c", 1, 1.0), Demand("d", 2), Demand("e", 4)]
     assert [demand.seconds for demand in expect(demands)] == [4.0, 6.0, 1.0, 5.0, 4.0]
     assert [demand.seconds for demand in expect([Demand("a", 1)])] == [1.0]
 
 
-def test_what_nobody_knows_lasts_for_each_of_its_items() -> None:
+def test_an_unknown_duration_grows_with_the_number_of_items() -> None:
     """A cell of a suite is many items."""
     assert [demand.seconds for demand in expect([Demand("a", 2, 40.0, 20), Demand("b", 2, items=5)])] == [40.0, 10.0]
     assert [demand.seconds for demand in expect([Demand("a", 1, items=7)])] == [7.0]
@@ -126,7 +126,7 @@ def test_a_group_larger_than_the_machine_takes_all_of_it() -> None:
     assert len(simulate([Demand("wide", 40, 1.0)], devices=2, workers=1).spans[0].ids) == 2
 
 
-def test_ahead_are_the_earlier_ones_that_may_take_the_same_device_nearest_first() -> None:
+def test_earlier_requests_for_the_same_device_are_ahead_nearest_first() -> None:
     one, two, three = (Ticket(n, ids, 1, "") for n, ids in ((1, ("a", "b")), (2, ("c",)), (3, ("b", "c"))))
     assert ahead(three, [one, two, three]) == [two, one]
     assert ahead(two, [one, two, three]) == []

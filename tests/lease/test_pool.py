@@ -80,7 +80,7 @@ def test_more_than_there_are_is_refused_at_once(arena: Field) -> None:
         ask(arena.pool, 0)
 
 
-def test_who_would_wait_for_itself_is_told_at_once(arena: Field) -> None:
+def test_a_request_that_waits_for_its_own_devices_fails_at_once(arena: Field) -> None:
     """As a test on all GPUs that starts a script, which wants two of them."""
     with arena.pool.lease(3, who="test_on_three", timeout=0):
         with pytest.raises(
@@ -91,7 +91,7 @@ def test_who_would_wait_for_itself_is_told_at_once(arena: Field) -> None:
     assert len(ask_and_wait(arena.pool, 4)) == 4
 
 
-def test_who_holds_some_and_asks_for_more_is_served_before_who_waits_for_them(arena: Field) -> None:
+def test_a_holder_that_requests_more_is_served_before_waiters(arena: Field) -> None:
     """As a test that was lent a GPU and starts a script, while a group of all four waits, which has locked the others."""
     waiter, late = arena.enter("group", "late")
     with arena.pool.lease(1, who="test_with_one"):
@@ -105,7 +105,7 @@ def test_who_holds_some_and_asks_for_more_is_served_before_who_waits_for_them(ar
     assert late.hear()[0] == "got"
 
 
-def test_who_closes_a_circle_is_told_at_once(arena: Field) -> None:
+def test_a_request_that_closes_a_deadlock_fails_at_once(arena: Field) -> None:
     (other,) = arena.enter("tests/b.py::test_other")
     other.tell("lease 2")
     assert other.hear() == ["got", "GPU-a", "GPU-b"]
@@ -122,7 +122,7 @@ def test_who_closes_a_circle_is_told_at_once(arena: Field) -> None:
     assert other.hear()[0] == "got"
 
 
-def test_it_is_no_circle_where_one_of_them_can_be_served(arena: Field) -> None:
+def test_there_is_no_deadlock_if_one_request_can_be_served(arena: Field) -> None:
     (other,) = arena.enter("other")
     other.tell("lease 1")
     assert other.hear() == ["got", "GPU-a"]
@@ -138,7 +138,7 @@ def ask_and_wait(pool: Pool, ranks: int) -> tuple[str, ...]:
         return lease.ids
 
 
-def test_another_version_of_the_package_may_tell_more_or_less(arena: Field) -> None:
+def test_tickets_of_another_version_may_have_more_or_fewer_fields(arena: Field) -> None:
     """As where two repositories of one user run at once."""
     (other,) = arena.enter("other")
     other.tell("lease 2")
@@ -153,7 +153,7 @@ def test_another_version_of_the_package_may_tell_more_or_less(arena: Field) -> N
         ask(arena.pool, 3)
 
 
-def test_a_timeout_says_who_has_them_and_who_waits(arena: Field) -> None:
+def test_a_timeout_names_holders_and_waiters(arena: Field) -> None:
     (waiter,) = arena.enter("tests/b.py::test_waits")
     with arena.pool.lease(3, who="tests/a.py::test_long", timeout=0):
         waiter.tell("lease 2")
@@ -171,7 +171,7 @@ def test_a_timeout_says_who_has_them_and_who_waits(arena: Field) -> None:
 
 
 @pytest.mark.nightly
-def test_waiting_ends_by_whatever_clock_a_test_has_frozen(arena: Field) -> None:
+def test_waiting_times_out_though_a_test_froze_the_clock(arena: Field) -> None:
     holder, waiter = arena.enter("holds", "waits")
     holder.tell("lease 3")
     assert holder.hear()[0] == "got"
@@ -183,7 +183,7 @@ def test_waiting_ends_by_whatever_clock_a_test_has_frozen(arena: Field) -> None:
         pass
 
 
-def test_who_gives_up_holds_nothing(arena: Field) -> None:
+def test_a_request_that_times_out_holds_nothing(arena: Field) -> None:
     with arena.pool.lease(1, who="one"):
         with pytest.raises(LeaseTimeout) as caught:
             ask(arena.pool, 4)
@@ -209,7 +209,7 @@ def test_threads_of_one_process_contend_like_processes(arena: Field) -> None:
     assert sorted(taken) == [("GPU-a",), ("GPU-b",), ("GPU-c",), ("GPU-d",)]
 
 
-def test_a_forked_child_gives_nothing_back(arena: Field) -> None:
+def test_a_forked_child_releases_nothing(arena: Field) -> None:
     script = (
         "import os, sys\n"
         "from pathlib import Path\n"
@@ -227,7 +227,7 @@ def test_a_forked_child_gives_nothing_back(arena: Field) -> None:
 
 
 @pytest.mark.usefixtures("three_gpus")
-def test_runs_that_name_gpus_differently_share_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_that_name_gpus_differently_share_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     by_index = Pool(tmp_path / "leases", gpus())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bbbb,GPU-cccc2222-3")
@@ -241,7 +241,7 @@ def test_runs_that_name_gpus_differently_share_none(tmp_path: Path, monkeypatch:
     assert len(ask(by_name, 2)) == 2
 
 
-def test_names_that_are_no_file_names_are_leased_too(tmp_path: Path) -> None:
+def test_devices_whose_names_are_no_file_names_are_leased(tmp_path: Path) -> None:
     pool = Pool(tmp_path / "leases", Inventory("gpu", ("MIG-GPU-aaaa/3/0", "MIG-GPU-aaaa/4/0")))
     with pool.lease(1, who="one", timeout=0):
         assert ask(pool, 1) == ("MIG-GPU-aaaa/4/0",)
@@ -272,7 +272,7 @@ def test_an_inventory_is_not_empty_and_names_nothing_twice(ids: tuple[str, ...])
         Inventory("gpu", ids)
 
 
-def test_the_directory_is_of_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lease_directory_is_private_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     Pool(None, Inventory("cpu", ("cpu-0",)))
     assert default_directory().parent == tmp_path
@@ -297,7 +297,7 @@ def test_machines_that_share_a_temporary_directory_share_no_leases(
     assert default_directory() == tmp_path / f"distcompat-leases-{os.getuid()}-node%2F7"
 
 
-def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "leases").mkdir(mode=0o700)
     real = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: real + 1)
@@ -310,7 +310,7 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o775, 0o777, 0o750, 0o2755, 0o1777, 0o500], ids=oct)
-def test_a_directory_of_ours_in_another_mode_gets_the_right_one(tmp_path: Path, mode: int) -> None:
+def test_a_directory_with_a_wrong_mode_is_corrected(tmp_path: Path, mode: int) -> None:
     """A device that is held there stays held."""
     directory = tmp_path / "leases"
     with Pool(directory, Inventory("cpu", ("cpu-0",))).lease(1, who="before"):
@@ -324,7 +324,7 @@ def test_a_directory_of_ours_in_another_mode_gets_the_right_one(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link"])
-def test_what_others_may_have_put_into_a_directory_of_ours_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_directory_that_others_could_write_to_is_refused(tmp_path: Path, kind: str) -> None:
     """Written to, it would be a file of ours elsewhere."""
     directory, elsewhere = tmp_path / "leases", tmp_path / "elsewhere"
     (directory / "queue").mkdir(parents=True)
@@ -338,7 +338,7 @@ def test_what_others_may_have_put_into_a_directory_of_ours_is_refused(tmp_path: 
 
 
 @pytest.mark.parametrize("target", ["real", "nowhere"])
-def test_a_link_is_refused(target: str, tmp_path: Path) -> None:
+def test_a_symbolic_link_is_refused(target: str, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "leases").symlink_to(tmp_path / target)
     with pytest.raises(UsageProblem, match="it is not a directory"):
@@ -354,7 +354,7 @@ def lease_with(memory: MadeUpMemory, directory: Path, who: str, change: dict[str
     return lease
 
 
-def test_what_stays_in_use_is_charged_to_the_lease_and_not_to_the_next(tmp_path: Path, memory: MadeUpMemory) -> None:
+def test_memory_in_use_is_charged_to_the_lease_and_not_to_the_next(tmp_path: Path, memory: MadeUpMemory) -> None:
     leaky = lease_with(memory, tmp_path / "leases", "leaky", {"GPU-b": 300 << 20})
     assert [(leak.id, leak.bytes, leak.who) for leak in leaky.leak] == [("GPU-b", 300 << 20, "leaky")]
     assert lease_with(memory, tmp_path / "leases", "clean", {"GPU-a": 10 << 20}).leak == ()
@@ -394,7 +394,7 @@ def test_memory_of_a_killed_holder_is_waited_for_and_charged_to_it(arena: Field,
         assert lease.leak == ()
 
 
-def test_what_a_dead_process_signed_is_not_shown_as_held(arena: Field) -> None:
+def test_devices_of_a_dead_process_are_not_shown_as_held(arena: Field) -> None:
     (holder,) = arena.enter("dead")
     holder.tell("lease 1")
     holder.hear()

@@ -27,7 +27,7 @@ def test_eight_processes_that_fight_never_have_the_same_device(arena: Field, tmp
     assert not arena.pool._queue.waiting()
 
 
-def test_what_a_killed_holder_had_is_free(arena: Field) -> None:
+def test_devices_of_a_killed_holder_are_free(arena: Field) -> None:
     holder, waiter = arena.enter("holder", "waiter")
     holder.tell("lease 4")
     assert holder.hear() == ["got", *IDS]
@@ -72,7 +72,7 @@ def test_a_large_request_is_served_before_all_small_ones_that_come_after_it(aren
     assert not [span for span in spans if span.asked > served.asked and span.got < served.got]
 
 
-def test_who_has_no_device_in_common_with_those_before_it_does_not_wait_for_them(arena: Field) -> None:
+def test_a_request_does_not_wait_for_earlier_ones_for_other_devices(arena: Field) -> None:
     (holder,) = arena.enter("holder")
     (greedy,) = arena.enter("greedy", ids=IDS[:3])
     (other,) = arena.enter("other", ids=IDS[3:])

@@ -25,7 +25,7 @@ def mode(directory: Path) -> int:
     return stat.S_IMODE(directory.stat().st_mode)
 
 
-def test_what_was_lent_before_is_lent_to_nobody_else(arena: Field) -> None:
+def test_devices_lent_before_the_removal_are_not_lent_again(arena: Field) -> None:
     holder, other = arena.enter("tests/a.py::test_holds", "other")
     holder.tell("lease 3")
     assert holder.hear() == ["got", *IDS[:3]]
@@ -43,7 +43,7 @@ def test_what_was_lent_before_is_lent_to_nobody_else(arena: Field) -> None:
         assert lease.ids == IDS
 
 
-def test_who_waits_is_still_served_before_who_comes_later(arena: Field) -> None:
+def test_a_waiter_is_served_before_later_requests(arena: Field) -> None:
     holder, first, second = arena.enter("holder", "first", "second")
     holder.tell("lease 4")
     assert holder.hear() == ["got", *IDS]
@@ -104,7 +104,7 @@ def test_processes_that_fight_while_it_is_removed_never_have_the_same_device(
     assert mode(arena.directory) == 0o700
 
 
-def test_those_who_make_it_at_once_make_one_of_the_right_mode(tmp_path: Path) -> None:
+def test_processes_that_create_it_together_get_one_of_the_right_mode(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "from pathlib import Path\n"

@@ -143,14 +143,14 @@ def test_forty_tests_on_eight_gpus_end_near_the_ideal_and_when_the_simulation_sa
     assert type(play.scheduler._scheduler).__name__ == play.scheduler.__class__.__name__ == "PackedScheduling"
 
 
-def test_by_its_own_rule_xdist_is_further_from_it(start: Start) -> None:
+def test_xdists_own_order_takes_longer(start: Start) -> None:
     """The broken twin: nothing is planned."""
     play = start(40, 8, lambda collection, workers: [])
     play.demands = forty(1)
     assert play.run().time > 1.15 * ideal(play.demands.values(), DEVICES, 8)
 
 
-def test_what_belongs_together_is_done_by_one_worker_in_a_row(start: Start) -> None:
+def test_the_items_of_a_group_run_on_one_worker_in_a_row(start: Start) -> None:
     units = [[3, 4, 5, 6], [10, 12, 14], [0], [1, 2], [7, 8, 9]]
     play = start(20, 2, lambda collection, workers: units).run()
     for unit in units:
@@ -162,7 +162,7 @@ def test_what_belongs_together_is_done_by_one_worker_in_a_row(start: Start) -> N
     assert any(len([worker for worker in without.workers if set(unit) & set(worker.done)]) > 1 for unit in units)
 
 
-def test_ordinary_tests_come_after_and_in_their_order(start: Start) -> None:
+def test_ordinary_tests_come_last_in_their_order(start: Start) -> None:
     play = start(30, 1, lambda collection, workers: [[20], [5]]).run()
     assert play.workers[0].done == [20, 5, *(number for number in range(30) if number not in {5, 20})]
 
@@ -174,7 +174,7 @@ def test_the_users_chunks_are_for_ordinary_tests(start: Start) -> None:
 
 @pytest.mark.parametrize("dist", ["load", "worksteal"])
 @pytest.mark.parametrize("workers", [1, 3, 8])
-def test_where_nothing_is_planned_all_is_as_without_us(workers: int, dist: str, start: Start) -> None:
+def test_without_tests_on_ranks_xdist_schedules_as_usual(workers: int, dist: str, start: Start) -> None:
     from xdist.scheduler import LoadScheduling, WorkStealingScheduling
 
     play = start(25, workers, lambda collection, workers: [], dist)
@@ -209,7 +209,7 @@ def test_a_test_that_kills_its_worker_is_not_run_again_and_the_rest_of_its_unit_
     assert sorted(play.run().began) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_workers_that_collected_otherwise_are_reported_by_xdist(pytester: pytest.Pytester) -> None:
+def test_workers_with_different_collections_are_reported_by_xdist(pytester: pytest.Pytester) -> None:
     config = pytester.parseconfig("--dist=load", "--tx=2*popen")
     said: list[Any] = []
     # pluggy reads the argument's name.

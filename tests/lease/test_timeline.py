@@ -30,7 +30,7 @@ def test_each_lease_leaves_a_line(arena: Field) -> None:
     assert inner_line.released.monotonic <= outer_line.released.monotonic
 
 
-def test_the_leak_is_in_it(tmp_path: Path, memory: MadeUpMemory) -> None:
+def test_a_leak_is_in_the_timeline(tmp_path: Path, memory: MadeUpMemory) -> None:
     pool = Pool(tmp_path / "leases", Inventory("gpu", ("GPU-a",)), memory=memory, free_timeout=0, timeline=tmp_path)
     with pool.lease(1, who="leaky"):
         memory.now["GPU-a"] += 1 << 30
@@ -69,7 +69,7 @@ def test_a_timeline_that_cannot_be_written_fails_no_test(tmp_path: Path) -> None
         pass
 
 
-def test_it_is_drawn_a_line_for_each_device() -> None:
+def test_the_chart_has_a_line_for_each_device() -> None:
     spans = [span("one", 0, 4, "a", "b"), span("two", 4, 8, "a"), span("three", 6, 8, "b")]
     assert chart(spans, ("a", "bb", "b"), width=8) == [
         "a   AAAABBBB",
@@ -79,13 +79,13 @@ def test_it_is_drawn_a_line_for_each_device() -> None:
     assert chart([], ("a",)) == []
 
 
-def test_short_leases_are_seen_too() -> None:
+def test_short_leases_appear_in_the_chart() -> None:
     assert chart([span("long", 0, 1000, "a"), span("short", 1000, 1000.1, "b")], ("a", "b"), width=4) == [
         "a  AAAA",
         "b  ...B",
     ]
 
 
-def test_how_busy_the_devices_were() -> None:
+def test_busy_is_the_used_share_of_device_time() -> None:
     assert busy([span("one", 0, 4, "a", "b"), span("two", 4, 8, "a")], ("a", "b")) == pytest.approx(0.75)
     assert busy([], ("a",)) == 0

@@ -67,7 +67,7 @@ def test_cpu_slots_of_a_suspended_process_are_not_waited_for(arena: Field) -> No
         assert lease.ids == SLOTS
 
 
-def test_what_is_free_beside_it_is_lent(arena: Field) -> None:
+def test_free_slots_beside_a_suspended_process_are_lent(arena: Field) -> None:
     (holder,) = arena.enter("suspended", ids=SLOTS)
     holder.tell("lease 1")
     assert holder.hear() == ["got", SLOTS[0]]
@@ -114,7 +114,7 @@ def test_another_run_that_keeps_cpu_slots_for_long_is_not_waited_for(
         pass
 
 
-def test_gpus_are_waited_for_and_the_user_is_told(arena: Field) -> None:
+def test_a_request_waits_for_gpus_and_reports_it(arena: Field) -> None:
     (holder,) = arena.enter("tests/a.py::test_suspended")
     holder.tell("lease 4")
     assert holder.hear() == ["got", *GPUS]
@@ -149,7 +149,7 @@ def test_gpus_are_waited_for_and_the_user_is_told(arena: Field) -> None:
     assert (got, pool.waits) == ([("GPU-a",)], "")
 
 
-def test_that_workers_of_one_run_wait_for_each_other_is_no_news(arena: Field) -> None:
+def test_waiting_for_a_worker_of_the_same_session_is_not_reported(arena: Field) -> None:
     (holder,) = arena.enter("holder")
     holder.tell("lease 4")
     assert holder.hear() == ["got", *GPUS]
@@ -163,7 +163,7 @@ def test_that_workers_of_one_run_wait_for_each_other_is_no_news(arena: Field) ->
 
 @pytest.mark.parametrize("more", [[], pytest.param(["-n1"], marks=pytest.mark.nightly)], ids=["alone", "xdist"])
 @pytest.mark.usefixtures("run_on_gpus")
-def test_pytest_shows_it_while_a_test_waits(pytester: pytest.Pytester, tmp_path: Path, more: list[str]) -> None:
+def test_pytest_shows_that_a_test_waits_for_a_lease(pytester: pytest.Pytester, tmp_path: Path, more: list[str]) -> None:
     ids = tuple(f"GPU-{number}" for number in range(8))
     other = Contender(pytester.path / "tmp" / default_directory().name, tmp_path, "tests/other.py::test_long", ids)
     other.tell("lease 8")

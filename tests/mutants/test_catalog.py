@@ -79,7 +79,7 @@ def test_no_two_mutants_have_one_id() -> None:
 
 
 @each_mutant
-def test_a_mutant_says_what_it_is(mutant: Mutant) -> None:
+def test_a_mutant_has_a_description(mutant: Mutant) -> None:
     assert mutant.symptom
     assert "\n" not in mutant.symptom
     assert mutant.upstream

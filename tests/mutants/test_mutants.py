@@ -41,7 +41,7 @@ PARAMETERS = [pytest.param(name, marks=pytest.mark.nightly if index else ()) for
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_the_suite_sees_the_bug(name: str, sound: Stack, tmp_path: Path) -> None:
+def test_the_suite_finds_the_bug(name: str, sound: Stack, tmp_path: Path) -> None:
     mutant, sightings = BY_ID[name], SIGHTINGS[name]
     # First, so that its ranks are warm before anything of the mutant's is on the path.
     for sighting in sightings:

@@ -12,7 +12,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "mutants.md").read_text(encoding="u
 
 
 @pytest.mark.parametrize("name", BY_ID)
-def test_the_page_says_where_a_mutant_is_seen(name: str) -> None:
+def test_the_page_names_the_cell_and_check_of_a_mutant(name: str) -> None:
     (row,) = (line for line in PAGE.splitlines() if line.startswith(f"- [{name}]("))
     assert SIGHTINGS[name]
     for sighting in SIGHTINGS[name]:

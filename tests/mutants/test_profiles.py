@@ -29,7 +29,7 @@ cells = functools.cache(profiled.cells)
 
 @pytest.mark.parametrize("profile", ["default", "pairwise"])
 @pytest.mark.parametrize("sighting", IN_ANY)
-def test_the_profile_has_the_cell_in_which_the_bug_is_seen(sighting: Sighting, profile: str) -> None:
+def test_the_profile_has_the_cell_that_finds_the_bug(sighting: Sighting, profile: str) -> None:
     cell = Cell.parse(sighting.cell)
     assert cell in cells(profile, sighting.driver, "cpu")
     assert not CHECKS.get(sighting.check).not_applicable(cell, find_driver(sighting.driver))

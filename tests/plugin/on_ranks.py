@@ -57,7 +57,7 @@ def of_function() -> Iterator[int]:
 # Ordinary tests between marked ones: one process, fixtures made once and kept.
 
 
-def test_plain_first(of_module: list[int], record_property: Callable[[str, object], None]) -> None:
+def test_unmarked_first(of_module: list[int], record_property: Callable[[str, object], None]) -> None:
     record_property("pid", os.getpid())
     of_module.append(1)
     assert [os.getpid()] == MODULE
@@ -71,7 +71,7 @@ class TestMixed:
     def setup_method(self) -> None:
         self.pid = os.getpid()
 
-    def test_plain_before(self, of_class: int) -> None:
+    def test_unmarked_before(self, of_class: int) -> None:
         assert CLASS == [of_class] == [self.pid] == [os.getpid()]
 
     @mark
@@ -79,7 +79,7 @@ class TestMixed:
         assert of_module == CLASS == MODULE == [os.getpid()]
         assert self.pid == of_class == os.getpid()
 
-    def test_plain_after(self, of_class: int, of_module: list[int]) -> None:
+    def test_unmarked_after(self, of_class: int, of_module: list[int]) -> None:
         assert CLASS == [of_class] == [self.pid] == [os.getpid()]
         assert of_module == [os.getpid(), 1]
 
@@ -257,6 +257,6 @@ def test_xpass(rank: int) -> None:
 # After all that, still the same process.
 
 
-def test_plain_last(of_module: list[int]) -> None:
+def test_unmarked_last(of_module: list[int]) -> None:
     assert [os.getpid()] == MODULE
     assert of_module == [os.getpid(), 1]

@@ -104,7 +104,7 @@ def moved(run_pytest: RunPytest, tmp_path_factory: pytest.TempPathFactory) -> Ru
 
 @pytest.mark.nightly
 @pytest.mark.spawn
-def test_they_run_as_they_did(moved: Run) -> None:
+def test_aliased_tests_run_as_under_their_harness(moved: Run) -> None:
     assert moved.outcomes == {
         "test_composer[3.0]": "passed",
         "test_composer_alone": "passed",
@@ -166,7 +166,7 @@ def test_a_conftest_that_keeps_the_tests_of_one_size(run_pytest: RunPytest, tmp_
     assert "4 passed, 1 deselected" in run.out
 
 
-def test_every_form_asks_for_its_ranks(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+def test_every_form_requests_its_ranks(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(
         """
@@ -192,7 +192,7 @@ def test_every_form_asks_for_its_ranks(pytester: pytest.Pytester, ranks: FakeRan
 
         @pytest.mark.distcompat(world_size=2)
         @pytest.mark.world_size(3)
-        def test_ours_goes_before(): pass
+        def test_our_mark_wins_over_aliases(): pass
 
         class TestProperty:
             @property
@@ -213,7 +213,7 @@ def test_every_form_asks_for_its_ranks(pytester: pytest.Pytester, ranks: FakeRan
         ("TestOne::test", 1),
         ("TestSome::test[w2]", 2),
         ("TestSome::test[w4]", 4),
-        ("test_ours_goes_before", 2),
+        ("test_our_mark_wins_over_aliases", 2),
     ]
 
 
@@ -258,7 +258,7 @@ def test_more_devices_than_there_are_are_a_skip(pytester: pytest.Pytester, monke
     result.stdout.fnmatch_lines(["SKIPPED *3 ranks need 3 GPUs, 2 to use"])
 
 
-def test_without_the_module_nothing_is_changed(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+def test_without_the_aliases_nothing_changes(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
     pytester.makeini("[pytest]\nmarkers = world_size")
     pytester.makepyfile("import pytest\n@pytest.mark.world_size(2)\ndef test(): pass")
     pytester.runpytest_inprocess().assert_outcomes(passed=1)

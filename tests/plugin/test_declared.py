@@ -34,7 +34,7 @@ import pytest
 def test_cells(cell): pass
 
 @pytest.mark.distcompat
-def test_plain(): pass
+def test_unmarked(): pass
 
 def test_ordinary(): pass
 """
@@ -112,27 +112,27 @@ def failing(text: str, **more: Any) -> Any:
     return tell
 
 
-def test_a_failure_that_reads_so_is_known(pytester: Pytester, ranks: FakeRanks) -> None:
+def test_a_failure_that_matches_is_known(pytester: Pytester, ranks: FakeRanks) -> None:
     say(pytester, KNOWN + 'when = "pytest >= 1"').makepyfile(MARKED)
     ranks.answer = failing("KeyError: '_orig_mod.weight'")
     result = pytester.runpytest_inprocess("-rx")
     result.assert_outcomes(passed=1, xfailed=3)
     assert result.ret == pytest.ExitCode.OK
-    result.stdout.fnmatch_lines(["XFAIL *::test_plain - org/repo#1"])
+    result.stdout.fnmatch_lines(["XFAIL *::test_unmarked - org/repo#1"])
     result.stdout.no_fnmatch_line("*remove me*")
 
 
-def test_several_that_one_failure_reads_like_are_all_of_use(pytester: Pytester, ranks: FakeRanks) -> None:
+def test_every_entry_that_matches_a_failure_is_used(pytester: Pytester, ranks: FakeRanks) -> None:
     """The second was to be removed, for the first had excused all."""
     say(pytester, KNOWN + KNOWN.replace("#1", "#2").replace("KeyError: '", "")).makepyfile(MARKED)
     ranks.answer = failing("KeyError: '_orig_mod.weight'")
     result = pytester.runpytest_inprocess("-rx")
     result.assert_outcomes(passed=1, xfailed=3)
-    result.stdout.fnmatch_lines(["XFAIL *::test_plain - org/repo#1"])
+    result.stdout.fnmatch_lines(["XFAIL *::test_unmarked - org/repo#1"])
     result.stdout.no_fnmatch_line("*remove me*")
 
 
-def test_a_failure_that_reads_otherwise_is_one(pytester: Pytester, ranks: FakeRanks) -> None:
+def test_a_failure_that_does_not_match_fails(pytester: Pytester, ranks: FakeRanks) -> None:
     say(pytester, KNOWN).makepyfile(MARKED)
     ranks.answer = failing("KeyError: 'weight'")
     result = pytester.runpytest_inprocess()
@@ -145,14 +145,14 @@ def test_a_failure_that_reads_otherwise_is_one(pytester: Pytester, ranks: FakeRa
     )
 
 
-def test_the_commands_behind_a_failure_are_not_what_it_says(pytester: Pytester, ranks: FakeRanks) -> None:
+def test_reproduce_commands_are_not_matched(pytester: Pytester, ranks: FakeRanks) -> None:
     """They name the test: whatever went wrong in it would be known."""
-    for match in ("test_plain", "torchrun"):
+    for match in ("test_unmarked", "torchrun"):
         say(pytester, f"[[issue]]\nmatch = '{match}'\nreason = 'r'\n").makepyfile(MARKED)
         ranks.answer = failing("KeyError: 'weight'")
-        result = pytester.runpytest_inprocess("-k", "plain")
+        result = pytester.runpytest_inprocess("-k", "unmarked")
         result.assert_outcomes(failed=1, deselected=3)
-        result.stdout.fnmatch_lines(["reproduce: pytest *::test_plain", "this run alone: torchrun ..."])
+        result.stdout.fnmatch_lines(["reproduce: pytest *::test_unmarked", "this run alone: torchrun ..."])
 
 
 @pytest.mark.parametrize("status", ["killed", "stuck"])
@@ -166,7 +166,7 @@ def test_a_crash_or_a_hang_is_never_known(status: str, pytester: Pytester, ranks
 @pytest.mark.parametrize(
     ("more", "known"),
     [
-        ('test = "test_plain"', 1),
+        ('test = "test_unmarked"', 1),
         ('test = "test_cells.*fsdp2"', 1),
         ('cells = { strategy = "fsdp2" }', 1),
         ('cells = { strategy = ["ddp", "fsdp2"] }', 2),
@@ -178,15 +178,17 @@ def test_a_crash_or_a_hang_is_never_known(status: str, pytester: Pytester, ranks
         ('kind = "refuses"', 0),
     ],
 )
-def test_it_says_what_it_is_about(more: str, known: int, pytester: Pytester, ranks: FakeRanks) -> None:
+def test_an_entry_may_name_the_test(more: str, known: int, pytester: Pytester, ranks: FakeRanks) -> None:
     say(pytester, KNOWN + more).makepyfile(MARKED)
     ranks.answer = failing("KeyError: '_orig_mod.weight'")
     pytester.runpytest_inprocess().assert_outcomes(passed=1, failed=3 - known, xfailed=known)
 
 
 @pytest.mark.parametrize(("strict", "failed"), [("", 1), ("strict = true", 1), ("strict = false", 0)])
-def test_what_passes_is_to_be_removed(strict: str, failed: int, pytester: Pytester, ranks: FakeRanks) -> None:
-    say(pytester, f"{KNOWN}test = 'test_plain'\n{strict}").makepyfile(MARKED)
+def test_an_entry_whose_tests_pass_is_to_be_removed(
+    strict: str, failed: int, pytester: Pytester, ranks: FakeRanks
+) -> None:
+    say(pytester, f"{KNOWN}test = 'test_unmarked'\n{strict}").makepyfile(MARKED)
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=4 - failed, failed=failed)
     if failed:
@@ -194,14 +196,12 @@ def test_what_passes_is_to_be_removed(strict: str, failed: int, pytester: Pytest
     result.stdout.fnmatch_lines([f"remove me: {FIRST}: covers 1 that ran, excused none"])
 
 
-def test_what_matches_nothing_is_to_be_removed_unless_the_run_was_narrowed(
-    pytester: Pytester, ranks: FakeRanks
-) -> None:
+def test_an_unused_entry_is_to_be_removed_in_a_complete_session(pytester: Pytester, ranks: FakeRanks) -> None:
     say(pytester, KNOWN + "test = 'no_such_test'").makepyfile(MARKED)
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=4)
     result.stdout.fnmatch_lines(["remove me: *1 (org/repo#1): covers nothing that ran"])
-    for args in (["-k", "plain"], [f"{pytester.path.name}.py::test_plain"], ["--collect-only"]):
+    for args in (["-k", "unmarked"], [f"{pytester.path.name}.py::test_unmarked"], ["--collect-only"]):
         pytester.runpytest_inprocess(*args).stdout.no_fnmatch_line("*remove me*")
 
 
@@ -221,8 +221,8 @@ def test_paths_and_options_that_select_narrow_a_run_too(pytester: Pytester, rank
         pytester.runpytest_inprocess(*args).stdout.no_fnmatch_line("*remove me*")
 
 
-def test_a_run_that_ends_early_says_nothing_of_what_it_did_not_run(pytester: Pytester, ranks: FakeRanks) -> None:
-    say(pytester, KNOWN + "test = 'test_plain'" + KNOWN.replace("#1", "#2") + "test = 'test_cells'")
+def test_an_interrupted_session_reports_no_unused_entry(pytester: Pytester, ranks: FakeRanks) -> None:
+    say(pytester, KNOWN + "test = 'test_unmarked'" + KNOWN.replace("#1", "#2") + "test = 'test_cells'")
     pytester.makepyfile(MARKED)
     ranks.answer = failing("otherwise")
     result = pytester.runpytest_inprocess("-x", "-p", "no:randomly")
@@ -231,14 +231,14 @@ def test_a_run_that_ends_early_says_nothing_of_what_it_did_not_run(pytester: Pyt
     result.stdout.no_fnmatch_line("*covers nothing*")
 
 
-def test_what_waits_for_other_versions_is_said(pytester: Pytester, ranks: FakeRanks) -> None:
+def test_entries_for_other_versions_are_named(pytester: Pytester, ranks: FakeRanks) -> None:
     say(pytester, KNOWN + 'when = "pytest == 1.0"').makepyfile(MARKED)
     result = pytester.runpytest_inprocess()
     result.stdout.fnmatch_lines(["not in force here: *1 (org/repo#1): pytest == 1.0"])
     result.stdout.no_fnmatch_line("*remove me*")
 
 
-def test_an_xfail_mark_speaks_first_and_an_ordinary_test_is_never_meant(pytester: Pytester, ranks: FakeRanks) -> None:
+def test_an_xfail_mark_comes_first_and_ordinary_tests_are_not_covered(pytester: Pytester, ranks: FakeRanks) -> None:
     say(pytester, KNOWN).makepyfile(
         """
         import pytest
@@ -258,17 +258,17 @@ def test_an_xfail_mark_speaks_first_and_an_ordinary_test_is_never_meant(pytester
     result.stdout.fnmatch_lines(["XFAIL *::test_marked - of the mark"])
 
 
-def test_the_same_entry_in_a_file_does_the_same(pytester: Pytester, ranks: FakeRanks) -> None:
+def test_an_entry_of_a_file_does_the_same(pytester: Pytester, ranks: FakeRanks) -> None:
     text = 'version = 1\n[[issue]]\nid = "a"\nlink = "https://example.org/1"\nreason = "r"\ncheck = "*"\nmatch = "_orig_mod"\n'
-    (pytester.path / "mine.toml").write_text(text + 'test = "test_plain"\n', encoding="utf-8")
+    (pytester.path / "mine.toml").write_text(text + 'test = "test_unmarked"\n', encoding="utf-8")
     pytester.makepyfile(MARKED)
     ranks.answer = failing("KeyError: '_orig_mod'")
     result = pytester.runpytest_inprocess("--distcompat-known=mine.toml", "-rx")
     result.assert_outcomes(passed=1, failed=2, xfailed=1)
-    result.stdout.fnmatch_lines(["XFAIL *::test_plain - r (https://example.org/1)"])
+    result.stdout.fnmatch_lines(["XFAIL *::test_unmarked - r (https://example.org/1)"])
 
 
-def test_workers_of_xdist_weigh_and_their_controller_counts(pytester: Pytester, ranks: FakeRanks) -> None:
+def test_workers_judge_and_the_controller_counts(pytester: Pytester, ranks: FakeRanks) -> None:
     # In a worker there are real ranks: skipped before any starts, or broken without one.
     say(
         pytester, KNOWN.replace("KeyError: '_orig_mod", "no such file") + KNOWN.replace("KeyError: '_orig_mod", "other")
@@ -280,7 +280,7 @@ def test_workers_of_xdist_weigh_and_their_controller_counts(pytester: Pytester, 
     result.stdout.no_fnmatch_line("*issue 1 *")
 
 
-def test_what_it_waits_for_is_what_does_not_hold(pytester: Pytester, ranks: FakeRanks) -> None:
+def test_unmet_requirements_are_named(pytester: Pytester, ranks: FakeRanks) -> None:
     """Of several requirements those that hold are no reason, nor are they if it is the device; markers are read too."""
     assert not ranks.requests
     more = (
@@ -351,17 +351,17 @@ def test_verdicts_of_a_suite(more: str, outcomes: dict[str, int], removed: str, 
     assert run["remove"] == ([f"{FIRST}: {removed}"] if removed else [])
 
 
-def test_what_is_skipped_is_neither_known_nor_fixed(pytester: Pytester, ranks: FakeRanks) -> None:
+def test_a_skipped_test_is_neither_known_nor_fixed(pytester: Pytester, ranks: FakeRanks) -> None:
     """A test that all ranks skip is neither known nor fixed."""
     skip = ranks.phases(call=Phase("call", "skipped", "no need", location=("a.py", 3, "Skipped: no need")))
     ranks.answer = lambda request: ranks.ending((RankEnd(0, "done"), skip), (RankEnd(1, "done"), skip))
-    say(pytester, KNOWN + "test = 'plain'").makepyfile(MARKED)
+    say(pytester, KNOWN + "test = 'unmarked'").makepyfile(MARKED)
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=1, skipped=3)
     result.stdout.no_fnmatch_line("*remove me: *that ran, excused*")
 
 
-def test_several_that_show_in_one_place_are_all_of_use(suite: Pytester) -> None:
+def test_every_entry_that_matches_a_verdict_is_used(suite: Pytester) -> None:
     """Both were to be removed, for the verdict has the reasons of both, and neither alone."""
     say(suite, KNOWN + KNOWN.replace("#1", "#2").replace("KeyError: '", ""))
     result = suite.runpytest_inprocess("--distcompat-report=out.json")

@@ -156,7 +156,7 @@ def test_a_lost_gpu_does_not_hide_the_others(question: str, nvml: MadeUpNvml, mo
     assert devices.gpu_name() == f"named {GPU_B if question.endswith('Index') else GPU_A}"
 
 
-def test_used_memory_is_told_of_what_nvml_knows(nvml: MadeUpNvml) -> None:
+def test_used_memory_is_read_for_devices_that_nvml_knows(nvml: MadeUpNvml) -> None:
     assert devices.used_memory([GPU_A, "MIG-5c1b", "GPU-made-up"]) == {GPU_A: 100, "MIG-5c1b": 40}
     assert nvml.shut_down == 1
 
@@ -204,7 +204,7 @@ def test_without_a_driver_there_is_nothing(nvml: MadeUpNvml, monkeypatch: pytest
         (None, ["--distcompat-gpus=0", "--distcompat-world-size=8"], "distcompat: CPU, gloo, world size 8 (option)*"),
     ],
 )
-def test_what_is_there_is_used(
+def test_visible_gpus_are_used(
     visible: str | None, args: list[str], header: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if visible is not None:
@@ -242,7 +242,7 @@ def test_what_is_there_is_used(
     ],
 )
 @pytest.mark.usefixtures("three_gpus")
-def test_what_is_not_there_is_a_usage_error_and_no_skip(
+def test_missing_gpus_are_a_usage_error_and_no_skip(
     visible: str | None, args: list[str], message: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if visible is not None:

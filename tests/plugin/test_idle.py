@@ -29,7 +29,7 @@ class Base:
 class TestX(Base):
     def test(self, tmp_path): pass
 
-def test_fixtures_of_others_may_have_our_names(request): pass
+def test_fixtures_of_other_plugins_may_have_our_names(request): pass
 """
 
 
@@ -41,7 +41,9 @@ def here(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("args", [[], ["-n", "1"], ["--collect-only"]], ids=["alone", "xdist", "collect"])
-def test_nothing_heavy_is_imported_and_nothing_is_said(args: list[str], here: Path, run_pytest: RunPytest) -> None:
+def test_an_idle_session_imports_nothing_heavy_and_prints_nothing(
+    args: list[str], here: Path, run_pytest: RunPytest
+) -> None:
     run = run_pytest(here, *args)
     assert run.code == pytest.ExitCode.OK, run.out
     assert "process loaded []" in run.out
@@ -49,9 +51,7 @@ def test_nothing_heavy_is_imported_and_nothing_is_said(args: list[str], here: Pa
     assert not (here / "basetemp" / "distcompat").exists()
 
 
-def test_an_option_that_is_given_asks_the_driver_at_most_and_imports_no_torch(
-    here: Path, run_pytest: RunPytest
-) -> None:
+def test_an_option_imports_no_torch_and_at_most_nvml(here: Path, run_pytest: RunPytest) -> None:
     (here / "conftest.py").write_text(CONFTEST.replace("'pynvml', ", ""), encoding="utf-8")
     run = run_pytest(here, "--distcompat-gpus=auto", "--distcompat-strategies=ddp", "--distcompat-timeout=3")
     assert run.code == pytest.ExitCode.OK, run.out

@@ -104,7 +104,7 @@ def test_every_test_has_one_verdict_and_never_a_weaker_one_than_its_worst_rank(v
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_it_tells_the_story_of_all_ranks(name: str, verdicts: Run) -> None:
+def test_a_failure_shows_all_ranks(name: str, verdicts: Run) -> None:
     show(verdicts.text(name), *TEXTS[name])
 
 
@@ -132,7 +132,7 @@ def test_rank_0_alone_reports(verdicts: Run) -> None:
     show(verdicts.out, "distcompat: inside a launch of 2 ranks, on cpu")
 
 
-def test_what_no_rank_fails_by_any_more_is_to_be_removed(verdicts: Run) -> None:
+def test_an_entry_that_no_rank_matches_is_to_be_removed(verdicts: Run) -> None:
     expected = [line for line in verdicts.out.splitlines() if line.startswith("remove me")]
     assert expected == ["remove me: known issues known.toml: issue 3 (org/repo#3): covers 1 that ran, excused none"], (
         verdicts.out
@@ -146,7 +146,7 @@ def test_all_ranks_end_with_the_same_exit_code(verdicts: Run) -> None:
 
 
 @pytest.mark.nightly
-def test_a_launch_in_which_all_is_well_ends_well(torchrun: Torchrun) -> None:
+def test_a_launch_without_failures_exits_with_0(torchrun: Torchrun) -> None:
     source = (
         "import pytest\n@pytest.mark.distcompat\ndef test(process_group): pass\n@pytest.mark.skip\ndef test_b(): pass\n"
     )
@@ -155,7 +155,7 @@ def test_a_launch_in_which_all_is_well_ends_well(torchrun: Torchrun) -> None:
 
 
 @pytest.mark.nightly
-def test_a_launcher_without_a_store_will_do(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_launcher_without_a_store_works(environment: dict[str, str], tmp_path: Path) -> None:
     """As composer's: it sets the variables, and rank 0 opens the store."""
     with socket.socket() as free:
         free.bind(("", 0))
@@ -238,7 +238,7 @@ def test_after(): raise AssertionError("nobody gets here")
         ),
     ],
 )
-def test_a_rank_that_dies_or_hangs_is_told_and_ends_the_session(
+def test_a_dead_or_hung_rank_is_reported_and_ends_the_session(
     limit: int, body: str, expected: list[str], ended: dict[int, int], torchrun: Torchrun
 ) -> None:
     run = torchrun(DIES.format(body=body, limit=limit), "--junitxml=junit.xml")
@@ -286,7 +286,7 @@ def test_never_run(): raise AssertionError
         ),
     ],
 )
-def test_ranks_that_collect_otherwise_run_nothing(body: str, expected: list[str], torchrun: Torchrun) -> None:
+def test_ranks_that_collect_different_tests_run_nothing(body: str, expected: list[str], torchrun: Torchrun) -> None:
     run = torchrun(COLLECTED.format(body=body))
     show(run.out, *expected)
     assert not run.reports
@@ -294,7 +294,7 @@ def test_ranks_that_collect_otherwise_run_nothing(body: str, expected: list[str]
 
 
 @pytest.mark.nightly
-def test_a_rank_that_ends_while_it_collects_is_told(torchrun: Torchrun) -> None:
+def test_a_rank_that_ends_during_collection_is_reported(torchrun: Torchrun) -> None:
     # Before pytest has begun on rank 0, torchrun ends it without a word.
     body = (
         "import pathlib, time\nhere = pathlib.Path('rank 0 is here')\nRANK == 0 and here.touch()\n"

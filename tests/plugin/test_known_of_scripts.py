@@ -59,7 +59,7 @@ def end(monkeypatch: pytest.MonkeyPatch, *ends: RankEnd) -> None:
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(("ending", "outcome"), ENDINGS)
-def test_a_run_of_a_script_that_fails_so_is_known(
+def test_a_failing_script_that_matches_an_entry_is_known(
     ending: RankEnd, outcome: str, use: str, pytester: Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end(monkeypatch, ending)
@@ -68,7 +68,7 @@ def test_a_run_of_a_script_that_fails_so_is_known(
 
 
 @pytest.mark.parametrize(("ending", "outcome"), ENDINGS)
-def test_an_xfail_mark_excuses_no_more(
+def test_an_xfail_mark_excuses_no_crash_of_a_script(
     ending: RankEnd, outcome: str, pytester: Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end(monkeypatch, ending)
@@ -82,7 +82,7 @@ def test_an_xfail_mark_excuses_no_more(
 
 
 @pytest.mark.parametrize(("ending", "outcome"), ENDINGS)
-def test_so_is_one_that_is_to_go_on_from_a_checkpoint(
+def test_a_failing_resume_that_matches_an_entry_is_known(
     ending: RankEnd, outcome: str, pytester: Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end(monkeypatch, RankEnd(0, "done"), RankEnd(0, "done"), ending)
@@ -93,7 +93,7 @@ def test_so_is_one_that_is_to_go_on_from_a_checkpoint(
         result.stdout.fnmatch_lines(["*the run that was to go on from here failed*"])
 
 
-def test_a_crash_that_the_test_expects_is_none_of_its_own(pytester: Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expected_crash_is_no_failure_of_the_test(pytester: Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     end(monkeypatch, RankEnd(0, "killed", SAID))
     say(pytester).makepyfile(
         """
@@ -123,7 +123,7 @@ def test_a_crash_that_the_test_expects_is_none_of_its_own(pytester: Pytester, mo
     result.stdout.fnmatch_lines(["FAILED *::TestUnit::test_crashes - *"])
 
 
-def test_a_claim_of_a_run_that_is_declared_is_known(pytester: Pytester) -> None:
+def test_a_declared_finding_in_a_script_is_known(pytester: Pytester) -> None:
     pytester.makepyfile(
         """
         from pytest_distcompat import Incompatible

@@ -37,7 +37,7 @@ SHARED = {"conftest": ("from conftest import VALUE\n", "VALUE"), "hook": ("", "p
 @pytest.mark.parametrize(
     "where", ["modules", *(pytest.param(where, marks=pytest.mark.nightly) for where in ("conftest", "hook"))]
 )
-def test_ranks_do_not_share_what_they_would_make_themselves(run_pytest: RunPytest, tmp_path: Path, where: str) -> None:
+def test_ranks_do_not_share_state_that_each_would_create(run_pytest: RunPytest, tmp_path: Path, where: str) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n", encoding="utf-8")
     hook = "import functools, pytest, uuid\n@functools.cache\ndef made():\n    return uuid.uuid4().hex\n"
     conftests = {"conftest": "import uuid\nVALUE = uuid.uuid4().hex\n"}
@@ -56,7 +56,7 @@ NEIGHBOURS = "    assert seen[0] != seen[1] != seen[3] != seen[2] != seen[0]\n"
 
 
 @pytest.mark.nightly
-def test_nor_do_those_who_are_neighbours_in_a_mesh(run_pytest: RunPytest, tmp_path: Path) -> None:
+def test_neighbours_in_a_mesh_share_no_state_either(run_pytest: RunPytest, tmp_path: Path) -> None:
     """Of two rows and two columns: ranks 0 and 2 too, which a hook's random numbers reach from numpy and torch."""
     conftest = "import numpy, pytest, torch\ndef pytest_configure(config):\n    pytest.drawn = numpy.random.rand()\n"
     conftest += "    pytest.weight = torch.nn.Linear(1, 1).weight.item()\n"
@@ -71,7 +71,7 @@ def test_nor_do_those_who_are_neighbours_in_a_mesh(run_pytest: RunPytest, tmp_pa
 
 
 @pytest.mark.nightly
-def test_what_is_made_while_tests_are_collected_is_made_by_each_rank(run_pytest: RunPytest, tmp_path: Path) -> None:
+def test_state_created_at_collection_is_created_by_each_rank(run_pytest: RunPytest, tmp_path: Path) -> None:
     """By a generator of parameters, and by a collector of the project's own."""
     conftest = "import os, pytest\nclass Own(pytest.Module):\n    def collect(self):\n"
     conftest += "        self.obj.RANK = os.environ.get('RANK')\n        return super().collect()\n"
@@ -120,7 +120,7 @@ def test_a_file_opened_at_import_has_an_offset_for_each_rank_and_test(
 
 
 @pytest.mark.nightly
-def test_only_the_tests_of_that_module_pay_for_it(run_pytest: RunPytest, tmp_path: Path) -> None:
+def test_ranks_import_only_modules_with_per_rank_state_themselves(run_pytest: RunPytest, tmp_path: Path) -> None:
     depth = "    import psutil\n    (tmp / f'{__name__}-{rank}').write_text(str(len(psutil.Process().parents())))\n"
     for name, source in {"pure": "", "impure": "import time\nNOW = time.time()\n"}.items():
         start = f"import pytest\n{source}from pathlib import Path\ntmp = Path(__file__).parent\n"
@@ -140,7 +140,7 @@ def test_only_the_tests_of_that_module_pay_for_it(run_pytest: RunPytest, tmp_pat
 
 @pytest.mark.parametrize("reuse", ["never", pytest.param("session", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("place", ["atexit", pytest.param("unconfigure", marks=pytest.mark.nightly)])
-def test_what_is_to_be_done_at_the_end_is_done(run_pytest: RunPytest, tmp_path: Path, place: str, reuse: str) -> None:
+def test_exit_handlers_of_ranks_run(run_pytest: RunPytest, tmp_path: Path, place: str, reuse: str) -> None:
     """An exit code that is set there counts, and what was made for the session goes with it."""
     ends = "    import atexit, os\n    if rank == 1:\n        atexit.register(os._exit, 3)\n"
     hook = "def pytest_unconfigure(config):\n    if os.environ.get('RANK') == '1':\n        os._exit(3)\n"
@@ -271,7 +271,7 @@ def test_the_command_line_and_the_interpreters_flags_reach_ranks(
 
 
 @pytest.mark.nightly
-def test_what_differs_under_torchrun_fails_where_that_is_verified(run_pytest: RunPytest, tmp_path: Path) -> None:
+def test_verify_fails_a_test_that_differs_under_torchrun(run_pytest: RunPytest, tmp_path: Path) -> None:
     """A difference that no watch can see: the fork server names its process unlike the interpreter."""
     (tmp_path / "test_it.py").write_text(
         f"import pytest{TEST}    import multiprocessing\n    forked = multiprocessing.parent_process() is not None\n"
@@ -285,7 +285,7 @@ def test_what_differs_under_torchrun_fails_where_that_is_verified(run_pytest: Ru
     assert run_pytest(tmp_path).code == pytest.ExitCode.OK
 
 
-def test_there_must_be_something_to_compare(run_pytest: RunPytest, tmp_path: Path) -> None:
+def test_verify_with_the_torchrun_launcher_is_a_usage_error(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(f"import pytest{TEST}    pass\n", encoding="utf-8")
     result = run_pytest(tmp_path, "--distcompat-verify=100", "--distcompat-launcher=torchrun")
     assert "compares warm ranks with torchrun's" in result.out

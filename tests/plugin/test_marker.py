@@ -49,7 +49,7 @@ def test_a_wrong_argument_is_a_collection_error_that_lists_the_right_ones(
     assert not ranks.requests
 
 
-def test_what_cannot_run_on_ranks_is_a_usage_error(pytester: pytest.Pytester) -> None:
+def test_a_marked_item_that_cannot_run_on_ranks_is_a_usage_error(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         import pytest, unittest
@@ -75,7 +75,7 @@ def test_what_cannot_run_on_ranks_is_a_usage_error(pytester: pytest.Pytester) ->
         ("strategies=['ddp']", "cells need the mark on the function, class or module"),
     ],
 )
-def test_what_is_wrong_with_a_mark_that_comes_late_is_a_usage_error(
+def test_a_wrong_mark_added_late_is_a_usage_error(
     said: str, message: str, of_conftest: bool, pytester: pytest.Pytester, ranks: FakeRanks
 ) -> None:
     mark = f"pytest.mark.distcompat({said})"
@@ -95,7 +95,7 @@ def test_what_is_wrong_with_a_mark_that_comes_late_is_a_usage_error(
     assert not ranks.requests
 
 
-def test_a_world_size_may_come_late(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+def test_a_mark_added_late_may_set_the_world_size(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
     pytester.makepyfile(
         """
         import pytest
@@ -152,7 +152,7 @@ def test_options_narrow_the_cells_of_a_mark(pytester: pytest.Pytester, ranks: Fa
     result.stdout.fnmatch_lines(["SKIPPED*got empty parameter set*"])
 
 
-def test_the_ranks_are_asked_for_what_the_mark_says(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+def test_the_request_has_the_arguments_of_the_mark(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
     pytester.makepyfile(
         """
         import pytest
@@ -168,7 +168,7 @@ def test_the_ranks_are_asked_for_what_the_mark_says(pytester: pytest.Pytester, r
         @mark(world_size=3)
         class TestC:
             @mark(world_size=1)
-            def test_nearest_wins(self): pass
+            def test_the_nearest_mark_wins(self): pass
             def test_of_class(self): pass
         """
     )
@@ -177,13 +177,13 @@ def test_the_ranks_are_asked_for_what_the_mark_says(pytester: pytest.Pytester, r
     assert requests == [
         ("test_a", 2, 9),
         ("test_b[odd / id]", 3, 1.5),
-        ("TestC::test_nearest_wins", 1, 9),
+        ("TestC::test_the_nearest_mark_wins", 1, 9),
         ("TestC::test_of_class", 3, 9),
     ]
     assert len({request.directory for request in ranks.requests}) == 4
 
 
-def test_what_the_parent_decides_starts_no_rank(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+def test_a_skip_that_the_parent_decides_starts_no_rank(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
     pytester.makepyfile(
         """
         import pytest
@@ -210,7 +210,7 @@ def test_what_the_parent_decides_starts_no_rank(pytester: pytest.Pytester, ranks
     assert len(ranks.requests) == 1
 
 
-def test_conditions_that_ask_for_a_ranks_variables_are_the_ranks_own(
+def test_conditions_on_rank_variables_are_evaluated_on_ranks(
     pytester: pytest.Pytester, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here there are none: ``get`` would give its default, which skips a test for ever."""
@@ -265,7 +265,7 @@ def test_the_cell_fixture_without_cells_says_what_is_missing(pytester: pytest.Py
     )
 
 
-def test_a_rank_that_fails_shows_its_story_and_the_commands(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+def test_a_failed_rank_shows_its_report_and_the_commands(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
     ranks.answer = lambda request: ranks.ending(
         (RankEnd(0, "stopped", "was killed by SIGTERM"), ()),
         (RankEnd(1, "raised", "raised failed: ValueError: no", text=">   raise ValueError", kind="failed"), ()),
@@ -304,8 +304,8 @@ def test_a_skip_on_all_ranks_is_reported_where_they_skipped(pytester: pytest.Pyt
 
 
 def test_ranks_are_warmed_up_only_if_a_marked_test_will_run(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
-    pytester.makepyfile(MARKED.format("") + "\ndef test_plain(): pass")
-    for args in (["--collect-only"], ["-k", "plain"], ["--deselect", "x"]):
+    pytester.makepyfile(MARKED.format("") + "\ndef test_unmarked(): pass")
+    for args in (["--collect-only"], ["-k", "unmarked"], ["--deselect", "x"]):
         ranks.calls.clear()
         pytester.runpytest_inprocess(*args)
         assert ("warm_up" in ranks.calls) == (args[0] == "--deselect"), args

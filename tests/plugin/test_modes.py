@@ -22,7 +22,7 @@ mark = pytest.mark.distcompat(world_size=2)
 def of_module():
     return [os.getpid()]
 
-def test_plain_before(of_module):
+def test_unmarked_before(of_module):
     of_module.append(os.getpid())
 
 @mark
@@ -45,17 +45,17 @@ def test_worker(rank, worker_id):
     print("rank", rank, "of", worker_id)
     assert worker_id == os.environ.get("PYTEST_XDIST_WORKER", "master")
 
-def test_plain_after(of_module, request):
+def test_unmarked_after(of_module, request):
     # With xdist another worker may have had the first test.
     assert of_module in ([os.getpid()], [os.getpid(), os.getpid()])
 """
 ENDS = {
-    "test_plain_before": "passed",
+    "test_unmarked_before": "passed",
     "test_group": "passed",
     "test_fails[a b/c]": "failed",
     "test_skips": "skipped",
     "test_worker": "passed",
-    "test_plain_after": "passed",
+    "test_unmarked_after": "passed",
 }
 HANGING = """
 import time
@@ -143,7 +143,7 @@ def test_importlib_strict_without_cache_and_without_capture(here: Path, run_pyte
 
 
 @pytest.mark.nightly
-def test_exitfirst_stops_and_last_failed_runs_again_just_that(here: Path, run_pytest: RunPytest) -> None:
+def test_exitfirst_stops_and_last_failed_runs_the_failed_test_again(here: Path, run_pytest: RunPytest) -> None:
     run = run_pytest(here, "-x")
     assert run.outcomes == dict(list(ENDS.items())[:3]), run.out
     assert "stopping after 1 failures" in run.out
@@ -153,7 +153,7 @@ def test_exitfirst_stops_and_last_failed_runs_again_just_that(here: Path, run_py
 
 
 @pytest.mark.nightly
-def test_a_conftest_reads_on_ranks_too_what_was_asked_for(tmp_path: Path, run_pytest: RunPytest) -> None:
+def test_options_reach_a_conftest_on_ranks(tmp_path: Path, run_pytest: RunPytest) -> None:
     (tmp_path / "conftest.py").write_text(ASKED_FOR, encoding="utf-8")
     (tmp_path / "test_slow.py").write_text(SLOW, encoding="utf-8")
     run = run_pytest(tmp_path, "-m", "slow", "-k", "fails")
@@ -162,7 +162,7 @@ def test_a_conftest_reads_on_ranks_too_what_was_asked_for(tmp_path: Path, run_py
 
 
 @pytest.mark.nightly
-def test_the_log_of_the_ini_file_is_pytests_own(tmp_path: Path, run_pytest: RunPytest) -> None:
+def test_the_log_file_of_the_ini_file_is_written_by_pytest_alone(tmp_path: Path, run_pytest: RunPytest) -> None:
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nlog_file = tests.log\nlog_file_format = %(message)s\n", encoding="utf-8"
     )
@@ -188,7 +188,7 @@ def test_the_torchrun_launcher(here: Path, run_pytest: RunPytest) -> None:
 
 
 @pytest.mark.nightly
-def test_pytest_timeout_counts_the_ranks_and_not_the_warm_up(tmp_path: Path, run_pytest: RunPytest) -> None:
+def test_pytest_timeout_limits_the_ranks_without_the_warm_up(tmp_path: Path, run_pytest: RunPytest) -> None:
     (tmp_path / "test_hanging.py").write_text(HANGING, encoding="utf-8")
     run = run_pytest(tmp_path, "--timeout=1", "-o", "faulthandler_timeout=0.1")
     assert run.outcomes == {"test_hangs[signal]": "failed", "test_hangs[thread]": "failed", "test_slow": "passed"}, (

@@ -138,7 +138,7 @@ def show(text: str, *lines: str) -> None:
     pytest.LineMatcher(text.splitlines()).fnmatch_lines(lines)
 
 
-def test_every_test_ends_as_it_should(run: Run) -> None:
+def test_every_test_has_its_expected_outcome(run: Run) -> None:
     assert run.code == pytest.ExitCode.TESTS_FAILED, run.out
     expected = {name: end for end, names in ENDS.items() for name in names}
     assert {name: end for name, end in run.outcomes.items() if end != "passed"} == expected, run.out
@@ -146,7 +146,7 @@ def test_every_test_ends_as_it_should(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_failure_tells_its_story(name: str, run: Run) -> None:
+def test_a_failure_shows_its_report(name: str, run: Run) -> None:
     text = run.text(name)
     show(text, *TEXTS[name])
     # Nothing of ours but the rank's main.
@@ -161,7 +161,7 @@ def test_a_hang_shows_where_each_rank_is(run: Run) -> None:
     assert "in test_hangs" in stacks["1"]
 
 
-def test_output_is_told_apart_by_rank(run: Run) -> None:
+def test_output_is_shown_per_rank(run: Run) -> None:
     for name in ("test_prints", "test_assertion"):
         for rank in range(2):
             assert run.sections(name)[f"Captured stdout call (rank {rank})"] == f"printed by {rank}\n"
@@ -184,7 +184,7 @@ def test_properties_and_messages_reach_junit_xml(run: Run) -> None:
 
 
 def test_ordinary_tests_keep_their_process_and_their_fixtures(run: Run) -> None:
-    pid = dict(run.of("test_plain_first")["properties"])["pid"]
+    pid = dict(run.of("test_unmarked_first")["properties"])["pid"]
     lines = (run.directory / "events.txt").read_text(encoding="utf-8").splitlines()
     events = [line.split(maxsplit=1) for line in lines]
     assert [event for who, event in events if who == str(pid)] == [
@@ -312,7 +312,7 @@ def test_a_plugin_that_the_fork_server_imported_early_is_no_error(run_pytest: Ru
 
 
 @pytest.mark.nightly
-def test_a_preload_that_cannot_be_imported_is_told_once(run_pytest: RunPytest, tmp_path: Path) -> None:
+def test_a_preload_that_cannot_be_imported_is_reported_once(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\ndistcompat_preload =\n    numpy\n    acclerate\n", encoding="utf-8")
     (tmp_path / "test_it.py").write_text(
         "import pytest\npytestmark = pytest.mark.distcompat(world_size=1)\n"
@@ -327,7 +327,7 @@ def test_a_preload_that_cannot_be_imported_is_told_once(run_pytest: RunPytest, t
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("reuse", ["never", pytest.param("session", marks=pytest.mark.nightly)])
-def test_ranks_import_nothing_of_ours(run_pytest: RunPytest, tmp_path: Path, reuse: str) -> None:
+def test_modules_of_the_plugin_are_imported_before_the_fork(run_pytest: RunPytest, tmp_path: Path, reuse: str) -> None:
     """Each rank did, with rewritten asserts, which a busy machine takes half a second for."""
     (tmp_path / "conftest.py").write_text(
         "import sys\nseen = sys.modules.setdefault('seen_in_the_server', set())\n"
@@ -349,7 +349,7 @@ def test_ranks_import_nothing_of_ours(run_pytest: RunPytest, tmp_path: Path, reu
 @pytest.mark.parametrize(
     "place", ["trainer", *(pytest.param(place, marks=pytest.mark.nightly) for place in ("conftest", "test_it"))]
 )
-def test_modules_that_ask_at_import_which_rank_it_is(run_pytest: RunPytest, tmp_path: Path, place: str) -> None:
+def test_modules_that_read_the_rank_at_import(run_pytest: RunPytest, tmp_path: Path, place: str) -> None:
     """Imported by the fork server, they were told that they are alone; what two ranks did then passed as the work of one."""
     asks = "import os\nRANK, SIZE = int(os.environ.get('RANK', 0)), int(os.getenv('WORLD_SIZE', 1))\n"
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n", encoding="utf-8")

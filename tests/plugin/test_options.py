@@ -120,7 +120,7 @@ def test_a_wrong_value_is_a_usage_error_that_lists_the_right_ones(
 
 
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.default == ""])
-def test_nothing_on_the_command_line_wins_too(name: str, pytester: pytest.Pytester) -> None:
+def test_an_empty_value_on_the_command_line_wins(name: str, pytester: pytest.Pytester) -> None:
     ini(pytester, **{name: RIGHT[name][0]})
     found = setting(pytester.parseconfigure(f"{OPTIONS[name].flag}="), name)
     assert (bool(found.value), found.text, found.origin) == (False, "", "option")
@@ -132,7 +132,7 @@ def test_a_shell_variable_that_is_not_set_is_no_number(pytester: pytest.Pytester
     result.stderr.fnmatch_lines(["ERROR: --distcompat-gpus: '' is not right: expected a whole number *, or 'auto'."])
 
 
-def test_a_report_that_could_never_be_written_is_said_before_anything_runs(pytester: pytest.Pytester) -> None:
+def test_an_unwritable_report_is_a_usage_error(pytester: pytest.Pytester) -> None:
     pytester.mkdir("taken.md")
     result = pytester.runpytest_inprocess("--distcompat-report=taken.md")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -177,7 +177,7 @@ def test_an_unknown_option_is_a_usage_error(pytester: pytest.Pytester) -> None:
     result.stderr.fnmatch_lines(["*unrecognized arguments: --distcompat-gpu-count=3*"])
 
 
-def test_the_header_tells_what_was_set_and_where(pytester: pytest.Pytester) -> None:
+def test_the_header_shows_values_and_their_source(pytester: pytest.Pytester) -> None:
     ini(pytester, distcompat_timeout="5", distcompat_world_size="3")
     result = pytester.runpytest_inprocess("--distcompat-device=cpu", "--distcompat-world-size=4")
     result.stdout.fnmatch_lines(
@@ -185,7 +185,7 @@ def test_the_header_tells_what_was_set_and_where(pytester: pytest.Pytester) -> N
     )
 
 
-def test_with_distributed_tests_the_header_tells_on_what_they_run(pytester: pytest.Pytester) -> None:
+def test_the_header_shows_the_devices_if_there_are_distributed_tests(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.distcompat\ndef test(): pass")
     result = pytester.runpytest_inprocess("--collect-only", "--distcompat-timeout=7")
     result.stdout.fnmatch_lines(

@@ -107,7 +107,7 @@ def test_resumes(rank):
 
 
 @pytest.mark.nightly
-def test_what_ran_before_is_known_to_the_parent_alone(run_pytest: RunPytest, tmp_path: Path) -> None:
+def test_results_of_earlier_tests_are_unknown_on_ranks(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(MADE_UP, encoding="utf-8")
     (tmp_path / "test_needing.py").write_text(NEEDING, encoding="utf-8")
     run = run_pytest(tmp_path)
@@ -136,7 +136,7 @@ def nobody_calls():
 
 
 @pytest.mark.nightly
-def test_the_lines_that_ranks_run_are_covered(run_pytest: RunPytest, tmp_path: Path) -> None:
+def test_coverage_counts_lines_run_on_ranks(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(COVERED, encoding="utf-8")
     (tmp_path / "trainer.py").write_text(TRAINER, encoding="utf-8")
     (tmp_path / "test_covered.py").write_text(

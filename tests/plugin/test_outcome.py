@@ -19,7 +19,7 @@ MARKS = """
 import pytest
 pytestmark = pytest.mark.distcompat(world_size=2)
 
-def test_plain(): pass
+def test_unmarked(): pass
 
 @pytest.mark.xfail(reason="known")
 def test_xfail(): pass
@@ -119,14 +119,14 @@ def test_a_hang_is_hard_and_so_is_a_launch_that_failed(ranks: FakeRanks) -> None
     assert dead.text.splitlines()[0] == "the ranks could not be started: OSError: no"
 
 
-def test_a_rank_that_ended_well_without_running_the_test_is_a_failure(ranks: FakeRanks) -> None:
+def test_a_rank_that_did_not_run_the_test_is_a_failure(ranks: FakeRanks) -> None:
     for phases in ((), ranks.phases()[:2]):
         outcome = merge(ranks.ending((rank(0), ranks.phases()), (rank(1), phases)))
         assert (outcome.kind, outcome.hard) == ("failed", True)
         assert outcome.text == "rank 1 ended without running the test to its end"
 
 
-def test_output_of_all_ranks_is_told_apart(ranks: FakeRanks) -> None:
+def test_output_of_all_ranks_has_sections_of_its_own(ranks: FakeRanks) -> None:
     phases = ranks.phases(teardown=Phase("teardown", "passed", sections=(("Captured stdout call", "hello"),)))
     ends = [RankEnd(number, DONE, output="from C\n" if number else "  \n") for number in range(2)]
     outcome = merge(ranks.ending(*((end, phases) for end in ends)))
@@ -180,7 +180,7 @@ def test_a_notice_is_a_warning_and_never_an_error(
     ranks.answer = lambda request: ranks.ending(
         (rank(0), ranks.phases()), (failed(1), ()), notice="what is to be known"
     )
-    result = pytester.runpytest_inprocess("-k", "plain", *args)
+    result = pytester.runpytest_inprocess("-k", "unmarked", *args)
     result.assert_outcomes(failed=1, warnings=warnings_)
     result.stdout.fnmatch_lines(["rank 1 failed: ValueError: no"])
     assert result.stdout.str().count("DistcompatWarning: what is to be known") == warnings_
@@ -190,8 +190,8 @@ def test_a_strict_mark_that_a_rank_added_is_not_lost(pytester: pytest.Pytester, 
     pytester.makepyfile(MARKS)
     unexpected = ranks.phases(call=Phase("call", "passed", text="[XPASS(strict)] added"))
     ranks.answer = lambda request: ranks.ending((rank(0), ranks.phases()), (rank(1), unexpected))
-    result = pytester.runpytest_inprocess("-k", "plain")
+    result = pytester.runpytest_inprocess("-k", "unmarked")
     result.assert_outcomes(failed=1)
     # pytest 8 gives no reason that is a text.
     why = " - [[]XPASS(strict)[]] added" * (pytest.version_tuple >= (9,))
-    result.stdout.fnmatch_lines(["[[]XPASS(strict)[]] added", f"FAILED *::test_plain{why}"])
+    result.stdout.fnmatch_lines(["[[]XPASS(strict)[]] added", f"FAILED *::test_unmarked{why}"])

@@ -55,7 +55,7 @@ def test_a_writer_to_no_terminal(pytester: pytest.Pytester) -> None:
     assert writer._highlight("x = 1") == "x = 1", message
 
 
-def test_where_captured_output_lies() -> None:
+def test_the_attributes_of_captured_output() -> None:
     from _pytest import capture
 
     message = "plugin/inside/rank_output.py: capturing() gives _pytest.capture.FDCapture files by another TemporaryFile"
@@ -92,7 +92,7 @@ def test_a_text_is_represented_as_an_exception_is(pytester: pytest.Pytester) -> 
         assert str(longrepr.reprcrash) == "helper.py:4: shorter", message
 
 
-def test_a_failure_can_be_left_out_of_its_section(pytester: pytest.Pytester) -> None:
+def test_a_failure_can_be_removed_from_its_section(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         "import pytest\n@pytest.hookimpl(tryfirst=True)\ndef pytest_sessionfinish(session):\n"
         "    first, second = session.config.pluginmanager.getplugin('terminalreporter').stats['failed']\n"

@@ -78,7 +78,7 @@ def properties(run: Run, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.spawn
-def test_those_that_follow_each_other_share_ranks(run: Run) -> None:
+def test_consecutive_tests_share_ranks(run: Run) -> None:
     assert run.code == 0, run.out
     pids = {name: properties(run, name)["pid"] for name in run.outcomes if name != "test_skipped"}
     first = pids["test_one[0]"]
@@ -95,7 +95,7 @@ def test_fixtures_of_the_module_live_as_long_as_its_ranks(run: Run) -> None:
 
 
 @pytest.mark.spawn
-def test_why_ranks_left_early_is_a_property(run: Run) -> None:
+def test_the_reason_why_ranks_ended_early_is_a_property(run: Run) -> None:
     key = "distcompat: ranks left"
     assert (
         properties(run, "test_leaves_a_variable")[key]
@@ -106,7 +106,7 @@ def test_why_ranks_left_early_is_a_property(run: Run) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.spawn
-def test_so_many_tests_and_no_more(run_pytest: RunPytest, tmp_path: Path) -> None:
+def test_reuse_limit_is_the_number_of_tests(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "test_b.py").write_text(
         OTHER.replace("def test", "@pytest.mark.parametrize('n', range(3))\ndef test").replace("(record", "(n, record"),
         encoding="utf-8",
@@ -142,7 +142,7 @@ def test_skipped(trainer):
 
 @pytest.mark.nightly
 @pytest.mark.spawn
-def test_what_fails_when_ranks_leave_is_the_error_of_the_last_test(run_pytest: RunPytest, tmp_path: Path) -> None:
+def test_a_failing_shared_teardown_is_the_error_of_the_last_test(run_pytest: RunPytest, tmp_path: Path) -> None:
     for name in ("test_a.py", "test_b.py"):
         (tmp_path / name).write_text(FAILING, encoding="utf-8")
     run = run_pytest(tmp_path)
@@ -198,7 +198,7 @@ def test_a_wrong_word_names_the_right_ones(pytester: pytest.Pytester) -> None:
         ("never", ["--distcompat-reuse=session"], ["session  2", "session  2", "session  3"]),
     ],
 )
-def test_the_mark_goes_before_the_option(
+def test_the_mark_wins_over_the_option(
     ini: str, args: list[str], scopes: list[str], pytester: pytest.Pytester, ranks: FakeRanks
 ) -> None:
     pytester.makeini(f"[pytest]\ndistcompat_reuse = {ini}\n")

@@ -172,7 +172,7 @@ def test_each_failed_subtest_is_shown_under_its_rank(name: str, on_ranks: Run) -
 
 @pytest.mark.nightly
 @pytest.mark.spawn
-def test_what_subtests_print_and_why_they_are_skipped_is_told(on_ranks: Run) -> None:
+def test_output_and_skip_reasons_of_subtests_are_shown(on_ranks: Run) -> None:
     printed = on_ranks.sections("test_one_fails_on_rank_1")["Captured stdout call [flash] (number=1) (rank 1)"]
     assert printed == "printed in flash\n"
     for rank in range(2):
@@ -181,7 +181,7 @@ def test_what_subtests_print_and_why_they_are_skipped_is_told(on_ranks: Run) -> 
 
 @pytest.mark.nightly
 @pytest.mark.spawn
-def test_ranks_that_tests_share_leave_after_a_failed_subtest_only(on_ranks: Run) -> None:
+def test_shared_ranks_end_after_a_failed_subtest_only(on_ranks: Run) -> None:
     shared = ("test_shared_skips_one", "test_shared_fails_in_one", "test_shared_after_it")
     first, failed, after = (dict(on_ranks.of(name)["properties"])["pid"] for name in shared)
     assert first == failed != after
@@ -201,7 +201,7 @@ def test_skips_one_on_both(subtests):
             if kernel == "flash":
                 pytest.skip("no flash here")
 
-def test_only_rank_0_looks_closer(subtests):
+def test_one_rank_has_more_subtests(subtests):
     if RANK == 0:
         with subtests.test("log"):
             pass
@@ -256,7 +256,7 @@ def test_after():
 #: What the item's own failure shows; None of one that passes.
 ENDS: dict[str, list[str] | None] = {
     "test_skips_one_on_both": None,
-    "test_only_rank_0_looks_closer": None,
+    "test_one_rank_has_more_subtests": None,
     "test_one_fails_on_rank_1": ["rank 1 failed: subtest [[]first[]]: assert 1 == 0", "*--- rank 1: *", "E *"],
     "test_three_fail_on_rank_0": [
         "rank 0 failed: subtest (number=0): assert 0 == 1 (first of 3 failures)",
@@ -340,7 +340,7 @@ class _Of(pytest.TestReport):
     """A report that another plugin made of a whole phase."""
 
 
-def test_the_type_of_a_report_tells_a_subtest() -> None:
+def test_the_type_of_a_report_marks_a_subtest() -> None:
     def made(kind: type[pytest.TestReport], outcome: Any, text: str, when: Any) -> pytest.TestReport:
         return kind("test_x.py::test_it", ("test_x.py", 1, "test_it"), {}, outcome, text or None, when)
 

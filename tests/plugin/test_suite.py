@@ -72,13 +72,13 @@ def test_a_suite_needs_no_name_and_a_base_class_is_none(pytester: pytest.Pyteste
         class Mine(Base):
             driver = "torch"
 
-            def test_of_mine(self): pass
+            def test_suite_of_mine(self): pass
 
             def helper(self): pass
         """
     )
     assert collect(pytester) == [f"Mine::test[ddp-fp32-w2:{check}]" for check in concerned(TORCH, "ddp-fp32-w2")] + [
-        "Mine::test_of_mine"
+        "Mine::test_suite_of_mine"
     ]
 
 
@@ -178,7 +178,7 @@ def test_a_suite_has_attributes_of_its_own(pytester: pytest.Pytester, concerned:
         ("raise KeyError('x')", "raised KeyError: 'x'"),
     ],
 )
-def test_a_reason_that_is_no_sentence_is_a_collection_error(body: str, said: str, pytester: pytest.Pytester) -> None:
+def test_a_reason_that_is_no_text_is_a_collection_error(body: str, said: str, pytester: pytest.Pytester) -> None:
     """pytest ended by an internal error."""
     pytester.makepyfile(
         f"""
@@ -200,7 +200,9 @@ def test_a_reason_that_is_no_sentence_is_a_collection_error(body: str, said: str
 
 
 @pytest.mark.parametrize("profile", ["pairwise", "full"])
-def test_so_it_is_of_a_cell_that_only_the_profile_has(profile: str, pytester: pytest.Pytester) -> None:
+def test_a_reason_that_is_no_text_is_an_error_in_cells_of_a_profile_too(
+    profile: str, pytester: pytest.Pytester
+) -> None:
     pytester.makepyfile(
         """
         from pytest_distcompat import CompatSuite, Driver, Matrix
@@ -287,7 +289,7 @@ def test_the_fork_server_gets_what_the_chosen_driver_and_models_need(
         (RankEnd(1, "raised", "ValueError: no", text="ValueError: no"), "Incompatible"),
     ],
 )
-def test_what_is_raised_tells_a_claim_from_a_run(
+def test_the_exception_class_separates_findings_from_failed_runs(
     end: RankEnd, kind: str, pytester: pytest.Pytester, ranks: FakeRanks
 ) -> None:
     ranks.answer = lambda request: ranks.ending((RankEnd(0, "done"), ()), (end, ()))
@@ -308,7 +310,7 @@ def test_what_is_raised_tells_a_claim_from_a_run(
     result.stdout.fnmatch_lines([f"*raised *'{kind}', 'DistcompatError'*"])
 
 
-def test_a_smoke_run_asks_costly_checks_once_and_says_so(pytester: pytest.Pytester) -> None:
+def test_a_smoke_run_has_costly_checks_once_with_a_reason(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
     found = collect(pytester, "--distcompat-profile=smoke")
     assert [name for name in found if ":reshard]" in name] == ["TestX::test[fsdp2-bf16_mixed-w2:reshard]"]
@@ -327,7 +329,7 @@ def test_a_smoke_run_asks_costly_checks_once_and_says_so(pytester: pytest.Pytest
         ("torch", "ddp-fp32-w2-lora", "peft", "peft is not installed"),
     ],
 )
-def test_what_is_not_installed_is_a_reason(
+def test_a_missing_package_is_a_reason(
     driver: str, cell: str, library: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = importlib.util.find_spec
@@ -355,5 +357,5 @@ def test_what_is_not_installed_is_a_reason(
         ("trainer", "zero2-bf16_mixed-w2-reduce_dtype_fp32", ""),
     ],
 )
-def test_where_it_can_be_said_what_gradients_travel_in(driver: str, cell: str, reason: str) -> None:
+def test_cells_that_support_reduce_dtype(driver: str, cell: str, reason: str) -> None:
     assert DRIVERS.get(driver).unsupported_reason(Cell.parse(cell), "cpu") == (reason or None)

@@ -48,7 +48,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_ranks_print_and_log_is_captured(home: Path, run_pytest: RunPytest) -> None:
+def test_output_and_logs_of_ranks_are_captured(home: Path, run_pytest: RunPytest) -> None:
     run = run_pytest(home, "-rP", "--log-level=INFO", "--distcompat-gpus=0", "-k", "names or optimizer or resume")
     assert run.outcomes == {NAMES: "passed", OPTIMIZER: "passed", RESUME: "failed"}, run.out
     shown = run.sections(NAMES)
@@ -68,7 +68,7 @@ def test_what_ranks_print_and_log_is_captured(home: Path, run_pytest: RunPytest)
 
 
 @pytest.mark.nightly
-def test_without_capture_it_is_printed(home: Path, run_pytest: RunPytest) -> None:
+def test_without_capture_output_of_ranks_is_printed(home: Path, run_pytest: RunPytest) -> None:
     run = run_pytest(home, "-s", "--distcompat-gpus=0", "-k", "names or optimizer")
     pytest.LineMatcher(run.out.splitlines()).fnmatch_lines(
         [

@@ -146,7 +146,7 @@ def test_the_driver_is_found_where_pytest_found_it(tmp_path: Path, run_pytest: R
 
 
 @pytest.mark.nightly
-def test_a_drivers_module_may_ask_at_import_which_rank_it_is_on(tmp_path: Path, run_pytest: RunPytest) -> None:
+def test_a_drivers_module_may_read_the_rank_at_import(tmp_path: Path, run_pytest: RunPytest) -> None:
     """As a script of torchrun's does. Imported by the fork server it would be rank 0 everywhere."""
     adopter = Path(__file__).with_name("adopter.py").read_text(encoding="utf-8")
     (tmp_path / "my_trainer.py").write_text(
@@ -172,7 +172,7 @@ def test_the_built_in_suite_runs_from_anywhere(tmp_path: Path, run_pytest: RunPy
 
 
 @pytest.mark.nightly
-def test_its_reproduce_command_shows_the_same_failure(
+def test_the_reproduce_command_of_the_suite_shows_the_same_failure(
     tmp_path: Path, run_pytest: RunPytest, run_command: Callable[[str, Path], tuple[int, str]]
 ) -> None:
     args = ["--pyargs", "pytest_distcompat.suite", "--distcompat-strategies=fsdp2", "--distcompat-timeout=0.01"]

@@ -78,7 +78,7 @@ def test_on_all_ranks(pytester: pytest.Pytester) -> None:
         lines.fnmatch_lines_random([f"FAILED *called_{name} - rank 1 failed: *assert *"])
 
 
-def test_one_of_which_no_rank_heard_has_not_passed(pytester: pytest.Pytester) -> None:
+def test_a_test_that_no_rank_received_has_not_passed(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("""
         import pytest
 
@@ -100,7 +100,7 @@ def test_one_of_which_no_rank_heard_has_not_passed(pytester: pytest.Pytester) ->
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
-def test_neither_surrogates_nor_paths_end_it_all(pytester: pytest.Pytester, workers: tuple[str, ...]) -> None:
+def test_surrogates_and_paths_do_not_end_the_session(pytester: pytest.Pytester, workers: tuple[str, ...]) -> None:
     """Of text, and in ``sys.path``, where Python passes over what is no string."""
     pytester.makeconftest("import pathlib, sys; sys.path.insert(0, pathlib.Path(__file__).parent)")
     pytester.makepyfile(r"""

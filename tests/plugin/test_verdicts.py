@@ -144,7 +144,7 @@ def test_the_matrix_in_the_terminal(suite: pytest.Pytester) -> None:
     assert set(STATUS.values()) == set(Status) - {Status.LEAKED, Status.ERROR}
 
 
-def test_the_same_whatever_the_order(suite: pytest.Pytester) -> None:
+def test_the_matrix_is_the_same_in_any_order(suite: pytest.Pytester) -> None:
     def rows(*args: str) -> list[str]:
         lines = suite.runpytest_inprocess(*args).outlines
         start = next(number for number, line in enumerate(lines) if "distributed compatibility" in line)
@@ -154,7 +154,7 @@ def test_the_same_whatever_the_order(suite: pytest.Pytester) -> None:
     assert rows("-p", "no:randomly", *names) == rows("-p", "no:randomly", *reversed(names))
 
 
-def test_what_a_failure_shows(suite: pytest.Pytester) -> None:
+def test_the_text_of_a_failure(suite: pytest.Pytester) -> None:
     result = suite.runpytest_inprocess("-p", "no:randomly", "-rx", "--distcompat-timeout=3")
     result.stdout.fnmatch_lines(
         [
@@ -263,7 +263,7 @@ def test_a_verdict_without_reason_is_still_shown() -> None:
     assert [line.strip() for line in lines[2:]] == ["ddp-fp32-w2  refused", "refused:  [ddp-fp32-w2:names]"]
 
 
-def test_without_suites_nothing_is_said_of_verdicts(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
+def test_without_suites_no_verdict_is_printed(pytester: pytest.Pytester, ranks: FakeRanks) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.distcompat\ndef test(): pass")
     result = pytester.runpytest_inprocess("--distcompat-timeout=3")
     result.assert_outcomes(passed=1)
@@ -310,7 +310,7 @@ def test_a_session_in_which_no_cell_ran_fails(needs: pytest.Pytester) -> None:
     )
 
 
-def test_an_adopter_may_let_it_pass(needs: pytest.Pytester) -> None:
+def test_nothing_ran_pass_lets_a_session_without_cells_pass(needs: pytest.Pytester) -> None:
     result = needs.runpytest_inprocess("--distcompat-nothing-ran=pass")
     assert result.ret == pytest.ExitCode.OK
     result.stdout.no_fnmatch_line("no cell ran*")
@@ -325,13 +325,13 @@ def test_options_that_select_no_cell_fail(needs: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["  TestMine: --distcompat-drivers=torch leaves out driver 'my_driver:Mine'"])
 
 
-def test_other_tests_do_not_make_up_for_it(needs: pytest.Pytester) -> None:
+def test_other_tests_do_not_make_a_session_without_cells_pass(needs: pytest.Pytester) -> None:
     needs.makepyfile(test_other="def test(): pass")
     assert needs.runpytest_inprocess().ret == pytest.ExitCode.TESTS_FAILED
     assert needs.runpytest_inprocess("test_other.py").ret == pytest.ExitCode.OK
 
 
-def test_where_no_debugger_can_stop_it_is_said_how_to_go_on(suite: pytest.Pytester) -> None:
+def test_without_a_rank_to_stop_pdb_prints_what_to_do(suite: pytest.Pytester) -> None:
     result = suite.runpytest_inprocess("--pdb", "-k", "zero3 and fp32 or fsdp1 and fp32")
     result.stdout.fnmatch_lines(
         [

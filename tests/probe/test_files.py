@@ -53,7 +53,7 @@ def held(directory: Path, what: str = "model") -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("suffix", ["pt", "pth", "bin", "ckpt", "pth.tar"])
 @pytest.mark.parametrize("part", ["", "model", "module", "model_state_dict", "state_dict", "model_state"])
-def test_what_torch_saved(
+def test_a_file_of_torch_save_is_read(
     tmp_path: Path, state: dict[str, Any], optimizer: dict[str, Any], suffix: str, part: str
 ) -> None:
     whole: Mapping[str, Any] = {part: state, "optimizer_state_dict": optimizer, "epoch": 3} if part else state
@@ -94,14 +94,14 @@ def test_a_distributed_checkpoint(
     assert set(saved["model"].digests) == set(NAMES)
 
 
-def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_are_no_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "data.tar").write_bytes(b"no pickle")
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"ema": {"decay": 0.5}, "epoch": 1}, tmp_path / "other.pth")
     assert read_files(tmp_path) == ()
 
 
-def test_the_check_says_all_that_is_read() -> None:
+def test_the_check_lists_the_files_that_are_read() -> None:
     """It may not import the probe, which imports torch."""
     assert not [word for word in (*PICKLED, *(f"'{name}'" for name in MODEL)) if word not in NO_READABLE_FILE]
 
@@ -133,7 +133,7 @@ def test_a_path_that_is_not_utf_8(form: str, state: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["nowhere", "\udcff\udcfe"])
-def test_a_directory_that_is_not_there_holds_nothing(name: str, tmp_path: Path) -> None:
+def test_a_missing_directory_holds_nothing(name: str, tmp_path: Path) -> None:
     """As that of an export, where a trainer has none."""
     assert read_files(tmp_path / name) == ()
     assert not read_saved(tmp_path / name)
@@ -201,6 +201,6 @@ def test_the_final_model_is_that_of_all_module_directories(modules: Path, last: 
         '[{"name": "1", "path": "a/b"}]',
     ],
 )
-def test_a_list_of_modules_that_is_none(tmp_path: Path, text: str) -> None:
+def test_an_invalid_module_index_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "modules.json").write_text(text, encoding="utf-8")
     assert module_directories(tmp_path) == {}

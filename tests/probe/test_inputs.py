@@ -50,20 +50,20 @@ class Store:
     ],
     ids=["itself", "dict", "mapping", "nested", "named tuple", "dataclass", "object"],
 )
-def test_it_is_found(make: Callable[[torch.Tensor], Any]) -> None:
+def test_tensors_are_found_in_arguments(make: Callable[[torch.Tensor], Any]) -> None:
     (found,) = tensors_fed([make(IDS), torch.tensor(1.0), "text", None, 3])
     assert found is IDS
 
 
-def test_other_objects_are_not_looked_through_where_there_is_a_tensor() -> None:
+def test_other_objects_are_ignored_if_there_is_a_tensor() -> None:
     assert tensors_fed([IDS, Store(torch.ones(2))]) == [IDS]
 
 
-def test_a_model_among_the_arguments_is_not_what_it_is_fed() -> None:
+def test_a_model_among_the_arguments_is_no_input() -> None:
     assert tensors_fed([torch.nn.Linear(2, 2), {"self": torch.nn.Linear(2, 2)}]) == []
 
 
-def test_what_holds_itself() -> None:
+def test_recursive_containers_are_read() -> None:
     ring: list[Any] = [IDS]
     ring.append(ring)
     assert len(tensors_fed([ring])) == 1
@@ -79,7 +79,7 @@ class OfDict(torch.nn.Module):
         return out
 
 
-def test_two_batches_in_dicts_are_told_apart() -> None:
+def test_two_batches_in_dicts_have_different_digests() -> None:
     observer, model = Observer(), OfDict()
     observer.attach(model)
     with observer.watching():

@@ -16,7 +16,7 @@ from pytest_distcompat.probe.snapshot import read_snapshot_fields
 from pytest_distcompat.probe.tensors import digest
 
 
-def test_what_is_no_optimizer_is_told() -> None:
+def test_a_wrong_optimizer_is_an_error() -> None:
     model = torch.nn.Linear(2, 2)
     message = r"^Linear has no param_groups: self\.optimizer of the driver is to be .*; of several, a list$"
     for wrong in (model, [torch.optim.SGD([model.weight]), model]):
@@ -25,7 +25,7 @@ def test_what_is_no_optimizer_is_told() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, {"model": 1}])
-def test_what_is_no_model_is_told(wrong: Any) -> None:
+def test_a_wrong_model_is_an_error(wrong: Any) -> None:
     """It was an AttributeError of the probe's: 'NoneType' object has no attribute 'named_parameters'."""
     with pytest.raises(
         TypeError, match=r"^the driver's self\.model is .*; expected a torch\.nn\.Module, build\(\) is to "
@@ -35,7 +35,7 @@ def test_what_is_no_model_is_told(wrong: Any) -> None:
         read_unwrapped(wrong)
 
 
-def test_what_is_no_scheduler_is_told() -> None:
+def test_a_wrong_scheduler_is_an_error() -> None:
     message = r"^self\.scheduler of the driver is a str: 'cosine'; expected the scheduler, None, or of several a list$"
     with pytest.raises(TypeError, match=message):
         read_scheduler("cosine")
@@ -49,11 +49,11 @@ def test_what_evaluate_returns_is_a_tensor(wrong: Any) -> None:
         sample(wrong)
 
 
-def test_a_number_of_ranks_as_text_is_one() -> None:
+def test_a_world_size_as_text_is_a_number() -> None:
     assert read_model(torch.nn.Linear(2, 2), None, "2").trainer_world_size == 2  # type: ignore[arg-type]
 
 
-def test_several_optimizers_are_what_they_are_together() -> None:
+def test_several_optimizers_are_read_as_one() -> None:
     model = torch.nn.Linear(2, 2)
     stale = torch.nn.Parameter(torch.zeros(3))
     two = [torch.optim.SGD([model.weight], lr=0.5), torch.optim.AdamW([model.bias, stale], lr=0.25)]
@@ -95,7 +95,7 @@ class NotYet(Own):
 
 
 @pytest.mark.parametrize("kind", [Own, NotYet])
-def test_a_scheduler_that_does_not_tell_its_learning_rate(kind: type[Own]) -> None:
+def test_a_scheduler_without_get_last_lr(kind: type[Own]) -> None:
     assert read_scheduler(kind(3)) == read_scheduler(kind(3)) != read_scheduler(kind(4))
     assert read_scheduler(kind(3)).startswith("last_epoch=3 ")
 
@@ -115,7 +115,7 @@ def test_state_in_eight_bits() -> None:
     ids=["by place", "by name"],
 )
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
-def test_gradients_that_a_closure_computes_are_those_that_are_stepped_on(
+def test_gradients_of_a_closure_are_those_of_the_step(
     step: Callable[[Any, Callable[[], Any]], Any], kind: Callable[..., torch.optim.Optimizer]
 ) -> None:
     model = torch.nn.Linear(2, 1, bias=False)
@@ -136,7 +136,7 @@ def test_gradients_that_a_closure_computes_are_those_that_are_stepped_on(
         assert [one.square for one in observer.steps] == [25.0, 25.0]
 
 
-def test_a_closure_that_fails_fails_as_it_did() -> None:
+def test_a_failing_closure_raises_its_own_exception() -> None:
     model = torch.nn.Linear(2, 1)
     optimizer, observer = torch.optim.SGD(model.parameters()), Observer()
 
@@ -171,7 +171,7 @@ def test_a_step_within_a_step_is_one_step() -> None:
     ] * 2
 
 
-def test_the_state_of_one_that_another_keeps_is_read() -> None:
+def test_the_state_of_a_nested_optimizer_is_read() -> None:
     model = torch.nn.Linear(2, 1)
     one = Delegates(list(model.parameters()))
     model.weight.grad = torch.ones(1, 2)

@@ -36,7 +36,7 @@ def test_an_old_failure_does_not_make_the_run_fail(session: Session, last: Path,
     assert "1 failed" in done.stdout
 
 
-def test_a_new_failure_does(session: Session, last: Path, tmp_path: Path) -> None:
+def test_a_new_failure_makes_the_session_fail(session: Session, last: Path, tmp_path: Path) -> None:
     runs = f'{{{KNOWN}, "fsdp2-fp32-w2": "wrong", "ddp-fp32-w2": "killed"}}'
     # The same file may be the next run's baseline: it is read before it is written.
     done = session("--distcompat-baseline=last.json", "--distcompat-report=last.json", runs=runs)
@@ -47,7 +47,7 @@ def test_a_new_failure_does(session: Session, last: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.nightly
-def test_what_is_fixed_is_told(session: Session, last: Path) -> None:
+def test_a_fixed_failure_is_reported(session: Session, last: Path) -> None:
     done = session("--distcompat-baseline=last.json", runs=RIGHT)
     assert done.returncode == pytest.ExitCode.OK
     assert "newly fixed: fsdp2-fp32-w2:claim (test_mine:Mine): FAIL -> ok" in done.stdout
@@ -63,7 +63,7 @@ def test_a_suite_that_goes_dark_makes_the_run_fail(session: Session, last: Path)
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
-def test_so_does_a_run_in_which_no_suite_is_left(
+def test_a_session_without_any_suite_fails(
     session: Session, last: Path, tmp_path: Path, workers: tuple[str, ...]
 ) -> None:
     (tmp_path / "test_theirs.py").write_text("def test(): pass\n", encoding="utf-8")
@@ -82,21 +82,21 @@ def test_so_does_a_run_in_which_no_suite_is_left(
 
 
 @pytest.mark.nightly
-def test_so_does_one_in_which_no_test_at_all_is_left(session: Session, last: Path) -> None:
+def test_a_session_without_any_test_fails(session: Session, last: Path) -> None:
     done = session("--distcompat-baseline=last.json", "--ignore=test_mine.py")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     assert "newly missing: " in done.stdout
 
 
 @pytest.mark.nightly
-def test_what_a_k_leaves_out_is_no_news(session: Session, last: Path) -> None:
+def test_items_deselected_by_k_are_not_missing(session: Session, last: Path) -> None:
     done = session("--distcompat-baseline=last.json", "-k", "ddp", runs=RIGHT)
     assert done.returncode == pytest.ExitCode.OK, done.stdout
     assert "newly missing: " not in done.stdout
 
 
 @pytest.mark.nightly
-def test_a_failure_that_is_no_verdict_of_ours_is_never_excused(session: Session, last: Path, tmp_path: Path) -> None:
+def test_a_failure_of_an_ordinary_test_is_never_excused(session: Session, last: Path, tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text("def test(): assert False\n", encoding="utf-8")
     done = session("--distcompat-baseline=last.json", runs=WRONG)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
@@ -108,9 +108,7 @@ def test_a_failure_that_is_no_verdict_of_ours_is_never_excused(session: Session,
     [pytest.param(("-n", "2"), marks=pytest.mark.nightly), ("--continue-on-collection-errors",)],
     ids=["xdist", "alone"],
 )
-def test_nor_is_a_module_that_cannot_be_imported(
-    session: Session, last: Path, tmp_path: Path, args: tuple[str, ...]
-) -> None:
+def test_an_import_error_is_never_excused(session: Session, last: Path, tmp_path: Path, args: tuple[str, ...]) -> None:
     (tmp_path / "test_theirs.py").write_text("import no_such_module\n", encoding="utf-8")
     done = session("--distcompat-baseline=last.json", *args, runs=WRONG)
     assert "1 still broken" in done.stdout
@@ -118,7 +116,7 @@ def test_nor_is_a_module_that_cannot_be_imported(
 
 
 @pytest.mark.nightly
-def test_nor_is_what_another_plugin_asks_for(session: Session, last: Path) -> None:
+def test_an_exit_code_of_another_plugin_is_never_excused(session: Session, last: Path) -> None:
     cov = ("--cov=.", "--cov-report=", "--cov-fail-under=100")
     done = session("--distcompat-baseline=last.json", *cov, runs=WRONG, COVERAGE_FILE=".cov")
     assert "1 still broken" in done.stdout
@@ -126,7 +124,7 @@ def test_nor_is_what_another_plugin_asks_for(session: Session, last: Path) -> No
 
 
 @pytest.mark.nightly
-def test_nor_is_an_item_that_fails_although_its_verdict_is_good(session: Session, last: Path, tmp_path: Path) -> None:
+def test_a_failed_item_with_a_good_verdict_is_never_excused(session: Session, last: Path, tmp_path: Path) -> None:
     (tmp_path / "strict.py").write_text(
         "import pytest\n"
         "def pytest_collection_modifyitems(items):\n"
@@ -140,7 +138,7 @@ def test_nor_is_an_item_that_fails_although_its_verdict_is_good(session: Session
 
 
 @pytest.mark.nightly
-def test_what_a_narrowed_run_did_not_reach_is_missing(session: Session, tmp_path: Path) -> None:
+def test_items_that_a_narrowed_session_did_not_reach_are_missing(session: Session, tmp_path: Path) -> None:
     session("--distcompat-report=last.json", runs='{"ddp-fp32-w2": "wrong"}')
     args = ("--distcompat-baseline=last.json", "-k", "TestMine", "-x")
     done = session(*args, runs='{"ddp-fp32-w2": "wrong"}')
@@ -149,14 +147,14 @@ def test_what_a_narrowed_run_did_not_reach_is_missing(session: Session, tmp_path
 
 
 @pytest.mark.nightly
-def test_a_run_that_was_broken_off_stays_so(session: Session, last: Path) -> None:
+def test_an_interrupted_session_keeps_its_exit_code(session: Session, last: Path) -> None:
     done = session("--distcompat-baseline=last.json", "-x", runs=WRONG)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert ": not reached" in done.stdout
 
 
 @pytest.mark.nightly
-def test_what_was_a_finding_and_is_a_crash_is_news(session: Session, last: Path) -> None:
+def test_a_crash_instead_of_a_finding_is_newly_broken(session: Session, last: Path) -> None:
     done = session("--distcompat-baseline=last.json", runs=f'{{{KNOWN}, "fsdp2-fp32-w2": "killed"}}')
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     assert "newly broken: fsdp2-fp32-w2:claim (test_mine:Mine): FAIL -> CRASH: rank 1 was killed" in done.stdout
@@ -164,7 +162,7 @@ def test_what_was_a_finding_and_is_a_crash_is_news(session: Session, last: Path)
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
-def test_a_teardown_that_fails_besides_is_news_once(
+def test_a_new_teardown_failure_is_newly_broken_once(
     session: Session, last: Path, tmp_path: Path, workers: tuple[str, ...]
 ) -> None:
     (tmp_path / "leaves.py").write_text(
@@ -193,7 +191,7 @@ def test_a_teardown_that_fails_besides_is_news_once(
         ("rank 0: parameter 'a' is missing", "rank 0: parameter 'b' is missing", False),
     ],
 )
-def test_another_message_of_what_is_still_broken_is_told(was: str, now: str, same: bool) -> None:
+def test_a_changed_message_of_a_still_broken_item_is_shown(was: str, now: str, same: bool) -> None:
     def report(message: str) -> Report:
         result = Result(
             "S", "d", "ddp-fp32-w2", "names", "failed", message, nodeid="test_it.py::S::test[ddp-fp32-w2:names]"
@@ -206,7 +204,7 @@ def test_another_message_of_what_is_still_broken_is_told(was: str, now: str, sam
     assert (line in list(found.lines())) is not same
 
 
-def test_what_broke_in_one_way_is_told_once() -> None:
+def test_items_broken_by_one_cause_are_reported_once() -> None:
     def report(status: str, message: str, reason: str = "") -> Report:
         results = [
             Result("S", "d", cell, check, status, message.format(rank), reason, f"test_it.py::S::test[{cell}:{check}]")

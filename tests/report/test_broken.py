@@ -17,7 +17,7 @@ BROKEN = Path(__file__).with_name("broken")
 
 @pytest.mark.nightly
 @pytest.mark.spawn
-def test_each_story_is_told_once_and_the_root_cause_first(tmp_path: Path) -> None:
+def test_each_cause_is_shown_once_and_the_root_cause_first(tmp_path: Path) -> None:
     for file in BROKEN.glob("*.py"):
         shutil.copy(file, tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")

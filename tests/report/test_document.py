@@ -96,7 +96,7 @@ def test_the_schema_knows_every_status_and_every_key() -> None:
         assert {key for entry in entries for key in entry} == set(SCHEMA["$defs"][kind]["properties"])
 
 
-def test_what_was_written_is_read_again(real: Report, tmp_path: Path) -> None:
+def test_a_written_report_is_read_back(real: Report, tmp_path: Path) -> None:
     path = tmp_path / "again.json"
     write_report(path, real)
     assert path.read_text(encoding="utf-8") == REAL.read_text(encoding="utf-8")
@@ -165,7 +165,7 @@ def test_a_report_of_an_earlier_release_is_read() -> None:
         ),
     ],
 )
-def test_what_is_no_report_is_said_to_be_none(text: str, said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_report_is_a_usage_error(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "no.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageProblem, match=r"no\.json: ") as caught:

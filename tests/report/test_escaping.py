@@ -55,7 +55,9 @@ def hostile(real: Report) -> Report:
     return Report(run, [evil], [own], [run], [HOSTILE])
 
 
-def test_nothing_that_a_test_says_is_ever_run(opened: Any, real: Report, browser: Browser, tmp_path: Path) -> None:
+def test_no_text_of_a_test_is_executed_by_the_browser(
+    opened: Any, real: Report, browser: Browser, tmp_path: Path
+) -> None:
     page = opened(hostile(real))
     page.page.locator(".matrix .verdict").click()
     detail = page.page.locator("#detail")

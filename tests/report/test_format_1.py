@@ -83,7 +83,7 @@ def test_it_is_merged_with_another() -> None:
         ({"unreached": [3]}, r"unreached\[0\] is 3; expected a text"),
     ],
 )
-def test_what_is_wrong_in_it_is_named(changes: dict[str, Any], message: str) -> None:
+def test_the_wrong_key_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageProblem, match=message):
         Report.from_json({**old(), **changes})
 

@@ -18,7 +18,7 @@ import pytest
 def test_cells(cell): pass
 
 @pytest.mark.distcompat
-def test_plain(): pass
+def test_unmarked(): pass
 
 def test_ordinary(): pass
 """
@@ -34,6 +34,6 @@ def test_junit_of_a_marked_test(session: Session, tmp_path: Path, workers: tuple
     }
     assert found["test_cells[fsdp2-fp32-w2]"]["distcompat_cell"] == "fsdp2-fp32-w2"
     assert "torch " in str(found["test_cells[fsdp2-fp32-w2]"]["distcompat_versions"])
-    assert "distcompat_cell" not in found["test_plain"]
-    assert "torch " in str(found["test_plain"]["distcompat_versions"])
+    assert "distcompat_cell" not in found["test_unmarked"]
+    assert "torch " in str(found["test_unmarked"]["distcompat_versions"])
     assert found["test_ordinary"] == {}

@@ -85,7 +85,7 @@ def on_a_terminal(directory: Path, *args: str) -> str:
     ],
     ids=" ".join,
 )
-def test_on_a_terminal_the_running_run_is_told_and_leaves_no_trace(tmp_path: Path, args: tuple[str, ...]) -> None:
+def test_a_terminal_shows_the_current_run_and_clears_the_line(tmp_path: Path, args: tuple[str, ...]) -> None:
     written = on_a_terminal(tmp_path, *args)
     shown = re.findall(r"ddp-fp32-w2 train: (\w+) (\d+)/(\d+), (\d+) s", written)
     assert shown, written
@@ -104,18 +104,18 @@ def test_on_a_terminal_the_running_run_is_told_and_leaves_no_trace(tmp_path: Pat
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("args", [("-s",), ("-qq",)], ids=" ".join)
-def test_where_tests_write_or_nobody_wants_to_know_nothing_is_told(tmp_path: Path, args: tuple[str, ...]) -> None:
+def test_no_progress_is_shown_without_capture_or_with_quiet(tmp_path: Path, args: tuple[str, ...]) -> None:
     assert " train: step" not in on_a_terminal(tmp_path, *args)
 
 
-def test_without_a_terminal_a_short_run_says_nothing_of_it(session: Session) -> None:
+def test_without_a_terminal_a_short_run_prints_no_progress(session: Session) -> None:
     done = session(runs='{"ddp-fp32-w2": "wait 1.5"}')
     assert "\x1b[" not in done.stdout
     assert " train: step" not in done.stdout
 
 
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "1"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
-def test_without_a_terminal_a_long_run_is_told_now_and_then(
+def test_without_a_terminal_a_long_run_is_reported_now_and_then(
     session: Session, tmp_path: Path, workers: tuple[str, ...]
 ) -> None:
     (tmp_path / "haste.py").write_text(HASTE, encoding="utf-8")
@@ -142,7 +142,7 @@ def make_run(store: Path, name: str, *, ended: bool = False, timeout: float = 30
     return directory
 
 
-def test_which_runs_run(tmp_path: Path) -> None:
+def test_the_current_runs_are_found(tmp_path: Path) -> None:
     over: set[str] = set()
     assert list(running(tmp_path / "nothing", over)) == []
     run = make_run(tmp_path, "one")
@@ -165,7 +165,7 @@ def test_which_runs_run(tmp_path: Path) -> None:
     assert list(running(tmp_path, over, since=time.time() + 60)) == []
 
 
-def test_the_line_says_how_far_the_session_is(
+def test_the_line_shows_the_progress_of_the_session(
     tmp_path: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended, now, waits = 0, 100.0, ""
@@ -195,7 +195,7 @@ def test_the_line_says_how_far_the_session_is(
     assert "  10 of 40 checks, 20 s, about 60 s left; ddp-fp32-w2 train: starts, 0 s of 300 s" in written[-1]
 
 
-def test_a_run_whose_session_died_runs_no_more(tmp_path: Path) -> None:
+def test_a_run_of_a_dead_session_is_not_current(tmp_path: Path) -> None:
     old = make_run(tmp_path, "old", timeout=10)
     then = time.time() - 1000
     os.utime(old / "request.json", (then, then))

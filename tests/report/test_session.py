@@ -71,7 +71,7 @@ def test_all_files_of_one_run(session: Session, tmp_path: Path, workers: tuple[s
     ]
 
 
-def test_what_the_json_tells_of_a_crashed_cell(session: Session, tmp_path: Path) -> None:
+def test_the_json_of_a_crashed_cell(session: Session, tmp_path: Path) -> None:
     session("--distcompat-report=out.json", runs=RUNS)
     data = load(tmp_path / "out.json")
     result = next(found for found in data["results"] if found["status"] == "crashed")
@@ -95,7 +95,7 @@ def test_what_the_json_tells_of_a_crashed_cell(session: Session, tmp_path: Path)
     assert {entry["who"] for entry in data["session"]["timeline"]}, "no lease was recorded"
 
 
-def test_whose_fault_it_was_the_ranks_tell_and_not_the_words_of_the_message(session: Session, tmp_path: Path) -> None:
+def test_the_blamed_rank_comes_from_the_ranks_not_from_the_message(session: Session, tmp_path: Path) -> None:
     session("--distcompat-report=out.json", runs='{"fsdp2-bf16_mixed-w2": "raised"}')
     results = {result["cell"]: result for result in load(tmp_path / "out.json")["results"]}
     failed = results["fsdp2-bf16_mixed-w2"]
@@ -188,7 +188,7 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_others(session: Session
 
 
 @pytest.mark.nightly
-def test_a_report_that_somebody_waits_for_and_that_is_not_there_is_no_success(session: Session, tmp_path: Path) -> None:
+def test_an_unwritable_report_makes_the_session_fail(session: Session, tmp_path: Path) -> None:
     (tmp_path / "full.json").symlink_to("/dev/full")
     done = session("--distcompat-report=full.json", runs=WELL)
     assert "full.json could not be written: " in done.stdout
@@ -201,7 +201,7 @@ def test_a_report_that_somebody_waits_for_and_that_is_not_there_is_no_success(se
 @pytest.mark.nightly
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
-def test_ctrl_c_leaves_what_was_found_so_far(tmp_path: Path, workers: tuple[str, ...]) -> None:
+def test_ctrl_c_writes_the_results_so_far(tmp_path: Path, workers: tuple[str, ...]) -> None:
     write_session(tmp_path, '{"fsdp1-fp32-w2": "wait 60"}')
     line = command(tmp_path, "--distcompat-report=out.json", "--distcompat-report=out.md", *workers)
     # As a terminal does it: the signal goes to all processes of the group.
@@ -227,7 +227,7 @@ def test_ctrl_c_leaves_what_was_found_so_far(tmp_path: Path, workers: tuple[str,
 
 
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "1"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
-def test_what_stopped_at_the_first_failure_says_so(session: Session, tmp_path: Path, workers: tuple[str, ...]) -> None:
+def test_a_session_stopped_by_exitfirst_says_so(session: Session, tmp_path: Path, workers: tuple[str, ...]) -> None:
     session("-x", *workers, "--distcompat-report=out.json", runs='{"ddp-fp32-w2": "wrong"}')
     data = load(tmp_path / "out.json")
     # A worker of xdist has the next test in hand.
@@ -236,7 +236,7 @@ def test_what_stopped_at_the_first_failure_says_so(session: Session, tmp_path: P
     assert done == 1 or workers
 
 
-def test_an_item_that_came_to_no_verdict_is_an_error(session: Session, tmp_path: Path) -> None:
+def test_an_item_without_a_verdict_is_an_error(session: Session, tmp_path: Path) -> None:
     """A fixture of the adopter's that fails, or skips: in the matrix too, not only among pytest's errors."""
     (tmp_path / "plugin_of_theirs.py").write_text(
         "import pytest\n"
@@ -281,7 +281,7 @@ def test_an_xfail_mark_excuses_no_crash_of_an_item(session: Session, tmp_path: P
 
 
 @pytest.mark.nightly
-def test_the_groups_of_xdist_are_no_part_of_an_items_name(session: Session, tmp_path: Path) -> None:
+def test_the_group_of_xdist_is_no_part_of_an_items_name(session: Session, tmp_path: Path) -> None:
     (tmp_path / "grouped.py").write_text(
         # As xdist does it, with any version of pytest.
         "import pytest\n"

@@ -70,7 +70,7 @@ def test_a_narrow_terminal_shows_one_column_at_least() -> None:
     assert [line.split() for line in lines[1:]] == [["active"], ["ddp-fp32-w2", "ok"], ["names"], ["ddp-fp32-w2", "ok"]]
 
 
-def test_what_is_red_reads_in_capitals_and_nothing_else_does() -> None:
+def test_red_words_alone_are_in_capitals() -> None:
     assert {status for status in Status if status.word.isupper()} == {status for status in Status if status.red}
 
 
@@ -90,7 +90,7 @@ def test_colours_are_pytests_own(session: Session) -> None:
     assert "FAIL" in plainly
 
 
-def test_a_run_that_broke_off_is_one_cause_however_many_checks_tell_of_it() -> None:
+def test_a_failed_run_is_one_cause_for_all_its_checks() -> None:
     checks = ("active", "names", "dtypes", "data", "units", "paths", "export")
     results = [result("fsdp2-fp32-w2", check, "crashed", f"rank 1 was killed by SIGKILL\n{check}") for check in checks]
     results += [
@@ -115,7 +115,7 @@ def found_in_a_run(cell: str, check: str, message: str) -> Result:
     return dataclasses.replace(result(cell, check, "failed", message), ended_run="train")
 
 
-def test_what_a_check_found_comes_before_the_exception_that_may_follow_from_it() -> None:
+def test_a_finding_comes_before_a_later_exception() -> None:
     error = "rank 1 raised KeyError: 0"
     results = [
         *(found_in_a_run("fsdp2-fp32-w2", check, error) for check in ("names", "resume", "export")),
@@ -139,7 +139,7 @@ def test_findings_of_one_kind_are_one_cause_and_exceptions_of_two_names_are_two(
     assert len(causes(results)) == 2
 
 
-def test_two_trainers_with_the_same_words_are_two_causes() -> None:
+def test_equal_messages_of_two_drivers_are_two_causes() -> None:
     found = result("ddp-fp32-w2", "clipping", "failed", "step 1: the norm is 0.5")
     other = dataclasses.replace(found, suite="T", driver="e", nodeid="t.py::T::test[ddp-fp32-w2:clipping]")
     assert [[one.suite for one in cause.results] for cause in causes([found, other])] == [["S"], ["T"]]
@@ -176,7 +176,7 @@ ValueError: another"""
         ("one finding\nanother finding", None),
     ],
 )
-def test_a_headline_says_what_was_wrong(message: str, headline: str | None) -> None:
+def test_a_headline_has_the_finding(message: str, headline: str | None) -> None:
     (cause,) = causes([result("ddp-fp32-w2", "resume", "failed", message)])
     assert cause.headline == (headline or message.splitlines()[0])
 
@@ -206,7 +206,7 @@ def test_the_rank_of_the_cause(message: str, rank: int | None) -> None:
     assert rank_of_cause(message) == rank
 
 
-def test_counts_name_what_became_of_all(real: Report) -> None:
+def test_counts_name_every_status(real: Report) -> None:
     assert counts_text(Report()) == "0 asked, 0 ran, 0 skipped: nothing"
     line = counts_text(real)
     assert line.startswith("96 asked, 94 ran, 2 skipped: ")
@@ -243,7 +243,7 @@ def test_a_chat_message_of_a_real_run_names_cause_cell_and_command(real: Report,
     assert "pytest 'faulty_suite.py::TestFaulty::test[ddp-bf16_mixed-w2:active]'" in text
 
 
-def test_markdown_of_what_looks_like_markup(tmp_path: Path) -> None:
+def test_markdown_escapes_markup(tmp_path: Path) -> None:
     hostile = "rank 0: <img src=x onerror=alert(1)> | `code` *bold* [link](http://x) _x_ my_name"
     found = result("ddp-fp32-w2", "names", "failed", hostile)
     write_report(tmp_path / "r.md", Report(results=[found]))
@@ -293,7 +293,7 @@ def test_no_name_and_no_message_is_markup_in_markdown(tmp_path: Path) -> None:
     assert [title for title in titles if "title" in title and not title.startswith("## ")] == []
 
 
-def test_nor_does_one_in_the_summary_of_a_run() -> None:
+def test_the_summary_of_a_session_is_escaped_too() -> None:
     written = io.StringIO()
     terminal = Mock(isatty=False)
     terminal.config.get_verbosity.return_value = 1

@@ -40,7 +40,7 @@ def tiny_disk(directory: Path) -> bool:
 
 @pytest.mark.parametrize("suffix", [".json", ".md", ".html"])
 @pytest.mark.usefixtures("little_space")
-def test_an_old_report_survives_what_cannot_be_written(suffix: str, real: Report, tmp_path: Path) -> None:
+def test_an_old_report_survives_a_failed_write(suffix: str, real: Report, tmp_path: Path) -> None:
     path = tmp_path / f"report{suffix}"
     path.write_text("the old one", encoding="utf-8")
     with pytest.raises(OSError, match="File too large") as caught:
@@ -51,7 +51,7 @@ def test_an_old_report_survives_what_cannot_be_written(suffix: str, real: Report
 
 
 @pytest.mark.usefixtures("little_space")
-def test_where_there_was_none_there_is_none(real: Report, tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_new_report(real: Report, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="File too large"):
         write_report(tmp_path / "report.html", real)
     assert not list(tmp_path.iterdir())
@@ -96,7 +96,7 @@ def test_a_link_stays_one_and_the_mode_is_kept(suffix: str, real: Report, tmp_pa
     assert there.read_text(encoding="utf-8") != "the old one"
 
 
-def test_a_new_report_has_the_mode_that_the_user_asks_for(real: Report, tmp_path: Path) -> None:
+def test_a_new_report_has_the_mode_of_the_users_umask(real: Report, tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         write_report(tmp_path / "r.json", real)
@@ -105,7 +105,7 @@ def test_a_new_report_has_the_mode_that_the_user_asks_for(real: Report, tmp_path
     assert (tmp_path / "r.json").stat().st_mode & 0o777 == 0o640
 
 
-def test_what_is_no_ordinary_file_is_written_to(real: Report, tmp_path: Path) -> None:
+def test_a_pipe_or_device_is_written_to(real: Report, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe.txt"
     os.mkfifo(pipe)
     with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True) as reader:

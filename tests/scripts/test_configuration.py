@@ -82,7 +82,7 @@ def test_a_file_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert f"{taken}: File exists" in capsys.readouterr().err
 
 
-def test_what_stands_in_them(tmp_path: Path) -> None:
+def test_the_content_of_the_files(tmp_path: Path) -> None:
     fsdp = write_configuration(Cell.of("fsdp2", "bf16_mixed", 2, state_dict="full"), tmp_path)
     found = settings(fsdp)
     assert found["mixed_precision"] == "bf16"
@@ -96,13 +96,13 @@ def test_what_stands_in_them(tmp_path: Path) -> None:
     assert written["train_micro_batch_size_per_gpu"] == "auto"
 
 
-def test_what_no_file_can_say(tmp_path: Path) -> None:
+def test_cells_that_no_file_can_express(tmp_path: Path) -> None:
     with pytest.raises(UsageProblem, match="zero2-fp8-w2: accelerate takes fp8 under DeepSpeed"):
         write_configuration(Cell("zero2", "fp8"), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["fsdp2-fp32.yaml", "fsdp2.yml", "fsdp2.json"])
-def test_a_directory_of_ones_own(tmp_path: Path, name: str) -> None:
+def test_a_directory_of_the_users_own_files(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     assert find_configuration(tmp_path, Cell("fsdp2", "fp32"), tmp_path) == tmp_path / name
 
@@ -135,12 +135,12 @@ def test_a_launcher_is_no_rank_of_another_group() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_what_gradients_of_fsdp_travel_in_no_file_can_say(strategy: str, tmp_path: Path) -> None:
+def test_reduce_dtype_of_fsdp_cannot_be_written(strategy: str, tmp_path: Path) -> None:
     with pytest.raises(UsageProblem, match="accelerate's file has no word for FSDP's policy of dtypes"):
         write_configuration(Cell.of(strategy, "bf16_mixed", reduce_dtype="fp32"), tmp_path)
 
 
-def test_what_gradients_of_zero_travel_in_is_written(tmp_path: Path) -> None:
+def test_reduce_dtype_of_zero_is_written(tmp_path: Path) -> None:
     write_configuration(Cell.of("zero2", "bf16_mixed", reduce_dtype="fp32"), tmp_path)
     (written,) = tmp_path.glob("*.json")
     assert json.loads(written.read_text(encoding="utf-8"))["communication_data_type"] == "fp32"

@@ -35,7 +35,7 @@ def ends(run: Launch) -> Launch:
     return ends
 
 
-def test_ranks_that_end_well_are_a_run_that_did(ends: Launch) -> None:
+def test_a_run_of_good_ranks_succeeds(ends: Launch) -> None:
     run = ends("well")
     assert not run.failed, run.text()
     assert [end.status for end in run.ending.ranks] == ["done", "done"]
@@ -65,7 +65,7 @@ def test_ranks_that_end_well_are_a_run_that_did(ends: Launch) -> None:
         ("vanish", "crashed", "rank 1 ended without a report"),
     ],
 )
-def test_one_bad_rank_is_a_bad_run(ends: Launch, how: str, kind: str, said: str, ignored: tuple[str, ...]) -> None:
+def test_one_failed_rank_fails_the_run(ends: Launch, how: str, kind: str, said: str, ignored: tuple[str, ...]) -> None:
     run = ends(how, *ignored)
     assert run.ending.kind == kind, run.text()
     assert run.ending.headline() == said
@@ -82,12 +82,12 @@ def test_an_exception_is_shown_with_its_traceback(ends: Launch) -> None:
 
 
 @pytest.mark.parametrize("how", ["caught", "child", "begin again"])
-def test_what_ends_nothing_is_no_failure(ends: Launch, how: str) -> None:
+def test_an_event_that_ends_no_rank_is_no_failure(ends: Launch, how: str) -> None:
     run = ends(how)
     assert not run.failed, run.text()
 
 
-def test_a_hang_shows_where_and_all_is_killed(ends: Launch) -> None:
+def test_a_hang_shows_stacks_and_all_processes_are_killed(ends: Launch) -> None:
     run = ends("hang", "--session", timeout=3.0)
     assert run.ending.kind == "hung", run.text()
     assert "time limit of 3 s" in run.ending.headline()
@@ -103,7 +103,7 @@ def test_a_launcher_that_is_killed_is_a_failure_and_its_ranks_are_found(ends: La
     assert not any(map(alive, pids(run)))
 
 
-def test_what_a_rank_leaves_behind_is_killed_and_named(ends: Launch) -> None:
+def test_processes_left_by_a_rank_are_killed_and_named(ends: Launch) -> None:
     run = ends("leave one behind")
     assert not run.failed, run.text()
     assert "left running by a rank, now killed: sleep" in run.text()
@@ -113,7 +113,7 @@ def test_what_a_rank_leaves_behind_is_killed_and_named(ends: Launch) -> None:
     ("ranks", "said"),
     [(1, "rank 1 never started"), (3, "rank 2 announced itself too; expected 2 ranks")],
 )
-def test_as_many_ranks_as_asked_for(ends: Launch, ranks: int, said: str) -> None:
+def test_a_wrong_number_of_ranks_is_a_failure(ends: Launch, ranks: int, said: str) -> None:
     run = ends("well", ranks=ranks)
     assert run.failed
     assert run.ending.headline() == said
@@ -138,14 +138,14 @@ def test_a_launcher_that_fails_after_its_ranks_is_a_failure(host: Host) -> None:
     assert run.ending.headline() == f"all ranks ended well, but {sys.executable} exited with code 7"
 
 
-def test_launch_raises_with_the_whole_story(host: Host) -> None:
+def test_launch_raises_with_the_report_of_the_run(host: Host) -> None:
     line = [str(PROGRAMS / "start_ranks.py"), "2", str(PROGRAMS / "ends.py"), "raise"]
     with pytest.raises(RunFailedError, match="rank 1 raised ValueError: rank 1 does not want to") as failure:
         launch(sys.executable, *line, launcher="cli", host=host, timeout=30)
     assert "this run alone: env " in str(failure.value)
 
 
-def test_all_dies_with_whoever_launched(tmp_path: Path) -> None:
+def test_ranks_die_with_the_process_that_launched_them(tmp_path: Path) -> None:
     """Pytest itself may be killed: a pipe to it is all that the supervisor has to go by."""
     line = ["2", str(PROGRAMS / "ends.py"), "hang", "--session", f"--{tmp_path.name}"]
     script = (
@@ -162,7 +162,7 @@ def test_all_dies_with_whoever_launched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "kept"), [("well", 0), ("raise", 1)])
-def test_a_temporary_directory_is_kept_for_who_wants_to_know_why(how: str, kept: int, tmp_path: Path) -> None:
+def test_the_temporary_directory_of_a_failed_run_is_kept(how: str, kept: int, tmp_path: Path) -> None:
     line = ["2", str(PROGRAMS / "ends.py"), how]
     script = (
         "from pytest_distcompat.scripts import launch; import sys\n"
@@ -218,7 +218,7 @@ def test_wrong_words(host: Host, settings: dict[str, object], said: str) -> None
         launch(PROGRAMS / "ends.py", "well", host=host, **settings)  # type: ignore[arg-type]
 
 
-def test_arguments_that_reach_the_script_as_nobody_meant_them(host: Host) -> None:
+def test_suspicious_arguments_are_refused(host: Host) -> None:
     with pytest.raises(UsageProblem, match=r"\['--steps', '5'\] is given as one argument"):
         launch(PROGRAMS / "ends.py", ["--steps", "5"], host=host)  # type: ignore[arg-type]
     with pytest.raises(UsageProblem, match=r"script=\['train.py'\]: expected a path"):
@@ -227,7 +227,7 @@ def test_arguments_that_reach_the_script_as_nobody_meant_them(host: Host) -> Non
         launch(PROGRAMS / "ends.py", "--config={configuration}", host=host)
 
 
-def test_what_no_file_can_say_is_no_matter_where_none_is_needed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inexpressible_cell_is_fine_without_a_file(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script by torchrun that shards in fp8 under DeepSpeed was refused, for accelerate's file has no word for that."""
     monkeypatch.setattr("pytest_distcompat.scripts.hosting.Hosted.run", lambda self: Ending((), {}, command=self.name))
     found = launch(PROGRAMS / "ends.py", "well", strategy="zero2", precision="fp8", host=host, allow_failure=True)

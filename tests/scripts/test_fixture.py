@@ -35,7 +35,7 @@ def test_verdicts_are_those_of_tests(pytester: pytest.Pytester) -> None:
     )
 
 
-def test_a_wrong_number_of_ranks_is_told(pytester: pytest.Pytester) -> None:
+def test_a_wrong_number_of_ranks_fails_the_test(pytester: pytest.Pytester) -> None:
     """It was compared with numbers before anybody had looked at it: a bare TypeError."""
     pytester.makepyfile(f"""
         def test_it(distcompat):

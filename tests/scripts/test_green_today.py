@@ -80,7 +80,7 @@ def test_accelerates_checkpoint_script_is_sound(checkpointing: Checkpointing) ->
         ),
     ],
 )
-def test_a_checkpoint_that_is_not_what_was_saved(checkpointing: Checkpointing, fault: str, said: list[str]) -> None:
+def test_a_checkpoint_that_restores_other_values(checkpointing: Checkpointing, fault: str, said: list[str]) -> None:
     """The script ends with code 0, its comparisons done."""
     trip = checkpointing.resumed(fault)
     assert not trip.resumed.failed
@@ -116,7 +116,7 @@ def hung(module_host: Host) -> ScriptRun:
 
 
 @pytest.mark.nightly
-def test_a_time_limit_ends_what_it_is_for(todays_way: dict[str, Any], hung: ScriptRun) -> None:
+def test_a_time_limit_ends_the_whole_process_tree(todays_way: dict[str, Any], hung: ScriptRun) -> None:
     """``execute_subprocess_async(timeout=1)`` waits for the whole child, and is green."""
     assert todays_way["outlives"] == "green"
     assert todays_way["waited"]

@@ -199,7 +199,7 @@ def test_the_probe_fails_in_a_script_that_fails(tmp_path: Path) -> None:
         "pytorch_lightning.strategies",
     ],
 )
-def test_a_release_in_which_nothing_is_where_the_probe_looks(name: str, tmp_path: Path) -> None:
+def test_a_release_without_the_wrapped_functions(name: str, tmp_path: Path) -> None:
     """A library's module is imported, and has none of the names that are to be wrapped."""
     file = tmp_path.joinpath("libraries", *name.split(".")).with_suffix(".py")
     file.parent.mkdir(parents=True)

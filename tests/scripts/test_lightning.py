@@ -21,13 +21,13 @@ def gone_on(request: pytest.FixtureRequest, module_host: Host) -> RoundTrip:
     return trip(module_host, "lightning_fit.py", "--strategy", request.param, strategy=request.param)
 
 
-def test_it_is_seen(gone_on: RoundTrip) -> None:
+def test_the_script_is_probed(gone_on: RoundTrip) -> None:
     run = gone_on.through
     run.check("active", "names", "optimizer", "dtypes", "memory")
     assert [len(losses) for losses in run.losses] == [5, 5]
 
 
-def test_it_goes_on(gone_on: RoundTrip) -> None:
+def test_a_sound_script_resumes(gone_on: RoundTrip) -> None:
     assert not gone_on.findings
     assert [len(run.trace.at("load")) for run in (gone_on.through, gone_on.stopped, gone_on.resumed)] == [0, 0, 2]
 

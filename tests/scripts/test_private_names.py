@@ -19,7 +19,7 @@ def test_accelerate_still_has_one_state_for_all() -> None:
     assert isinstance(state.PartialState._shared_state, dict), "scripts/bridge.py: _accelerate"
 
 
-def test_what_wrappers_of_torch_hold() -> None:
+def test_the_attributes_of_torchs_wrappers() -> None:
     torch = pytest.importorskip("torch")
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

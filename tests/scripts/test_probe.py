@@ -40,7 +40,7 @@ def accelerate_loop(run: Launch, strategy: str, **settings: Any) -> ScriptRun:
 @pytest.mark.parametrize(
     "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("fsdp1", "fsdp2"))]
 )
-def test_a_plain_loop(run: Launch, strategy: str) -> None:
+def test_a_torch_loop(run: Launch, strategy: str) -> None:
     found = plain_loop(run, strategy)
     found.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
     assert not found.labels
@@ -112,7 +112,7 @@ def eight_steps(run: Launch) -> ScriptRun:
 
 
 @pytest.mark.nightly
-def test_later_steps_are_not_looked_at(run: Launch) -> None:
+def test_later_steps_are_not_probed(run: Launch) -> None:
     found = eight_steps(run)
     found.check("active", "optimizer", "dtypes")
     late = found.trace.at_index(8 * STRIDE)
@@ -130,9 +130,7 @@ def test_later_steps_are_not_looked_at(run: Launch) -> None:
         ),
     ],
 )
-def test_a_run_in_which_the_step_that_is_judged_was_not_seen(
-    run: Launch, steps: str, watched: int, message: str
-) -> None:
+def test_a_run_without_the_third_step_fails_every_check(run: Launch, steps: str, watched: int, message: str) -> None:
     """It is no pass, and no check says of it what is wrong with a step that it did not see."""
     found = run(TORCH, "--steps", steps, strategy="ddp", watch_steps=watched)
     verdicts = found.verdicts("active", "names", "optimizer", "dtypes", "memory")
@@ -164,7 +162,7 @@ def test_a_script_that_wraps_nothing_is_never_a_pass(run: Launch) -> None:
 
 
 @pytest.mark.nightly
-def test_accelerate_left_alone_on_the_cpu_drops_the_strategy(run: Launch) -> None:
+def test_accelerate_without_the_bridge_drops_the_strategy(run: Launch) -> None:
     """(a) Two unsharded processes of one rank each, and exit code 0."""
     found = run(ACCELERATE, launcher="accelerate", strategy="fsdp2", bridge=False)
     assert not found.failed, found.text()
@@ -172,7 +170,7 @@ def test_accelerate_left_alone_on_the_cpu_drops_the_strategy(run: Launch) -> Non
         found.check("active")
 
 
-def test_another_strategy_than_asked_for(run: Launch) -> None:
+def test_another_strategy_than_the_given_one(run: Launch) -> None:
     found = dataclasses.replace(plain_loop(run, "ddp"), cell=Cell("fsdp2", "fp32"))
     with pytest.raises(Incompatible, match="runs as DDP x 1; expected FSDP2"):
         found.check("active")
@@ -226,7 +224,7 @@ def test_blocks_that_nobody_names_are_no_pass(run: Launch) -> None:
         plain_loop(run, "fsdp2").check("active", "units")
 
 
-def test_what_a_check_says_nothing_of_is_told_and_is_no_pass(run: Launch) -> None:
+def test_a_check_that_does_not_apply_is_named_and_is_no_pass(run: Launch) -> None:
     found = plain_loop(run, "ddp")
     found.check("active", "units", "float8")
     assert [(one.check, one.status, one.reason) for one in found.verdicts("units", "float8")] == [
@@ -241,7 +239,7 @@ def test_what_a_check_says_nothing_of_is_told_and_is_no_pass(run: Launch) -> Non
         found.check()
 
 
-def test_checks_need_to_be_told_what_is_asked_for(run: Launch) -> None:
+def test_checks_need_the_strategy(run: Launch) -> None:
     found = dataclasses.replace(plain_loop(run, "ddp"), cell=None)
     with pytest.raises(UsageProblem, match="got no strategy, so nothing says what should run"):
         found.check("active")

@@ -49,21 +49,21 @@ def loads(found: RoundTrip) -> list[int]:
 
 
 @pytest.mark.spawn
-def test_a_plain_loop_goes_on(ddp: RoundTrip) -> None:
+def test_a_torch_loop_resumes(ddp: RoundTrip) -> None:
     assert not ddp.findings
     assert loads(ddp) == [0, 0, 2]
 
 
 @pytest.mark.nightly
 @pytest.mark.spawn
-def test_more_ranks_go_on_with_what_fewer_saved(more_ranks: RoundTrip) -> None:
+def test_more_ranks_resume_the_checkpoint_of_fewer(more_ranks: RoundTrip) -> None:
     assert not more_ranks.findings
     assert more_ranks.resumed.trace.world_size == 3
 
 
 @pytest.mark.nightly
 @pytest.mark.spawn
-def test_a_plain_loop_of_shards_goes_on(module_host: Host, more_ranks: RoundTrip) -> None:
+def test_a_torch_loop_with_shards_resumes(module_host: Host, more_ranks: RoundTrip) -> None:
     found = as_many(module_host, more_ranks)
     assert not found.findings
     assert loads(found) == [0, 0, 2]
@@ -84,7 +84,7 @@ def test_a_plain_loop_of_shards_goes_on(module_host: Host, more_ranks: RoundTrip
         ),
     ],
 )
-def test_a_run_that_only_seems_to_go_on(module_host: Host, more_ranks: RoundTrip, fault: str, said: str) -> None:
+def test_a_run_that_only_seems_to_resume(module_host: Host, more_ranks: RoundTrip, fault: str, said: str) -> None:
     """(b) and (e): both end well, with losses that look right."""
     found = as_many(module_host, more_ranks, "--fault", fault)
     with pytest.raises(Incompatible, match=said):
@@ -93,7 +93,7 @@ def test_a_run_that_only_seems_to_go_on(module_host: Host, more_ranks: RoundTrip
 
 @pytest.mark.nightly
 @pytest.mark.spawn
-def test_two_optimizers_go_on_and_one_that_forgets_is_seen(module_host: Host) -> None:
+def test_two_optimizers_resume_and_a_forgotten_one_is_found(module_host: Host) -> None:
     found = trip(module_host, "two_optimizers.py", "--strategy", "fsdp2", strategy="fsdp2", same=STATES)
     assert not found.findings
     line = ["--strategy", "fsdp2", "--resume", str(found.stopped.saved()[0].path), "--fault", "second forgets"]
@@ -132,7 +132,7 @@ dist.destroy_process_group()
 
 @pytest.mark.nightly
 @pytest.mark.spawn
-def test_a_run_that_saves_what_is_no_checkpoint_to_the_probe(host: Host, tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_that_the_probe_knows(host: Host, tmp_path: Path) -> None:
     script = tmp_path / "saves.py"
     script.write_text(SAVES_BY_ITSELF.format(where=tmp_path))
     with pytest.raises(Incompatible) as caught:

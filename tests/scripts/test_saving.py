@@ -33,7 +33,7 @@ def test_a_sound_script(run: Launch, how: str) -> None:
 
 
 @pytest.mark.nightly
-def test_one_that_was_to_leave_its_model(run: Launch) -> None:
+def test_a_script_that_leaves_no_model(run: Launch) -> None:
     """The files that are there are what was left."""
     saving(run, "renamed at once", output="{output}").check("names", "final_model_loadable")
     with pytest.raises(Incompatible, match="4 of 4 parameters stand in no saved file"):
@@ -101,7 +101,7 @@ def test_an_adapter_that_is_not_what_was_trained(run: Launch) -> None:
 
 
 @pytest.mark.nightly
-def test_an_optimizer_that_keeps_all_under_one_parameter(run: Launch) -> None:
+def test_an_optimizer_that_keeps_its_state_under_one_parameter(run: Launch) -> None:
     """LBFGS."""
     saving(run, "safetensors", "--lbfgs").check("active", "names", "optimizer", "dtypes")
 
@@ -115,7 +115,7 @@ def test_a_trainable_parameter_that_no_loss_depends_on(run: Launch, strategy: st
 
 
 @pytest.mark.nightly
-def test_recomputing_that_the_script_asks_for(run: Launch) -> None:
+def test_activation_checkpointing_of_the_script(run: Launch) -> None:
     """Nobody told the launcher whether it does; that it does is no fault of the strategy's."""
     found = saving(run, "nothing", "--recompute", options={"compile": False})
     assert [verdict.status for verdict in found.verdicts("units")] == ["skipped"]

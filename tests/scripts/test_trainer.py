@@ -25,11 +25,11 @@ def gone_on(request: pytest.FixtureRequest, module_host: Host) -> RoundTrip:
     return trip(module_host, "trainer_script.py", launcher="accelerate", strategy=request.param)
 
 
-def test_it_goes_on(gone_on: RoundTrip) -> None:
+def test_a_sound_script_resumes(gone_on: RoundTrip) -> None:
     assert not gone_on.findings
 
 
-def test_it_is_what_it_says(gone_on: RoundTrip) -> None:
+def test_a_sound_script_passes_every_check(gone_on: RoundTrip) -> None:
     gone_on.through.check(*CHECKS)
 
 
@@ -38,7 +38,7 @@ def test_on_the_cpu_the_report_says_what_made_it_run(gone_on: RoundTrip) -> None
     assert any(label.startswith("CPU bridge: accelerate") for label in gone_on.through.labels)
 
 
-def test_what_it_leaves(gone_on: RoundTrip) -> None:
+def test_the_final_model_of_the_trainer(gone_on: RoundTrip) -> None:
     """(c) as it is today: ``save_model`` under FSDP with a sharded state dict writes nothing, and says nothing."""
     assert gone_on.through.cell is not None
     if gone_on.through.cell.strategy != "fsdp2":

@@ -152,7 +152,7 @@ def test_layers_in_8_bits(run: Launch) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero2", marks=nightly)])
-def test_8_bits_that_are_asked_for_and_not_there(run: Launch, tmp_path: Path, strategy: str) -> None:
+def test_no_layer_in_8_bits_is_a_finding(run: Launch, tmp_path: Path, strategy: str) -> None:
     """The file that the script is started by says bf16."""
     file = write_configuration(Cell(strategy, "bf16_mixed", 2), tmp_path)
     found = accelerated(run, strategy, precision="fp8", configuration=file)
@@ -182,7 +182,7 @@ def test_hybrid_shards(run: Launch) -> None:
 
 
 @nightly
-def test_hybrid_shards_that_are_asked_for_and_not_there(run: Launch) -> None:
+def test_missing_replicas_of_hybrid_shards_are_a_finding(run: Launch) -> None:
     found = cut(run, "blocks", "--declares", options={"dp_replicate": 2}, world_size=4)
     with pytest.raises(Incompatible, match=r"shards are in 1 copies \(all ranks\); expected 2"):
         found.check("active")
@@ -192,6 +192,6 @@ def test_hybrid_shards_that_are_asked_for_and_not_there(run: Launch) -> None:
     ("strategy", "ranks", "reason"),
     [("fsdp1", 4, "a parallelism_config for FSDP2 only"), ("fsdp2", 2, "need a multiple of 2 ranks, 4 or more")],
 )
-def test_hybrid_shards_that_no_file_can_say(tmp_path: Path, strategy: str, ranks: int, reason: str) -> None:
+def test_hybrid_shards_that_no_file_can_express(tmp_path: Path, strategy: str, ranks: int, reason: str) -> None:
     with pytest.raises(UsageProblem, match=reason):
         write_configuration(Cell.of(strategy, "fp32", ranks, dp_replicate=2), tmp_path)

@@ -77,7 +77,7 @@ PARAMETERS = [pytest.param(twin, id=twin.id, marks=() if daily(twin) else pytest
 
 
 @pytest.mark.parametrize("twin", PARAMETERS)
-def test_the_check_sees_the_defect_and_no_other_check_is_misled(twin: Twin, runner: Runner) -> None:
+def test_the_check_finds_the_defect_and_no_other_check_is_misled(twin: Twin, runner: Runner) -> None:
     assert verdict(runner, twin.sound, twin.cell, twin.check) == ("passed", "")
     status, message = verdict(runner, twin.driver, twin.cell, twin.check)
     assert status == "failed", f"not caught: {twin}"

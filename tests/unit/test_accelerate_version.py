@@ -10,13 +10,13 @@ from pytest_distcompat.drivers.accelerate import check_version
 
 
 @pytest.mark.parametrize("version", ["1.6.0", "1.15.0", "1.16.0.dev0"])
-def test_what_was_tried_is_taken_silently(version: str) -> None:
+def test_a_tested_version_is_accepted_silently(version: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_version(version)
 
 
-def test_what_is_too_old_is_turned_away() -> None:
+def test_a_too_old_version_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"accelerate 1.5.2 cannot run FSDP2 on CPU ranks; 1.6 or newer is needed"):
         check_version("1.5.2")
 

@@ -20,7 +20,7 @@ def test_an_id_names_the_architecture() -> None:
         Cell.parse("fsdp2-fp32-w2-model_zf:llama")
 
 
-def test_what_cannot_be_made_has_a_reason() -> None:
+def test_an_architecture_that_cannot_be_built_has_a_reason() -> None:
     driver = DRIVERS.get("torch")
     assert "hf:nonsense" not in architectures()
     assert "no such model type" in str(driver.unsupported_reason(Cell.of("ddp", "fp32", model="hf:nonsense")))

@@ -69,7 +69,7 @@ def imported(here: Path, text: str, **others: str) -> Findings:
         ("__import__('torch.distributed').distributed.is_torchelastic_launched()", "TORCHELASTIC_RUN_ID"),
     ],
 )
-def test_each_way_to_read_a_variable_is_seen(here: Path, line: str, name: str) -> None:
+def test_each_way_to_read_a_variable_is_found(here: Path, line: str, name: str) -> None:
     found = imported(here, f"import os\nANSWER = {line}\n")
     assert found.made == {}
     file = str(here / f"{NAME}.py")
@@ -123,7 +123,7 @@ def test_each_way_to_read_a_variable_is_seen(here: Path, line: str, name: str) -
         ("os.system('true')", "calls os.system"),
     ],
 )
-def test_what_ranks_would_make_for_themselves_is_seen(here: Path, line: str, what: str) -> None:
+def test_per_rank_state_created_at_import_is_found(here: Path, line: str, what: str) -> None:
     modules = "copy, datetime, os, pathlib, random, secrets, socket, sqlite3, ssl, subprocess, tempfile, time, uuid, numpy, torch"
     found = imported(here, f"import {modules}\nHERE = {str(here)!r}\nMADE = {line}\n")
     (sentence,) = found.made.values()
@@ -159,7 +159,7 @@ def test_what_ranks_would_make_for_themselves_is_seen(here: Path, line: str, wha
         "importlib.import_module('helper')",
     ],
 )
-def test_what_is_the_same_on_all_ranks_is_not(here: Path, line: str) -> None:
+def test_state_equal_on_all_ranks_is_ignored(here: Path, line: str) -> None:
     modules = "dataclasses, datetime, enum, importlib, logging, os, pathlib, random, time, uuid, numpy, torch"
     found = imported(here, f"import {modules}\n{line}\n", helper="VALUE = 1\n")
     assert found.made == {}
@@ -194,14 +194,14 @@ def test_a_module_that_tests_import_concerns_them_all(here: Path) -> None:
     assert found.reason(str(here / "other.py"), "".__eq__)
 
 
-def test_so_does_a_test_module_that_another_imports(here: Path) -> None:
+def test_a_test_module_that_another_imports_concerns_them_all(here: Path) -> None:
     (here / "other.py").write_text(f"from {NAME} import NOW\n", encoding="utf-8")
     sys.modules["other"] = other = ModuleType("other")
     other.__file__ = str(here / "other.py")
     assert list(imported(here, "import time\nNOW = time.time()\n").made) == [EVERY_TEST]
 
 
-def test_and_a_function_of_another_module_which_may_keep_what_it_read(here: Path) -> None:
+def test_a_function_of_another_module_that_reads_concerns_them_all(here: Path) -> None:
     helper = "import functools, os\n@functools.cache\ndef rank():\n    return os.environ.get('RANK')\n"
     found = imported(here, "import helper\nhelper.rank()\n", helper=helper)
     assert found.reads["RANK"] == {EVERY_TEST: f"{here / 'helper.py'}:4 reads RANK at import"}
@@ -225,7 +225,7 @@ def test_a_library_may_read_the_clock_but_not_which_rank_it_is_on(here: Path, mo
     assert found.reads == {"RANK": {EVERY_TEST: f"{site / 'library.py'} reads RANK at import"}}
 
 
-def test_what_lies_beside_installed_libraries_is_the_users_own(here: Path) -> None:
+def test_modules_beside_installed_libraries_are_the_users_own(here: Path) -> None:
     """``pip install --target .`` in the project's own directory."""
     at_import._installed_in.cache_clear()
     (here / "library-1.0.dist-info").mkdir()
@@ -263,7 +263,7 @@ def test_tests_that_are_installed_are_the_users_own(here: Path) -> None:
         assert Loader.exec_module is ordinary
 
 
-def test_what_was_installed_of_the_project_under_test_is_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installed_project_under_test_is_the_users_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / f"{NAME}-1.0.dist-info").mkdir()
     at_import._installed_in.cache_clear()
     (here / f"{NAME}.py").write_text("import time\nNOW = time.time()\n", encoding="utf-8")
@@ -274,7 +274,7 @@ def test_what_was_installed_of_the_project_under_test_is_its_own(here: Path, mon
         assert len(watch.findings.made) == expected
 
 
-def test_all_is_as_it_was(here: Path) -> None:
+def test_the_patched_functions_are_restored(here: Path) -> None:
     before = type(os.environ), type(os.environb), builtins.open, io.open, os.open, sys.getprofile()
     assert imported(here, "import os\nRANK = os.environ['RANK']\n").reads  # raises
     assert (type(os.environ), type(os.environb), builtins.open, io.open, os.open, sys.getprofile()) == before
@@ -282,7 +282,7 @@ def test_all_is_as_it_was(here: Path) -> None:
     assert at_import.active is None
 
 
-def test_what_is_installed_is_nobodys_own() -> None:
+def test_installed_modules_are_not_the_users_own() -> None:
     watch = Watch()
     assert not watch.is_own(pytest.__file__)
     assert not watch.is_own(str(importlib.__file__))

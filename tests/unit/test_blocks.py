@@ -13,7 +13,7 @@ WORLD = World(rank=0, local_rank=0, size=2, device="cpu")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_trainer_is_told_of_them(strategy: str) -> None:
+def test_trainer_gets_the_blocks(strategy: str) -> None:
     pytest.importorskip("transformers")
     from pytest_distcompat.drivers.trainer import TrainerDriver
 
@@ -25,7 +25,7 @@ def test_trainer_is_told_of_them(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("driver", ["accelerate:AccelerateDriver", "torch:TorchDriver"])
-def test_they_are_the_modules_that_are_recomputed_and_compiled(driver: str) -> None:
+def test_blocks_are_recomputed_and_compiled(driver: str) -> None:
     torch = pytest.importorskip("torch")
     module, _, name = driver.partition(":")
     base = getattr(importlib.import_module(f"pytest_distcompat.drivers.{module}"), name)

@@ -27,7 +27,7 @@ def test_an_id_reads_aloud_and_back(cell: Cell, cell_id: str) -> None:
     assert Cell.parse(cell_id) == cell
 
 
-def test_options_at_their_default_are_left_out() -> None:
+def test_options_at_their_default_are_not_in_the_id() -> None:
     cell = Cell.of("ddp", "fp32", model="llama", compile=False)
     assert cell == Cell("ddp", "fp32")
     assert hash(cell) == hash(Cell("ddp", "fp32"))
@@ -45,7 +45,7 @@ def test_every_value_of_every_option_has_a_token_of_its_own(name: str) -> None:
     assert len({option.token(value) for value in option.values}) == len(option.values)
 
 
-def test_facets_are_all_there_is_to_say() -> None:
+def test_facets_are_strategy_precision_world_size_and_options() -> None:
     facets = Cell.of("ddp", "fp32", 4, compile=True).facets()
     assert tuple(facets) == FACETS
     assert (facets["strategy"], facets["precision"], facets["world_size"]) == ("ddp", "fp32", 4)
@@ -68,7 +68,7 @@ def test_facets_are_all_there_is_to_say() -> None:
         ("fsdp2-fp32-w²", "'fsdp2-fp32-w²' is no cell id"),
     ],
 )
-def test_what_is_no_cell_id(cell_id: str, message: str) -> None:
+def test_an_invalid_cell_id_is_an_error(cell_id: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is what is tested
         Cell.parse(cell_id)
     assert str(caught.value).startswith(message)
@@ -95,7 +95,7 @@ def test_a_wrong_option_lists_the_right_ones(options: dict[str, Any], message: s
         assert str(caught.value) == message
 
 
-def test_asking_for_an_unknown_option() -> None:
+def test_an_unknown_option_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"^no option named 'zap'. Known: model, "):
         Cell("ddp", "fp32").option("zap")
 
@@ -149,7 +149,7 @@ def test_a_matrix_takes_any_iterable_but_keeps_tuples() -> None:
         ("options", {}),
     ],
 )
-def test_what_is_no_tuple_is_turned_away(name: str, value: Any) -> None:
+def test_a_value_that_is_no_tuple_is_refused(name: str, value: Any) -> None:
     with pytest.raises(TypeError) as caught:
         Matrix(**{name: value})
     assert str(caught.value) == f"Matrix({name}=...) takes a tuple, got {value!r}"

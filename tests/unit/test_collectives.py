@@ -68,7 +68,7 @@ def test_a_rank_in_a_collective(rank: Rank) -> None:
     )
 
 
-def test_without_a_recorder_the_stack_tells(rank: Rank) -> None:
+def test_without_a_recorder_the_stack_names_the_collective(rank: Rank) -> None:
     assert rank.at(f"{C10D} all_reduce", WRAPPER, user()).description() == "waits in all_reduce at train.py:2"
 
 
@@ -79,7 +79,7 @@ def test_an_operation_that_is_made_of_another(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("function", ["init_process_group", "new_group", "recv", "monitored_barrier"])
-def test_what_waits_and_is_no_collective_has_no_number(rank: Rank, function: str) -> None:
+def test_a_wait_outside_of_a_collective_has_no_number(rank: Rank, function: str) -> None:
     rank.recorded(entry(4, retired=False))
     assert rank.at(f"{C10D} {function}", user()).description() == f"waits in {function} at train.py:2"
 
@@ -141,7 +141,7 @@ def test_what_nccl_has_completed_is_done(rank: Rank) -> None:
     assert "unfinished" not in rank.at(user()).description()
 
 
-def test_whose_line_is_told_where_none_is_the_users(rank: Rank) -> None:
+def test_without_a_line_of_the_user_the_innermost_line_is_shown(rank: Rank) -> None:
     found = rank.at(
         f'  File "{STANDARD}/selectors.py", line 1 in select',
         f'  File "{PACKAGES}/torch/utils/data.py", line 2 in get',
@@ -183,7 +183,7 @@ def test_a_record_half_written_is_no_record(rank: Rank) -> None:
     assert rank.at(user()).recorded == ()
 
 
-def test_ranks_at_one_place_are_told_together(rank: Rank) -> None:
+def test_ranks_at_one_place_are_grouped(rank: Rank) -> None:
     waits, sleeps = rank.at(f"{C10D} barrier", user()), rank.at(user())
     assert describe_wait_states({0: waits, 1: sleeps, 2: waits, 3: None}) == (
         "ranks 0, 2 wait in barrier at train.py:2; rank 1 is in step at train.py:2: time.sleep(600); rank 3 gave no stack"
@@ -191,7 +191,7 @@ def test_ranks_at_one_place_are_told_together(rank: Rank) -> None:
     assert describe_wait_states({0: None, 2: None}) == "ranks 0, 2 still running"
 
 
-def test_many_places_are_told_in_part(rank: Rank) -> None:
+def test_many_places_are_cut(rank: Rank) -> None:
     said = describe_wait_states({number: rank.at(user(line=10 + number)) for number in range(6)})
     assert said.endswith("rank 3 is in step at train.py:13; ranks 4, 5 elsewhere")
 
@@ -210,7 +210,7 @@ def test_many_places_are_told_in_part(rank: Rank) -> None:
         (entry(3, "broadcast", group=("9", "default_pg")), "", ""),
     ],
 )  # fmt: skip
-def test_where_ranks_part(second: dict[str, Any], what: str, where: str, rank: Rank) -> None:
+def test_the_diverging_collective_is_found(second: dict[str, Any], what: str, where: str, rank: Rank) -> None:
     other = Rank()
     rank.recorded(entry(2), entry(3, retired=False))
     other.recorded(entry(2), second)

@@ -30,7 +30,7 @@ THREAD = threading.Thread(name="poller")
         ({}, {"FOO": "\udcff"}, " (FOO set to '\\udcff')"),
     ],
 )
-def test_what_changed(was: Any, now: Any, message: str) -> None:
+def test_changes_between_two_states_are_named(was: Any, now: Any, message: str) -> None:
     assert described("it", was, now) == f"it{message}"
 
 

@@ -60,7 +60,7 @@ def test_padding_comes_off(numel: int, padding: int) -> None:
     assert without_padding(digest(padded), numel) == digest(whole)
 
 
-def test_what_is_no_padding_stays_or_makes_no_sense() -> None:
+def test_only_padding_is_removed() -> None:
     whole = values(6)
     assert without_padding(digest(whole), 9) == digest(whole)
     assert without_padding(digest(whole), 5) != digest(whole[:5])
@@ -113,7 +113,7 @@ def test_a_digest_reads_back() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "12", "12:", ":ff", "twelve:ff", "12:xyz"])
-def test_what_is_none_is_refused(text: str) -> None:
+def test_an_invalid_digest_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         read(text)
     with pytest.raises(ValueError, match="invalid literal"):

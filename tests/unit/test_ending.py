@@ -56,7 +56,7 @@ def test_the_rank_that_failed_first_is_shown_first(ranks: Ranks, first: int) -> 
     assert text.index("--- rank 1: raised" if first else "--- rank 0: raised") < text.index("KeyError: later")
 
 
-def test_ranks_with_the_same_story_share_a_section(ranks: Ranks) -> None:
+def test_ranks_with_equal_failures_share_a_section(ranks: Ranks) -> None:
     ranks.started(0, 1, 2)
     for rank in (2, 0):
         ranks.raised(rank, "ValueError: the same")
@@ -67,7 +67,7 @@ def test_ranks_with_the_same_story_share_a_section(ranks: Ranks) -> None:
     assert text.count("--- rank") == 2
 
 
-def test_a_rank_that_lost_its_peer_is_folded_even_if_it_spoke_first(ranks: Ranks) -> None:
+def test_a_rank_that_lost_its_peer_is_folded_even_if_it_reported_first(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.raised(0, PEER_GONE, lost=True)
     ranks.raised(1, "ValueError: the cause")
@@ -80,7 +80,7 @@ def test_a_rank_that_lost_its_peer_is_folded_even_if_it_spoke_first(ranks: Ranks
 @pytest.mark.parametrize(
     "message", ["ConnectionRefusedError: [Errno 111] Connection refused", "AssertionError: Broken pipe", PEER_GONE]
 )
-def test_words_make_no_lost_peer(message: str, ranks: Ranks) -> None:
+def test_a_message_alone_makes_no_lost_peer(message: str, ranks: Ranks) -> None:
     """The rank that raised decides."""
     ranks.started(0, 1)
     ranks.raised(1, message)
@@ -90,7 +90,7 @@ def test_words_make_no_lost_peer(message: str, ranks: Ranks) -> None:
     assert ending.headline() == f"rank 1 raised {message}"
 
 
-def test_who_is_excused_and_waits_was_ended_with_the_others(ranks: Ranks) -> None:
+def test_a_skipped_rank_that_waits_is_ended_with_the_others(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.wrote(0, EXCUSED)
     ending = ranks.end(-9, -9, ended_by_us=[0, 1])
@@ -100,14 +100,14 @@ def test_who_is_excused_and_waits_was_ended_with_the_others(ranks: Ranks) -> Non
 
 
 @pytest.mark.parametrize(("code", "status"), [(-15, "raised"), (None, "raised"), (-9, "killed"), (0, "exited")])
-def test_who_is_excused_and_dies_of_itself_crashed(code: int | None, status: str, ranks: Ranks) -> None:
+def test_a_skipped_rank_that_dies_by_itself_crashed(code: int | None, status: str, ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.wrote(0, EXCUSED)
     ranks.raised(1, "ValueError: another one")
     assert ranks.statuses(ranks.end(code, 1)) == [status, "raised"]
 
 
-def test_nobody_can_have_lost_who_is_excused_and_waits(ranks: Ranks) -> None:
+def test_no_rank_lost_a_skipped_rank_that_still_waits(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.wrote(0, EXCUSED)
     ranks.raised(1, "DistNetworkError: Connection refused", lost=True)
@@ -116,7 +116,7 @@ def test_nobody_can_have_lost_who_is_excused_and_waits(ranks: Ranks) -> None:
     assert ranks.statuses(ending) == ["raised", "raised"]
 
 
-def test_who_is_excused_is_lost_once_it_has_left(ranks: Ranks) -> None:
+def test_a_skipped_rank_is_a_lost_peer_after_its_exit(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.wrote(0, EXCUSED)
     ranks.wrote(0, Error("xfail", "xfailed: known", "Traceback ..."))
@@ -125,7 +125,7 @@ def test_who_is_excused_is_lost_once_it_has_left(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("since", "status"), [(5.5, "lost peer"), (6.5, "raised")])
-def test_who_is_excused_is_lost_once_it_was_killed(since: float, status: str, ranks: Ranks) -> None:
+def test_a_skipped_rank_is_a_lost_peer_after_it_was_killed(since: float, status: str, ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.wrote(0, EXCUSED)
     ranks.raised(1, PEER_GONE, lost=True)
@@ -133,14 +133,14 @@ def test_who_is_excused_is_lost_once_it_was_killed(since: float, status: str, ra
     assert ranks.statuses(ending) == ["raised", status]
 
 
-def test_who_is_excused_is_lost_by_whose_connections_were_cut(ranks: Ranks) -> None:
+def test_a_skipped_rank_is_lost_by_ranks_whose_connections_were_cut(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.wrote(0, EXCUSED)
     ranks.wrote(1, Error("failed", PEER_GONE, "Traceback ...", lost=True, cut=True))
     assert ranks.statuses(ranks.end(None, None)) == ["raised", "lost peer"]
 
 
-def test_who_was_excused_and_is_through_when_the_agent_ends_all(ranks: Ranks) -> None:
+def test_a_skipped_rank_that_finished_before_the_agent_ends_all(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.wrote(0, EXCUSED)
     ranks.wrote(1, Error("failed", "failed: ValueError: late", "Traceback ..."))
@@ -151,7 +151,7 @@ def test_who_was_excused_and_is_through_when_the_agent_ends_all(ranks: Ranks) ->
     assert [end.kind for end in ending.ranks] == ["xfail", "failed"]
 
 
-def test_who_was_excused_and_went_on_is_so_no_longer(ranks: Ranks) -> None:
+def test_a_skipped_rank_that_continued_counts_again(ranks: Ranks) -> None:
     ranks.started(0, 1)
     for rank in range(2):
         ranks.wrote(rank, EXCUSED)
@@ -161,7 +161,7 @@ def test_who_was_excused_and_went_on_is_so_no_longer(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("waits", "kind"), [(True, "raised"), (False, "hung")])
-def test_a_hang_that_waits_for_who_is_excused(waits: bool, kind: str, ranks: Ranks) -> None:
+def test_a_hang_that_waits_for_a_skipped_rank(waits: bool, kind: str, ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.wrote(0, EXCUSED)
     inner = '  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3 in barrier\n' if waits else ""
@@ -171,7 +171,7 @@ def test_a_hang_that_waits_for_who_is_excused(waits: bool, kind: str, ranks: Ran
     assert (ending.kind, ranks.statuses(ending)) == (kind, ["raised", "stopped" if waits else "stuck"])
 
 
-def test_a_hang_in_a_connection_to_a_store_does_not_wait_for_who_is_excused(ranks: Ranks) -> None:
+def test_a_hang_in_a_store_connection_does_not_wait_for_a_skipped_rank(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.wrote(0, EXCUSED)
     torch = '  File "/x/site-packages/torch/distributed'
@@ -183,7 +183,7 @@ def test_a_hang_in_a_connection_to_a_store_does_not_wait_for_who_is_excused(rank
     assert "rank 1: was still running at the time limit" in ending.text()
 
 
-def test_a_lost_peer_that_nothing_explains_is_a_cause(ranks: Ranks) -> None:
+def test_an_unexplained_lost_peer_is_a_cause(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.raised(1, PEER_GONE, lost=True)
     ranks.raised(0, PEER_GONE, lost=True)
@@ -258,14 +258,14 @@ def test_the_output_shown_is_its_end(tmp_path: Path) -> None:
     assert "line 959" not in text
 
 
-def test_a_rank_that_told_what_it_raised_needs_no_output(ranks: Ranks) -> None:
+def test_a_reported_exception_needs_no_output(ranks: Ranks) -> None:
     ranks.started(0)
     ranks.printed(0, "warnings")
     ranks.raised(0, "ValueError: x")
     assert "last output" not in ranks.end(1).text()
 
 
-def test_what_no_encoding_has_is_told_escaped(ranks: Ranks) -> None:
+def test_undecodable_text_is_escaped(ranks: Ranks) -> None:
     ranks.started(0)
     ranks.raised(0, "ValueError: odd \udcff text")
     ending = ranks.end(1)
@@ -317,7 +317,7 @@ def test_a_rank_that_waits_at_the_end_for_one_that_hangs_is_done(ranks: Ranks) -
     assert ranks.statuses(ending) == ["done", "stuck"]
 
 
-def test_a_hang_after_all_is_done(ranks: Ranks) -> None:
+def test_a_hang_after_all_actions(ranks: Ranks) -> None:
     ranks.started(0, 1)
     ranks.done(0, 1)
     ending = ranks.end(-9, -9, timed_out=True, ended_by_us=[0, 1], timeout=5)
@@ -378,7 +378,7 @@ def test_sigterm_alone_is_a_cause(ranks: Ranks) -> None:
     assert (ending.kind, ending.headline()) == ("crashed", "rank 0 was killed by SIGTERM during 'step'")
 
 
-def test_who_died_unseen_did_not_die_before_those_that_were_seen(ranks: Ranks) -> None:
+def test_a_death_without_time_is_not_before_timed_ones(ranks: Ranks) -> None:
     # The agent sees rank 2 gone, and looks no more; ranks 0 and 3 said nothing since they started.
     ranks.started(0, 1, 2, 3)
     ranks.raised(1, "ValueError: first")
@@ -404,7 +404,7 @@ def test_an_abort_by_a_lost_peer_is_folded(ranks: Ranks, output: str, status: st
     assert ranks.statuses(ranks.end(-6, 1)) == [status, "raised"]
 
 
-def test_who_outlived_a_failure_is_no_cause(ranks: Ranks) -> None:
+def test_a_rank_that_ends_after_the_failure_is_no_cause(ranks: Ranks) -> None:
     # It spoke first and died by SIGKILL, yet only because we ended it.
     ranks.started(0)
     ranks.started(1)
@@ -424,7 +424,7 @@ def test_the_launch_itself_failed(error: str, text: str) -> None:
     assert error.strip() in ending.text()
 
 
-def test_what_a_rank_left_running_is_named(ranks: Ranks) -> None:
+def test_processes_that_a_rank_leaves_running_are_named(ranks: Ranks) -> None:
     ranks.started(0)
     ranks.raised(0, "ValueError: x")
     ending = ranks.end(1, left_over=("sleep (pid 7)", "sh (pid 8)"))
@@ -477,7 +477,7 @@ def test_of_ranks_that_hang_the_one_that_waits_for_others_is_not_the_cause() -> 
 
 
 @pytest.mark.parametrize("ended", [[0, 1], [0]])
-def test_what_a_rank_raises_when_it_is_asked_where_it_hangs_is_no_cause(ranks: Ranks, ended: list[int]) -> None:
+def test_an_exception_raised_by_the_stack_request_is_no_cause(ranks: Ranks, ended: list[int]) -> None:
     """A rank that had raised by the time limit is not among those that hang."""
     ranks.started(0, 1)
     ranks.raised(1, "SystemError: returned NULL without setting an exception")

@@ -104,7 +104,7 @@ def test_a_wrong_word_lists_the_right_ones(kind: str, facets: dict[str, Any], me
     assert str(caught.value) == f"{kind}('names'): {message}"
 
 
-def test_what_a_bug_brings_with_it_is_a_regular_expression_too() -> None:
+def test_consequences_are_a_regular_expression_too() -> None:
     with pytest.raises(UsageProblem, match=r"^fails\('names'\): also='\(' is no regular expression: missing \)"):
         fails("names", reason="a bug", also="(")
 

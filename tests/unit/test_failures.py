@@ -30,5 +30,5 @@ def test_the_drawn_tree_is_the_real_one() -> None:
 @pytest.mark.parametrize(
     ("failure", "base"), [(failures.Incompatible, AssertionError), (failures.UsageProblem, ValueError)]
 )
-def test_who_knows_only_python_catches_them_too(failure: type[Exception], base: type[Exception]) -> None:
+def test_errors_are_subclasses_of_pythons_own(failure: type[Exception], base: type[Exception]) -> None:
     assert issubclass(failure, base)

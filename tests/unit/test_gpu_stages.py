@@ -78,7 +78,7 @@ def test_stages_run_once_whatever_becomes_of_them(stages: Any, tmp_path: Path) -
     assert json.loads((tmp_path / "output" / "results.json").read_text())["done"]
 
 
-def test_nothing_left_to_do_is_no_failure(stages: Any, tmp_path: Path) -> None:
+def test_a_finished_plan_is_no_failure(stages: Any, tmp_path: Path) -> None:
     runner = run(stages, tmp_path, stage(stages, "rest", "nothing left", nothing_left=5))
     assert statuses(runner) == {"rest": "passed"}
 
@@ -127,7 +127,7 @@ def test_a_stage_that_hangs_is_ended_and_the_next_one_runs(stages: Any, tmp_path
     assert statuses(run(stages, tmp_path, *chosen)) == {"hung": "timed out", "next": "passed"}
 
 
-def test_what_was_running_when_the_machine_went_away_was_cut_off(stages: Any, tmp_path: Path) -> None:
+def test_a_stage_that_was_running_when_the_machine_stopped_is_interrupted(stages: Any, tmp_path: Path) -> None:
     output = tmp_path / "output"
     output.mkdir()
     (output / "results.json").write_text('{"stages": {"one": {"status": "running"}}}')
@@ -137,7 +137,7 @@ def test_what_was_running_when_the_machine_went_away_was_cut_off(stages: Any, tm
     assert runner.outcomes["one"].cut_off == 1
 
 
-def test_the_time_that_is_left_goes_to_a_stage_that_fits(stages: Any, tmp_path: Path) -> None:
+def test_remaining_time_goes_to_a_stage_that_fits(stages: Any, tmp_path: Path) -> None:
     chosen = [stage(stages, "long", seconds=200.0), stage(stages, "short", seconds=1.0)]
     runner = run(stages, tmp_path, *chosen, seconds=100.0)
     assert statuses(runner) == {"short": "passed"}
@@ -201,7 +201,7 @@ def test_the_plan_is_the_same_with_and_without_a_gpu(stages: Any, tmp_path: Path
                     assert Path(argument).exists(), command
 
 
-def test_a_suite_leaves_out_what_has_a_result(stages: Any, tmp_path: Path) -> None:
+def test_a_resumed_suite_skips_items_with_a_result(stages: Any, tmp_path: Path) -> None:
     proof = importlib.import_module("proof")
     nodeids = ["pytest_distcompat/suite.py::TestTorch::test[a]", "pytest_distcompat/suite.py::TestTorch::test[b]"]
     for name, nodeid in zip(("smoke-torch.0.json", "default-torch.0.json"), nodeids, strict=True):

@@ -48,13 +48,13 @@ def verdict(check: Check, *declared: Expectation, end: RunFailure | None = None,
     return judge(check, CELL, Trace.of("hand-made", [lived(TRAIN_RUN, end, together=together)]), declared)
 
 
-def test_what_holds_passes() -> None:
+def test_a_check_without_findings_passes() -> None:
     found = verdict(toy())
     assert found == Verdict("toy", "fsdp2-fp32-w2", Status.PASSED)
     assert found.ok
 
 
-def test_what_does_not_hold_fails_with_all_findings() -> None:
+def test_a_check_fails_with_all_its_findings() -> None:
     found = verdict(toy("rank 0: stale", "rank 1: stale"))
     assert (found.status, found.message, found.ok) == ("failed", "rank 0: stale\nrank 1: stale", False)
 
@@ -64,7 +64,7 @@ def test_hundreds_of_findings_are_cut() -> None:
     assert lines[-2:] == ["finding 11", "... and 288 more"]
 
 
-def test_a_cell_that_was_not_run_says_why() -> None:
+def test_a_skipped_cell_has_the_reason() -> None:
     found = skipped("toy", CELL, "needs 4 GPUs")
     assert (found.status, found.message, found.reason, found.ok) == ("skipped", "needs 4 GPUs", "needs 4 GPUs", False)
     assert (found.check, found.cell) == ("toy", CELL.id)
@@ -76,7 +76,7 @@ def test_a_known_failure() -> None:
     assert not found.ok
 
 
-def test_a_known_failure_that_passes_is_told() -> None:
+def test_a_known_failure_that_passes_is_reported() -> None:
     found = verdict(toy(), KNOWN)
     assert (found.status, found.reason, found.ok) == ("fixed?", "org/repo#1", False)
     assert found.message == f"declared to fail, but it passes: fixed? Then remove {KNOWN}"
@@ -98,7 +98,7 @@ def test_a_known_failure_hides_no_other_one() -> None:
     assert verdict(toy(*many), MASTERS).message.startswith("rank 300: stale\n\n")
 
 
-def test_what_a_known_failure_brings_with_it_is_known_too() -> None:
+def test_consequences_of_a_known_failure_are_known_too() -> None:
     brings = fails("toy", reason="org/repo#1", match="masters", also=r"rank \d: stale|gone")
     assert verdict(toy("bfloat16 masters", "rank 0: stale", "all gone"), brings).status == "known"
     assert verdict(toy("bfloat16 masters", "all stale"), brings).message.startswith("all stale\n\n")
@@ -109,14 +109,14 @@ def test_what_a_known_failure_brings_with_it_is_known_too() -> None:
 @pytest.mark.parametrize(
     "another", [fails("toy", reason="org/repo#2", match="stale"), may_fail("*", reason="org/repo#2", match="stale")]
 )
-def test_two_known_failures_explain_what_they_are_together(another: Expectation) -> None:
+def test_findings_may_fit_any_of_two_known_failures(another: Expectation) -> None:
     for declared in ((MASTERS, another), (another, MASTERS)):
         found = verdict(toy("bfloat16 masters", "rank 0: stale"), *declared)
         assert (found.status, set(found.reason.split("; and "))) == ("known", {MASTERS.reason, "org/repo#2"})
         assert verdict(toy("bfloat16 masters", "rank 0: stale", "gone"), *declared).message.startswith("gone\n\n")
 
 
-def test_of_two_known_failures_each_must_show() -> None:
+def test_each_of_two_known_failures_must_occur() -> None:
     stale = fails("toy", reason="org/repo#2", match="stale")
     for declared in ((MASTERS, stale), (stale, MASTERS)):
         found = verdict(toy("bfloat16 masters"), *declared)
@@ -137,12 +137,12 @@ def test_of_two_known_failures_each_must_show() -> None:
         assert verdict(toy(), rounding).status == "passed"
 
 
-def test_of_how_a_run_broke_off_each_line_need_not_be_declared() -> None:
+def test_lines_of_a_failed_run_need_not_be_declared_one_by_one() -> None:
     raised = ended("raised", "step", "boom\n\nTraceback: masters\n  in a line")
     assert verdict(toy(), MASTERS, end=raised).status == "known"
 
 
-def test_what_is_declared_of_no_place_says_nothing_of_another_failure() -> None:
+def test_a_may_fail_declaration_excuses_no_other_failure() -> None:
     anywhere = may_fail("*", reason="org/repo#3", match="out of luck")
     assert verdict(toy("out of luck today"), anywhere).status == "known"
     found = verdict(toy("stale"), anywhere)
@@ -300,7 +300,7 @@ def test_a_refusal_goes_before_a_known_failure() -> None:
         refuses("toy", match="x", world_size=4),
     ],
 )
-def test_what_is_declared_of_others_is_no_excuse(declared: Expectation) -> None:
+def test_a_declaration_for_other_cells_is_no_excuse(declared: Expectation) -> None:
     assert verdict(toy("stale"), declared).status == "failed"
     assert verdict(toy(), declared).status == "passed"
 
@@ -344,5 +344,5 @@ def test_a_failure_has_a_declaration_that_covers_it(
 
 
 @pytest.mark.parametrize("kind", ["crashed", "hung", "leaked"])
-def test_what_is_never_known_has_no_declaration(kind: str) -> None:
+def test_a_crash_or_hang_prints_no_declaration(kind: str) -> None:
     assert declaration(toy(), CELL, Trace.of("hand-made", [lived(TRAIN_RUN, ended(kind, "build"))])) is None

@@ -52,7 +52,7 @@ def test_an_entry_becomes_an_expectation_with_its_link(write: Write) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fails", "may_fail"])
-def test_an_entry_says_what_the_bug_brings_with_it(write: Write, kind: str) -> None:
+def test_an_entry_declares_consequences(write: Write, kind: str) -> None:
     text = ENTRY.replace('"resume"', '["resume", "names"]') + f"kind = '{kind}'\nalso = 'rank \\d: stale'\n"
     found = applying(read_file(write(text)), ("mine",), "cpu")
     assert [(one.explains("rank 1: stale"), one.matches("rank 1: stale")) for one in found] == [(True, False)] * 2
@@ -90,12 +90,12 @@ def test_a_refusal_is_one(write: Write) -> None:
         ('device = "cuda"', False),
     ],
 )
-def test_it_applies_where_the_versions_and_the_device_fit(write: Write, more: str, there: bool) -> None:
+def test_an_entry_applies_if_versions_and_device_fit(write: Write, more: str, there: bool) -> None:
     issues = read_file(write(f"{ENTRY}{more}\n"))
     assert bool(applying(issues, ("mine",), "cpu")) is there
 
 
-def test_it_concerns_only_drivers_that_stand_on_the_library(write: Write) -> None:
+def test_an_entry_applies_only_to_drivers_of_the_library(write: Write) -> None:
     issues = read_file(write(ENTRY))
     assert not applying(issues, (), "cpu")
     assert not applying(issues, ("other",), "cpu")
@@ -126,12 +126,12 @@ def test_it_concerns_only_drivers_that_stand_on_the_library(write: Write) -> Non
         (ENTRY.replace('"is empty"', '["is empty"]'), r"match=\['is empty'\]; expected a text"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_said(write: Write, text: str, message: str) -> None:
+def test_an_invalid_file_is_an_error_that_names_the_key(write: Write, text: str, message: str) -> None:
     with pytest.raises(UsageProblem, match=message):
         read_file(write(text))
 
 
-def test_a_file_of_another_format_or_none_is_said(tmp_path: Path) -> None:
+def test_a_file_of_another_format_or_none_is_an_error(tmp_path: Path) -> None:
     newer = tmp_path / "newer.toml"
     newer.write_text("version = 2\n", encoding="utf-8")
     with pytest.raises(UsageProblem, match="version is 2; this release reads version 1"):
@@ -145,7 +145,7 @@ def test_a_file_of_another_format_or_none_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("issue", shipped(), ids=lambda issue: issue.id)
-def test_what_is_shipped_speaks_of_what_there_is(issue: object) -> None:
+def test_shipped_entries_name_existing_cells_and_checks(issue: object) -> None:
     assert isinstance(issue, KnownIssue)
     assert set(issue.check) <= {"*", *CHECKS.names()}
     assert issue.link.startswith("https://")
@@ -182,7 +182,7 @@ def test_a_link_leads_to_one_bug_or_to_its_script(issue: KnownIssue) -> None:
         ("optimizer.state.lm_head.weight.step", False),
     ],
 )
-def test_a_rank_without_a_shard_is_told_from_an_optimizer_that_was_not_saved(key: str, *, known: bool) -> None:
+def test_a_rank_without_a_shard_differs_from_an_unsaved_optimizer(key: str, *, known: bool) -> None:
     """Under FSDP1 with a driver of any name: torch's bug is nothing that its user can mend."""
     (issue,) = (one for one in shipped() if one.id == "torch-fsdp1-rank-without-shard-anywhere")
     text = f"Traceback (most recent call last):\nRuntimeError: Missing key in checkpoint state_dict: {key}.\n\nmore"

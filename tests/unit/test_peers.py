@@ -52,7 +52,7 @@ def test_a_collectives_own_frame(words: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", [wrapped, in_handler])
-def test_what_a_lost_peer_led_to(wrap: Callable[[Callable[[], None]], None]) -> None:
+def test_exceptions_that_follow_a_lost_peer(wrap: Callable[[Callable[[], None]], None]) -> None:
     assert lost_peer(caught(lambda: wrap(of_torch)))
 
 
@@ -73,14 +73,14 @@ def test_another_exception_of_a_collective() -> None:
 
 @pytest.mark.parametrize("kind", [RuntimeError, AssertionError, ValueError, ConnectionError, BrokenPipeError])
 @pytest.mark.parametrize("words", [GLOO, "Connection refused", "Broken pipe", "DistNetworkError"])
-def test_nobodys_own_exception(kind: type[Exception], words: str) -> None:
+def test_an_exception_that_is_no_lost_peer(kind: type[Exception], words: str) -> None:
     def own() -> None:
         raise kind(words)
 
     assert not lost_peer(caught(own))
 
 
-def test_nobodys_own_exception_within_torch() -> None:
+def test_an_exception_within_torch_that_is_no_lost_peer() -> None:
     """As a hook of the user's that a collective calls."""
 
     def hook() -> None:

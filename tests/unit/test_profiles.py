@@ -56,7 +56,7 @@ def test_smoke_stays_inside_the_matrix() -> None:
     assert [cell.id for cell in found] == ["fsdp2-fp32-w2", "fsdp2-bf16_pure-w2"]
 
 
-def test_smoke_asks_a_costly_check_of_one_cell_and_the_others_say_so() -> None:
+def test_smoke_runs_a_costly_check_in_one_cell_with_a_reason_in_the_others() -> None:
     ddp, fsdp2, zero3 = (Cell(strategy, "fp32") for strategy in ("ddp", "fsdp2", "zero3"))
     checks = {ddp: ["names", "reshard"], fsdp2: ["names", "reshard"], zero3: ["names"]}
     message = "the smoke profile asks it of fsdp2-fp32-w2 only"
@@ -71,7 +71,7 @@ def test_full_has_every_option_by_itself(driver: type[Driver]) -> None:
         assert Cell.of(strategy, precision, model="mlp").id in found or "model" not in driver.options
 
 
-def test_full_and_pairwise_put_nothing_together_that_the_matrix_has_apart() -> None:
+def test_full_and_pairwise_add_no_combination_of_strategy_and_precision() -> None:
     # What the suite claims of fp8, it claims of one strategy.
     matrix = Matrix(("ddp", "fsdp2"), ("fp32",), extra=(Matrix(("fsdp2",), ("fp8",)),))
     claimed = {("ddp", "fp32"), ("fsdp2", "fp32"), ("fsdp2", "fp8")}

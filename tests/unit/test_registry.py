@@ -31,7 +31,7 @@ REGISTRIES: dict[str, tuple[Registry[Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("word", REGISTRIES)
-def test_what_stands_there_in_order(word: str) -> None:
+def test_items_are_in_order(word: str) -> None:
     registry, known = REGISTRIES[word]
     # Others may be added at any place; these come in this order.
     assert tuple(name for name in registry.names() if name in known) == known
@@ -39,7 +39,7 @@ def test_what_stands_there_in_order(word: str) -> None:
 
 
 @pytest.mark.parametrize("word", REGISTRIES)
-def test_a_wrong_name_is_told_the_right_ones(word: str) -> None:
+def test_an_unknown_name_lists_the_known_ones(word: str) -> None:
     registry, _ = REGISTRIES[word]
     with pytest.raises(UsageProblem) as caught:
         registry.get("zero9")
@@ -51,7 +51,7 @@ def test_the_model_option_takes_the_models_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("name", CHECKS.names())
-def test_a_check_says_what_to_do_if_it_fails(name: str) -> None:
+def test_a_check_documents_what_to_do_if_it_fails(name: str) -> None:
     assert "If it fails:" in CHECKS.get(name).text
 
 
@@ -74,7 +74,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     return folder
 
 
-def test_one_file_adds_one_thing(package: Path) -> None:
+def test_one_file_adds_one_item(package: Path) -> None:
     (package / "b.py").write_text("from the_things import Thing\nB, C = Thing('b', 1), Thing('c', -1)")
     (package / "a.py").write_text("from the_things import Thing\nA = Thing('a', 1)")
     (package / "_hidden.py").write_text("raise RuntimeError")
@@ -94,7 +94,7 @@ def test_a_module_that_holds_nothing(package: Path) -> None:
         Registry(package.name, Thing, "thing").names()
 
 
-def test_two_things_of_one_name(package: Path) -> None:
+def test_two_items_of_one_name(package: Path) -> None:
     for name in ("a", "b"):
         (package / f"{name}.py").write_text("from the_things import Thing\nX = Thing('x')")
     with pytest.raises(TypeError, match="holds a second thing named 'x'"):
@@ -138,7 +138,7 @@ def test_another_package_adds_an_item(distribution: Callable[[str], Registry[Thi
         ("my_trainer_items:Y", " holds a second thing named 'ours'"),
     ],
 )
-def test_what_another_package_cannot_add(
+def test_an_invalid_item_of_another_package(
     value: str, message: str, distribution: Callable[[str], Registry[Thing]]
 ) -> None:
     with pytest.raises(UsageProblem) as caught:
@@ -173,7 +173,7 @@ def test_an_adopters_own_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_what_is_no_driver(monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+def test_an_object_that_is_no_driver(monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
     monkeypatch.setitem(sys.modules, "my_trainer", sys.modules[__name__])
     with pytest.raises(UsageProblem) as caught:
         find_driver(name)
@@ -199,7 +199,7 @@ def test_what_is_no_driver(monkeypatch: pytest.MonkeyPatch, name: str, message: 
         ),
     ],
 )
-def test_what_a_driver_says_of_itself_wrongly(
+def test_a_driver_with_wrong_attributes(
     monkeypatch: pytest.MonkeyPatch, attribute: str, value: object, said: str
 ) -> None:
     """A text would be taken for its letters, a misspelt name for a claim of nothing: items would be missing unseen."""

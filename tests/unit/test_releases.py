@@ -30,7 +30,7 @@ def said(cell: str, release: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 @pytest.mark.parametrize("release", ["5.10.1", "5.23.0", "6.0"])
-def test_today_all_stands_in_the_configuration(release: str) -> None:
+def test_current_transformers_need_no_translation(release: str) -> None:
     assert said("fsdp2-fp32-w2", release) == ({}, {})
 
 
@@ -51,7 +51,7 @@ def test_no_other_strategy_has_words(release: str) -> None:
     ],
 )
 @pytest.mark.parametrize("release", ["4.57.6", "5.0.0", "5.9.0"])
-def test_before_it_was_words(cell: str, words: str, release: str) -> None:
+def test_older_transformers_take_fsdp_as_a_text(cell: str, words: str, release: str) -> None:
     arguments, variables = said(cell, release)
     assert arguments["fsdp"] == words
     assert "cpu_offload" not in arguments["fsdp_config"]
@@ -60,7 +60,7 @@ def test_before_it_was_words(cell: str, words: str, release: str) -> None:
     assert variables["FSDP_STATE_DICT_TYPE"] == "SHARDED_STATE_DICT"
 
 
-def test_transformers_4_hears_of_fsdp2_from_the_environment_alone() -> None:
+def test_transformers_4_reads_fsdp2_from_the_environment_alone() -> None:
     _, variables = said("fsdp2-fp32-w2-no_reshard_after_forward", "4.57.6")
     assert (variables["FSDP_VERSION"], variables["FSDP_RESHARD_AFTER_FORWARD"]) == ("2", "false")
     arguments, variables = said("fsdp2-fp32-w2-no_reshard_after_forward", "5.0.0")
@@ -68,7 +68,7 @@ def test_transformers_4_hears_of_fsdp2_from_the_environment_alone() -> None:
     assert (arguments["fsdp_config"]["version"], arguments["fsdp_config"]["reshard_after_forward"]) == (2, False)
 
 
-def test_weights_of_one_rank_are_given_to_all_where_they_are_asked_for() -> None:
+def test_weights_of_rank_0_are_broadcast_with_the_option() -> None:
     message = "sync_module_states"
     assert said("fsdp2-fp32-w2-cpu_ram_efficient_loading", "5.5.4")[0]["fsdp_config"][message] is True
     assert said("fsdp2-fp32-w2", "5.5.4")[0]["fsdp_config"][message] is False
@@ -97,7 +97,7 @@ FIRST = [
 
 
 @pytest.mark.parametrize(("driver", "cell", "package", "releases"), FIRST)
-def test_a_release_that_cannot_say_a_cell_does_not_run_it(
+def test_a_release_without_the_option_does_not_run_the_cell(
     installed: Callable[..., None], driver: type[Driver], cell: str, package: str, releases: str
 ) -> None:
     last, first = releases.split()
@@ -110,7 +110,7 @@ def test_a_release_that_cannot_say_a_cell_does_not_run_it(
     assert driver.unsupported_reason(Cell.parse(cell)) is None
 
 
-def test_nor_is_its_checkpoint_loaded_by_what_it_cannot_say(installed: Callable[..., None]) -> None:
+def test_a_release_without_the_option_does_not_load_its_checkpoint(installed: Callable[..., None]) -> None:
     cell, not_applicable = Cell.parse("fsdp1-fp32-w2"), CHECKS.get("portable").not_applicable
     assert not_applicable(cell, TrainerDriver) is None
     installed({"transformers": "4.50.3"})
@@ -118,7 +118,7 @@ def test_nor_is_its_checkpoint_loaded_by_what_it_cannot_say(installed: Callable[
     assert not_applicable(cell, TrainerDriver) == message
 
 
-def test_what_an_old_release_can_say_is_run(installed: Callable[..., None]) -> None:
+def test_cells_that_an_old_release_supports_are_run(installed: Callable[..., None]) -> None:
     installed({"accelerate": "1.6.0", "transformers": "4.50.3", "deepspeed": "0.16.0"})
     for driver, cell in [
         (AccelerateDriver, "fsdp2-bf16_mixed-w2"),
@@ -129,6 +129,6 @@ def test_what_an_old_release_can_say_is_run(installed: Callable[..., None]) -> N
         assert driver.unsupported_reason(Cell.parse(cell)) is None
 
 
-def test_what_is_not_installed_is_named() -> None:
+def test_a_missing_package_is_named() -> None:
     assert _releases.missing(["torch", "no_such_library.part"]) == "no_such_library is not installed"
     assert _releases.missing(["torch>=2"]) is None

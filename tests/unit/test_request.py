@@ -53,7 +53,7 @@ def test_events_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert read_events(tmp_path, 0) == []
 
 
-def test_a_reader_returns_what_has_come_since(tmp_path: Path) -> None:
+def test_a_reader_returns_new_events(tmp_path: Path) -> None:
     logs = LogReader(tmp_path, [0, 1])
     assert logs.read() == {0: [], 1: []}
     path = write(tmp_path, 0, Start(7))
@@ -87,7 +87,7 @@ def test_the_unfinished_line_of_a_dying_rank_is_dropped(tmp_path: Path) -> None:
     assert [event.name for event in read_events(tmp_path, 0)] == ["start"]
 
 
-def test_the_last_word_of_a_child_is_not_that_of_its_rank(tmp_path: Path) -> None:
+def test_the_last_event_of_a_child_is_not_that_of_its_rank(tmp_path: Path) -> None:
     write(tmp_path, 0, Start(7), Done(8))
     assert not has_ended(read_events(tmp_path, 0))
     write(tmp_path, 0, Done(7))

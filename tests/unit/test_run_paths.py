@@ -39,7 +39,7 @@ def clear_on_both_ranks(run_paths: RunPaths, run: Run) -> None:
         waits.result(10)
 
 
-def test_what_a_run_writes_is_gone_before_any_rank_goes_on(run_paths: RunPaths) -> None:
+def test_the_output_of_an_earlier_run_is_removed_before_ranks_start(run_paths: RunPaths) -> None:
     clear_on_both_ranks(run_paths, TRAIN_RUN)
     assert run_paths.save_to.is_dir()
     assert files(run_paths.save_to) == files(run_paths.export) == {}
@@ -47,14 +47,14 @@ def test_what_a_run_writes_is_gone_before_any_rank_goes_on(run_paths: RunPaths) 
 
 
 @pytest.mark.parametrize("run", [RESUME_RUN, RELOAD_RUN], ids=lambda run: run.name)
-def test_what_another_run_wrote_stays(run_paths: RunPaths, run: Run) -> None:
+def test_files_of_another_run_stay(run_paths: RunPaths, run: Run) -> None:
     clear_on_both_ranks(run_paths, run)
     assert files(run_paths.load_from) == {"shard": "earlier"}
     assert files(run_paths.export) == {"shard": "run"}
 
 
 @pytest.mark.parametrize("run", DAMAGED_RUNS, ids=lambda run: run.name)
-def test_what_is_damaged_is_a_copy_again(run_paths: RunPaths, run: Run) -> None:
+def test_a_checkpoint_is_copied_again_before_it_is_corrupted(run_paths: RunPaths, run: Run) -> None:
     clear_on_both_ranks(run_paths, run)
     assert files(run_paths.save_to) == files(run_paths.load_from) == {"shard": "earlier"}
 

@@ -69,7 +69,7 @@ def cells(*names: str) -> Iterator[Cell]:
 
 
 @pytest.mark.parametrize(("device", "said"), [("cpu", None), ("cpu", "4"), ("cuda", None)])
-def test_a_lone_rank_on_the_cpu_is_told_to_keep_to_one_thread(
+def test_a_single_rank_on_the_cpu_uses_one_thread(
     device: str, said: str | None, tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # By the environment, where accelerate looks: a number of threads that is only set, it sets again.
@@ -90,7 +90,7 @@ def test_another_process_reads_what_the_ranks_wrote(runner: Runner, ranks: Ranks
     assert read == ran
 
 
-def test_what_an_earlier_command_left_is_forgotten(runner: Runner, ranks: Ranks) -> None:
+def test_files_of_an_earlier_session_are_removed(runner: Runner, ranks: Ranks) -> None:
     cell, other = cells("fsdp2-fp32-w2", "ddp-fp32-w2")
     for one in (cell, other):
         runner.trace("d", one, RESUME)
@@ -136,7 +136,7 @@ def test_a_run_that_others_know_under_another_name_runs_once(runner: Runner, ran
 
 
 @pytest.mark.parametrize(("broken", "resumed"), [("save", False), ("build", False), ("files", True), ("export", True)])
-def test_what_was_saved_can_be_gone_on_from(runner: Runner, ranks: Ranks, broken: str, *, resumed: bool) -> None:
+def test_a_saved_checkpoint_can_be_resumed(runner: Runner, ranks: Ranks, broken: str, *, resumed: bool) -> None:
     ranks.broken["train"] = broken
     trace = runner.trace("d", Cell.parse("ddp-fp32-w2"), RESUME)
     assert [name for name, _ in ranks.ran] == ["train", "resume"][: 1 + resumed]
@@ -147,13 +147,13 @@ def test_what_was_saved_can_be_gone_on_from(runner: Runner, ranks: Ranks, broken
 
 
 @pytest.mark.parametrize(("broken", "reloaded"), [("export", False), ("evaluate", True)])
-def test_what_was_exported_can_be_loaded(runner: Runner, ranks: Ranks, broken: str, *, reloaded: bool) -> None:
+def test_an_export_can_be_loaded(runner: Runner, ranks: Ranks, broken: str, *, reloaded: bool) -> None:
     ranks.broken["train"] = broken
     runner.trace("d", Cell.parse("ddp-fp32-w2"), EXPORT)
     assert [name for name, _ in ranks.ran] == ["train", "reload"][: 1 + reloaded]
 
 
-def test_what_is_damaged_is_a_copy(runner: Runner, ranks: Ranks) -> None:
+def test_a_corrupted_checkpoint_is_a_copy(runner: Runner, ranks: Ranks) -> None:
     cell = Cell.parse("fsdp2-fp32-w2")
     runner.trace("d", cell, DAMAGE)
     train, *damaged = ranks.requests
@@ -191,7 +191,7 @@ def test_a_run_that_was_broken_off_with_its_pytest_begins_anew(runner: Runner, r
     assert "left over" not in (directory / "rank-0.jsonl").read_text(encoding="utf-8")
 
 
-def test_what_a_run_leaves_of_its_ranks_has_the_cause_first(tmp_path: Path) -> None:
+def test_stored_ranks_of_a_run_have_the_cause_first(tmp_path: Path) -> None:
     stack = 'Current thread 0x1 (most recent call first):\n  File "mine.py", line 3 in step'
     ends = (
         RankEnd(0, "lost peer", "raised RuntimeError: Connection closed by peer", "Traceback", time=2),
@@ -209,7 +209,7 @@ def test_what_a_run_leaves_of_its_ranks_has_the_cause_first(tmp_path: Path) -> N
     assert rank_reports(Ending((RankEnd(0, "done"),), {})) == []
 
 
-def test_ranks_that_could_not_be_started_are_nobodys_fault(tmp_path: Path) -> None:
+def test_a_failed_launch_blames_no_rank(tmp_path: Path) -> None:
     ending = Ending((RankEnd(0, "missing", "never started"),), {}, launch_error="Traceback\nOSError: no port")
     first, second = rank_reports(ending)
     assert (first["rank"], first["message"]) == (None, "the ranks could not be started: OSError: no port")

@@ -21,7 +21,7 @@ ALL = {
 
 
 @pytest.mark.parametrize("scenario", ALL.values(), ids=list(ALL))
-def test_a_run_finds_what_one_before_it_left(scenario: Scenario) -> None:
+def test_a_run_loads_what_an_earlier_one_saved(scenario: Scenario) -> None:
     saved: set[tuple[str, str]] = set()
     for run in scenario.runs:
         needs = {action for action in ("load", "reload") if action in run.actions}
@@ -44,7 +44,7 @@ def test_a_resumed_run_takes_the_batches_that_the_first_took_after_saving() -> N
 
 
 @pytest.mark.parametrize("name", CHECKS.names())
-def test_what_a_check_waits_for_happens_in_its_scenario(name: str) -> None:
+def test_the_last_snapshot_of_a_check_is_in_its_scenario(name: str) -> None:
     check = CHECKS.get(name)
     for driver in DRIVERS.by_name.values():
         if check.not_applicable(CELL, driver):

@@ -57,7 +57,7 @@ def test_a_loss_that_is_no_number_comes_back_too() -> None:
     assert math.isnan(back.loss)
 
 
-def test_what_a_newer_probe_adds_is_passed_over() -> None:
+def test_unknown_keys_of_a_newer_probe_are_ignored() -> None:
     data = FULL.to_json()
     data["model"]["colour"] = data["colour"] = "blue"
     assert Snapshot.from_json(data) == FULL

@@ -135,7 +135,7 @@ def test_tokens_may_be_a_tensor(probe: FakeProbe, tokens: Any) -> None:
 
 
 @pytest.mark.parametrize("action", ["build_model", "build", "step", "save", "load"])
-def test_a_method_that_nobody_wrote_is_named(probe: FakeProbe, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_method_is_named(probe: FakeProbe, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordingDriver, action, getattr(Driver, action))
     with pytest.raises(
         NotImplementedError, match=rf"^RecordingDriver has no {action}\(\); a driver needs build_model, build, step"
@@ -176,7 +176,7 @@ def test_the_first_steps_are_probed_in_full(probe: FakeProbe) -> None:
     ],
     ids=["new", "accumulates", "short", "goes on", "goes on and accumulates"],
 )
-def test_single_operators_are_seen_in_as_few_steps_as_will_do(
+def test_operators_are_recorded_in_as_few_steps_as_needed(
     probe: FakeProbe, driver: type[Driver], run: Run, cell: str, steps: list[int]
 ) -> None:
     # The loss of step number 0.
@@ -204,7 +204,7 @@ def test_a_trainer_that_does_not_keep_to_the_plan(probe: FakeProbe, reported: tu
         run_plan(Callbacks, SHORT, probe, reported=reported)
 
 
-def test_one_that_goes_on_when_the_run_is_over(probe: FakeProbe) -> None:
+def test_a_trainer_that_continues_after_the_plan(probe: FakeProbe) -> None:
     reported = ("build", "load", "step", "step", "step")
     with pytest.raises(RuntimeError, match=r"reported 'step'; the plan is done"):
         run_plan(Callbacks, RESUME_RUN, probe, reported=reported)
