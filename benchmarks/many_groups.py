@@ -70,7 +70,7 @@ def sockets(tree):
     return [sum(one.status == status for one in found) for status in (psutil.CONN_LISTEN, psutil.CONN_ESTABLISHED)]
 
 def waiting():
-    # Which are nobody's any more, and no longer to be had for a minute: of stores, whose ports the tests tell.
+    # Closed ports of stores that the kernel keeps for a minute; the tests report their numbers.
     ports = {{int(line) for line in Path("ports.txt").read_text().split()}}
     lines = [line.split() for kind in ("tcp", "tcp6") for line in Path("/proc/net", kind).read_text().splitlines()[1:]]
     ends = [{{int(end.rpartition(":")[2], 16) for end in line[1:3]}} for line in lines if line[3] == "06"]

@@ -3,9 +3,9 @@
 ``python benchmarks/random_order.py [--runs 10] [--seed 1] [--reports DIR] [-- PYTEST OPTIONS]`` runs what ``make test``
 runs, modules and the tests in them in another random order each time (pytest-random-order, of the group ``bench``), and
 prints a line of a Markdown table for each run: its seed, by which ``--random-order-seed`` repeats it, what came of it, and
-what failed; what a failed test said is in the run's JUnit file, if those are kept. Each run has a temporary directory of its
-own: what the plugin leaves there is told too, and which processes still run. (A torchrun or a browser that a test has killed
-leaves files as well.) It exits with 1 if anything failed or was left.
+what failed; the messages are in the run's JUnit file, if those are kept. Each run has a temporary directory of its own:
+files that the plugin leaves there are reported too, and processes that still run. (A torchrun or a browser that a test has
+killed leaves files as well.) It exits with 1 if anything failed or remains.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 run that failed. Every script runs every way in turn:
 
 - *today*: what accelerate's own tests call, ``execute_subprocess_async`` of ``accelerate launch``, which asserts that the exit
-  code is not above 0. On the CPU each process is then alone, so it is run a second time, *told of the CPU*
+  code is not above 0. On the CPU each process is then alone, so it is run a second time, *for the CPU*
   (``ACCELERATE_USE_CPU``). Both get ``timeout=LIMIT``; what still runs ``GRACE`` seconds later is killed by this benchmark.
 - *ours*: ``pytest_distcompat.scripts.launch`` with ``strategy="ddp"`` and ``timeout=LIMIT``.
 
@@ -139,7 +139,7 @@ def main() -> None:
     arguments = parser.parse_args()
     expect(parser, arguments.only, NAMES)
     print(f"{measured_on(*PACKAGES)}; time limit {arguments.limit:g} s\n")
-    print("| script | today | s | today, told of the CPU | s | ours | s |\n| --- | --- | --- | --- | --- | --- | --- |")
+    print("| script | today | s | today, for the CPU | s | ours | s |\n| --- | --- | --- | --- | --- | --- | --- |")
     more: list[str] = []
     with tempfile.TemporaryDirectory() as directory:
         bert = Path(directory, "bert")
@@ -148,7 +148,7 @@ def main() -> None:
         )
         for name in arguments.only:
             row = []
-            for number, way in enumerate(("today", "today, told of the CPU", "ours")):
+            for number, way in enumerate(("today", "today, for the CPU", "ours")):
                 given = (HOME + name, _arguments(name, bert, Path(directory, f"{name}-{number}")), arguments.limit)
                 cpu = {"ACCELERATE_USE_CPU": "true"} if number == 1 else {}
                 found = ours(*given) if way == "ours" else today(*given, cpu)

@@ -34,8 +34,8 @@ class Run:
     reports: tuple[Mapping[str, Any], ...]
 
     def of(self, name: str) -> Mapping[str, Any]:
-        """The report that tells how the test of that name (all after the file) ended."""
-        found = [report for report in self._told if report["nodeid"].partition("::")[2] == name]
+        """Return the report with the outcome of the test of that name (all after the file)."""
+        found = [report for report in self._outcome_reports if report["nodeid"].partition("::")[2] == name]
         assert found, f"no test {name}:\n{self.out}"
         return next((report for report in found if report["outcome"] == "failed"), found[0])
 
@@ -47,11 +47,14 @@ class Run:
 
     @property
     def outcomes(self) -> dict[str, str]:
-        return {name: self.outcome(name) for name in (report["nodeid"].partition("::")[2] for report in self._told)}
+        return {
+            name: self.outcome(name)
+            for name in (report["nodeid"].partition("::")[2] for report in self._outcome_reports)
+        }
 
     @property
-    def _told(self) -> list[Mapping[str, Any]]:
-        """Reports that tell how a test ended: that a set-up went well does not."""
+    def _outcome_reports(self) -> list[Mapping[str, Any]]:
+        """Reports with the outcome of a test: of the call, and of what did not pass."""
         found = [report for report in self.reports if "when" in report]
         return [report for report in found if report["when"] == "call" or report["outcome"] != "passed"]
 

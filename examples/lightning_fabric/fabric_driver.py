@@ -1,4 +1,4 @@
-"""Five methods that tell pytest-distcompat about the loop, and its loss and optimizer, for `parity`."""
+"""Five methods around the loop, and its loss and optimizer for `parity`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pytest-distcompat needs to know: how ``Trainer.fit`` is called, what it tells, and the same training in one process."""
+"""A driver that calls ``Trainer.fit``, reports from its callbacks, and trains the same in one process."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def wall() -> float:
 
 
 def wait_until(holds: Callable[[], bool], seconds: float, every: float = 0.005) -> bool:
-    """Wait until ``holds()`` is true, or for that many seconds; tell whether it is true."""
+    """Wait until ``holds()`` is true, or for that many seconds; return whether it is true."""
     deadline = now() + seconds
     while not (held := holds()) and now() < deadline:
         sleep(every)

@@ -44,7 +44,7 @@ _COMMON = {field.name for field in fields(Event)}
 
 @dataclass(frozen=True)
 class Start(Event, name="start"):
-    """The first event of a rank; one of a script also tells how it was started. ``oom_kills``: see ``deaths``."""
+    """The first event of a rank; one of a script also has how it was started. ``oom_kills``: see ``deaths``."""
 
     pid: int
     oom_kills: int | None = None

@@ -1,4 +1,4 @@
-"""What a run of a suite tells its ranks, and the directories in which they read and write."""
+"""The payload of a suite's run for its ranks, and the directories in which they read and write."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class CollectiveInfo:
 class FileInfo:
     """One saved file: its path relative to the checkpoint, what it holds and under which keys.
 
-    ``shapes`` has the global shape of what stands under a key of a model, ``dtypes`` its dtype, where the file tells it;
+    ``shapes`` has the global shape of what stands under a key of a model, ``dtypes`` its dtype, where the file has it;
     ``digests`` its value, in ``Snapshot.saved`` only.
     """
 

@@ -90,7 +90,7 @@ def test_recomputing_without_the_option_is_a_finding(sound: Sound) -> None:
 
 
 def test_a_parent_of_blocks_may_be_marked_as_recomputing(sound: Sound) -> None:
-    # As transformers tells the module that holds the layers.
+    # transformers marks the module that holds the layers.
     story = sound("ddp-fp32-w2-activation_checkpointing")
     live_names = (*live(story, "inlet", "outlet"), "module", "")
     assert story.model({"checkpointed": live_names}, **LAST).findings("units") == []

@@ -159,7 +159,7 @@ def test_a_buffer_that_no_file_holds_may_be_another(sound: Sound, changed: dict[
 
 
 def test_a_learning_rate_that_begins_anew(sound: Sound) -> None:
-    """Set at the end of each step, so that no loss of the first two tells of it."""
+    """Set at the end of each step, so that no loss of the first two shows it."""
     story = sound("ddp-fp32-w2").optimizer({"param_groups": ({"lr": 0.5},)}, run="resume", action="step", nth=0, rank=1)
     assert story.findings("resume") == [
         "rank 1: lr of the optimizer's group 0 is 0.5 after step 1 of the resumed run; 0.1 in the run that never stopped"

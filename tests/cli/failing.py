@@ -102,7 +102,7 @@ LOADED: Mapping[str, Any] = {"run": "resume", "action": "load"}
 
 EXAMPLES: Mapping[str, Example] = {
     "active": Example(
-        "was told FSDP2 and got DDP",
+        "configures FSDP2 and gets DDP",
         "fsdp2-fp32-w2",
         lambda cell: sound(cell).model({"wrappers": {"DDP": 1}}, action="build").parameters({"kind": "Parameter"}),
     ),

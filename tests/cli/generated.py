@@ -23,7 +23,7 @@ from .failing import EXAMPLES
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"(?<=<!-- made by tests/cli/generated.py: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
-#: A cell of this, with the driver that can do most, tells which runs a check needs.
+#: The cell, with the driver that supports most, that the runs of a check are listed for.
 CELL = Cell("fsdp2", "fp32")
 #: What a driver says of itself beside its actions, in words.
 CLAIMS: Mapping[str, str] = {

@@ -100,13 +100,13 @@ def test_every_option_is_on_its_page() -> None:
         assert set(registry.names()) <= set(re.findall(r"\w+", line)), flag
 
 
-class Asked:
-    """The fixture ``distcompat`` of a page: its calls are held against the real functions, and start nothing."""
+class CheckedFixture:
+    """The fixture ``distcompat`` of a page: it compares arguments with the real signatures and starts nothing."""
 
     @staticmethod
-    def launch(*args: Any, **settings: Any) -> Asked:
+    def launch(*args: Any, **settings: Any) -> CheckedFixture:
         inspect.signature(scripts.launch).bind(*args, **settings)
-        return Asked()
+        return CheckedFixture()
 
     @staticmethod
     def resume_roundtrip(*args: Any, **settings: Any) -> None:
@@ -120,7 +120,7 @@ class Asked:
 def test_python_on_pages_runs(page: Path, tmp_path: Path) -> None:
     """Classes and tests are defined: a wrong argument of Matrix, fails, refuses or a mark would raise."""
     public = {one: getattr(pytest_distcompat, one) for one in pytest_distcompat.__all__}
-    space: dict[str, Any] = {"pytest": pytest, "distcompat": Asked(), **public}
+    space: dict[str, Any] = {"pytest": pytest, "distcompat": CheckedFixture(), **public}
     for block in blocks(page, "python"):
         # Marks that are shown below each other are each a test's.
         whole = re.sub(r"^(@pytest.mark.*)\n(?!def |class )", r"\1\ndef test_it(): ...\n", block, flags=re.MULTILINE)
@@ -129,7 +129,7 @@ def test_python_on_pages_runs(page: Path, tmp_path: Path) -> None:
             for mark in getattr(one, "pytestmark", ()):
                 read_mark(mark)
             if "distcompat" in inspect.signature(one).parameters:
-                one(Asked(), tmp_path)
+                one(CheckedFixture(), tmp_path)
 
 
 def test_items_on_the_page_fit_the_registries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ GPUS = ("GPU-a", "GPU-b")
 GOOD = Machine({}, TORCH, GPUS, GPUS, cores=8, shm=1 << 30, tmp=1 << 40, hostname="here")
 
 
-def said(one: Machine) -> list[str]:
+def reported(one: Machine) -> list[str]:
     return [f"{finding.level}: {finding.text}" for finding in machine.findings(one)]
 
 
@@ -43,8 +43,8 @@ def test_whether_the_loopback_has_a_name(hosts: str, named: bool) -> None:
 
 
 def test_a_good_machine_has_no_problem() -> None:
-    assert said(GOOD) == []
-    assert said(dataclasses.replace(GOOD, torch=CPU_TORCH, gpus=(), visible=())) == []
+    assert reported(GOOD) == []
+    assert reported(dataclasses.replace(GOOD, torch=CPU_TORCH, gpus=(), visible=())) == []
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_good_machine_has_no_problem() -> None:
     ],
 )
 def test_problems_of_a_machine_are_reported(change: dict[str, Any], expected: str) -> None:
-    found = said(dataclasses.replace(GOOD, **change))
+    found = reported(dataclasses.replace(GOOD, **change))
     assert len(found) == 1, found
     assert expected in found[0]
 

@@ -43,10 +43,10 @@ def collected(root: Path) -> subprocess.CompletedProcess[str]:
 
 def test_an_empty_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert init(tmp_path) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[:2] == ["wrote tests/test_distcompat.py", "wrote pytest.ini"]
-    assert "no workflow was written: the repository is not on GitHub (no .github, no such remote)" in said
-    assert said[-1] == f"now: cd {tmp_path} && pytest tests/test_distcompat.py"
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == ["wrote tests/test_distcompat.py", "wrote pytest.ini"]
+    assert "no workflow was written: the repository is not on GitHub (no .github, no such remote)" in printed
+    assert printed[-1] == f"now: cd {tmp_path} && pytest tests/test_distcompat.py"
     assert 'driver = "torch"' in suite(tmp_path)
     assert (tmp_path / "pytest.ini").read_text(encoding="utf-8") == "[pytest]\ndistcompat_profile = smoke\n"
     done = collected(tmp_path)
@@ -82,8 +82,8 @@ def test_the_second_time_it_changes_nothing(tmp_path: Path, capsys: pytest.Captu
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert init(tmp_path, "--dry-run") == 0
     assert list(tmp_path.iterdir()) == []
-    said = capsys.readouterr().out.splitlines()
-    assert said[:2] == ["would write tests/test_distcompat.py", "would write pytest.ini"]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == ["would write tests/test_distcompat.py", "would write pytest.ini"]
 
 
 TOML = '[project]\nname = "x"\n\n[tool.pytest.ini_options]\n# ours\naddopts = ["-ra"]\ntestpaths = ["checks"]\n\n[tool.ruff]\nline-length = 99\n'
@@ -348,9 +348,9 @@ def test_settings_above_are_not_hidden(tmp_path: Path, write: Write, capsys: pyt
     write({"pytest.ini": "[pytest]\naddopts = -ra\n", "one/src/my_driver.py": MINE})
     init(tmp_path / "one")
     assert not (tmp_path / "one" / "pytest.ini").exists()
-    said = capsys.readouterr().out.splitlines()
-    assert "add to [pytest] in ../pytest.ini: distcompat_profile = smoke" in said
-    assert "add to [pytest] in ../pytest.ini: pythonpath = one/src" in said
+    printed = capsys.readouterr().out.splitlines()
+    assert "add to [pytest] in ../pytest.ini: distcompat_profile = smoke" in printed
+    assert "add to [pytest] in ../pytest.ini: pythonpath = one/src" in printed
 
 
 def test_files_with_syntax_errors_are_ignored(tmp_path: Path, write: Write) -> None:

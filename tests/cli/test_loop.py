@@ -211,9 +211,9 @@ def test_code_without_a_torch_loop_gets_no_driver(code: str) -> None:
 def test_init_writes_it_beside_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(LOOP, encoding="utf-8")
     assert main(["init", str(tmp_path)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert "wrote tests/distcompat_driver.py" in said
-    assert "tests/distcompat_driver.py was read out of train: check it; it has 0 TODO" in said
+    printed = capsys.readouterr().out.splitlines()
+    assert "wrote tests/distcompat_driver.py" in printed
+    assert "tests/distcompat_driver.py was read out of train: check it; it has 0 TODO" in printed
     suite = (tmp_path / "tests" / "test_distcompat.py").read_text(encoding="utf-8")
     assert 'driver = "distcompat_driver:LoopDriver"' in suite
     assert 'Matrix(strategies=("ddp",), precisions=("fp32",))' in suite

@@ -170,10 +170,10 @@ def test_all_releases_are_installed_before_any_run(
     wheel("madeup", "1.0")
     command = ["--into", str(tmp_path), "--release", "madeup==1.0", "--release", "madeup==7.0"]
     assert main(["releases", *command, "--", str(tmp_path)]) == 2
-    said = capsys.readouterr()
-    assert "pip cannot install madeup==7.0: " in said.err
-    assert "pytest writes to" not in said.err
-    assert said.out == ""
+    printed = capsys.readouterr()
+    assert "pip cannot install madeup==7.0: " in printed.err
+    assert "pytest writes to" not in printed.err
+    assert printed.out == ""
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_a_report_in_other_formats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["diff", "none.json", str(REAL)], "none.json: "),
         (["diff", str(REAL), str(ROOT / "pyproject.toml")], "pyproject.toml: "),
@@ -252,13 +252,15 @@ def test_a_report_in_other_formats(tmp_path: Path) -> None:
         (["merge", str(REAL)], "required: -o/--output"),
     ],
 )
-def test_a_wrong_file_gives_exit_code_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_file_gives_exit_code_2(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         code: object = main(arguments)
     except SystemExit as end:
         code = end.code
     assert code == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_the_command_is_installed_and_imports_neither_pytest_nor_torch() -> None:

@@ -162,9 +162,11 @@ def test_the_recorded_run_is_that_of_the_sample() -> None:
     words = [word for _, *found in table for word in found]
     assert {"ok", "known", "FAIL", "CRASH", "HUNG", "refused", "-"} == set(words)
     counted = {word: len([one for one in words if one == word]) for word in words}
-    said = f"{counted['ok']} passed, {counted['refused']} refused, {counted['known']} known, {counted['FAIL']} failed"
+    expected = (
+        f"{counted['ok']} passed, {counted['refused']} refused, {counted['known']} known, {counted['FAIL']} failed"
+    )
     assert f"{len(words)} asked, " in text
-    assert said in text
+    assert expected in text
 
 
 def test_the_summary_of_other_harnesses_counts_its_table() -> None:
@@ -173,5 +175,5 @@ def test_the_summary_of_other_harnesses_counts_its_table() -> None:
     ways = rows(summary)[2:]
     assert len(ways) == len(harnesses)
     for at, (way, *_, right, cause) in enumerate(ways, 1):
-        for said, sign in ((right, "✓"), (cause, "✓✓")):
-            assert said == f"{sum(sign in row[at] for row in faults)} of {len(faults)}", way
+        for expected, sign in ((right, "✓"), (cause, "✓✓")):
+            assert expected == f"{sum(sign in row[at] for row in faults)} of {len(faults)}", way

@@ -63,7 +63,7 @@ def test_a_cell_that_breaks_off_shows_how_far_it_got(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["torch", "fsdp2"], "'fsdp2' is no cell id"),
         (["torch", "fsdp3-fp32-w2"], "no strategy named 'fsdp3'. Known: ddp"),
@@ -78,7 +78,7 @@ def test_a_cell_that_breaks_off_shows_how_far_it_got(
     ],
 )
 def test_a_cell_that_cannot_be_traced_has_the_reason(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["trace", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err

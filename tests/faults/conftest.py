@@ -1,4 +1,4 @@
-"""Faulty tests run by a pytest of its own, which tells how each ended; then it is seen what they left behind."""
+"""Run faulty tests in a pytest of their own; read how each ended, and find leftover processes, files and leases."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Faulty:
         finally:
             self._output.close()
             self.kill()
-        left = tuple(self._left(grace, killed=killed))
+        left = tuple(self._leftovers(grace, killed=killed))
         return Run(code, self.out, self.directory, reports(self.directory), left, self._world_size)
 
     def kill(self) -> None:
@@ -92,17 +92,17 @@ class Faulty:
             self.process.kill()
             self.process.wait()
 
-    def _left(self, grace: float, *, killed: bool) -> list[str]:
-        """Processes, shared memory, leases and temporary files; they get a while to go away by themselves."""
+    def _leftovers(self, grace: float, *, killed: bool) -> list[str]:
+        """Return leftover processes, shared memory, leases and temporary files, after some time to go away by themselves."""
         deadline = time.monotonic() + grace
-        while (left := self._seen(killed=killed)) and time.monotonic() < deadline:
+        while (left := self._current_leftovers(killed=killed)) and time.monotonic() < deadline:
             time.sleep(0.1)
         for process in self._processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         return left
 
-    def _seen(self, *, killed: bool) -> list[str]:
+    def _current_leftovers(self, *, killed: bool) -> list[str]:
         left = [f"process {process.pid} {process.name()}" for process in self._processes()]
         # Without one of our own: new files, but for those of other people, which they use.
         shared = _names(self._shared) if self._shared else _names(SHARED_MEMORY) - self._before - _mapped()
@@ -113,7 +113,7 @@ class Faulty:
         return left if killed else left + [f"temporary {name}" for name in temporary]
 
     def _processes(self) -> list[psutil.Process]:
-        """Those that inherited our mark, whoever their parent is by now."""
+        """Return the processes that inherited our mark, whatever their parent is by now."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -123,7 +123,7 @@ class Faulty:
 
 
 def held_leases(temporary: Path) -> list[str]:
-    """The devices below that temporary directory that somebody holds, and who waits for some."""
+    """Return the leased devices below that temporary directory with their holders, and the waiting requests."""
     found = []
     for leases in temporary.glob("distcompat-leases-*"):
         ids = tuple(sorted(unquote(lock.stem) for lock in leases.glob("*.lock")))

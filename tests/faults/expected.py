@@ -51,7 +51,7 @@ def _are(ranks: list[int]) -> str:
 
 
 def expect_soon(run: Run, names: Mapping[str, float], limit: float) -> None:
-    """These tests were told soon after they failed, and not only at their time limit; each has so many seconds of its own.
+    """Assert that these failures were reported soon, and not only at the time limit; each test lasts so many seconds itself.
 
     Times are of this machine at this moment, so they are compared with those that a test without a fault took, once all was warm.
     """

@@ -27,9 +27,11 @@ def meet(size: int = 2) -> None:
 
 
 def await_error(rank: int, shared_dir: Path) -> None:
-    """Until that rank has told how it failed, or was excused: a busy machine takes longer for that than any sleep allows for."""
-    said = shared_dir.parent / f"rank-{rank}.jsonl"
-    while not (said.exists() and any(word in said.read_text(encoding="utf-8") for word in ('"error"', '"excused"'))):
+    """Wait until that rank has written its failure or skip: a busy machine takes longer for that than any sleep."""
+    rank_log = shared_dir.parent / f"rank-{rank}.jsonl"
+    while not (
+        rank_log.exists() and any(word in rank_log.read_text(encoding="utf-8") for word in ('"error"', '"excused"'))
+    ):
         time.sleep(0.001)
 
 

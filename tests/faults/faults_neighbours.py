@@ -48,6 +48,6 @@ def between(module: Any, size: int, number: int) -> pytest.Item:
 @pytest.fixture(autouse=True)
 def _processes(request: pytest.FixtureRequest, rank: int) -> None:
     """First of all fixtures: a line that says which process this test is in, on this rank."""
-    said = {"name": request.node.nodeid.partition("::")[2], "rank": rank, "process": os.getpid()}
+    entry = {"name": request.node.nodeid.partition("::")[2], "rank": rank, "process": os.getpid()}
     with Path(os.environ["RECORDED_REPORTS"]).with_name("processes.jsonl").open("a", encoding="utf-8") as file:
-        file.write(f"{json.dumps(said)}\n")
+        file.write(f"{json.dumps(entry)}\n")

@@ -96,7 +96,7 @@ def test_closed(rank: int, process_group: Any) -> None:
 @two
 def test_all_closed(rank: int) -> None:
     if rank == 1:
-        # Ours among them: nothing can be told any more.
+        # Ours among them: nothing can be reported any more.
         os.closerange(0, 256)
 
 

@@ -168,8 +168,8 @@ def test_xfail_and_words(rank: int) -> None:
     if rank == 0:
         pytest.xfail("not yet")
     if rank == 1:
-        said = "Broken pipe"
-        assert said == "x"
+        text = "Broken pipe"
+        assert text == "x"
 
 
 @two

@@ -17,9 +17,9 @@ NEIGHBOUR = "test_neighbour["
 
 @dataclass(frozen=True)
 class Run(RunOfPytest):
-    """Output of a pytest that ran faulty tests, and what it left behind."""
+    """Output of a pytest that ran faulty tests, and its leftovers."""
 
-    left: tuple[str, ...]
+    leftovers: tuple[str, ...]
     #: Of all its tests; 0, where each has its own.
     world_size: int = 0
 
@@ -109,7 +109,7 @@ class Run(RunOfPytest):
         for name in faulty:
             before, here, after = order[order.index(name) - 1 : order.index(name) + 2]
             assert (self.outcome(before), self.outcome(after)) == ("passed", "passed"), name
-            # A rank that a mark has skip has no fixtures, and tells nothing.
+            # A rank that a mark skips has no fixtures, and reports nothing.
             assert self.processes[here].items() <= self.processes[before].items(), name
             same = set(self.processes[before].values()) & set(self.processes[after].values())
             assert bool(same) == (self.outcome(name) in {"passed", "skipped"} or name in well), name
@@ -128,8 +128,8 @@ class Run(RunOfPytest):
         return "reuse session" in self.out
 
     @property
-    def left_by_tests(self) -> dict[str, list[str]]:
-        """By test: the processes that it started and that were there after it; but for each process's first, which warms up."""
+    def leftovers_by_test(self) -> dict[str, list[str]]:
+        """By test: processes that it started and that outlived it, but for each process's first test, which warms up."""
         seen: set[int] = set()
         found = {}
         for one in self.reports:

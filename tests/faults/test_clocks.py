@@ -50,8 +50,8 @@ def test_other_ranks_wait(rank, process_group):
 def test_both_fail(rank, shared_dir):
     if rank == 1:
         raise ValueError("first")
-    said = shared_dir.parent / "rank-1.jsonl"
-    while not said.exists() or '"error"' not in said.read_text():
+    rank_log = shared_dir.parent / "rank-1.jsonl"
+    while not rank_log.exists() or '"error"' not in rank_log.read_text():
         pass
     raise KeyError("second")
 
@@ -84,5 +84,5 @@ def test_the_rank_that_failed_first_is_shown_first_under_a_frozen_clock(run: Run
 
 
 def test_no_process_file_or_lease_remains(run: Run) -> None:
-    assert not run.left_by_tests
-    assert not run.left
+    assert not run.leftovers_by_test
+    assert not run.leftovers

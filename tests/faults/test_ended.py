@@ -81,7 +81,7 @@ def test_ctrl_c(how: str, to: str, world_size: int, begin: Begin) -> None:
     run = end(begin(how, world_size), signal.SIGINT, group=to == "group")
     assert run.code == pytest.ExitCode.INTERRUPTED, run.out
     assert "KeyboardInterrupt" in run.out
-    assert not run.left
+    assert not run.leftovers
     # As those of ranks that fail: their peers are elsewhere.
     assert not list(run.directory.glob("torn-down-*"))
 
@@ -93,9 +93,9 @@ def test_ctrl_c(how: str, to: str, world_size: int, begin: Begin) -> None:
 )
 def test_ctrl_c_twice(how: str, to: str, pause: float, begin: Begin) -> None:
     run = end(begin(how), signal.SIGINT, group=to == "group", times=2, pause=pause)
-    # The first is pytest's to tell, the second may come when Python has taken over.
+    # pytest reports the first; the second may come when Python has taken over.
     assert run.code in {pytest.ExitCode.INTERRUPTED, -signal.SIGINT, 128 + signal.SIGINT}, run.out
-    assert not run.left
+    assert not run.leftovers
 
 
 @pytest.mark.nightly
@@ -109,7 +109,7 @@ def test_ctrl_c_twice(how: str, to: str, pause: float, begin: Begin) -> None:
 def test_signals_that_end(how: str, to: str, world_size: int, number: int, begin: Begin) -> None:
     run = end(begin(how, world_size), number, group=to == "group")
     assert run.code == -number, run.out
-    assert not run.left
+    assert not run.leftovers
 
 
 @pytest.mark.nightly
@@ -118,5 +118,5 @@ def test_a_held_slot_would_be_found(start: Start) -> None:
     leases = faulty.temporary / "distcompat-leases-of-a-test"
     with Pool(leases, cpu_slots()).lease(1, who="somebody"):
         run = faulty.finish(grace=0.5)
-    assert [left.rpartition(" by ")[2] for left in run.left] == ["somebody"], run.left
+    assert [name.rpartition(" by ")[2] for name in run.leftovers] == ["somebody"], run.leftovers
     assert not held_leases(faulty.temporary)

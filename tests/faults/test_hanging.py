@@ -140,11 +140,11 @@ def run(run_faults: RunFaults, form: Form) -> Run:
 def hanging(name: str, run: Run) -> dict[int, tuple[str, list[str]]]:
     """By rank what is expected of that test in that run; nothing, if none is to hang until the time limit."""
     size = run.world_size or SIZES.get(name, 2)
-    said = KEPT.get(name) if run.shares_ranks else None
-    said = said or FAULTS.get(name, {})
-    named = {rank % size: each for rank, each in said.items() if -size <= rank < size}
-    if OTHERS in said:
-        named = dict.fromkeys(range(size), said[OTHERS]) | named
+    expected = KEPT.get(name) if run.shares_ranks else None
+    expected = expected or FAULTS.get(name, {})
+    named = {rank % size: each for rank, each in expected.items() if -size <= rank < size}
+    if OTHERS in expected:
+        named = dict.fromkeys(range(size), expected[OTHERS]) | named
     return dict(sorted(named.items()))
 
 
@@ -152,13 +152,13 @@ def headline(name: str, run: Run) -> str:
     """The report begins with the ranks, grouped where the same is true of them."""
     begun = run.collectives_before(name)
     together: dict[str, list[int]] = {}
-    for rank, (said, _) in hanging(name, run).items():
-        together.setdefault(said.format(0, *range(begun + 1, begun + 5)), []).append(rank)
+    for rank, (expected, _) in hanging(name, run).items():
+        together.setdefault(expected.format(0, *range(begun + 1, begun + 5)), []).append(rank)
     parts = []
-    for said, ranks in together.items():
-        action, _, rest = said.partition(" ")
+    for expected, ranks in together.items():
+        action, _, rest = expected.partition(" ")
         if len(ranks) == 1:
-            parts.append(f"rank {ranks[0]} {said}")
+            parts.append(f"rank {ranks[0]} {expected}")
         else:
             many = {"waits": "wait", "is": "are"}[action]
             parts.append(f"ranks {', '.join(map(str, ranks))} {many} {rest}")
@@ -244,9 +244,9 @@ def test_the_last_collectives_of_each_rank(run: Run) -> None:
     begun = f"all_reduce (default_pg, #{before + 1}) of Float[2], unfinished"
     # Whatever a rank does: it sleeps, it is in a loop, it holds the GIL, it waits.
     for rank in range(size):
-        said = f"{ended}; {begun}" if rank == size - 1 else ended
+        expected = f"{ended}; {begun}" if rank == size - 1 else ended
         (line,) = [line for line in run.section(name, rank).splitlines() if line.startswith("last collectives: ")]
-        assert line.endswith(said) if run.shares_ranks else line == f"last collectives: {said}"
+        assert line.endswith(expected) if run.shares_ranks else line == f"last collectives: {expected}"
 
 
 @in_forms(*FULL)
@@ -266,5 +266,5 @@ def test_a_hanging_rank_does_not_hide_an_exception(run: Run) -> None:
 
 @in_forms(*FULL, *OF_FEW)
 def test_no_process_file_or_lease_remains(run: Run) -> None:
-    assert run.shares_ranks or not run.left_by_tests
-    assert not run.left
+    assert run.shares_ranks or not run.leftovers_by_test
+    assert not run.leftovers

@@ -95,7 +95,7 @@ def test_ctrl_c(busy: Faulty) -> None:
     assert run.code == pytest.ExitCode.INTERRUPTED
     assert "KeyboardInterrupt" in run.out
     assert "test_next" not in run.outcomes
-    assert not run.left
+    assert not run.leftovers
 
 
 @pytest.mark.nightly
@@ -106,7 +106,7 @@ def test_ctrl_c_twice(busy: Faulty, pause: float) -> None:
     busy.process.send_signal(signal.SIGINT)
     run = busy.finish(30, killed=True)
     assert run.code != pytest.ExitCode.OK
-    assert not run.left
+    assert not run.leftovers
 
 
 @pytest.mark.nightly
@@ -116,7 +116,7 @@ def test_ctrl_c_with_xdist(start: Start) -> None:
     faulty.process.send_signal(signal.SIGINT)
     run = faulty.finish(60)
     assert run.code == pytest.ExitCode.INTERRUPTED
-    assert not run.left
+    assert not run.leftovers
 
 
 @pytest.mark.nightly
@@ -125,7 +125,7 @@ def test_a_signal_ends_pytest_and_its_ranks(busy: Faulty, number: int) -> None:
     busy.process.send_signal(number)
     run = busy.finish(30, killed=True)
     assert run.code == -number
-    assert not run.left
+    assert not run.leftovers
 
 
 @pytest.mark.nightly
@@ -148,7 +148,7 @@ def test_plugins_that_fork_are_refused(start: Start, option: str) -> None:
     assert run.outcomes in ({}, {"test_fails[0]": "failed"})
     assert "in a fork of pytest's process" in run.out
     assert "ValueError" not in run.out
-    assert not run.left
+    assert not run.leftovers
 
 
 @pytest.mark.nightly
@@ -156,7 +156,7 @@ def test_maxfail(start: Start) -> None:
     run = start(FAILING, "--maxfail=2").finish()
     assert run.outcomes == {"test_fails[0]": "failed", "test_fails[1]": "failed"}
     assert "stopping after 2 failures" in run.out
-    assert not run.left
+    assert not run.leftovers
 
 
 @pytest.mark.nightly
@@ -164,11 +164,11 @@ def test_maxfail(start: Start) -> None:
 def test_maxfail_with_xdist(start: Start, args: tuple[str, ...]) -> None:
     run = start(MANY_FAILING, "-n", "2", "--maxfail=2", *args).finish()
     assert "stopping after 2 failures" in run.out
-    # What the other worker had begun is still told.
+    # Tests that the other worker had begun are still reported.
     assert 2 <= len(run.outcomes) <= 4, run.out
     assert set(run.outcomes.values()) == {"failed"}, run.out
     assert run.code == pytest.ExitCode.INTERRUPTED
-    assert not run.left
+    assert not run.leftovers
 
 
 @pytest.mark.nightly
@@ -181,7 +181,7 @@ def test_workers_of_xdist_die(start: Start, args: tuple[str, ...]) -> None:
     for name in failed:
         assert "crashed while running" in "\n".join(run.lines(name))
     assert {f"test_next[{number}]" for number in range(3)} <= set(run.outcomes)
-    assert not run.left
+    assert not run.leftovers
 
 
 @pytest.mark.nightly
@@ -194,7 +194,7 @@ def test_time_limits_of_others(start: Start) -> None:
         "time limit of 3 s: rank 0 *with barrier (default_pg, #2) unfinished; rank 1 is in test_hangs at *",
     )
     run.shows("test_hangs_too", "time limit of 2 s: rank 1 is in test_hangs_too at *")
-    assert not run.left
+    assert not run.leftovers
 
 
 @pytest.mark.nightly
@@ -203,4 +203,4 @@ def test_without_other_plugins(start: Start) -> None:
     run = start(FAILING, "-k", "0", "--capture=sys", *without).finish()
     assert run.outcomes == {"test_fails[0]": "failed"}, run.out
     run.shows("test_fails[0]", "rank 1 failed: ValueError: 0", "consequences:", "  rank 0 *")
-    assert not run.left
+    assert not run.leftovers

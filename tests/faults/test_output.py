@@ -1,4 +1,4 @@
-"""Whatever ranks write, how much, and even if they cannot: the verdict stands, and is told."""
+"""Large, binary and failing output of ranks changes no verdict."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def test_the_headline_is_short(run: Run) -> None:
 
 
 def test_no_process_file_or_lease_remains(run: Run) -> None:
-    assert not run.left_by_tests
-    assert not run.left
+    assert not run.leftovers_by_test
+    assert not run.leftovers
 
 
 # A disk that is full, or read-only, for the whole run.
@@ -167,7 +167,7 @@ def test_a_full_disk(start: Start, mounts: None) -> None:
         assert run.lines(f"test_on_a_full_disk[{number}]")[0] == "OSError: [Errno 28] No space left on device"
     assert (run.causes("test_fills_the_disk"), run.consequences("test_fills_the_disk")) == ([1], {0})
     assert run.code == pytest.ExitCode.TESTS_FAILED
-    assert not run.left
+    assert not run.leftovers
 
 
 @pytest.mark.nightly
@@ -176,7 +176,7 @@ def test_a_read_only_temporary_directory(start: Start, mounts: None, tmp_path: P
     mount = ["sh", "-c", 'mount -t tmpfs -o ro none temporary && exec "$@"', "sh"]
     run = start(WELL, wrap=mount, TEMP=str(tmp_path)).finish()
     assert run.outcomes == {"test_well": "passed"}, run.out
-    assert not run.left
+    assert not run.leftovers
     assert temporaries(tmp_path) == {default_directory().name}
 
 
@@ -186,4 +186,4 @@ def test_a_read_only_base(start: Start, mounts: None) -> None:
     assert run.outcomes == {"test_well": "failed"}, run.out
     assert "Read-only file system" in "\n".join(run.lines("test_well"))
     pytest.LineMatcher(run.lines("test_well")).fnmatch_lines(["E *OSError: [[]Errno 30[]] Read-only file system: *"])
-    assert not run.left
+    assert not run.leftovers

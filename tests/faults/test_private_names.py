@@ -24,7 +24,7 @@ def test_recorded(process_group, record_property):
     work = distributed.all_reduce(torch.ones(3), async_op=True)
     work.wait()
     # A torch with NCCL has a second recorder, in which gloo's collectives are not.
-    # Who waits is told before a thread of gloo's notes it.
+    # The waiting rank is reported before a thread of gloo's notes it.
     for _ in range(100):
         found = [entry for dump in dumps() for entry in json.loads(dump()).get("entries", ())][-1]
         if found["retired"]:
@@ -40,7 +40,7 @@ def test_the_flight_recorder(run_faults: RunFaults) -> None:
         "torch._C._distributed_c10d._dump_fr_trace_json is gone or empty, so a hang's report has no groups and numbers: see "
         f"launch/flight_recorder.py:dumps\n{run.out}"
     )
-    for said in (
+    for part in (
         '"profiling_name": "gloo:all_reduce"',
         '"process_group": ["0", "default_pg"]',
         '"collective_seq_id": 2',
@@ -52,6 +52,6 @@ def test_the_flight_recorder(run_faults: RunFaults) -> None:
         '"state": ',
         '"p2p_seq_id": ',
     ):
-        assert said in run.properties("test_recorded")["found"], (
+        assert part in run.properties("test_recorded")["found"], (
             "an entry of torch's flight recorder is not what it was: see launch/collectives.py:_collective"
         )

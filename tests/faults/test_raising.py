@@ -112,6 +112,6 @@ def test_every_kind_of_exception_is_shown_as_raised(act: str, run: Run) -> None:
 
 
 def test_no_process_file_or_lease_remains(run: Run) -> None:
-    assert run.shares_ranks or not run.left_by_tests
+    assert run.shares_ranks or not run.leftovers_by_test
     # Semaphores of data loaders: while ranks start processes by forkserver, see test_state.py.
-    assert not [left for left in run.left if "sem.mp-" not in left]
+    assert not [name for name in run.leftovers if "sem.mp-" not in name]

@@ -146,7 +146,7 @@ def test_parameters_that_depend_on_the_process(run_faults: RunFaults) -> None:
     (name,) = run.outcomes
     assert run.outcome(name) == "failed"
     run.shows(name, "rank [01] raised LookupError: *this rank collected no item*", "*close to it: *")
-    assert not run.left
+    assert not run.leftovers
 
 
 def test_ranks_that_collect_other_parameters(collected_by_rank: Run) -> None:
@@ -164,5 +164,5 @@ def test_ranks_that_collect_other_parameters(collected_by_rank: Run) -> None:
 
 def test_no_process_file_or_lease_remains(run: Run, collected_by_rank: Run) -> None:
     for one in (run, collected_by_rank):
-        assert one.shares_ranks or not one.left_by_tests
-        assert not one.left
+        assert one.shares_ranks or not one.leftovers_by_test
+        assert not one.leftovers

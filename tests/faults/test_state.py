@@ -107,8 +107,8 @@ PATCHES = (
 
 
 KEPT = "--distcompat-reuse=session"
-#: What ``change`` of faults_state.py leaves that is told by these names; all else it leaves is not looked at.
-TOLD = (
+#: Changes of ``change`` in faults_state.py that the report names so; its other changes are not compared.
+NAMED_CHANGES = (
     *(
         "the environment",
         "the working directory",
@@ -170,7 +170,7 @@ def test_changes_do_not_reach_the_next_test(name: str, run: Run) -> None:
 def test_shared_ranks_with_changed_state_end_and_say_why(run: Run) -> None:
     why = run.properties("test_changes")["distcompat: ranks left"]
     assert " it left " in why, why
-    assert {name for name in TOLD if name not in why} == set(), why
+    assert {name for name in NAMED_CHANGES if name not in why} == set(), why
     # Nothing else ended them: neither what only looks, nor a group of the test's own.
     properties = [run.properties(name) for name in ("test_well", "test_before", "test_after", "test_random")]
     assert not [one["distcompat: ranks left"] for one in properties if "distcompat: ranks left" in one]
@@ -210,7 +210,7 @@ def test_well(process_group):
         port = str(taken.getsockname()[1])
         run = run_faults(source, MASTER_ADDR="localhost", MASTER_PORT=port)
     assert run.outcomes == {"test_well": "passed"}, run.out
-    assert not run.left
+    assert not run.leftovers
 
 
 @pytest.mark.nightly
@@ -230,5 +230,5 @@ def test_patches_of_a_test_do_not_reach_its_report(run_faults: RunFaults) -> Non
 
 def test_no_process_file_or_lease_remains(run: Run, seeded: Run) -> None:
     for one in (run, seeded):
-        assert one.shares_ranks or not one.left_by_tests
-        assert not one.left
+        assert one.shares_ranks or not one.leftovers_by_test
+        assert not one.leftovers

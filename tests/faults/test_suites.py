@@ -91,10 +91,10 @@ def test_only_the_sound_trainer_passes(run: Run) -> None:
 
 @pytest.mark.parametrize(("suite", "check"), FAULTS)
 def test_each_suite_fault_has_its_verdict_and_cause(suite: str, check: str, run: Run) -> None:
-    verdict, causes, folded, said = FAULTS[suite, check]
+    verdict, causes, folded, expected = FAULTS[suite, check]
     name = item(suite, check)
     assert run.outcome(name) == "failed"
-    run.shows(name, said, f"ddp-fp32-w2: {check}: {verdict}")
+    run.shows(name, expected, f"ddp-fp32-w2: {check}: {verdict}")
     assert (sorted(run.causes(name)), run.consequences(name)) == (causes, folded)
 
 
@@ -119,11 +119,11 @@ def test_the_report_shows_where_ranks_diverge(run: Run) -> None:
 
 def part(run: Run, world_size: int) -> None:
     name = item("OtherCollective", "names", world_size)
-    said = [line for line in run.lines(name) if line.startswith("different collectives at ")]
-    assert len(said) == 1
+    expected = [line for line in run.lines(name) if line.startswith("different collectives at ")]
+    assert len(expected) == 1
     each = ["all_gather of Long[[]1[]]" if rank == 1 else "broadcast of Int[[]*[]]" for rank in range(world_size)]
     parts = "; ".join(f"rank {rank} {what}" for rank, what in enumerate(each))
-    pytest.LineMatcher(said).fnmatch_lines([f"different collectives at #* of default_pg: {parts}"])
+    pytest.LineMatcher(expected).fnmatch_lines([f"different collectives at #* of default_pg: {parts}"])
 
 
 @pytest.mark.nightly
@@ -131,9 +131,9 @@ def test_on_4_ranks(run_at_4: Run) -> None:
     run = run_at_4
     passed = {item("Well", "names", 4): "passed"}
     assert run.outcomes == passed | {item(suite, "names", 4): "failed" for suite in AT_4}, run.out
-    for suite, (verdict, causes, folded, said) in AT_4.items():
+    for suite, (verdict, causes, folded, expected) in AT_4.items():
         name = item(suite, "names", 4)
-        run.shows(name, said, f"ddp-fp32-w4: names: {verdict}")
+        run.shows(name, expected, f"ddp-fp32-w4: names: {verdict}")
         assert (sorted(run.causes(name)), run.consequences(name)) == (causes, folded)
         for rank in (0, 2, 3) if verdict == "hung" else ():
             pytest.LineMatcher(run.section(name, rank).splitlines()).fnmatch_lines(
@@ -141,10 +141,10 @@ def test_on_4_ranks(run_at_4: Run) -> None:
             )
     part(run, 4)
     in_time(run, {item(suite, "names", 4): verdict for suite, (verdict, *_) in AT_4.items()}, 4)
-    assert not run.left_by_tests
-    assert not run.left
+    assert not run.leftovers_by_test
+    assert not run.leftovers
 
 
 def test_no_process_file_or_lease_remains(run: Run) -> None:
-    assert not run.left_by_tests
-    assert not run.left
+    assert not run.leftovers_by_test
+    assert not run.leftovers

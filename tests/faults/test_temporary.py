@@ -115,7 +115,7 @@ def test_it(number):
 def test_a_directory_with_a_long_name_is_used_for_all_but_sockets(start: Start, args: tuple[str, ...]) -> None:
     done = start(LONG, *args, name="of-job-" + "1" * 100).finish()
     assert done.outcomes == {"test_it[1]": "passed", "test_it[2]": "passed"}, done.out
-    assert not done.left
+    assert not done.leftovers
     assert not Path((done.directory / "sockets").read_text(encoding="utf-8")).exists()
 
 

@@ -42,6 +42,6 @@ def test_a_module_that_hangs_in_the_fork_server(run_faults: RunFaults, workers: 
         if "in wait_for_ever" in run.out:
             break
     assert run.outcomes == {"test_never": "failed", "test_ordinary": "passed"}, run.out
-    said = f"did not get ready within {limit} s: a module or a conftest.py hangs at import"
-    run.shows("test_never", f"the ranks could not be started: *{said}*", "*test_faulty.py*, line * in wait_for_ever")
-    assert not run.left
+    message = f"did not get ready within {limit} s: a module or a conftest.py hangs at import"
+    run.shows("test_never", f"the ranks could not be started: *{message}*", "*test_faulty.py*, line * in wait_for_ever")
+    assert not run.leftovers

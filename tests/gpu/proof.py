@@ -118,8 +118,8 @@ def read_junit(path: Path) -> dict[str, Any]:
         status = next((tag for tag in ("failure", "error", "skipped") if tag in children), "passed")
         count[status] += 1
         if status != "passed":
-            said = children[status].get("message", "") + "\n" + (children[status].text or "")
-            findings[case.get("name", "")] = f"{status}: " + _shortened(said, last=True)
+            message = children[status].get("message", "") + "\n" + (children[status].text or "")
+            findings[case.get("name", "")] = f"{status}: " + _shortened(message, last=True)
     return {"count": dict(count), "findings": findings}
 
 
@@ -175,8 +175,8 @@ def read_report(path: Path) -> dict[str, Any]:
     }
 
 
-def _shortened(said: str, *, last: bool = False) -> str:
-    lines = said.strip().splitlines()
+def _shortened(message: str, *, last: bool = False) -> str:
+    lines = message.strip().splitlines()
     return "\n".join(lines[-LINES:] if last else lines[:LINES])
 
 
@@ -275,7 +275,7 @@ def totals(outcomes: dict[str, Outcome], work: Path) -> dict[str, Any]:
             except (ValueError, KeyError):
                 continue
             count.update(found["count"])
-            findings |= {f"{name}: {item}": said for item, said in found["findings"].items()}
+            findings |= {f"{name}: {item}": message for item, message in found["findings"].items()}
     return {"count": dict(count), "findings": findings}
 
 
@@ -306,11 +306,11 @@ def markdown(outcomes: dict[str, Outcome], waiting: Sequence[str], suites: dict[
     found = dict(suites["findings"])
     for name, outcome in outcomes.items():
         if name.startswith("gpu-") and isinstance(outcome.result, dict):
-            found |= {f"{name}: {item}": said for item, said in outcome.result.get("findings", {}).items()}
+            found |= {f"{name}: {item}": message for item, message in outcome.result.get("findings", {}).items()}
     if found:
         lines += ["", "## Findings", ""]
-        for item, said in found.items():
-            lines += [f"- `{item}`", "", *(f"      {line}" for line in said.splitlines()), ""]
+        for item, message in found.items():
+            lines += [f"- `{item}`", "", *(f"      {line}" for line in message.splitlines()), ""]
     for name, outcome in outcomes.items():
         if outcome.tail and not (isinstance(outcome.result, dict) and outcome.result.get("findings")):
             lines += ["", f"## Output of {name}", "", *(f"    {line}" for line in outcome.tail.splitlines())]

@@ -9,7 +9,7 @@ from pytest_distcompat.lease.memory import TOLERANCE, await_free
 
 pytestmark = pytest.mark.gpu
 
-#: Any of our warnings is an error: one would tell that the fork server could not be forked from.
+#: Any of our warnings is an error: one would mean that the fork server could not be forked from.
 STRICT = ("-W", "error::pytest.PytestWarning")
 
 NCCL = """
@@ -38,7 +38,7 @@ def test_parent(process_group, device):
     import torch
     torch.ones(4, device=device).sum().item()
     if not has_cuda(os.getpid()):
-        pytest.skip("this system does not tell which devices a process has open")
+        pytest.skip("this system does not show which devices a process has open")
     assert not has_cuda(os.getppid())
 """
 

@@ -74,7 +74,7 @@ def listening(payload: Mapping[str, Any], log: RankLog) -> None:
 
 
 def touch(payload: Mapping[str, Any], log: RankLog) -> None:
-    """Change what a process may change, and tell how it was before."""
+    """Change process state, and note its value before."""
     import json
 
     note(log, "before", touched=touched, attribute=hasattr(json, "touched"), variable=os.environ.get("TOUCHED"))
@@ -155,7 +155,7 @@ def watched(payload: Mapping[str, Any], log: RankLog) -> None:
         reduce("closely again")
         observer.record_operators(on=False)
         reduce("not closely")
-        # A trainer that tells of a step inside a mode of its own, and another one that enters one after it told.
+        # A trainer that reports a step inside a mode of its own, and another one that enters one after its report.
         with FlopCounterMode(display=False):
             observer.record_operators(on=True)
             with FlopCounterMode(display=False):

@@ -38,7 +38,7 @@ def report_process(payload: Mapping[str, Any], log: RankLog) -> None:
         torch.manual_seed(payload["seed"])
 
 
-def speak(payload: Mapping[str, Any], log: RankLog) -> None:
+def print_words(payload: Mapping[str, Any], log: RankLog) -> None:
     """Past all of Python."""
     os.write(1, payload["words"].encode())
     if payload.get("fail"):

@@ -155,7 +155,7 @@ def _rounding() -> None:
 
 
 def _killed_sooner() -> None:
-    """Raise the score from which the kernel tells whom to kill first; everybody may."""
+    """Raise the score by which the kernel selects the process to kill; every user may."""
     path = Path("/proc/self/oom_score_adj")
     path.write_text(str(min(1000, int(path.read_text(encoding="ascii")) + 1)), encoding="ascii")
 

@@ -39,7 +39,7 @@ def test_the_smoke_profile_passes_except_for_known_issues(pytester: pytest.Pytes
     assert not suite.TestTorch.expect
     reasons = [issue.reason for issue in shipped()]
     declared = [r["reason"] for r in alone["results"] if r["status"] in {"known", "refused"}]
-    assert all(any(reason in said for reason in reasons) for said in declared), declared
+    assert all(any(reason in line for reason in reasons) for line in declared), declared
     assert {cell.partition("-")[0] for _, cell, _ in found} == set(suite.TestTorch.matrix.strategies)
     # Runs are shared between checks.
     assert alone["session"]["runs"] < len(found)

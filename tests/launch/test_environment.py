@@ -42,12 +42,12 @@ GIVEN = {*NUMBERS, *SIZES, *ELASTIC, *NAME_THE_RUN, "TORCH_NCCL_ASYNC_ERROR_HAND
 CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
-def seen(ending: Ending) -> list[dict[str, Any]]:
+def process_notes(ending: Ending) -> list[dict[str, Any]]:
     assert ending.kind == "ok", ending.text()
     return [dict(seen) for seen in notes(ending, "seen")]
 
 
-def plain_torchrun(directory: Path, world_size: int) -> list[dict[str, Any]]:
+def cold_torchrun(directory: Path, world_size: int) -> list[dict[str, Any]]:
     """Return the environment of ranks of the real torchrun."""
     script = directory / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
@@ -75,8 +75,8 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_ranks_have_torchruns_environment(run: Run, tmp_path: Path, world_size: int) -> None:
-    expected = plain_torchrun(tmp_path, world_size)
-    found = seen(run("report_process", world_size))
+    expected = cold_torchrun(tmp_path, world_size)
+    found = process_notes(run("report_process", world_size))
     assert len(found) == len(expected) == world_size
     for ours, theirs in zip(found, expected, strict=True):
         # An older torch does not know this one.
@@ -95,7 +95,7 @@ def test_ranks_have_torchruns_environment(run: Run, tmp_path: Path, world_size: 
 
 
 def test_no_variable_of_the_launcher_reaches_ranks(run: Run) -> None:
-    for each in seen(run("report_process")):
+    for each in process_notes(run("report_process")):
         added = set(each["environ"]) - set(os.environ)
         assert added == {*GIVEN, *CPU, "OMP_NUM_THREADS"} - set(os.environ)
         assert "PYTEST_CURRENT_TEST" not in each["environ"]
@@ -112,7 +112,7 @@ def test_ranks_get_variables_that_the_parent_changed(run: Run, monkeypatch: pyte
         monkeypatch.setenv(name, "77")
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     monkeypatch.chdir(tmp_path)
-    for rank, each in enumerate(seen(run("report_process"))):
+    for rank, each in enumerate(process_notes(run("report_process"))):
         assert {name: each["environ"].get(name) for name in awkward} == awkward
         assert "HOME" not in each["environ"]
         assert (each["environ"]["RANK"], each["environ"]["WORLD_SIZE"]) == (str(rank), "2")
@@ -131,14 +131,14 @@ def test_ranks_lack_variables_that_the_parent_removed(
         before.setenv("OMP_NUM_THREADS", "2")
         before.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         before.chdir(tmp_path)
-        (first,) = seen(run("report_process", 1, launcher=own))
+        (first,) = process_notes(run("report_process", 1, launcher=own))
     assert first["environ"]["TEST_OLD"] == "1"
     assert first["environ"]["RANK"] == "0"
     assert first["environ"]["OMP_NUM_THREADS"] == "2"
     assert first["environ"]["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert first["threads"] in TWO
     assert first["cwd"] == str(tmp_path)
-    (second,) = seen(run("report_process", 1, launcher=own))
+    (second,) = process_notes(run("report_process", 1, launcher=own))
     assert second["grandparent"] == first["grandparent"]
     assert "TEST_OLD" not in second["environ"]
     assert second["environ"]["RANK"] == "0"
@@ -148,12 +148,12 @@ def test_ranks_lack_variables_that_the_parent_removed(
 
 
 def test_threads_follow_the_parent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [each["threads"] for each in seen(run("report_process"))] == [1, 1]
+    assert [each["threads"] for each in process_notes(run("report_process"))] == [1, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    found = seen(run("report_process"))
+    found = process_notes(run("report_process"))
     assert [each["environ"]["OMP_NUM_THREADS"] for each in found] == ["2", "2"]
     assert all(each["threads"] in TWO for each in found)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    found = seen(run("report_process"))
+    found = process_notes(run("report_process"))
     assert [each["environ"]["OMP_NUM_THREADS"] for each in found] == ["1", "1"]
     assert [each["threads"] for each in found] == [1, 1]

@@ -175,7 +175,7 @@ def test_tests_whose_import_starts_a_thread_are_imported_on_ranks(run: Run, laun
     assert "each rank imports the tests itself, as under torchrun" in first.notice
     assert "it started 1 thread, which does not survive a fork" in first.notice
     second = run("report_process", 1, launcher=launcher, collected="test_it.py")
-    assert not second.notice, "it is told once"
+    assert not second.notice, "it is reported once"
 
 
 def test_a_server_unsafe_to_fork_spawns_ranks_and_says_so_once(run: Run, launch: Launch) -> None:

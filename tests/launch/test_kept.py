@@ -44,13 +44,13 @@ def send(supervisor: WarmLauncher, tmp_path: Path, importable: None) -> Iterator
     assert not supervisor.retire()
 
 
-def said(ending: Ending, event: str, key: str) -> list[Any]:
+def reported(ending: Ending, event: str, key: str) -> list[Any]:
     assert ending.kind == "ok", ending.text()
     return [one[key] for one in notes(ending, event)]
 
 
 def test_requests_share_ranks(send: Send, supervisor: WarmLauncher) -> None:
-    first, second = (said(send("report_process"), "seen", "pid") for _ in range(2))
+    first, second = (reported(send("report_process"), "seen", "pid") for _ in range(2))
     assert first == second
     assert len(set(first)) == 2
     assert supervisor.reuse_scope == "2"
@@ -62,63 +62,65 @@ def test_requests_share_ranks(send: Send, supervisor: WarmLauncher) -> None:
     ids=["another scope", "ranks of its own", "another world size"],
 )
 def test_requests_of_other_kinds_do_not_share_ranks(send: Send, then: dict[str, Any]) -> None:
-    first = said(send("report_process"), "seen", "pid")
-    other = said(send("report_process", **then), "seen", "pid")
-    again = said(send("report_process"), "seen", "pid")
+    first = reported(send("report_process"), "seen", "pid")
+    other = reported(send("report_process", **then), "seen", "pid")
+    again = reported(send("report_process"), "seen", "pid")
     assert not set(first) & set(other)
     assert not set(again) & {*first, *other}
 
 
 def test_the_last_request_ends_shared_ranks(send: Send, supervisor: WarmLauncher) -> None:
-    first = said(send("report_process"), "seen", "pid")
-    assert said(send("report_process", keep={"last": True}), "seen", "pid") == first
+    first = reported(send("report_process"), "seen", "pid")
+    assert reported(send("report_process", keep={"last": True}), "seen", "pid") == first
     assert not supervisor.reuse_scope
 
 
 def test_ranks_end_after_the_reuse_limit(send: Send) -> None:
     endings = [send("report_process", keep={"uses": 3}) for _ in range(4)]
-    pids = [said(ending, "seen", "pid") for ending in endings]
+    pids = [reported(ending, "seen", "pid") for ending in endings]
     assert pids[0] == pids[1] == pids[2] != pids[3]
     assert [ending.left for ending in endings] == ["", "", "they did 3 requests", ""]
 
 
 def test_each_request_has_the_current_environment(send: Send, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    plain = send("report_process")
-    before = said(plain, "seen", "environ")
+    usual = send("report_process")
+    before = reported(usual, "seen", "environ")
     with monkeypatch.context() as patch:
         patch.setenv("OF_THIS_MOMENT", "1")
         patch.chdir(tmp_path / "elsewhere")
         there = send("report_process")
-    assert {environ["OF_THIS_MOMENT"] for environ in said(there, "seen", "environ")} == {"1"}
-    assert set(said(there, "seen", "cwd")) == {str(tmp_path / "elsewhere")}
+    assert {environ["OF_THIS_MOMENT"] for environ in reported(there, "seen", "environ")} == {"1"}
+    assert set(reported(there, "seen", "cwd")) == {str(tmp_path / "elsewhere")}
     after = send("report_process", keep={"last": True})
-    assert said(after, "seen", "pid") == said(plain, "seen", "pid")
-    assert said(after, "seen", "environ") == before
+    assert reported(after, "seen", "pid") == reported(usual, "seen", "pid")
+    assert reported(after, "seen", "environ") == before
 
 
 def test_each_request_draws_its_own_random_numbers(send: Send) -> None:
-    drawn = [tuple(numbers) for _ in range(3) for numbers in said(send("report_process", seed=0), "seen", "numbers")]
+    drawn = [
+        tuple(numbers) for _ in range(3) for numbers in reported(send("report_process", seed=0), "seen", "numbers")
+    ]
     for kind in zip(*drawn, strict=True):
         assert len(set(kind)) == 6
 
 
 def test_a_process_group_may_be_made_again_and_again(send: Send, supervisor: WarmLauncher) -> None:
-    assert [said(send("own_group"), "sum", "value") for _ in range(3)] == [[2.0, 2.0]] * 3
+    assert [reported(send("own_group"), "sum", "value") for _ in range(3)] == [[2.0, 2.0]] * 3
     assert supervisor.reuse_scope
 
 
 def test_the_shared_group_stays(send: Send) -> None:
     first, second = send("shared_group"), send("shared_group")
-    assert said(first, "sum", "group") == said(second, "sum", "group")
-    assert said(second, "sum", "value") == [2.0, 2.0]
+    assert reported(first, "sum", "group") == reported(second, "sum", "group")
+    assert reported(second, "sum", "value") == [2.0, 2.0]
 
 
 def test_an_unmatched_collective_ends_shared_ranks(send: Send, supervisor: WarmLauncher) -> None:
     ending = send("shared_group", half=True)
     assert "the process group" in ending.left, ending.text()
     assert not supervisor.reuse_scope
-    assert said(send("shared_group"), "sum", "value") == [2.0, 2.0]
+    assert reported(send("shared_group"), "sum", "value") == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_a_broken_group_ends_shared_ranks_and_their_request_passes(
     assert ending.kind == "ok", ending.text()
     assert "the process group" in ending.left, ending.left
     assert not supervisor.reuse_scope
-    assert said(send("shared_group"), "sum", "value") == [2.0, 2.0]
+    assert reported(send("shared_group"), "sum", "value") == [2.0, 2.0]
 
 
 def test_a_group_that_cannot_be_destroyed_fails_the_request_soon(send: Send) -> None:
@@ -180,7 +182,7 @@ def test_changed_state_ends_shared_ranks_and_is_named(what: str, send: Send, sup
     assert ending.left.startswith("on rank 1 it left "), ending.left
     assert what.partition(":")[0] in ending.left
     assert not supervisor.reuse_scope
-    assert not set(said(send("report_process"), "seen", "pid")) & set(said(first, "seen", "pid"))
+    assert not set(reported(send("report_process"), "seen", "pid")) & set(reported(first, "seen", "pid"))
 
 
 def test_library_settings_are_compared_after_the_request_that_imports_it(send: Send) -> None:
@@ -192,7 +194,7 @@ def test_library_settings_are_compared_after_the_request_that_imports_it(send: S
         "",
         "the log level of accelerate (20 instead of 10) changed",
     ]
-    pids = [said(ending, "seen", "pid") for ending in endings]
+    pids = [reported(ending, "seen", "pid") for ending in endings]
     assert pids[0] == pids[1] == pids[2]
 
 
@@ -227,20 +229,20 @@ def test_a_hang_is_named_and_ended(send: Send) -> None:
 
 
 def test_output_of_c_code_is_shown_with_its_request(send: Send) -> None:
-    send("speak", words="of the first")
-    ending = send("speak", words="of the second", fail=True)
+    send("print_words", words="of the first")
+    ending = send("print_words", words="of the second", fail=True)
     assert "of the second" in ending.ranks[0].output
     assert "of the first" not in ending.ranks[0].output
 
 
 def test_dead_idle_ranks_are_replaced_with_a_notice(send: Send) -> None:
-    pids = said(send("report_process"), "seen", "pid")
+    pids = reported(send("report_process"), "seen", "pid")
     rank = psutil.Process(pids[1])
     rank.kill()
     psutil.wait_procs([rank], 10.0)
     ending = send("report_process")
     assert "between two tests rank 1 was killed by SIGKILL" in ending.notice, ending.text()
-    assert said(ending, "seen", "pid") != pids
+    assert reported(ending, "seen", "pid") != pids
 
 
 def test_a_failure_at_the_end_of_shared_ranks_fails_the_last_request(send: Send) -> None:

@@ -122,9 +122,9 @@ def test_a_hang_shows_where_each_rank_is(run: Run, launcher: str, request: pytes
     seconds = 4.0 if launcher == "warm" else 10.0
     ending = run("act", launcher=request.getfixturevalue(launcher), timeout=seconds, acts={"1": "sleep"})
     assert (ending.kind, [end.status for end in ending.ranks]) == ("hung", ["stuck", "stuck"]), ending.text()
-    said = ending.headline()
-    assert said.startswith(f"time limit of {seconds:g} s: rank 0 ")
-    assert "; rank 1 is in fall_asleep at " in said
+    headline = ending.headline()
+    assert headline.startswith(f"time limit of {seconds:g} s: rank 0 ")
+    assert "; rank 1 is in fall_asleep at " in headline
     assert "in wait_for_peers" in ending.ranks[0].stack
     assert "in fall_asleep" in ending.ranks[1].stack
     assert "in wait_for_peers" in ending.text()

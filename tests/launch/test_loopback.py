@@ -1,4 +1,4 @@
-"""Ranks meet on the loopback interface: nobody else can connect, and a machine without one is told so."""
+"""Ranks meet on the loopback interface: no other machine can connect, and a missing loopback name is reported."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ def test_the_digest_of_torch_compile_settings(module: str, setting: str) -> None
     before = library_state._call(module, "get_hash")
     with config.patch({setting: not getattr(config, setting)}):
         assert library_state._call(module, "get_hash") != before, (
-            f"{module}.get_hash does not tell of {setting}: see launch/library_state.py:SETTINGS"
+            f"{module}.get_hash does not depend on {setting}: see launch/library_state.py:SETTINGS"
         )
     assert library_state._call(module, "get_hash") == before
 

@@ -16,7 +16,7 @@ import pytest
 
 from pytest_distcompat.launch import process
 
-#: A process with a thread; each starts a shell, which has a child of its own, and tells its numbers.
+#: A process with a thread; each starts a shell, which has a child of its own, and prints its numbers.
 TREE = """
 import subprocess, sys, threading
 def start():

@@ -23,7 +23,7 @@ IDS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 
 
 class Contender:
-    """A process of its own that leases as it is told (contender.py)."""
+    """A process that leases devices by commands on its standard input (contender.py)."""
 
     def __init__(self, directory: Path, timeline: Path, who: str, ids: Sequence[str]) -> None:
         self.who = who
@@ -35,14 +35,14 @@ class Contender:
             bufsize=1,
         )
 
-    def tell(self, command: str) -> None:
+    def send(self, command: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(command + "\n")
 
-    def hear(self) -> list[str]:
+    def receive(self) -> list[str]:
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], DEADLINE)
-        assert ready, f"{self.who} said nothing"
+        assert ready, f"{self.who} printed nothing"
         return self.process.stdout.readline().split()
 
     def kill(self) -> None:
@@ -52,7 +52,7 @@ class Contender:
 
 @dataclass
 class Field:
-    """Where processes contend: the pool of this process, its timeline, and the others."""
+    """The pool that processes contend for, its timeline, and the other processes."""
 
     pool: Pool
     directory: Path
@@ -64,7 +64,7 @@ class Field:
         new = [Contender(self.directory, self.timeline, name, ids) for name in who]
         self.contenders += new
         for contender in new:
-            assert contender.hear() == ["ready"]
+            assert contender.receive() == ["ready"]
         return new
 
     def await_waiting(self, *who: str) -> None:
@@ -76,10 +76,10 @@ class Field:
         await_that(lambda: [holder.id for holder in self.pool.holders()], list(ids))
 
 
-def await_that(look: Callable[[], object], expected: object) -> None:
+def await_that(read: Callable[[], object], expected: object) -> None:
     """Look until it is so."""
     deadline = time.monotonic() + DEADLINE
-    while (found := look()) != expected:
+    while (found := read()) != expected:
         assert time.monotonic() < deadline, f"{found}, not {expected}"
         time.sleep(0.005)
 

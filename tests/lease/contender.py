@@ -1,4 +1,4 @@
-"""A process of its own that leases as it is told: one command a line in, one answer a line out.
+"""A process that leases devices by commands: one a line in, one answer a line out.
 
 ``lease COUNT`` -> ``got IDS``, ``release`` -> ``released``, ``fight ROUNDS SEED DIRECTORY`` -> ``fought``. It says ``ready`` first.
 """

@@ -1,4 +1,4 @@
-"""Sessions of pytest, xdist and all, on 8 made-up GPUs: in which order tests get their turn, and what is told of it."""
+"""Sessions of pytest with xdist on 8 made-up GPUs: the order of tests, and its report."""
 
 from __future__ import annotations
 

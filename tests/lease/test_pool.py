@@ -45,7 +45,7 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpu_uuids", lambda: UUIDS)
 
 
-def ask(pool: Pool, ranks: int, who: str = "test_it") -> tuple[str, ...]:
+def lease_now(pool: Pool, ranks: int, who: str = "test_it") -> tuple[str, ...]:
     """Return the devices that are free now."""
     with pool.lease(ranks, who=who, timeout=0) as lease:
         return lease.ids
@@ -55,7 +55,7 @@ def test_a_lease_names_its_devices_and_shows_them_to_ranks(arena: Field) -> None
     with arena.pool.lease(2, who="one", timeout=0) as one, arena.pool.lease(2, who="two", timeout=0) as two:
         assert (one.ids, two.ids) == (("GPU-a", "GPU-b"), ("GPU-c", "GPU-d"))
         assert two.environment == dict.fromkeys(BY_NAME, "GPU-c,GPU-d")
-    assert ask(arena.pool, 4) == ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+    assert lease_now(arena.pool, 4) == ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 
 
 def test_devices_that_are_numbered_are_shown_to_every_runtime() -> None:
@@ -70,14 +70,14 @@ def test_devices_that_are_numbered_are_shown_to_every_runtime() -> None:
 def test_an_exception_in_the_block_gives_the_devices_back(arena: Field) -> None:
     with pytest.raises(KeyboardInterrupt), arena.pool.lease(4, who="one"):
         raise KeyboardInterrupt
-    assert len(ask(arena.pool, 4)) == 4
+    assert len(lease_now(arena.pool, 4)) == 4
 
 
 def test_more_than_there_are_is_refused_at_once(arena: Field) -> None:
     with pytest.raises(UsageProblem, match="5 ranks need 5 GPUs; there are 4: GPU-a, GPU-b"):
-        ask(arena.pool, 5)
+        lease_now(arena.pool, 5)
     with pytest.raises(UsageProblem, match="at least 1, not 0"):
-        ask(arena.pool, 0)
+        lease_now(arena.pool, 0)
 
 
 def test_a_request_that_waits_for_its_own_devices_fails_at_once(arena: Field) -> None:
@@ -86,31 +86,31 @@ def test_a_request_that_waits_for_its_own_devices_fails_at_once(arena: Field) ->
         with pytest.raises(
             UsageProblem, match=r"^script: 2 are needed, and 3 of the 4 GPUs are lent to what asks already$"
         ):
-            ask_and_wait(arena.pool, 2)
-        assert ask_and_wait(arena.pool, 1) == ("GPU-d",)
-    assert len(ask_and_wait(arena.pool, 4)) == 4
+            lease_patiently(arena.pool, 2)
+        assert lease_patiently(arena.pool, 1) == ("GPU-d",)
+    assert len(lease_patiently(arena.pool, 4)) == 4
 
 
 def test_a_holder_that_requests_more_is_served_before_waiters(arena: Field) -> None:
     """As a test that was lent a GPU and starts a script, while a group of all four waits, which has locked the others."""
     waiter, late = arena.enter("group", "late")
     with arena.pool.lease(1, who="test_with_one"):
-        waiter.tell("lease 4")
+        waiter.send("lease 4")
         arena.await_held(*IDS)
-        late.tell("lease 1")
+        late.send("lease 1")
         arena.await_waiting("group", "late")
-        assert ask_and_wait(arena.pool, 3) == ("GPU-b", "GPU-c", "GPU-d")
-    assert waiter.hear() == ["got", *IDS]
-    waiter.tell("release")
-    assert late.hear()[0] == "got"
+        assert lease_patiently(arena.pool, 3) == ("GPU-b", "GPU-c", "GPU-d")
+    assert waiter.receive() == ["got", *IDS]
+    waiter.send("release")
+    assert late.receive()[0] == "got"
 
 
 def test_a_request_that_closes_a_deadlock_fails_at_once(arena: Field) -> None:
     (other,) = arena.enter("tests/b.py::test_other")
-    other.tell("lease 2")
-    assert other.hear() == ["got", "GPU-a", "GPU-b"]
+    other.send("lease 2")
+    assert other.receive() == ["got", "GPU-a", "GPU-b"]
     with arena.pool.lease(2, who="test_mine"):
-        other.tell("lease 1")
+        other.send("lease 1")
         arena.await_waiting("tests/b.py::test_other")
         with pytest.raises(LeaseTimeout) as caught, arena.pool.lease(2, who="script"):
             pass
@@ -119,21 +119,21 @@ def test_a_request_that_closes_a_deadlock_fails_at_once(arena: Field) -> None:
         message = f"tests/b.py::test_other (pid {other.process.pid}) holds GPU-a, GPU-b and waits for 1 more"
         assert second == f"  {message}"
     # The other one has waited on.
-    assert other.hear()[0] == "got"
+    assert other.receive()[0] == "got"
 
 
 def test_there_is_no_deadlock_if_one_request_can_be_served(arena: Field) -> None:
     (other,) = arena.enter("other")
-    other.tell("lease 1")
-    assert other.hear() == ["got", "GPU-a"]
+    other.send("lease 1")
+    assert other.receive() == ["got", "GPU-a"]
     with arena.pool.lease(1, who="test_mine"):
-        other.tell("lease 3")
+        other.send("lease 3")
         arena.await_waiting("other")
-        assert ask_and_wait(arena.pool, 2) == ("GPU-c", "GPU-d")
-    assert other.hear() == ["got", "GPU-b", "GPU-c", "GPU-d"]
+        assert lease_patiently(arena.pool, 2) == ("GPU-c", "GPU-d")
+    assert other.receive() == ["got", "GPU-b", "GPU-c", "GPU-d"]
 
 
-def ask_and_wait(pool: Pool, ranks: int) -> tuple[str, ...]:
+def lease_patiently(pool: Pool, ranks: int) -> tuple[str, ...]:
     with pool.lease(ranks, who="script", timeout=5) as lease:
         return lease.ids
 
@@ -141,26 +141,26 @@ def ask_and_wait(pool: Pool, ranks: int) -> tuple[str, ...]:
 def test_tickets_of_another_version_may_have_more_or_fewer_fields(arena: Field) -> None:
     """As where two repositories of one user run at once."""
     (other,) = arena.enter("other")
-    other.tell("lease 2")
-    assert other.hear()[0] == "got"
+    other.send("lease 2")
+    assert other.receive()[0] == "got"
     signed = json.loads((arena.directory / "GPU-a.json").read_text())
     (arena.directory / "GPU-a.json").write_text(json.dumps({**signed, "colour": "red"}))
     left = {"number": 5, "ids": IDS, "count": 1, "who": "older", "pid": 1}
     for number, more in enumerate(({}, {"colour": "red"})):
         (arena.directory / "queue" / f"{number}.json").write_text(json.dumps({**left, "number": number, **more}))
-    assert ask_and_wait(arena.pool, 2) == ("GPU-c", "GPU-d")
+    assert lease_patiently(arena.pool, 2) == ("GPU-c", "GPU-d")
     with pytest.raises(LeaseTimeout, match="GPU-a is held by other"):
-        ask(arena.pool, 3)
+        lease_now(arena.pool, 3)
 
 
 def test_a_timeout_names_holders_and_waiters(arena: Field) -> None:
     (waiter,) = arena.enter("tests/b.py::test_waits")
     with arena.pool.lease(3, who="tests/a.py::test_long", timeout=0):
-        waiter.tell("lease 2")
+        waiter.send("lease 2")
         arena.await_held(*IDS)
         # In a thread of its own, to which nothing is lent: who has some already is served before who has none.
         with pytest.raises(LeaseTimeout) as caught, ThreadPoolExecutor(1) as late:
-            late.submit(ask, arena.pool, 1, "tests/c.py::test_late").result()
+            late.submit(lease_now, arena.pool, 1, "tests/c.py::test_late").result()
     lines = str(caught.value).splitlines()
     assert lines[0] == "tests/c.py::test_late: no 1 of 4 GPUs to be had in time"
     assert f"GPU-a is held by tests/a.py::test_long (pid {os.getpid()}) since " in lines[1]
@@ -173,11 +173,11 @@ def test_a_timeout_names_holders_and_waiters(arena: Field) -> None:
 @pytest.mark.nightly
 def test_waiting_times_out_though_a_test_froze_the_clock(arena: Field) -> None:
     holder, waiter = arena.enter("holds", "waits")
-    holder.tell("lease 3")
-    assert holder.hear()[0] == "got"
+    holder.send("lease 3")
+    assert holder.receive()[0] == "got"
     with freeze_time("2024-01-01"), pytest.raises(LeaseTimeout), arena.pool.lease(2, who="first", timeout=0.1):
         pass
-    waiter.tell("lease 2")
+    waiter.send("lease 2")
     arena.await_held(*IDS)
     with freeze_time("2024-01-01"), pytest.raises(LeaseTimeout), arena.pool.lease(1, who="second", timeout=0.1):
         pass
@@ -186,10 +186,10 @@ def test_waiting_times_out_though_a_test_froze_the_clock(arena: Field) -> None:
 def test_a_request_that_times_out_holds_nothing(arena: Field) -> None:
     with arena.pool.lease(1, who="one"):
         with pytest.raises(LeaseTimeout) as caught:
-            ask(arena.pool, 4)
+            lease_now(arena.pool, 4)
         # What it had locked so far is not somebody's.
         assert len(str(caught.value).splitlines()) == 2
-        assert ask(arena.pool, 3) == ("GPU-b", "GPU-c", "GPU-d")
+        assert lease_now(arena.pool, 3) == ("GPU-b", "GPU-c", "GPU-d")
 
 
 def test_threads_of_one_process_contend_like_processes(arena: Field) -> None:
@@ -235,16 +235,16 @@ def test_sessions_that_name_gpus_differently_share_none(tmp_path: Path, monkeypa
     assert by_index.inventory.ids == ("GPU-bbbb1111-2", "GPU-aaaa0000-1")
     with by_index.lease(1, who="one", timeout=0) as lease:
         assert lease.environment == dict.fromkeys(BY_NAME, "GPU-bbbb1111-2")
-        assert ask(by_name, 1) == ("GPU-cccc2222-3",)
+        assert lease_now(by_name, 1) == ("GPU-cccc2222-3",)
         with pytest.raises(LeaseTimeout, match="no 2 of 2 GPUs"):
-            ask(by_name, 2)
-    assert len(ask(by_name, 2)) == 2
+            lease_now(by_name, 2)
+    assert len(lease_now(by_name, 2)) == 2
 
 
 def test_devices_whose_names_are_no_file_names_are_leased(tmp_path: Path) -> None:
     pool = Pool(tmp_path / "leases", Inventory("gpu", ("MIG-GPU-aaaa/3/0", "MIG-GPU-aaaa/4/0")))
     with pool.lease(1, who="one", timeout=0):
-        assert ask(pool, 1) == ("MIG-GPU-aaaa/4/0",)
+        assert lease_now(pool, 1) == ("MIG-GPU-aaaa/4/0",)
 
 
 def test_the_cpu_has_two_slots_for_each_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,8 +256,8 @@ def test_the_cpu_has_two_slots_for_each_core(tmp_path: Path, monkeypatch: pytest
         # More ranks than slots: all of them, and nobody beside them.
         assert (lease.ids, lease.environment) == (pool.inventory.ids, {})
         with pytest.raises(LeaseTimeout, match="no 1 of 4 CPU slots"):
-            ask(pool, 1)
-    assert ask(pool, 1) == ("cpu-2.0",)
+            lease_now(pool, 1)
+    assert lease_now(pool, 1) == ("cpu-2.0",)
 
 
 @pytest.mark.usefixtures("three_gpus")
@@ -287,8 +287,8 @@ def test_machines_that_share_a_temporary_directory_share_no_leases(
     boot = tmp_path / "boot_id"
     monkeypatch.setattr(pool_module, "BOOT", boot)
     names = []
-    for said in ("1b4e28ba\n", "6fa459ea\n", "1b4e28ba\n"):
-        boot.write_text(said, encoding="ascii")
+    for boot_id in ("1b4e28ba\n", "6fa459ea\n", "1b4e28ba\n"):
+        boot.write_text(boot_id, encoding="ascii")
         names.append(default_directory().name)
     assert names[0] == names[2] != names[1]
     assert names[0] == f"distcompat-leases-{os.getuid()}-1b4e28ba"
@@ -371,8 +371,8 @@ def test_memory_that_comes_back_late_is_waited_for(tmp_path: Path, memory: MadeU
 
 def test_memory_of_a_killed_holder_is_waited_for_and_charged_to_it(arena: Field, memory: MadeUpMemory) -> None:
     (holder,) = arena.enter("tests/a.py::test_killed")
-    holder.tell("lease 2")
-    holder.hear()
+    holder.send("lease 2")
+    holder.receive()
     for name in ("GPU-a", "GPU-b"):
         # As if NVML had known the made-up GPUs.
         signed = arena.pool._read_record(name)
@@ -396,8 +396,8 @@ def test_memory_of_a_killed_holder_is_waited_for_and_charged_to_it(arena: Field,
 
 def test_devices_of_a_dead_process_are_not_shown_as_held(arena: Field) -> None:
     (holder,) = arena.enter("dead")
-    holder.tell("lease 1")
-    holder.hear()
+    holder.send("lease 1")
+    holder.receive()
     holder.kill()
     with arena.pool.lease(1, who="one"):
         assert [found.who for found in arena.pool.holders()] == ["one"]

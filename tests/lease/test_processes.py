@@ -18,8 +18,8 @@ def test_eight_processes_that_fight_never_have_the_same_device(arena: Field, tmp
     ground.mkdir()
     fighters = arena.enter(*(f"fighter {number}" for number in range(8)))
     for number, fighter in enumerate(fighters):
-        fighter.tell(f"fight 12 {number} {ground}")
-    assert [fighter.hear() for fighter in fighters] == [["fought"]] * 8
+        fighter.send(f"fight 12 {number} {ground}")
+    assert [fighter.receive() for fighter in fighters] == [["fought"]] * 8
     spans = read_timeline(arena.timeline)
     assert len(spans) == 8 * 12
     assert {span.pid for span in spans} == {fighter.process.pid for fighter in fighters}
@@ -29,44 +29,44 @@ def test_eight_processes_that_fight_never_have_the_same_device(arena: Field, tmp
 
 def test_devices_of_a_killed_holder_are_free(arena: Field) -> None:
     holder, waiter = arena.enter("holder", "waiter")
-    holder.tell("lease 4")
-    assert holder.hear() == ["got", *IDS]
-    waiter.tell("lease 3")
+    holder.send("lease 4")
+    assert holder.receive() == ["got", *IDS]
+    waiter.send("lease 3")
     arena.await_waiting("waiter")
     holder.kill()
-    assert waiter.hear() == ["got", *IDS[:3]]
+    assert waiter.receive() == ["got", *IDS[:3]]
 
 
 def test_a_killed_waiter_does_not_block_those_behind_it(arena: Field) -> None:
     holder, first, second, third = arena.enter("holder", "first", "second", "third")
-    holder.tell("lease 4")
-    holder.hear()
+    holder.send("lease 4")
+    holder.receive()
     waiters = (first, second, third)
     for count, waiter in enumerate(waiters, 1):
-        waiter.tell(f"lease {count}")
+        waiter.send(f"lease {count}")
         arena.await_waiting(*(each.who for each in waiters[:count]))
     first.kill()
     second.kill()
     arena.await_waiting("third")
-    holder.tell("release")
-    assert third.hear() == ["got", *IDS[:3]]
+    holder.send("release")
+    assert third.receive() == ["got", *IDS[:3]]
 
 
 def test_a_large_request_is_served_before_all_small_ones_that_come_after_it(arena: Field) -> None:
     large, *small = arena.enter("large", "small 0", "small 1", "small 2", "small 3")
     for each in small:
-        each.tell("lease 1")
-        each.hear()
-    large.tell("lease 4")
+        each.send("lease 1")
+        each.receive()
+    large.send("lease 4")
     arena.await_waiting("large")
     # A stream of small ones: each gives back what it has and asks again at once. What is free meanwhile is the large one's.
     for each in small[:3]:
-        each.tell("release\nlease 1")
-        assert each.hear() == ["released"]
-    small[3].tell("release")
-    assert large.hear() == ["got", *IDS]
-    large.tell("release")
-    assert {name for each in small[:3] for name in each.hear()} == {"got", *IDS[:3]}
+        each.send("release\nlease 1")
+        assert each.receive() == ["released"]
+    small[3].send("release")
+    assert large.receive() == ["got", *IDS]
+    large.send("release")
+    assert {name for each in small[:3] for name in each.receive()} == {"got", *IDS[:3]}
     spans = read_timeline(arena.timeline)
     served = next(span for span in spans if span.who == "large")
     assert not [span for span in spans if span.asked > served.asked and span.got < served.got]
@@ -76,22 +76,22 @@ def test_a_request_does_not_wait_for_earlier_ones_for_other_devices(arena: Field
     (holder,) = arena.enter("holder")
     (greedy,) = arena.enter("greedy", ids=IDS[:3])
     (other,) = arena.enter("other", ids=IDS[3:])
-    holder.tell("lease 1")
-    assert holder.hear() == ["got", "GPU-a"]
-    greedy.tell("lease 3")
+    holder.send("lease 1")
+    assert holder.receive() == ["got", "GPU-a"]
+    greedy.send("lease 3")
     arena.await_waiting("greedy")
-    other.tell("lease 1")
-    assert other.hear() == ["got", "GPU-d"]
+    other.send("lease 1")
+    assert other.receive() == ["got", "GPU-d"]
 
 
 def test_a_killed_process_leaves_no_ticket_and_no_holder(arena: Field) -> None:
     holder, waiter = arena.enter("holder", "waiter")
-    holder.tell("lease 4")
-    holder.hear()
+    holder.send("lease 4")
+    holder.receive()
     assert [(found.id, found.who, found.pid) for found in arena.pool.holders()] == [
         (name, "holder", holder.process.pid) for name in IDS
     ]
-    waiter.tell("lease 1")
+    waiter.send("lease 1")
     arena.await_waiting("waiter")
     waiter.kill()
     holder.kill()

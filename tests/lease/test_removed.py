@@ -27,37 +27,37 @@ def mode(directory: Path) -> int:
 
 def test_devices_lent_before_the_removal_are_not_lent_again(arena: Field) -> None:
     holder, other = arena.enter("tests/a.py::test_holds", "other")
-    holder.tell("lease 3")
-    assert holder.hear() == ["got", *IDS[:3]]
+    holder.send("lease 3")
+    assert holder.receive() == ["got", *IDS[:3]]
     shutil.rmtree(arena.directory)
-    other.tell("lease 1")
-    assert other.hear() == ["got", "GPU-d"]
+    other.send("lease 1")
+    assert other.receive() == ["got", "GPU-d"]
     # The message still names the process, whose record is gone.
     with pytest.raises(LeaseTimeout, match=rf"GPU-a is held by .* \(pid {holder.process.pid}\)"):
         arena.pool.lease(2, who="late", timeout=0).__enter__()
     assert mode(arena.directory) == 0o700
     holder.kill()
-    other.tell("release")
-    assert other.hear() == ["released"]
+    other.send("release")
+    assert other.receive() == ["released"]
     with Pool(arena.directory, arena.pool.inventory).lease(4, who="next", timeout=60) as lease:
         assert lease.ids == IDS
 
 
 def test_a_waiter_is_served_before_later_requests(arena: Field) -> None:
     holder, first, second = arena.enter("holder", "first", "second")
-    holder.tell("lease 4")
-    assert holder.hear() == ["got", *IDS]
-    first.tell("lease 4")
+    holder.send("lease 4")
+    assert holder.receive() == ["got", *IDS]
+    first.send("lease 4")
     arena.await_waiting("first")
     shutil.rmtree(arena.directory)
     arena.await_waiting("first")
-    second.tell("lease 4")
+    second.send("lease 4")
     arena.await_waiting("first", "second")
-    holder.tell("release")
-    assert first.hear() == ["got", *IDS]
-    first.tell("release")
-    assert first.hear() == ["released"]
-    assert second.hear() == ["got", *IDS]
+    holder.send("release")
+    assert first.receive() == ["got", *IDS]
+    first.send("release")
+    assert first.receive() == ["released"]
+    assert second.receive() == ["got", *IDS]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_processes_that_fight_while_it_is_removed_never_have_the_same_device(
     ground.mkdir()
     fighters = arena.enter(*(f"fighter {number}" for number in range(4)), ids=ids)
     for number, fighter in enumerate(fighters):
-        fighter.tell(f"fight 40 {number} {ground}")
+        fighter.send(f"fight 40 {number} {ground}")
     removed, over = 0, threading.Event()
 
     def clean() -> None:
@@ -95,7 +95,7 @@ def test_processes_that_fight_while_it_is_removed_never_have_the_same_device(
     cleaner = threading.Thread(target=clean)
     cleaner.start()
     try:
-        assert [fighter.hear() for fighter in fighters] == [["fought"]] * 4
+        assert [fighter.receive() for fighter in fighters] == [["fought"]] * 4
     finally:
         over.set()
         cleaner.join()

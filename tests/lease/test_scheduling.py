@@ -211,9 +211,9 @@ def test_a_test_that_kills_its_worker_is_not_run_again_and_the_rest_of_its_unit_
 
 def test_workers_with_different_collections_are_reported_by_xdist(pytester: pytest.Pytester) -> None:
     config = pytester.parseconfig("--dist=load", "--tx=2*popen")
-    said: list[Any] = []
+    collected: list[Any] = []
     # pluggy reads the argument's name.
-    config.pluginmanager.register(SimpleNamespace(pytest_collectreport=lambda report: said.append(report)))  # noqa: PLW0108
+    config.pluginmanager.register(SimpleNamespace(pytest_collectreport=lambda report: collected.append(report)))  # noqa: PLW0108
     scheduler: Any = LateScheduling(config, None, lambda collection, workers: pytest.fail("planned"))
     made = [Worker("gw0"), Worker("gw1")]
     for worker in made:
@@ -221,6 +221,6 @@ def test_workers_with_different_collections_are_reported_by_xdist(pytester: pyte
     scheduler.add_node_collection(made[0], ["test_a", "test_b"])
     scheduler.add_node_collection(made[1], ["test_b", "test_a"])
     scheduler.schedule()
-    assert len(said) == 1
-    assert "Different tests were collected" in said[0].longrepr
+    assert len(collected) == 1
+    assert "Different tests were collected" in collected[0].longrepr
     assert not made[0].queue

@@ -1,4 +1,4 @@
-"""Who waits is told for whom, and waits for no suspended process where it need not."""
+"""A waiting request reports its holders, and does not wait for a suspended process where it need not."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def suspend(contender: Contender) -> None:
 
 def test_cpu_slots_of_a_suspended_process_are_not_waited_for(arena: Field) -> None:
     (holder,) = arena.enter("tests/a.py::test_suspended", ids=SLOTS)
-    holder.tell("lease 2")
-    assert holder.hear() == ["got", *SLOTS]
+    holder.send("lease 2")
+    assert holder.receive() == ["got", *SLOTS]
     suspend(holder)
-    said: list[str] = []
-    pool = Pool(arena.directory, Inventory("cpu", SLOTS), notify=said.append, timeline=arena.timeline)
+    notices: list[str] = []
+    pool = Pool(arena.directory, Inventory("cpu", SLOTS), notify=notices.append, timeline=arena.timeline)
     with pool.lease(2, who="tests/b.py::test_waits", timeout=DEADLINE) as lease:
         assert (lease.ids, lease.environment) == ((), {})
     assert read_timeline(arena.timeline)[-1].waited_for == ("tests/a.py::test_suspended",)
@@ -50,27 +50,27 @@ def test_cpu_slots_of_a_suspended_process_are_not_waited_for(arena: Field) -> No
         rf"tests/b.py::test_waits has waited \d+ s for 2 of 2 CPU slots: tests/a.py::test_suspended "
         rf"\(pid {holder.process.pid}, suspended\) has had cpu-0.0, cpu-0.1 for \d+ s; "
         "it goes on without, for ranks can share cores",
-        said[-1],
+        notices[-1],
     )
-    # The next test need not wait for the same once more, nor be told of it.
-    said.clear()
+    # The next test does not wait for the same again, nor reports it.
+    notices.clear()
     began = time.monotonic()
     with pool.lease(1, who="next", timeout=DEADLINE):
         pass
-    assert said == []
+    assert notices == []
     assert time.monotonic() - began < watch.GIVE_UP_AFTER_S
     # When it goes on and gives them back, they are lent again.
     holder.process.send_signal(signal.SIGCONT)
-    holder.tell("release")
-    assert holder.hear() == ["released"]
+    holder.send("release")
+    assert holder.receive() == ["released"]
     with pool.lease(2, who="later", timeout=DEADLINE) as lease:
         assert lease.ids == SLOTS
 
 
 def test_free_slots_beside_a_suspended_process_are_lent(arena: Field) -> None:
     (holder,) = arena.enter("suspended", ids=SLOTS)
-    holder.tell("lease 1")
-    assert holder.hear() == ["got", SLOTS[0]]
+    holder.send("lease 1")
+    assert holder.receive() == ["got", SLOTS[0]]
     suspend(holder)
     pool = Pool(arena.directory, Inventory("cpu", SLOTS))
     with pool.lease(1, who="one", timeout=DEADLINE) as lease:
@@ -81,16 +81,18 @@ def test_free_slots_beside_a_suspended_process_are_lent(arena: Field) -> None:
 
 def test_a_suspended_waiter_does_not_hold_up_those_behind_it(arena: Field) -> None:
     holder, waiter = arena.enter("holder", "tests/a.py::test_suspended", ids=SLOTS)
-    holder.tell("lease 2")
-    assert holder.hear() == ["got", *SLOTS]
-    waiter.tell("lease 2")
+    holder.send("lease 2")
+    assert holder.receive() == ["got", *SLOTS]
+    waiter.send("lease 2")
     arena.await_waiting("tests/a.py::test_suspended")
     suspend(waiter)
-    said: list[str] = []
-    pool = Pool(arena.directory, Inventory("cpu", SLOTS), notify=said.append)
+    notices: list[str] = []
+    pool = Pool(arena.directory, Inventory("cpu", SLOTS), notify=notices.append)
     with pool.lease(1, who="behind", timeout=DEADLINE):
         pass
-    assert f"tests/a.py::test_suspended (pid {waiter.process.pid}, suspended) waits before it; it goes on" in said[-1]
+    assert (
+        f"tests/a.py::test_suspended (pid {waiter.process.pid}, suspended) waits before it; it goes on" in notices[-1]
+    )
 
 
 def test_another_run_that_keeps_cpu_slots_for_long_is_not_waited_for(
@@ -98,8 +100,8 @@ def test_another_run_that_keeps_cpu_slots_for_long_is_not_waited_for(
 ) -> None:
     """As one that waits in a debugger. It is not suspended."""
     (holder,) = arena.enter("tests/a.py::test_debugged", ids=SLOTS)
-    holder.tell("lease 2")
-    assert holder.hear() == ["got", *SLOTS]
+    holder.send("lease 2")
+    assert holder.receive() == ["got", *SLOTS]
     slots = Inventory("cpu", SLOTS)
     with pytest.raises(LeaseTimeout), Pool(arena.directory, slots).lease(1, who="soon", timeout=0.5):
         pass
@@ -116,16 +118,16 @@ def test_another_run_that_keeps_cpu_slots_for_long_is_not_waited_for(
 
 def test_a_request_waits_for_gpus_and_reports_it(arena: Field) -> None:
     (holder,) = arena.enter("tests/a.py::test_suspended")
-    holder.tell("lease 4")
-    assert holder.hear() == ["got", *GPUS]
+    holder.send("lease 4")
+    assert holder.receive() == ["got", *GPUS]
     suspend(holder)
-    notified, said = threading.Event(), []
+    notified, notices = threading.Event(), []
 
-    def say(text: str) -> None:
-        said.append(text)
+    def collect(text: str) -> None:
+        notices.append(text)
         notified.set()
 
-    pool = Pool(arena.directory, arena.pool.inventory, notify=say)
+    pool = Pool(arena.directory, arena.pool.inventory, notify=collect)
     got: list[tuple[str, ...]] = []
 
     def wait() -> None:
@@ -138,27 +140,27 @@ def test_a_request_waits_for_gpus_and_reports_it(arena: Field) -> None:
     assert re.search(
         rf"^tests/b.py::test_waits has waited \d+ s for 1 of 4 GPUs: tests/a.py::test_suspended "
         rf"\(pid {holder.process.pid}, suspended\) has had GPU-a, GPU-b, GPU-c, GPU-d for \d+ s$",
-        said[0],
+        notices[0],
     )
     assert got == []
     # The progress line says the same, all the while.
     assert pool.waits.startswith("tests/b.py::test_waits has waited ")
     holder.process.send_signal(signal.SIGCONT)
-    holder.tell("release")
+    holder.send("release")
     waiter.join(DEADLINE)
     assert (got, pool.waits) == ([("GPU-a",)], "")
 
 
 def test_waiting_for_a_worker_of_the_same_session_is_not_reported(arena: Field) -> None:
     (holder,) = arena.enter("holder")
-    holder.tell("lease 4")
-    assert holder.hear() == ["got", *GPUS]
+    holder.send("lease 4")
+    assert holder.receive() == ["got", *GPUS]
     for timeline, expected in ((arena.timeline, False), (None, True)):
-        said: list[str] = []
-        pool = Pool(arena.directory, arena.pool.inventory, timeline=timeline, notify=said.append)
+        notices: list[str] = []
+        pool = Pool(arena.directory, arena.pool.inventory, timeline=timeline, notify=notices.append)
         with pytest.raises(LeaseTimeout), pool.lease(1, who="late", timeout=0.5):
             pass
-        assert bool(said) is expected
+        assert bool(notices) is expected
 
 
 @pytest.mark.parametrize("more", [[], pytest.param(["-n1"], marks=pytest.mark.nightly)], ids=["alone", "xdist"])
@@ -166,9 +168,9 @@ def test_waiting_for_a_worker_of_the_same_session_is_not_reported(arena: Field) 
 def test_pytest_shows_that_a_test_waits_for_a_lease(pytester: pytest.Pytester, tmp_path: Path, more: list[str]) -> None:
     ids = tuple(f"GPU-{number}" for number in range(8))
     other = Contender(pytester.path / "tmp" / default_directory().name, tmp_path, "tests/other.py::test_long", ids)
-    other.tell("lease 8")
-    assert other.hear() == ["ready"]
-    assert other.hear()[0] == "got"
+    other.send("lease 8")
+    assert other.receive() == ["ready"]
+    assert other.receive()[0] == "got"
     pytester.makepyfile(test_it="import pytest\n@pytest.mark.distcompat(world_size=2)\ndef test(): pass")
     plugins = ["-p", "stand_in", "-p", "no:randomly", "--basetemp=base"]
     run = pytester.popen([sys.executable, "-m", "pytest", *plugins, *more], stdin=subprocess.DEVNULL, text=True)

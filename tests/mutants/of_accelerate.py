@@ -155,7 +155,7 @@ MUTANTS = (
     Mutant(
         "acc-3630-ds-boundary",
         (PULLS + "3630",),
-        "DeepSpeed is never told where the window ends: the incomplete last one of an epoch leaks into the next",
+        "DeepSpeed does not get the end of the window: the incomplete last one of an epoch leaks into the next",
         (
             Edit(
                 DEEPSPEED,
@@ -195,7 +195,7 @@ MUTANTS = (
     Mutant(
         "acc-3731-ignored-modules",
         (PULLS + "3731",),
-        "FSDP2 shards the modules that the user told it to ignore",
+        "FSDP2 shards the ignored modules",
         (
             Edit(
                 FSDP,

@@ -218,16 +218,16 @@ def test_every_form_requests_its_ranks(pytester: pytest.Pytester, ranks: FakeRan
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("argument", "message"),
     [
         ("0", "(0): expected whole numbers above 0"),
         ("[2, 'x']", "([[]2, 'x'[]]): expected whole numbers above 0"),
         ("", " takes a number of ranks, or a list of them"),
     ],
 )
-def test_a_wrong_size_is_a_collection_error(said: str, message: str, pytester: pytest.Pytester) -> None:
+def test_a_wrong_size_is_a_collection_error(argument: str, message: str, pytester: pytest.Pytester) -> None:
     pytester.makeconftest(CONFTEST)
-    pytester.makepyfile(f"import pytest\n@pytest.mark.world_size({said})\ndef test(): pass")
+    pytester.makepyfile(f"import pytest\n@pytest.mark.world_size({argument})\ndef test(): pass")
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines([f"*::test: @pytest.mark.world_size{message}"])

@@ -1,4 +1,4 @@
-"""Known issues that a project declares, in a file of its own: applied to its tests, and told when they can go."""
+"""Known issues of a project's own file: they cover its tests, and unused ones are reported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_ordinary(): pass
 FIRST = "known issues known.toml: issue 1 (org/repo#1)"
 
 
-def say(pytester: Pytester, text: str, ini: str = "") -> Pytester:
+def declare_known(pytester: Pytester, text: str, ini: str = "") -> Pytester:
     (pytester.path / "known.toml").write_text(f"version = 1\n{text}", encoding="utf-8")
     pytester.makeini(f"[pytest]\ndistcompat_known = known.toml\n{ini}")
     return pytester
@@ -86,14 +86,14 @@ def say(pytester: Pytester, text: str, ini: str = "") -> Pytester:
     ],
 )
 def test_a_wrong_word_is_a_usage_error_that_lists_the_right_ones(text: str, message: str, pytester: Pytester) -> None:
-    say(pytester, text).makepyfile("def test(): pass")
+    declare_known(pytester, text).makepyfile("def test(): pass")
     result = pytester.runpytest_inprocess()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: *known.toml*{message}"])
 
 
 def test_a_file_that_is_no_toml_is_a_usage_error(pytester: Pytester) -> None:
-    say(pytester, "[[issue]\n").makepyfile("def test(): pass")
+    declare_known(pytester, "[[issue]\n").makepyfile("def test(): pass")
     result = pytester.runpytest_inprocess()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: *known.toml: *"])
@@ -103,17 +103,17 @@ def test_a_file_that_is_no_toml_is_a_usage_error(pytester: Pytester) -> None:
 
 
 def failing(text: str, **more: Any) -> Any:
-    """Ranks of which one fails with that text, or dies."""
+    """Return an answer of ranks of which one fails with that text, or dies."""
 
-    def tell(request: Request) -> Ending:
+    def fail(request: Request) -> Ending:
         end = RankEnd(1, "raised", f"raised failed: {text}", text=text, kind="failed")
         return Ending((RankEnd(0, "stopped"), more.get("end", end)), {0: [], 1: []}, command="torchrun ...")
 
-    return tell
+    return fail
 
 
 def test_a_failure_that_matches_is_known(pytester: Pytester, ranks: FakeRanks) -> None:
-    say(pytester, KNOWN + 'when = "pytest >= 1"').makepyfile(MARKED)
+    declare_known(pytester, KNOWN + 'when = "pytest >= 1"').makepyfile(MARKED)
     ranks.answer = failing("KeyError: '_orig_mod.weight'")
     result = pytester.runpytest_inprocess("-rx")
     result.assert_outcomes(passed=1, xfailed=3)
@@ -124,7 +124,7 @@ def test_a_failure_that_matches_is_known(pytester: Pytester, ranks: FakeRanks) -
 
 def test_every_entry_that_matches_a_failure_is_used(pytester: Pytester, ranks: FakeRanks) -> None:
     """The second was to be removed, for the first had excused all."""
-    say(pytester, KNOWN + KNOWN.replace("#1", "#2").replace("KeyError: '", "")).makepyfile(MARKED)
+    declare_known(pytester, KNOWN + KNOWN.replace("#1", "#2").replace("KeyError: '", "")).makepyfile(MARKED)
     ranks.answer = failing("KeyError: '_orig_mod.weight'")
     result = pytester.runpytest_inprocess("-rx")
     result.assert_outcomes(passed=1, xfailed=3)
@@ -133,7 +133,7 @@ def test_every_entry_that_matches_a_failure_is_used(pytester: Pytester, ranks: F
 
 
 def test_a_failure_that_does_not_match_fails(pytester: Pytester, ranks: FakeRanks) -> None:
-    say(pytester, KNOWN).makepyfile(MARKED)
+    declare_known(pytester, KNOWN).makepyfile(MARKED)
     ranks.answer = failing("KeyError: 'weight'")
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=1, failed=3)
@@ -148,7 +148,7 @@ def test_a_failure_that_does_not_match_fails(pytester: Pytester, ranks: FakeRank
 def test_reproduce_commands_are_not_matched(pytester: Pytester, ranks: FakeRanks) -> None:
     """They name the test: whatever went wrong in it would be known."""
     for match in ("test_unmarked", "torchrun"):
-        say(pytester, f"[[issue]]\nmatch = '{match}'\nreason = 'r'\n").makepyfile(MARKED)
+        declare_known(pytester, f"[[issue]]\nmatch = '{match}'\nreason = 'r'\n").makepyfile(MARKED)
         ranks.answer = failing("KeyError: 'weight'")
         result = pytester.runpytest_inprocess("-k", "unmarked")
         result.assert_outcomes(failed=1, deselected=3)
@@ -157,9 +157,9 @@ def test_reproduce_commands_are_not_matched(pytester: Pytester, ranks: FakeRanks
 
 @pytest.mark.parametrize("status", ["killed", "stuck"])
 def test_a_crash_or_a_hang_is_never_known(status: str, pytester: Pytester, ranks: FakeRanks) -> None:
-    say(pytester, KNOWN).makepyfile(MARKED)
-    said = "KeyError: '_orig_mod'"
-    ranks.answer = failing(said, end=RankEnd(1, status, said, text=said))
+    declare_known(pytester, KNOWN).makepyfile(MARKED)
+    error = "KeyError: '_orig_mod'"
+    ranks.answer = failing(error, end=RankEnd(1, status, error, text=error))
     pytester.runpytest_inprocess().assert_outcomes(passed=1, failed=3)
 
 
@@ -179,7 +179,7 @@ def test_a_crash_or_a_hang_is_never_known(status: str, pytester: Pytester, ranks
     ],
 )
 def test_an_entry_may_name_the_test(more: str, known: int, pytester: Pytester, ranks: FakeRanks) -> None:
-    say(pytester, KNOWN + more).makepyfile(MARKED)
+    declare_known(pytester, KNOWN + more).makepyfile(MARKED)
     ranks.answer = failing("KeyError: '_orig_mod.weight'")
     pytester.runpytest_inprocess().assert_outcomes(passed=1, failed=3 - known, xfailed=known)
 
@@ -188,7 +188,7 @@ def test_an_entry_may_name_the_test(more: str, known: int, pytester: Pytester, r
 def test_an_entry_whose_tests_pass_is_to_be_removed(
     strict: str, failed: int, pytester: Pytester, ranks: FakeRanks
 ) -> None:
-    say(pytester, f"{KNOWN}test = 'test_unmarked'\n{strict}").makepyfile(MARKED)
+    declare_known(pytester, f"{KNOWN}test = 'test_unmarked'\n{strict}").makepyfile(MARKED)
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=4 - failed, failed=failed)
     if failed:
@@ -197,7 +197,7 @@ def test_an_entry_whose_tests_pass_is_to_be_removed(
 
 
 def test_an_unused_entry_is_to_be_removed_in_a_complete_session(pytester: Pytester, ranks: FakeRanks) -> None:
-    say(pytester, KNOWN + "test = 'no_such_test'").makepyfile(MARKED)
+    declare_known(pytester, KNOWN + "test = 'no_such_test'").makepyfile(MARKED)
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=4)
     result.stdout.fnmatch_lines(["remove me: *1 (org/repo#1): covers nothing that ran"])
@@ -206,7 +206,7 @@ def test_an_unused_entry_is_to_be_removed_in_a_complete_session(pytester: Pytest
 
 
 def test_paths_and_options_that_select_narrow_a_run_too(pytester: Pytester, ranks: FakeRanks) -> None:
-    say(pytester, KNOWN + "test = 'no_such_test'")
+    declare_known(pytester, KNOWN + "test = 'no_such_test'")
     (pytester.mkdir("tests") / "test_a.py").write_text(MARKED, encoding="utf-8")
     (pytester.mkdir("other") / "test_b.py").write_text("def test(): pass", encoding="utf-8")
     for args in (["tests"], ["tests/test_a.py"], ["--distcompat-strategies=ddp"], ["--distcompat-world-size=2"]):
@@ -214,7 +214,7 @@ def test_paths_and_options_that_select_narrow_a_run_too(pytester: Pytester, rank
     for args in ([], ["."], [str(pytester.path)], ["tests", "."], ["--distcompat-timeout=9"]):
         pytester.runpytest_inprocess(*args).stdout.fnmatch_lines(["remove me: *covers nothing that ran"])
     # Where all tests are, the project may say.
-    say(pytester, KNOWN + "test = 'no_such_test'", "testpaths = tests")
+    declare_known(pytester, KNOWN + "test = 'no_such_test'", "testpaths = tests")
     for args in ([], ["tests"], ["tests", "other"]):
         pytester.runpytest_inprocess(*args).stdout.fnmatch_lines(["remove me: *covers nothing that ran"])
     for args in (["other"], ["tests/test_a.py"]):
@@ -222,7 +222,7 @@ def test_paths_and_options_that_select_narrow_a_run_too(pytester: Pytester, rank
 
 
 def test_an_interrupted_session_reports_no_unused_entry(pytester: Pytester, ranks: FakeRanks) -> None:
-    say(pytester, KNOWN + "test = 'test_unmarked'" + KNOWN.replace("#1", "#2") + "test = 'test_cells'")
+    declare_known(pytester, KNOWN + "test = 'test_unmarked'" + KNOWN.replace("#1", "#2") + "test = 'test_cells'")
     pytester.makepyfile(MARKED)
     ranks.answer = failing("otherwise")
     result = pytester.runpytest_inprocess("-x", "-p", "no:randomly")
@@ -232,14 +232,14 @@ def test_an_interrupted_session_reports_no_unused_entry(pytester: Pytester, rank
 
 
 def test_entries_for_other_versions_are_named(pytester: Pytester, ranks: FakeRanks) -> None:
-    say(pytester, KNOWN + 'when = "pytest == 1.0"').makepyfile(MARKED)
+    declare_known(pytester, KNOWN + 'when = "pytest == 1.0"').makepyfile(MARKED)
     result = pytester.runpytest_inprocess()
     result.stdout.fnmatch_lines(["not in force here: *1 (org/repo#1): pytest == 1.0"])
     result.stdout.no_fnmatch_line("*remove me*")
 
 
 def test_an_xfail_mark_comes_first_and_ordinary_tests_are_not_covered(pytester: Pytester, ranks: FakeRanks) -> None:
-    say(pytester, KNOWN).makepyfile(
+    declare_known(pytester, KNOWN).makepyfile(
         """
         import pytest
 
@@ -270,7 +270,7 @@ def test_an_entry_of_a_file_does_the_same(pytester: Pytester, ranks: FakeRanks) 
 
 def test_workers_judge_and_the_controller_counts(pytester: Pytester, ranks: FakeRanks) -> None:
     # In a worker there are real ranks: skipped before any starts, or broken without one.
-    say(
+    declare_known(
         pytester, KNOWN.replace("KeyError: '_orig_mod", "no such file") + KNOWN.replace("KeyError: '_orig_mod", "other")
     )
     pytester.makepyfile("def test(distcompat): distcompat._label = 1; raise KeyError('no such file')")
@@ -288,7 +288,7 @@ def test_unmet_requirements_are_named(pytester: Pytester, ranks: FakeRanks) -> N
         + KNOWN
         + "when = 'pytest'\ndevice = 'cuda'"
     )
-    say(pytester, KNOWN + more).makepyfile("def test(): pass")
+    declare_known(pytester, KNOWN + more).makepyfile("def test(): pass")
     result = pytester.runpytest_inprocess("--distcompat-gpus", "0")
     message = [
         line.partition("(org/repo#1): ")[2] for line in result.outlines if line.startswith("not in force here: ")
@@ -342,7 +342,7 @@ def suite(pytester: Pytester, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_verdicts_of_a_suite(more: str, outcomes: dict[str, int], removed: str, suite: Pytester) -> None:
-    say(suite, KNOWN + more)
+    declare_known(suite, KNOWN + more)
     result = suite.runpytest_inprocess("--distcompat-report=out.json", "-rx")
     result.assert_outcomes(**outcomes)
     if "xfailed" in outcomes:
@@ -355,7 +355,7 @@ def test_a_skipped_test_is_neither_known_nor_fixed(pytester: Pytester, ranks: Fa
     """A test that all ranks skip is neither known nor fixed."""
     skip = ranks.phases(call=Phase("call", "skipped", "no need", location=("a.py", 3, "Skipped: no need")))
     ranks.answer = lambda request: ranks.ending((RankEnd(0, "done"), skip), (RankEnd(1, "done"), skip))
-    say(pytester, KNOWN + "test = 'unmarked'").makepyfile(MARKED)
+    declare_known(pytester, KNOWN + "test = 'unmarked'").makepyfile(MARKED)
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=1, skipped=3)
     result.stdout.no_fnmatch_line("*remove me: *that ran, excused*")
@@ -363,7 +363,7 @@ def test_a_skipped_test_is_neither_known_nor_fixed(pytester: Pytester, ranks: Fa
 
 def test_every_entry_that_matches_a_verdict_is_used(suite: Pytester) -> None:
     """Both were to be removed, for the verdict has the reasons of both, and neither alone."""
-    say(suite, KNOWN + KNOWN.replace("#1", "#2").replace("KeyError: '", ""))
+    declare_known(suite, KNOWN + KNOWN.replace("#1", "#2").replace("KeyError: '", ""))
     result = suite.runpytest_inprocess("--distcompat-report=out.json")
     result.assert_outcomes(passed=1, xfailed=1)
     run = json.loads((suite.path / "out.json").read_text(encoding="utf-8"))["session"]

@@ -40,7 +40,7 @@ def test_is_killed(process_group, rank):
     process_group.barrier().wait()
 """
 
-SAID = {
+EXPECTED = {
     "test_compares": "rank 1 failed: AssertionError: not the first",
     "test_setup": "rank 1 failed in setup: AssertionError: not the first",
     "test_is_killed": "rank 1 was killed by SIGKILL*",
@@ -74,7 +74,7 @@ def test_our_ranks(directory: Path, environment: dict[str, str], workers: str) -
     assert done.returncode == 1, done.stdout + done.stderr
     summary = done.stdout.partition("short test summary info")[2].splitlines()[1:-1]
     pytest.LineMatcher(sorted(summary)).fnmatch_lines(
-        [f"FAILED test_it.py::{name} - {SAID[name]}" for name in sorted(SAID)], consecutive=True
+        [f"FAILED test_it.py::{name} - {EXPECTED[name]}" for name in sorted(EXPECTED)], consecutive=True
     )
     places = {
         **dict.fromkeys(("test_compares", "test_setup"), f"{directory / 'helper.py'}:4"),
@@ -82,14 +82,14 @@ def test_our_ranks(directory: Path, environment: dict[str, str], workers: str) -
         "test_is_killed": f"test_it.py:{TESTS.splitlines().index('def test_is_killed(process_group, rank):')}",
     }
     for name, place in places.items():
-        pytest.LineMatcher(done.stdout.splitlines()).fnmatch_lines([f"{place}: {SAID[name]}"])
+        pytest.LineMatcher(done.stdout.splitlines()).fnmatch_lines([f"{place}: {EXPECTED[name]}"])
     failures = {
         case.get("name", ""): case.find("failure") for case in ET.parse(directory / "junit.xml").iter("testcase")
     }
-    for name, said in SAID.items():
+    for name, expected in EXPECTED.items():
         failure = failures[name]
         assert failure is not None
-        pytest.LineMatcher([failure.get("message", "")]).fnmatch_lines([said])
+        pytest.LineMatcher([failure.get("message", "")]).fnmatch_lines([expected])
         assert "\n" not in failure.get("message", "")
         assert f"reproduce: pytest test_it.py::{name}" in (failure.text or ""), "the whole story is there"
 
@@ -99,5 +99,5 @@ def test_ranks_of_torchrun(directory: Path, environment: dict[str, str]) -> None
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pytest"]
     command = [*launch, "--tb=line", "-p", "no:cacheprovider", "-k", "compares"]
     done = run(command, directory, environment)
-    assert lines(done.stdout, "FAILED test_it.py::test_compares - ") == [SAID["test_compares"]], done.stdout
-    assert lines(done.stdout, f"{directory / 'helper.py'}:4: ") == [SAID["test_compares"]], done.stdout
+    assert lines(done.stdout, "FAILED test_it.py::test_compares - ") == [EXPECTED["test_compares"]], done.stdout
+    assert lines(done.stdout, f"{directory / 'helper.py'}:4: ") == [EXPECTED["test_compares"]], done.stdout

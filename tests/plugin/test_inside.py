@@ -1,4 +1,4 @@
-"""``torchrun -m pytest``: ranks that somebody else started run the same tests in step, and rank 0 tells the worst."""
+"""``torchrun -m pytest``: existing ranks run the same tests in step, and rank 0 reports the worst outcome."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_failure_shows_all_ranks(name: str, verdicts: Run) -> None:
 
 
 def test_a_rank_that_lost_its_peer_is_no_error_of_its_own(verdicts: Run) -> None:
-    """The fixture waits for a rank whose connections are cut: that is told once, with the call."""
+    """The fixture waits for a rank whose connections are cut: that is reported once, with the call."""
     reports = [report for report in verdicts.reports if report["nodeid"].endswith("a_fixture_waits")]
     assert [(report["when"], report["outcome"]) for report in reports] == [
         ("setup", "passed"),
@@ -164,10 +164,16 @@ def test_a_launcher_without_a_store_works(environment: dict[str, str], tmp_path:
     (tmp_path / "test_launch.py").write_text(source, encoding="utf-8")
     ranks = []
     for rank in ("0", "1"):
-        said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        variables = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+        }
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "group or one_fails"]
         piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        ranks.append(subprocess.Popen(command, cwd=tmp_path, env={**environment, **said}, **piped))  # type: ignore[call-overload]
+        ranks.append(subprocess.Popen(command, cwd=tmp_path, env={**environment, **variables}, **piped))  # type: ignore[call-overload]
     outs = [rank.communicate(timeout=150)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1], outs
     show(outs[0], "*= 3 failed, 3 passed, *deselected, 1 xfailed in *")

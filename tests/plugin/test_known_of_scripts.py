@@ -11,12 +11,12 @@ from pytest_distcompat.scripts.recorder import STRIDE
 
 Pytester = pytest.Pytester
 
-SAID = "KeyError: '_orig_mod.x'"
+MESSAGE = "KeyError: '_orig_mod.x'"
 #: How the ranks of a script can end, in those words, and what the test then is.
 ENDINGS = [
-    pytest.param(RankEnd(0, "raised", SAID), "xfailed", id="raised"),
-    pytest.param(RankEnd(0, "killed", SAID), "failed", id="crashed"),
-    pytest.param(RankEnd(0, "stuck", text=SAID), "failed", id="hung"),
+    pytest.param(RankEnd(0, "raised", MESSAGE), "xfailed", id="raised"),
+    pytest.param(RankEnd(0, "killed", MESSAGE), "failed", id="crashed"),
+    pytest.param(RankEnd(0, "stuck", text=MESSAGE), "failed", id="hung"),
 ]
 #: What a test does with a script whose run fails so.
 USES = {
@@ -36,8 +36,8 @@ USES = {
 }
 
 
-def say(pytester: Pytester) -> Pytester:
-    """That it is known, and a script to run."""
+def declare_known(pytester: Pytester) -> Pytester:
+    """Write a known issue and a script to run."""
     issue = "version = 1\n[[issue]]\nmatch = \"KeyError: '_orig_mod\"\nreason = 'org/repo#1'"
     (pytester.path / "known.toml").write_text(issue, encoding="utf-8")
     pytester.makeini("[pytest]\ndistcompat_known = known.toml")
@@ -46,7 +46,7 @@ def say(pytester: Pytester) -> Pytester:
 
 
 def end(monkeypatch: pytest.MonkeyPatch, *ends: RankEnd) -> None:
-    """Have the runs of scripts end so, one after the other and then all as the last."""
+    """Replace the runs of scripts by these endings in turn; the last one repeats."""
     left = list(ends)
 
     def run(hosted: Hosted) -> Ending:
@@ -63,7 +63,7 @@ def test_a_failing_script_that_matches_an_entry_is_known(
     ending: RankEnd, outcome: str, use: str, pytester: Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end(monkeypatch, ending)
-    say(pytester).makepyfile(f"def test(distcompat):\n    {USES[use]}")
+    declare_known(pytester).makepyfile(f"def test(distcompat):\n    {USES[use]}")
     pytester.runpytest_inprocess().assert_outcomes(**{outcome: 1})
 
 
@@ -86,7 +86,7 @@ def test_a_failing_resume_that_matches_an_entry_is_known(
     ending: RankEnd, outcome: str, pytester: Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end(monkeypatch, RankEnd(0, "done"), RankEnd(0, "done"), ending)
-    say(pytester).makepyfile(f"def test(distcompat):\n    {USES['round trip']}")
+    declare_known(pytester).makepyfile(f"def test(distcompat):\n    {USES['round trip']}")
     result = pytester.runpytest_inprocess("-rxf")
     result.assert_outcomes(**{outcome: 1})
     if outcome == "failed":
@@ -94,8 +94,8 @@ def test_a_failing_resume_that_matches_an_entry_is_known(
 
 
 def test_an_expected_crash_is_no_failure_of_the_test(pytester: Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    end(monkeypatch, RankEnd(0, "killed", SAID))
-    say(pytester).makepyfile(
+    end(monkeypatch, RankEnd(0, "killed", MESSAGE))
+    declare_known(pytester).makepyfile(
         """
         import pytest, unittest
         from pytest_distcompat import RunFailedError
@@ -130,4 +130,4 @@ def test_a_declared_finding_in_a_script_is_known(pytester: Pytester) -> None:
         def test(distcompat): raise Incompatible("names (fsdp2-fp32-w2): KeyError: '_orig_mod.x'")
         """
     )
-    say(pytester).runpytest_inprocess().assert_outcomes(xfailed=1)
+    declare_known(pytester).runpytest_inprocess().assert_outcomes(xfailed=1)

@@ -19,7 +19,7 @@ MARKED = "import pytest\n@pytest.mark.distcompat({})\ndef test(): pass"
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("argument", "message"),
     [
         ("2", f"takes keyword arguments only: {ARGUMENTS}"),
         ("worldsize=2", f"has no argument 'worldsize'. Known: {ARGUMENTS}"),
@@ -39,9 +39,9 @@ MARKED = "import pytest\n@pytest.mark.distcompat({})\ndef test(): pass"
     ],
 )
 def test_a_wrong_argument_is_a_collection_error_that_lists_the_right_ones(
-    said: str, message: str, pytester: pytest.Pytester, ranks: FakeRanks
+    argument: str, message: str, pytester: pytest.Pytester, ranks: FakeRanks
 ) -> None:
-    pytester.makepyfile(MARKED.format(said))
+    pytester.makepyfile(MARKED.format(argument))
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(errors=1)
     assert result.ret == pytest.ExitCode.INTERRUPTED
@@ -68,7 +68,7 @@ def test_a_marked_item_that_cannot_run_on_ranks_is_a_usage_error(pytester: pytes
 
 @pytest.mark.parametrize("of_conftest", [False, True], ids=["parameter", "conftest"])
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("argument", "message"),
     [
         ("worldsize=2", f"has no argument 'worldsize'. Known: {ARGUMENTS}"),
         ("strategies=['fsdp3']", f"no strategy named 'fsdp3'. Known: {', '.join(STRATEGIES.names())}."),
@@ -76,9 +76,9 @@ def test_a_marked_item_that_cannot_run_on_ranks_is_a_usage_error(pytester: pytes
     ],
 )
 def test_a_wrong_mark_added_late_is_a_usage_error(
-    said: str, message: str, of_conftest: bool, pytester: pytest.Pytester, ranks: FakeRanks
+    argument: str, message: str, of_conftest: bool, pytester: pytest.Pytester, ranks: FakeRanks
 ) -> None:
-    mark = f"pytest.mark.distcompat({said})"
+    mark = f"pytest.mark.distcompat({argument})"
     if of_conftest:
         pytester.makeconftest(
             f"import pytest\ndef pytest_collection_modifyitems(items):\n    items[0].add_marker({mark})"

@@ -75,7 +75,7 @@ def test_slow(rank):
     time.sleep(0.3)
 """
 
-ASKED_FOR = """
+OPTION_CONFTEST = """
 import pytest
 
 def pytest_configure(config):
@@ -154,7 +154,7 @@ def test_exitfirst_stops_and_last_failed_runs_the_failed_test_again(here: Path, 
 
 @pytest.mark.nightly
 def test_options_reach_a_conftest_on_ranks(tmp_path: Path, run_pytest: RunPytest) -> None:
-    (tmp_path / "conftest.py").write_text(ASKED_FOR, encoding="utf-8")
+    (tmp_path / "conftest.py").write_text(OPTION_CONFTEST, encoding="utf-8")
     (tmp_path / "test_slow.py").write_text(SLOW, encoding="utf-8")
     run = run_pytest(tmp_path, "-m", "slow", "-k", "fails")
     assert run.outcomes == {"test_fails": "failed"}, run.out

@@ -1,4 +1,4 @@
-"""Everything that pytest does for a test, it does on every rank; and what goes wrong there is told here."""
+"""Fixtures, parameters, capture and marks work on every rank, and a failure there is reported here."""
 
 from __future__ import annotations
 
@@ -350,7 +350,7 @@ def test_modules_of_the_plugin_are_imported_before_the_fork(run_pytest: RunPytes
     "place", ["trainer", *(pytest.param(place, marks=pytest.mark.nightly) for place in ("conftest", "test_it"))]
 )
 def test_modules_that_read_the_rank_at_import(run_pytest: RunPytest, tmp_path: Path, place: str) -> None:
-    """Imported by the fork server, they were told that they are alone; what two ranks did then passed as the work of one."""
+    """Imported by the fork server, such a module reads that it is alone; the work of two ranks then passed as that of one."""
     asks = "import os\nRANK, SIZE = int(os.environ.get('RANK', 0)), int(os.getenv('WORLD_SIZE', 1))\n"
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n", encoding="utf-8")
     (tmp_path / "test_it.py").write_text(

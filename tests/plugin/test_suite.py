@@ -172,13 +172,13 @@ def test_a_suite_has_attributes_of_its_own(pytester: pytest.Pytester, concerned:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "expected"),
     [
         ("return True", "returned True; expected the reason as one sentence, None if the driver supports the cell"),
         ("raise KeyError('x')", "raised KeyError: 'x'"),
     ],
 )
-def test_a_reason_that_is_no_text_is_a_collection_error(body: str, said: str, pytester: pytest.Pytester) -> None:
+def test_a_reason_that_is_no_text_is_a_collection_error(body: str, expected: str, pytester: pytest.Pytester) -> None:
     """pytest ended by an internal error."""
     pytester.makepyfile(
         f"""
@@ -196,7 +196,7 @@ def test_a_reason_that_is_no_text_is_a_collection_error(body: str, said: str, py
     )
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines([f"*:Mine': unsupported_reason(ddp-fp32-w2, 'cpu') {said}"])
+    result.stdout.fnmatch_lines([f"*:Mine': unsupported_reason(ddp-fp32-w2, 'cpu') {expected}"])
 
 
 @pytest.mark.parametrize("profile", ["pairwise", "full"])

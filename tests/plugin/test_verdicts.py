@@ -1,4 +1,4 @@
-"""Every verdict as pytest tells it: in the terminal's matrix, in the report files, in JUnit XML; on hand-made runs."""
+"""Every verdict in the terminal's matrix, the report files and JUnit XML, on hand-made runs."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Own:
 
 
 class NotYet(Own):
-    """DeepSpeed's OneCycle does not tell before its first step."""
+    """DeepSpeed's OneCycle has no learning rate before its first step."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_epoch": self.last_epoch}

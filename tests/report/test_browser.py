@@ -158,16 +158,16 @@ def test_all_suites_have_their_checks_in_the_same_order(opened: Any) -> None:
 
 def test_urls_are_links_and_nothing_else_is(opened: Any, real: Report) -> None:
     failed = next(one for one in real.results if one.status == "failed")
-    said = "see (https://example.org/a?b=1&c=2), logging.info and javascript:alert(1); 'http://example.org/d'."
-    page = opened(Report(results=[dataclasses.replace(failed, message=said, reason=f"declared at {said}")]))
+    expected = "see (https://example.org/a?b=1&c=2), logging.info and javascript:alert(1); 'http://example.org/d'."
+    page = opened(Report(results=[dataclasses.replace(failed, message=expected, reason=f"declared at {expected}")]))
     page.page.locator(".matrix .verdict").click()
     links = [(one.get_attribute("href"), one.inner_text()) for one in page.page.locator("#verdict a").all()]
     assert links == [(url, url) for url in ("https://example.org/a?b=1&c=2", "http://example.org/d")] * 2
-    assert page.page.locator("#verdict pre").first.inner_text() == said
+    assert page.page.locator("#verdict pre").first.inner_text() == expected
     page.page.keyboard.press("Escape")
-    known = opened(Report(results=[dataclasses.replace(failed, status="known", reason=said)]))
+    known = opened(Report(results=[dataclasses.replace(failed, status="known", reason=expected)]))
     assert [one.get_attribute("href") for one in known.page.locator(".reasons a").all()] == [links[0][0], links[1][0]]
-    assert said in known.page.locator(".reasons li").inner_text()
+    assert expected in known.page.locator(".reasons li").inner_text()
 
 
 @pytest.mark.parametrize("permitted", [True, False])
@@ -204,8 +204,8 @@ def test_a_cell_shows_ranks_names_dtypes_curves_and_bars(opened: Any, real: Repo
     detail = page.page.locator("#detail")
     assert detail.is_visible()
     text = detail.inner_text()
-    for said in ("step 17: the loss is", "faulty_suite.py::TestFaulty::test[fsdp1-bf16_mixed-w2:parity]", "Runs"):
-        assert said in text
+    for expected in ("step 17: the loss is", "faulty_suite.py::TestFaulty::test[fsdp1-bf16_mixed-w2:parity]", "Runs"):
+        assert expected in text
     dtypes = [row.inner_text().split("\t") for row in detail.locator("table").first.locator("tbody tr").all()]
     assert ["master", "float32", "bfloat16 (differs)"] in [[" ".join(one.split()) for one in row] for row in dtypes]
     curves = page(
@@ -270,7 +270,7 @@ def test_a_link_opens_its_cell(opened: Any, real: Report) -> None:
     assert again.page.locator("#verdict h3").inner_text() == "names: failed"
     assert "key _orig_mod.lm_head.weight" in again.page.locator("#detail").text_content()
     again.page.locator("#detail").get_by_role("button", name="Close").click()
-    # A dialog tells that it was closed a task later.
+    # The event that a dialog was closed comes a task later.
     again.page.wait_for_function("location.hash === ''")
     unknown = opened(real, fragment="#nothing%20here")
     assert not unknown.page.locator("#detail").is_visible()

@@ -124,7 +124,7 @@ def test_a_report_of_an_earlier_release_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "error"),
     [
         ("", "Expecting value"),
         ("[]", "is no report of pytest-distcompat"),
@@ -165,12 +165,12 @@ def test_a_report_of_an_earlier_release_is_read() -> None:
         ),
     ],
 )
-def test_a_file_that_is_no_report_is_a_usage_error(text: str, said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_report_is_a_usage_error(text: str, error: str, tmp_path: Path) -> None:
     path = tmp_path / "no.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageProblem, match=r"no\.json: ") as caught:
         Report.read(path)
-    assert said in str(caught.value)
+    assert error in str(caught.value)
 
 
 #: What there is in JSON, each kind once.
@@ -223,11 +223,11 @@ def test_a_report_that_somebody_changed_is_read_or_the_field_is_named(changes: l
     try:
         changed = Report.from_json(json.loads(json.dumps(data)))
     except UsageProblem as problem:
-        said = str(problem)
+        error = str(problem)
     else:
-        said = ""
-    if said:
-        assert len(said.splitlines()) == 1
+        error = ""
+    if error:
+        assert len(error.splitlines()) == 1
         return
     for one, other in ((whole, changed), (changed, whole), (changed, changed)):
         list(compare(one, other).lines())

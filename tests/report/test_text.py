@@ -132,8 +132,8 @@ def test_a_finding_comes_before_a_later_exception() -> None:
 
 
 def test_findings_of_one_kind_are_one_cause_and_exceptions_of_two_names_are_two() -> None:
-    said = "'{}' is not in the optimizer"
-    results = [result(f"ddp-fp32-w{size}", "optimizer", "failed", said.format(size)) for size in (1, 2)]
+    message = "'{}' is not in the optimizer"
+    results = [result(f"ddp-fp32-w{size}", "optimizer", "failed", message.format(size)) for size in (1, 2)]
     assert len(causes(results)) == 1
     results = [found_in_a_run("ddp-fp32-w2", name, f"rank 0 raised KeyError: '{name}'") for name in ("a", "b")]
     assert len(causes(results)) == 2
@@ -151,7 +151,7 @@ def test_no_reason_is_given_for_a_failure_that_is_not_declared() -> None:
     assert found.why == "key 'a' is missing"
 
 
-#: How torch.distributed.checkpoint tells of other ranks' exceptions.
+#: How torch.distributed.checkpoint reports other ranks' exceptions.
 OF_RANKS = """Traceback (most recent call last): (RANK 0)
   File 'x.py', line 1, in f
     g()

@@ -60,7 +60,7 @@ def module_host(tmp_path_factory: pytest.TempPathFactory) -> Host:
 def run(module_host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
     """Launch a program of ours; failures are results. Who asks for the same again gets the same run.
 
-    ``{output}`` in what it is told stands for a directory of that run's own.
+    ``{output}`` in an argument stands for a directory of that run's own.
     """
     runs: dict[str, ScriptRun] = {}
 

@@ -66,12 +66,12 @@ def test_one_strategy_with_an_option(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "expected"),
     [(("--strategy", "fsdp3"), "fsdp3"), (("--precision", "fp4"), "fp4"), (("--option", "nonsense"), "nonsense")],
 )
-def test_wrong_words(tmp_path: Path, wrong: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words(tmp_path: Path, wrong: tuple[str, str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["configure", str(tmp_path), *wrong]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

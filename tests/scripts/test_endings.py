@@ -26,7 +26,7 @@ TWO_RANKS = (str(PROGRAMS / "start_ranks.py"), "2", str(PROGRAMS / "ends.py"))
 
 @pytest.fixture(scope="module")
 def ends(run: Launch) -> Launch:
-    """Two ranks that a launcher of nobody's starts, and that end as they are told; the same way once."""
+    """Return a function that runs two ranks of a custom launcher, which end in a given way; each way runs once."""
 
     def ends(how: str, *more: str, ranks: int = 2, timeout: float = 30.0) -> ScriptRun:
         line = [PROGRAMS / "start_ranks.py", ranks, PROGRAMS / "ends.py", how, *more]
@@ -43,7 +43,7 @@ def test_a_run_of_good_ranks_succeeds(ends: Launch) -> None:
 
 @pytest.mark.parametrize("ignored", [(), ("--ignore",)], ids=["launcher fails too", "launcher says all is well"])
 @pytest.mark.parametrize(
-    ("how", "kind", "said"),
+    ("how", "kind", "expected"),
     [
         ("raise", "raised", "rank 1 raised ValueError: rank 1 does not want to"),
         pytest.param("hook", "raised", "rank 1 raised ValueError: rank 1 does not want to", marks=pytest.mark.nightly),
@@ -65,10 +65,12 @@ def test_a_run_of_good_ranks_succeeds(ends: Launch) -> None:
         ("vanish", "crashed", "rank 1 ended without a report"),
     ],
 )
-def test_one_failed_rank_fails_the_run(ends: Launch, how: str, kind: str, said: str, ignored: tuple[str, ...]) -> None:
+def test_one_failed_rank_fails_the_run(
+    ends: Launch, how: str, kind: str, expected: str, ignored: tuple[str, ...]
+) -> None:
     run = ends(how, *ignored)
     assert run.ending.kind == kind, run.text()
-    assert run.ending.headline() == said
+    assert run.ending.headline() == expected
 
 
 def test_a_launcher_that_leaves_its_ranks_alone_is_a_failure(ends: Launch) -> None:
@@ -110,13 +112,13 @@ def test_processes_left_by_a_rank_are_killed_and_named(ends: Launch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "said"),
+    ("ranks", "expected"),
     [(1, "rank 1 never started"), (3, "rank 2 announced itself too; expected 2 ranks")],
 )
-def test_a_wrong_number_of_ranks_is_a_failure(ends: Launch, ranks: int, said: str) -> None:
+def test_a_wrong_number_of_ranks_is_a_failure(ends: Launch, ranks: int, expected: str) -> None:
     run = ends("well", ranks=ranks)
     assert run.failed
-    assert run.ending.headline() == said
+    assert run.ending.headline() == expected
 
 
 def test_a_command_without_ranks_is_a_failure(host: Host) -> None:
@@ -192,7 +194,7 @@ def test_the_users_own_sitecustomize_still_comes(host: Host, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ({"launcher": "mpirun"}, "no launcher named 'mpirun'. Known: torchrun, accelerate, cli"),
         ({"strategy": "zero9"}, "zero9"),
@@ -213,8 +215,8 @@ def test_the_users_own_sitecustomize_still_comes(host: Host, tmp_path: Path) -> 
         ({"timeout": -1}, "a number of seconds above 0"),
     ],
 )
-def test_wrong_words(host: Host, settings: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageProblem, match=said):
+def test_wrong_words(host: Host, settings: dict[str, object], expected: str) -> None:
+    with pytest.raises(UsageProblem, match=expected):
         launch(PROGRAMS / "ends.py", "well", host=host, **settings)  # type: ignore[arg-type]
 
 

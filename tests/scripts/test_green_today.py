@@ -70,7 +70,7 @@ def test_accelerates_checkpoint_script_is_sound(checkpointing: Checkpointing) ->
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "expected"),
     [
         pytest.param("the model is not loaded", ["parameter 'bert.*: other values"], marks=pytest.mark.nightly),
         pytest.param("the moments are zero", ["exp_avg 'bert.*: other values"], marks=pytest.mark.nightly),
@@ -80,12 +80,12 @@ def test_accelerates_checkpoint_script_is_sound(checkpointing: Checkpointing) ->
         ),
     ],
 )
-def test_a_checkpoint_that_restores_other_values(checkpointing: Checkpointing, fault: str, said: list[str]) -> None:
+def test_a_checkpoint_that_restores_other_values(checkpointing: Checkpointing, fault: str, expected: list[str]) -> None:
     """The script ends with code 0, its comparisons done."""
     trip = checkpointing.resumed(fault)
     assert not trip.resumed.failed
     found = [
-        [one for one in trip.findings if re.match(f"{pattern} after the load at 2 ranks", one)] for pattern in said
+        [one for one in trip.findings if re.match(f"{pattern} after the load at 2 ranks", one)] for pattern in expected
     ]
     assert all(found), trip.findings
     assert sum(map(len, found)) == len(trip.findings), trip.findings
@@ -130,14 +130,14 @@ def test_ranks_of_a_hung_torchrun_do_not_outlive_it(hung: ScriptRun) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with subprocess.Popen([*torchrun, str(PROGRAMS / "ends.py"), "hang"], stdout=subprocess.PIPE) as job:
         assert job.stdout is not None
-        said = sorted(job.stdout.readline() for _ in range(2))
+        expected = sorted(job.stdout.readline() for _ in range(2))
         below = psutil.Process(job.pid).children(recursive=True)
         # Whatever it said: it would hang for ten minutes.
         job.kill()
     left = [process for process in below if process.is_running() and alive(process.pid)]
     for process in left:
         process.kill()
-    assert said == [b"rank 0 is about to: hang\n", b"rank 1 is about to: hang\n"]
+    assert expected == [b"rank 0 is about to: hang\n", b"rank 1 is about to: hang\n"]
     assert left
     assert len(pids(hung)) == 2
     assert not any(map(alive, pids(hung)))

@@ -27,7 +27,7 @@ def losses(run: ScriptRun, rank: int = 0) -> list[str]:
     return re.findall(r"^step \d+ loss .*", run.output_of(rank), re.MULTILINE)
 
 
-def plain_loop(run: Launch, strategy: str, **settings: Any) -> ScriptRun:
+def torch_loop(run: Launch, strategy: str, **settings: Any) -> ScriptRun:
     message = ("--strategy", strategy, "--save-at", "3", "--output", "{output}")
     return run(TORCH, *message, strategy=strategy, output="{output}", **settings)
 
@@ -41,7 +41,7 @@ def accelerate_loop(run: Launch, strategy: str, **settings: Any) -> ScriptRun:
     "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("fsdp1", "fsdp2"))]
 )
 def test_a_torch_loop(run: Launch, strategy: str) -> None:
-    found = plain_loop(run, strategy)
+    found = torch_loop(run, strategy)
     found.check("active", "names", "optimizer", "dtypes", "memory", "final_model_loadable")
     assert not found.labels
 
@@ -91,7 +91,7 @@ def test_a_deepspeed_loop_with_a_parameter_that_no_loss_depends_on(run: Launch, 
 @pytest.mark.parametrize(
     ("loop", "strategy"),
     [
-        pytest.param(plain_loop, "ddp", marks=pytest.mark.nightly),
+        pytest.param(torch_loop, "ddp", marks=pytest.mark.nightly),
         (accelerate_loop, "fsdp2"),
         pytest.param(accelerate_loop, "zero2", marks=pytest.mark.nightly),
     ],
@@ -140,12 +140,12 @@ def test_a_run_without_the_third_step_fails_every_check(run: Launch, steps: str,
 @pytest.mark.nightly
 def test_a_run_without_the_probe(run: Launch) -> None:
     with pytest.raises(Incompatible, match="nothing to probe: watch_steps=0 leaves the probe out"):
-        plain_loop(run, "ddp", watch_steps=0).check("active")
+        torch_loop(run, "ddp", watch_steps=0).check("active")
 
 
 def test_weights_that_are_not_the_trained_ones(run: Launch) -> None:
     """Those of six steps, where eight were taken."""
-    older = plain_loop(run, "ddp").output
+    older = torch_loop(run, "ddp").output
     assert older is not None
     found = dataclasses.replace(eight_steps(run), output=older / "model.pt")
     with pytest.raises(Incompatible, match="other values after the reload"):
@@ -171,7 +171,7 @@ def test_accelerate_without_the_bridge_drops_the_strategy(run: Launch) -> None:
 
 
 def test_another_strategy_than_the_given_one(run: Launch) -> None:
-    found = dataclasses.replace(plain_loop(run, "ddp"), cell=Cell("fsdp2", "fp32"))
+    found = dataclasses.replace(torch_loop(run, "ddp"), cell=Cell("fsdp2", "fp32"))
     with pytest.raises(Incompatible, match="runs as DDP x 1; expected FSDP2"):
         found.check("active")
 
@@ -221,11 +221,11 @@ def test_a_failed_probe_passes_no_check(run: Launch, tmp_path: Path) -> None:
 def test_blocks_that_nobody_names_are_no_pass(run: Launch) -> None:
     message = r"the model's blocks are not known: it declares none \(_no_split_modules\); name their classes by blocks= of launch"
     with pytest.raises(Incompatible, match=message):
-        plain_loop(run, "fsdp2").check("active", "units")
+        torch_loop(run, "fsdp2").check("active", "units")
 
 
 def test_a_check_that_does_not_apply_is_named_and_is_no_pass(run: Launch) -> None:
-    found = plain_loop(run, "ddp")
+    found = torch_loop(run, "ddp")
     found.check("active", "units", "float8")
     assert [(one.check, one.status, one.reason) for one in found.verdicts("units", "float8")] == [
         ("units", "skipped", "the check says nothing here: ddp cuts no units, and nothing is recomputed or compiled"),
@@ -240,7 +240,7 @@ def test_a_check_that_does_not_apply_is_named_and_is_no_pass(run: Launch) -> Non
 
 
 def test_checks_need_the_strategy(run: Launch) -> None:
-    found = dataclasses.replace(plain_loop(run, "ddp"), cell=None)
+    found = dataclasses.replace(torch_loop(run, "ddp"), cell=None)
     with pytest.raises(UsageProblem, match="got no strategy, so nothing says what should run"):
         found.check("active")
     with pytest.raises(UsageProblem, match="'parity' is no check of a script's run"):

@@ -72,7 +72,7 @@ def test_a_torch_loop_with_shards_resumes(module_host: Host, more_ranks: RoundTr
 @pytest.mark.nightly
 @pytest.mark.spawn
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "expected"),
     [
         (
             "from step 0",
@@ -84,10 +84,10 @@ def test_a_torch_loop_with_shards_resumes(module_host: Host, more_ranks: RoundTr
         ),
     ],
 )
-def test_a_run_that_only_seems_to_resume(module_host: Host, more_ranks: RoundTrip, fault: str, said: str) -> None:
+def test_a_run_that_only_seems_to_resume(module_host: Host, more_ranks: RoundTrip, fault: str, expected: str) -> None:
     """(b) and (e): both end well, with losses that look right."""
     found = as_many(module_host, more_ranks, "--fault", fault)
-    with pytest.raises(Incompatible, match=said):
+    with pytest.raises(Incompatible, match=expected):
         found.check()
 
 
@@ -146,7 +146,7 @@ def test_a_run_without_a_checkpoint_that_the_probe_knows(host: Host, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ({"same": ["momenta"]}, r"same=\['momenta'\]: known are losses, grad_norms"),
         ({"save_at": 6}, "save_at=6 of total=5 steps"),
@@ -162,9 +162,9 @@ def test_a_run_without_a_checkpoint_that_the_probe_knows(host: Host, tmp_path: P
         ({"allow_failure": True}, "resume_roundtrip takes no allow_failure"),
     ],
 )
-def test_wrong_words(host: Host, settings: dict[str, Any], said: str) -> None:
+def test_wrong_words(host: Host, settings: dict[str, Any], expected: str) -> None:
     settings_: dict[str, Any] = {"args": [], "resume": [], "save_at": 3, "total": 5, **settings}
-    with pytest.raises(UsageProblem, match=said):
+    with pytest.raises(UsageProblem, match=expected):
         resume_roundtrip(LOOP, host=host, **settings_)
 
 

@@ -116,7 +116,7 @@ def test_a_trainable_parameter_that_no_loss_depends_on(run: Launch, strategy: st
 
 @pytest.mark.nightly
 def test_activation_checkpointing_of_the_script(run: Launch) -> None:
-    """Nobody told the launcher whether it does; that it does is no fault of the strategy's."""
+    """The launch names no such option, so that recomputing is no finding."""
     found = saving(run, "nothing", "--recompute", options={"compile": False})
     assert [verdict.status for verdict in found.verdicts("units")] == ["skipped"]
     found = run(

@@ -53,7 +53,7 @@ def test_the_final_model_of_the_trainer(gone_on: RoundTrip) -> None:
 
 
 def test_a_run_that_forgets_to_resume(gone_on: RoundTrip) -> None:
-    """(b) as in transformers' own test of it: ``train()`` is not told of the checkpoint, and the run is green."""
+    """(b) as in transformers' own test of it: ``train()`` does not get the checkpoint, and the run is green."""
     forgot = dataclasses.replace(gone_on, resumed=gone_on.through)
     with pytest.raises(Incompatible, match="it started again at step 0"):
         forgot.check()

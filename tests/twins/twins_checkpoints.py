@@ -68,7 +68,7 @@ class OneShardStale(CorruptsAtFour):
     match=r"parameter 'blocks\.0\.linear\.bias' and 11 others: unlike from rank to rank after the load at 4 ranks",
 )
 class NewRanksLoadNothing(CorruptsAtFour):
-    """Only the ranks that there were at the save load a file of theirs; what they learn the others are not told."""
+    """Only ranks that existed at the save load their file; the others get nothing."""
 
     def corrupt(self) -> None:
         if self.world.rank == 3:

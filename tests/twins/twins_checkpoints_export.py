@@ -50,7 +50,7 @@ class WrappersNamesExported(Exports):
     match=r"^parameter 'blocks\.0\.linear\.bias' and 13 others: other values after the reload$",
 )
 class RoundedExport(Exports):
-    """Written in float32, of values that went through bfloat16: too little for outputs to tell."""
+    """Written in float32, of values that went through bfloat16: too little for outputs to show."""
 
     def changed(self, state: dict[str, Any]) -> dict[str, Any]:
         # Of buffers there is but 0.5.
@@ -146,7 +146,7 @@ class BufferNotFilled(Torch):
         super().build(model)
         for name, buffer in self.model.named_buffers():
             if name.endswith("offset"):
-                # Too little for a loss to tell.
+                # Too little for a loss to show.
                 buffer.fill_(1e-12)
 
 

@@ -148,7 +148,7 @@ class KeepsWholeGradients(LowerStage):
     also={**PARITY, **CLIPPING, **GRADIENTS},
 )
 class StepsEach(AccelerateDriver):
-    """The number of micro-batches is told to the loop and not to the trainer."""
+    """The loop gets the number of micro-batches, the trainer does not."""
 
     def build(self, model: Module) -> None:
         super().build(model)

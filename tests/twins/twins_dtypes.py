@@ -200,13 +200,13 @@ class PureInFloat32(Upcasts):
         return super().wrap(model.float(), precision, cell, device)
 
 
-class Said(Accelerate):
-    """The DeepSpeed config is written for another precision than the one asked for."""
+class OtherConfig(Accelerate):
+    """The DeepSpeed config is written for another precision than that of the cell."""
 
-    said = ""
+    config_precision = ""
 
     def settings(self, precision: Precision, cell: Cell) -> Mapping[str, Any]:
-        return super().settings(PRECISIONS.get(self.said), cell)
+        return super().settings(PRECISIONS.get(self.config_precision), cell)
 
 
 @twin(
@@ -216,17 +216,17 @@ class Said(Accelerate):
     match=r"AdamW updates bfloat16 masters; expected float32(?s:.*)AdamW keeps state in bfloat16; expected float32",
     also=PARITY,
 )
-class MastersInBfloat16(Said):
+class MastersInBfloat16(OtherConfig):
     """``bf16_master_weights_and_grads``: DeepSpeed without its float32 masters."""
 
-    said = "bf16_pure"
+    config_precision = "bf16_pure"
 
 
 @twin("dtypes", "zero2-bf16_pure-w2-model_mlp", match=r"AdamW updates float32 masters; expected bfloat16")
-class MastersInFloat32(Said):
+class MastersInFloat32(OtherConfig):
     """Asked for its low-precision mode, DeepSpeed runs the usual one."""
 
-    said = "bf16_mixed"
+    config_precision = "bf16_mixed"
 
 
 @twin(
@@ -235,10 +235,10 @@ class MastersInFloat32(Said):
     match=r"stored in float32, first 'module\.inlet\.weight'; expected bfloat16(?s:.*)matrix products ran in float32"
     r"(?s:.*)reduced in float32; expected bfloat16",
 )
-class ZeroInFloat32(Said):
+class ZeroInFloat32(OtherConfig):
     """A trainer that upcasts what it loads, and leaves out the ``bf16`` section of the DeepSpeed config."""
 
-    said = "fp32"
+    config_precision = "fp32"
 
     def build(self, model: Module) -> None:
         # accelerate refuses a mixed_precision that contradicts the config; this trainer asks for none.

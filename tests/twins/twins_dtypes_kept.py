@@ -1,4 +1,4 @@
-"""Trainers that widen or narrow what is not trained, or add gradients up or send them in another dtype than they were told."""
+"""Trainers that widen or narrow frozen parameters, or accumulate or reduce gradients in another dtype than the option's."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ LATE = r"^rank 0: loss 1 after the load under fsdp2 is [\d.]+; [\d.]+ in the run
     match=LATE + r"\(4e-05 allowed\)",
     sound=SOUND,
 )
-# Flat parameters have no names to be compared by: in lower precision too the losses alone tell.
+# Flat parameters have no names to be compared by: in lower precision too only the losses show it.
 @twin(
     "portable",
     "fsdp1-bf16_mixed-w2-no_use_orig_params",

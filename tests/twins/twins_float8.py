@@ -35,7 +35,7 @@ class NotConverted(TorchDriver):
 
 @twin("float8", "zero2-fp8-w2", "zero3-fp8-w2", match=NONE)
 class NotConvertedByAccelerate(AccelerateDriver):
-    """accelerate is told ``bf16``, as a state that forgets what it was told under DeepSpeed."""
+    """accelerate gets ``bf16``, like a state that loses its setting under DeepSpeed."""
 
     def build(self, model: Module) -> None:
         self.precision = _without_8_bits(self.precision)
@@ -118,7 +118,7 @@ class ScalerOfOneRank(TorchDriver):
 
 
 class Half(DeepSpeedDriver):
-    """Sound: DeepSpeed is told that this CPU computes in float16, which it does, slowly."""
+    """Sound: DeepSpeed reads that this CPU computes in float16, which it does, slowly."""
 
     def build(self, model: Module) -> None:
         from deepspeed.accelerator import get_accelerator

@@ -156,7 +156,7 @@ class BufferNotSaved(Torch):
     match=r"2 of 14 parameters stand in no saved file, first 'frozen\.bias', 'frozen\.weight'",
 )
 class FrozenNotSaved(AccelerateDriver):
-    """DeepSpeed told to leave out what is frozen: the base model is in no file."""
+    """DeepSpeed excludes frozen parameters: the base model is in no file."""
 
     def save(self, directory: Path) -> None:
         self.accelerator.save_state(str(directory), exclude_frozen_parameters=True)

@@ -77,7 +77,7 @@ class SchedulePerRank(AccelerateDriver):
         return super().make_scheduler(optimizer)
 
 
-# The case that the check grew from: over 20 steps the loss tells of the optimizer's precision.
+# The case that the check grew from: over 20 steps the loss shows the optimizer's precision.
 OWN_MASTERS = {"dtypes": r"AdamW updates bfloat16 masters; expected float32"}
 twin("parity", "fsdp2-bf16_mixed-w2-model_mlp", match=LATER, also=OWN_MASTERS, sound="accelerate")(TorchDriver)
 twin("parity", "zero2-bf16_mixed-w2-model_mlp", match=LATER, also=OWN_MASTERS)(MastersInBfloat16)

@@ -87,7 +87,7 @@ class ModelNotLoaded(Torch):
     match=r"^rank 1: parameter 'module\.blocks\.0\.linear\.bias' and 11 others: other values after the load",
 )
 class OneRankLoads(ModelNotLoaded):
-    """Rank 0 reads the file, and nobody tells the others."""
+    """Rank 0 reads the file and does not broadcast it."""
 
     def load(self, directory: Path) -> None:
         if self.world.rank == 0:
@@ -200,7 +200,7 @@ class LearningRateLost(Corrupts):
     match=r"^rank 0: weight_decay of the optimizer's group 0 is 0\.0 after the load; 0\.01 before\nrank 1: \S+ of the[^\n]+$",
 )
 class DecayLost(Corrupts):
-    """A setting of the optimizer falls back: five steps are too few for a loss to tell."""
+    """A setting of the optimizer falls back: five steps are too few for a loss to show it."""
 
     def corrupt(self) -> None:
         self.optimizer.param_groups[0]["weight_decay"] = 0.0

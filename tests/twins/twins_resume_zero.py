@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     match=r"rank 1: the optimizer's state is empty after the load; 4 tensors were saved(?s:.*)loss 2 after the load",
 )
 class OptimizerNotLoadedZero(AccelerateDriver):
-    """DeepSpeed is told to load the module alone."""
+    """Loads the module alone with DeepSpeed."""
 
     def load(self, directory: Path) -> None:
         self.accelerator.load_state(str(directory), load_module_only=True, load_optimizer_states=False)

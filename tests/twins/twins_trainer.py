@@ -66,7 +66,7 @@ class OptimizerOfAnotherModel(Trainers):
     also={**dict.fromkeys(("names", "parity", "clipping"), r"raised"), **_NO_GRADIENTS},
 )
 class OptimizerOfBeforeTheSharding(Trainers):
-    """accelerate hands the shards to the optimizer that it prepares; this one it was not told of."""
+    """accelerate gives the shards to the optimizer that it prepares; it did not get this one."""
 
     def own(self) -> dict[str, Any]:
         from transformers import Trainer

@@ -1,4 +1,4 @@
-"""Trainers that cut, recompute or compile elsewhere than they were told to."""
+"""Trainers that cut, recompute or compile other modules than the option's."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class RecomputesUnasked(Torch):
 
     def wrap(self, model: Module, precision: Precision, cell: Cell, device: torch.device) -> Module:
         for block in self.wrap_spec.block_modules(model):
-            # As transformers tells its layers, which leaves the names alone.
+            # As transformers sets it on its layers, which keeps the names.
             vars(block)["gradient_checkpointing"] = True
         return super().wrap(model, precision, cell, device)
 

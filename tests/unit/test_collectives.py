@@ -168,9 +168,9 @@ def test_a_rank_that_never_came_to_anything(rank: Rank, stack: str) -> None:
 
 def test_the_history_is_of_the_last_ones(rank: Rank) -> None:
     rank.recorded(*(entry(number) for number in range(1, 9)), entry(9, "barrier", input_sizes=[], input_dtypes=[]))
-    said = rank.at(user()).history()
-    assert said.startswith("last collectives: all_reduce (default_pg, #5) of Float[2]; ")
-    assert said.endswith("; barrier (default_pg, #9)")
+    text = rank.at(user()).history()
+    assert text.startswith("last collectives: all_reduce (default_pg, #5) of Float[2]; ")
+    assert text.endswith("; barrier (default_pg, #9)")
 
 
 def test_a_group_that_was_made_again_begins_anew(rank: Rank) -> None:
@@ -192,8 +192,8 @@ def test_ranks_at_one_place_are_grouped(rank: Rank) -> None:
 
 
 def test_many_places_are_cut(rank: Rank) -> None:
-    said = describe_wait_states({number: rank.at(user(line=10 + number)) for number in range(6)})
-    assert said.endswith("rank 3 is in step at train.py:13; ranks 4, 5 elsewhere")
+    text = describe_wait_states({number: rank.at(user(line=10 + number)) for number in range(6)})
+    assert text.endswith("rank 3 is in step at train.py:13; ranks 4, 5 elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ def test_the_diverging_collective_is_found(second: dict[str, Any], what: str, wh
     other = Rank()
     rank.recorded(entry(2), entry(3, retired=False))
     other.recorded(entry(2), second)
-    said = f"{what} at #3 of default_pg: {where}" if what else ""
-    assert first_mismatch({0: rank.at(user()), 1: other.at(user()), 2: None}) == (what, said)
+    text = f"{what} at #3 of default_pg: {where}" if what else ""
+    assert first_mismatch({0: rank.at(user()), 1: other.at(user()), 2: None}) == (what, text)
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter"])

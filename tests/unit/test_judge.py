@@ -125,7 +125,7 @@ def test_each_of_two_known_failures_must_occur() -> None:
         assert found.message == f"{message}\n\nbfloat16 masters"
         # What broke off before it could show may be there still.
         assert verdict(toy(), *declared, end=ended("raised", "step", "masters")).status == "known"
-        # A new bug is told before one that is gone.
+        # A new bug is reported before one that is gone.
         assert verdict(toy("bfloat16 masters", "gone"), *declared).message.startswith("gone\n\n")
         found = verdict(toy(), *declared)
         both = " and ".join(map(str, declared))

@@ -105,7 +105,7 @@ def test_torchs_own_types() -> None:
 
 
 def test_an_abort_of_gloos_thread() -> None:
-    said = f"terminate called after throwing an instance of 'gloo::IoException'\n  what():  {GLOO}\n"
-    assert aborted_by_lost_peer(f"training\n{said}")
+    output = f"terminate called after throwing an instance of 'gloo::IoException'\n  what():  {GLOO}\n"
+    assert aborted_by_lost_peer(f"training\n{output}")
     assert not aborted_by_lost_peer("expected: Broken pipe\nAborted")
     assert not aborted_by_lost_peer("Broken pipe\nterminate called after throwing an instance of 'std::bad_alloc'")

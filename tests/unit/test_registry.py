@@ -1,4 +1,4 @@
-"""Registries: what they hold, in which order, and what a wrong name is told."""
+"""Registries: their items in order, and the message for an unknown name."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_an_object_that_is_no_driver(monkeypatch: pytest.MonkeyPatch, name: str,
 
 
 @pytest.mark.parametrize(
-    ("attribute", "value", "said"),
+    ("attribute", "value", "expected"),
     [
         ("options", "compile", "options is 'compile'; expected a tuple of names"),
         ("libraries", "torch", "libraries is 'torch'; expected a tuple of names"),
@@ -200,11 +200,11 @@ def test_an_object_that_is_no_driver(monkeypatch: pytest.MonkeyPatch, name: str,
     ],
 )
 def test_a_driver_with_wrong_attributes(
-    monkeypatch: pytest.MonkeyPatch, attribute: str, value: object, said: str
+    monkeypatch: pytest.MonkeyPatch, attribute: str, value: object, expected: str
 ) -> None:
     """A text would be taken for its letters, a misspelt name for a claim of nothing: items would be missing unseen."""
     monkeypatch.setitem(sys.modules, "my_trainer", sys.modules[__name__])
     monkeypatch.setattr(MyDriver, attribute, value)
     with pytest.raises(UsageProblem) as caught:
         find_driver("my_trainer:MyDriver")
-    assert str(caught.value).startswith(f"driver 'my_trainer:MyDriver': {said}")
+    assert str(caught.value).startswith(f"driver 'my_trainer:MyDriver': {expected}")

@@ -20,7 +20,7 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES, WrapSpec
 
 
-def said(cell: str, release: str) -> tuple[dict[str, Any], dict[str, str]]:
+def translated(cell: str, release: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the TrainingArguments and environment of the cell's strategy in that release."""
     parsed = Cell.parse(cell)
     strategy = STRATEGIES.get(parsed.strategy)
@@ -31,13 +31,13 @@ def said(cell: str, release: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 @pytest.mark.parametrize("release", ["5.10.1", "5.23.0", "6.0"])
 def test_current_transformers_need_no_translation(release: str) -> None:
-    assert said("fsdp2-fp32-w2", release) == ({}, {})
+    assert translated("fsdp2-fp32-w2", release) == ({}, {})
 
 
 @pytest.mark.parametrize("release", ["4.51.0", "5.9.0"])
 def test_no_other_strategy_has_words(release: str) -> None:
-    assert said("ddp-fp32-w2", release) == ({}, {})
-    assert said("zero2-fp32-w2", release) == ({}, {})
+    assert translated("ddp-fp32-w2", release) == ({}, {})
+    assert translated("zero2-fp32-w2", release) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_no_other_strategy_has_words(release: str) -> None:
 )
 @pytest.mark.parametrize("release", ["4.57.6", "5.0.0", "5.9.0"])
 def test_older_transformers_take_fsdp_as_a_text(cell: str, words: str, release: str) -> None:
-    arguments, variables = said(cell, release)
+    arguments, variables = translated(cell, release)
     assert arguments["fsdp"] == words
     assert "cpu_offload" not in arguments["fsdp_config"]
     # Else blocks are cut nowhere: https://huggingface.co/docs/transformers/v5.5.4/en/main_classes/trainer.
@@ -61,17 +61,17 @@ def test_older_transformers_take_fsdp_as_a_text(cell: str, words: str, release: 
 
 
 def test_transformers_4_reads_fsdp2_from_the_environment_alone() -> None:
-    _, variables = said("fsdp2-fp32-w2-no_reshard_after_forward", "4.57.6")
+    _, variables = translated("fsdp2-fp32-w2-no_reshard_after_forward", "4.57.6")
     assert (variables["FSDP_VERSION"], variables["FSDP_RESHARD_AFTER_FORWARD"]) == ("2", "false")
-    arguments, variables = said("fsdp2-fp32-w2-no_reshard_after_forward", "5.0.0")
+    arguments, variables = translated("fsdp2-fp32-w2-no_reshard_after_forward", "5.0.0")
     assert "FSDP_VERSION" not in variables
     assert (arguments["fsdp_config"]["version"], arguments["fsdp_config"]["reshard_after_forward"]) == (2, False)
 
 
 def test_weights_of_rank_0_are_broadcast_with_the_option() -> None:
     message = "sync_module_states"
-    assert said("fsdp2-fp32-w2-cpu_ram_efficient_loading", "5.5.4")[0]["fsdp_config"][message] is True
-    assert said("fsdp2-fp32-w2", "5.5.4")[0]["fsdp_config"][message] is False
+    assert translated("fsdp2-fp32-w2-cpu_ram_efficient_loading", "5.5.4")[0]["fsdp_config"][message] is True
+    assert translated("fsdp2-fp32-w2", "5.5.4")[0]["fsdp_config"][message] is False
 
 
 @pytest.fixture

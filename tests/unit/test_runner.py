@@ -32,9 +32,9 @@ class Ranks(WithoutProcesses):
             (Path(request.payload["save_to"]) / "shard").write_text("whole", encoding="utf-8")
         broken = self.broken.get(run["name"], "")
         events = {rank: list(rank_events(run, rank, broken)) for rank in range(request.world_size)}
-        for rank, said in events.items():
+        for rank, value in events.items():
             with contextlib.closing(RankLog(request.directory, rank)) as log:
-                for event in said:
+                for event in value:
                     log.write(event)
         ends = (RankEnd(rank, *(("raised", "raised ValueError: x") if broken else ("done",))) for rank in events)
         return Ending(tuple(ends), events, command="torchrun ...")
@@ -68,17 +68,17 @@ def cells(*names: str) -> Iterator[Cell]:
     return map(Cell.parse, names)
 
 
-@pytest.mark.parametrize(("device", "said"), [("cpu", None), ("cpu", "4"), ("cuda", None)])
+@pytest.mark.parametrize(("device", "value"), [("cpu", None), ("cpu", "4"), ("cuda", None)])
 def test_a_single_rank_on_the_cpu_uses_one_thread(
-    device: str, said: str | None, tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    device: str, value: str | None, tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # By the environment, where accelerate looks: a number of threads that is only set, it sets again.
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if said is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    if value is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
     Runner(tmp_path / "store", ranks, device=device, timeout=1).trace("torch", Cell.parse("fsdp2-fp32-w2"), PARITY)
     sizes = {request.payload["run"]["name"]: (request.world_size, dict(request.set)) for request in ranks.requests}
-    alone = {"OMP_NUM_THREADS": "1"} if device == "cpu" and said is None else {}
+    alone = {"OMP_NUM_THREADS": "1"} if device == "cpu" and value is None else {}
     assert sizes == {"train": (2, {}), "reference": (1, alone)}
 
 

@@ -49,7 +49,7 @@ def throughput(cell: Cell, trace: Trace) -> Iterator[str]:
     there = cost(Trace.of(trace.driver, [trace.run("baseline")]), run="baseline")
     limit = trace.limits.get(LIMIT, 0.0)
     if here is None or there is None:
-        yield "too few steps to tell the throughput"
+        yield "too few steps to measure the throughput"
     elif here.tokens_per_second < limit * there.tokens_per_second:
         fraction = here.tokens_per_second / there.tokens_per_second
         base = STRATEGIES.get(trace.run("baseline").cell.partition("-")[0]).name

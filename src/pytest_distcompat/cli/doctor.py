@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     doctor.add_argument(
         "--known", type=Path, action="append", default=[], metavar="FILE", help="more known issues (TOML)"
     )
-    doctor.add_argument("--all", action="store_true", help="tell every reason, and every known issue with its link")
+    doctor.add_argument("--all", action="store_true", help="show every reason, and every known issue with its link")
     doctor.add_argument("--strict", action="store_true", help="a warning is a problem")
     doctor.add_argument("--json", action="store_true", help="write it all as JSON")
     doctor.set_defaults(call=_doctor)

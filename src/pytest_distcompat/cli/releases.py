@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
         help="the same tests with other releases of a package, side by side",
         usage="distcompat releases [-h] --release PACKAGE==VERSION[,...] [--into DIRECTORY] [-o FILE.md] -- PYTEST-ARGUMENT ...",
         description=(
-            "Run pytest with each release, then with what is installed, and tell what is red with which. "
+            "Run pytest with each release, then with what is installed, and list red verdicts by release. "
             "Exit code 0: nothing is red; 1: something is, or a run came to no report."
         ),
     )

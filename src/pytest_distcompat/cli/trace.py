@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
 
 
 def _print_verdict(verdict: Verdict) -> bool:
-    """Print a verdict; tell whether a session would stay green with it."""
+    """Print a verdict; return whether a session would stay green with it."""
     head = [f"\ncheck {verdict.check}: {verdict.status}", *([verdict.reason] if verdict.reason else [])]
     print("\n  ".join([*head, *map(visible, verdict.message.splitlines())]))  # noqa: T201 - a command speaks
     return not verdict.status.red

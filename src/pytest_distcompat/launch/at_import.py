@@ -236,7 +236,7 @@ class Watch:
     def _add_if_own(
         self, finding: str, frame: FrameType | None, variable: str = "", *, everywhere: bool = False
     ) -> bool:
-        """Add a finding from that frame, and tell whether it was added.
+        """Add a finding from that frame; return whether it was added.
 
         It is, if the user's own code caused it. With ``everywhere`` it concerns every test.
         """

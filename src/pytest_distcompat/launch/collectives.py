@@ -30,7 +30,7 @@ _DESCRIPTIONS_SHOWN = 4
 class Collective:
     """One collective as the flight recorder has it: the ``number``-th of its ``group``.
 
-    ``key`` tells groups of one name apart; ``tensors`` are the types and shapes of all its inputs; ``p2p``: a send or recv,
+    ``key`` distinguishes groups of one name; ``tensors`` are the types and shapes of all its inputs; ``p2p``: a send or recv,
     which have numbers of their own.
     """
 

@@ -122,7 +122,7 @@ class ForkServers:
         self._close_ends(side)
 
     def _close_ends(self, side: int) -> None:
-        """Close the servers' ends here: no other process may have the end whose closing tells that a server died."""
+        """Close the servers' ends here: no other process may have the end whose closing means that a server died."""
         for ends in self.ends(side).values():
             ends.close()
 

@@ -164,7 +164,7 @@ def kill_named(processes: Iterable[psutil.Process]) -> list[str]:
 
 
 def await_exit(process: subprocess.Popen[Any], seconds: float) -> bool:
-    """Wait for the end of a child of ours, and tell whether it came within that time.
+    """Wait for the end of a child of ours; return whether it came within that time.
 
     Popen's own ``wait`` reads a clock that a test may have frozen.
     """

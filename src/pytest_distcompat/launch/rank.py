@@ -64,7 +64,7 @@ def forked(path: str) -> None:
     """
     # Not after ``main``: torch's agent waits for this function to return, and an exit function may end the process.
     multiprocessing.util.Finalize(None, run_exit_functions, exitpriority=-1)
-    # By this name code tells a process that somebody started from one of multiprocessing's workers.
+    # By this name code distinguishes a process of a user from one of multiprocessing's workers.
     multiprocessing.current_process().name = "MainProcess"
     main(path)
 

@@ -65,7 +65,7 @@ class Store:
     def clear(self) -> None:
         """Remove the keys that process groups left, which a new group would take for its own.
 
-        All ranks call it together. In a torch without ``list_keys`` nothing can be removed; ``has_leftover_keys`` tells then.
+        All ranks call it together. In a torch without ``list_keys`` nothing can be removed; ``has_leftover_keys`` is true then.
         """
         self._clears += 1
         done = f"{_CLEARED}{self._clears}"
@@ -133,7 +133,7 @@ class ReusedRank:
             atexit.register(rank.flush)
 
     def _destroy_group(self, seconds: float) -> bool:
-        """Destroy the process group, and tell whether that took no longer than ``seconds``."""
+        """Destroy the process group; return whether that took no longer than ``seconds``."""
         from torch import distributed
 
         self.group = None
@@ -164,7 +164,7 @@ class ReusedRank:
         The group must still be ours, and work: a collective that a request left half done would pair with this one.
 
         Returns:
-            A function that waits up to so many seconds, and tells whether the collective gave the right result.
+            A function that waits up to so many seconds and returns whether the collective gave the right result.
 
         """
         # A test may have left another default group, a mode, or a function of its own in place of torch's. Those may do

@@ -240,7 +240,7 @@ class Pool:
         return tuple(name for name in self.inventory.ids if name in taken), tuple(watch.waited_for)
 
     def _lock(self, name: str, held: contextlib.ExitStack) -> bool:
-        """Lock a device until ``held`` is closed, and tell whether it was free."""
+        """Lock a device until ``held`` is closed; return whether it was free."""
         with contextlib.ExitStack() as both:
             try:
                 both.callback(self._directory.lock(self._path(name, "lock").name).close)

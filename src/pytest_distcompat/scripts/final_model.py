@@ -30,7 +30,7 @@ def check_final_model(
     trained one after the last step. ``checkpoints`` are no part of it; ``read`` sends a request to ``scripts.reading``.
     """
     if path is None:
-        return ["nothing says where the run leaves its model: tell launch(output=...)"]
+        return ["the directory of the final model is unknown: pass launch(output=...)"]
     if not path.exists():
         return [f"{path} does not exist: the run left no model"]
     loaded = read({"kind": "final", "path": str(path.resolve()), "checkpoints": checkpoints})

@@ -1,4 +1,4 @@
-"""A rank that ends in the way it is told. It needs no torch."""
+"""A rank that ends in the way of its argument, without torch."""
 
 import os
 import signal

@@ -190,18 +190,18 @@ def of_lightning(to: Path) -> list[float]:
             losses.append(float(loss))
             return loss
 
-    said: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "enable_checkpointing": False,
     }
-    trainer = pytorch_lightning.Trainer(accelerator="cpu", devices=1, strategy="ddp", max_steps=4, **said)
+    trainer = pytorch_lightning.Trainer(accelerator="cpu", devices=1, strategy="ddp", max_steps=4, **settings)
     module = Module()
     # Of a list Lightning takes each element for data of its own.
     trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2))
     trainer.save_checkpoint(to / "state.ckpt")
-    again = pytorch_lightning.Trainer(accelerator="cpu", devices=1, strategy="ddp", max_steps=6, **said)
+    again = pytorch_lightning.Trainer(accelerator="cpu", devices=1, strategy="ddp", max_steps=6, **settings)
     again.fit(Module(), DataLoader(TensorDataset(torch.ones(12, 4)), batch_size=2), ckpt_path=to / "state.ckpt")
     return losses
 

@@ -20,7 +20,7 @@ ranks = [
 ]
 if leave:
     # By the first thing that it says a rank has announced itself.
-    said = [rank.stdout.readline() for rank in ranks if rank.stdout is not None]
+    first_lines = [rank.stdout.readline() for rank in ranks if rank.stdout is not None]
     os._exit(0)
 worst = max(abs(rank.wait()) for rank in ranks)
 sys.exit(0 if "--ignore" in line else worst)

@@ -12,12 +12,12 @@ from accelerate.test_utils import execute_subprocess_async
 mark = Path(sys.argv[1])
 outlives = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
 killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-said = {}
+results = {}
 for name, source, limit in (("outlives", outlives, 1), ("killed", killed, 60)):
     try:
         execute_subprocess_async([sys.executable, "-c", source], timeout=limit, quiet=True, echo=False)
     except Exception as error:
-        said[name] = repr(error)
+        results[name] = repr(error)
     else:
-        said[name] = "green"
-print(json.dumps({**said, "waited": mark.exists()}))
+        results[name] = "green"
+print(json.dumps({**results, "waited": mark.exists()}))

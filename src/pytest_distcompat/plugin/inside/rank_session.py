@@ -123,7 +123,7 @@ def _is_builtin(value: object) -> bool:
 def _is_default(config: pytest.Config, name: str, value: object) -> bool:
     """Tell whether an option has its default, which it then has on ranks too: it was not given, and no hook set it.
 
-    argparse converts a default that is a string anew each time, so that identity does not tell.
+    argparse converts a default that is a string anew each time, so that identity shows nothing.
     """
     default = _default(config, name)
     if value is default or type(value) is not type(default):

@@ -40,7 +40,7 @@ def _conditions(mark: pytest.Mark) -> list[str]:
 
 
 def _rank_variable_test(item: pytest.Function) -> Any:
-    """Return a function that tells whether a condition reads a variable of a rank.
+    """Return a function that returns whether a condition reads a variable of a rank.
 
     It evaluates the condition with the names that pytest gives it.
     https://docs.pytest.org/en/stable/historical-notes.html#conditions-as-strings-instead-of-booleans

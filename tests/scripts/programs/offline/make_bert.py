@@ -1,4 +1,4 @@
-"""Writes a tiny BERT, and its tokenizer, into the directory that it is told."""
+"""Write a tiny BERT and its tokenizer into the directory of the first argument."""
 
 import sys
 

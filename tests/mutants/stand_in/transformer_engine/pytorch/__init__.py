@@ -1,4 +1,4 @@
-"""Layers of their own types, so that a converted model is told from one that is not; they compute as torch's do."""
+"""Layers of their own types, so that a converted model differs from another one; they compute as torch's do."""
 
 from __future__ import annotations
 
