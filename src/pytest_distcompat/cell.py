@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
+import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pytest_distcompat.installed import version_of
 
@@ -14,12 +18,12 @@ OptionValue = bool | str | int
 
 @dataclass(frozen=True)
 class Option:
-    """One further axis of a cell; its first value is the default, and texts like ``prefix`` and a word are values too."""
+    """One further axis of a cell; its first value is the default, and texts that match ``pattern`` are values too."""
 
     name: str
     values: tuple[OptionValue, ...]
     meaning: str
-    prefix: str = ""
+    pattern: str = ""
 
     @property
     def default(self) -> OptionValue:
@@ -28,8 +32,7 @@ class Option:
 
     def accepts(self, value: OptionValue) -> bool:
         """Tell whether the option has that value."""
-        opened = self.prefix and re.fullmatch(rf"{re.escape(self.prefix)}\w+", str(value))
-        return value in self.values or bool(opened)
+        return value in self.values or bool(self.pattern and re.fullmatch(self.pattern, str(value)))
 
     def token(self, value: OptionValue) -> str:
         """Return the value as a cell id spells it: ``compile``, ``no_use_orig_params``, ``model_mlp``."""
@@ -37,6 +40,9 @@ class Option:
             return f"no_{self.name}"
         return self.name if value is True else f"{self.name}_{value}"
 
+
+#: One setting of a library; a cell's id has hyphens, an item's square brackets around what they hold.
+_SETTING = r"\w+\.[\w.]+=[^\s+\[\]-]+"
 
 OPTIONS: dict[str, Option] = {
     option.name: option
@@ -46,7 +52,7 @@ OPTIONS: dict[str, Option] = {
             # Without transformers the default is what needs none, so that a first run has cells, and known issues know which.
             ("llama", "llama_tied", "mlp") if version_of("transformers") else ("mlp", "llama", "llama_tied"),
             "which tiny model the built-in drivers train; `hf:MODEL_TYPE` is an architecture of transformers",
-            prefix="hf:",
+            pattern=r"hf:\w+",
         ),
         Option("state_dict", ("sharded", "full"), "the form in which FSDP writes a checkpoint"),
         Option(
@@ -99,6 +105,12 @@ OPTIONS: dict[str, Option] = {
             "what gradients travel in, where the strategy can say so: auto is the dtype that products run in",
         ),
         Option("conflict", (False, True), "the DeepSpeed JSON asks for another precision than the trainer"),
+        Option(
+            "set",
+            ("",),
+            "settings of the libraries, as `DataLoaderConfiguration.even_batches=false`, with `+` between several",
+            pattern=rf"{_SETTING}(\+{_SETTING})*",
+        ),
     )
 }
 
@@ -176,6 +188,27 @@ class Cell:
             raise ValueError(f"no option named {name!r}. Known: {', '.join(OPTIONS)}")
         return dict(self.options).get(name, OPTIONS[name].default)
 
+    @property
+    def set(self) -> tuple[str, ...]:
+        """Return the settings that option ``set`` has, one by one."""
+        return tuple(filter(None, str(self.option("set")).split("+")))
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """Return the fields, with their values, that option ``set`` has for the object of that name."""
+        pairs = (one.removeprefix(f"{name}.").split("=", 1) for one in self.set if one.startswith(f"{name}."))
+        return {field: setting_value(text) for field, text in pairs}
+
+    def with_settings(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments with those that option ``set`` has for the object of that name; dots lead into nested ones."""
+        found = dict(given)
+        for path, value in self.settings(name).items():
+            *outer, last = path.split(".")
+            inner = found
+            for key in outer:
+                inner[key] = inner = dict(inner.get(key) or {})
+            inner[last] = value
+        return found
+
     def facets(self) -> dict[str, OptionValue | int]:
         """Return every facet with its value, including options at their default."""
         fixed: dict[str, OptionValue | int] = {
@@ -187,6 +220,20 @@ class Cell:
 
     def __str__(self) -> str:
         return self.id
+
+
+def setting_value(text: str) -> Any:
+    """Return the value of a setting: JSON, a tuple, what has that import path (``torch.bfloat16``), or the text itself."""
+    # A hyphen is spelled as a tilde.
+    text = text.replace("~", "-")
+    if text.startswith("("):
+        return tuple(setting_value(part) for part in text[1:-1].split(",") if part)
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    if re.fullmatch(r"[a-z_]\w*(\.\w+)+", text):
+        with contextlib.suppress(ImportError, AttributeError, ValueError):
+            return pkgutil.resolve_name(text)
+    return text
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pytest_distcompat.settings.fields import Source
+
 if TYPE_CHECKING:
     import torch
     from torch.nn import Module
@@ -82,6 +84,8 @@ class Driver:
     reshards: ClassVar[tuple[str, ...]] = ()
     #: Strategy -> the other strategy that can load its checkpoints.
     portable: ClassVar[Mapping[str, str]] = {}
+    #: The objects of libraries that this driver makes, whose fields option ``set`` of a cell can set.
+    sources: ClassVar[tuple[Source, ...]] = ()
     order: ClassVar[int] = 100
 
     model: Any = None
@@ -113,6 +117,10 @@ class Driver:
         for name, _ in cell.options:
             if name not in cls.options:
                 return f"the {cls.name or cls.__name__} driver does not support option {name!r}"
+        for setting in cell.set:
+            known = [one for one in cls.sources if one.kind == "subclasses" or setting.startswith(f"{one.name}.")]
+            if not any(cell.strategy in one.strategies for one in known):
+                return f"the {cls.name or cls.__name__} driver has no {setting.partition('.')[0]} under {cell.strategy}"
         return None
 
     @classmethod

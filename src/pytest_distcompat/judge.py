@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import Check
 from pytest_distcompat.checks._base import message
-from pytest_distcompat.expect import Expectation, fails, refuses
+from pytest_distcompat.expect import Expectation, fails, may_refuse, refuses
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import RunFailure, RunTrace, Trace
 
 #: What differs between failures of one cause, and what a regular expression would have to escape.
 _VARIABLE = re.compile(r"[^\w\s,;:'\"/=<>-]+|\branks? \d+|\b\d\w*")
+#: Exceptions that are not raised on purpose.
+_ACCIDENTS = "AttributeError|KeyError|IndexError|NameError|UnboundLocalError|ZeroDivisionError|RecursionError"
 #: The longest ``match`` of a declaration to paste, in characters.
 _LONGEST_MATCH = 240
 
@@ -31,6 +34,9 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
     if end is not None and end.kind != "raised":
         return Verdict(check.name, cell.id, Status(end.kind), end.text)
     failure = end or _any_end(trace)
+    if cell.set:
+        # A swept setting is accepted or refused, and may mend what is known to fail without it.
+        covering = [*(replace(one, strict=False) for one in covering), *_refused_setting(failure)]
     if refusal := _expected_refusal(covering, failure):
         return _refusal(check, cell, trace, refusal, failure)
     if end is not None:
@@ -95,6 +101,15 @@ def _expected_refusal(covering: Iterable[Expectation], end: RunFailure | None) -
     refusals = [one for one in covering if one.kind == "refuses"]
     strict = (one for one in refusals if one.strict)
     return next((one for one in refusals if _refused(one, end)), next(strict, None))
+
+
+def _refused_setting(end: RunFailure | None) -> list[Expectation]:
+    """Return a refusal for a run that ended before its first step with an error that speaks of the setting.
+
+    Errors of Python itself in a library's code (``AttributeError``) speak of nothing that a user has set.
+    """
+    early = end is not None and end.action in {"build_model", "build"}
+    return [may_refuse(match=rf"raised (?!{_ACCIDENTS})[\w.]+: \S")] if early else []
 
 
 def _refused(refusal: Expectation, end: RunFailure | None) -> bool:

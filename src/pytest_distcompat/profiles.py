@@ -10,6 +10,7 @@ from pytest_distcompat.cell import OPTIONS, Cell, Matrix, OptionValue
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.models import architectures
+from pytest_distcompat.settings import rules
 
 #: Name to meaning, from the least to the most.
 PROFILES = {
@@ -17,6 +18,7 @@ PROFILES = {
     "default": "the suite's matrix",
     "pairwise": "the suite's matrix, and every pair of strategy, precision and option values that the driver can do",
     "zoo": "every causal language model of transformers and one model of each other task, under DDP, FSDP2 and ZeRO-3",
+    "sweep": "every setting of the installed libraries that the driver makes objects with, one at a time (distcompat settings)",
     "full": "every strategy with every precision that the suite's matrix has together, with every option value by itself",
 }
 
@@ -37,6 +39,9 @@ MODEL_OPTIONS = (
 #: What the profile ``zoo`` runs of each architecture: one strategy of each kind, and what may depend on the model's modules.
 ZOO_STRATEGIES = ("ddp", "fsdp2", "zero3")
 ZOO_CHECKS = ("active", "names", "resume", "parity", "gradients", "export")
+
+#: What the profile ``sweep`` runs of each setting: what one training shows. Rules add checks with runs of their own.
+SWEEP_CHECKS = ("active", "names", "units", "optimizer", "dtypes", "parity", "clipping", "gradients", "accumulation")
 
 #: One option with its value; None for none.
 Choice = tuple[str, OptionValue] | None
@@ -80,6 +85,8 @@ def cells(
         models = architectures() if "model" in driver.options else ()
         chosen = [strategy for strategy in ZOO_STRATEGIES if strategy in strategies]
         return [Cell.of(strategy, "fp32", world_sizes[0], model=model) for model in models for strategy in chosen]
+    if profile == "sweep":
+        return list(_sweep(driver, strategies, world_sizes[0]))
     if profile == "pairwise":
         # Keep the suite's own cells too: a bug may need a strategy, a precision and an option together, and some checks need
         # cells without options.
@@ -102,10 +109,29 @@ def left_out(
     if profile == "zoo":
         others = ((cell, check) for cell, checks in applicable.items() for check in checks if check not in ZOO_CHECKS)
         return dict.fromkeys(others, f"the zoo profile asks {', '.join(ZOO_CHECKS)} only")
+    if profile == "sweep":
+        for cell, checks in applicable.items():
+            asked = [rules.rule_of(one.partition("=")[0]) for one in cell.set]
+            for check in checks:
+                meant = next((rule["reason"] for rule in asked if check in rule.get("without", ())), "")
+                wanted = check in SWEEP_CHECKS or any(check in rule.get("checks", ()) for rule in asked)
+                if meant or not wanted:
+                    found[cell, check] = (
+                        meant or f"the sweep profile asks {', '.join(SWEEP_CHECKS)} of this setting only"
+                    )
     for check in costly if profile == "smoke" else ():
         cells = [cell for cell, checks in applicable.items() if check in checks]
         found |= {(cell, check): f"the smoke profile asks it of {cells[-1]} only" for cell in cells[:-1]}
     return found
+
+
+def _sweep(driver: type[Driver], strategies: Collection[str], world_size: int) -> Iterator[Cell]:
+    """Yield a cell for each value of each setting, under each strategy that has it."""
+    for setting in rules.settings_of(driver.sources):
+        for strategy, value in itertools.product(setting.strategies, setting.values):
+            if strategy in strategies:
+                options = {"model": "mlp", **setting.options, "set": f"{setting.name}={value}"}
+                yield Cell.of(strategy, setting.precision, world_size, **options)
 
 
 def _choices(driver: type[Driver], selects: Callable[[str], bool] = lambda name: True) -> list[Choice]:  # noqa: ARG005

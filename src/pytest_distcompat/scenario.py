@@ -20,10 +20,18 @@ class Run:
     - ``reference``: a step of the same training in one process, in float32, unwrapped; ``rounded``: the same under
     autocast.
 
+<<<<<<< HEAD
     ``first_step`` is the number of the first step. ``after`` names the run whose checkpoint this one finds.
     ``strategy`` and ``world_size`` say where the run's cell differs from the check's; ``only`` which options it keeps
     (None: all). ``directory`` is the checkpoint's name, ``damage`` what is done to it. ``same_as`` is the name under
     which other checks know the very same run.
+=======
+    ``first_step`` is the number of the first step, so that a resumed run takes the batches that the first one took.
+    ``after`` names the run whose checkpoint this one finds. ``strategy`` and ``world_size`` say where the run's cell
+    differs from the check's; ``only`` which options it keeps (None: all), ``follows`` which objects' settings (None: all).
+    ``directory`` is the checkpoint's name, and ``damage`` what is done to it. ``same_as`` is the name under which other
+    checks know the very same run.
+>>>>>>> dd0b32a (Sweep the settings of the installed libraries, as a profile)
     """
 
     name: str
@@ -36,10 +44,14 @@ class Run:
     directory: str = "checkpoint"
     damage: str = ""
     same_as: str = ""
+    follows: tuple[str, ...] | None = None
 
     def cell(self, cell: Cell) -> Cell:
         """Return the cell that the run runs in, for a check in ``cell``."""
         options = tuple((name, value) for name, value in cell.options if self.only is None or name in self.only)
+        if self.follows is not None and cell.set:
+            kept = (one for one in cell.set if one.startswith(tuple(f"{name}." for name in self.follows)))
+            options = (*(one for one in options if one[0] != "set"), ("set", "+".join(kept)))
         return Cell(self.strategy or cell.strategy, cell.precision, self.world_size or cell.world_size, options)
 
 
@@ -91,7 +103,8 @@ REFERENCE_RUN = Run(
     strategy="ddp",
     world_size=1,
     # With flat parameters a trainer may lose its groups.
-    only=("model", "grad_accum", "frozen", "lora", "param_groups", "use_orig_params"),
+    only=("model", "grad_accum", "frozen", "lora", "param_groups", "use_orig_params", "set"),
+    follows=("AdamW",),
 )
 
 #: The reference under autocast: how far rounding alone moves a training, for a model that is not built in.

@@ -88,11 +88,12 @@ def compile_blocks(mode: object, blocks: list[Module]) -> None:
         block.compile(backend="aot_eager")
 
 
-def compiled(model: Any, mode: object) -> Any:
+def compiled(model: Any, cell: Cell) -> Any:
     """Return the model wrapped by torch.compile: with inductor, or the backend that the option names."""
     import torch
 
-    return torch.compile(model, backend="inductor" if mode is True else str(mode))
+    mode = cell.option("compile")
+    return torch.compile(model, **cell.with_settings("compile", {"backend": "inductor" if mode is True else str(mode)}))
 
 
 def in_8_bits(model: Module, device: str) -> Module:

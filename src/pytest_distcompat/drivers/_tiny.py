@@ -130,7 +130,8 @@ class TinyDriver(Driver):
 
         # FSDP1's gradient scaler does not support a fused optimizer: https://github.com/pytorch/pytorch/issues/140514
         fused = self.fused and not (self.cell.strategy == "fsdp1" and self.precision.scaled)
-        return AdamW(self.groups(model), lr=LEARNING_RATE, weight_decay=DECAY, fused=fused)
+        settings = {"lr": LEARNING_RATE, "weight_decay": DECAY, "fused": fused}
+        return AdamW(self.groups(model), **self.cell.with_settings("AdamW", settings))
 
     def groups(self, model: Module) -> Any:
         """Return what the optimizer is made of: parameters, or param groups."""

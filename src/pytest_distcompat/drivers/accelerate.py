@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pytest_distcompat.drivers import _options, _preload
 from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.strategies._base import MAX_NORM
 
@@ -48,6 +49,18 @@ class AccelerateDriver(TinyDriver):
         "grad_accum_dtype",
         "reduce_dtype",
         "conflict",
+        "set",
+    )
+    sources: ClassVar[tuple[Source, ...]] = (
+        Source("FullyShardedDataParallelPlugin", "accelerate.FullyShardedDataParallelPlugin", ("fsdp1", "fsdp2")),
+        Source("DeepSpeedPlugin", "accelerate.DeepSpeedPlugin", ("zero2", "zero3")),
+        Source("Accelerator", "accelerate.Accelerator", ("ddp", "fsdp2", "zero2")),
+        Source("GradientAccumulationPlugin", "accelerate.utils.GradientAccumulationPlugin", ("ddp", "fsdp2", "zero2")),
+        Source("DataLoaderConfiguration", "accelerate.DataLoaderConfiguration", ("ddp", "fsdp2", "zero2")),
+        Source("TorchDynamoPlugin", "accelerate.utils.TorchDynamoPlugin", ("ddp", "fsdp2")),
+        Source("", "accelerate.utils.dataclasses.KwargsHandler", ("ddp", "fsdp2"), "subclasses"),
+        Source("ds_config", "deepspeed.runtime.config.DeepSpeedConfig", ("zero2",), "keys"),
+        Source("AdamW", "torch.optim.AdamW", ("ddp", "fsdp2", "zero2")),
     )
     libraries: ClassVar[tuple[str, ...]] = ("accelerate", "torch", "deepspeed")
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
@@ -80,7 +93,7 @@ class AccelerateDriver(TinyDriver):
             settings |= on_cpu(settings)
         settings.setdefault("kwargs_handlers", []).extend(self._recipe())
         self._recompute(model)
-        self.accelerator = Accelerator(**settings)
+        self.accelerator = Accelerator(**self.cell.with_settings("Accelerator", self._with_objects(settings)))
         optimizer = self.make_optimizer(model)
         # accelerate's scheduler takes a step for each rank: https://huggingface.co/docs/accelerate/concept_guides/performance
         scheduler = self.make_scheduler(optimizer, every=self.world.size)
@@ -90,6 +103,23 @@ class AccelerateDriver(TinyDriver):
         prepared = self.accelerator.prepare(loader, model, optimizer, scheduler)
         self.loader, self.model, self.optimizer, self.scheduler = prepared
         self.scaler = self.accelerator.scaler
+
+    def _with_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of Accelerator with the objects whose fields the cell sets."""
+        from accelerate import DataLoaderConfiguration, utils
+
+        cell = self.cell
+        if found := cell.settings("GradientAccumulationPlugin"):
+            steps = {"num_steps": settings.pop("gradient_accumulation_steps")}
+            settings["gradient_accumulation_plugin"] = utils.GradientAccumulationPlugin(**steps | found)
+        if found := cell.settings("DataLoaderConfiguration"):
+            settings["dataloader_config"] = DataLoaderConfiguration(**found)
+        handlers = {type(one).__name__: one for one in settings["kwargs_handlers"]}
+        for kind in utils.dataclasses.KwargsHandler.__subclasses__():
+            if found := cell.settings(kind.__name__):
+                was = handlers.get(kind.__name__)
+                handlers[kind.__name__] = kind(**(vars(was) if was else {}) | found)
+        return settings | {"kwargs_handlers": list(handlers.values())}
 
     def _mixed_precision(self) -> str:
         """Return accelerate's name of the precision; it calls DeepSpeed's low-precision mode mixed precision too."""
@@ -110,7 +140,7 @@ class AccelerateDriver(TinyDriver):
         settings: dict[str, Any] = {"backend": "inductor" if mode is True else "aot_eager"}
         if mode == "regional":
             settings["use_regional_compilation"] = True
-        return {"dynamo_plugin": TorchDynamoPlugin(**settings)}
+        return {"dynamo_plugin": TorchDynamoPlugin(**self.cell.with_settings("TorchDynamoPlugin", settings))}
 
     def _recompute(self, model: Any) -> None:
         """Turn on activation checkpointing in the model; for FSDP accelerate does it."""

@@ -12,6 +12,7 @@ from pytest_distcompat.drivers import _options, _preload
 from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -40,6 +41,14 @@ class DeepSpeedDriver(TinyDriver):
         "grad_accum_dtype",
         "reduce_dtype",
         "conflict",
+        "set",
+    )
+    sources: ClassVar[tuple[Source, ...]] = (
+        Source("ds_config", "deepspeed.runtime.config.DeepSpeedConfig", ("zero1", "zero2", "zero3"), "keys"),
+        Source("initialize", "deepspeed.initialize", ("zero2", "zero3")),
+        Source("save_checkpoint", "deepspeed.DeepSpeedEngine.save_checkpoint", ("zero2", "zero3")),
+        Source("load_checkpoint", "deepspeed.DeepSpeedEngine.load_checkpoint", ("zero2", "zero3")),
+        Source("AdamW", "torch.optim.AdamW", ("zero2", "zero3")),
     )
     libraries: ClassVar[tuple[str, ...]] = ("deepspeed", "torch")
     #: By way of a universal checkpoint.
@@ -83,9 +92,10 @@ class DeepSpeedDriver(TinyDriver):
             # Parameters are partitioned one by one; the whole model need not fit into one rank's memory.
             deepspeed.zero.Init(module=self.raw, config_dict_or_path=config)
         optimizer = self.make_optimizer(self.raw)
-        self.model, self.optimizer, _, self.scheduler = deepspeed.initialize(
-            model=self.raw, optimizer=optimizer, lr_scheduler=self.make_scheduler(optimizer), config=config
-        )
+        arguments = {"model": self.raw, "optimizer": optimizer, "config": config}
+        arguments["lr_scheduler"] = self.make_scheduler(optimizer)
+        made = deepspeed.initialize(**self.cell.with_settings("initialize", arguments))
+        self.model, self.optimizer, _, self.scheduler = made
         mode = self.cell.option("compile")
         if mode:
             self.model.compile(backend="inductor" if mode is True else str(mode))
@@ -114,7 +124,7 @@ class DeepSpeedDriver(TinyDriver):
         """Save by ``save_checkpoint``, and torch's random state, which DeepSpeed does not save."""
         import torch
 
-        self.model.save_checkpoint(str(directory))
+        self.model.save_checkpoint(str(directory), **self.cell.settings("save_checkpoint"))
         torch.save(torch.get_rng_state(), directory / f"rng_{self.world.rank}.pt")
 
     def load(self, directory: Path) -> None:
@@ -123,7 +133,7 @@ class DeepSpeedDriver(TinyDriver):
 
         if self.universal is not None:
             self._convert(directory, self.universal)
-        self.model.load_checkpoint(str(self.universal or directory))
+        self.model.load_checkpoint(str(self.universal or directory), **self.cell.settings("load_checkpoint"))
         state = directory / f"rng_{self.world.rank}.pt"
         if state.exists():
             torch.set_rng_state(torch.load(state, weights_only=True))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_distcompat.drivers import _options, _preload
 from pytest_distcompat.drivers._tiny import TinyDriver
+from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.strategies._base import MAX_NORM
 
@@ -45,6 +46,22 @@ class TorchDriver(TinyDriver):
         "save_only_model",
         "float32_norms",
         "reduce_dtype",
+        "set",
+    )
+    sources: ClassVar[tuple[Source, ...]] = (
+        Source("DistributedDataParallel", "torch.nn.parallel.DistributedDataParallel", ("ddp",)),
+        Source("FullyShardedDataParallel", "torch.distributed.fsdp.FullyShardedDataParallel", ("fsdp1",)),
+        Source("MixedPrecision", "torch.distributed.fsdp.MixedPrecision", ("fsdp1",), precision="bf16_mixed"),
+        Source("fully_shard", "torch.distributed.fsdp.fully_shard", ("fsdp2",)),
+        Source(
+            "MixedPrecisionPolicy", "torch.distributed.fsdp.MixedPrecisionPolicy", ("fsdp2",), precision="bf16_mixed"
+        ),
+        Source("CPUOffloadPolicy", "torch.distributed.fsdp.CPUOffloadPolicy", ("fsdp2",)),
+        Source(
+            "StateDictOptions", "torch.distributed.checkpoint.state_dict.StateDictOptions", ("ddp", "fsdp1", "fsdp2")
+        ),
+        Source("compile", "torch.compile", ("ddp", "fsdp2")),
+        Source("AdamW", "torch.optim.AdamW", ("ddp", "fsdp1", "fsdp2")),
     )
     libraries: ClassVar[tuple[str, ...]] = ("torch",)
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
@@ -90,7 +107,7 @@ class TorchDriver(TinyDriver):
             # ``_fsdp_wrapped_module`` in the optimizer's names.
             _options.recompute(model, self.wrap_spec.block_modules(model))
         if mode and not _options.compiles_blocks(mode):
-            self.model = _options.compiled(self.wrapped, mode)
+            self.model = _options.compiled(self.wrapped, self.cell)
         self.optimizer = self.make_optimizer(self.model)
         self.scheduler = self.make_scheduler(self.optimizer)
         self.scaler = self._scaler(device.type) if self.precision.scaled else None
@@ -155,7 +172,8 @@ class TorchDriver(TinyDriver):
         from torch.distributed.checkpoint.state_dict import StateDictOptions
 
         # No cpu_offload: on CPU ranks FSDP1's crashes (https://github.com/pytorch/pytorch/issues/188989).
-        return StateDictOptions(full_state_dict=self.cell.option("state_dict") == "full")
+        settings = {"full_state_dict": self.cell.option("state_dict") == "full"}
+        return StateDictOptions(**self.cell.with_settings("StateDictOptions", settings))
 
     def _state(self) -> dict[str, Any]:
         import torch

@@ -15,6 +15,7 @@ from pytest_distcompat.driver import OnAction, Plan
 from pytest_distcompat.drivers import _options, _preload, _releases
 from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
 from pytest_distcompat.drivers._trainer_callback import PlanDoneError, make_callback
+from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.strategies._base import MAX_NORM
 
@@ -54,6 +55,11 @@ class TrainerDriver(TinyDriver):
         "grad_accum_dtype",
         "reduce_dtype",
         "conflict",
+        "set",
+    )
+    sources: ClassVar[tuple[Source, ...]] = (
+        Source("TrainingArguments", "transformers.TrainingArguments", ("ddp", "fsdp2", "zero2")),
+        Source("fsdp_config", "pytest_distcompat.drivers.trainer.read_fsdp_config", ("fsdp1", "fsdp2"), "keys"),
     )
     libraries: ClassVar[tuple[str, ...]] = ("transformers", "accelerate", "torch", "deepspeed")
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
@@ -132,7 +138,8 @@ class TrainerDriver(TinyDriver):
             settings |= {"torch_compile": True, "torch_compile_backend": "inductor" if mode is True else "aot_eager"}
         if hasattr(TrainingArguments, "train_sampling_strategy"):
             settings["train_sampling_strategy"] = "sequential"
-        return settings | (on_cpu(settings) if self.world.device == "cpu" else {})
+        settings |= on_cpu(settings) if self.world.device == "cpu" else {}
+        return self.cell.with_settings("TrainingArguments", settings)
 
     def _backend_config(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the strategy as TrainingArguments, and as environment variables what those have no argument for.
@@ -277,3 +284,13 @@ def on_cpu(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {"use_cpu": True}
     accelerate.on_cpu({"fsdp_plugin": settings["fsdp_config"]})
     return {"use_cpu": True, "accelerator_config": {"use_configured_state": True}}
+
+
+def read_fsdp_config(config: dict[str, Any]) -> None:
+    """Have TrainingArguments read a dictionary as ``fsdp_config``, of FSDP1 and then of FSDP2."""
+    from transformers import TrainingArguments
+
+    for version in (1, 2):
+        config["version"] = version
+        with contextlib.suppress(Exception):
+            TrainingArguments(use_cpu=True, fsdp=True, fsdp_config=config)

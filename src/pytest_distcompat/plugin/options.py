@@ -201,7 +201,7 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             "distcompat_profile",
-            "smoke|default|pairwise|full",
+            "smoke|default|pairwise|sweep|zoo|full",
             "default",
             "Run so many cells of each suite: each strategy once, its matrix, a covering array of pairs, every option.",
             _profile,

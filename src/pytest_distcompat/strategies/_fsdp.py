@@ -39,8 +39,11 @@ def policy(version: int, precision: Precision, cell: Cell) -> Any:
     compute: torch.dtype = getattr(torch, precision.compute)
     reduce = torch.float32 if cell.option("reduce_dtype") == "fp32" else compute
     if version == 1:
-        return MixedPrecision(param_dtype=compute, reduce_dtype=reduce, buffer_dtype=compute)
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+        settings = {"param_dtype": compute, "reduce_dtype": reduce, "buffer_dtype": compute}
+        return MixedPrecision(**cell.with_settings("MixedPrecision", settings))
+    return MixedPrecisionPolicy(
+        **cell.with_settings("MixedPrecisionPolicy", {"param_dtype": compute, "reduce_dtype": reduce})
+    )
 
 
 def mesh(cell: Cell, device: torch.device) -> DeviceMesh:
@@ -86,6 +89,7 @@ def plugin(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> di
         # Synchronising module states needs a GPU; the ranks start from the same seed anyway.
         settings |= {"use_orig_params": bool(cell.option("use_orig_params")), "sync_module_states": False}
         settings["reshard_after_forward"] = "FULL_SHARD" if cell.option("reshard_after_forward") else "SHARD_GRAD_OP"
+    settings = cell.with_settings("FullyShardedDataParallelPlugin", settings)
     return {"fsdp_plugin": FullyShardedDataParallelPlugin(**settings), **_parallelism_config(cell)}
 
 
@@ -123,4 +127,4 @@ def arguments(version: int, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:
     if version == 1:
         settings["use_orig_params"] = bool(cell.option("use_orig_params"))
         settings["reshard_after_forward"] = "full_shard" if reshard else "shard_grad_op"
-    return {"fsdp": True, "fsdp_config": settings, **_parallelism_config(cell)}
+    return {"fsdp": True, "fsdp_config": cell.with_settings("fsdp_config", settings), **_parallelism_config(cell)}

@@ -27,7 +27,8 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     from torch.nn.parallel import DistributedDataParallel
 
     model.to(device)
-    return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    settings = {"device_ids": [device.index] if device.type == "cuda" else None}
+    return DistributedDataParallel(model, **cell.with_settings("DistributedDataParallel", settings))
 
 
 def _accelerate(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:

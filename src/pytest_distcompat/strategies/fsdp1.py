@@ -24,16 +24,16 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     blocks = wrap.block_modules(model)
     reshard = ShardingStrategy.FULL_SHARD if cell.option("reshard_after_forward") else ShardingStrategy.SHARD_GRAD_OP
     hybrid = cell.option("dp_replicate") != 1
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks}),
-        mixed_precision=_fsdp.policy(1, precision, cell),
-        device_id=device,
-        use_orig_params=bool(cell.option("use_orig_params")),
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD if hybrid else reshard,
-        device_mesh=_fsdp.mesh(cell, device) if hybrid else None,
-        ignored_modules=wrap.modules_to_ignore(model),
-    )
+    settings = {
+        "auto_wrap_policy": ModuleWrapPolicy({type(block) for block in blocks}),
+        "mixed_precision": _fsdp.policy(1, precision, cell),
+        "device_id": device,
+        "use_orig_params": bool(cell.option("use_orig_params")),
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD if hybrid else reshard,
+        "device_mesh": _fsdp.mesh(cell, device) if hybrid else None,
+        "ignored_modules": wrap.modules_to_ignore(model),
+    }
+    return FullyShardedDataParallel(model, **cell.with_settings("FullyShardedDataParallel", settings))
 
 
 def _accelerate(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:

@@ -29,11 +29,14 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
         "mp_policy": _fsdp.policy(2, precision, cell) or MixedPrecisionPolicy(),
         "reshard_after_forward": bool(cell.option("reshard_after_forward")),
         # Pinned memory needs a GPU.
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        "offload_policy": CPUOffloadPolicy(
+            **cell.with_settings("CPUOffloadPolicy", {"pin_memory": device.type == "cuda"})
+        )
         if cell.option("cpu_offload")
         else OffloadPolicy(),
         "ignored_params": ignored or None,
     }
+    settings = cell.with_settings("fully_shard", settings)
     # Blocks before the root, whose unit then has the parameters of no block.
     for block in wrap.block_modules(model):
         fully_shard(block, **settings)

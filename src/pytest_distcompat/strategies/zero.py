@@ -63,7 +63,7 @@ def _native(stage: int, precision: Precision, cell: Cell) -> Mapping[str, Any]:
     """Return the JSON; it is DeepSpeed's only configuration, so a conflict is one within it: two precisions at once."""
     settings = config(stage, precision, cell)
     settings["bf16"]["enabled"] = precision.compute == "bfloat16"
-    return settings
+    return cell.with_settings("ds_config", settings)
 
 
 def _accelerate(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
@@ -76,7 +76,8 @@ def _accelerate(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) ->
     settings = config(stage, precision, cell)
     # accelerate fills in the Accelerator's own count, as its documentation says.
     settings["gradient_accumulation_steps"] = "auto"
-    return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=settings)}
+    settings = cell.with_settings("ds_config", settings)
+    return {"deepspeed_plugin": DeepSpeedPlugin(**cell.with_settings("DeepSpeedPlugin", {"hf_ds_config": settings}))}
 
 
 def _transformers(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
@@ -88,7 +89,7 @@ def _transformers(stage: int, precision: Precision, cell: Cell, wrap: WrapSpec) 
     without_shared_memory()
     settings = config(stage, precision, cell)
     shared = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    return {"deepspeed": settings | dict.fromkeys(shared, "auto")}
+    return {"deepspeed": cell.with_settings("ds_config", settings | dict.fromkeys(shared, "auto"))}
 
 
 #: Options of FSDP and of compilation by block -> why a DeepSpeed engine does not have them.

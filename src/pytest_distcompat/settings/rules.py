@@ -1,0 +1,113 @@
+"""What is known about settings, from ``rules.json``: values to try, what they change on purpose, and what is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from importlib import resources
+from typing import Any
+
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.settings.fields import Field, Source
+
+#: Keys of a rule besides ``fields``, the patterns of full names, and ``reason``.
+_KEYS = {"values", "excluded", "without", "options", "precision", "strategies", "checks"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field, and what is done with it.
+
+    Attributes:
+        name: The field's full name.
+        state: ``swept``, with values from its type; ``hinted``, with values from the rules; ``excluded``; or ``unknown``.
+        values: The values to try, as text.
+        reason: Why it is excluded, or has hints.
+        strategies: Where it is tried.
+        precision: The precision of its cells.
+        options: Options of its cells.
+        without: Checks that it is meant to fail.
+        checks: Checks with runs of their own that concern it.
+    """
+
+    name: str
+    state: str
+    values: tuple[str, ...]
+    reason: str
+    strategies: tuple[str, ...]
+    precision: str
+    options: dict[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()
+
+
+@functools.cache
+def rules() -> list[dict[str, Any]]:
+    """Return the rules. A rule may be for several fields, and several rules for one; the later ones add to the earlier."""
+    found: list[dict[str, Any]] = json.loads((resources.files(__package__) / "rules.json").read_text(encoding="utf-8"))
+    for rule in found:
+        if not rule.get("reason") or not rule.get("fields") or set(rule) - _KEYS - {"fields", "reason"}:
+            raise ValueError(f"rules.json: {rule}: expected fields, a reason, and any of {', '.join(sorted(_KEYS))}")
+    return found
+
+
+def rule_of(name: str) -> dict[str, Any]:
+    """Return what the rules say together about a field of that full name."""
+    rule: dict[str, Any] = {}
+    for one in rules():
+        if any(fnmatchcase(name, pattern) for pattern in one["fields"]):
+            rule = {**rule, **one}
+    return rule
+
+
+def ruled(found: Field) -> Setting:
+    """Return what the rules say about a field."""
+    rule = rule_of(found.name)
+    values = tuple(rule.get("values", found.values))
+    state = "excluded" if rule.get("excluded") else "hinted" if "values" in rule else "swept" if values else "unknown"
+    return Setting(
+        found.name,
+        state,
+        () if state == "excluded" else values,
+        rule.get("reason", ""),
+        tuple(one for one in found.strategies if one in rule.get("strategies", found.strategies)),
+        rule.get("precision", found.precision),
+        rule.get("options", {}),
+        tuple(rule.get("without", ())),
+        tuple(rule.get("checks", ())),
+    )
+
+
+@functools.cache
+def read(sources: tuple[Source, ...]) -> tuple[Field, ...]:
+    """Return the fields of sources, read in a process of its own.
+
+    Raises:
+        UsageProblem: If they cannot be read, with the end of that process's errors.
+    """
+    data = json.dumps([dataclasses.asdict(source) for source in sources])
+    done = subprocess.run([sys.executable, "-m", __package__, data], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UsageProblem(f"the settings of the installed libraries cannot be read: {done.stderr.strip()[-2000:]}")
+    return tuple(Field(**{key: _tuple(value) for key, value in one.items()}) for one in json.loads(done.stdout))
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def settings_of(sources: Iterable[Source]) -> list[Setting]:
+    """Return the settings of these sources, in the order of the fields, each once."""
+    return list({found.name: ruled(found) for found in read(tuple(sources))}.values())
+
+
+def unused_rules(settings: Collection[Setting]) -> list[str]:
+    """Return the patterns of the rules that match no setting."""
+    patterns = [pattern for rule in rules() for pattern in rule["fields"]]
+    return [pattern for pattern in patterns if not any(fnmatchcase(one.name, pattern) for one in settings)]
