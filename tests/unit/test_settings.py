@@ -1,0 +1,222 @@
+"""Settings are read from what is installed, get values from their types, and are judged by one rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import pytest
+
+from pytest_distcompat.cell import Cell, setting_value
+from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.cli.main import main
+from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.judge import judge
+from pytest_distcompat.profiles import left_out
+from pytest_distcompat.scenario import REFERENCE_RUN
+from pytest_distcompat.settings import rules
+from pytest_distcompat.settings.fields import Field, Source, read_fields
+from pytest_distcompat.status import Status
+from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.trace import RunFailure, RunTrace, Trace
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclasses.dataclass
+class Plugin:
+    flag: bool = True
+    colour: Colour = Colour.RED
+    mode: Literal["a", "b-c"] = "a"
+    maybe: Optional[bool] = None  # noqa: UP045 - as libraries spell it
+    size: int = 2
+    part: float = 0.5
+    text: str = ""
+    callback: Any = None
+
+
+class Derived(Plugin):
+    pass
+
+
+def read_config(config: dict[str, Any]) -> None:
+    if "outer" in config:
+        config["outer"].get("inner", True)
+    config.get("size", 3)
+    config.setdefault("name", "x")
+
+
+HERE = "tests_of_settings"
+
+
+@pytest.fixture
+def fields(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The fields of an object of this module, by name."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+
+    def of(name: str, kind: str = "fields") -> dict[str, Field]:
+        return {one.name: one for one in read_fields([Source(name, f"{HERE}.{name}", ("ddp",), kind)])}
+
+    return of
+
+
+def test_values_come_from_the_type_without_the_default(fields: Any) -> None:
+    values = {name.removeprefix("Plugin."): one.values for name, one in fields("Plugin").items()}
+    assert values.pop("colour") == (f"{Colour.__module__}.Colour.BLUE",)
+    assert values == {
+        "flag": ("false",),
+        "mode": ("b~c",),
+        "maybe": ("true", "false"),
+        "size": ("0", "1", "7", "1000003"),
+        "part": ("0.0", "1.0"),
+        "text": (),
+        "callback": (),
+    }
+
+
+def test_subclasses_are_sources_of_their_own(fields: Any) -> None:
+    assert "Derived.flag" in fields("Plugin", "subclasses")
+
+
+def test_keys_that_a_reader_looks_up_are_fields_with_their_defaults(fields: Any) -> None:
+    found = fields("read_config", "keys")
+    assert {name: one.default for name, one in found.items()} == {
+        "read_config.outer.inner": "true",
+        "read_config.size": "3",
+        "read_config.name": "x",
+    }
+
+
+def test_limits_of_a_pydantic_field_hold_for_its_values(fields: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pydantic = pytest.importorskip("pydantic")
+    model = pydantic.create_model(
+        "Limited",
+        size=(int, pydantic.Field(5, ge=1, lt=7)),
+        inner=(pydantic.create_model("In", on=(bool, False)), None),
+    )
+    monkeypatch.setitem(globals(), "Limited", model)
+    found = fields("Limited")
+    assert found["Limited.size"].values == ("1", "2")
+    assert found["Limited.inner.on"].values == ("true",)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("true", True), ("null", None), ("1e~08", 1e-8), ("b~c", "b-c"), ("(0.5,0.9)", (0.5, 0.9)), ("a.b", "a.b")],
+)
+def test_a_value_is_read_from_its_text(text: str, value: object) -> None:
+    assert setting_value(text) == value
+
+
+def test_a_text_may_be_an_import_path() -> None:
+    assert setting_value("pathlib.Path") is Path
+
+
+def test_a_cell_has_its_settings_in_its_id() -> None:
+    cell = Cell.of("zero2", "fp32", set="ds_config.zero_optimization.overlap_comm=false+AdamW.eps=1e~08")
+    assert Cell.parse(cell.id) == cell
+    assert cell.settings("AdamW") == {"eps": 1e-8}
+    assert cell.settings("Adam") == {}
+    given = {"zero_optimization": {"stage": 2}}
+    assert cell.with_settings("ds_config", given) == {"zero_optimization": {"stage": 2, "overlap_comm": False}}
+    assert given == {"zero_optimization": {"stage": 2}}
+
+
+@pytest.mark.parametrize("wrong", ["flag", "A.b=", "A.b=a-b", "A.b=[1]", "=1"])
+def test_what_is_no_setting_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match="has no value"):
+        Cell.of("ddp", "fp32", set=wrong)
+
+
+def test_a_driver_says_which_objects_it_does_not_make() -> None:
+    cell = Cell.of("ddp", "fp32", set="fully_shard.reshard_after_forward=2")
+    assert DRIVERS.get("torch").unsupported_reason(cell) == "the torch driver has no fully_shard under ddp"
+
+
+def test_the_reference_follows_the_optimizers_settings_alone() -> None:
+    cell = Cell.of("ddp", "fp32", set="AdamW.eps=1.0+DistributedDataParallel.static_graph=true")
+    assert REFERENCE_RUN.cell(cell).set == ("AdamW.eps=1.0",)
+    assert REFERENCE_RUN.cell(Cell.of("ddp", "fp32", set="compile.fullgraph=true")) == Cell("ddp", "fp32", 1)
+
+
+CELL = Cell.of("ddp", "fp32", set="Plugin.flag=true")
+
+
+def ended(action: str, message: str, kind: str = "raised") -> Trace:
+    end = RunFailure(kind, f"rank 0 raised {message}", f"rank 0 raised {message}", action, 1)
+    return Trace.of("torch", [RunTrace("train", 2, (), end, CELL.id)])
+
+
+@pytest.mark.parametrize(
+    ("action", "message", "kind", "status"),
+    [
+        ("build", "ValueError: flag is not supported", "raised", Status.REFUSED),
+        ("build", "ValueError: ", "raised", Status.FAILED),
+        ("build", "AttributeError: 'NoneType' object has no attribute 'x'", "raised", Status.FAILED),
+        ("step", "ValueError: flag is not supported", "raised", Status.FAILED),
+        ("build", "ValueError: flag", "hung", Status.HUNG),
+    ],
+)
+def test_a_setting_is_refused_before_the_first_step_with_a_message(
+    action: str, message: str, kind: str, status: Status
+) -> None:
+    assert judge(CHECKS.get("names"), CELL, ended(action, message, kind)).status is status
+
+
+def test_without_a_setting_nothing_may_be_refused() -> None:
+    trace = ended("build", "ValueError: flag is not supported")
+    assert judge(CHECKS.get("names"), Cell("ddp", "fp32"), trace).status is Status.FAILED
+
+
+def test_rules_add_checks_and_leave_out_those_that_a_setting_is_meant_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = [
+        {"fields": ["Plugin.*"], "checks": ["resume"], "reason": "concerns checkpoints"},
+        {"fields": ["*.flag"], "without": ["parity"], "reason": "meant to"},
+    ]
+    monkeypatch.setattr(rules, "rules", lambda: added)
+    left = left_out("sweep", {CELL: ["names", "resume", "parity", "export"]}, ())
+    assert {check: reason for (_, check), reason in left.items()}.keys() == {"parity", "export"}
+    assert left[CELL, "parity"] == "meant to"
+
+
+def test_a_field_without_values_and_rule_is_unknown() -> None:
+    assert rules.ruled(Field("Plugin.text", "str", "", (), ("ddp",), "fp32")).state == "unknown"
+    assert rules.ruled(Field("Plugin.nvme_path", "str", "", (), ("ddp",), "fp32")).state == "excluded"
+
+
+def test_each_rule_is_whole() -> None:
+    assert all(isinstance(rule["reason"], str) for rule in rules.rules())
+    names = {check for rule in rules.rules() for check in (*rule.get("without", ()), *rule.get("checks", ()))}
+    assert names <= set(CHECKS.names())
+    assert {one for rule in rules.rules() for one in rule.get("strategies", ())} <= set(STRATEGIES.names())
+
+
+def test_sources_that_cannot_be_read_are_a_usage_problem() -> None:
+    with pytest.raises(UsageProblem, match="No module named 'nowhere'"):
+        rules.read((Source("X", "nowhere.X", ("ddp",)),))
+
+
+@pytest.mark.spawn
+def test_torch_has_no_setting_that_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["settings", "--driver", "torch"]) == 0
+    shown = capsys.readouterr().out
+    assert "fully_shard.reshard_after_forward" in shown
+    assert " 0 unknown;" in shown
+
+
+@pytest.mark.spawn
+@pytest.mark.nightly
+def test_the_installed_stack_has_no_setting_that_is_unknown_and_each_rule_a_setting() -> None:
+    found = [one for name in DRIVERS.names() for one in rules.settings_of(DRIVERS.get(name).sources)]
+    assert [one.name for one in found if one.state == "unknown"] == []
+    assert rules.unused_rules(found) == []
+    assert len({json.dumps(dataclasses.asdict(one)) for one in found}) > 400
