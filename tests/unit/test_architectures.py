@@ -6,9 +6,8 @@ import pytest
 
 from pytest_distcompat import suite
 from pytest_distcompat.cell import Cell
-from pytest_distcompat.cli.main import main
 from pytest_distcompat.drivers import DRIVERS
-from pytest_distcompat.models import architectures, model_of
+from pytest_distcompat.models import architecture, architectures, model_of
 from pytest_distcompat.profiles import ZOO_CHECKS, cells, left_out
 
 
@@ -54,8 +53,14 @@ def test_one_of_each_task_takes_a_step(name: str) -> None:
 
 
 @pytest.mark.nightly
-def test_each_architecture_is_made_or_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["architectures"]) == 0
-    built, _, rest = capsys.readouterr().out.strip().rpartition("\n")[2].partition(" of ")
-    assert int(built) >= 150
-    assert rest.endswith(" architectures, 0 failed")
+def test_each_architecture_takes_a_step_or_has_a_reason() -> None:
+    pytest.importorskip("torch")
+    made = [tiny for tiny in map(architecture, architectures()) if not tiny.unsupported_reason]
+    failed = {}
+    for tiny in made:
+        try:
+            tiny.loss(tiny.make(), tiny.batch(0, 0)).backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            failed[tiny.name] = f"{type(error).__name__}: {error}"
+    assert not failed
+    assert len(made) >= 150
