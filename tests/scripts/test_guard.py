@@ -16,8 +16,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.launch.ending import RankProcess, conclude
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.scripts import ScriptRun
-from pytest_distcompat.scripts.environment import with_probe
-from pytest_distcompat.scripts.probe_config import ProbeConfig
+from pytest_distcompat.scripts.environment import ProbeConfig, with_probe
 from pytest_distcompat.status import Verdict
 
 from .conftest import PROGRAMS, Launch

@@ -174,6 +174,11 @@ class TinyDriver(Driver):
             self.tokens += self.tiny.count(batch)
             yield batch, index == indices[-1]
 
+    def overflow(self, number: int) -> float:
+        """Take a step in which gradients overflow."""
+        with self.overflowing():
+            return self.step(number)
+
     @contextlib.contextmanager
     def overflowing(self) -> Iterator[None]:
         """Make gradients of one layer infinite on the highest rank: some ranks hold none of it in a flat partition."""

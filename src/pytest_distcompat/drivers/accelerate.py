@@ -192,11 +192,6 @@ class AccelerateDriver(TinyDriver):
             total += float(loss.detach()) / self.accumulate
         return total
 
-    def overflow(self, number: int) -> float:
-        """Take a step in which gradients overflow."""
-        with self.overflowing():
-            return self.step(number)
-
     def save(self, directory: Path) -> None:
         """Save a checkpoint by ``save_state``."""
         self.accelerator.save_state(str(directory))

@@ -115,11 +115,6 @@ class DeepSpeedDriver(TinyDriver):
         self.grad_norm = None if norm is None else float(norm)
         return total
 
-    def overflow(self, number: int) -> float:
-        """Take a step in which gradients overflow."""
-        with self.overflowing():
-            return self.step(number)
-
     def save(self, directory: Path) -> None:
         """Save by ``save_checkpoint``, and torch's random state, which DeepSpeed does not save."""
         import torch

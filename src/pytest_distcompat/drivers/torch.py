@@ -187,11 +187,6 @@ class TorchDriver(TinyDriver):
             state["scaler"] = self.scaler.state_dict()
         return state | {"rng": torch.get_rng_state()}
 
-    def overflow(self, number: int) -> float:
-        """Take a step in which gradients overflow."""
-        with self.overflowing():
-            return self.step(number)
-
     def save(self, directory: Path) -> None:
         """Write one DCP checkpoint, or one file by rank 0 for state_dict=full."""
         import torch

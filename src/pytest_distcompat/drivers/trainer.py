@@ -217,10 +217,6 @@ class TrainerDriver(TinyDriver):
         with contextlib.suppress(PlanDoneError):
             self.trainer.train(resume_from_checkpoint=checkpoint)
 
-    def overflow(self, number: int) -> float:
-        """Exist so that ``can`` finds it: ``train`` does every step, and its callback makes gradients overflow."""
-        raise NotImplementedError
-
     def _loss(self) -> Callable[..., torch.Tensor]:
         """Return the loss for a model that does not compute one."""
 

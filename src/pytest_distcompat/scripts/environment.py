@@ -1,8 +1,11 @@
-"""Environment variables that the parent sets for every process of a launched script, and the path of the probe."""
+"""What the parent tells every process of a launched script: by environment variables, and by a file for the probe."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 #: The directory of the run: logs of the ranks, and ``probe.json``, which says what the probe should record.
@@ -15,6 +18,8 @@ ON_CPU = "DISTCOMPAT_ON_CPU"
 #: The directory that is put on PYTHONPATH: it holds only ``sitecustomize.py``.
 SITE = Path(__file__).parent / "site"
 
+_PROBE = "probe.json"
+
 
 def with_probe(environment: dict[str, str], directory: Path) -> dict[str, str]:
     """Return the environment with the variables that start the probe in every Python process.
@@ -24,3 +29,31 @@ def with_probe(environment: dict[str, str], directory: Path) -> dict[str, str]:
     own = environment.get("PYTHONPATH")
     path = f"{SITE}{os.pathsep}{own}" if own else str(SITE)
     return {**environment, "PYTHONPATH": path, RUN: str(directory)}
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """What the probe records in each rank of a script.
+
+    Attributes:
+        steps: How many optimizer steps are recorded in full. Of later ones only losses and learning rates are recorded,
+            so that a long run is not slowed down. With 0 there is no probe, and ranks only log how they ended.
+        device: ``cpu`` or ``cuda``.
+        stop_after: All ranks exit after the checkpoint of that step, as if preempted. With 0 they run to their end.
+        blocks: Class names of the modules that are sharded one by one; if empty, those that the model declares.
+    """
+
+    steps: int = 5
+    device: str = "cpu"
+    stop_after: int = 0
+    blocks: tuple[str, ...] = ()
+
+    def write(self, directory: Path) -> None:
+        """Write the configuration into the directory of a run."""
+        (directory / _PROBE).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: Path) -> ProbeConfig:
+        """Read the configuration from the directory of a run."""
+        fields = json.loads((directory / _PROBE).read_text(encoding="utf-8"))
+        return cls(**{**fields, "blocks": tuple(fields["blocks"])})

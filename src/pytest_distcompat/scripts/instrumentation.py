@@ -9,12 +9,23 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from pytest_distcompat.scripts import guard, lightning_instrumentation, trainer_instrumentation, wrappers
+from pytest_distcompat.scripts import bridge, guard, trainer_instrumentation, wrappers
+from pytest_distcompat.scripts.environment import ON_CPU, RUN
 from pytest_distcompat.scripts.hosted_rank import claim, current_rank
 from pytest_distcompat.scripts.import_hooks import on_import
 from pytest_distcompat.scripts.recorder import Recorder
 from pytest_distcompat.scripts.tracked_objects import TrackedObjects
 from pytest_distcompat.scripts.wrappers import Arguments, Keywords, Steps, wrap_attribute
+
+
+def enter() -> None:
+    """Start the probe and the CPU bridge in a Python process of a launched script; claim the rank if it is one."""
+    if os.environ.get(RUN):
+        if os.environ.get("RANK", "").isdecimal():
+            claim(int(os.environ["RANK"]))
+        install()
+    if os.environ.get(ON_CPU) == "1":
+        bridge.install()
 
 
 def install() -> None:
@@ -35,10 +46,10 @@ def install() -> None:
             lambda module: wrap_attribute(module.PreTrainedModel, "save_pretrained", _exports),
         ),
         ("transformers.trainer", lambda module: trainer_instrumentation.wrap(module.Trainer)),
-        *((f"{package}.trainer", lightning_instrumentation.trainer) for package in lightning_instrumentation.PACKAGES),
         *(
-            (f"{package}.strategies", lightning_instrumentation.strategies)
-            for package in lightning_instrumentation.PACKAGES
+            (f"{package}.{module}", trainer_instrumentation.wrap_lightning)
+            for package in trainer_instrumentation.LIGHTNING
+            for module in ("trainer", "strategies")
         ),
     ):
         on_import(name, wrap)
@@ -109,21 +120,17 @@ def _safetensors(module: ModuleType) -> None:
     """Wrap ``save_file(tensors, filename)`` and ``save_model(model, filename)``."""
 
     def where(_result: Any, args: Arguments, kwargs: Keywords) -> Any:
-        return _second_argument(args, kwargs, "filename")
+        return wrappers.second(args, kwargs, "filename")
 
     wrap_attribute(module, "save_file", wrappers.saves(where, everyone=False, model=False))
     wrap_attribute(module, "save_model", wrappers.saves(where, everyone=False))
-
-
-def _second_argument(args: Arguments, kwargs: Keywords, name: str) -> Any:
-    return args[1] if len(args) > 1 else kwargs.get(name)
 
 
 def _exports(recorder: Recorder, args: Arguments, kwargs: Keywords) -> Steps:
     """Wrap ``model.save_pretrained(save_directory)``: record the trained model and the files."""
     if not recorder.depth:
         recorder.call_unobserved(recorder.record_final_model)
-    path = _second_argument(args, kwargs, "save_directory") if kwargs.get("is_main_process", True) else None
+    path = wrappers.second(args, kwargs, "save_directory") if kwargs.get("is_main_process", True) else None
     yield from wrappers.saves(lambda *_: path, everyone=False)(recorder, args, kwargs)
 
 

@@ -22,9 +22,8 @@ from pytest_distcompat.leased import leak_message
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scripts import command as commands
 from pytest_distcompat.scripts.configuration import find_configuration
-from pytest_distcompat.scripts.environment import ON_CPU, with_probe
+from pytest_distcompat.scripts.environment import ON_CPU, ProbeConfig, with_probe
 from pytest_distcompat.scripts.hosting import Hosted
-from pytest_distcompat.scripts.probe_config import ProbeConfig
 from pytest_distcompat.scripts.result import ScriptRun
 from pytest_distcompat.strategies import STRATEGIES
 
@@ -120,18 +119,30 @@ def launch(
     limit = host.timeout if timeout is None else timeout
     ranks = host.world_size if world_size is None else world_size
     working_directory = Path(cwd or Path.cwd())
-    _check_arguments(
-        script,
-        args,
-        timeout=limit,
-        world_size=ranks,
-        watch_steps=watch_steps,
-        cwd=working_directory,
-        environment=environment or {},
-        blocks=blocks,
-        saved_name=saved_name,
-        fails=fails,
+    texts = environment or {}
+    check_arguments(
+        script=(script, isinstance(script, (str, Path)), "expected a path, or '-m' before the name of a module"),
+        blocks=(blocks, _are_texts((blocks,) if isinstance(blocks, str) else blocks), "expected class names"),
+        saved_name=(saved_name, saved_name is None or callable(saved_name), "expected a function of a saved key"),
+        timeout=(limit, isinstance(limit, (int, float)) and limit > 0, "expected a number of seconds above 0"),
+        world_size=(ranks, isinstance(ranks, int) and ranks > 0, RANKS),
+        watch_steps=(
+            watch_steps,
+            isinstance(watch_steps, int) and watch_steps >= 0,
+            "expected a number of steps, 0 for no probe",
+        ),
+        cwd=(str(cwd), working_directory.is_dir(), "there is no such directory"),
+        environment=(texts, isinstance(texts, Mapping), "expected a mapping of names to texts"),
     )
+    check_arguments(environment=(texts, _are_texts([*texts.values()]), "expected texts"))
+    try:
+        re.compile(fails)
+    except (re.error, TypeError) as error:
+        raise UsageProblem(f"fails={fails!r:.200}: expected a regular expression ({error})") from None
+    given: Sequence[object] = args
+    several = next((one for one in given if isinstance(one, (list, tuple, dict, set))), None)
+    if several is not None:
+        raise UsageProblem(f"{several!r:.200} is given as one argument: launch(script, *args) takes them one by one")
     classes = (blocks,) if isinstance(blocks, str) else tuple(blocks)
     cell = _cell(strategy, precision, ranks, options or {})
     arguments = tuple(map(str, args))
@@ -193,51 +204,19 @@ def launch(
     return run
 
 
-def _check_arguments(
-    script: object,
-    args: Sequence[object],
-    *,
-    timeout: object,
-    world_size: object,
-    watch_steps: object,
-    cwd: Path,
-    environment: Mapping[str, str],
-    blocks: object,
-    saved_name: object,
-    fails: object,
-) -> None:
-    """Raise UsageProblem for an argument of ``launch`` that has a wrong type or value, before anything is leased."""
-    if not isinstance(script, (str, Path)):
-        raise UsageProblem(f"script={script!r:.200}: expected a path, or '-m' before the name of a module")
-    if not isinstance(blocks, (str, tuple, list)) or not all(isinstance(one, str) for one in blocks):
-        raise UsageProblem(f"blocks={blocks!r:.200}: expected class names")
-    try:
-        re.compile(fails)  # type: ignore[call-overload]  # anything but a string raises too
-    except (re.error, TypeError) as error:
-        raise UsageProblem(f"fails={fails!r:.200}: expected a regular expression ({error})") from None
-    if saved_name is not None and not callable(saved_name):
-        raise UsageProblem(f"saved_name={saved_name!r:.200}: expected a function of a key in a saved file")
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise UsageProblem(f"timeout={timeout!r}: expected a number of seconds above 0")
-    check_ranks("world_size", world_size)
-    if not isinstance(watch_steps, int) or watch_steps < 0:
-        raise UsageProblem(f"watch_steps={watch_steps!r}: expected a number of steps, 0 for no probe")
-    several = next((one for one in args if isinstance(one, (list, tuple, dict, set))), None)
-    if several is not None:
-        raise UsageProblem(f"{several!r:.200} is given as one argument: launch(script, *args) takes them one by one")
-    if not cwd.is_dir():
-        raise UsageProblem(f"cwd={str(cwd)!r}: there is no such directory")
-    if not isinstance(environment, Mapping):
-        raise UsageProblem(f"environment={environment!r:.200}: expected a mapping of names to texts")
-    wrong = {name: value for name, value in environment.items() if not isinstance(value, str)}
-    if wrong:
-        raise UsageProblem(f"environment={wrong!r:.200}: expected texts")
+#: What a number of ranks must be.
+RANKS = "expected a number of ranks, 1 or more"
 
 
-def check_ranks(name: str, value: object) -> None:
-    """Raise UsageProblem if ``value``, of the argument ``name``, is not a number of ranks."""
-    if not isinstance(value, int) or value < 1:
-        raise UsageProblem(f"{name}={value!r}: expected a number of ranks, 1 or more")
+def check_arguments(**arguments: tuple[object, bool, str]) -> None:
+    """Raise UsageProblem for the first argument, given as (value, whether it is valid, what is wrong), that is not valid."""
+    for name, (value, valid, problem) in arguments.items():
+        if not valid:
+            raise UsageProblem(f"{name}={value!r:.200}: {problem}")
+
+
+def _are_texts(values: object) -> bool:
+    return isinstance(values, (tuple, list)) and all(isinstance(one, str) for one in values)
 
 
 def _cell(strategy: str, precision: str, world_size: int, options: Mapping[str, OptionValue]) -> Cell:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat import clock
 from pytest_distcompat.scripts import guard
+from pytest_distcompat.scripts.environment import ProbeConfig
 from pytest_distcompat.scripts.hosted_rank import HostedRank, call_before_end
-from pytest_distcompat.scripts.probe_config import ProbeConfig
 from pytest_distcompat.scripts.tracked_objects import TrackedObjects
 from pytest_distcompat.trace import Snapshot
 

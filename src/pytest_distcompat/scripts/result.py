@@ -17,9 +17,9 @@ from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProble
 from pytest_distcompat.judge import judge, skipped
 from pytest_distcompat.launch import Ending
 from pytest_distcompat.runner import run_trace
+from pytest_distcompat.scripts.environment import ProbeConfig
 from pytest_distcompat.scripts.events import Bridged, Output, ProbeFailed, Saved, UnseenModel
 from pytest_distcompat.scripts.final_model import check_final_model
-from pytest_distcompat.scripts.probe_config import ProbeConfig
 from pytest_distcompat.scripts.reading import read_in_a_process
 from pytest_distcompat.status import Status, Verdict
 from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, Trace

@@ -11,7 +11,7 @@ from typing import Any
 from pytest_distcompat.checks._base import pairs
 from pytest_distcompat.checks._values import differences, other_dtypes, settings, values
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem
-from pytest_distcompat.scripts.launching import Host, check_ranks, launch
+from pytest_distcompat.scripts.launching import RANKS, Host, check_arguments, launch
 from pytest_distcompat.scripts.recorder import STRIDE
 from pytest_distcompat.scripts.result import ScriptRun
 from pytest_distcompat.trace import Snapshot, StateInfo
@@ -166,9 +166,17 @@ def resume_roundtrip(
         RunFailedError: If a run fails.
         UsageProblem: For a wrong argument.
     """
-    _check_arguments(
-        args=args, resume=resume, same=same, save_at=save_at, total=total, reshard_to=reshard_to, settings=settings
+    lists = {"args": args, "resume": resume, "same": same}
+    check_arguments(**{name: (one, _is_list(one), "expected a list of texts") for name, one in lists.items()})
+    steps = f"expected 1 to total={total!r} steps"
+    check_arguments(
+        same=(list(same), bool(same) and {*same} <= {*SAME}, f"known are {', '.join(SAME)}"),
+        save_at=(save_at, isinstance(save_at, int) and isinstance(total, int) and 0 < save_at <= total, steps),
+        reshard_to=(reshard_to, reshard_to is None or (isinstance(reshard_to, int) and reshard_to > 0), RANKS),
     )
+    reserved = [name for name in ("watch_steps", "stop_after", "allow_failure", "fails") if name in settings]
+    if reserved:
+        raise UsageProblem(f"resume_roundtrip takes no {reserved[0]}: it says that of each run itself")
     host = host or Host.here()
     replacements = {"steps": str(total), "save_at": str(save_at)}
 
@@ -193,29 +201,8 @@ def resume_roundtrip(
     return trip
 
 
-def _check_arguments(
-    *,
-    args: Sequence[str | Path],
-    resume: Sequence[str | Path],
-    same: Sequence[str],
-    save_at: int,
-    total: int,
-    reshard_to: object,
-    settings: Mapping[str, Any],
-) -> None:
-    """Raise UsageProblem for a wrong argument: also for a string in place of a list, and if nothing is to be compared."""
-    for name, strings in (("args", args), ("resume", resume), ("same", same)):
-        if isinstance(strings, str) or not isinstance(strings, Iterable):
-            raise UsageProblem(f"{name}={strings!r}: expected a list of texts")
-    if not same or any(name not in SAME for name in same):
-        raise UsageProblem(f"same={list(same)!r}: known are {', '.join(SAME)}")
-    if not isinstance(save_at, int) or not isinstance(total, int) or not 0 < save_at <= total:
-        raise UsageProblem(f"save_at={save_at!r} of total={total!r} steps")
-    if reshard_to is not None:
-        check_ranks("reshard_to", reshard_to)
-    reserved = [name for name in ("watch_steps", "stop_after", "allow_failure", "fails") if name in settings]
-    if reserved:
-        raise UsageProblem(f"resume_roundtrip takes no {reserved[0]}: it says that of each run itself")
+def _is_list(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str)
 
 
 def _missing_checkpoint(run: ScriptRun, save_at: int) -> str:

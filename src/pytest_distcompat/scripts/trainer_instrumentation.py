@@ -1,8 +1,9 @@
-"""Wrappers of ``transformers.Trainer``: each of its methods counts as one call, whatever other libraries it calls."""
+"""Wrappers of the Trainers of transformers and Lightning: each method counts as one call, whatever it calls."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pytest_distcompat.scripts import guard, wrappers
@@ -14,9 +15,29 @@ from pytest_distcompat.scripts.wrappers import Arguments, Keywords, Steps
 #: ``tests/scripts/test_private_names.py`` fails when it changes.
 SAVE = "_save_checkpoint"
 
+#: Lightning is installed under two names, each with classes of its own.
+LIGHTNING = ("pytorch_lightning", "lightning.pytorch")
+
+
+def wrap_lightning(module: ModuleType) -> None:
+    """Wrap ``Trainer.save_checkpoint``, which all ranks call, and its strategies' ``load_checkpoint``.
+
+    Lightning writes through a file system of its own: https://lightning.ai/docs/pytorch/stable/common/trainer.html
+    """
+    if (trainer := getattr(module, "Trainer", None)) is not None:
+        wrappers.wrap_attribute(
+            trainer,
+            "save_checkpoint",
+            wrappers.saves(lambda _result, args, kwargs: wrappers.second(args, kwargs, "filepath")),
+        )
+        return
+    for kind in vars(module).values():
+        if isinstance(kind, type) and "load_checkpoint" in vars(kind):
+            wrappers.wrap_attribute(kind, "load_checkpoint", wrappers.loads)
+
 
 def wrap(trainer: Any) -> None:
-    """Wrap the methods of the class ``Trainer``."""
+    """Wrap the methods of transformers' ``Trainer``."""
     wrappers.wrap_attribute(trainer, "__init__", _constructor)
     wrappers.wrap_attribute(
         trainer,

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pytest_distcompat.scripts import guard
-from pytest_distcompat.scripts.environment import RUN
+from pytest_distcompat.scripts.environment import RUN, ProbeConfig
 from pytest_distcompat.scripts.hosted_rank import claim, current_rank
-from pytest_distcompat.scripts.probe_config import ProbeConfig
 from pytest_distcompat.scripts.recorder import Recorder
 
 Arguments = tuple[Any, ...]
@@ -98,6 +97,11 @@ def models(values: Iterable[Any]) -> Iterator[Any]:
     import torch
 
     yield from (value for value in values if isinstance(value, torch.nn.Module))
+
+
+def second(args: Arguments, kwargs: Keywords, name: str) -> Any:
+    """Return the second argument of a call, None if it is not given."""
+    return args[1] if len(args) > 1 else kwargs.get(name)
 
 
 def wraps(made: Callable[[Any, Arguments], Iterable[Any]], *, compiles: bool = False) -> Wrapper:

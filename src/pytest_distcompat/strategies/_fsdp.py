@@ -106,7 +106,7 @@ def _parallelism_config(cell: Cell) -> dict[str, Any]:
     return {"parallelism_config": ParallelismConfig(**sizes)}
 
 
-def arguments(version: int, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:
+def arguments(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> dict[str, Any]:
     """Return keyword arguments for TrainingArguments: https://huggingface.co/docs/transformers/fsdp."""
     reshard = bool(cell.option("reshard_after_forward"))
     settings: dict[str, Any] = {

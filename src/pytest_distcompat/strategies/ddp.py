@@ -31,11 +31,7 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     return DistributedDataParallel(model, **cell.with_settings("DistributedDataParallel", settings))
 
 
-def _accelerate(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
-    return {}
-
-
-def _transformers(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
+def _no_settings(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
     return {}
 
 
@@ -48,8 +44,8 @@ DDP = Strategy(
     shards=False,
     leading=("module",),
     torch=_torch,
-    accelerate=_accelerate,
-    transformers=_transformers,
+    accelerate=_no_settings,
+    transformers=_no_settings,
     options={
         "state_dict_full": "DDP has one form of state dict, the full one",
         "cpu_offload": "DDP has nothing to offload",

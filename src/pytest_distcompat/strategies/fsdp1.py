@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING
 
 from pytest_distcompat.strategies import _fsdp
 from pytest_distcompat.strategies._base import DEEPSPEED_OPTIONS, Dtypes, Strategy, WrapSpec
@@ -36,14 +36,6 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
     return FullyShardedDataParallel(model, **cell.with_settings("FullyShardedDataParallel", settings))
 
 
-def _accelerate(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
-    return _fsdp.plugin(1, precision, cell, wrap)
-
-
-def _transformers(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
-    return _fsdp.arguments(1, cell, wrap)
-
-
 def _dtypes(precision: Precision) -> Dtypes:
     """Return FSDP2's row with buffers in the compute dtype, from the first forward on.
 
@@ -61,8 +53,8 @@ FSDP1 = Strategy(
     shards=True,
     wrappers=("_fsdp_wrapped_module",),
     torch=_torch,
-    accelerate=_accelerate,
-    transformers=_transformers,
+    accelerate=functools.partial(_fsdp.plugin, 1),
+    transformers=functools.partial(_fsdp.arguments, 1),
     options={
         "meta_init": "FSDP1 fills what was made on the meta device by synchronising module states, which needs a GPU",
         "cpu_offload": "FSDP1 offloads from an accelerator to the CPU, and there is none",

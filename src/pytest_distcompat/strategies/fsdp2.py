@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.strategies import _fsdp
@@ -66,14 +66,6 @@ def _load_weights(model: Module, full_state: dict[str, torch.Tensor], device: to
             buffer.copy_(full_state[name])
 
 
-def _accelerate(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
-    return _fsdp.plugin(2, precision, cell, wrap)
-
-
-def _transformers(precision: Precision, cell: Cell, wrap: WrapSpec) -> Mapping[str, Any]:
-    return _fsdp.arguments(2, cell, wrap)
-
-
 FSDP2 = Strategy(
     "fsdp2",
     meaning="torch.distributed.fsdp.fully_shard: parameters are DTensors",
@@ -82,8 +74,8 @@ FSDP2 = Strategy(
     kind="DTensor",
     shards=True,
     torch=_torch,
-    accelerate=_accelerate,
-    transformers=_transformers,
+    accelerate=functools.partial(_fsdp.plugin, 2),
+    transformers=functools.partial(_fsdp.arguments, 2),
     options={"no_use_orig_params": "FSDP2 has no flat parameters", **DEEPSPEED_OPTIONS},
     order=2,
 )
