@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
+from pytest_distcompat.trace import RunTrace, Snapshot, Trace, UnwrappedInfo
 
 #: Steps at the start that are not measured: allocators, compilers and bucket sizes settle in them.
 WARM_UP = 8
@@ -43,13 +43,10 @@ class Cost:
 
 def cost(trace: Trace, device: str = "", run: str = "train") -> Cost | None:
     """Return the cost of the training, on that GPU or (empty) the CPU; None if it has too few steps."""
-    return _cost(trace.runs.get(run), device)
-
-
-def _cost(run: RunTrace | None, device: str) -> Cost | None:
-    if run is None:
+    if run not in trace.runs:
         return None
-    steps = [run.at("step", nth) for nth in range(WARM_UP, len({m.index for m in run.snapshots if m.action == "step"}))]
+    trained = trace.run(run)
+    steps = [trained.at("step", nth) for nth in range(WARM_UP, len(trained.indices("step")))]
     if not steps:
         return None
     # A step takes as long as its slowest rank.
@@ -57,11 +54,10 @@ def _cost(run: RunTrace | None, device: str) -> Cost | None:
     tokens = statistics.mean(snapshot.tokens for snapshots in steps for snapshot in snapshots)
     rate = tokens / seconds if seconds else 0.0
     peak = next((value for name, value in PEAK.items() if name in device), None)
-    first = run.first("build_model")
-    size = sum(math.prod(info.shape) for info in first.unwrapped.parameters) if first and first.unwrapped else 0
+    size = sum(math.prod(info.shape) for info in trained.unwrapped.parameters) if trained.unwrapped else 0
     memory = max((snapshot.memory for snapshots in steps for snapshot in snapshots), default=0)
     mfu = 6 * size * rate / peak if peak else None
-    return Cost(seconds, rate, memory, state_bytes(run), mfu)
+    return Cost(seconds, rate, memory, state_bytes(trained), mfu)
 
 
 def state_bytes(run: RunTrace, nth: int = 2) -> float:
@@ -69,24 +65,21 @@ def state_bytes(run: RunTrace, nth: int = 2) -> float:
 
     Float32 masters and two moments are 12 bytes: https://huggingface.co/blog/deepspeed-to-fsdp-and-back.
     """
-    snapshots, first = run.at("step", nth), run.first("build_model")
-    trained = trained_elements(first.unwrapped.parameters) if first and first.unwrapped else 0
-    held = sum(
-        numel * BYTES.get(dtype, 4) for snapshot in snapshots for (_, dtype), numel in state_elements(snapshot).items()
-    )
+    kept = (item for snapshot in run.at("step", nth) for item in state_elements(snapshot).items())
+    held = sum(numel * BYTES.get(dtype, 4) for (_, dtype), numel in kept)
+    trained = trained_elements(run.unwrapped)
     return held / trained if trained else 0.0
 
 
 def state_elements(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
     """Return the elements that this rank's optimizer stores, without step counters, by (key or ``master``, dtype)."""
     found: dict[tuple[str, str], int] = {}
-    states = snapshot.optimizer.states if snapshot.optimizer else ()
-    for state in states:
+    for state in snapshot.states:
         if state.numel > 1 or state.key != "step":
             found[state.key, state.dtype] = found.get((state.key, state.dtype), 0) + state.numel
     if not any(key == "master" for key, _ in found):
         # Without flat copies the optimizer updates the live parameters themselves.
-        for info in snapshot.model.parameters if snapshot.model else ():
+        for info in snapshot.parameters:
             if info.held and info.trainable:
                 found["master", info.dtype] = found.get(("master", info.dtype), 0) + info.local_numel
     return found
@@ -99,9 +92,8 @@ def tensor_bytes(run: RunTrace, nth: int = 2) -> dict[str, list[int]]:
     """
     found: dict[str, list[int]] = {}
     for snapshot in run.at("step", nth):
-        live = snapshot.model.parameters if snapshot.model else ()
-        kept = state_elements(snapshot)
-        flat = snapshot.optimizer is not None and any(state.key == "master" for state in snapshot.optimizer.states)
+        live, kept = snapshot.parameters, state_elements(snapshot)
+        flat = any(state.key == "master" for state in snapshot.states)
         without = snapshot.optimizer.without_gradient if snapshot.optimizer else ()
         updated = sum(numel for (key, _), numel in kept.items() if key == "master")
         updated -= 0 if flat else sum(info.local_numel for info in live if info.held and info.name in without)
@@ -116,6 +108,6 @@ def tensor_bytes(run: RunTrace, nth: int = 2) -> dict[str, list[int]]:
     return found
 
 
-def trained_elements(parameters: tuple[ParameterInfo, ...]) -> int:
-    """Return the number of trained elements of the unwrapped model."""
-    return sum(math.prod(info.shape) for info in parameters if info.trainable)
+def trained_elements(unwrapped: UnwrappedInfo | None) -> int:
+    """Return the number of trained elements of the unwrapped model; 0 if it was not seen."""
+    return sum(math.prod(info.shape) for info in (unwrapped.parameters if unwrapped else ()) if info.trainable)

@@ -224,6 +224,16 @@ class Snapshot:
     files: tuple[FileInfo, ...] = ()
     saved: tuple[FileInfo, ...] = ()
 
+    @property
+    def parameters(self) -> tuple[ParameterInfo, ...]:
+        """Return the live parameters, none without a model."""
+        return self.model.parameters if self.model else ()
+
+    @property
+    def states(self) -> tuple[StateInfo, ...]:
+        """Return the optimizer's state, none without an optimizer."""
+        return self.optimizer.states if self.optimizer else ()
+
     def to_json(self) -> dict[str, Any]:
         """Return the snapshot as plain data, which ``from_json`` reads."""
         return dataclasses.asdict(self)
@@ -262,10 +272,14 @@ class RunTrace:
 
     def at(self, action: str, nth: int = 0) -> tuple[Snapshot, ...]:
         """Return the snapshots after the nth such action, one per rank in rank order; empty if no rank reached it."""
-        indices = sorted({snapshot.index for snapshot in self.snapshots if snapshot.action == action})
+        indices = self.indices(action)
         if not -len(indices) <= nth < len(indices):
             return ()
         return self.at_index(indices[nth])
+
+    def indices(self, action: str) -> list[int]:
+        """Return the index in the run of each such action that any rank reached, in order."""
+        return sorted({snapshot.index for snapshot in self.snapshots if snapshot.action == action})
 
     def at_index(self, index: int) -> tuple[Snapshot, ...]:
         """Return the snapshots after the action with that index in the run."""
@@ -280,6 +294,12 @@ class RunTrace:
         # A rank that holds a whole model, or none, belongs to no other replica.
         rest = tuple(sorted(set(range(self.world_size)) - {rank for ranks in found for rank in ranks}))
         return (*sorted(found), rest) if rest else tuple(sorted(found))
+
+    @property
+    def unwrapped(self) -> UnwrappedInfo | None:
+        """Return the model before anything wrapped it, None if it was not seen."""
+        first = self.first("build_model") or self.first("reload")
+        return first.unwrapped if first else None
 
     def first(self, action: str) -> Snapshot | None:
         """Return the snapshot of the lowest rank after the first such action, None if no rank reached it."""

@@ -80,10 +80,9 @@ class Names:
 
 def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
     """Return what all ranks together hold at these snapshots of that run."""
-    first = run.first("build_model") or run.first("reload")
-    if first is None or first.unwrapped is None:
+    if run.unwrapped is None:
         return Values({}, ("the unwrapped model was not seen",))
-    names = Names(run, first.unwrapped)
+    names = Names(run, run.unwrapped)
     parts: dict[tuple[Kind, str], list[_Part]] = defaultdict(list)
     for snapshot in snapshots:
         for kind, name, digest, numel, dtype in _held(snapshot, names):
@@ -307,9 +306,8 @@ def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[st
     Each tensor's own dtype decides: trained weights may be exported in float32 beside frozen ones in bfloat16.
     """
     trained = values(train, train.at("export"))
-    loaded = reload.first("reload")
     model = next((snapshot.model for snapshot in train.at("export") if snapshot.model), None)
-    if not trained.of("master") or loaded is None or loaded.unwrapped is None or model is None:
+    if not trained.of("master") or reload.unwrapped is None or model is None:
         return trained.weights
     live = max(BYTES.get(info.dtype, 4) for info in model.parameters)
     # The dtype in the file, not the loaded one: PEFT widens what it loads.
@@ -318,7 +316,7 @@ def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[st
     }
     exported = {
         info.name: written.get(info.name) or written.get(adapter_name(info.name)) or info.dtype
-        for info in loaded.unwrapped.parameters
+        for info in reload.unwrapped.parameters
     }
     sizes = {name: BYTES.get(dtype, 4) for name, dtype in exported.items()}
     copies = trained.of("parameter")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import REDUCTIONS, check, every_rank, named_ranks, requested
+from pytest_distcompat.cost import trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
 from pytest_distcompat.trace import ModelInfo, RunTrace, Snapshot, Trace, UnwrappedInfo
@@ -39,11 +40,8 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     trained = run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
     if cell.world_size > 1:
-        oracle = run.first("build_model")
-        infos = oracle.unwrapped.parameters if oracle and oracle.unwrapped else ()
-        trainable = sum(math.prod(info.shape) for info in infos if info.trainable)
         for snapshot in trained:
-            yield from _reduced(snapshot, trainable)
+            yield from _reduced(snapshot, trained_elements(run.unwrapped))
         # A replica holds the whole model, so each rank is a copy.
         copies = run.replicas if strategy.shards else tuple((rank,) for rank in range(cell.world_size))
         yield from _same_everywhere(trained, copies)
@@ -51,8 +49,7 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
 
 def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], bool]:
     """Return a predicate: True for live parameters of modules left out of the sharding, which ``units`` checks."""
-    first = run.first("build_model")
-    unwrapped = first.unwrapped if first else None
+    unwrapped = run.unwrapped
     names = {info.name for info in unwrapped.parameters} if unwrapped else set()
     prefixes = tuple(f"{module}." for module in unwrapped.ignored_modules) if unwrapped else ()
     return lambda live: bool(prefixes) and strategy.canonical(live, cell, names).startswith(prefixes)
@@ -89,20 +86,14 @@ def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
 
 def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
     """Yield findings unless the ranks store each parameter once together if sharded, once each if replicated."""
-    built, oracle, left_out = run.at("build"), run.first("build_model"), _left_out(strategy, cell, run)
-    unwrapped = oracle.unwrapped if oracle else None
+    built, unwrapped, left_out = run.at("build"), run.unwrapped, _left_out(strategy, cell, run)
     total = sum(math.prod(info.shape) for info in unwrapped.parameters if not left_out(info.name)) if unwrapped else 0
     if not total or unwrapped is None:
         yield "the unwrapped model has no parameters, or was not seen"
         return
 
     def stored(ranks: tuple[int, ...]) -> float:
-        infos = (
-            info
-            for snapshot in built
-            if snapshot.model and snapshot.rank in ranks
-            for info in snapshot.model.parameters
-        )
+        infos = (info for snapshot in built if snapshot.rank in ranks for info in snapshot.parameters)
         return sum(info.local_numel for info in infos if not left_out(info.name)) / total
 
     if not strategy.shards:
@@ -134,7 +125,7 @@ def _each_once(
     whole = {info.name: math.prod(info.shape) for info in unwrapped.parameters}
     stored: Counter[str] = Counter()
     for snapshot in built:
-        for info in snapshot.model.parameters if snapshot.model else ():
+        for info in snapshot.parameters:
             stored[strategy.canonical(info.name, cell, whole)] += info.local_numel
     ranks = tuple(snapshot.rank for snapshot in built)
     for name, numel in whole.items():

@@ -28,8 +28,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     strategy = STRATEGIES.get(cell.strategy)
     row = strategy.dtypes(PRECISIONS.get(cell.precision))
-    first, trained = trace.run().first("build_model"), trace.run().at("step", 2)
-    unwrapped = first.unwrapped if first else None
+    unwrapped, trained = trace.run().unwrapped, trace.run().at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
     smallest = _smallest_gradient(cell, unwrapped)
     for snapshot in trained:
@@ -54,9 +53,7 @@ def dtypes(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _stored(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
-    infos = [
-        info for info in (snapshot.model.parameters if snapshot.model else ()) if info.trainable and info.local_numel
-    ]
+    infos = [info for info in snapshot.parameters if info.trainable and info.local_numel]
     wrong = [info for info in infos if info.dtype != row.storage]
     if wrong:
         yield (
@@ -166,15 +163,12 @@ def _stepped(row: Dtypes, trained: tuple[Snapshot, ...]) -> Iterator[str]:
 
 def _keeps_state(snapshot: Snapshot) -> bool:
     """Tell whether the optimizer keeps state; SGD without momentum keeps none."""
-    return any(
-        state.key not in {"step", "master"} for state in (snapshot.optimizer.states if snapshot.optimizer else ())
-    )
+    return any(state.key not in {"step", "master"} for state in snapshot.states)
 
 
 def _holds(snapshot: Snapshot) -> bool:
     """Tell whether this rank holds trainable elements: of a small model the last of many ranks may hold none."""
-    infos = snapshot.model.parameters if snapshot.model else ()
-    return any(info.trainable and info.local_numel for info in infos)
+    return any(info.trainable and info.local_numel for info in snapshot.parameters)
 
 
 def _list(dtypes: Iterable[str]) -> str:

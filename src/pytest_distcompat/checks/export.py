@@ -34,14 +34,13 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
     takes such names for missing weights, which it initializes at random.
     """
     train, reload = trace.run("train"), trace.run("reload")
-    first, written, loaded = train.first("build_model"), train.at("files", 1), reload.first("reload")
-    if first is None or first.unwrapped is None or loaded is None or loaded.unwrapped is None:
+    if train.unwrapped is None or reload.unwrapped is None:
         yield "the unwrapped model was not seen"
         return
     yield from every_rank(train.at("export"), cell.world_size, "export")
-    files = [file for snapshot in written for file in snapshot.files if file.path.startswith(PREFIX)]
-    yield from names_in(cell, first.unwrapped, files)
-    yield from same_values(train, reload, loaded.unwrapped)
+    files = [file for snapshot in train.at("files", 1) for file in snapshot.files if file.path.startswith(PREFIX)]
+    yield from names_in(cell, train.unwrapped, files)
+    yield from same_values(train, reload, reload.unwrapped)
     yield from _outputs(cell, train.at("evaluate"), reload.at("evaluate"))
 
 

@@ -31,8 +31,7 @@ def float8(cell: Cell, trace: Trace) -> Iterator[str]:
     (https://github.com/huggingface/accelerate/issues/3360). Try 8 bits alone, DeepSpeed alone, then both.
     """
     run = trace.run()
-    first = run.first("build_model")
-    linears = first.unwrapped.linears if first and first.unwrapped else 0
+    linears = run.unwrapped.linears if run.unwrapped else 0
     if not linears:
         yield "the unwrapped model has no linear layer whose sizes 16 divides: there is nothing to convert"
         return

@@ -52,8 +52,7 @@ def gradients(cell: Cell, trace: Trace) -> Iterator[str]:
     detached.
     """
     train, reference = trace.run("train"), trace.run("reference")
-    first = train.first("build_model")
-    known = {info.name for info in first.unwrapped.parameters} if first and first.unwrapped else set()
+    known = {info.name for info in train.unwrapped.parameters} if train.unwrapped else set()
     expected = [_norms(reference, reference.at("reference", step), (0,)) for step in range(COMPARED)]
     rounding = _deviations_of_rounding(trace.runs.get("rounded"), expected)
     tolerance = ROUNDING_FACTOR * max((PRECISIONS.get(cell.precision).norm_tolerance, *rounding))
@@ -84,10 +83,9 @@ def _copies(cell: Cell, run: RunTrace) -> Sequence[tuple[int, ...]]:
 
 def _norms(run: RunTrace, snapshots: tuple[Snapshot, ...], ranks: tuple[int, ...]) -> Norms:
     """Return the norms of the gradients that these ranks hold; none for parts that are no whole, or under an unknown name."""
-    first = run.first("build_model")
-    if first is None or first.unwrapped is None:
+    if run.unwrapped is None:
         return {}
-    names = Names(run, first.unwrapped)
+    names = Names(run, run.unwrapped)
     parts: dict[str, dict[int, GradientInfo]] = defaultdict(dict)
     for snapshot in snapshots:
         for info in (info for step in snapshot.steps for info in step.gradients if snapshot.rank in ranks):

@@ -30,13 +30,13 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     (https://github.com/deepspeedai/DeepSpeed/pull/8029); with too few a part of the model is not optimized.
     """
     run, strategy = trace.run(), STRATEGIES.get(cell.strategy)
-    first, snapshots = run.first("build_model"), run.at("step", 2)
+    unwrapped, snapshots = run.unwrapped, run.at("step", 2)
     yield from every_rank(snapshots, cell.world_size, "three steps")
-    trained = trained_elements(first.unwrapped.parameters) if first and first.unwrapped else 0
+    trained = trained_elements(unwrapped)
     others = {key for snapshot in snapshots for key in _of_another_size(snapshot)}
     copies, padding = cell.world_size, 0
     if strategy.shards or strategy.flat_masters:
-        declared = requested(cell, first.unwrapped if first else None, "dp_replicate")
+        declared = requested(cell, unwrapped, "dp_replicate")
         copies, padding = int(cell.option("dp_replicate")) if declared else len(run.replicas), MAX_PADDING
     state_sharded = any(ZERO_OPTIMIZER in snapshot.optimizer.chain for snapshot in snapshots if snapshot.optimizer)
     found: Counter[str] = Counter()
@@ -44,7 +44,7 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     for snapshot in snapshots:
         for (key, _), numel in state_elements(snapshot).items():
             found[key] += numel
-        tensors.update(state.key for state in (snapshot.optimizer.states if snapshot.optimizer else ()))
+        tensors.update(state.key for state in snapshot.states)
     for key in sorted(set(found) - others):
         # It shards the state, not the parameters.
         times = 1 if state_sharded and key != "master" else copies
@@ -69,12 +69,8 @@ def _without_state(snapshots: tuple[Snapshot, ...], key: str, unused: frozenset[
 
 def _of_another_size(snapshot: Snapshot) -> set[str]:
     """Return the keys of state that does not have one element for each element that the optimizer updates."""
-    states = [
-        state
-        for state in (snapshot.optimizer.states if snapshot.optimizer else ())
-        if state.numel and state.key not in {"step", "master"}
-    ]
-    sizes = {info.name: info.local_numel for info in (snapshot.model.parameters if snapshot.model else ())}
+    states = [state for state in snapshot.states if state.numel and state.key not in {"step", "master"}]
+    sizes = {info.name: info.local_numel for info in snapshot.parameters}
     # For a parameter of one element the sizes always agree; the size of a partition is not known.
     owners = {state.owner for state in states if sizes.get(state.owner, 2) > 1}
     found = set(FACTORS)

@@ -26,18 +26,17 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
     inside it.
     """
     run = trace.run()
-    first = run.first("build_model")
-    if first is None or first.unwrapped is None:
+    if run.unwrapped is None:
         yield "the unwrapped model was not seen"
         return
-    expected = _Expected(cell, first.unwrapped, unused(run))
+    expected = _Expected(cell, run.unwrapped, unused(run))
     for snapshot in run.at("build"):
         yield from expected.buffers(snapshot)
     for snapshot in (trained := run.at("step", 2)):
         yield from expected.live(snapshot)
     yield from every_rank(trained, cell.world_size, "three steps")
     yield from expected.optimizer(trained)
-    indices = sorted({snapshot.index for snapshot in run.snapshots if snapshot.action == "files"})
+    indices = run.indices("files")
     written = [tuple(file for snapshot in run.at_index(index) for file in snapshot.files) for index in indices]
     if written or trace.saves:
         yield from expected.files(written[0] if written else ())

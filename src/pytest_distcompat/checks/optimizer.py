@@ -41,15 +41,12 @@ def _trainable(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) -> Mappin
 
     The live parameter decides where it has no counterpart there: a flat or a renamed one.
     """
-    first = run.first("build_model")
-    unwrapped = {
-        info.name: info.trainable for info in (first.unwrapped.parameters if first and first.unwrapped else ())
-    }
+    unwrapped = {info.name: info.trainable for info in (run.unwrapped.parameters if run.unwrapped else ())}
     strategy = STRATEGIES.get(cell.strategy)
     return {
         info.name: unwrapped.get(strategy.canonical(info.name, cell, unwrapped), info.trainable)
         for snapshot in built
-        for info in (snapshot.model.parameters if snapshot.model else ())
+        for info in snapshot.parameters
     }
 
 
@@ -75,7 +72,7 @@ def _partitions(built: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> I
     for snapshot in built:
         for name, numel in (snapshot.optimizer.partitioned if snapshot.optimizer else {}).items():
             held[name] += numel
-    for info in built[0].model.parameters if built and built[0].model else ():
+    for info in built[0].parameters if built else ():
         expected = math.prod(info.shape)
         if trainable[info.name] and held[info.name] != expected:
             yield (
@@ -144,6 +141,6 @@ def _without_gradient(trained: tuple[Snapshot, ...]) -> set[str]:
 def _digests(snapshots: tuple[Snapshot, ...]) -> dict[str, dict[int, str]]:
     found: dict[str, dict[int, str]] = defaultdict(dict)
     for snapshot in snapshots:
-        for info in snapshot.model.parameters if snapshot.model else ():
+        for info in snapshot.parameters:
             found[info.name][snapshot.rank] = info.digest
     return found

@@ -87,9 +87,8 @@ _Buffers = Mapping[str, Collection[tuple[str, str]]]
 
 def _without_nonpersistent(cell: Cell, run: RunTrace, snapshots: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
     """Return the snapshots without buffers that are not persistent: a fresh process makes those anew."""
-    first = run.first("build_model")
-    unwrapped = first.unwrapped.buffers if first and first.unwrapped else ()
-    known = {info.name: info.placement == "persistent" for info in unwrapped}
+    buffers = run.unwrapped.buffers if run.unwrapped else ()
+    known = {info.name: info.placement == "persistent" for info in buffers}
     canonical = STRATEGIES.get(cell.strategy).canonical
 
     def persistent(model: ModelInfo) -> ModelInfo:

@@ -27,16 +27,15 @@ def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: weights were not gathered, or were filtered by a name that wrapping had changed.
     """
     run = trace.run()
-    first, at_save, written = run.first("build_model"), run.at("save"), run.first("files")
+    unwrapped, at_save, written = run.unwrapped, run.at("save"), run.first("files")
     yield from every_rank(at_save, cell.world_size, "save")
-    if first is None or first.unwrapped is None or written is None:
+    if unwrapped is None or written is None:
         yield "the saved files were not read"
         return
     for owner, holds in (("an optimizer", "optimizer"), ("a scheduler", "scheduler")):
         paths = [repr(file.path) for file in written.saved if file.holds == holds]
         if paths:
             yield f"state of {owner} stands in {', '.join(paths[:3])}; the checkpoint is of the model alone"
-    unwrapped = first.unwrapped
     names = _required(cell, unwrapped)
     saved: dict[str, set[str]] = {}
     for key, digest in (pair for file in written.saved for pair in file.digests.items()):

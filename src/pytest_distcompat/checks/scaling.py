@@ -80,6 +80,5 @@ def _tolerates(old: Snapshot, new: Snapshot) -> bool:
 
 def _values(snapshot: Snapshot) -> dict[str, str]:
     """Return the digests of all that a step changes on this rank."""
-    found = {repr(info.name): info.digest for info in (snapshot.model.parameters if snapshot.model else ())}
-    states = snapshot.optimizer.states if snapshot.optimizer else ()
-    return found | {f"{state.key} of {state.owner!r}": state.digest for state in states}
+    found = {repr(info.name): info.digest for info in snapshot.parameters}
+    return found | {f"{state.key} of {state.owner!r}": state.digest for state in snapshot.states}

@@ -33,12 +33,11 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
     If it fails: compare the policy's class names with the model's. One unit for all gathers the whole model at once,
     one for each child costs a collective each.
     """
-    run = trace.run()
-    first = run.first("build_model")
-    if first is None or first.unwrapped is None:
+    run, unwrapped = trace.run(), trace.run().unwrapped
+    if unwrapped is None:
         yield "the unwrapped model was not seen"
         return
-    unknown = _unknown(cell, first.unwrapped)
+    unknown = _unknown(cell, unwrapped)
     if unknown:
         yield unknown
         return
@@ -48,9 +47,8 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
         if snapshot.model is None:
             yield f"rank {snapshot.rank}: no model to read units from"
             continue
-        found = [*_cut(cell, first.unwrapped, snapshot.model), *_recomputed(cell, first.unwrapped, snapshot.model)]
-        found += [*_compiled(cell, first.unwrapped, snapshot.model), *_left_out(cell, first.unwrapped, snapshot.model)]
-        yield from (f"rank {snapshot.rank}: {text}" for text in found)
+        for judge in (_cut, _recomputed, _compiled, _left_out):
+            yield from (f"rank {snapshot.rank}: {text}" for text in judge(cell, unwrapped, snapshot.model))
 
 
 def _unknown(cell: Cell, unwrapped: UnwrappedInfo) -> str | None:

@@ -52,7 +52,7 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
     files = Snapshot.from_json({"rank": 0, "run": "", "action": "", "index": 0, "files": read["files"]}).files
     files = tuple(file.renamed(saved_name) for file in files)
     yield from names_in(cell, first_snapshot.unwrapped, list(files))
-    last = max((snapshot.index // STRIDE for snapshot in run.snapshots if snapshot.action == "step"), default=0)
+    last = max(run.indices("step"), default=0) // STRIDE
     trained = list(_trained(run, last))
     if len(trained) < run.world_size:
         ranks = ", ".join(str(snapshot.rank) for snapshot in trained) or "none"

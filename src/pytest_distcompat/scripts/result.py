@@ -219,7 +219,7 @@ class ScriptRun:
             return (
                 f"watch_steps={watched}: the check looks at step {JUDGED_STEP} in full; expected {JUDGED_STEP} or more"
             )
-        taken = len({snapshot.index for snapshot in self.trace.snapshots if snapshot.action == "step"})
+        taken = len(self.trace.indices("step"))
         if taken < JUDGED_STEP:
             steps = "1 optimizer step" if taken == 1 else f"{taken} optimizer steps"
             return f"the run took {steps}: the check looks at step {JUDGED_STEP}; let the script take {JUDGED_STEP} or more"

@@ -227,7 +227,7 @@ def _filled(template: str | Path, replacements: Mapping[str, str]) -> str:
 
 
 def _steps_taken(run: ScriptRun) -> int:
-    return max((snapshot.index // STRIDE for snapshot in run.trace.snapshots if snapshot.action == "step"), default=0)
+    return max(run.trace.indices("step"), default=0) // STRIDE
 
 
 def _step(run: ScriptRun, nth: int) -> tuple[Snapshot, ...]:
@@ -236,12 +236,8 @@ def _step(run: ScriptRun, nth: int) -> tuple[Snapshot, ...]:
 
 def _saved_or_loaded(run: ScriptRun, save_at: int) -> tuple[Snapshot, ...]:
     """Return the snapshots of the save after that step, or those of the load if the run has loaded."""
-    saved = [
-        snapshot
-        for snapshot in run.trace.snapshots
-        if snapshot.action == "save" and snapshot.index // STRIDE == save_at
-    ]
-    return run.trace.at_index(saved[0].index) if saved and not run.trace.at("load") else run.trace.at("load")
+    saved = [index for index in run.trace.indices("save") if index // STRIDE == save_at]
+    return run.trace.at("load") or (run.trace.at_index(saved[0]) if saved else ())
 
 
 def _value(quantity: str, snapshot: Snapshot) -> Any:
