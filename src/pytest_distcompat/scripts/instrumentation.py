@@ -46,13 +46,11 @@ def install() -> None:
             lambda module: wrap_attribute(module.PreTrainedModel, "save_pretrained", _exports),
         ),
         ("transformers.trainer", lambda module: trainer_instrumentation.wrap(module.Trainer)),
-        *(
-            (f"{package}.{module}", trainer_instrumentation.wrap_lightning)
-            for package in trainer_instrumentation.LIGHTNING
-            for module in ("trainer", "strategies")
-        ),
     ):
         on_import(name, wrap)
+    for package in trainer_instrumentation.LIGHTNING:
+        on_import(f"{package}.trainer", trainer_instrumentation.wrap_lightning)
+        on_import(f"{package}.strategies", trainer_instrumentation.wrap_lightning_strategies)
 
 
 def _process_groups(torch: ModuleType) -> None:

@@ -20,17 +20,16 @@ LIGHTNING = ("pytorch_lightning", "lightning.pytorch")
 
 
 def wrap_lightning(module: ModuleType) -> None:
-    """Wrap ``Trainer.save_checkpoint``, which all ranks call, and its strategies' ``load_checkpoint``.
+    """Wrap ``Trainer.save_checkpoint``, which all ranks call and which writes through a file system of Lightning's own.
 
-    Lightning writes through a file system of its own: https://lightning.ai/docs/pytorch/stable/common/trainer.html
+    https://lightning.ai/docs/pytorch/stable/common/trainer.html
     """
-    if (trainer := getattr(module, "Trainer", None)) is not None:
-        wrappers.wrap_attribute(
-            trainer,
-            "save_checkpoint",
-            wrappers.saves(lambda _result, args, kwargs: wrappers.second(args, kwargs, "filepath")),
-        )
-        return
+    save = wrappers.saves(lambda _result, args, kwargs: wrappers.second(args, kwargs, "filepath"))
+    wrappers.wrap_attribute(module.Trainer, "save_checkpoint", save)
+
+
+def wrap_lightning_strategies(module: ModuleType) -> None:
+    """Wrap ``load_checkpoint`` of each strategy that defines it: ``fit(ckpt_path=...)`` reads by it."""
     for kind in vars(module).values():
         if isinstance(kind, type) and "load_checkpoint" in vars(kind):
             wrappers.wrap_attribute(kind, "load_checkpoint", wrappers.loads)
