@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import json
 from pathlib import Path
 from typing import Any, Literal, Optional
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pytest_distcompat.cell import Cell, setting_value
 from pytest_distcompat.checks import CHECKS
@@ -20,6 +23,7 @@ from pytest_distcompat.profiles import left_out
 from pytest_distcompat.scenario import REFERENCE_RUN
 from pytest_distcompat.settings import rules
 from pytest_distcompat.settings.fields import Field, Source, read_fields
+from pytest_distcompat.settings.pairs import covering_rows, reduced_failures, smallest
 from pytest_distcompat.status import Status
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import RunFailure, RunTrace, Trace
@@ -220,3 +224,37 @@ def test_the_installed_stack_has_no_setting_that_is_unknown_and_each_rule_a_sett
     assert [one.name for one in found if one.state == "unknown"] == []
     assert rules.unused_rules(found) == []
     assert len({json.dumps(dataclasses.asdict(one)) for one in found}) > 400
+
+
+def test_rows_have_every_pair_of_values() -> None:
+    values = {"A.x": ["1"], "A.y": ["1", "2"], "B.z": ["1"]}
+    rows = covering_rows(values)
+    for (name, ones), (other, twos) in itertools.combinations(values.items(), 2):
+        for one, two in itertools.product((*ones, ""), (*twos, "")):
+            pair = {f"{name}={one}"} - {f"{name}="} | {f"{other}={two}"} - {f"{other}="}
+            absent = [f"{key}=" for key, value in ((name, one), (other, two)) if not value]
+            assert any(pair <= set(row) and not any(r.startswith(a) for r in row for a in absent) for row in rows)
+
+
+@given(st.sets(st.integers(0, 20), min_size=1, max_size=4))
+def test_a_row_is_reduced_to_what_fails(guilty: set[int]) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def fails(row: tuple[str, ...]) -> bool:
+        asked.append(row)
+        return {f"A.f{n}=1" for n in guilty} <= set(row)
+
+    assert smallest(tuple(f"A.f{n}=1" for n in range(21)), fails) == tuple(f"A.f{n}=1" for n in sorted(guilty))
+    assert len(asked) < 120
+
+
+def test_a_refusal_does_not_hide_another_failure() -> None:
+    def outcome(row: tuple[str, ...]) -> str:
+        refused = {"A.a=1", "A.b=1"} <= set(row)
+        return "refused" if refused else "parity: failed" if {"A.c=1", "A.d=1"} <= set(row) else ""
+
+    row = ("A.a=1", "A.b=1", "A.c=1", "A.d=1", "A.e=1")
+    assert list(reduced_failures(row, outcome)) == [
+        (("A.a=1", "A.b=1"), "refused"),
+        (("A.c=1", "A.d=1"), "parity: failed"),
+    ]
