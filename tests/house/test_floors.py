@@ -23,7 +23,7 @@ BY_NAME = {
     "scripts.site.sitecustomize",
 }
 #: The only modules that need torch to be defined at all.
-NEED_TORCH = {"models._mlp_module", "launch.agent"} | {
+NEED_TORCH = {"models._modules", "launch.agent"} | {
     f"probe.{m}" for m in ("tensors", "live", "optimizer", "observe", "inputs", "files", "numbers", "gradients")
 }
 

@@ -15,6 +15,7 @@ from pytest_distcompat.driver import OnAction, Plan
 from pytest_distcompat.drivers import _options, _preload, _releases
 from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
 from pytest_distcompat.drivers._trainer_callback import PlanDoneError, make_callback
+from pytest_distcompat.models import model_of
 from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.strategies._base import MAX_NORM
@@ -79,8 +80,9 @@ class TrainerDriver(TinyDriver):
             return "TrainingArguments have no word for FSDP's policy of dtypes"
         if cell.option("fp8_backend") == "te":
             return "Trainer passes no recipe for Transformer Engine to accelerate"
-        if cell.option("activation_checkpointing") and cell.option("model") == "mlp" and "fsdp" not in cell.strategy:
-            return "Trainer has the model recompute, and model mlp has no gradient_checkpointing_enable()"
+        recomputes = "transformers" in model_of(cell).preload
+        if cell.option("activation_checkpointing") and not recomputes and "fsdp" not in cell.strategy:
+            return f"Trainer has the model recompute, and model {cell.option('model')} has no gradient_checkpointing_enable()"
         return _options.unsupported_by_accelerate(cell, device) or super().unsupported_reason(cell, device)
 
     def groups(self, model: Module) -> Any:

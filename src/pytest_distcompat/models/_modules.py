@@ -1,0 +1,128 @@
+"""Module classes of the classifiers, in a module of their own because defining them imports torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Block(nn.Module):
+    """Residual block; FSDP wraps each."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (batch, width) to the same shape, in the dtype of the parameters."""
+        y: torch.Tensor = self.linear(torch.relu(self.norm(x)))
+        return x + y
+
+
+class MLP(nn.Module):
+    """Classifier with uneven sizes, buffers and a frozen layer: (batch, features) -> (batch, classes).
+
+    Buffers are cast where they are used, because neither FSDP2 nor DeepSpeed casts them: a bfloat16 activation times a
+    float32 buffer is float32, which the next layer's bfloat16 weights do not accept.
+    """
+
+    scale: torch.Tensor
+    offset: torch.Tensor
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(features, width)
+        self.frozen = nn.Linear(width, width)
+        self.frozen.requires_grad_(requires_grad=False)
+        self.blocks = nn.ModuleList([Block(width), Block(width)])
+        self.outlet = nn.Linear(width, classes)
+        self.register_buffer("scale", torch.full((width,), 0.5))
+        self.register_buffer("offset", torch.zeros(width), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = self.inlet(x.to(self.inlet.weight.dtype))
+        x = x + self.frozen(x) * self.scale.to(x.dtype) + self.offset.to(x.dtype)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.outlet(x)
+        return logits
+
+
+class Twice(nn.Module):
+    """Classifier that runs one block two times, and uses a weight by ``functional.linear``."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(features, width)
+        self.block = Block(width)
+        self.outlet = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = self.block(self.block(self.inlet(x.to(self.inlet.weight.dtype))))
+        return functional.linear(x, self.outlet.weight, self.outlet.bias)
+
+
+class Odd(nn.Module):
+    """Classifier with an empty parameter, one of a single number, and buffers of many dtypes.
+
+    A child is named ``module``, as wrappers name what they wrap.
+    """
+
+    counts: torch.Tensor
+    mask: torch.Tensor
+    phase: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(features, width)
+        self.module = nn.ModuleDict({"module": Block(width)})
+        self.nothing = nn.Parameter(torch.zeros(0, width))
+        self.gain = nn.Parameter(torch.ones(1))
+        self.outlet = nn.Linear(width, classes)
+        self.register_buffer("counts", torch.arange(width))
+        self.register_buffer("mask", torch.arange(width) % 2 == 0)
+        self.register_buffer("phase", torch.exp(1j * torch.arange(3)))
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        x = self.inlet(x.to(self.inlet.weight.dtype))
+        x = torch.where(self.mask, x, x * self.counts.to(x.dtype) / len(self.counts))
+        x = self.module["module"](x) * self.phase.real[0].to(x.dtype)
+        logits: torch.Tensor = self.outlet(x) * self.gain + self.nothing.sum()
+        return logits
+
+
+class Scalar(nn.Module):
+    """Classifier whose logits a parameter of no dimension scales."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(features, width)
+        self.block = Block(width)
+        self.outlet = nn.Linear(width, classes)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        logits: torch.Tensor = self.outlet(self.block(self.inlet(x.to(self.inlet.weight.dtype))))
+        return logits / self.temperature
+
+
+class Transposed(nn.Module):
+    """Classifier whose last weight is stored column by column."""
+
+    def __init__(self, features: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(features, width)
+        self.block = Block(width)
+        self.weight = nn.Parameter(torch.randn(width, classes).t() / width**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits in the dtype of the last product."""
+        return functional.linear(self.block(self.inlet(x.to(self.inlet.weight.dtype))), self.weight)

@@ -1,0 +1,7 @@
+"""One block that each forward uses two times, and a layer whose weight is used outside its own forward."""
+
+from __future__ import annotations
+
+from pytest_distcompat.models._classifier import classifier
+
+TWICE = classifier("twice", "Twice", frozen_modules=("inlet",), order=3)
