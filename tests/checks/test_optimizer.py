@@ -221,6 +221,13 @@ def test_a_parameter_that_no_loss_depends_on(sound: Sound, cell: str) -> None:
         assert story.findings(check) == [], check
 
 
+@pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
+def test_an_empty_parameter_has_nothing_to_update(sound: Sound, cell: str) -> None:
+    story = sound(cell).parameters({"digest": "where it was"}, only="outlet.weight")
+    assert story.findings("optimizer")
+    assert story.parameters({"shape": (0, 13), "local_numel": 0}, only="outlet.weight").findings("optimizer") == []
+
+
 def test_one_rank_may_hold_none_of_what_no_loss_depends_on(sound: Sound) -> None:
     story = with_unused(sound("fsdp2-fp32-w2"), rank=0)
     story = story.parameters({"local_numel": 0}, only="outlet.weight", rank=1)

@@ -141,6 +141,22 @@ def raises_down() -> Iterator[None]:
     raise RuntimeError("on the way down")
 
 
+@pytest.fixture
+def xfails_on_rank_1() -> None:
+    if RANK == 1:
+        pytest.xfail("not yet")
+
+
+@mark
+def test_xfail_in_setup_and_fail(xfails_on_rank_1: None) -> None:
+    assert RANK == 1, "the call"
+
+
+@mark
+def test_xfail_in_setup_and_pass(xfails_on_rank_1: None) -> None:
+    assert RANK == 0
+
+
 @mark
 def test_xfail_and_teardown(raises_down: None) -> None:
     pytest.xfail("not yet")

@@ -81,7 +81,10 @@ def test_an_invalid_cell_id_is_an_error(cell_id: str, message: str) -> None:
             {"zap": True},
             "no option named 'zap'. Known: " + ", ".join(OPTIONS),
         ),
-        ({"model": "gpt"}, "option 'model' has no value 'gpt'. Known: 'llama', 'llama_tied', 'mlp'"),
+        (
+            {"model": "gpt"},
+            "option 'model' has no value 'gpt'. Known: 'llama', 'llama_tied', 'mlp', 'twice', 'odd', 'scalar', 'transposed'",
+        ),
         (
             {"compile": "yes"},
             "option 'compile' has no value 'yes'. Known: False, True, 'aot_eager', 'regional', 'partial'",

@@ -119,7 +119,8 @@ class DeepSpeedDriver(TinyDriver):
         """Save by ``save_checkpoint``, and torch's random state, which DeepSpeed does not save."""
         import torch
 
-        self.model.save_checkpoint(str(directory), **self.cell.settings("save_checkpoint"))
+        settings = self.cell.settings("save_checkpoint")
+        self.model.save_checkpoint(str(directory), client_state={"ranks": self.world.size}, **settings)
         torch.save(torch.get_rng_state(), directory / f"rng_{self.world.rank}.pt")
 
     def load(self, directory: Path) -> None:
@@ -128,9 +129,10 @@ class DeepSpeedDriver(TinyDriver):
 
         if self.universal is not None:
             self._convert(directory, self.universal)
-        self.model.load_checkpoint(str(self.universal or directory), **self.cell.settings("load_checkpoint"))
+        _, own = self.model.load_checkpoint(str(self.universal or directory), **self.cell.settings("load_checkpoint"))
         state = directory / f"rng_{self.world.rank}.pt"
-        if state.exists():
+        # A rank that there was not when it was saved has no random state.
+        if state.exists() or own.get("ranks") == self.world.size:
             torch.set_rng_state(torch.load(state, weights_only=True))
 
     def _convert(self, directory: Path, universal: Path) -> None:

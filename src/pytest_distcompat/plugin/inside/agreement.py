@@ -18,6 +18,8 @@ from pytest_distcompat.plugin.reporting.representation import represent
 
 #: The outcome of a phase that passed on all ranks, each of which then keeps its own report.
 SAME = "same"
+#: The outcome of a setup that raised as expected on some ranks only: the others may still fail in the call, so those raise there.
+POSTPONED = "postponed"
 #: The problem of a rank that the time limit found in the phase, and of one that the launcher ended there.
 STUCK, ENDED = "stuck", "ended"
 
@@ -78,7 +80,9 @@ def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: fl
         else:
             events[rank] += _events(report, report.phase, all_skip=all_skip)
     timed_out = any(report.stuck for report in reports.values())
-    return merge(conclude(events, processes, timed_out=timed_out, timeout=limit))
+    outcome = merge(conclude(events, processes, timed_out=timed_out, timeout=limit))
+    goes_on = any(phase.when == "setup" and phase.outcome == "passed" for phase in phases.values())
+    return dataclasses.replace(outcome, kind=POSTPONED) if outcome.kind == "xfailed" and goes_on else outcome
 
 
 def _events(report: PhaseReport, phase: Phase, *, all_skip: bool) -> Iterator[Event]:
@@ -100,7 +104,7 @@ def impose(report: pytest.TestReport, outcome: Outcome, command: str) -> None:
         return
     if hasattr(report, "wasxfail"):
         del report.wasxfail
-    report.outcome = "failed" if outcome.kind == "failed" else "passed" if outcome.kind == "passed" else "skipped"
+    report.outcome = {"failed": "failed", "passed": "passed", POSTPONED: "passed"}.get(outcome.kind, "skipped")
     report.longrepr = None
     if outcome.kind == "failed":
         represent(report, f"{outcome.text}\nreproduce: {command}", outcome.location)

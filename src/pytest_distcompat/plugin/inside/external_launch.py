@@ -21,7 +21,7 @@ from pytest_distcompat import clock
 from pytest_distcompat.plugin.current import session_of
 from pytest_distcompat.plugin.declared import apply_known_issues, declared_of
 from pytest_distcompat.plugin.inside import launched
-from pytest_distcompat.plugin.inside.agreement import impose
+from pytest_distcompat.plugin.inside.agreement import POSTPONED, impose
 from pytest_distcompat.plugin.inside.lockstep import Gone, Lockstep
 from pytest_distcompat.plugin.inside.rank_session import OF_RANK_ZERO, ON_RANK, SHARED, WORLD
 from pytest_distcompat.plugin.inside.termination import Termination
@@ -77,6 +77,7 @@ class Inside:
         self._collection_errors: list[str] = []
         self._cut = self._over = False
         self._item: pytest.Item | None = None
+        self._postponed: BaseException | None = None
         self._limit = self._deadline = 0.0
         self._when: Literal["setup", "call", "teardown"] = "setup"
         self._phases, self._calling = Phases(), False
@@ -129,6 +130,8 @@ class Inside:
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
         """Begin the call."""
         self._begin(item, "call")
+        if self._postponed is not None:
+            raise self._postponed
         self._calling = True
         try:
             return (yield)
@@ -144,7 +147,7 @@ class Inside:
         if when == "setup":
             mark = mark_of(item)
             limit = min((mark.timeout if mark else None) or self._session.timeout, item.stash.get(TIME_LIMIT, math.inf))
-            self._item, self._cut = item, False
+            self._item, self._cut, self._postponed = item, False, None
             self._limit, self._deadline = limit, clock.now() + limit
         self._when, self._phases = when, Phases()
         # After a hang there are no other ranks to agree with.
@@ -196,6 +199,8 @@ class Inside:
         except Gone as problem:
             pytest.exit(str(problem), returncode=pytest.ExitCode.TESTS_FAILED)
         self._cut = self._cut or cut
+        if outcome.kind == POSTPONED and call.excinfo is not None:
+            self._postponed = call.excinfo.value
         impose(report, outcome, self._command(item))
         if over and self._pytest is not None:
             self._over = True
