@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import REDUCTIONS, check, every_rank, named_ranks, requested
+from pytest_distcompat.checks._values import unused
 from pytest_distcompat.cost import trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
@@ -40,8 +41,11 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
     trained = run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
     if cell.world_size > 1:
+        live, without = trained[0].model.parameters if trained and trained[0].model else (), unused(run)
+        trainable = trained_elements(run.unwrapped)
+        trainable -= sum(math.prod(info.shape) for info in live if info.name in without)
         for snapshot in trained:
-            yield from _reduced(snapshot, trained_elements(run.unwrapped))
+            yield from _reduced(snapshot, trainable)
         # A replica holds the whole model, so each rank is a copy.
         copies = run.replicas if strategy.shards else tuple((rank,) for rank in range(cell.world_size))
         yield from _same_everywhere(trained, copies)

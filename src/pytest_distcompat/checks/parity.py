@@ -70,7 +70,8 @@ def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
     precision = PRECISIONS.get(cell.precision)
     spread = 1.0 if precision.compute == "float32" else model_of(cell).spread
     losses = _allowed(precision.loss_tolerance * spread, trace, lambda snapshot: snapshot.loss)
-    return losses, _allowed(precision.norm_tolerance, trace, lambda snapshot: snapshot.grad_norm)
+    norms = precision.norm_tolerance * model_of(cell).norm_spread
+    return losses, _allowed(norms, trace, lambda snapshot: snapshot.grad_norm)
 
 
 def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | None]) -> list[float]:

@@ -157,12 +157,16 @@ def _make(model_type: str) -> Module:
     return model
 
 
-def _blocks(model_type: str) -> tuple[str, ...]:
-    """Return the class names that the model declares as blocks and has."""
+def _without_values(model_type: str) -> Any:
     import torch
 
     with torch.device("meta"):
-        model = _auto_class(model_type).from_config(small_config(model_type))
+        return _auto_class(model_type).from_config(small_config(model_type))
+
+
+def _blocks(model_type: str) -> tuple[str, ...]:
+    """Return the class names that the model declares as blocks and has."""
+    model = _without_values(model_type)
     present = {type(module).__name__ for module in model.modules()}
     return tuple(sorted(present & set(model._no_split_modules or ())))  # noqa: SLF001 - accelerate and Trainer read it too
 
@@ -204,7 +208,8 @@ def _outputs(model: Module, batch: Batch) -> torch.Tensor:
 
 
 def _reload(model_type: str, directory: Path) -> Module:
-    model: Module = _auto_class(model_type).from_pretrained(directory)
+    # Not by the auto class, which does not know the config of some text models that it has made itself.
+    model: Module = type(_without_values(model_type)).from_pretrained(directory)
     return model
 
 
@@ -233,6 +238,8 @@ def architecture(name: str) -> TinyModel:
         bound(_reload),
         find_blocks=bound(_blocks),
         in_8_bits=False,
+        # 1.3e-3 measured in fp32 after four steps, of Gemma 4, whose gradients agree in the first three.
+        norm_spread=10.0,
         unsupported_reason=BLANK.get(model_type, "") or ("" if _found(model_type)[0] else UNKNOWN),
         preload=("transformers", *_module(model_type)),
     )

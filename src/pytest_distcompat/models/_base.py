@@ -34,6 +34,7 @@ class TinyModel:
         in_8_bits: Whether it has layers with sizes divisible by 16, as products in 8 bits need.
         spread: Factor on the loss tolerance of precisions below float32: the fewer samples are averaged, the more rounding
             shows.
+        norm_spread: Factor on the tolerance of gradient norms, in every precision.
         find_blocks: Returns ``blocks`` where they are known only of the model itself.
         unsupported_reason: Why the model cannot be made here; empty if it can.
         preload: Modules that the fork server imports for it.
@@ -54,6 +55,7 @@ class TinyModel:
     lora_targets: tuple[str, ...] = ()
     in_8_bits: bool = True
     spread: float = 1.0
+    norm_spread: float = 1.0
     find_blocks: Callable[[], tuple[str, ...]] | None = None
     unsupported_reason: str = ""
     preload: tuple[str, ...] = ()
