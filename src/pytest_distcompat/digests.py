@@ -37,19 +37,6 @@ def combine(digests: Iterable[str]) -> str:
     return form(words, (hashes[0], hashes[1]))
 
 
-def without_padding(digest: str, words: int) -> str:
-    """Return the digest of the first ``words`` words. Only zeros may follow them."""
-    have, parts = read(digest)
-    surplus = have - words
-    if surplus <= 0:
-        return digest
-    hashes = tuple(
-        part * pow(pow(base, surplus, prime), -1, prime) % prime
-        for part, prime, base in zip(parts, PRIMES, BASES, strict=True)
-    )
-    return form(words, hashes)
-
-
 def is_zero(digest: str) -> bool:
     """Tell whether every element is zero; an empty tensor has none that is not."""
     return digest.endswith(":0")

@@ -178,11 +178,6 @@ def _snapshots(events: Mapping[int, Sequence[Event]]) -> tuple[Snapshot, ...]:
     return tuple(Snapshot.from_json(event.snapshot) for event in taken)
 
 
-def count_runs(store: Path) -> int:
-    """Return how many runs all workers have finished so far."""
-    return sum(1 for _ in store.glob(f"*/{DONE}"))
-
-
 def _saved_everywhere(earlier: RunTrace, run: Run) -> bool:
     """Tell whether a failed run had already saved, on every rank, what the next run loads."""
     action = "export" if "reload" in run.actions else "save"

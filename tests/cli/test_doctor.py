@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -217,12 +216,7 @@ def test_the_text_of_doctor(quiet: None, monkeypatch: pytest.MonkeyPatch, capsys
         "  problem: 3 GPUs are wanted, 2 of 2 are visible",
     ):
         assert line in out.splitlines()
-    assert main(["doctor", "--driver", "torch", "--json"]) == 0
-    output = capsys.readouterr().out
-    data = json.loads(output)
-    assert (data["machine"]["device"], data["findings"][0]["level"]) == ("cuda", "warning")
-    assert "fsdp2-fp32-w2" in data["cells"][0]["can"]
-    assert "hunter2" not in output
+    assert "hunter2" not in out
 
 
 def test_issues_of_the_users_own_file_are_shown(
@@ -240,15 +234,16 @@ def test_issues_of_the_users_own_file_are_shown(
 
 def test_this_machine_as_a_command_that_imports_no_pytest() -> None:
     script = (
-        "import sys\nfrom pytest_distcompat.cli import main\ncode = main(['doctor', '--json'])\n"
+        "import sys\nfrom pytest_distcompat.cli import main\ncode = main(['doctor'])\n"
         "heavy = {'pytest', '_pytest', 'torch'} & set(sys.modules)\nassert not heavy, heavy\nsys.exit(code)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    data = json.loads(done.stdout)
-    assert data["machine"]["torch"]["gloo"] is True, done.stderr
-    assert data["installed"]["torch"].startswith("2.")
-    assert [one["driver"] for one in data["cells"]] == ["torch", "accelerate", "deepspeed", "trainer"]
-    assert done.returncode == any(finding["level"] == "problem" for finding in data["findings"])
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("  ranks talk through gloo on the CPU") for line in lines), done.stderr
+    assert ", torch 2." in lines[1]
+    shown = [line.split(":")[0].strip() for line in lines if "cells of the full profile" in line]
+    assert shown == ["torch", "accelerate", "deepspeed", "trainer"]
+    assert done.returncode == any(line.startswith("  problem: ") for line in lines)
 
 
 def test_a_torch_that_cannot_be_imported_is_a_problem_and_no_traceback(

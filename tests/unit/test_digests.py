@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_distcompat import digests
-from pytest_distcompat.digests import EMPTY, combine, form, is_zero, read, without_padding
+from pytest_distcompat.digests import EMPTY, combine, form, is_zero, read
 
 if TYPE_CHECKING:
     import torch
@@ -50,20 +50,6 @@ def test_order_and_values_count() -> None:
     changed[3] = torch.nextafter(changed[3], torch.tensor(9.0))
     assert digest(changed) != digest(one)
     assert digest(torch.zeros(3)) != digest(torch.zeros(4))
-
-
-@pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("padding", [0, 1, 5])
-def test_padding_comes_off(numel: int, padding: int) -> None:
-    whole = values(numel)
-    padded = torch.nn.functional.pad(whole, (0, padding))
-    assert without_padding(digest(padded), numel) == digest(whole)
-
-
-def test_only_padding_is_removed() -> None:
-    whole = values(6)
-    assert without_padding(digest(whole), 9) == digest(whole)
-    assert without_padding(digest(whole), 5) != digest(whole[:5])
 
 
 @pytest.mark.parametrize("numel", [1, 5, (1 << 15) + 1])

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from pytest_distcompat.cell import OPTIONS, Cell
 from pytest_distcompat.driver import Driver
-from pytest_distcompat.failures import Incompatible
 from pytest_distcompat.scenario import Scenario
 from pytest_distcompat.trace import Snapshot, Trace, UnwrappedInfo
 
@@ -88,12 +87,6 @@ class Check:
     def findings(self, cell: Cell, trace: Trace) -> list[str]:
         """Return the findings, each once; empty if the claim holds."""
         return list(dict.fromkeys(self.claim(cell, trace)))
-
-    def verify(self, cell: Cell, trace: Trace) -> None:
-        """Raise Incompatible with the findings if the claim does not hold, for use without the suite."""
-        findings = self.findings(cell, trace)
-        if findings:
-            raise Incompatible(message(findings))
 
     def __call__(self, cell: Cell, trace: Trace) -> Iterator[str]:
         """Call the claim and return its findings as they come."""

@@ -40,7 +40,7 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from every_rank(train.at("export"), cell.world_size, "export")
     files = [file for snapshot in train.at("files", 1) for file in snapshot.files if file.path.startswith(PREFIX)]
     yield from names_in(cell, train.unwrapped, files)
-    yield from same_values(train, reload, reload.unwrapped)
+    yield from same_values(train, reload)
     yield from _outputs(cell, train.at("evaluate"), reload.at("evaluate"))
 
 
@@ -75,11 +75,10 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
         yield f"{len(missing)} of {len(wanted)} names stand in no exported file, first {first}"
 
 
-def same_values(
-    train: RunTrace, reload: RunTrace, loaded: UnwrappedInfo, *, only: Collection[str] | None = None
-) -> Iterator[str]:
+def same_values(train: RunTrace, reload: RunTrace, *, only: Collection[str] | None = None) -> Iterator[str]:
     """Yield findings for the reloaded parameters and buffers that are not the trained ones; ``only`` of these names, if given."""
-    if flat_parameters(train.at("export")):
+    loaded = reload.unwrapped
+    if loaded is None or flat_parameters(train.at("export")):
         return  # a flat parameter has no names to compare by; the outputs are compared instead
     now = {info.name: (info.digest,) for info in loaded.parameters}
     yield from compare("parameter", _chosen(exported_weights(train, reload), only), now, "after the reload")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
@@ -57,18 +56,6 @@ class Capability:
         if len(ordered) > SHOWN_REASONS and not whole:
             left = sum(len(cells) for _, cells in ordered[SHOWN_REASONS:])
             yield f"    {left} not for {len(ordered) - SHOWN_REASONS} reasons more: --all"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the cells that can run, and the others by reason."""
-        cannot: dict[str, list[str]] = {}
-        for cell, reason in self.reasons.items():
-            if reason:
-                cannot.setdefault(reason, []).append(cell.id)
-        return {
-            "driver": self.driver,
-            "can": [cell.id for cell, no in self.reasons.items() if not no],
-            "cannot": cannot,
-        }
 
 
 def capability(

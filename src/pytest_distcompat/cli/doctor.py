@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +34,6 @@ def add(commands: Any) -> None:
     )
     doctor.add_argument("--all", action="store_true", help="show every reason, and every known issue with its link")
     doctor.add_argument("--strict", action="store_true", help="a warning is a problem")
-    doctor.add_argument("--json", action="store_true", help="write it all as JSON")
     doctor.set_defaults(call=_doctor)
 
 
@@ -68,7 +65,7 @@ def _doctor(options: argparse.Namespace) -> int:
             *_nothing_to_run(cells),
         ],
     )
-    print(json.dumps(result.to_json(), indent=1) if options.json else "\n".join(result.lines(whole=options.all)))  # noqa: T201 - a command speaks
+    print("\n".join(result.lines(whole=options.all)))  # noqa: T201 - a command speaks
     failing = {"problem", "warning"} if options.strict else {"problem"}
     return int(any(finding.level in failing for finding in result.findings))
 
@@ -123,22 +120,6 @@ class Examination:
         counts = {level: sum(finding.level == level for finding in self.findings) for level in levels}
         yield ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
         yield from (f"  {finding.level}: {finding.text}" for finding in self.findings)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data."""
-        # Without the environment, which may hold secrets.
-        names = [field.name for field in dataclasses.fields(self.machine) if field.name != "environ"]
-        return {
-            "installed": self.installed,
-            "extensions": self.extensions,
-            "machine": {**{name: getattr(self.machine, name) for name in names}, "device": self.machine.device},
-            "cells": [one.to_json() for one in self.cells],
-            "known": [
-                {"id": issue.id, "link": issue.link, "reason": issue.reason, "checks": issue.check, "drivers": drivers}
-                for issue, drivers in self.known
-            ],
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
-        }
 
 
 def _devices(here: Machine) -> Iterator[str]:

@@ -34,21 +34,17 @@ def read_unwrapped(
     """
     require_module(model, "the unwrapped model", "which build_model() and reload() return")
     classes = blocks or declared_blocks(model)
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
     parameters = tuple(parameter_info(name, parameter) for name, parameter in model.named_parameters())
     state_dict = tuple(model.state_dict())
     buffers = tuple(
         parameter_info(name, buffer, placement="persistent" if name in state_dict else "non-persistent")
         for name, buffer in model.named_buffers()
     )
-    tied = tuple(tuple(group) for group in names.values() if len(group) > 1)
     return UnwrappedInfo(
         parameters,
         buffers,
         state_dict,
-        tied,
+        tuple(tied_names(model)),
         blocks=named_blocks(model, classes),
         block_classes=classes,
         ignored_modules=ignored_modules,
@@ -56,6 +52,14 @@ def read_unwrapped(
         linears=sum(isinstance(module, torch.nn.Linear) and _fits_8_bits(module) for module in model.modules()),
         products=sum(multiplies(module) for module in model.modules()),
     )
+
+
+def tied_names(model: Module) -> list[tuple[str, ...]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [tuple(group) for group in names.values() if len(group) > 1]
 
 
 def _fits_8_bits(linear: torch.nn.Linear) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat.probe.blocks import declared_blocks, join, named_blocks, unwrapped
-from pytest_distcompat.probe.live import parameter_info, read_unwrapped
+from pytest_distcompat.probe.live import parameter_info, read_unwrapped, tied_names
 from pytest_distcompat.probe.tensors import dtype_name
 from pytest_distcompat.trace import ParameterInfo, UnwrappedInfo
 
@@ -38,7 +37,7 @@ def read_parts(model: Module, known: Mapping[int, UnwrappedInfo], blocks: tuple[
             linears=merged.linears + info.linears,
             products=(merged.products or 0) + (info.products or 0),
         )
-    tied = _tied(model)
+    tied = tied_names(model)
     classes = blocks or declared_blocks(model)
     duplicates = {name for group in tied for name in group[1:]}
     return dataclasses.replace(
@@ -79,13 +78,6 @@ def _not_saved(module: Module) -> Collection[str]:
     attribute is private; ``tests/launch/test_private_names.py`` fails when it changes.
     """
     return module._non_persistent_buffers_set  # noqa: SLF001 - see the docstring
-
-
-def _tied(model: Module) -> list[tuple[str, ...]]:
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return [tuple(group) for group in names.values() if len(group) > 1]
 
 
 def _under(prefix: str, info: ParameterInfo) -> ParameterInfo:

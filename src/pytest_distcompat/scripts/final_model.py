@@ -10,8 +10,9 @@ from typing import Any
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._values import adapter_name
 from pytest_distcompat.checks.export import names_in, same_values
+from pytest_distcompat.decode import decode
 from pytest_distcompat.scripts.recorder import END, STRIDE
-from pytest_distcompat.trace import RunTrace, Snapshot, UnwrappedInfo
+from pytest_distcompat.trace import FileInfo, RunTrace, Snapshot, UnwrappedInfo
 
 
 def check_final_model(
@@ -43,15 +44,14 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
     """Yield the differences between the trained model and the one that was read."""
     for title in ("missing", "unexpected", "mismatched"):
         if read[title]:
-            first, *others = read[title]
-            yield f"from_pretrained: {title} key {first!r}{f' and {len(others)} others' if others else ''}"
-    first_snapshot = run.first("build_model")
-    if first_snapshot is None or first_snapshot.unwrapped is None:
+            key, *others = read[title]
+            yield f"from_pretrained: {title} key {key!r}{f' and {len(others)} others' if others else ''}"
+    first, unwrapped = run.first("build_model"), run.unwrapped
+    if first is None or unwrapped is None:
         yield "the unwrapped model was not seen"
         return
-    files = Snapshot.from_json({"rank": 0, "run": "", "action": "", "index": 0, "files": read["files"]}).files
-    files = tuple(file.renamed(saved_name) for file in files)
-    yield from names_in(cell, first_snapshot.unwrapped, list(files))
+    files = tuple(decode(FileInfo, file).renamed(saved_name) for file in read["files"])
+    yield from names_in(cell, unwrapped, list(files))
     last = max(run.indices("step"), default=0) // STRIDE
     trained = list(_trained(run, last))
     if len(trained) < run.world_size:
@@ -59,29 +59,19 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
         yield f"the weights after step {last}, the last, were seen on ranks {ranks} only: the model was gone at the end"
         return
     written = [Snapshot(0, "train", "files", last * STRIDE + END + n, files=files) for n in (1, 2)]
-    train = RunTrace("train", run.world_size, (first_snapshot, *trained, *written), cell=cell.id)
-    loaded = Snapshot.from_json(
-        {"rank": 0, "run": "reload", "action": "reload", "index": 0, "unwrapped": read["unwrapped"]}
-    )
-    assert loaded.unwrapped is not None
+    train = RunTrace("train", run.world_size, (first, *trained, *written), cell=cell.id)
     # A library may load names that it has mapped when it saved; what it still calls otherwise is a part of the model by itself.
-    known = {info.name for info in (*first_snapshot.unwrapped.parameters, *first_snapshot.unwrapped.buffers)}
+    known = {info.name for info in (*unwrapped.parameters, *unwrapped.buffers)}
     kept = frozenset() if read["stored"] else known
-    loaded = dataclasses.replace(
-        loaded, unwrapped=_renamed(loaded.unwrapped, lambda key: key if key in kept else saved_name(key))
-    )
-    assert loaded.unwrapped is not None
+    loaded = decode(UnwrappedInfo, read["unwrapped"])
+    loaded = _renamed(loaded, lambda key: key if key in kept else saved_name(key))
     only = None
-    if read["stored"] and cell.option(
-        "lora"
-    ):  # the adapter alone, as PEFT names it; the model below it was there before
-        trainable = {
-            adapter_name(info.name): info.name for info in first_snapshot.unwrapped.parameters if info.trainable
-        }
-        loaded = dataclasses.replace(loaded, unwrapped=_renamed(loaded.unwrapped, lambda key: trainable.get(key, key)))
-        only = set(trainable.values())
-    assert loaded.unwrapped is not None
-    yield from same_values(train, RunTrace("reload", 1, (loaded,), cell=cell.id), loaded.unwrapped, only=only)
+    if read["stored"] and cell.option("lora"):
+        # The adapter alone, as PEFT names it; the model below it was there before.
+        trainable = {adapter_name(info.name): info.name for info in unwrapped.parameters if info.trainable}
+        loaded, only = _renamed(loaded, lambda key: trainable.get(key, key)), set(trainable.values())
+    reload = Snapshot(0, "reload", "reload", 0, unwrapped=loaded)
+    yield from same_values(train, RunTrace("reload", 1, (reload,), cell=cell.id), only=only)
 
 
 def _renamed(unwrapped: UnwrappedInfo, name: Callable[[str], str]) -> UnwrappedInfo:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
+from pytest_distcompat.decode import decode
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.events import Event, Start, of_kind
 from pytest_distcompat.failures import Incompatible, RunFailedError, UsageProblem
@@ -247,7 +248,7 @@ class ScriptRun:
         output = str(self.output.resolve()) if self.output is not None and self.output.exists() else ""
         paths = list(dict.fromkeys(filter(None, (*seen, output))))
         read = self._read({"kind": "files", "paths": paths})["files"] if paths else {}
-        files = {path: tuple(_file(info).renamed(self.saved_name) for info in read[path]) for path in paths}
+        files = {path: tuple(decode(FileInfo, info).renamed(self.saved_name) for info in read[path]) for path in paths}
         checkpoints = {saved.path for saved in self.saved() if saved.everyone}
         others = [files[path] for path in seen if path not in checkpoints]
         written = [files[path] for path in seen if path in checkpoints]
@@ -268,8 +269,3 @@ class ScriptRun:
     def _should_save(self) -> bool:
         """Tell whether the run has called a function that saves a model, or should leave one."""
         return self.output is not None or any(saved.model for saved in self.saved())
-
-
-def _file(data: Mapping[str, Any]) -> FileInfo:
-    """Decode a FileInfo from JSON."""
-    return Snapshot.from_json({"rank": 0, "run": "", "action": "", "index": 0, "files": [data]}).files[0]

@@ -67,10 +67,8 @@ class WrapSpec:
 
 #: Backend config for torch: (model, precision, cell, device, wrap) -> the wrapped model.
 TorchConfig = Callable[["Module", Precision, Cell, "torch.device", WrapSpec], "Module"]
-#: Backend config for accelerate: (precision, cell, wrap) -> keyword arguments for accelerate.Accelerator.
-AccelerateConfig = Callable[[Precision, Cell, WrapSpec], Mapping[str, Any]]
-#: Backend config for Trainer: (precision, cell, wrap) -> keyword arguments for transformers.TrainingArguments.
-TransformersConfig = Callable[[Precision, Cell, WrapSpec], Mapping[str, Any]]
+#: Backend config for accelerate and Trainer: -> keyword arguments for accelerate.Accelerator or TrainingArguments.
+ArgumentsConfig = Callable[[Precision, Cell, WrapSpec], Mapping[str, Any]]
 #: Backend config for DeepSpeed: (precision, cell) -> the JSON for deepspeed.initialize.
 DeepSpeedConfig = Callable[[Precision, Cell], Mapping[str, Any]]
 
@@ -111,8 +109,8 @@ class Strategy:
     flat_masters: bool = False
     reduces_each_micro_batch: bool = False
     torch: TorchConfig | None = None
-    accelerate: AccelerateConfig | None = None
-    transformers: TransformersConfig | None = None
+    accelerate: ArgumentsConfig | None = None
+    transformers: ArgumentsConfig | None = None
     deepspeed: DeepSpeedConfig | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     order: int = 0

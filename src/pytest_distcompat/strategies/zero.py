@@ -23,7 +23,7 @@ def _dtypes(precision: Precision) -> Dtypes:
     return Dtypes(storage=compute, compute=compute, reduce=compute, gradient=master, master=master, state=master)
 
 
-def config(stage: int, precision: Precision, cell: Cell, micro_batch: int = 2) -> dict[str, Any]:
+def config(stage: int, precision: Precision, cell: Cell) -> dict[str, Any]:
     """Return the DeepSpeed JSON, for torch's AdamW: DeepSpeed's would be compiled first."""
     bf16: dict[str, Any] = {"enabled": precision.compute == "bfloat16"}
     if precision.master == "bfloat16":
@@ -38,7 +38,7 @@ def config(stage: int, precision: Precision, cell: Cell, micro_batch: int = 2) -
     if cell.option("cpu_offload"):
         zero["offload_optimizer"] = {"device": "cpu"}
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch,
+        "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": cell.option("grad_accum"),
         "gradient_clipping": MAX_NORM,
         "zero_optimization": zero,
