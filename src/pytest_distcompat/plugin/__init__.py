@@ -100,7 +100,9 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     origin = session.setting("world_size").origin
     launcher = session.setting("launcher").value
     limit = f"time limit {session.timeout:g} s ({session.setting('timeout').origin})"
-    lines = [f"distcompat: {device}, world size {session.world_size} ({origin}), {limit}, {launcher} launcher"]
+    budget = session.setting("budget").value
+    order = f", budget {budget.seconds:g} s in order @{budget.seed}" if budget else ""
+    lines = [f"distcompat: {device}, world size {session.world_size} ({origin}), {limit}, {launcher} launcher{order}"]
     if OPTIONS["model"].default == "mlp":
         lines.append("distcompat: transformers is not installed: the built-in drivers train the model mlp by default")
     return lines
@@ -179,6 +181,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from pytest_distcompat.plugin.session import FORKED
 
         raise pytest.UsageError(FORKED)
+    if session_of(config).setting("budget").value:
+        from pytest_distcompat.plugin.suite import cases
+
+        cases.put_in_order(items, session_of(config))
     config.stash[_IN_USE] = True
     config.stash[_COLLECTED] = collected
     session_of(config).collects = bool(marked_items)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.plugin.suite.budget import read_budget
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,14 @@ OPTIONS: dict[str, Option] = {
             "default",
             "Run so many cells of each suite: each strategy once, its matrix, a covering array of pairs, every option.",
             _profile,
+        ),
+        Option(
+            "distcompat_budget",
+            "TIME[@SEED]",
+            "",
+            "Start no further cell after this time (90s, 20m, 2h). First come those that never ran or were red in the last "
+            "report, then all others in the order of the seed, another one each day (default: no limit).",
+            read_budget,
         ),
         Option(
             "distcompat_known",

@@ -23,9 +23,11 @@ from pytest_distcompat.plugin.options import PRELOAD, Setting, setting
 from pytest_distcompat.plugin.reporting import reproduce
 
 if TYPE_CHECKING:
+    from pytest_distcompat.cell import Cell
     from pytest_distcompat.known import KnownIssue
     from pytest_distcompat.launch import Launcher
     from pytest_distcompat.lease import Inventory, Pool
+    from pytest_distcompat.report import Report
     from pytest_distcompat.runner import Runner
 
 SESSION: pytest.StashKey[DistcompatSession] = pytest.StashKey()
@@ -53,6 +55,7 @@ class DistcompatSession:
         self.modules: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo")
         self.collects = False
         self._launcher: Launcher | None = None
+        self._started: set[tuple[str, Cell]] = set()
         self._process = os.getpid()
 
     def setting(self, name: str) -> Setting:
@@ -87,6 +90,26 @@ class DistcompatSession:
                 "use auto for what there is, 0 for the CPU"
             )
         return int(requested.value)
+
+    @functools.cached_property
+    def last_report(self) -> Report | None:
+        """The baseline, else the last report that this session will replace; None if there is none."""
+        from pytest_distcompat.report import Report
+
+        baseline: Report | None = self.setting("baseline").value
+        last = (path for path in self.setting("report").value if path.suffix == ".json" and path.exists())
+        for path in last if baseline is None else ():
+            with contextlib.suppress(UsageProblem):
+                return Report.read(path)
+        return baseline
+
+    def over_budget(self, driver: str, cell: Cell) -> str | None:
+        """Return why that cell does not start any more; None if it does, or has started."""
+        budget = self.setting("budget")
+        if budget.value and (driver, cell) not in self._started and clock.now() - self.began > budget.value.seconds:
+            return f"the budget of {budget.text} is used up"
+        self._started.add((driver, cell))
+        return None
 
     @property
     def device(self) -> str:

@@ -15,7 +15,7 @@ from pytest_distcompat.report.document import Report, counts
 from pytest_distcompat.report.result import Change, Result
 
 #: The settings that select cells.
-SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "device", "gpus")
+SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "device", "gpus", "budget")
 #: The counts in the last line: a suite that stops running shows in the first three.
 COUNTED = ("asked", "ran", "skipped", "unreached", "red", "known", "fixed?")
 

@@ -33,6 +33,7 @@ _JOINABLE_FLAGS = ("-l", "-q", "-s", "-v", "-x")
 _LEFT_OUT = {
     "distcompat_report",
     "distcompat_baseline",
+    "distcompat_budget",
     "distcompat_strategies",
     "distcompat_precisions",
     "distcompat_drivers",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -15,7 +14,6 @@ import pytest
 from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
-from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.plugin.declared import declared_of
 from pytest_distcompat.plugin.nodeids import strip_group
 from pytest_distcompat.plugin.options import OPTIONS
@@ -101,7 +99,7 @@ class Results:
     def _start_progress(self) -> None:
         if self.collected and self._progress is None:
             config = self.session.config
-            forecast = Forecast(self._earlier, self.collected)
+            forecast = Forecast(self.session.last_report, self.collected)
             self._progress = Progress(
                 config,
                 self.session.runs,
@@ -112,16 +110,6 @@ class Results:
             config.pluginmanager.register(self._progress, "distcompat-progress")
             config.add_cleanup(self._progress.stop)
             self._progress.start()
-
-    @property
-    def _earlier(self) -> Report | None:
-        """The baseline, else the last report that this session will replace; None if there is none."""
-        baseline: Report | None = self.session.setting("baseline").value
-        last = (path for path in self.session.setting("report").value if path.suffix == ".json" and path.exists())
-        for path in last if baseline is None else ():
-            with contextlib.suppress(UsageProblem):
-                return Report.read(path)
-        return baseline
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

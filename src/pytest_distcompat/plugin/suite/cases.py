@@ -184,6 +184,17 @@ def not_applicable_checks(cell: Cell, driver: type[Driver], session: DistcompatS
     return {name: reason for name, reason in reasons.items() if reason}
 
 
+def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
+    """Sort the items of suites by the order of the session's budget, after all others."""
+    order = session.setting("budget").value.order(session.last_report)
+
+    def key(item: pytest.Item) -> tuple[Any, ...]:
+        case = item.callspec.params.get("distcompat_case") if hasattr(item, "callspec") else None
+        return order.key(case.suite.driver, case.cell.id) if isinstance(case, Case) else ()
+
+    items.sort(key=key)
+
+
 def modules_of(suite: type[CompatSuite], selected: list[Case]) -> tuple[str, ...]:
     """Return the modules that the fork server should import for the suite."""
     return preload_of(find_driver(suite.driver), (case.cell for case in selected))
@@ -234,7 +245,11 @@ class BoundCase:
         driver = find_driver(case.suite.driver)
         scenario = case.check.runs(case.cell, driver)
         largest = max(run.cell(case.cell).world_size for run in scenario.runs)
-        reason = unsupported_reason(driver, case.cell, session.device) or session.too_large(largest)
+        reason = (
+            unsupported_reason(driver, case.cell, session.device)
+            or session.too_large(largest)
+            or session.over_budget(case.suite.driver, case.cell)
+        )
         if reason:
             return skipped(case.check.name, case.cell, reason), ""
         # The suite's own expectations come first.

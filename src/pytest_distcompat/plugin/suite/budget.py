@@ -1,0 +1,56 @@
+"""A time budget of a session: which cells come first, and which no longer start."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_distcompat import clock
+from pytest_distcompat.failures import UsageProblem
+
+if TYPE_CHECKING:
+    from pytest_distcompat.report import Report
+
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long cells are started, and the seed of their order."""
+
+    seconds: float
+    seed: int
+
+    def order(self, last: Report | None) -> Order:
+        """Return the order of cells after that report."""
+        results = last.results if last else ()
+        ran = {(one.driver, one.cell) for one in results if one.status != "skipped"}
+        return Order(self.seed, frozenset(ran), frozenset((one.driver, one.cell) for one in results if one.red))
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of cells by a seed and an earlier report."""
+
+    seed: int
+    ran: frozenset[tuple[str, str]]
+    red: frozenset[tuple[str, str]]
+
+    def key(self, driver: str, cell: str) -> tuple[bool, int, str]:
+        """Return what to sort by: cells that never ran or were red come first."""
+        known = (driver, cell) in self.ran - self.red
+        # Not hash(): all xdist workers must have one order, and each has its own hash seed.
+        return known, zlib.crc32(f"{self.seed} {driver} {cell}".encode()), cell
+
+
+def read_budget(text: str) -> Budget | None:
+    """Return the budget that a text says; None for an empty text. Raises UsageProblem for any other."""
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+)([smh])(?:@(\d+))?", text)
+    if match is None or not int(match[1]):
+        raise UsageProblem(f"{text!r} is not right: expected a time and perhaps a seed, as 90s, 20m or 2h@7.")
+    today = int(clock.wall() // 86400)
+    return Budget(int(match[1]) * _UNITS[match[2]], today if match[3] is None else int(match[3]))
