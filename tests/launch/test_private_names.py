@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import multiprocessing.util
 import os
+import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -255,23 +256,31 @@ def test_the_singletons_of_accelerate() -> None:
 def test_the_hooks_of_all_modules_and_optimizers(name: str) -> None:
     of_modules = importlib.import_module("torch.nn.modules.module")
     of_optimizers = importlib.import_module("torch.optim.optimizer")
-    before = library_state._hooks()
+    before = _hooks()
     handle = getattr(of_optimizers if "optimizer" in name else of_modules, name)(lambda *_: None)
-    after = library_state._hooks()
+    after = _hooks()
     handle.remove()
     assert sum(after) == sum(before) + 1, (
         f"{name} keeps its functions elsewhere: see launch/library_state.py:_hook_dicts"
     )
-    assert library_state._hooks() == before
+    assert _hooks() == before
+
+
+def _hooks() -> list[int]:
+    _, read = library_state.SETTINGS["torch's global hooks"]
+    hooks: Any = read(sys.modules["torch"])
+    return list(hooks)
 
 
 def test_the_number_of_entered_modes() -> None:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    before = library_state._modes()
+    name, read = library_state.SETTINGS["torch's modes"]
+    module = sys.modules[name]
+    before: Any = read(module)
     with torch.overrides.TorchFunctionMode(), TorchDispatchMode():  # type: ignore[no-untyped-call]
-        assert library_state._modes() == (before[0] + 1, before[1] + 1), (
+        assert read(module) == (before[0] + 1, before[1] + 1), (
             "torch.overrides._get_current_function_mode_stack or torch.utils._python_dispatch."
             "_get_current_dispatch_mode_stack is not what it was: see launch/library_state.py:_modes"
         )
@@ -282,12 +291,12 @@ def test_the_number_of_entered_modes() -> None:
 )
 def test_the_digest_of_torch_compile_settings(module: str, setting: str) -> None:
     config: Any = importlib.import_module(module)
-    before = library_state._call(module, "get_hash")
+    before = config.get_hash()
     with config.patch({setting: not getattr(config, setting)}):
-        assert library_state._call(module, "get_hash") != before, (
+        assert config.get_hash() != before, (
             f"{module}.get_hash does not depend on {setting}: see launch/library_state.py:SETTINGS"
         )
-    assert library_state._call(module, "get_hash") == before
+    assert config.get_hash() == before
 
 
 def test_the_number_of_exit_functions() -> None:

@@ -6,13 +6,13 @@ import contextlib
 import functools
 import gc
 import logging
-import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from operator import attrgetter, methodcaller
 from typing import Any
 
-#: A setting by name: the module that must be imported for it, and what reads it.
-_Settings = dict[str, tuple[str, Callable[[], object]]]
+#: A setting by name: the module that must be imported for it, and what reads it from that module.
+_Settings = dict[str, tuple[str, Callable[[Any], object]]]
 
 
 class Registered(dict[Any, Any]):  # noqa: PLW1641 - a dict has no hash either
@@ -78,25 +78,17 @@ _FLAGS = (
     "_C._autograd._profiler_enabled",
     "_C._autograd._saved_tensors_hooks_get_disabled_error_message",
 )
-_read_flags = tuple(map(operator.attrgetter, _FLAGS))
-#: Names of how torch loads and saves, below ``torch.serialization``, and of how it recomputes, below ``torch.utils.checkpoint``.
-_FILE_OPTIONS = ("get_default_load_endianness", "get_crc32_options", "get_default_mmap_options")
-_RECOMPUTE_OPTIONS = (
-    "_enable_checkpoint_early_stop",
-    "_checkpoint_debug_enabled",
-    "DefaultDeviceType._default_device_type",
-)
 #: Packages that register classes as safe to load when they are imported.
 _SAFE_PACKAGES = frozenset({"torch", "deepspeed"})
 #: Half of it is 0 if denormal numbers are flushed to 0.
 _SMALLEST_NORMAL = sys.float_info.min
 #: The functions of torch that are replaced most often: by tests, and by DeepSpeed while it builds a model in parts.
-_patched = operator.attrgetter(
+_patched = attrgetter(
     *("empty", "zeros", "ones", "full", "tensor", "randn", "save", "load"),
     *("Tensor.backward", "autograd.backward", "optim.Optimizer.zero_grad", "nn.utils.clip_grad_norm_"),
     *(f"nn.Module.{name}" for name in ("__init__", "__call__", "to", "state_dict", "load_state_dict")),
 )
-_patched_collectives = operator.attrgetter(
+_patched_collectives = attrgetter(
     *("init_process_group", "destroy_process_group", "is_initialized", "get_rank", "get_world_size", "new_group"),
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all_single", "barrier"),
     *("broadcast", "broadcast_object_list", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
@@ -106,101 +98,68 @@ _patched_collectives = operator.attrgetter(
 _HOOKS = {"torch.nn.modules.module": "_global_", "torch.optim.optimizer": "_global_optimizer_"}
 
 
-def _torch_flags() -> list[object]:
-    """Return the global flags of torch."""
-    torch: Any = sys.modules["torch"]
-    found = [
+def _values(*names: str) -> Callable[[Any], list[object]]:
+    """Return a reader of a module's attributes, called if they are functions; None for what cannot be read.
+
+    An older release may lack one. torch refuses the old way to set the precision of products once the new one was used.
+    """
+    getters = tuple(map(attrgetter, names))
+
+    def read(module: Any) -> list[object]:
+        found: list[object] = []
+        for get in getters:
+            try:
+                value = get(module)
+                found.append(value() if callable(value) and not isinstance(value, type) else value)
+            except (AttributeError, RuntimeError):
+                found.append(None)
+        return found
+
+    return read
+
+
+def _torch_flags(torch: Any) -> list[object]:
+    return [
         str(torch.get_default_device()),
         _SMALLEST_NORMAL / 2 == 0.0,
         *[torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
         *[torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")],
+        *_named_flags(torch._C)(torch),  # noqa: SLF001
     ]
-    readers: tuple[Callable[[Any], Any], ...] = (*_read_flags, *_readers_of_setters())
-    for read in readers:
-        try:
-            value = read(torch)
-            found.append(value() if callable(value) else value)
-        except (AttributeError, RuntimeError):
-            # Old and new ways to set the precision of products: torch refuses the one once the other was used.
-            found.append(None)
-    return found
 
 
 @functools.cache
-def _readers_of_setters() -> tuple[Callable[[Any], Any], ...]:
-    """Return a reader for each flag with a private setter in torch's C++ part, and a getter without arguments.
+def _named_flags(core: Any) -> Callable[[Any], list[object]]:
+    """Return a reader of ``_FLAGS`` and of each flag with a private setter in torch's C++ part and a getter without arguments.
 
     The flags of all backends are among them, those of later releases too.
     """
-    core: Any = sys.modules["torch._C"]
-    found: list[Callable[[Any], Any]] = []
+    found = []
     for name in dir(core):
         if name.startswith("_get_") and hasattr(core, f"_set_{name.removeprefix('_get_')}"):
             with contextlib.suppress(TypeError, RuntimeError):
                 getattr(core, name)()
-                found.append(operator.attrgetter(f"_C.{name}"))
-    return tuple(found)
+                found.append(f"_C.{name}")
+    return _values(*_FLAGS, *found)
 
 
-def _attributes(module: str, names: tuple[str, ...]) -> list[object]:
-    """Return the values of a module's names, called if they are functions; None for what an older release lacks."""
-    found: list[object] = []
-    for name in names:
-        try:
-            value = operator.attrgetter(name)(sys.modules[module])
-            found.append(value() if callable(value) and not isinstance(value, type) else value)
-        except AttributeError:
-            found.append(None)
-    return found
+_file_options = _values("get_default_load_endianness", "get_crc32_options", "get_default_mmap_options")
 
 
-def _loading_and_saving() -> list[object]:
+def _loading_and_saving(serialization: Any) -> list[object]:
     """Return how torch loads and saves, and which classes of other packages it takes for safe to load."""
-    torch: Any = sys.modules["torch.serialization"]
-    safe = [one[0] if isinstance(one, tuple) else one for one in torch.get_safe_globals()]
+    safe = [one[0] if isinstance(one, tuple) else one for one in serialization.get_safe_globals()]
     others = [one for one in safe if str(getattr(one, "__module__", "")).partition(".")[0] not in _SAFE_PACKAGES]
-    return [*_attributes("torch.serialization", _FILE_OPTIONS), others]
+    return [*_file_options(serialization), others]
 
 
-def _printing() -> Mapping[str, object]:
-    """Return how tensors are printed; torch has only a private name for that."""
-    return dict(vars(sys.modules["torch._tensor_str"].PRINT_OPTS))
-
-
-def _saved_tensors() -> object:
-    """Return the hooks through which tensors go that are saved for the backward pass."""
-    torch: Any = sys.modules["torch"]
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
-
-
-def _decimal() -> list[object]:
-    """Return how decimal numbers are computed; which signals were raised so far is no setting."""
-    decimal: Any = sys.modules["decimal"]
-    return [_of_context(one) for one in (decimal.getcontext(), decimal.DefaultContext)]
-
-
-_of_context = operator.attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "traps")
-
-
-def _asyncio() -> list[object]:
+def _asyncio(events: Any) -> list[object]:
     """Return the policy of event loops, and the loop that was set; Python makes a policy at its first use."""
-    events: Any = sys.modules["asyncio.events"]
     policy = events._event_loop_policy  # noqa: SLF001
     loop = getattr(getattr(policy, "_local", None), "_loop", None)
     default = getattr(sys.modules["asyncio"], "_DefaultEventLoopPolicy", None)
     default = default or getattr(sys.modules["asyncio"], "DefaultEventLoopPolicy", None)
     return [None if type(policy) is default else policy, loop]
-
-
-def _collating() -> Registered:
-    """Return how a DataLoader makes a batch of each type."""
-    return Registered(sys.modules["torch.utils.data._utils.collate"].default_collate_fn_map)
-
-
-def _gpu() -> int:
-    """Return what torch does about calls that wait for the GPU; 0 as long as CUDA is not initialised."""
-    torch: Any = sys.modules["torch"]
-    return int(torch.cuda.get_sync_debug_mode()) if torch.cuda.is_initialized() else 0
 
 
 @functools.cache
@@ -217,120 +176,92 @@ def _hook_dicts() -> tuple[dict[object, object], ...]:
     )
 
 
-def _hooks() -> list[int]:
-    """Return how many global hooks there are."""
-    return list(map(len, _hook_dicts()))
-
-
-def _modes() -> tuple[int, int]:
+def _modes(dispatch: Any) -> tuple[int, int]:
     """Return how many modes are active: those for all functions of torch, and those for all operators.
 
     They have private names; ``tests/launch/test_private_names.py`` fails when they go away.
     """
-    torch: Any = sys.modules["torch"]
-    operators = sys.modules["torch.utils._python_dispatch"]._get_current_dispatch_mode_stack()  # noqa: SLF001
-    return len(torch.overrides._get_current_function_mode_stack()), len(operators)  # noqa: SLF001
+    functions = sys.modules["torch.overrides"]._get_current_function_mode_stack()  # noqa: SLF001
+    return len(functions), len(dispatch._get_current_dispatch_mode_stack())  # noqa: SLF001
 
 
-def _functions() -> object:
-    """Return functions of torch, which stay the same unless a test replaces them."""
-    return _patched(sys.modules["torch"])
-
-
-def _collectives() -> object:
-    """Return functions of torch.distributed, which stay the same unless a test replaces them."""
-    return _patched_collectives(sys.modules["torch.distributed"])
-
-
-def _numpy() -> list[object]:
-    """Return how numpy handles floating-point errors, and how it prints."""
-    numpy: Any = sys.modules["numpy"]
-    return [numpy.geterr(), numpy.geterrcall(), numpy.get_printoptions(), numpy.getbufsize()]
-
-
-def _unicode() -> object:
-    """Return how numpy prints polynomials."""
-    return sys.modules["numpy.polynomial._polybase"].ABCPolyBase._use_unicode  # noqa: SLF001
-
-
-def _level(logger: str) -> int:
-    return logging.getLogger(logger).level
-
-
-def _memory_of_gpu() -> int:
+def _memory_of_gpu(torch: Any) -> int:
     """Return the bytes in tensors on this rank's GPU. Tensors in reference cycles are collected first."""
-    torch: Any = sys.modules["torch"]
     if not torch.cuda.is_initialized():
         return 0
     gc.collect()
     return int(torch.cuda.memory_allocated())
 
 
-def _accelerate() -> bool:
+def _accelerate(state: Any) -> bool:
     """Tell whether accelerate's shared states are made: they keep the device, the strategy and the precision.
 
     The public function ``accelerate.state.is_initialized`` knows of one of the three only;
     ``tests/launch/test_private_names.py`` fails when the dicts go away.
     """
-    state: Any = sys.modules["accelerate.state"]
     return any(kind._shared_state for kind in (state.PartialState, state.AcceleratorState, state.GradientState))  # noqa: SLF001
 
 
-def _call(module: str, function: str) -> object:
-    """Return the result of a function of that module."""
-    return getattr(sys.modules[module], function)()
+def _level(logger: str, _: Any) -> int:
+    return logging.getLogger(logger).level
 
 
-def _from_function(module: str, function: str) -> tuple[str, Callable[[], object]]:
-    return module, functools.partial(_call, module, function)
-
+#: Which signals were raised so far is no setting.
+_of_decimal = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "traps")
+# A digest of a module that holds settings; torch makes a new one only after a change.
+_get_hash = methodcaller("get_hash")
 
 #: Settings that always have a value: by the name in messages, the module that must be imported, and what reads the setting.
 SETTINGS: _Settings = {
     "torch's global flags": ("torch", _torch_flags),
-    "torch's global hooks": ("torch", _hooks),
+    "torch's global hooks": ("torch", lambda _: list(map(len, _hook_dicts()))),
     "torch's modes": ("torch.utils._python_dispatch", _modes),
-    "functions of torch": ("torch", _functions),
-    "functions of torch.distributed": ("torch.distributed", _collectives),
+    "functions of torch": ("torch", _patched),
+    "functions of torch.distributed": ("torch.distributed", _patched_collectives),
     "how torch loads and saves": ("torch.serialization", _loading_and_saving),
-    "how torch prints": ("torch._tensor_str", _printing),
-    "hooks for saved tensors": ("torch", _saved_tensors),
-    "the debug level of torch.distributed": _from_function("torch.distributed", "get_debug_level"),
-    "what torch does about waiting for the GPU": ("torch", _gpu),
+    # torch has only private names for these two.
+    "how torch prints": ("torch._tensor_str", lambda module: dict(vars(module.PRINT_OPTS))),
+    "hooks for saved tensors": ("torch._C", lambda core: core._autograd._top_saved_tensors_default_hooks(True)),  # noqa: SLF001
+    "the debug level of torch.distributed": ("torch.distributed", methodcaller("get_debug_level")),
+    # 0 as long as CUDA is not initialised.
+    "what torch does about waiting for the GPU": (
+        "torch.cuda",
+        lambda cuda: int(cuda.get_sync_debug_mode()) if cuda.is_initialized() else 0,
+    ),
     "how torch recomputes": (
         "torch.utils.checkpoint",
-        functools.partial(_attributes, "torch.utils.checkpoint", _RECOMPUTE_OPTIONS),
+        _values(
+            "_enable_checkpoint_early_stop",
+            "_checkpoint_debug_enabled",
+            "DefaultDeviceType._default_device_type",
+        ),
     ),
-    "the level of forward differentiation": (
-        "torch.autograd.forward_ad",
-        functools.partial(_attributes, "torch.autograd.forward_ad", ("_current_level",)),
+    "the level of forward differentiation": ("torch.autograd.forward_ad", _values("_current_level")),
+    "how distributions check their arguments": ("torch.distributions", _values("Distribution._validate_args")),
+    "how batches are collated": (
+        "torch.utils.data._utils.collate",
+        lambda collate: Registered(collate.default_collate_fn_map),
     ),
-    "how distributions check their arguments": (
-        "torch.distributions",
-        functools.partial(_attributes, "torch.distributions", ("Distribution._validate_args",)),
+    "torch.compile's settings": ("torch._dynamo.config", _get_hash),
+    "torch.compile's stance": ("torch._dynamo.eval_frame", _values("_stance")),
+    "inductor's settings": ("torch._inductor.config", _get_hash),
+    "functorch's settings": ("torch._functorch.config", _get_hash),
+    "fx's settings": ("torch.fx.experimental._config", _get_hash),
+    "torch.distributed's settings": ("torch.distributed.config", _get_hash),
+    "torch.compiler's settings": ("torch.compiler.config", _get_hash),
+    "numpy's settings": ("numpy", _values("geterr", "geterrcall", "get_printoptions", "getbufsize")),
+    "how numpy prints polynomials": ("numpy.polynomial._polybase", attrgetter("ABCPolyBase._use_unicode")),
+    "how decimal numbers are computed": (
+        "decimal",
+        lambda decimal: [_of_decimal(one) for one in (decimal.getcontext(), decimal.DefaultContext)],
     ),
-    "how batches are collated": ("torch.utils.data._utils.collate", _collating),
-    # Digests of modules that hold settings; torch makes a new one only after a change.
-    "torch.compile's settings": _from_function("torch._dynamo.config", "get_hash"),
-    "torch.compile's stance": (
-        "torch._dynamo.eval_frame",
-        functools.partial(_attributes, "torch._dynamo.eval_frame", ("_stance",)),
-    ),
-    "inductor's settings": _from_function("torch._inductor.config", "get_hash"),
-    "functorch's settings": _from_function("torch._functorch.config", "get_hash"),
-    "fx's settings": _from_function("torch.fx.experimental._config", "get_hash"),
-    "torch.distributed's settings": _from_function("torch.distributed.config", "get_hash"),
-    "torch.compiler's settings": _from_function("torch.compiler.config", "get_hash"),
-    "numpy's settings": ("numpy", _numpy),
-    "how numpy prints polynomials": ("numpy.polynomial._polybase", _unicode),
-    "how decimal numbers are computed": ("decimal", _decimal),
-    "asyncio's event loops": ("asyncio", _asyncio),
-    "how long a field of csv may be": _from_function("csv", "field_size_limit"),
+    "asyncio's event loops": ("asyncio.events", _asyncio),
+    "how long a field of csv may be": ("csv", methodcaller("field_size_limit")),
     **{
         f"the log level of {name}": (module, functools.partial(_level, name))
-        for module, name in (
+        for name, module in (
             *((name, name) for name in ("torch", "accelerate", "transformers")),
-            ("deepspeed", "DeepSpeed"),
+            ("DeepSpeed", "deepspeed"),
         )
     },
 }
@@ -338,10 +269,11 @@ SETTINGS: _Settings = {
 SINGLETONS: _Settings = {
     "torch's memory on the GPU": ("torch", _memory_of_gpu),
     "accelerate's singletons": ("accelerate.state", _accelerate),
-    "DeepSpeed's communication": _from_function("deepspeed.comm", "is_initialized"),
-    "DeepSpeed's checkpointing": _from_function(
-        "deepspeed.runtime.activation_checkpointing.checkpointing", "is_configured"
+    "DeepSpeed's communication": ("deepspeed.comm", methodcaller("is_initialized")),
+    "DeepSpeed's checkpointing": (
+        "deepspeed.runtime.activation_checkpointing.checkpointing",
+        methodcaller("is_configured"),
     ),
     # As long as a TrainingArguments lives, transformers takes all models for ZeRO-3's.
-    "transformers' ZeRO-3 mode": _from_function("transformers.integrations.deepspeed", "is_deepspeed_zero3_enabled"),
+    "transformers' ZeRO-3 mode": ("transformers.integrations.deepspeed", methodcaller("is_deepspeed_zero3_enabled")),
 }

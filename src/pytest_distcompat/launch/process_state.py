@@ -138,7 +138,9 @@ class ProcessState:
         if not str(getattr(sys.excepthook, "__module__", "")).startswith("torch."):
             same["sys.excepthook"] = sys.excepthook
         of_libraries = (*SETTINGS.items(), *SINGLETONS.items())
-        same |= {name: _read(read) for name, (module, read) in of_libraries if module in sys.modules}
+        same |= {
+            name: _read(read, sys.modules[module]) for name, (module, read) in of_libraries if module in sys.modules
+        }
         # Last, because reading the context of decimal numbers makes one.
         same["context variables"] = contextvars.copy_context()
         return cls(same)
@@ -180,13 +182,13 @@ class Sizes:
         return [name for name, size in self._now().items() if size - self._first[name] > _LIMITS[name]]
 
 
-def _read(read: Callable[[], object]) -> object:
-    """Return what ``read`` returns, or the type of its error.
+def _read(read: Callable[[Any], object], module: Any) -> object:
+    """Return what ``read`` returns for the module, or the type of its error.
 
     A test may have left a mode, or a function of its own, with which every call of torch raises.
     """
     try:
-        return read()
+        return read(module)
     except Exception as error:
         return type(error)
 
