@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pytest_distcompat.lease import Demand, Instant, Span
-from pytest_distcompat.lease.packing import IN_HAND, expect, ideal
+from pytest_distcompat.lease.packing import expect, ideal
 from pytest_distcompat.lease.tickets import Ticket, ahead
+from pytest_distcompat.plugin.marked.packed import IN_HAND
 
 
 @dataclass(frozen=True)

@@ -79,17 +79,14 @@ def by_name(cached: dict[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("dist", ["load", "worksteal"])
-def test_the_longest_tests_of_the_last_session_run_first(
-    dist: str, pytester: pytest.Pytester, run_on_gpus: RunOnGpus
-) -> None:
+def test_the_longest_tests_of_the_last_session_run_first(pytester: pytest.Pytester, run_on_gpus: RunOnGpus) -> None:
     tests = make(pytester, [8] * 5)
     seconds = {name: float(number) for number, name in enumerate(tests)}
     durations = {f"test_made.py::{name}": value for name, value in seconds.items()}
     cache = pytester.path / ".pytest_cache/v/distcompat/seconds"
     cache.parent.mkdir(parents=True)
     cache.write_text(json.dumps(durations | {"test_gone.py::test": 9.0}), encoding="utf-8")
-    result = run_on_gpus("-n", "1", "-v", f"--dist={dist}")
+    result = run_on_gpus("-n", "1", "-v")
     result.stdout.fnmatch_lines(["scheduling tests via PackedScheduling"])
     planned = [demand.id for demand in pack([Demand(name, 8, seconds[name]) for name in tests], 8, 1)]
     assert names(spans(pytester.path)) == planned != tests
@@ -105,8 +102,7 @@ def test_the_longest_tests_of_the_last_session_run_first(
         (["-n", "1", "-p", "no:cacheprovider"], "PackedScheduling"),
         (["-n", "1", "--dist=loadfile"], "LoadFileScheduling"),
         (["-n", "1", "--dist=loadgroup"], "LoadGroupScheduling"),
-        (["-n", "1", "-k", "ordinary"], "LoadScheduling"),
-        (["-n", "1", "-k", "ordinary", "--dist=worksteal"], "WorkStealingScheduling"),
+        (["-n", "1", "--dist=worksteal"], "WorkStealingScheduling"),
     ],
 )
 def test_the_dist_option_selects_the_scheduler(
@@ -131,7 +127,6 @@ def test_the_users_order_is_kept(how: str, pytester: pytest.Pytester, run_on_gpu
         failed.write_text(json.dumps({f"test_made.py::{name}": True for name in tests[1:]}), encoding="utf-8")
         result = run_on_gpus("-n", "1", "-v", "--failed-first")
     result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines(["scheduling tests via LoadScheduling"])
     expected = {"conftest": list(reversed(tests)), "failed first": [tests[1], tests[2], tests[0]]}[how]
     assert names(spans(pytester.path)) == expected
 
@@ -141,13 +136,10 @@ def test_without_xdist_nothing_is_reordered_and_durations_are_stored(
     pytester: pytest.Pytester, run_on_gpus: RunOnGpus
 ) -> None:
     tests = make(pytester, [1, 4, 2])
-    result = run_on_gpus("-vv")
+    result = run_on_gpus("-v")
     result.assert_outcomes(passed=3)
     assert names(spans(pytester.path)) == tests
-    # Who had what, a line for each GPU.
-    result.stdout.re_match_lines(
-        [r"distcompat: 8 GPUs were leased for \d+% of \d+\.\d s, by 3 process groups", r"GPU-0  A+\.*B+\.*C+\.*$"]
-    )
+    result.stdout.re_match_lines([r"distcompat: 8 GPUs were leased for \d+% of \d+\.\d s, by 3 process groups"])
     assert set(by_name(json.loads((pytester.path / ".pytest_cache/v/distcompat/seconds").read_text()))) == set(tests)
 
 

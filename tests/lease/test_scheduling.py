@@ -19,7 +19,7 @@ from pytest_distcompat.lease.tickets import Ticket, ahead
 
 pytest.importorskip("xdist")
 
-from pytest_distcompat.plugin.marked.scheduling import LateScheduling
+from pytest_distcompat.plugin.marked.packed import PackedScheduling
 
 DEVICES = 8
 IDS = tuple(f"gpu-{number}" for number in range(DEVICES))
@@ -102,11 +102,9 @@ Start = Callable[..., Play]
 def start(pytester: pytest.Pytester) -> Start:
     """All workers have collected, and the scheduler has begun."""
 
-    def begin(
-        tests: int, workers: int, plan: Callable[[Sequence[str], int], Units], dist: str = "load", *more: str
-    ) -> Play:
-        config = pytester.parseconfig(f"--dist={dist}", f"--tx={workers}*popen", *more)
-        scheduler: Any = LateScheduling(config, None, plan)
+    def begin(tests: int, workers: int, plan: Callable[[Sequence[str], int], Units], *more: str) -> Play:
+        config = pytester.parseconfig("--dist=load", f"--tx={workers}*popen", *more)
+        scheduler: Any = PackedScheduling(config, None, plan)
         made = [Worker(f"gw{number}") for number in range(workers)]
         for worker in made:
             scheduler.add_node(worker)
@@ -128,19 +126,15 @@ def in_order_of(demands: Sequence[Demand]) -> Callable[[Sequence[str], int], Uni
     return lambda collection, workers: [[int(demand.id)] for demand in demands]
 
 
-@pytest.mark.parametrize("dist", ["load", "worksteal"])
 @pytest.mark.parametrize("seed", range(10))
-def test_forty_tests_on_eight_gpus_end_near_the_ideal_and_when_the_simulation_says(
-    seed: int, dist: str, start: Start
-) -> None:
+def test_forty_tests_on_eight_gpus_end_near_the_ideal_and_when_the_simulation_says(seed: int, start: Start) -> None:
     demands = forty(seed)
     order = pack(demands.values(), DEVICES, 8)
-    play = start(40, 8, in_order_of(order), dist)
+    play = start(40, 8, in_order_of(order))
     play.demands = demands
     assert sorted(play.run().began) == list(range(40))
     assert play.time == pytest.approx(simulate(order, DEVICES, 8).makespan)
     assert play.time <= 1.15 * ideal(demands.values(), DEVICES, 8)
-    assert type(play.scheduler._scheduler).__name__ == play.scheduler.__class__.__name__ == "PackedScheduling"
 
 
 def test_xdists_own_order_takes_longer(start: Start) -> None:
@@ -168,17 +162,16 @@ def test_ordinary_tests_come_last_in_their_order(start: Start) -> None:
 
 
 def test_the_users_chunks_are_for_ordinary_tests(start: Start) -> None:
-    play = start(40, 2, lambda collection, workers: [[39], [38], [37], [36]], "load", "--maxschedchunk=5")
+    play = start(40, 2, lambda collection, workers: [[39], [38], [37], [36]], "--maxschedchunk=5")
     assert [list(worker.queue) for worker in play.workers] == [[39, 37, *range(5)], [38, 36, *range(5, 10)]]
 
 
-@pytest.mark.parametrize("dist", ["load", "worksteal"])
 @pytest.mark.parametrize("workers", [1, 3, 8])
-def test_without_tests_on_ranks_xdist_schedules_as_usual(workers: int, dist: str, start: Start) -> None:
-    from xdist.scheduler import LoadScheduling, WorkStealingScheduling
+def test_without_tests_on_ranks_xdist_schedules_as_usual(workers: int, start: Start) -> None:
+    from xdist.scheduler import LoadScheduling
 
-    play = start(25, workers, lambda collection, workers: [], dist)
-    own = {"load": LoadScheduling, "worksteal": WorkStealingScheduling}[dist](play.scheduler.config)
+    play = start(25, workers, lambda collection, workers: [])
+    own = LoadScheduling(play.scheduler.config)
     theirs = [Worker(worker.name) for worker in play.workers]
     for worker in theirs:
         own.add_node(worker)
@@ -186,7 +179,6 @@ def test_without_tests_on_ranks_xdist_schedules_as_usual(workers: int, dist: str
         own.add_node_collection(worker, [f"test_{number}" for number in range(25)])
     own.schedule()
     assert [worker.queue for worker in play.workers] == [worker.queue for worker in theirs]
-    assert play.scheduler.__class__ is type(own)
 
 
 @pytest.mark.parametrize("tests", [1, 2, 5, 9])
@@ -213,8 +205,8 @@ def test_workers_with_different_collections_are_reported_by_xdist(pytester: pyte
     config = pytester.parseconfig("--dist=load", "--tx=2*popen")
     collected: list[Any] = []
     # pluggy reads the argument's name.
-    config.pluginmanager.register(SimpleNamespace(pytest_collectreport=lambda report: collected.append(report)))  # noqa: PLW0108
-    scheduler: Any = LateScheduling(config, None, lambda collection, workers: pytest.fail("planned"))
+    config.pluginmanager.register(SimpleNamespace(pytest_collectreport=lambda report: said.append(report)))  # noqa: PLW0108
+    scheduler: Any = PackedScheduling(config, None, lambda collection, workers: pytest.fail("planned"))
     made = [Worker("gw0"), Worker("gw1")]
     for worker in made:
         scheduler.add_node(worker)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_distcompat.lease import Instant, Inventory, Leak, Pool, Span, busy, chart, gaps, read_timeline
+from pytest_distcompat.lease import Instant, Inventory, Leak, Pool, Span, busy, gaps, read_timeline
 
 if TYPE_CHECKING:
     from tests.lease.conftest import Field, MadeUpMemory
@@ -67,23 +67,6 @@ def test_a_timeline_that_cannot_be_written_fails_no_test(tmp_path: Path) -> None
     pool = Pool(tmp_path / "leases", Inventory("cpu", ("cpu-0",)), timeline=tmp_path / "file")
     with pool.lease(1, who="one"):
         pass
-
-
-def test_the_chart_has_a_line_for_each_device() -> None:
-    spans = [span("one", 0, 4, "a", "b"), span("two", 4, 8, "a"), span("three", 6, 8, "b")]
-    assert chart(spans, ("a", "bb", "b"), width=8) == [
-        "a   AAAABBBB",
-        "bb  ........",
-        "b   AAAA..CC",
-    ]
-    assert chart([], ("a",)) == []
-
-
-def test_short_leases_appear_in_the_chart() -> None:
-    assert chart([span("long", 0, 1000, "a"), span("short", 1000, 1000.1, "b")], ("a", "b"), width=4) == [
-        "a  AAAA",
-        "b  ...B",
-    ]
 
 
 def test_busy_is_the_used_share_of_device_time() -> None:

@@ -14,9 +14,6 @@ from dataclasses import dataclass, replace
 
 #: The assumed duration of an item if no duration is known, in seconds.
 UNKNOWN = 1.0
-#: How many tests an xdist worker has at a time: the one that runs, and the next one, which its teardown needs to know
-#: (``--dist load --maxschedchunk 1``; https://pytest-xdist.readthedocs.io/en/stable/distribution.html).
-IN_HAND = 2
 
 
 @dataclass(frozen=True)

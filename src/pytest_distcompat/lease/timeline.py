@@ -15,7 +15,6 @@ from pytest_distcompat import clock
 from pytest_distcompat.lease.memory import Leak
 
 FILE = "leases.jsonl"
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 
 
 class Instant(NamedTuple):
@@ -163,19 +162,3 @@ def busy(spans: Iterable[Span], ids: Sequence[str]) -> float:
     length = max(span.released.monotonic for span in all_spans) - min(span.got.monotonic for span in all_spans)
     leased = sum(len(span.ids) * span.seconds for span in all_spans)
     return leased / (len(ids) * length) if length else 0.0
-
-
-def chart(spans: Sequence[Span], ids: Sequence[str], width: int = 80) -> list[str]:
-    """Return the timeline as text: a line for each device, a letter for each lease, a dot while the device was free."""
-    if not spans:
-        return []
-    begin = min(span.got.monotonic for span in spans)
-    column = (max(span.released.monotonic for span in spans) - begin) / width or 1.0
-    rows = {name: ["."] * width for name in ids}
-    for index, span in enumerate(spans):
-        first = min(width - 1, round((span.got.monotonic - begin) / column))
-        last = max(first + 1, round((span.released.monotonic - begin) / column))
-        for name in span.ids:
-            rows[name][first:last] = _LETTERS[index % len(_LETTERS)] * (min(last, width) - first)
-    longest = max(map(len, ids))
-    return [f"{name:<{longest}}  {''.join(row)}" for name, row in rows.items()]

@@ -210,13 +210,12 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Return the scheduler that keeps devices busy, under ``--dist load`` and ``worksteal``."""
-    from pytest_distcompat.plugin.marked import packing
-    from pytest_distcompat.plugin.marked.scheduling import XDIST_SCHEDULERS, LateScheduling
-
-    if config.getoption("dist") not in XDIST_SCHEDULERS:
+    """Return the scheduler that keeps devices busy, under ``--dist load``. Other values order tests by their own rules."""
+    if config.getoption("dist") != "load":
         return None
-    return LateScheduling(config, log, functools.partial(packing.plan, session_of(config)))
+    from pytest_distcompat.plugin.marked import packed, packing
+
+    return packed.PackedScheduling(config, log, functools.partial(packing.plan, session_of(config)))
 
 
 def pytest_runtestloop(session: pytest.Session) -> None:

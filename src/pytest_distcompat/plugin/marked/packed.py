@@ -1,37 +1,47 @@
-"""The xdist scheduler that hands out tests in a planned order. Imported only if there are distributed tests."""
+"""The xdist scheduler that hands out tests in a planned order. Imported under xdist only, and light without distributed tests."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScheduling
 
-from pytest_distcompat.lease.packing import IN_HAND
+#: A function from the collected node ids and the number of workers to lists of indices, each for one worker in a row.
+Plan = Callable[[Sequence[str], int], Sequence[Sequence[int]]]
+#: How many tests a worker has at a time: the one that runs, and the next one, which its teardown needs to know
+#: (``--dist load --maxschedchunk 1``; https://pytest-xdist.readthedocs.io/en/stable/distribution.html).
+IN_HAND = 2
 
 
 class PackedScheduling(LoadScheduling):  # type: ignore[misc]  # xdist is untyped here
     """Hands out the planned units one at a time to the next free worker, then all other tests as ``--dist load`` does.
 
     xdist's own rule hands out slices of consecutive tests: one worker would get all large tests, and the checks of a cell would
-    go to several workers, which would wait for one another's runs.
+    go to several workers, which would wait for one another's runs. A session without distributed tests has an empty plan.
     """
 
     collection: list[str] | None
     maxschedchunk: int | None
 
-    def __init__(self, config: pytest.Config, log: Any, units: Sequence[Sequence[int]]) -> None:
+    def __init__(self, config: pytest.Config, log: Any, plan: Plan) -> None:
         super().__init__(config, log)
-        self._unit = {index: number for number, unit in enumerate(units) for index in unit}
+        self._plan = plan
+        self._unit: dict[int, int] = {}
 
     def schedule(self) -> None:
-        """Hand out the first units; or give tests to a worker that was added later."""
-        if self.collection is not None:
+        """Hand out the first units, now that all workers have collected; or give tests to a worker that was added later."""
+        if self.collection is None:
+            collection, *others = self.node2collection.values()
+            # xdist reports workers that collected different tests.
+            if all(other == collection for other in others):
+                units = self._plan(collection, 1 + len(others))
+                self._unit = {index: number for number, unit in enumerate(units) for index in unit}
+        if self.collection is not None or not self._unit:
             super().schedule()
             return
-        collection = next(iter(self.node2collection.values()))
         self.collection = collection
         ordinary = (index for index in range(len(collection)) if index not in self._unit)
         self.pending[:] = [*self._unit, *ordinary]

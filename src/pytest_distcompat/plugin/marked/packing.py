@@ -154,12 +154,11 @@ class Devices:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print how busy the devices were with ``-v``, and a chart of leases with ``-vv``."""
-        verbosity = self.session.config.get_verbosity()
-        spans = self._spans() if verbosity > 0 else []
+        """Print how busy the devices were with ``-v``."""
+        spans = self._spans() if self.session.config.get_verbosity() > 0 else []
         if not spans:
             return
-        from pytest_distcompat.lease import busy, chart
+        from pytest_distcompat.lease import busy
 
         inventory = self.session.inventory
         length = max(span.released.monotonic for span in spans) - spans[0].got.monotonic
@@ -167,5 +166,3 @@ class Devices:
             f"distcompat: {len(inventory.ids)} {inventory.words} were leased for {busy(spans, inventory.ids):.0%} of "
             f"{length:.1f} s, by {len(spans)} process groups"
         )
-        for line in chart(spans, inventory.ids) if verbosity > 1 else ():
-            terminalreporter.write_line(line)
