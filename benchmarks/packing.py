@@ -1,8 +1,8 @@
 """40 tests of world sizes 1, 2 and 4 on 8 made-up GPUs, by real pytest-xdist and real leases; ranks only take their time.
 
-``python benchmarks/packing.py [--workers 8] [--scale 0.05] [--dist load] [--seed 0]`` prints a Markdown table: how long the
+``python benchmarks/packing.py [--workers 8] [--scale 0.05] [--seed 0]`` prints a Markdown table: how long the
 GPUs were wanted, against the ideal, in xdist's own order, packed without any knowledge, and packed by what the run before
-took; then the schedule of the last. A test lasts 5 to 60 seconds times ``--scale``.
+took. A test lasts 5 to 60 seconds times ``--scale``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from machine import measured_on  # type: ignore[import-not-found] # a script imports from its own directory
 
-from pytest_distcompat.lease import Demand, Span, busy, chart, read_timeline
+from pytest_distcompat.lease import Demand, Span, busy, read_timeline
 from pytest_distcompat.lease.packing import ideal
 
 STAND_IN = Path(__file__).parents[1] / "tests" / "lease"
@@ -50,11 +50,11 @@ def forty(seed: int, scale: float) -> list[Demand]:
     return [Demand(f"test[{number}-w{size}]", size, round(seconds, 3)) for number, (size, seconds) in enumerate(sizes)]
 
 
-def run(directory: Path, workers: int, dist: str) -> list[Span]:
+def run(directory: Path, workers: int) -> list[Span]:
     environment = {**os.environ, "TMPDIR": str(directory), "PYTHONPATH": str(STAND_IN)}
     for name in ("CUDA_VISIBLE_DEVICES", "PYTEST_ADDOPTS"):
         environment.pop(name, None)
-    command = [sys.executable, "-m", "pytest", "-p", "stand_in", "-n", str(workers), "--dist", dist]
+    command = [sys.executable, "-m", "pytest", "-p", "stand_in", "-n", str(workers), "--dist", "load"]
     base = directory / "base"
     done = subprocess.run(
         [*command, "--basetemp", str(base), str(directory)],
@@ -72,13 +72,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--scale", type=float, default=0.05)
-    parser.add_argument("--dist", choices=("load", "worksteal"), default="load")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     print(f"{measured_on('pytest', 'pytest-xdist')}\n")
     demands = forty(arguments.seed, arguments.scale)
     best = ideal(demands, 8, arguments.workers)
-    print(f"{len(demands)} tests, 8 GPUs, {arguments.workers} workers, --dist {arguments.dist}, ideal {best:.1f} s\n")
+    print(f"{len(demands)} tests, 8 GPUs, {arguments.workers} workers, ideal {best:.1f} s\n")
     print("| order | seconds | x ideal | GPUs leased |\n| --- | --- | --- | --- |")
     ids = [f"GPU-{number}" for number in range(8)]
     with tempfile.TemporaryDirectory() as name:
@@ -93,11 +92,10 @@ def main() -> None:
             if order == "packed, nothing known":
                 # What the first run left would be known.
                 subprocess.run(["rm", "-rf", str(directory / ".pytest_cache")], check=True)
-            spans = run(directory, arguments.workers, arguments.dist)
+            spans = run(directory, arguments.workers)
             assert len(spans) == len(demands)
             length = max(s.released.monotonic for s in spans) - min(s.got.monotonic for s in spans)
             print(f"| {order} | {length:.1f} | {length / best:.2f} | {busy(spans, ids):.0%} |", flush=True)
-    print("\n" + "\n".join(chart(spans, ids)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from pytest_distcompat.launch import RankEnd
-from pytest_distcompat.plugin.nodeids import strip_group
+from pytest_distcompat.plugin.selection import strip_group
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import FakeRanks

@@ -192,7 +192,7 @@ def test_a_skip_that_the_parent_decides_starts_no_rank(pytester: pytest.Pytester
         @pytest.mark.skip(reason="a")
         def test_a(): pass
 
-        @pytest.mark.skipif("sys.maxsize > 0", reason="b")
+        @pytest.mark.skipif(1 > 0, reason="b")
         def test_b(): pass
 
         @pytest.mark.xfail(run=False, reason="c")

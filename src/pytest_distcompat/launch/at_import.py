@@ -352,7 +352,7 @@ _OnVariable = Callable[[str, "FrameType | None"], None]
 
 
 @contextlib.contextmanager
-def environment_read(read: _OnVariable, written: _OnVariable = lambda _, __: None) -> Iterator[None]:
+def environment_read(read: _OnVariable, written: _OnVariable) -> Iterator[None]:
     """Call ``read`` for each variable of the environment that the block reads, ``written`` for each that it sets or removes."""
     with contextlib.ExitStack() as undo:
         for environ in (os.environ, os.environb):

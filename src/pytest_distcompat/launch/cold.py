@@ -12,6 +12,7 @@ from pytest_distcompat import clock
 from pytest_distcompat.events import pids_of
 from pytest_distcompat.launch import loopback
 from pytest_distcompat.launch.ending import Ending
+from pytest_distcompat.launch.launcher import Launcher
 from pytest_distcompat.launch.process import descendants, kill, kill_and_wait, on_device
 from pytest_distcompat.launch.request import Request, Warmth, interpreter
 from pytest_distcompat.launch.reused_ranks import Reuse
@@ -23,27 +24,13 @@ FAILURE = re.compile(r"rank\s+:\s+(\d+)\s+\(local_rank.*?exitcode\s+:\s+(-?\d+)"
 ENDED = re.compile(r"Sending process (\d+) closing signal SIGTERM")
 
 
-class TorchrunLauncher:
+class TorchrunLauncher(Launcher):
     """A launcher that starts ``python -m torch.distributed.run`` for each run."""
 
     def __init__(self, warmth: Warmth, *, device: str = "cpu") -> None:
         self._warmth = warmth
         self._device = device
         self._process: subprocess.Popen[bytes] | None = None
-
-    def warm_up(self) -> None:
-        """Do nothing: a cold launcher prepares nothing."""
-
-    def get_warm(self) -> str:
-        """Return at once: there is nothing to wait for."""
-        return ""
-
-    #: Each request has ranks of its own.
-    reuse_scope = ""
-
-    def retire(self) -> str:
-        """Do nothing: no ranks wait."""
-        return ""
 
     def run(self, request: Request, reuse: Reuse | None = None) -> Ending:  # noqa: ARG002 - the launchers' protocol
         """Start the ranks, and wait until they ended or were ended; never raises for what the ranks do."""

@@ -49,11 +49,7 @@ class WarmLauncher:
         return problem
 
     def run(self, request: Request, reuse: Reuse | None = None) -> Ending:
-        """Start the ranks, and wait until they ended or were ended.
-
-        It never raises for what the ranks do. With ``reuse`` the ranks may be those of an earlier request, and may wait for the
-        next one.
-        """
+        """Start the ranks, or reuse those of an earlier request, and wait until they ended or have done the request."""
         try:
             problem = self.get_warm()
             if problem:

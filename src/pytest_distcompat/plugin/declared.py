@@ -13,8 +13,7 @@ import pytest
 from pytest_distcompat.failures import DistcompatError
 from pytest_distcompat.plugin.marked.marker import MARK, OUTCOME, cell_of
 from pytest_distcompat.plugin.marked.outcome import RankFailure
-from pytest_distcompat.plugin.nodeids import strip_group
-from pytest_distcompat.plugin.selection import is_partial
+from pytest_distcompat.plugin.selection import is_partial, strip_group
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.status import Status
 

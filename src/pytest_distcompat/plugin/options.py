@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,14 +68,20 @@ def _count(*, least: int, keywords: tuple[str, ...] = ()) -> Callable[[str], int
     return read
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UsageProblem(f"{text!r} is not right: expected a number of seconds above 0.")
-    return seconds
+def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not fits(number):
+            raise UsageProblem(f"{text!r} is not right: expected {expected}.")
+        return number
+
+    return read
+
+
+_seconds = _number("a number of seconds above 0", lambda number: 0 < number < math.inf)
 
 
 def _names(registry: str) -> Callable[[str], tuple[str, ...]]:
@@ -95,16 +103,6 @@ def _names(registry: str) -> Callable[[str], tuple[str, ...]]:
     return read
 
 
-def _percent(text: str) -> float:
-    try:
-        percent = float(text)
-    except ValueError:
-        percent = -1.0
-    if not 0 <= percent <= 100:
-        raise UsageProblem(f"{text!r} is not right: expected a number from 0 to 100.")
-    return percent
-
-
 def _profile(text: str) -> str:
     from pytest_distcompat.profiles import PROFILES
 
@@ -120,31 +118,34 @@ def _known(text: str, base: Path) -> Any:
 
 def _part(text: str) -> float:
     """Return a number above 0, or 0 for an empty text: no limit."""
-    if not text:
-        return 0.0
-    try:
-        part = float(text)
-    except ValueError:
-        part = 0.0
-    if not 0 < part < float("inf"):
-        raise UsageProblem(f"{text!r} is not right: expected a number above 0, as 0.9.")
-    return part
+    return _number("a number above 0, as 0.9", lambda number: 0 < number < math.inf)(text) if text else 0.0
 
 
-def _report(text: str, base: Path) -> Any:
-    from pytest_distcompat.plugin.reporting.report_files import paths_to_write
+def _report(text: str, base: Path) -> tuple[Path, ...]:
+    """Return the paths of report files, one for each line."""
+    from pytest_distcompat.report import FORMATS
 
-    return paths_to_write(text, base)
+    paths = tuple(base / line.strip() for line in dict.fromkeys(text.splitlines()) if line.strip())
+    for path in paths:
+        if path.suffix not in FORMATS:
+            raise UsageProblem(f"{str(path)!r}: the suffix says the format. Known: {', '.join(FORMATS)}.")
+        if not path.absolute().parent.is_dir():
+            raise UsageProblem(f"{str(path)!r}: there is no directory {path.absolute().parent}.")
+        if path.is_dir():
+            raise UsageProblem(f"{str(path)!r} is a directory; expected a file.")
+    return paths
 
 
 def _baseline(text: str, base: Path) -> Any:
-    from pytest_distcompat.plugin.reporting.report_files import read_baseline
-
-    return read_baseline(text, base)
+    return _read_report((base / text).absolute()) if text else None
 
 
-def _launcher(text: str) -> str:
-    return _choice("warm", "torchrun")(text)
+@functools.cache
+def _read_report(path: Path) -> Any:
+    """Read a report. Cached: this session may write to the same file at its end."""
+    from pytest_distcompat.report import Report
+
+    return Report.read(path)
 
 
 # The help of an option begins with a verb and names the unit and the default, in the terms of docs/architecture.md.
@@ -277,7 +278,7 @@ OPTIONS: dict[str, Option] = {
             "warm|torchrun",
             "warm",
             "Start ranks by torchrun's agent on a warm fork server, or by the cold torchrun command (default: warm).",
-            _launcher,
+            _choice("warm", "torchrun"),
         ),
         Option(
             "distcompat_verify",
@@ -285,7 +286,7 @@ OPTIONS: dict[str, Option] = {
             "0",
             "Run this share of all tests and checks a second time under cold torchrun, another one each day, and fail where the "
             "verdicts differ (default: 0).",
-            _percent,
+            _number("a number from 0 to 100", lambda number: 0 <= number <= 100),
         ),
         Option(
             "distcompat_nothing_ran",

@@ -1,10 +1,27 @@
-"""Tells whether the user selected only a part of the tests."""
+"""Node ids without the group that xdist appends, and whether the user selected only a part of the tests."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from pytest_distcompat.report.compare import SELECTING
+#: The part after the module's path, with the ``@group`` that xdist appends. The id of a parameter may contain an @ too.
+_GROUPED = re.compile(r"(?P<item>[^\[@]*(\[.*\])?)@.*", re.DOTALL)
+
+
+def strip_group(config: pytest.Config, nodeid: str) -> str:
+    """Return the node id without the ``@group`` that xdist appends.
+
+    Workers append it under ``--dist loadgroup`` to tests with ``xdist_group``. Ranks, reports and the user's next command
+    line use the id without it.
+    """
+    # In a worker --dist is "no"; xdist sets the option loadgroup there instead.
+    if config.getoption("dist", "no") != "loadgroup" and not config.getoption("loadgroup", False):
+        return nodeid
+    path, colons, inside = nodeid.partition("::")
+    match = _GROUPED.fullmatch(inside)
+    return f"{path}{colons}{match['item']}" if match else nodeid
 
 
 def is_narrowed(config: pytest.Config) -> bool:
@@ -21,6 +38,8 @@ def is_partial(config: pytest.Config) -> bool:
 
     A baseline counts tests that those leave out as missing; a known issue that covers only such tests is not stale.
     """
+    from pytest_distcompat.report.compare import SELECTING
+
     selecting = any(config.getoption(f"distcompat_{name}", None) is not None for name in SELECTING)
     return is_narrowed(config) or selecting or not _selects_all_paths(config)
 

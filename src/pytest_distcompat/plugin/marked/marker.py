@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import unittest
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,9 @@ import pytest
 
 from pytest_distcompat.cell import Cell, Matrix, OptionValue
 from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
-from pytest_distcompat.plugin.marked.conditions import hide_conditions_of_ranks
 from pytest_distcompat.plugin.marked.outcome import UNCAPTURED, Outcome, RankFailure, disagreement, merge, unexcused
-from pytest_distcompat.plugin.nodeids import strip_group
 from pytest_distcompat.plugin.reporting.representation import represent
+from pytest_distcompat.plugin.selection import strip_group
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ def world_size_of(item: pytest.Item, mark: Mark, session: DistcompatSession) -> 
 def take_over(item: pytest.Function) -> None:
     """Have the ranks run the item: in this process no fixture is set up, and its function is never called."""
     item.fixturenames = []
-    hide_conditions_of_ranks(item)
+    _hide_text_conditions(item)
     if OUTCOME in item.stash:
         del item.stash[OUTCOME]
 
@@ -175,6 +174,24 @@ def take_over(item: pytest.Function) -> None:
         # Hypothesis reads the fixtures of the function before it calls it.
         item.obj = runtest
     vars(item)["runtest"] = runtest
+
+
+def _hide_text_conditions(item: pytest.Function) -> None:
+    """Hide marks with a text as their condition from pytest in this process: it may read variables of a rank.
+
+    The ranks evaluate all marks.
+    https://docs.pytest.org/en/stable/historical-notes.html#conditions-as-strings-instead-of-booleans
+    """
+    original = item.iter_markers_with_node
+
+    def is_hidden(mark: pytest.Mark) -> bool:
+        conditions = (mark.kwargs.get("condition"), *mark.args)
+        return mark.name in {"skipif", "xfail"} and any(isinstance(condition, str) for condition in conditions)
+
+    def iter_markers_with_node(name: str | None = None) -> Iterator[tuple[Any, pytest.Mark]]:
+        return ((node, mark) for node, mark in original(name) if not is_hidden(mark))
+
+    vars(item)["iter_markers_with_node"] = iter_markers_with_node
 
 
 def run_on_ranks(item: pytest.Function, mark: Mark) -> None:

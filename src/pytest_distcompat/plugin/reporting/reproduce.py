@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pytest_distcompat.plugin.nodeids import strip_group
 from pytest_distcompat.plugin.options import OPTIONS
+from pytest_distcompat.plugin.selection import strip_group
 
 #: The key of ``workerinput`` with the arguments of the controller: a worker itself gets its options as values.
 ARGUMENTS = "distcompat_arguments"

@@ -15,11 +15,10 @@ from pytest_distcompat import clock
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
 from pytest_distcompat.plugin.declared import declared_of
-from pytest_distcompat.plugin.nodeids import strip_group
 from pytest_distcompat.plugin.options import OPTIONS
 from pytest_distcompat.plugin.reporting.progress import Forecast, Progress
 from pytest_distcompat.plugin.reporting.summary import Summary, fold_failures
-from pytest_distcompat.plugin.selection import is_narrowed
+from pytest_distcompat.plugin.selection import is_narrowed, strip_group
 from pytest_distcompat.plugin.session import DistcompatSession
 from pytest_distcompat.report import (
     Report,

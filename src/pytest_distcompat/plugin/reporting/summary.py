@@ -10,7 +10,7 @@ import pytest
 from _pytest._code.code import ExceptionRepr
 
 from pytest_distcompat.excerpt import visible
-from pytest_distcompat.plugin.nodeids import strip_group
+from pytest_distcompat.plugin.selection import strip_group
 from pytest_distcompat.report import (
     Line,
     Report,

@@ -19,20 +19,23 @@ from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver, preload_of
 from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.engine import not_applicable, run_check
+from pytest_distcompat.excerpt import excerpt
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import DistcompatError, Incompatible, LateFailure, RunFailedError, UsageProblem
 from pytest_distcompat.judge import declaration, skipped
 from pytest_distcompat.known import concerned
+from pytest_distcompat.launch.ending import name_ranks
+from pytest_distcompat.launch.files import written
+from pytest_distcompat.launch.request import Request
 from pytest_distcompat.plugin import scripted
 from pytest_distcompat.plugin.debugging import FAILED_RUN, FailedRun
 from pytest_distcompat.plugin.declared import declared_of
-from pytest_distcompat.plugin.marked.outcome import disagreement
-from pytest_distcompat.plugin.nodeids import strip_group
+from pytest_distcompat.plugin.marked.outcome import SECTION_CHARACTERS, disagreement
 from pytest_distcompat.plugin.reporting.representation import represent
 from pytest_distcompat.plugin.reporting.results import ATTRIBUTE
+from pytest_distcompat.plugin.selection import strip_group
 from pytest_distcompat.plugin.session import SESSION, DistcompatSession
 from pytest_distcompat.plugin.suite.declared_names import check_names
-from pytest_distcompat.plugin.suite.output import sections
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report import Result, Row
 from pytest_distcompat.status import Status, Verdict
@@ -319,3 +322,22 @@ def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest
     if call.excinfo is not None and isinstance(call.excinfo.value, DistcompatError):
         represent(report, str(call.excinfo.value))
         scripted.finish_report(report, call.excinfo.value)
+
+
+def sections(runs: Mapping[Path, str]) -> list[tuple[str, str]]:
+    """Return a section for what each rank of these runs wrote; ranks that wrote the same share one.
+
+    Args:
+        runs: The directories of the runs, each with the name of its run.
+    """
+    ranks: dict[tuple[str, str, str], list[int]] = {}
+    for directory, name in runs.items():
+        request = directory / "request.json"
+        # A run that follows one which failed never began.
+        for rank in range(Request.read(request).world_size if request.exists() else 0):
+            for kind, text in written(directory, rank):
+                ranks.setdefault((kind, name, text), []).append(rank)
+    return [
+        (f"Captured {kind} of {name} ({name_ranks(numbers)})", excerpt(text, SECTION_CHARACTERS))
+        for (kind, name, text), numbers in ranks.items()
+    ]
