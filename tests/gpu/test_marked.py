@@ -160,11 +160,7 @@ def test_memory_is_freed_however_a_test_ends(pytester: pytest.Pytester, gpu: str
     result.stdout.fnmatch_lines(["*time limit of 30 s*"])
     result.stdout.fnmatch_lines(["*OutOfMemoryError*"])
     result.stdout.no_fnmatch_line("*MiB stayed in use*")
-    assert await_free(_Nvml(), before, tolerance=TOLERANCE) == {}
-
-
-class _Nvml:
-    used = staticmethod(used_memory)
+    assert await_free(used_memory, before, tolerance=TOLERANCE) == {}
 
 
 def test_a_lease_shows_ranks_that_gpu_and_no_other(pytester: pytest.Pytester, gpu: str) -> None:

@@ -94,11 +94,11 @@ def test_the_queues_and_sentinels_of_the_agents_processes() -> None:
 
     context = MultiprocessContext("two", print, {0: (), 1: ()}, {0: {}, 1: {}}, "spawn", DefaultLogsSpecs())
     assert [hasattr(queue, "_reader") for queue in context._ret_vals.values()] == [True, True], (
-        "MultiprocessContext._ret_vals is not what it was: see launch/agent.py:_readable_on_change"
+        "MultiprocessContext._ret_vals is not what it was: see launch/agent.py:WaitingAgent"
     )
     joined: Any = torch.multiprocessing
     assert hasattr(joined.ProcessContext([], []), "sentinels"), (
-        "ProcessContext.sentinels is gone: see launch/agent.py:_readable_on_change"
+        "ProcessContext.sentinels is gone: see launch/agent.py:WaitingAgent"
     )
 
 

@@ -124,7 +124,7 @@ class MadeUpMemory:
     now: dict[str, int]
     to_come: list[dict[str, int]] = field(default_factory=list)
 
-    def used(self, ids: Sequence[str]) -> Mapping[str, int]:
+    def __call__(self, ids: Sequence[str]) -> Mapping[str, int]:
         if self.to_come:
             self.now = {**self.now, **self.to_come.pop(0)}
         return {name: self.now[name] for name in ids if name in self.now}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pytest_distcompat import devices
 from pytest_distcompat.launch import LAUNCHERS, Ending, RankEnd, Request, Reuse, Warmth
-from pytest_distcompat.lease import memory, pool
+from pytest_distcompat.lease import pool
 from pytest_distcompat.plugin.marked.phase import Phase
 
 GPUS = tuple(f"GPU-{number}" for number in range(8))
@@ -65,7 +65,7 @@ def used_memory(ids: Sequence[str]) -> dict[str, int]:
 
 
 devices.gpu_uuids = lambda: list(GPUS)
-memory.used_memory = used_memory  # type: ignore[attr-defined]
+devices.used_memory = used_memory
 # What is made up comes back at once or never.
 assert pool.Pool.__init__.__kwdefaults__ is not None
 pool.Pool.__init__.__kwdefaults__["free_timeout"] = 0.0

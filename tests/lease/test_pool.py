@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -377,7 +378,8 @@ def test_memory_of_a_killed_holder_is_waited_for_and_charged_to_it(arena: Field,
         # As if NVML had known the made-up GPUs.
         signed = arena.pool._read_record(name)
         assert signed is not None
-        arena.pool._write_record(Holder(name, signed.who, signed.pid, signed.since, memory.now[name]))
+        known = Holder(name, signed.who, signed.pid, signed.since, memory.now[name])
+        arena.pool._path(name, "json").write_text(json.dumps(dataclasses.asdict(known)), encoding="utf-8")
     holder.kill()
     before = dict(memory.now)
     memory.to_come = [

@@ -14,8 +14,7 @@ from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.events import SnapshotTaken
-from pytest_distcompat.evidence import add_evidence, read_store
-from pytest_distcompat.evidence.cells import training
+from pytest_distcompat.evidence import add_evidence, add_training, read_store
 from pytest_distcompat.launch import Ending, RankEnd, Request
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report import Report, Row
@@ -149,6 +148,12 @@ def run() -> RunTrace:
 
 
 CELL = Cell.of("fsdp2", "bf16_mixed", compile=True)
+
+
+def training(cell: Cell, *runs: RunTrace) -> Row:
+    row = Row("TestX", "torch", cell.id)
+    add_training(row, *runs)
+    return row
 
 
 def test_the_table_of_names() -> None:

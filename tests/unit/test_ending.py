@@ -253,7 +253,7 @@ def test_the_output_shown_is_its_end(tmp_path: Path) -> None:
     path = tmp_path / "logs/none/attempt_0/0/stderr.log"
     path.parent.mkdir(parents=True)
     path.write_text("\n".join(f"line {number}" for number in range(1000)), encoding="utf-8")
-    text = Files.of(tmp_path).output(0)
+    text = Files(tmp_path).output(0)
     assert "line 999" in text
     assert "line 959" not in text
 

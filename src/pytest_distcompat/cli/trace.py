@@ -106,10 +106,11 @@ def _print_verdict(verdict: Verdict) -> bool:
 
 def lines(cell: Cell, trace: Trace) -> Iterator[str]:
     """Yield the lines about a training, as far as it got, and about its failure."""
-    from pytest_distcompat.evidence import training
+    from pytest_distcompat.evidence import add_training
+    from pytest_distcompat.report import Row
 
-    run = trace.run()
-    evidence = training(cell, run)
+    run, evidence = trace.run(), Row("", trace.driver, cell.id)
+    add_training(evidence, run)
     yield f"{cell.id} (driver {trace.driver})"
     yield from _model(run)
     if evidence.names:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_distcompat.cell import Cell
@@ -12,6 +11,7 @@ from pytest_distcompat.checks._base import REDUCTIONS
 from pytest_distcompat.checks.parity import tolerances
 from pytest_distcompat.cost import tensor_bytes
 from pytest_distcompat.precisions import PRECISIONS
+from pytest_distcompat.report import Row
 from pytest_distcompat.scenario import SAVED
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
@@ -22,25 +22,14 @@ STEP = 2
 MAX_NAMES = 400
 
 
-@dataclass(frozen=True)
-class Training:
-    """Fields of a report's row (``report.Row``) that come from the run in which the cell was trained."""
-
-    names: list[dict[str, Any]] = field(default_factory=list)
-    dtypes: list[dict[str, Any]] = field(default_factory=list)
-    steps: dict[str, list[float | None]] = field(default_factory=dict)
-    memory: list[int] = field(default_factory=list)
-    tensor_bytes: dict[str, list[int]] = field(default_factory=dict)
-
-
-def training(cell: Cell, *runs: RunTrace) -> Training:
-    """Return the evidence of a training, as far as the run got.
+def add_training(row: Row, *runs: RunTrace) -> None:
+    """Add the evidence of a training to the row of its cell, as far as the run got.
 
     Args:
-        cell: The cell that was trained.
+        row: The row of the cell that was trained.
         runs: Its training; of ``resume``, ``reference`` and ``rounded`` those that there are.
     """
-    trace = Trace.of("", runs)
+    cell, trace = Cell.parse(row.cell), Trace.of("", runs)
     run = trace.run()
     curves = _curves(run, "step")
     if "reference" in trace.runs:
@@ -52,8 +41,8 @@ def training(cell: Cell, *runs: RunTrace) -> Training:
     peaks: dict[int, int] = {}
     for snapshot in run.snapshots:
         peaks[snapshot.rank] = max(peaks.get(snapshot.rank, 0), snapshot.memory)
-    memory = [peaks[rank] for rank in sorted(peaks)]
-    return Training(_names(cell, run), _dtypes(cell, run), curves, memory, tensor_bytes(run))
+    row.names, row.dtypes, row.steps = _names(cell, run), _dtypes(cell, run), curves
+    row.memory, row.tensor_bytes = [peaks[rank] for rank in sorted(peaks)], tensor_bytes(run)
 
 
 #: What is compared with the reference, and drawn over it.

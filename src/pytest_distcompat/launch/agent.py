@@ -103,8 +103,14 @@ class WaitingAgent(LocalElasticAgent):
         self.ended_at: dict[int, float] = {}
 
     def _monitor_workers(self, worker_group: Any) -> Any:
+        """Wait for a change, then check. A rank that returned waits until the agent has noticed.
+
+        The method and what it reads are private; ``tests/launch/test_private_names.py`` fails when they move.
+        """
+        context: Any = self._pcontext
+        returned = [queue._reader for queue in context._ret_vals.values()]  # noqa: SLF001
         # A signal that ends this process raises in here too.
-        multiprocessing.connection.wait(_readable_on_change(self), LONGEST_WAIT_S)
+        multiprocessing.connection.wait([*context._pc.sentinels, *returned], LONGEST_WAIT_S)  # noqa: SLF001
         for rank, code in enumerate(_exit_codes(self)):
             if code is not None:
                 self.ended_at.setdefault(rank, clock.now())
@@ -155,17 +161,6 @@ def run(request: Request, entrypoint: Callable[[str], None], start_method: str) 
         "swept": swept,
         "ended_at": [agent.ended_at.get(rank) for rank in range(len(codes))],
     }
-
-
-def _readable_on_change(agent: LocalElasticAgent) -> list[Any]:
-    """Return the objects that become readable when a rank has returned, or when its process has ended.
-
-    A rank that returned waits until the agent has noticed. Both are private to the agent;
-    ``tests/launch/test_private_names.py`` fails when they move.
-    """
-    context: Any = agent._pcontext  # noqa: SLF001 - see the docstring
-    returned = [queue._reader for queue in context._ret_vals.values()]  # noqa: SLF001
-    return [*context._pc.sentinels, *returned]  # noqa: SLF001
 
 
 def _exit_codes(agent: LocalElasticAgent) -> list[int | None]:

@@ -24,7 +24,6 @@ import site
 import stat
 import sys
 import sysconfig
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -161,10 +160,7 @@ class Watch:
             self._undo.callback(setattr, kind, "exec_module", execute)
 
     def hook(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Watch a hook that calls functions of the user's, beside others.
-
-        What they read concerns every test.
-        """
+        """Watch a hook that calls functions of the user's, beside others. What they read concerns every test."""
         return self._running(_Importing(name, "", own=True, alone=False))
 
     def function(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -218,11 +214,8 @@ class Watch:
         # During a hook, code other than the user's runs too.
         if report and self._importing[-1].alone:
             drawn = [name for name in before if randomness.drawn(name, before[name], generators[name])]
-            left_open = [path for _, path in sorted(files - self._open)]
-            for finding in [
-                *(f"draws random numbers of {name}" for name in drawn),
-                *(f"leaves {one} open" for one in left_open),
-            ]:
+            findings = [f"draws random numbers of {name}" for name in drawn]
+            for finding in findings + [f"leaves {path} open" for _, path in sorted(files - self._open)]:
                 self._add(finding, self._importing[-1].file, "")
         self._open, self._generators = files, generators
 
@@ -236,10 +229,7 @@ class Watch:
     def _add_if_own(
         self, finding: str, frame: FrameType | None, variable: str = "", *, everywhere: bool = False
     ) -> bool:
-        """Add a finding from that frame; return whether it was added.
-
-        It is, if the user's own code caused it. With ``everywhere`` it concerns every test.
-        """
+        """Add a finding, if the user's own code caused it, and tell so. With ``everywhere`` it concerns every test."""
         if not self._importing or not self._importing[-1].own:
             return False
         importing = self._importing[-1]
@@ -274,13 +264,10 @@ class Watch:
             return "reads the clock" if function.__name__ in _CLOCK_METHODS and issubclass(instance, dt.date) else ""
         if not isinstance(function, BuiltinFunctionType):
             return ""
-        return _READ_BY.get(function) or _READ_BY_NAME.get((function.__module__, function.__name__), "")
+        return _READ_BY.get((function.__module__, function.__name__), "")
 
     def _random_number_drawn(self, name: str, generator: _random.Random, frame: FrameType) -> str:
-        """Return what a call of a generator's method makes; empty if it draws the same on every rank.
-
-        A generator that was given a seed does so.
-        """
+        """Return what a call of a generator's method makes; empty if, with a given seed, it draws the same on every rank."""
         if name == "seed" and frame.f_locals.get("a") is not None:
             self._seeded.add(id(generator))
             return ""
@@ -289,10 +276,7 @@ class Watch:
         return "" if id(generator) in self._seeded or name == "setstate" else _MAKES_RANDOM
 
     def _torch_generator_called(self, name: str, generator: Any) -> str:
-        """Return what a call of a torch generator's method reads.
-
-        What is drawn from the generator is found by its state.
-        """
+        """Return what a call of a torch generator's method reads. What is drawn from the generator is found by its state."""
         if name == "manual_seed":
             self._seeded.add(id(generator))
         if name == "seed":
@@ -423,62 +407,40 @@ def _caller() -> FrameType | None:
 _MAKES_RANDOM = "makes something random"
 #: Functions of ``time`` that compute only from their arguments.
 _WITHOUT_CLOCK = frozenset({"sleep", "mktime", "strptime", "asctime", "get_clock_info", "tzset"})
-#: By C function, what it reads or changes.
-_READ_BY: dict[Any, str] = {
-    **{
-        function: "reads the clock"
-        for name, function in vars(time).items()
-        if isinstance(function, BuiltinFunctionType) and name not in _WITHOUT_CLOCK
-    },
-    os.times: "reads the clock",
-    **dict.fromkeys((os.getpid, os.getppid, threading.get_native_id), "asks for the number of its process"),
-    **dict.fromkeys((os.urandom, os.getrandom), _MAKES_RANDOM),
-    **{
-        function: f"calls os.{name}"
-        for name in (
-            *(
-                "mkdir",
-                "rmdir",
-                "unlink",
-                "remove",
-                "rename",
-                "replace",
-                "link",
-                "symlink",
-                "truncate",
-                "mkfifo",
-                "mknod",
-            ),
-            *("fork", "forkpty", "posix_spawn", "posix_spawnp", "system", "kill", "killpg"),
-        )
-        if (function := getattr(os, name, None)) is not None
-    },
-}
-with contextlib.suppress(ImportError):
-    import _posixsubprocess
-
-    _READ_BY[_posixsubprocess.fork_exec] = "starts a process"
-with contextlib.suppress(ImportError):
-    import _uuid  # type: ignore[import-not-found]  # typeshed lacks it
-
-    _READ_BY[_uuid.generate_time_safe] = "reads the clock"
-#: The same of modules that are not to be imported for it.
-_READ_BY_NAME = {
-    **dict.fromkeys((("_ssl", name) for name in ("RAND_bytes", "RAND_pseudo_bytes")), _MAKES_RANDOM),
-    **dict.fromkeys(((module, "connect") for module in ("sqlite3", "_sqlite3")), "opens a database"),
-}
+_OF_FILES = (
+    "mkdir",
+    "rmdir",
+    "unlink",
+    "remove",
+    "rename",
+    "replace",
+    "link",
+    "symlink",
+    "truncate",
+    "mkfifo",
+    "mknod",
+)
+_OF_PROCESSES = ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system", "kill", "killpg")
 _THREADS = "sets how many threads torch uses"
-_READ_BY_NAME["torch", "set_num_threads"] = _THREADS
+#: By module and name of a C function, what it reads or changes.
+_READ_BY: dict[tuple[str, str], str] = {
+    **{("time", name): "reads the clock" for name in dir(time) if name not in _WITHOUT_CLOCK},
+    **dict.fromkeys((("posix", "times"), ("_uuid", "generate_time_safe")), "reads the clock"),
+    **dict.fromkeys((("posix", "getpid"), ("posix", "getppid")), "asks for the number of its process"),
+    ("_thread", "get_native_id"): "asks for the number of its process",
+    **dict.fromkeys((("posix", name) for name in ("urandom", "getrandom")), _MAKES_RANDOM),
+    **dict.fromkeys((("_ssl", name) for name in ("RAND_bytes", "RAND_pseudo_bytes")), _MAKES_RANDOM),
+    **{("posix", name): f"calls os.{name}" for name in (*_OF_FILES, *_OF_PROCESSES)},
+    ("_posixsubprocess", "fork_exec"): "starts a process",
+    **dict.fromkeys(((module, "connect") for module in ("sqlite3", "_sqlite3")), "opens a database"),
+    ("torch", "set_num_threads"): _THREADS,
+}
 #: What matters only where ranks have another value of a variable, by which they are brought to it after the fork.
 _DECIDED_BY = {_THREADS: "OMP_NUM_THREADS"}
 _CLOCK_METHODS = frozenset({"now", "utcnow", "today"})
 #: Modules that read the clock and write files for their own purposes, such as logging and import, not for their callers.
-_PASSED_OVER = frozenset({"importlib", "_frozen_importlib", "_frozen_importlib_external", "logging", "warnings"}) | {
-    "_pytest",
-    "pytest",
-    "pluggy",
-    "hypothesis",
-}
+_PASSED_OVER = {"importlib", "_frozen_importlib", "_frozen_importlib_external", "logging", "warnings"}
+_PASSED_OVER |= {"_pytest", "pytest", "pluggy", "hypothesis"}
 #: Files that give each process other contents.
 _PROCESS_FILES = ("/proc/self/", "/dev/random", "/dev/urandom")
 

@@ -72,13 +72,10 @@ class WaitState:
 
     @property
     def waiting(self) -> bool:
-        """Tell whether the rank waits for others, and not for a store whose host need not be a rank.
-
-        Under NCCL a GPU does, and the stack shows the code that uses the result.
-        """
-        return (bool(self.waits) and not self.connecting) or (
-            self.unfinished is not None and self.unfinished.backend == "nccl"
-        )
+        """Tell whether the rank waits for others, and not for a store whose host need not be a rank."""
+        # Under NCCL a GPU waits, and the stack shows the code that uses the result.
+        on_gpu = self.unfinished is not None and self.unfinished.backend == "nccl"
+        return on_gpu or (bool(self.waits) and not self.connecting)
 
     def description(self, *, plural: bool = False) -> str:
         """Return what follows "rank 0" or, with ``plural``, "ranks 0, 1"."""
@@ -187,11 +184,7 @@ def describe_wait_states(wait_states: Mapping[int, WaitState | None]) -> str:
 
 
 def first_mismatch(wait_states: Mapping[int, WaitState | None]) -> tuple[str, str]:
-    """Find the first collective in which the ranks do not agree.
-
-    Returns:
-        What differs, in two words and in a line; both empty if the ranks agree.
-    """
+    """Return what differs in the first collective in which ranks disagree, in two words and in a line; empty if none."""
     by_number: dict[tuple[str, int], dict[int, Collective]] = {}
     for rank, one in wait_states.items():
         for collective in one.recorded if one else ():

@@ -55,10 +55,7 @@ def _of_mappings(was: Mapping[Any, Any], now: Mapping[Any, Any]) -> Iterator[str
 
 
 def _of_items(prefix: str, items: Any, others: Any) -> Iterator[str]:
-    """Yield the items that are not among the others.
-
-    Only those with a name of their own: the address of any other object says nothing.
-    """
+    """Yield the items that are not among the others and have a name: the address of any other object says nothing."""
     for one in items:
         if one not in others and isinstance(one, (str, int, threading.Thread)):
             yield prefix + (one.name if isinstance(one, threading.Thread) else _cut(one))

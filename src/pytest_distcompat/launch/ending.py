@@ -140,17 +140,8 @@ class Ending:
             return late if self.timed_out else "all ranks ended well"
         if self.timed_out and cause.status == "stuck":
             message, _ = first_mismatch(self._wait_states)
-            return ": ".join(
-                filter(
-                    None,
-                    (
-                        f"time limit of {self.timeout:g} s",
-                        message,
-                        describe_wait_states(self._wait_states),
-                        self.builds,
-                    ),
-                )
-            )
+            parts = (f"time limit of {self.timeout:g} s", message, describe_wait_states(self._wait_states), self.builds)
+            return ": ".join(filter(None, parts))
         return f"rank {cause.rank} {cause.message}"
 
     @property
@@ -175,9 +166,8 @@ class Ending:
         for (message, body), ranks in sections.items():
             parts.append("\n".join(filter(None, (f"--- {name_ranks(ranks)}: {message} ---", body))))
         if folded:
-            parts.append(
-                "consequences:\n" + "\n".join(f"  rank {end.rank} {_first_line(end.message)}" for end in folded)
-            )
+            lines = (f"  rank {end.rank} {_first_line(end.message)}" for end in folded)
+            parts.append("\n".join(["consequences:", *lines]))
             parts += [
                 f"where rank {end.rank} was when another one gave up waiting (most recent call first):\n{shown}"
                 for end in folded
@@ -189,7 +179,7 @@ class Ending:
 
 
 def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else ""
+    return text.strip().partition("\n")[0]
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -310,7 +300,9 @@ def _rank_end(
         return RankEnd(**known, status="done")
     # At the time limit, or when another rank gave up waiting for this one.
     known["stack"] = process.stack
-    after = " after it had finished its work" if done else _where(events)
+    action = current_action(events)
+    during = f" during {action.action!r}" if action is not None else ""
+    after = " after it had finished its work" if done else during
     if ended == "stopped":
         message = _LEFT_WAITING if waited else f"outlived another rank's failure and was killed{after}"
         return RankEnd(**known, status="stopped", message=message)
@@ -329,12 +321,6 @@ def _rank_end(
     if code is None:
         return RankEnd(**known, status="exited", message=f"ended without a report{after}")
     return RankEnd(**known, status="exited", message=f"exited with code {code} without a report{after}")
-
-
-def _where(events: Sequence[Event]) -> str:
-    """Return the action that a rank was in, if it logged one."""
-    action = current_action(events)
-    return f" during {action.action!r}" if action is not None else ""
 
 
 def current_action(events: Sequence[Event]) -> Action | None:
@@ -356,10 +342,7 @@ def exit_name(code: int | None) -> str:
 
 
 def _gone_since(events: Sequence[Event]) -> float:
-    """Return the time before which no other rank can have lost this one.
-
-    A rank that is excused waits for the others and keeps its connections. Of any other the time is not known so well.
-    """
+    """Return the time before which no other rank can have lost this one: while it is excused it keeps its connections."""
     excused = next((number for number, event in enumerate(events) if isinstance(event, Excused)), None)
     if excused is None:
         return -math.inf

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_distcompat.launch.flight_recorder import record_file
-from pytest_distcompat.launch.stacks import stack_file, without_launcher_in_crash
+from pytest_distcompat.launch.stacks import without_launcher_in_crash
 
 #: The last lines of each file of a rank's output that a report shows.
 LINES_SHOWN = 40
@@ -30,24 +29,6 @@ class Files:
     run: Path
     since: Mapping[Path, int] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, directory: str | Path) -> Files:
-        """Return the files of a request with ranks of its own."""
-        return cls(Path(directory))
-
-    def stack(self, rank: int) -> Path:
-        """Return the file to which that rank writes its stacks."""
-        return stack_file(self.run, rank)
-
-    def record(self, rank: int) -> Path:
-        """Return the file to which that rank writes what torch recorded of collectives."""
-        return record_file(self.run, rank)
-
-    @staticmethod
-    def read(path: Path) -> str:
-        """Return the text of a file; empty if the rank has made none."""
-        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
     def output(self, rank: int) -> str:
         """Return the last lines of each file that the rank wrote to.
 
@@ -57,6 +38,11 @@ class Files:
         for path in (*captured_files(self.run, rank), *_logs(self.run, rank), log_file(self.run, rank)):
             lines += _excerpt(read_end(path, BYTES_READ, self.since.get(path, 0)).splitlines())
         return "\n".join(lines)
+
+
+def read_file(path: Path) -> str:
+    """Return the text of a file; empty if the rank has made none."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def _excerpt(lines: Sequence[str]) -> list[str]:
@@ -99,13 +85,7 @@ def _logs(run: Path, rank: int) -> Iterator[Path]:
 
 
 def read_end(path: Path, limit: int, since: int = 0) -> str:
-    """Return the last bytes of a file as text; empty if there is no such file.
-
-    Args:
-        path: The file.
-        limit: How many bytes at most.
-        since: Only what came after so many bytes.
-    """
+    """Return the last bytes of a file as text, of what came after ``since`` bytes; empty if there is no such file."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(since, file.tell() - limit))

@@ -49,11 +49,7 @@ collected: Any = None
 
 
 def import_torch(dump_at: float) -> None:
-    """Import what every rank imports, in the launcher process before the fork server is forked from it.
-
-    Args:
-        dump_at: When the stack of an import that hangs is written, on the clock of ``clock.now``.
-    """
+    """Import what every rank imports, in the launcher process before the fork server is forked from it."""
     _import(_MODULES_OF_EVERY_RANK, dump_at, 2)
 
 
@@ -62,7 +58,7 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
 
     Args:
         warmth: The fields of a Warmth, and the ``device``.
-        dump_at: When the stack of an import that hangs is written: just before the parent gives up.
+        dump_at: When the stack of an import that hangs is written, by ``clock.now``: just before the parent gives up.
 
     Returns:
         Why modules are ``missing``, and why the process is ``unfit`` to be forked from.
@@ -88,11 +84,7 @@ def import_libraries(warmth: Mapping[str, Any], dump_at: float) -> dict[str, Any
 
 
 def _made_per_rank(names: Sequence[str], dump_at: float, log: int) -> dict[str, str]:
-    """Import modules that the user named, in a fork of this process.
-
-    Returns:
-        The modules that ranks must import themselves, and why.
-    """
+    """Import modules that the user named in a fork of this process; return those that ranks must import, and why."""
     read, write = os.pipe()
     if os.fork() == 0:
         reasons = {}

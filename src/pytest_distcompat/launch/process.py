@@ -133,9 +133,7 @@ def let_tidy_up(processes: Iterable[psutil.Process]) -> None:
 def tidies_up(process: psutil.Process) -> bool:
     """Tell whether that process unlinks what its users leave, and ends when they are gone.
 
-    Python's resource tracker does so with semaphores and shared memory, torch's with files of ``file_system`` sharing:
-    https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
-    https://pytorch.org/docs/stable/multiprocessing.html#file-system-file-system
+    Python's resource tracker does so with semaphores and shared memory, torch's with files of ``file_system`` sharing.
     """
     with contextlib.suppress(psutil.Error):
         return any(name in part for part in process.cmdline() for name in _TIDYING_PROCESSES)
@@ -164,10 +162,7 @@ def kill_named(processes: Iterable[psutil.Process]) -> list[str]:
 
 
 def await_exit(process: subprocess.Popen[Any], seconds: float) -> bool:
-    """Wait for the end of a child of ours; return whether it came within that time.
-
-    Popen's own ``wait`` reads a clock that a test may have frozen.
-    """
+    """Tell whether a child of ours ends within that time. Popen's own ``wait`` reads a clock that a test may have frozen."""
     return clock.wait_until(lambda: process.poll() is not None, seconds)
 
 
@@ -197,10 +192,7 @@ def run_exit_functions() -> None:
 
 
 def native_threads() -> Counter[str]:
-    """Return the names of this process's threads, those of C libraries included.
-
-    A thread without a name has the process's name.
-    """
+    """Return the names of this process's threads, also of C libraries; one without a name has the process's name."""
     names: Counter[str] = Counter()
     for thread in psutil.Process().threads():
         with contextlib.suppress(OSError):

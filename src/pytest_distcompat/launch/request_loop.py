@@ -52,7 +52,6 @@ class Store:
 
         Returns:
             A function that waits until all ranks have done theirs.
-
         """
         self._requests += 1
         count, all_done = f"{_DONE}count", f"{_DONE}{self._requests}"
@@ -87,7 +86,6 @@ class ReusedRank:
 
     Args:
         directory: The directory of its run.
-
     """
 
     def __init__(self, directory: Path) -> None:
@@ -164,8 +162,7 @@ class ReusedRank:
         The group must still be ours, and work: a collective that a request left half done would pair with this one.
 
         Returns:
-            A function that waits up to so many seconds and returns whether the collective gave the right result.
-
+            A function that waits up to so many seconds, and tells whether the collective gave the right result.
         """
         # A test may have left another default group, a mode, or a function of its own in place of torch's. Those may do
         # anything, and torch may not even be importable.

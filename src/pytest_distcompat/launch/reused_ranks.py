@@ -40,7 +40,6 @@ class ReusedRanks:
         reuse: Which requests they may do.
         socket_path: Where their socket is made.
         environment: The environment that they start with.
-
     """
 
     def __init__(self, first: Request, reuse: Reuse, socket_path: Path, environment: Mapping[str, str]) -> None:
@@ -65,7 +64,7 @@ class ReusedRanks:
         )
         #: The request that the ranks do now, or did last, and the files that they write meanwhile.
         self.current_request = first
-        self.files = Files.of(first.directory)
+        self.files = Files(Path(first.directory))
         #: Whether a rank has died, or at least closed its socket.
         self.lost = False
         self._buffers: dict[socket.socket, bytes] = {}

@@ -32,7 +32,6 @@ class StallDetector:
         Args:
             pids: The processes.
             wait_in_torch: Reads their stacks, which may wake them. It is called once they sleep.
-
         """
         if self._have_run(pids):
             self._in_torch = False

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,12 +18,12 @@ from pytest_distcompat.launch import builds
 from pytest_distcompat.launch.collectives import read_wait_state
 from pytest_distcompat.launch.deaths import out_of_memory_kills
 from pytest_distcompat.launch.ending import Ending, RankProcess, conclude
-from pytest_distcompat.launch.files import Files
-from pytest_distcompat.launch.flight_recorder import END, RECORDER_SIGNAL
+from pytest_distcompat.launch.files import Files, read_file
+from pytest_distcompat.launch.flight_recorder import END, RECORDER_SIGNAL, record_file
 from pytest_distcompat.launch.process import alive, descendants, kill, request_stack
 from pytest_distcompat.launch.rank_log import LogReader
 from pytest_distcompat.launch.request import Request
-from pytest_distcompat.launch.stacks import threads
+from pytest_distcompat.launch.stacks import stack_file, threads
 from pytest_distcompat.launch.stalled_ranks import StallDetector, in_torch, may_wait_for_work
 
 #: After how many seconds the run ends in which a rank vanished: its process is gone, with code 0 and without a last event
@@ -46,7 +47,7 @@ class Watchdog:
 
     def __init__(self, request: Request, files: Files | None = None) -> None:
         self.request = request
-        self.files = files or Files.of(request.directory)
+        self.files = files or Files(Path(request.directory))
         self.logs = LogReader(request.directory, range(request.world_size))
         self.began = clock.now()
         self.acted = False
@@ -59,11 +60,7 @@ class Watchdog:
         self._next_check = self.began + 0.2
 
     def check(self) -> None:
-        """Kill the ranks if they must not go on.
-
-        That is so if the time limit has passed, if a rank vanished, if ranks outlive another rank's failure, or if they wait for
-        a rank that will not come.
-        """
+        """Kill the ranks at the time limit, if one vanished, or if they outlive another's failure or wait for one that left."""
         now = clock.now()
         if self.acted or now < self._next_check:
             return
@@ -114,10 +111,10 @@ class Watchdog:
         for rank, code, time in zip(
             ranks, codes or [None for _ in ranks], ended_at or [None for _ in ranks], strict=True
         ):
-            files = self.files
-            left = RankProcess(code, rank in ended, time, files.output(rank))
+            left = RankProcess(code, rank in ended, time, self.files.output(rank))
             if rank in ended or code or not of_kind(Done, events[rank]):
-                left = replace(left, stack=files.read(files.stack(rank)), record=files.read(files.record(rank)))
+                stack, record = stack_file(self.files.run, rank), record_file(self.files.run, rank)
+                left = replace(left, stack=read_file(stack), record=read_file(record))
             processes.append(left)
         killed = any(code is not None and code < 0 for code in codes or ())
         known = {"seconds": clock.now() - self.began, "timeout": self.request.timeout, "ended_since": self.ended_since}
@@ -145,7 +142,7 @@ class Watchdog:
 
     def _take_stacks(self, pids: Mapping[int, int]) -> list[str]:
         """Have these ranks write their stacks, and return what they wrote."""
-        files = [self.files.stack(rank) for rank in pids]
+        files = [stack_file(self.files.run, rank) for rank in pids]
         for path, pid in zip(files, pids.values(), strict=True):
             if path.exists():
                 os.truncate(path, 0)
@@ -155,7 +152,7 @@ class Watchdog:
             lambda: all(path.exists() and path.stat().st_size > 0 for path in files), STACK_TIMEOUT_S, every=0.02
         )
         clock.sleep(0.05)
-        return list(map(self.files.read, files))
+        return list(map(read_file, files))
 
     def _wait_in_torch(self, pids: Mapping[int, int]) -> bool:
         """Tell whether these ranks, which sleep, all wait for other ranks."""
@@ -165,12 +162,12 @@ class Watchdog:
         if not all(may_wait_for_work(pid, stacks[rank]) for rank, pid in rest.items()):
             return False
         self._take_records(rest)
-        found = (read_wait_state(self.files.read(self.files.record(rank)), stacks[rank]) for rank in rest)
+        found = (read_wait_state(read_file(record_file(self.files.run, rank)), stacks[rank]) for rank in rest)
         return all(one is not None and one.unfinished is not None for one in found)
 
     def _take_records(self, pids: Mapping[int, int]) -> None:
         """Have these ranks write what torch recorded of collectives, after the stacks: the signal may kill a rank."""
-        files = {rank: self.files.record(rank) for rank in pids}
+        files = {rank: record_file(self.files.run, rank) for rank in pids}
         # Without the file a rank has no handler, and the signal would kill it.
         signalled = {rank: path for rank, path in files.items() if path.exists()}
         for rank, path in signalled.items():

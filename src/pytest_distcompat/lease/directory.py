@@ -11,6 +11,7 @@ import shlex
 import socket
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -25,23 +26,22 @@ class TakenError(Exception):
     """Another process or thread has the lock."""
 
 
+@dataclass(frozen=True)
 class FileLock:
     """Lock on a file of the directory, until ``close`` or the end of the process. It excludes threads of one process too."""
 
-    def __init__(self, path: Path, file: int) -> None:
-        self._path = path
-        self._file = file
+    path: Path
+    file: int
 
     def in_place(self) -> bool:
         """Tell whether the locked file is the one that others open by its name, and not a removed one."""
-        try:
-            return os.path.samestat(os.fstat(self._file), os.lstat(self._path))
-        except OSError:
-            return False
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.fstat(self.file), os.lstat(self.path))
+        return False
 
     def close(self) -> None:
         """Unlock. A forked child only closes its copy: ``LOCK_UN`` would unlock its parent's file."""
-        os.close(self._file)
+        os.close(self.file)
 
 
 class LeaseDirectory:
@@ -160,10 +160,7 @@ def _close_to_others(path: Path) -> str | None:
     """Set the mode of a directory of this user, as a cleaner or mkdir may have made it, and keep what is in it.
 
     Locks are on files and device names, so they hold through this, in whatever process. After it nobody else can add anything.
-
-    Returns:
-        The name of something that another user has put there before, None if there is nothing such.
-
+    Returns the name of something that another user has put there before, None if there is nothing such.
     """
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

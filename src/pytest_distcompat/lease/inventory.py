@@ -34,7 +34,6 @@ class Inventory:
         kind: ``gpu`` or ``cpu``.
         ids: The same for every process of the machine, so that several pytest sessions agree on them.
         ranks_each: How many ranks may share a GPU if there are fewer GPUs than ranks.
-
     """
 
     kind: Literal["gpu", "cpu"]
@@ -58,7 +57,6 @@ class Inventory:
 
         Raises:
             UsageProblem: If there are too few GPUs, or ``ranks`` is below 1.
-
         """
         if ranks < 1:
             raise UsageProblem(f"a lease is of at least 1, not {ranks}")
@@ -76,12 +74,7 @@ class Inventory:
 
 
 def gpus(most: int | None = None, ranks_each: int = 1) -> Inventory:
-    """Return the first ``most`` GPUs that are visible to this process, or all.
-
-    Raises:
-        UsageProblem: If there are none.
-
-    """
+    """Return the first ``most`` GPUs that are visible to this process, or all. Raises UsageProblem if there are none."""
     return Inventory("gpu", tuple(visible_ids()[:most]), ranks_each)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from pytest_distcompat import clock
-from pytest_distcompat.devices import used_memory
 
 #: How many bytes more than before a lease may stay in use after it. The driver's own use varies by a few MiB; the least that
 #: a process uses, a CUDA context, is some hundreds.
@@ -18,19 +16,8 @@ FREE_TIMEOUT_S = 10.0
 _POLL = 0.05
 
 
-class Memory(Protocol):
-    """Source of how much memory of each device is in use."""
-
-    def used(self, ids: Sequence[str]) -> Mapping[str, int]:
-        """Return the bytes in use on each device, by all processes; devices whose use is unknown are left out."""
-
-
-class DeviceMemory:
-    """Memory of GPUs as NVML reports it; CPU slots have none."""
-
-    def used(self, ids: Sequence[str]) -> Mapping[str, int]:
-        """Return the bytes in use on each GPU."""
-        return used_memory(ids)
+#: Returns the bytes in use on each device, by all processes; devices whose use is unknown are left out.
+Memory = Callable[[Sequence[str]], Mapping[str, int]]
 
 
 @dataclass(frozen=True)
@@ -45,21 +32,14 @@ class Leak:
 def await_free(
     memory: Memory, before: Mapping[str, int], *, tolerance: int = TOLERANCE, timeout: float = FREE_TIMEOUT_S
 ) -> dict[str, int]:
-    """Wait until each device uses no more memory than before a lease.
-
-    Args:
-        memory: Measures the use.
-        before: Device -> bytes in use before the lease.
-        tolerance: How many bytes more are accepted.
-        timeout: How long to wait, in seconds.
+    """Wait until each device uses no more memory than ``before`` a lease, but for ``tolerance`` bytes.
 
     Returns:
-        Device -> bytes above ``before``, for the devices that still exceed the tolerance at the timeout.
-
+        Device -> bytes above ``before``, for the devices that still exceed the tolerance after ``timeout`` seconds.
     """
     deadline = clock.now() + timeout
     while True:
-        used = memory.used(list(before)) if before else {}
+        used = memory(list(before)) if before else {}
         above = {name: used[name] - before[name] for name in used if used[name] - before[name] > tolerance}
         if not above or clock.now() >= deadline:
             return above

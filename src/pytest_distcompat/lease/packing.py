@@ -25,7 +25,6 @@ class Demand:
         world_size: How many devices.
         seconds: How long, None if unknown.
         items: How many pytest items one worker runs in a row for it: the checks of a suite's cell are one demand.
-
     """
 
     id: str

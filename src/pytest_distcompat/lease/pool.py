@@ -22,12 +22,12 @@ from urllib.parse import quote
 
 import psutil
 
-from pytest_distcompat import clock
+from pytest_distcompat import clock, devices
 from pytest_distcompat.decode import decode
 from pytest_distcompat.failures import DistcompatError, UsageProblem
 from pytest_distcompat.lease.directory import LeaseDirectory, TakenError
 from pytest_distcompat.lease.inventory import Inventory
-from pytest_distcompat.lease.memory import FREE_TIMEOUT_S, TOLERANCE, DeviceMemory, Leak, Memory, await_free
+from pytest_distcompat.lease.memory import FREE_TIMEOUT_S, TOLERANCE, Leak, Memory, await_free
 from pytest_distcompat.lease.tickets import POLL, DeadlockError, Queue, Ticket, ahead
 from pytest_distcompat.lease.timeline import Span, append, now
 from pytest_distcompat.lease.watch import Blocker, GivenUpError, Holder, Watch
@@ -50,7 +50,6 @@ class Lease:
         ids: The devices; fewer than requested if the request went on without CPU slots that a suspended process holds.
         environment: Variables that make only these devices visible.
         leak: Memory that a dead holder left before this lease and, after the end of the lease, memory that it left itself.
-
     """
 
     ids: tuple[str, ...]
@@ -66,13 +65,14 @@ class Lease:
         return self.leak[self._inherited_count :]
 
 
-_threads = threading.local()
+class _Threads(threading.local):
+    """The paths of the locks that a thread holds, of all pools."""
+
+    def __init__(self) -> None:
+        self.held: set[Path] = set()
 
 
-def _locks_of_this_thread() -> set[Path]:
-    """Return the paths of the locks that this thread holds, of all pools."""
-    paths: set[Path] = vars(_threads).setdefault("held", set())
-    return paths
+_this_thread = _Threads()
 
 
 class Pool:
@@ -90,7 +90,6 @@ class Pool:
 
     Raises:
         UsageProblem: If the directory is not this user's own.
-
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Pool:
         self.inventory = inventory
         self._directory = LeaseDirectory(directory or default_directory())
         self._queue = Queue(self._directory)
-        self._memory = memory or DeviceMemory()
+        self._memory = memory or devices.used_memory
         self._tolerance = tolerance
         self._free_timeout = free_timeout
         self._timeline = timeline
@@ -131,44 +130,42 @@ class Pool:
         Raises:
             UsageProblem: If there are too few devices, or this thread holds some of them itself.
             LeaseTimeout: After ``timeout``, or at once if the request and others wait for each other's devices.
-
         """
         count = self.inventory.needed(ranks)
-        mine = tuple(name for name in self.inventory.ids if self._path(name, "lock") in _locks_of_this_thread())
+        mine = tuple(name for name in self.inventory.ids if self._path(name, "lock") in _this_thread.held)
         if timeout > 0 and count > len(self.inventory.ids) - len(mine):
             lent = f"{len(mine)} of the {len(self.inventory.ids)} {self.inventory.words} are lent to what asks already"
             raise UsageProblem(f"{who}: {count} are needed, and {lent}")
         requested = now()
         with contextlib.ExitStack() as held:
             ids, waited_for = self._take(count, who, requested.monotonic + timeout, held, mine)
-            left = self._leaks_of_dead_holders(ids)
+            # A record without a lock is of a dead holder.
+            dead = {name: record for name in ids if (record := self._read_record(name)) is not None}
+            memory = {name: holder.before for name, holder in dead.items() if holder.before is not None}
+            left = self._await_free(memory, {name: holder.who for name, holder in dead.items()})
             granted = now()
-            before = self._memory.used(ids) if self.inventory.kind == "gpu" else {}
+            before = self._memory(ids) if self.inventory.kind == "gpu" else {}
             for name in ids:
-                self._write_record(Holder(name, who, os.getpid(), granted.wall, before.get(name), self._run))
+                holder = Holder(name, who, os.getpid(), granted.wall, before.get(name), self._run)
+                self._directory.write(self._path(name, "json").name, json.dumps(asdict(holder)))
             lease = Lease(ids, self.inventory.environment(ids), left)
             owner = os.getpid()
             own = {self._path(name, "lock") for name in ids}
-            _locks_of_this_thread().update(own)
+            _this_thread.held |= own
             try:
                 yield lease
             finally:
-                _locks_of_this_thread().difference_update(own)
+                _this_thread.held -= own
                 # A forked child that leaves the block must not end the lease of its parent.
                 if os.getpid() == owner:
-                    self._await_free_memory(lease, who, before)
+                    lease.leak += self._await_free(before, dict.fromkeys(ids, who))
+                    for name in ids:
+                        self._path(name, "json").unlink(missing_ok=True)
                     if self._timeline is not None:
                         # The record is for reports only.
                         with contextlib.suppress(OSError):
                             times = (requested, granted, now())
                             append(self._timeline, Span(ids, who, owner, *times, lease.leak, self._worker, waited_for))
-
-    def _await_free_memory(self, lease: Lease, who: str, before: Mapping[str, int]) -> None:
-        """Wait until the memory of the lease's devices is free, and add to its leaks what stays in use."""
-        above = await_free(self._memory, before, tolerance=self._tolerance, timeout=self._free_timeout)
-        lease.leak += tuple(Leak(name, size, who) for name, size in above.items())
-        for name in lease.ids:
-            self._path(name, "json").unlink(missing_ok=True)
 
     @property
     def waits(self) -> str:
@@ -187,12 +184,8 @@ class Pool:
         if record is not None and psutil.pid_exists(record.pid):
             return record
         # A lease writes its record when it has all its devices; until then that of a dead holder may be there, or none.
-        return Holder(
-            name,
-            "a lease that is about to begin, or whose record was removed",
-            self._directory.claimant(name),
-            clock.wall(),
-        )
+        unknown = "a lease that is about to begin, or whose record was removed"
+        return Holder(name, unknown, self._directory.claimant(name), clock.wall())
 
     def _take(
         self, count: int, who: str, deadline: float, held: contextlib.ExitStack, mine: tuple[str, ...]
@@ -250,12 +243,10 @@ class Pool:
             held.push(both.pop_all())
         return True
 
-    def _leaks_of_dead_holders(self, ids: tuple[str, ...]) -> tuple[Leak, ...]:
-        """Wait until the memory of dead holders of these devices is free, and return what stays in use as their leaks."""
-        dead = {name: record for name in ids if (record := self._read_record(name)) is not None}
-        before = {name: holder.before for name, holder in dead.items() if holder.before is not None}
+    def _await_free(self, before: Mapping[str, int], who: Mapping[str, str]) -> tuple[Leak, ...]:
+        """Wait until the memory of these devices is free, and return what stays in use as leaks of its holders."""
         above = await_free(self._memory, before, tolerance=self._tolerance, timeout=self._free_timeout)
-        return tuple(Leak(name, size, dead[name].who) for name, size in above.items())
+        return tuple(Leak(name, size, who[name]) for name, size in above.items())
 
     def _timeout_message(self, count: int, who: str, taken: set[str]) -> str:
         lines = [f"{who}: no {count} of {len(self.inventory.ids)} {self.inventory.words} to be had in time"]
@@ -266,9 +257,6 @@ class Pool:
         before = [ticket for ticket in self._queue.waiting() if set(ticket.ids) & set(self.inventory.ids)]
         lines.extend(f"  {ticket.who} (pid {ticket.pid}) waits for {ticket.count}" for ticket in before)
         return "\n".join(lines)
-
-    def _write_record(self, holder: Holder) -> None:
-        self._directory.write(self._path(holder.id, "json").name, json.dumps(asdict(holder)))
 
     def _read_record(self, name: str) -> Holder | None:
         with contextlib.suppress(FileNotFoundError, ValueError):

@@ -88,20 +88,11 @@ class Queue:
     def turn(
         self, ids: tuple[str, ...], count: int, who: str, deadline: float, *, poll: Poll, holds: tuple[str, ...] = ()
     ) -> Iterator[Ticket]:
-        """Wait until the request is the next one, and keep its turn in the block.
-
-        Args:
-            ids: The devices that it may take.
-            count: How many it needs.
-            who: Names the request in messages.
-            deadline: When to give up, in monotonic seconds.
-            poll: Called repeatedly while it waits.
-            holds: The devices that its owner holds already.
+        """Wait until the request is the next one, and keep its turn in the block. The arguments are as in ``Ticket``.
 
         Raises:
-            TakenError: At ``deadline``.
+            TakenError: At ``deadline``, in monotonic seconds.
             DeadlockError: At once, if it can never be served.
-
         """
         with self._enqueued(ids, count, who, deadline, poll=poll, holds=holds) as mine:
             # The last ticket of a deadlock sees all others: none of them leaves the queue before it is served.
@@ -170,11 +161,10 @@ class Queue:
             self._remove(other)
 
     def _ended(self, other: Ticket) -> bool:
-        try:
+        with contextlib.suppress(TakenError):
             self._await_end(other, 0.0)
-        except TakenError:
-            return False
-        return True
+            return True
+        return False
 
     def _tickets(self) -> list[Ticket]:
         """Return all tickets in order, those of dead processes included."""

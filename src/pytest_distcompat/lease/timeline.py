@@ -6,18 +6,20 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pytest_distcompat import clock
+from pytest_distcompat.decode import decode
 from pytest_distcompat.lease.memory import Leak
 
 FILE = "leases.jsonl"
 
 
-class Instant(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Instant:
     """Point in time in seconds: of CLOCK_MONOTONIC, which orders the events of a machine, and since the epoch."""
 
     monotonic: float
@@ -71,15 +73,8 @@ def read_timeline(directory: Path) -> list[Span]:
     spans = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
-            spans.append(_span(json.loads(line)))
+            spans.append(decode(Span, json.loads(line)))
     return sorted(spans, key=lambda span: span.got)
-
-
-def _span(data: dict[str, Any]) -> Span:
-    asked, got, released = (Instant(*data[name]) for name in ("asked", "got", "released"))
-    leak = tuple(Leak(**one) for one in data["leak"])
-    waited_for = tuple(data["waited_for"])
-    return Span(tuple(data["ids"]), data["who"], data["pid"], asked, got, released, leak, data["worker"], waited_for)
 
 
 def entries(directory: Path, since: float) -> list[dict[str, Any]]:
@@ -92,7 +87,6 @@ def entries(directory: Path, since: float) -> list[dict[str, Any]]:
     Returns:
         Dicts of ``device``, ``who``, ``worker``, ``begin`` and ``end`` in seconds, and ``leak``: the bytes that stayed in use
         on the device after the lease.
-
     """
     return [
         {
@@ -120,7 +114,6 @@ def gaps(spans: Sequence[Span], since: float, until: float) -> list[dict[str, An
         spans: The leases of a session.
         since: The time that counts as 0, in seconds of CLOCK_MONOTONIC.
         until: The end of the session, in the same clock.
-
     """
     if not spans:
         return []
@@ -154,11 +147,10 @@ def gaps(spans: Sequence[Span], since: float, until: float) -> list[dict[str, An
     return found
 
 
-def busy(spans: Iterable[Span], ids: Sequence[str]) -> float:
+def busy(spans: Sequence[Span], ids: Sequence[str]) -> float:
     """Return the fraction of the devices' time that was leased, from the first begin to the last end: 0 to 1."""
-    all_spans = list(spans)
-    if not all_spans:
+    if not spans:
         return 0.0
-    length = max(span.released.monotonic for span in all_spans) - min(span.got.monotonic for span in all_spans)
-    leased = sum(len(span.ids) * span.seconds for span in all_spans)
+    length = max(span.released.monotonic for span in spans) - min(span.got.monotonic for span in spans)
+    leased = sum(len(span.ids) * span.seconds for span in spans)
     return leased / (len(ids) * length) if length else 0.0

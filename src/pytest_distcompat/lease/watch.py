@@ -34,7 +34,6 @@ class Holder:
         since: When the lease began, in seconds since the epoch.
         before: The device's memory in use before the lease, in bytes, if known.
         run: The pytest session that it belongs to, the same for all xdist workers; empty if unknown.
-
     """
 
     id: str
@@ -55,19 +54,15 @@ class GivenUpError(Exception):
 
 @dataclass
 class Watch:
-    """Periodic check of what a request waits for.
+    """Periodic check of what the request ``who`` for ``count`` devices waits for.
 
     Attributes:
-        inventory: The devices.
-        count: How many the request needs.
-        who: Names the request in messages.
         mine: The devices that the requesting thread holds already.
         blockers: Returns the holders and tickets that the request waits for.
         given_up: Blockers that earlier requests of this process have given up on, so that the next one does not wait for
             them again.
         run: The pytest session of the request, as in ``Holder``.
         notify: Shows the user a message; None to show none.
-
     """
 
     inventory: Inventory
@@ -80,7 +75,6 @@ class Watch:
     notify: Callable[[str], None] | None
 
     def __post_init__(self) -> None:
-        """Set the times of the first check and the first notice."""
         #: Who held the devices or was to be served before, whenever it looked.
         self.waited_for: dict[str, None] = {}
         #: What the request waits for, in words; empty before it first looked.
@@ -103,15 +97,15 @@ class Watch:
         if self.inventory.kind == "cpu" and self._too_few_without(stuck):
             known = stuck <= self.given_up
             if known or waited >= GIVE_UP_AFTER_S:
-                if not known:
-                    self._notify_user(f"{self.text}; it goes on without, for ranks can share cores")
+                if not known and self.notify is not None:
+                    self.notify(f"{self.text}; it goes on without, for ranks can share cores")
                 self.given_up.update(stuck)
                 raise GivenUpError
         # Workers of one session often wait for each other, which is not worth a notice.
         noteworthy = stuck or any(isinstance(one, Holder) and not self._of_this_run(one) for one in blockers)
-        if now >= self._next_notice and (noteworthy or waited >= NOTIFY_INTERVAL_S):
+        if self.notify is not None and now >= self._next_notice and (noteworthy or waited >= NOTIFY_INTERVAL_S):
             self._next_notice = now + NOTIFY_INTERVAL_S
-            self._notify_user(self.text)
+            self.notify(self.text)
 
     def _too_few_without(self, stuck: set[Blocker]) -> bool:
         """Tell whether the request cannot be served although all other holders return their devices."""
@@ -126,10 +120,6 @@ class Watch:
 
     def _of_this_run(self, holder: Holder) -> bool:
         return holder.pid == os.getpid() or (bool(holder.run) and holder.run == self.run)
-
-    def _notify_user(self, text: str) -> None:
-        if self.notify is not None:
-            self.notify(text)
 
     def _text(self, found: list[Blocker], waited: float) -> str:
         held: dict[tuple[str, int, float], list[str]] = {}

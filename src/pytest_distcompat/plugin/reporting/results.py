@@ -218,7 +218,7 @@ class Results:
         unreached = [nodeid for nodeid in self.collected if nodeid not in self.results]
         internal = "internal error" if exitstatus == pytest.ExitCode.INTERNAL_ERROR else ""
         ending = self._ending or internal or ("stopped" if unreached else "finished")
-        session_info = {**self._session_info(), "ending": ending, "runs": sum(run.done for run in runs)}
+        session_info = {**self._session_info(), "ending": ending, "runs": sum(bool(run.done) for run in runs)}
         session_info["remove"] = declared_of(self.session).stale()
         drivers = {row.place: row.driver for row in self.cells.values() if row.driver}
         for row in self.cells.values():
