@@ -9,7 +9,7 @@ import pytest
 
 from pytest_distcompat.checks import CHECKS, Check
 from pytest_distcompat.launch import Ending, RankEnd, Request
-from pytest_distcompat.plugin.marked.phase import Phase, XFailed
+from pytest_distcompat.plugin.marked.phase import XFAILED, Phase
 from pytest_distcompat.scenario import TRAIN
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def test_an_xfail_mark_comes_first_and_ordinary_tests_are_not_covered(pytester: 
         """
     )
     # The ranks have weighed the mark.
-    end = RankEnd(1, "raised", "raised xfailed: of the mark", text="KeyError: '_orig_mod'", kind=XFailed.KIND)
+    end = RankEnd(1, "raised", "raised xfailed: of the mark", text="KeyError: '_orig_mod'", kind=XFAILED)
     ranks.answer = failing("", end=end)
     result = pytester.runpytest_inprocess("-rx")
     result.assert_outcomes(xfailed=1, failed=1)

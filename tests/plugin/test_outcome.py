@@ -8,7 +8,7 @@ import pytest
 
 from pytest_distcompat.launch import RankEnd
 from pytest_distcompat.plugin.marked.outcome import merge
-from pytest_distcompat.plugin.marked.phase import Phase, SkipElsewhere, XFailed
+from pytest_distcompat.plugin.marked.phase import SKIPPED_ELSEWHERE, XFAILED, Phase
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import FakeRanks
@@ -41,12 +41,12 @@ def failed(number: int, message: str = "ValueError: no", time: float = 1.0) -> R
 
 
 def xfailed(number: int, time: float = 1.0) -> RankEnd:
-    return rank(number, "raised", "raised xfailed: known", kind=XFailed.KIND, time=time)
+    return rank(number, "raised", "raised xfailed: known", kind=XFAILED, time=time)
 
 
 def skipped_alone(number: int) -> RankEnd:
     message = "raised skipped (no need) while other ranks went on"
-    return rank(number, "raised", message, kind=SkipElsewhere.KIND, time=1.0)
+    return rank(number, "raised", message, kind=SKIPPED_ELSEWHERE, time=1.0)
 
 
 def test_all_pass(ranks: FakeRanks) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_distcompat.plugin.inside.rank_output import no_terminal
-from pytest_distcompat.plugin.inside.rank_session import _default
+from pytest_distcompat.plugin.inside.rank_session import _is_default
 from pytest_distcompat.plugin.reporting.representation import represent
 
 
@@ -33,9 +33,9 @@ def test_a_session_without_pytest_main() -> None:
 
 def test_the_default_of_an_option(pytester: pytest.Pytester) -> None:
     config = pytester.parseconfigure("-k", "some")
-    assert _default(config, "keyword") == "", (
-        "plugin/inside/rank_session.py: _default() asks Config._parser, which is not what it was"
-    )
+    message = "plugin/inside/rank_session.py: _is_default() asks Config._parser, which is not what it was"
+    assert _is_default(config, "markexpr", config.option.markexpr), message
+    assert not _is_default(config, "keyword", "some"), message
 
 
 def test_the_global_capture_can_be_stopped_and_started(pytester: pytest.Pytester) -> None:

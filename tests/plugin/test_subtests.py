@@ -10,7 +10,7 @@ from tests.plugin.conftest import codes
 
 from pytest_distcompat.launch import RankEnd
 from pytest_distcompat.plugin.marked.outcome import Phases, merge
-from pytest_distcompat.plugin.marked.phase import Phase, XFailed
+from pytest_distcompat.plugin.marked.phase import XFAILED, Phase
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import FakeRanks, Run, RunPytest, Torchrun
@@ -308,7 +308,7 @@ def merged(ranks: FakeRanks, end: RankEnd, *subtests: Phase, other: RankEnd = DO
 
 @pytest.mark.parametrize("status", ["stopped", "lost peer"])
 def test_a_rank_that_was_stopped_for_anothers_xfail_failed_by_its_subtest(status: str, ranks: FakeRanks) -> None:
-    xfailed = RankEnd(1, "raised", "raised xfailed: known", kind=XFailed.KIND, time=1.0)
+    xfailed = RankEnd(1, "raised", "raised xfailed: known", kind=XFAILED, time=1.0)
     end = RankEnd(0, status, "was killed", time=2.0)
     kind, text = merged(ranks, end, FAILED, other=xfailed)
     assert kind == "failed"

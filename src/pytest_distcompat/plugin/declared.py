@@ -41,15 +41,9 @@ APPLIED: pytest.StashKey[AppliedIssues] = pytest.StashKey()
 def apply_known_issues(
     item: pytest.Item, report: pytest.TestReport, *, hard: bool, outcome: Outcome | None = None
 ) -> None:
-    """Apply the user's known issues to the report of an item's call, if it is a distributed test.
+    """Apply the user's known issues to the report of an item's call, if it is a distributed test, and attach them to it.
 
-    The issues that were applied are attached to the report.
-
-    Args:
-        item: Any item.
-        report: Its report, which is changed in place.
-        hard: Whether it ended by more than an exception, which is never excused.
-        outcome: The outcome of the ranks; by default that of a marked test's own ranks.
+    ``hard``: it ended by more than an exception, which is never excused. By default a marked test has its own ranks' outcome.
     """
     marked = item.get_closest_marker(MARK) is not None
     if marked or "distcompat" in getattr(item, "fixturenames", ()):
@@ -72,13 +66,6 @@ def is_hard(error: BaseException) -> bool:
         visited.add(id(cause))
         causes += [cause.__cause__, cause.__context__]
     return False
-
-
-def _failure_text(report: pytest.TestReport, outcome: Outcome | None) -> str:
-    """Return the failure without the commands after it, which name the test and would match its name."""
-    if outcome is not None and outcome.text and str(report.longrepr).startswith(outcome.text):
-        return outcome.text
-    return report.longreprtext
 
 
 def declared_of(session: DistcompatSession) -> Declared:
@@ -105,9 +92,8 @@ class Declared:
         """Note which of the user's issues cover an item of a suite, and which of them excuse its failure."""
         item.stash[APPLIED] = applied = AppliedIssues()
         own = self._session.own if verdict.status is not Status.SKIPPED else ()
-        reasons = (
-            {*(verdict.reasons or [verdict.reason])} if verdict.status in {Status.KNOWN, Status.REFUSED} else set()
-        )
+        excused = verdict.status in {Status.KNOWN, Status.REFUSED}
+        reasons = {*(verdict.reasons or [verdict.reason])} if excused else set()
         for issue in (issue for issue in known if issue in own):
             expected = [expectation for expectation in issue.expectations if expectation.covers(cell, verdict.check)]
             if expected:
@@ -130,7 +116,10 @@ class Declared:
         covering = {where: expected for where, expected in candidates if expected is not None}
         applied.covering.extend(covering)
         if report.failed and not hard:
-            text = _failure_text(report, outcome)
+            text = report.longreprtext
+            if outcome is not None and outcome.text and text.startswith(outcome.text):
+                # Without the commands after it, which name the test and would match its name.
+                text = outcome.text
             reasons = {where: expected.reason for where, expected in covering.items() if expected.matches(text)}
             if reasons:
                 applied.used.extend(reasons)

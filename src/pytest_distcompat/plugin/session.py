@@ -64,11 +64,7 @@ class DistcompatSession:
 
     @functools.cached_property
     def gpus(self) -> int:
-        """The number of GPUs to use.
-
-        Raises:
-            pytest.UsageError: More are requested than are visible, or the options contradict each other.
-        """
+        """The number of GPUs to use. Raises pytest.UsageError for more than are visible, or options that exclude each other."""
         requested, device = self.setting("gpus"), self.setting("device").value
         if (device == "cpu" and requested.value not in {"auto", 0}) or (device == "cuda" and requested.value == 0):
             raise pytest.UsageError(
@@ -125,11 +121,7 @@ class DistcompatSession:
 
     @functools.cached_property
     def world_size(self) -> int:
-        """The number of ranks of tests that do not set one.
-
-        Raises:
-            pytest.UsageError: There are not enough GPUs for it.
-        """
+        """The number of ranks of tests that do not set one. Raises pytest.UsageError if there are not enough GPUs for it."""
         requested = self.setting("world_size")
         if requested.value == "auto":
             return self.gpus or CPU_WORLD_SIZE
@@ -166,7 +158,12 @@ class DistcompatSession:
     def store_path(self) -> Path:
         """The path of ``store``, which need not exist yet."""
         base = session_basetemp(self.config)
-        return (base.parent if hasattr(self.config, "workerinput") else base) / "distcompat"
+        return (base.parent if self.worker else base) / "distcompat"
+
+    @property
+    def worker(self) -> str:
+        """The name of this process among the workers of xdist; empty in any other process."""
+        return str(getattr(self.config, "workerinput", {}).get("workerid", ""))
 
     @property
     def runs(self) -> Path:
@@ -175,11 +172,7 @@ class DistcompatSession:
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher of this process.
-
-        Raises:
-            UsageProblem: This process is a fork of the one that made the session.
-        """
+        """The launcher of this process. Raises UsageProblem in a fork of the process that made the session."""
         from pytest_distcompat.launch import LAUNCHERS, Warmth
         from pytest_distcompat.launch.request import import_path
         from pytest_distcompat.leased import LeasedLauncher
@@ -212,11 +205,7 @@ class DistcompatSession:
 
     @functools.cached_property
     def verified(self) -> float:
-        """The share of items that are run a second time, in percent.
-
-        Raises:
-            pytest.UsageError: The first run is under cold torchrun already, so there is nothing to compare.
-        """
+        """The share of items that are run a second time, in percent. Raises pytest.UsageError if the first run is cold too."""
         percent = float(self.setting("verify").value)
         if percent and self.setting("launcher").value != "warm":
             raise pytest.UsageError(
@@ -240,8 +229,7 @@ class DistcompatSession:
         """The pool that leases devices to the runs of all sessions of this user."""
         from pytest_distcompat.lease import Pool
 
-        worker = getattr(self.config, "workerinput", {}).get("workerid", "")
-        return Pool(None, self.inventory, timeline=self.store, worker=worker, notify=self.say)
+        return Pool(None, self.inventory, timeline=self.store, worker=self.worker, notify=self.say)
 
     def waits(self) -> str:
         """Return what a run of this process waits for, if it has to wait for devices; empty otherwise."""
@@ -264,9 +252,15 @@ class DistcompatSession:
     @functools.cached_property
     def own(self) -> tuple[KnownIssue, ...]:
         """The known issues that the user declares, in files of ``--distcompat-known``."""
+        from pytest_distcompat.plugin.suite.declared_names import check_names
+
         issues: tuple[KnownIssue, ...] = self.setting("known").value
         for issue in issues:
-            _check_names(issue)
+            try:
+                for expectation in issue.expectations:
+                    check_names(expectation)
+            except UsageProblem as problem:
+                raise pytest.UsageError(f"{issue.where}: {problem}") from None
         return issues
 
     @functools.cache  # noqa: B019 - a session lives as long as its process
@@ -279,9 +273,7 @@ class DistcompatSession:
     def known_of(self, libraries: tuple[str, ...], nodeid: str) -> tuple[KnownIssue, ...]:
         """Return the known issues that may cover the item: the user's, then those that come with the package.
 
-        Args:
-            libraries: Names of libraries, from ``known.concerned``. Their installed versions count, and this device.
-            nodeid: The item, without a group of xdist.
+        ``libraries`` are from ``known.concerned``; ``nodeid`` has no group of xdist.
         """
         return tuple(issue for issue in self._known_of(libraries) if issue.speaks_of(nodeid))
 
@@ -300,34 +292,23 @@ class DistcompatSession:
 
         # The settings of pytest's plugin logging, which the user may have blocked.
         ini = self.config.getini("log_level") if self.config.pluginmanager.hasplugin("logging") else None
-        return Runner(
-            store,
-            launcher,
-            device=self.device,
-            timeout=self.timeout,
-            notice=self.notice,
-            limits=self.limits,
-            log_level=str(self.config.getoption("log_level", None) or ini or ""),
-        )
-
-    @functools.cached_property
-    def _items(self) -> Path:
-        items = self.store / "items"
-        items.mkdir(exist_ok=True)
-        return items
+        level = str(self.config.getoption("log_level", None) or ini or "")
+        settings: dict[str, Any] = {"notice": self.notice, "limits": self.limits, "log_level": level}
+        return Runner(store, launcher, device=self.device, timeout=self.timeout, **settings)
 
     def new_directory(self, name: str) -> Path:
         """Make a new directory for one run of a marked test, and return it."""
+        items = self.store / "items"
+        items.mkdir(exist_ok=True)
         # The name of a file is limited to 255 bytes, that of a function is not.
-        return Path(tempfile.mkdtemp(prefix=f"{name.encode()[:60].decode(errors='ignore')}-", dir=self._items))
+        return Path(tempfile.mkdtemp(prefix=f"{name.encode()[:60].decode(errors='ignore')}-", dir=items))
 
     @functools.cached_property
     def description_file(self) -> Path:
         """A file from which a rank that is started without a fork server makes the same pytest session."""
         from pytest_distcompat.plugin.inside import rank_session
 
-        worker = getattr(self.config, "workerinput", {}).get("workerid", "main")
-        path = self.store / f"session-{worker}.json"
+        path = self.store / f"session-{self.worker or 'main'}.json"
         path.write_text(json.dumps(rank_session.describe(self.config)), encoding="utf-8")
         return path
 
@@ -359,17 +340,6 @@ class DistcompatSession:
             self._launcher = None
         if "cold_launcher" in vars(self):
             self.cold_launcher.close()
-
-
-def _check_names(issue: KnownIssue) -> None:
-    """Raise pytest.UsageError for an unknown check, strategy or precision."""
-    from pytest_distcompat.plugin.suite.declared_names import check_names
-
-    try:
-        for expectation in issue.expectations:
-            check_names(expectation)
-    except UsageProblem as problem:
-        raise pytest.UsageError(f"{issue.where}: {problem}") from None
 
 
 def session_basetemp(config: pytest.Config) -> Path:

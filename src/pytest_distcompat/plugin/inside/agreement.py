@@ -60,13 +60,7 @@ class PhaseReport:
 
 
 def agree(reports: Mapping[int, PhaseReport], pids: Mapping[int, int], limit: float) -> Outcome:
-    """Return the outcome of a phase. A rank without a report ended before it made one.
-
-    Args:
-        reports: The reports by rank.
-        pids: The process ids of all ranks.
-        limit: The time limit in seconds, for messages.
-    """
+    """Return the outcome of a phase. A rank without a report ended before it made one; the limit is for messages."""
     phases = {rank: report.phase for rank, report in reports.items() if report.phase is not None}
     if len(phases) == len(pids) and not any(report.problem for report in reports.values()):
         unexpected = next((phase.text for phase in phases.values() if phase.text.startswith(STRICT_XPASS)), "")

@@ -106,13 +106,10 @@ class Inside:
             problem = differences(self._lockstep.exchange(collection, limit))
         except Gone as gone:
             problem = str(gone)
+        if problem and self._world.rank == 0:
+            raise pytest.UsageError(f"pytest inside a launch: {problem}")
         if problem:
-            self._stop(f"pytest inside a launch: {problem}")
-
-    def _stop(self, problem: str) -> None:
-        if self._world.rank == 0:
-            raise pytest.UsageError(problem)
-        pytest.exit(problem, returncode=pytest.ExitCode.USAGE_ERROR)
+            pytest.exit(f"pytest inside a launch: {problem}", returncode=pytest.ExitCode.USAGE_ERROR)
 
     # Tests.
 
@@ -124,7 +121,10 @@ class Inside:
         if reason:
             pytest.skip(reason)
         if "shared_dir" in getattr(item, "fixturenames", ()):
-            item.config.stash[SHARED] = self._shared_directory(item.config)
+            assert self._lockstep is not None
+            base = session_basetemp(item.config)
+            path = self._lockstep.from_rank_zero(lambda: tempfile.mkdtemp(prefix="shared-", dir=base))
+            item.config.stash[SHARED] = Path(path)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
@@ -158,22 +158,13 @@ class Inside:
         """Return why the test cannot run on these ranks; empty if it can."""
         starting = [reason for name, reason in _STARTING.items() if name in getattr(item, "fixturenames", ())]
         if starting:
-            return f"{starting[0]} of its own: run pytest without {self._launcher}"
+            launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "a launcher"
+            return f"{starting[0]} of its own: run pytest without {launcher}"
         mark, cell = mark_of(item), cell_of(item)
         world_size = cell.world_size if cell else mark.world_size if mark else None
         if world_size is not None and world_size != self._world.size:
             return f"the test is for {world_size} ranks, this launch has {self._world.size}"
         return ""
-
-    @property
-    def _launcher(self) -> str:
-        return "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "a launcher"
-
-    def _shared_directory(self, config: pytest.Config) -> Path:
-        """Return a new directory that the ranks of this machine share."""
-        assert self._lockstep is not None
-        path = self._lockstep.from_rank_zero(lambda: tempfile.mkdtemp(prefix="shared-", dir=session_basetemp(config)))
-        return Path(path)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -267,14 +258,9 @@ class Inside:
         if capture is not None:
             capture.suspend_global_capture(in_=True)
         report = pytest.TestReport(
-            item.nodeid,
-            item.location,
-            dict.fromkeys(item.keywords, 1),
-            "passed",
-            None,
-            self._when,
-            user_properties=item.user_properties,
+            item.nodeid, item.location, dict.fromkeys(item.keywords, 1), "passed", None, self._when
         )
+        report.user_properties = item.user_properties
         impose(report, outcome, self._command(item))
         self._apply_known_issues(item, report, outcome)
         session.shouldfail = _STOP_REASON
@@ -284,11 +270,7 @@ class Inside:
 
 
 def differences(collections: Mapping[int, Mapping[str, list[str]]]) -> str:
-    """Return how the collections of the ranks differ; empty if they do not.
-
-    Args:
-        collections: The node ids (``items``) and the errors of collection (``errors``) of each rank.
-    """
+    """Return how node ids (``items``) and ``errors`` of collection differ between ranks; empty if they do not."""
     first = collections[0]
     for rank, other in collections.items():
         if other["errors"] != first["errors"]:

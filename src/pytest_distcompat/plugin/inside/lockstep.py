@@ -32,8 +32,6 @@ REPORT_DELAY_S = 10.0
 TERMINATION_DELAY_S = 3.0
 #: Seconds that rank 0 may take to write its reports.
 REPORTING_TIMEOUT_S = 60.0
-
-
 #: Outcomes of a phase that are no failure, although the rank has left the phase early.
 EXCUSED = ("skipped", "xfailed")
 
@@ -69,12 +67,8 @@ class Step:
 class Lockstep:
     """The lockstep on this rank.
 
-    Args:
-        rank: This rank.
-        size: The number of ranks.
-        termination: The handler of SIGTERM.
-        overrun: Called in a thread when this rank does not finish its phase, on rank 0 with the outcome if it is known. It ends
-            the process.
+    ``overrun`` is called in a thread when this rank does not finish its phase, on rank 0 with the outcome if it is known. It
+    ends the process.
     """
 
     def __init__(
@@ -149,11 +143,7 @@ class Lockstep:
             self._step = Step(self._number, location, deadline, limit)
 
     def end(self, phase: Phase, *, group: bool) -> tuple[Outcome, bool, bool]:
-        """End the phase on this rank, and wait for the outcome of all ranks.
-
-        Args:
-            phase: This rank's phase.
-            group: Whether this rank has a process group.
+        """End the phase on this rank, which may have a process group, and wait for the outcome of all ranks.
 
         Returns:
             The outcome, whether connections of any rank were cut, and whether the session cannot go on.
@@ -219,9 +209,8 @@ class Lockstep:
         outcome = agree(reports, self.pids, step.limit)
         if elsewhere:
             others = "; ".join(f"rank {rank} is at {location}" for rank, location in elsewhere.items())
-            outcome = Outcome(
-                "failed", f"ranks do not run the same tests: rank 0 is at {step.location}; {others}", hard=True
-            )
+            text = f"ranks do not run the same tests: rank 0 is at {step.location}; {others}"
+            outcome = Outcome("failed", text, hard=True)
         over = bool(elsewhere) or len(reports) < self.size or any(report.stuck for report in reports.values())
         if not any(report.group for report in reports.values()):
             self._store_client.clear()

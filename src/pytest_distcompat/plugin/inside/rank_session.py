@@ -123,25 +123,17 @@ def _is_builtin(value: object) -> bool:
 def _is_default(config: pytest.Config, name: str, value: object) -> bool:
     """Tell whether an option has its default, which it then has on ranks too: it was not given, and no hook set it.
 
-    argparse converts a default that is a string anew each time, so that identity shows nothing.
+    argparse converts a default that is a string anew each time, so that identity does not tell.
+    ``Config._parser`` is private; ``tests/plugin/test_private_names.py`` fails when it goes away.
     """
-    default = _default(config, name)
+    parse = config._parser.parse_known_args  # noqa: SLF001 - see the docstring
+    default = getattr(parse([]), name, None)
     if value is default or type(value) is not type(default):
         return value is default
     given = [*config.getini("addopts"), *shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))]
     given += map(str, config.invocation_params.args)
     unset = object()
-    return _default(config, name, given, argparse.Namespace(**{name: unset})) is unset
-
-
-def _default(
-    config: pytest.Config, name: str, given: Sequence[str] = (), before: argparse.Namespace | None = None
-) -> object:
-    """Return the value of an option under these arguments; its default without any.
-
-    ``Config._parser`` is private; ``tests/plugin/test_private_names.py`` fails when it goes away.
-    """
-    return getattr(config._parser.parse_known_args([*given], before), name, None)  # noqa: SLF001 - see the docstring
+    return getattr(parse(given, argparse.Namespace(**{name: unset})), name, None) is unset
 
 
 def own_files(config: pytest.Config) -> tuple[str, ...]:
@@ -186,12 +178,14 @@ def collect(payload: Mapping[str, Any], *, by_hand: bool = False) -> pytest.Sess
     from pytest_distcompat.launch import at_import
 
     watch = at_import.active
-    # Hooks may run in here already, and hook calls can be monitored only once there is a configuration.
-    with watch.hook("a conftest.py") if watch is not None else contextlib.nullcontext():
-        if watch is not None:
+    arguments = ["-p", "no:terminal", *quiet, *payload["args"]]
+    if watch is None:
+        config = pytest.Config.fromdictargs(options, arguments)
+    else:
+        # Hooks may run in here already, and hook calls can be monitored only once there is a configuration.
+        with watch.hook("a conftest.py"):
             watch.watch_loader(AssertionRewritingHook, ("conftest.py", *payload["files"]))
-        config = pytest.Config.fromdictargs(options, ["-p", "no:terminal", *quiet, *payload["args"]])
-    if watch is not None:
+            config = pytest.Config.fromdictargs(options, arguments)
         _watch_hooks(config, watch)
     # A conftest may read options from the arguments.
     config.invocation_params = dataclasses.replace(config.invocation_params, args=tuple(payload["given"]))
@@ -343,16 +337,9 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
     directory_of_process = request_loop.reused.directory if request_loop.reused is not None else directory
     with _own_temporary_directory(directory_of_process, log.rank), capturing(config, directory_of_process, log.rank):
         config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
+        # An error of a plugin in it fails the test.
         if request_loop.reused is None:
-            _finish()
-
-
-def _finish() -> None:
-    """Unconfigure pytest at the end of this rank's session. An error of a plugin in it fails the test."""
-    from pytest_distcompat.launch import preload
-
-    if preload.finishing is not None:
-        preload.finishing()
+            config._ensure_unconfigure()  # noqa: SLF001 - see _collected
 
 
 def _reset_between_items(reused: ReusedRank, item: pytest.Item) -> None:
@@ -365,7 +352,7 @@ def _reset_between_items(reused: ReusedRank, item: pytest.Item) -> None:
     state.teardown_exact(item)
     if not reused.at_end:
         # When these ranks end, whatever is still set up is torn down too.
-        reused.at_end += [_finish, lambda: state.teardown_exact(None)]
+        reused.at_end += [item.config._ensure_unconfigure, lambda: state.teardown_exact(None)]  # noqa: SLF001
     if "process_group" not in getattr(item, "fixturenames", ()):
         # The test may initialize its own process group.
         reused.without_group()

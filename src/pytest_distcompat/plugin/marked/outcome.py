@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import pytest
 
 from pytest_distcompat.events import of_kind
 from pytest_distcompat.excerpt import excerpt, explained
-from pytest_distcompat.plugin.marked.phase import Phase, SkipElsewhere, XFailed
+from pytest_distcompat.plugin.marked.phase import SKIPPED_ELSEWHERE, XFAILED, Phase
 from pytest_distcompat.plugin.marked.subtests import count_subtests, name_of, unfinished_phase, with_subtests
 
 if TYPE_CHECKING:
@@ -66,12 +67,7 @@ class Phases:
 def phase_of(report: pytest.TestReport, subtests: Sequence[Phase] = ()) -> Phase:
     """Return the phase that a rank logs for a report.
 
-    Its ``outcome`` is ``passed``, ``failed``, ``skipped`` or ``xfailed``. A strict xpass counts as passed, with its text: the
-    parent decides by the outcomes of all ranks.
-
-    Args:
-        report: A rank's own report.
-        subtests: The subtests that ran in that phase.
+    A strict xpass counts as passed, with its text: the parent decides by the outcomes of all ranks.
     """
     outcome: str = report.outcome
     text = report.longreprtext
@@ -102,16 +98,12 @@ def phase_of(report: pytest.TestReport, subtests: Sequence[Phase] = ()) -> Phase
     return dataclasses.replace(phase, text=excerpt(phase.text, TEXT_CHARACTERS))
 
 
-def _is_builtin(value: Any) -> bool:
-    return isinstance(value, (str, int, float, bool, type(None)))
-
-
 def _serializable(value: Any) -> Any:
     """Return the value of a property as a built-in: for any other object its text, as JUnit's file has it.
 
     https://docs.pytest.org/en/stable/how-to/output.html#record-property
     """
-    if not _is_builtin(value):
+    if not isinstance(value, (str, int, float, type(None))):
         try:
             value = str(value)
         except Exception as error:
@@ -178,22 +170,22 @@ def merge(ending: Ending) -> Outcome:
     unexpected = Outcome("passed", strict[0], **details) if strict and len(strict) == len(phases) else None
     if ending.failed:
         kinds = {end.kind for end in ending.ranks if end.status not in {"done", "lost peer", "stopped"}}
-        expected = [end for end in (ending.cause, *ending.ranks) if end is not None and end.kind == XFailed.KIND]
-        if expected and kinds <= {XFailed.KIND, SkipElsewhere.KIND} and ending.kind == "raised":
+        expected = [end for end in (ending.cause, *ending.ranks) if end is not None and end.kind == XFAILED]
+        if expected and kinds <= {XFAILED, SKIPPED_ELSEWHERE} and ending.kind == "raised":
             return unexpected or Outcome("xfailed", expected[0].message.removeprefix("raised xfailed: "), **details)
-        ending = _mark_excused(ending)
+        # Ranks that skipped or xfailed come after those that failed or hung.
+        excused = {XFAILED, SKIPPED_ELSEWHERE}
+        ranks = (dataclasses.replace(end, status="excused") if end.kind in excused else end for end in ending.ranks)
+        ending = dataclasses.replace(ending, ranks=tuple(ranks))
         if ending.cause is not None and not ending.launch_error:
             details["properties"] += ((RANK, ending.cause.rank),)
-        text = (
-            ending.text()
-            .replace("raised failed", "failed")
-            .replace("raised skipped", "skipped")
-            .replace("raised xfailed", "xfailed")
-        )
+        text = re.sub(r"raised (?=failed|skipped|xfailed)", "", ending.text())
         if ending.cause is not None:
             failed = (phase.location for phase in all_phases[ending.cause.rank] if phase.outcome == "failed")
             details["location"] = next(failed, None)
-        return Outcome("failed", text, hard=_crashed(ending), **details)
+        # Any rank may have ended by more than an exception, even if another rank raised first.
+        crashed = ending.kind != "raised" or any(end.status == "stuck" for end in ending.ranks)
+        return Outcome("failed", text, hard=crashed, **details)
     skips = {rank: phase for rank, found in phases.items() for phase in found if phase.outcome == "skipped"}
     if len(skips) == len(phases) and skips:
         first = skips[min(skips)]
@@ -217,8 +209,7 @@ def merge(ending: Ending) -> Outcome:
 def of_all_ranks(properties: Mapping[int, Sequence[tuple[str, Any]]]) -> tuple[tuple[str, Any], ...]:
     """Return rank 0's properties, and those of other ranks that differ from them, named after their rank.
 
-    Args:
-        properties: For each rank, the properties of its last report, which holds those of all reports before it.
+    Those of a rank's last report hold those of all reports before it.
     """
     first = tuple(properties.get(0, ()))
     others = (
@@ -228,18 +219,6 @@ def of_all_ranks(properties: Mapping[int, Sequence[tuple[str, Any]]]) -> tuple[t
         if rank and (name, value) not in first
     )
     return (*first, *others)
-
-
-def _mark_excused(ending: Ending) -> Ending:
-    """Return the ending in which ranks that skipped or xfailed come after those that failed or hung."""
-    excused = {XFailed.KIND, SkipElsewhere.KIND}
-    ranks = (dataclasses.replace(end, status="excused") if end.kind in excused else end for end in ending.ranks)
-    return dataclasses.replace(ending, ranks=tuple(ranks))
-
-
-def _crashed(ending: Ending) -> bool:
-    """Tell whether any rank ended by more than an exception, even if another rank raised first."""
-    return ending.kind != "raised" or any(end.status == "stuck" for end in ending.ranks)
 
 
 def _sections(phases: Mapping[int, list[Phase]], ending: Ending) -> tuple[tuple[str, str], ...]:

@@ -9,17 +9,8 @@ from pytest_distcompat.decode import prepare
 from pytest_distcompat.events import Event
 from pytest_distcompat.excerpt import encodable
 
-
-class SkipElsewhere:
-    """The kind of error of a rank that skipped while other ranks did not."""
-
-    KIND = "skip"
-
-
-class XFailed:
-    """The kind of error of a rank that failed as its xfail mark expects."""
-
-    KIND = "xfail"
+#: The kinds of error of a rank that skipped while other ranks did not, and of one that failed as its xfail mark expects.
+SKIPPED_ELSEWHERE, XFAILED = "skip", "xfail"
 
 
 @dataclass(frozen=True)
@@ -44,10 +35,7 @@ class Phase(Event, name="phase"):
     lost: bool = False
 
     def own_fields(self) -> dict[str, Any]:
-        """Return the fields as plain data.
-
-        Lone surrogates are escaped: one in a report ends a whole session of xdist.
-        """
+        """Return the fields as plain data. Lone surrogates are escaped: one in a report ends a whole session of xdist."""
         # Not ``dataclasses.asdict``: it copies each text by functions that a test may patch.
         fields: dict[str, Any] = _encodable(super().own_fields())
         return fields
@@ -63,8 +51,8 @@ class Phase(Event, name="phase"):
         where = "" if self.when == "call" else f" in {self.when}"
         return {
             "failed": ("failed", f"failed{where}: {self.message}"),
-            "xfailed": (XFailed.KIND, f"xfailed: {self.message}"),
-            "skipped": (SkipElsewhere.KIND, f"skipped ({self.message}) while other ranks went on"),
+            "xfailed": (XFAILED, f"xfailed: {self.message}"),
+            "skipped": (SKIPPED_ELSEWHERE, f"skipped ({self.message}) while other ranks went on"),
         }.get(self.outcome)
 
 

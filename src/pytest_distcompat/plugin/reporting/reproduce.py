@@ -18,26 +18,14 @@ ARGUMENTS = "distcompat_arguments"
 #: pytest's own options, with and without a value, that set configuration, plugins and warning filters, or how modules are
 #: imported. All others select tests, report, or belong to a conftest.
 _WITH_VALUE = (
-    ("-c", "--config-file"),
-    ("--rootdir",),
-    ("--confcutdir",),
-    ("--import-mode",),
-    ("-p",),
-    ("-o", "--override-ini"),
-    ("-W", "--pythonwarnings"),
+    *(("-c", "--config-file"), ("-o", "--override-ini"), ("-W", "--pythonwarnings"), ("-p",)),
+    *(("--rootdir",), ("--confcutdir",), ("--import-mode",)),
 )
 _FLAGS = ("--noconftest",)
 #: One-letter flags that may be joined with one of those: ``-qp plugin``.
 _JOINABLE_FLAGS = ("-l", "-q", "-s", "-v", "-x")
 #: This plugin's own options that select tests or report.
-_LEFT_OUT = {
-    "distcompat_report",
-    "distcompat_baseline",
-    "distcompat_budget",
-    "distcompat_strategies",
-    "distcompat_precisions",
-    "distcompat_drivers",
-}
+_LEFT_OUT = {f"distcompat_{name}" for name in ("report", "baseline", "budget", "strategies", "precisions", "drivers")}
 
 
 def command(config: pytest.Config, item: pytest.Function) -> str:

@@ -297,12 +297,10 @@ class Results:
         session = self.session
         names = [name.removeprefix("distcompat_") for name in OPTIONS]
         settings = {name: {"value": session.setting(name).text, "from": session.setting(name).origin} for name in names}
+        timeline = entries(session.store_path, session.began)
         # A lease of a run names its directory, whose name is the run's id.
-        runs = str(session.runs)
-        timeline = [
-            {**entry, "who": entry["who"].rpartition(os.sep)[2] if runs in entry["who"] else entry["who"]}
-            for entry in entries(session.store_path, session.began)
-        ]
+        for entry in timeline:
+            entry["who"] = entry["who"].removeprefix(f"{session.runs}{os.sep}")
         return {
             "versions": self._versions,
             "device": session.device,

@@ -11,16 +11,7 @@ from _pytest._code.code import ExceptionRepr
 
 from pytest_distcompat.excerpt import visible
 from pytest_distcompat.plugin.selection import strip_group
-from pytest_distcompat.report import (
-    Line,
-    Report,
-    Result,
-    causes,
-    causes_text,
-    counts_text,
-    matrix_text,
-    runs_text,
-)
+from pytest_distcompat.report import Line, Report, Result, causes, causes_text, counts_text, matrix_text, runs_text
 
 #: The markup of pytest's TerminalWriter for each style of a span.
 MARKUP: Mapping[str, Mapping[str, bool]] = {

@@ -96,20 +96,15 @@ def validate(suite: type[CompatSuite], world_size: int) -> None:
         STRATEGIES.get(cell.strategy)
         PRECISIONS.get(cell.precision)
     for expectation in suite.expect:
-        applicable = expectation if suite.matrix.world_sizes else _at_any_size(expectation)
+        facets = expectation.facets
+        if not suite.matrix.world_sizes:
+            # An option sets the world size, and an expectation for another size covers cells of another session.
+            facets = tuple((name, wanted) for name, wanted in facets if name != "world_size")
+        applicable = dataclasses.replace(expectation, facets=facets)
         if not any(applicable.covers(cell, check) for cell in cells for check in CHECKS.names()):
             raise UsageProblem(
                 f"{suite.__name__}.expect: {expectation} covers no cell of the matrix ({driver.name or suite.driver})"
             )
-
-
-def _at_any_size(expectation: Expectation) -> Expectation:
-    """Return the expectation without its world size.
-
-    Where an option sets the world size, an expectation for another size covers cells of another session.
-    """
-    facets = tuple((name, wanted) for name, wanted in expectation.facets if name != "world_size")
-    return dataclasses.replace(expectation, facets=facets)
 
 
 def _all_cells(suite: type[CompatSuite], world_size: int) -> Iterator[Cell]:
@@ -127,14 +122,8 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     strategies, precisions = session.setting("strategies").value, session.setting("precisions").value
     driver, profile = find_driver(suite.driver), session.setting("profile").value
     names = (STRATEGIES.names(), PRECISIONS.names())
-    cells = profiles.cells(
-        profile,
-        suite.matrix,
-        driver=driver,
-        names=names,
-        world_size=session.world_size,
-        device=session.device,
-    )
+    here: dict[str, Any] = {"world_size": session.world_size, "device": session.device}
+    cells = profiles.cells(profile, suite.matrix, driver=driver, names=names, **here)
     reasons_by_cell = {
         cell: not_applicable_checks(cell, driver, session)
         for cell in cells
@@ -214,13 +203,7 @@ class BoundCase:
         self._declaration: Expectation | None = None
 
     def __call__(self) -> None:
-        """Run the case; return if its verdict is a success, or skip, or xfail.
-
-        Raises:
-            Incompatible: The check failed.
-            LateFailure: The driver refused the cell too late.
-            RunFailedError: A run crashed, hung, or left processes or files behind.
-        """
+        """Run the case; return if its verdict is a success, or skip, or xfail. Any other verdict is raised, see FAILURES."""
         __tracebackhide__ = True
         verdict, command = self._verdict()
         case = self.case
@@ -325,11 +308,7 @@ def finish_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest
 
 
 def sections(runs: Mapping[Path, str]) -> list[tuple[str, str]]:
-    """Return a section for what each rank of these runs wrote; ranks that wrote the same share one.
-
-    Args:
-        runs: The directories of the runs, each with the name of its run.
-    """
+    """Return a section for what each rank of these runs (directory to name) wrote; ranks that wrote the same share one."""
     ranks: dict[tuple[str, str, str], list[int]] = {}
     for directory, name in runs.items():
         request = directory / "request.json"
