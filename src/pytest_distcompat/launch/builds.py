@@ -38,13 +38,12 @@ def remove_abandoned(seconds: float, environment: Mapping[str, str]) -> None:
 
 def describe_locks(environment: Mapping[str, str]) -> str:
     """Return what is known of the locks for which a build may wait, in a line."""
-    descriptions = [
+    return "; ".join(
         f"no process holds {lock}, which a build that was killed left: remove it"
         if holder is None
         else f"{lock} is held by process {holder.pid} ({holder.name()})"
         for lock, _, holder in _locks(environment)
-    ]
-    return "; ".join(descriptions)
+    )
 
 
 def _locks(environment: Mapping[str, str]) -> list[tuple[Path, float, psutil.Process | None]]:

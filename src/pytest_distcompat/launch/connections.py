@@ -24,12 +24,7 @@ def cut(peers: Collection[int], port: int, keep: Collection[int]) -> None:
     A thread that waits for a peer in gloo, or for a peer's address in the store, then gets "Connection closed by peer" or the
     like. gloo's own ``ProcessGroup.abort`` leaves it waiting (torch 2.13). NCCL, which need not use TCP, has its communicator
     aborted. Nothing is cut where the system does not list connections (psutil.AccessDenied). Connections that come to a store
-    of this process's own stay.
-
-    Args:
-        peers: The processes of this machine that do not answer.
-        port: The port of the store.
-        keep: File descriptors of connections to the store that stay.
+    of this process's own stay, and so do those to the store whose file descriptors are in ``keep``.
     """
     me = os.getpid()
     # Addresses are pairs of ip and port; empty where the other end is not connected.

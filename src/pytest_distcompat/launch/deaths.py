@@ -46,10 +46,7 @@ def out_of_memory_kills() -> int:
 def explain(number: int, oom_kills: int | None, memory: int) -> Iterator[str]:
     """Yield lines on a rank's death: usual causes of the signal, out-of-memory kills, the rank's last memory.
 
-    Args:
-        number: The signal.
-        oom_kills: How many processes the kernel killed for lack of memory since the rank started; None if unknown.
-        memory: The resident memory of the rank at its last report, in bytes; 0 if unknown.
+    ``oom_kills`` were since the rank started, None if unknown; ``memory`` is in bytes, 0 if unknown.
     """
     cause = _CAUSES.get(number)
     if cause is None:

@@ -116,10 +116,9 @@ class Ending:
         return ordered[0] if ordered else None
 
     def in_order(self) -> list[RankEnd]:
-        """Return the ranks that did not end well, ordered by how likely they are the cause.
+        """Return the ranks that did not end well: causes by time, then hangs, then what tests allow, then consequences.
 
-        Causes come first, by time, then ranks that hang, then what tests allow, then consequences. Of the ranks that hang those
-        that wait for others come last.
+        Of the ranks that hang those that wait for others come last.
         """
         order = ({"raised", "killed", "exited"}, {"missing"}, {"stuck"}, {"excused"}, {"lost peer"}, {"stopped"})
         weight = {status: number for number, statuses in enumerate(order) for status in statuses}
@@ -232,7 +231,7 @@ def conclude(
     oom_kills: int = 0,
     **more: Any,
 ) -> Ending:
-    """Put together what is known of each rank. It reads and changes nothing.
+    """Put together what is known of each rank: what it logged, and how its process ended. It reads and changes nothing.
 
     Args:
         events: What each rank logged.

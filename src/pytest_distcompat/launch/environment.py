@@ -27,10 +27,7 @@ def of_ranks(now: Mapping[str, str], device: str, world_size: int) -> dict[str, 
 
 
 def of_launcher(now: Mapping[str, str], device: str) -> dict[str, str]:
-    """Return the launcher process's environment.
-
-    Nothing in it starts CUDA or threads, unless the user wants threads.
-    """
+    """Return the launcher process's environment. Nothing in it starts CUDA or threads, unless the user wants threads."""
     environment = of_ranks(now, device, 1)
     # OpenMP and OpenBLAS start no threads in the fork servers, whatever ranks get.
     environment.setdefault("OMP_NUM_THREADS", "1")
@@ -44,13 +41,7 @@ def of_launcher(now: Mapping[str, str], device: str) -> dict[str, str]:
 
 
 def adapted(wanted: Mapping[str, str], request: Request, base: Mapping[str, str]) -> Request:
-    """Return the request with the changes that turn one environment into another.
-
-    Args:
-        wanted: The environment that the ranks should have, besides what the request sets itself.
-        request: The request.
-        base: The environment that the ranks have.
-    """
+    """Return the request with the changes that turn the environment ``base`` into ``wanted`` and what the request sets."""
     now = {**wanted, **request.set}
     names = {name for name in {*now, *base} if not OF_THE_AGENT.fullmatch(name)}
     changed = sorted(name for name in names if now.get(name) != base.get(name))

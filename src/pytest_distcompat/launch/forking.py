@@ -76,10 +76,6 @@ class ForkServer:
         os.close(self.alive)
         os.close(self._ready)
 
-    def dismiss(self) -> None:
-        """Have the server end once the ranks that it forked have ended."""
-        os.close(self.alive)
-
 
 class ForkServers:
     """All fork servers of this process: by kind, one for each side."""
@@ -138,10 +134,7 @@ class ForkServers:
         Python 3.14 requires a key of those that connect, except with a server that was started without one, as these are; their
         sockets lie in a directory that only the user can enter.
 
-        Args:
-            kind: ``LIBRARIES`` or ``SESSION``.
-            turn: From which side rank 0 comes, by its parity; None for another one each time.
-            world_size: How many ranks there will be.
+        The parity of ``turn`` says from which side rank 0 comes; None: from another one each time.
         """
         servers = self._servers[kind]
         first = self._runs if turn is None else turn
@@ -165,7 +158,7 @@ class ForkServers:
         """Have all servers end once the ranks that they forked have ended."""
         for servers in self._servers.values():
             for server in servers:
-                server.dismiss()
+                os.close(server.alive)
 
 
 def serve(ends: Ends, status: Mapping[str, Any], at_end: Callable[[], None] = lambda: None) -> NoReturn:

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,7 +27,6 @@ from pytest_distcompat.launch.process import (
     descendants,
     kill,
     kill_and_wait,
-    kill_named,
     let_tidy_up,
     tidies_up,
 )
@@ -43,10 +41,11 @@ class LauncherProcess:
     """One launcher process with its fork servers, from start to end. ``base`` is the environment that it has."""
 
     def __init__(self, warmth: Warmth, device: str) -> None:
-        self._directory = OwnedDirectory()
+        self._owned = OwnedDirectory()
         self._timeout = warmth.timeout
-        directory = self._directory.path
-        warmth_file = directory / "warmth.json"
+        #: Is removed with the process, and has a path short enough for a socket.
+        self.directory = self._owned.path
+        warmth_file = self.directory / "warmth.json"
         warmth_fields = {**dataclasses.asdict(warmth), "device": device}
         warmth_file.write_text(json.dumps(warmth_fields), encoding="utf-8")
         self._channel, server_end = socket.socketpair()
@@ -57,7 +56,7 @@ class LauncherProcess:
             "import sys; sys.path[:] = filter(None, sys.path); "
             "from pytest_distcompat.launch.server import main; main(int(sys.argv[1]), sys.argv[2])"
         )
-        with server_end, (directory / LOGS[0]).open("wb") as log:
+        with server_end, (self.directory / LOGS[0]).open("wb") as log:
             self._process = subprocess.Popen(
                 [*interpreter(), "-c", script, str(server_end.fileno()), str(warmth_file)],
                 pass_fds=[server_end.fileno()],
@@ -72,11 +71,6 @@ class LauncherProcess:
         self.status: dict[str, Any] | None = None
         self._own_pids: set[int] = set()
         self._findings = Findings()
-
-    @property
-    def directory(self) -> Path:
-        """A directory that is removed with the process, by a path short enough for a socket."""
-        return self._directory.path
 
     @property
     def pid(self) -> int:
@@ -169,15 +163,8 @@ class LauncherProcess:
             return f"{log}\nthe launcher process did not get ready within {self._timeout:g} s: {hangs}"
         return f"{log}\nthe launcher process died {when} ({exit_name(self._process.poll())})"
 
-    def kill_strays(self) -> list[str]:
-        """Kill what ranks left running, and return the names of these processes."""
-        return kill_named(self.strays())
-
     def strays(self) -> list[psutil.Process]:
-        """Return the processes below this one that are no part of it.
-
-        These are ranks, and what they started, without those that will end by themselves.
-        """
+        """Return ranks, and what they started, below this process, without those that will end by themselves."""
         others = (process for process in self._below() if process.pid not in self._own_pids and alive(process.pid))
         return [process for process in others if not tidies_up(process)]
 
@@ -203,4 +190,4 @@ class LauncherProcess:
             # dies with it.
             kill_and_wait(self._process)
             self._channel.close()
-            self._directory.remove()
+            self._owned.remove()

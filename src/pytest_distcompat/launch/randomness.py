@@ -23,10 +23,9 @@ def states() -> dict[str, Any]:
 
 
 def remember_seeds(before: dict[str, Any]) -> None:
-    """Find which generators were seeded since they were in those states.
+    """Find which generators were seeded since they were in those states, and not merely drawn from.
 
-    A generator from which numbers were merely drawn was not seeded, though its state is another: pytest-random-order draws one
-    wherever pytest is configured, and ranks that all went on from there would draw the same numbers.
+    pytest-random-order draws a number wherever pytest is configured; ranks that all went on from there would draw the same ones.
     """
     after = states()
     _seeded.update({name: after[name] for name in before if _SEEDS[name](before[name], after[name])})
@@ -85,10 +84,7 @@ def _seeds_of_numpy(before: Any, after: Any) -> bool:
 
 
 def _reached(goal: Sequence[int], state: Callable[[], Sequence[int]], draw: Callable[[], object]) -> bool:
-    """Tell whether a generator gets to a state by drawing alone.
-
-    How many words of the state are used up does not matter.
-    """
+    """Tell whether a generator gets to a state by drawing alone, however many words of the state are used up."""
     for _ in range(_MOST_DRAWS):
         if list(state()[:_WORDS]) == list(goal[:_WORDS]):
             return True

@@ -128,10 +128,6 @@ def leave_failed(directory: str | Path, world_size: int) -> NoReturn:
 
     Both would wait for peers who may be waiting for this rank. The grace lets ranks that fail at the same moment
     report their own failure, not the loss of this peer.
-
-    Args:
-        directory: The directory of the request.
-        world_size: The number of its ranks.
     """
     logs = LogReader(directory, range(world_size))
     request_straggler_stacks(logs.read())

@@ -48,11 +48,7 @@ class Store:
         self._requests = 0
 
     def announce_done(self) -> Callable[[], None]:
-        """Tell the other ranks that this one has done its request.
-
-        Returns:
-            A function that waits until all ranks have done theirs.
-        """
+        """Tell the other ranks that this one has done its request; return a function that waits until all have."""
         self._requests += 1
         count, all_done = f"{_DONE}count", f"{_DONE}{self._requests}"
         if self._store.add(count, 1) == self._requests * self._ranks:
@@ -82,27 +78,44 @@ class Store:
 
 
 class ReusedRank:
-    """State that this process keeps from one request to the next.
-
-    Args:
-        directory: The directory of its run.
-    """
+    """State that this process keeps from one request to the next. The directory is that of its run."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.store = Store()
         self.group: Any = None
         self._group_checks = 0
-        self._sound = True
+        self.sound = True
         self.at_end: list[Callable[[], None]] = []
-        self.state_watch = StateWatch()
-        #: ``sys.path`` as it is between two requests.
-        self.path = list(sys.path)
+        self._sizes = Sizes()
+        self._settings: tuple[object, ...] = ()
+        self.reset_baseline()
 
     def reset_baseline(self) -> None:
         """Take this process's present state as that which requests must leave: no test has caused the changes so far."""
-        self.state_watch.reset_baseline()
+        self._baseline = ProcessState.now()
+        #: ``sys.path`` as it is between two requests.
         self.path = list(sys.path)
+
+    def begin(self, request: Request) -> None:
+        """Record this process's state, which ``rank.prepare`` has just brought to what the request wants.
+
+        The last request left the state as it found it, or the ranks would have ended. So it is recorded again only if this
+        request wants another one.
+        """
+        settings = (request.set, request.unset, request.cwd, request.import_path)
+        if settings != self._settings:
+            self._settings, self._baseline = settings, ProcessState.now()
+
+    def changes(self) -> list[str]:
+        """Return the names of what the request left changed, and of what has grown too much.
+
+        State that cannot be read counts as a change, and the verdict stands.
+        """
+        try:
+            return ProcessState.now().changes(self._baseline) + self._sizes.grown()
+        except Exception as error:
+            return [f"state that cannot be read ({rank.message_of(error)})"]
 
     def process_group(self, backend: str) -> Any:
         """Return the default process group, which the first call makes."""
@@ -125,7 +138,7 @@ class ReusedRank:
 
     def release_group(self) -> None:
         """Destroy the process group at the end of this process, if it is sound: otherwise that could last for ever."""
-        if self.group is not None and not (self._sound and self._destroy_group(DESTROY_TIMEOUT_AT_END_S)):
+        if self.group is not None and not (self.sound and self._destroy_group(DESTROY_TIMEOUT_AT_END_S)):
             # A forked rank ends by os._exit anyway; in a spawned one the interpreter would destroy the group.
             atexit.register(os._exit, 0)
             atexit.register(rank.flush)
@@ -151,18 +164,11 @@ class ReusedRank:
             raise problem
         return not thread.is_alive()
 
-    def finish_group_check(self, check: Callable[[float], bool], seconds: float) -> bool:
-        """Tell whether the group is sound, by the function that ``begin_group_check`` returned."""
-        self._sound = check(seconds)
-        return self._sound
-
     def begin_group_check(self) -> Callable[[float], bool]:
         """Start a collective of ours on the process group, once all ranks have done the request.
 
         The group must still be ours, and work: a collective that a request left half done would pair with this one.
-
-        Returns:
-            A function that waits up to so many seconds, and tells whether the collective gave the right result.
+        Returns a function that waits up to so many seconds, and tells whether the collective gave the right result.
         """
         # A test may have left another default group, a mode, or a function of its own in place of torch's. Those may do
         # anything, and torch may not even be importable.
@@ -231,62 +237,28 @@ def _serve(reused: ReusedRank, socket_path: str, number: int, requests: list[Req
     reused.release_group()
 
 
-class StateWatch:
-    """Finds what a request left changed: in the state of this process, and in sizes that may not grow too much."""
-
-    def __init__(self) -> None:
-        self._sizes = Sizes()
-        self._settings: tuple[object, ...] = ()
-        self._baseline = ProcessState.now()
-
-    def begin(self, request: Request) -> None:
-        """Record this process's state, which ``rank.prepare`` has just brought to what the request wants.
-
-        The last request left the state as it found it, or the ranks would have ended. So it is recorded again only if this
-        request wants another one.
-        """
-        settings = (request.set, request.unset, request.cwd, request.import_path)
-        if settings != self._settings:
-            self._settings, self._baseline = settings, ProcessState.now()
-
-    def reset_baseline(self) -> None:
-        """Record the state again, after something other than a test has changed this process."""
-        self._baseline = ProcessState.now()
-
-    def changes(self) -> list[str]:
-        """Return the names of what differs from the recorded state, and of what has grown too much."""
-        return ProcessState.now().changes(self._baseline) + self._sizes.grown()
-
-
 def _perform(reused: ReusedRank, request: Request) -> list[str]:
     """Do one request, and return what it left changed."""
     if reused.group is None:
         reused.store.clear()
     with _restored_afterwards(reused, request):
         rank.prepare(request)
-        reused.state_watch.begin(request)
+        reused.begin(request)
         rank.perform(request)
         # What comes next in this run's logs is the next request's.
         rank.flush()
         # The check starts only when all ranks have done the request. Otherwise it could pair with a collective that a test
         # left unmatched, and let that pass.
         wait_for_all = reused.store.announce_done()
-        changed = _changes(reused.state_watch)
+        changed = reused.changes()
         wait_for_all()
         check = reused.begin_group_check()
-    if not reused.finish_group_check(check, min(GROUP_CHECK_TIMEOUT_S, request.timeout * GROUP_CHECK_PART_OF_LIMIT)):
+    reused.sound = check(min(GROUP_CHECK_TIMEOUT_S, request.timeout * GROUP_CHECK_PART_OF_LIMIT))
+    if not reused.sound:
         changed.append("the process group")
     if reused.store.has_leftover_keys():
         changed.append("the store of process groups")
     return changed
-
-
-def _changes(state_watch: StateWatch) -> list[str]:
-    """Return what the request left changed. State that cannot be read counts as a change, and the verdict stands."""
-    try:
-        return state_watch.changes()
-    except Exception as error:
-        return [f"state that cannot be read ({rank.message_of(error)})"]
 
 
 @contextlib.contextmanager

@@ -33,14 +33,7 @@ class Reuse:
 
 
 class ReusedRanks:
-    """A run of ranks that wait for requests on a socket.
-
-    Args:
-        first: The request for which the ranks are started.
-        reuse: Which requests they may do.
-        socket_path: Where their socket is made.
-        environment: The environment that they start with.
-    """
+    """A run of ranks that are started for the request ``first`` and then wait for requests on a socket."""
 
     def __init__(self, first: Request, reuse: Reuse, socket_path: Path, environment: Mapping[str, str]) -> None:
         self.reuse = reuse

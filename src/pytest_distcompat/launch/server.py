@@ -43,11 +43,10 @@ def main(descriptor: int, warmth: str) -> None:
     channel = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
     lines = channel.makefile("r", encoding="utf-8")
-    _answer(channel, {"event": "warm", **status})
+    channel.sendall(f"{json.dumps(status)}\n".encode())
     from pytest_distcompat.launch import agent
 
     for line in lines:
-        began = clock.now()
         # Here, not after the run: the parent kills what the run left only once it has the answer.
         reap_adopted(keep=own_children)
         try:
@@ -60,25 +59,13 @@ def main(descriptor: int, warmth: str) -> None:
                 outcome = agent.run(request, rank.forked, "forkserver")
         except Exception:
             outcome = {"exit_codes": None, "launch_error": traceback.format_exc()}
-        _answer(channel, {"event": "ended", "seconds": clock.now() - began, **outcome})
+        channel.sendall(f"{json.dumps(outcome)}\n".encode())
     servers.dismiss()
     clock.wait_until(lambda: not any(alive(pid) for pid in servers.pids), SERVERS_END_TIMEOUT_S, every=0.01)
 
 
-def _answer(channel: socket.socket, message: dict[str, Any]) -> None:
-    channel.sendall((json.dumps(message) + "\n").encode())
-
-
 def _start_fork_servers(warmth: str, descriptor: int) -> tuple[ForkServers, dict[str, Any]]:
-    """Start all fork servers, and wait until they have imported.
-
-    Args:
-        warmth: The file with the fields of a Warmth.
-        descriptor: The launcher process's socket, which the servers close.
-
-    Returns:
-        The servers, and their merged status.
-    """
+    """Start all fork servers, which close the launcher process's socket; return them and their merged status."""
     warmth_fields = json.loads(Path(warmth).read_text(encoding="utf-8"))
     # Before the parent gives up, and shows what this process wrote.
     dump_at = clock.now() + 0.9 * warmth_fields["timeout"]

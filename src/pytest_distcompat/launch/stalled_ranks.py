@@ -27,12 +27,7 @@ class StallDetector:
         self._in_torch = False
 
     def check(self, pids: Collection[int], wait_in_torch: Callable[[], bool]) -> bool:
-        """Tell whether all processes wait in torch.
-
-        Args:
-            pids: The processes.
-            wait_in_torch: Reads their stacks, which may wake them. It is called once they sleep.
-        """
+        """Tell whether all processes wait in torch; ``wait_in_torch`` reads their stacks once they sleep, and may wake them."""
         if self._have_run(pids):
             self._in_torch = False
             return False

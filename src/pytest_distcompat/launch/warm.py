@@ -10,6 +10,7 @@ from pytest_distcompat import clock
 from pytest_distcompat.launch import environment, loopback
 from pytest_distcompat.launch.ending import Ending
 from pytest_distcompat.launch.launcher_process import LauncherProcess
+from pytest_distcompat.launch.process import kill_named
 from pytest_distcompat.launch.request import Request, Warmth
 from pytest_distcompat.launch.reused_ranks import Reuse, ReusedRanks
 from pytest_distcompat.launch.watchdog import Watchdog
@@ -169,7 +170,7 @@ class WarmLauncher:
         **more: Any,
     ) -> Ending:
         """Return how the request ended, once its ranks are gone."""
-        left_over = process.kill_strays()
+        left_over = kill_named(process.strays())
         ending = self._ending(process, request, watch, answer or {}, left_over=tuple(left_over), **more)
         if answer is None or "launch_error" in answer:
             self._kill()

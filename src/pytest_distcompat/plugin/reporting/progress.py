@@ -44,12 +44,7 @@ class Forecast:
         self._pace = (earlier.session.get("seconds", 0.0) if earlier else 0.0) / (sum(took.values()) or 1.0)
 
     def left(self, ended: Collection[str], passed: float) -> float | None:
-        """Return the seconds that the rest takes; None if nothing is known.
-
-        Args:
-            ended: The items that have ended.
-            passed: For how long the session runs, in seconds.
-        """
+        """Return the seconds that the rest takes, after the seconds that have passed; None if nothing is known."""
         total = sum(self._work.values())
         done = sum(self._work.get(item, 0.0) for item in ended)
         if done and (not self._known or done >= OWN_PACE * total):
@@ -72,12 +67,9 @@ class Progress:
         waits: Callable[[], str] = str,
     ) -> None:
         self._runs = runs
-        #: Returns how many checks have ended, and of how many.
-        self._counts = counts
-        #: Returns how long the rest takes, after so many seconds.
-        self._left = left
-        #: Returns what the next run waits for, if it has to wait for devices.
-        self._waits = waits
+        #: Return how many checks have ended, and of how many; how long the rest takes, after so many seconds; and what the next
+        #: run waits for, if it has to wait for devices.
+        self._counts, self._left, self._waits = counts, left, waits
         self._began = clock.now()
         self._config = config
         self._lock = threading.Lock()
@@ -171,24 +163,14 @@ class Progress:
         if self._file is not None:
             os.write(self._file, text.encode("utf-8", "replace"))
 
-    def _without_line(self) -> Generator[None, Any, Any]:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logreport(self) -> Generator[None, Any, Any]:
+        """Remove the line before pytest writes a dot or an outcome."""
         with self._lock:
             self._clear()
             result = yield
             self._next_line = clock.now() + HEARTBEAT
             return result
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_logstart(self) -> Generator[None, Any, Any]:
-        """Remove the line before pytest writes the item's name (-v)."""
-        return (yield from self._without_line())
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_logreport(self) -> Generator[None, Any, Any]:
-        """Remove the line before pytest writes a dot or an outcome."""
-        return (yield from self._without_line())
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_logfinish(self) -> Generator[None, Any, Any]:
-        """Remove the line before pytest writes the percentage."""
-        return (yield from self._without_line())
+    #: Before pytest writes the item's name (-v), and the percentage.
+    pytest_runtest_logstart = pytest_runtest_logfinish = pytest_runtest_logreport
