@@ -205,7 +205,7 @@ def test_workers_with_different_collections_are_reported_by_xdist(pytester: pyte
     config = pytester.parseconfig("--dist=load", "--tx=2*popen")
     collected: list[Any] = []
     # pluggy reads the argument's name.
-    config.pluginmanager.register(SimpleNamespace(pytest_collectreport=lambda report: said.append(report)))  # noqa: PLW0108
+    config.pluginmanager.register(SimpleNamespace(pytest_collectreport=lambda report: collected.append(report)))  # noqa: PLW0108
     scheduler: Any = PackedScheduling(config, None, lambda collection, workers: pytest.fail("planned"))
     made = [Worker("gw0"), Worker("gw1")]
     for worker in made:

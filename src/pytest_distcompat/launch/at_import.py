@@ -229,7 +229,7 @@ class Watch:
     def _add_if_own(
         self, finding: str, frame: FrameType | None, variable: str = "", *, everywhere: bool = False
     ) -> bool:
-        """Add a finding, if the user's own code caused it, and tell so. With ``everywhere`` it concerns every test."""
+        """Add a finding if the user's own code caused it; return whether it did. With ``everywhere`` it concerns every test."""
         if not self._importing or not self._importing[-1].own:
             return False
         importing = self._importing[-1]

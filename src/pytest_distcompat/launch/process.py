@@ -162,7 +162,7 @@ def kill_named(processes: Iterable[psutil.Process]) -> list[str]:
 
 
 def await_exit(process: subprocess.Popen[Any], seconds: float) -> bool:
-    """Tell whether a child of ours ends within that time. Popen's own ``wait`` reads a clock that a test may have frozen."""
+    """Wait for a child of ours to end; return whether it did. Popen's own ``wait`` reads a clock that a test may have frozen."""
     return clock.wait_until(lambda: process.poll() is not None, seconds)
 
 
