@@ -28,10 +28,8 @@ def prepare(*kinds: type) -> None:
 
 @functools.cache
 def _reader(kind: Any) -> Callable[[Any], Any] | None:
-    """Return the function that decodes a value of that type, None where JSON's own value is right.
-
-    Cached by type: a session reads millions of values, and inspecting the type of each took longer than all checks.
-    """
+    """Return the function that decodes a value of that type, None where JSON's own value is right."""
+    # Cached by type: a session reads millions of values, and inspecting the type of each took longer than all checks.
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _reader_of_fields(kind)

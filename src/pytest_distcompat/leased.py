@@ -86,8 +86,6 @@ class LeasedLauncher:
 
 
 def _current_item() -> str:
-    """Return the id of the item that runs in this process; empty outside of one.
-
-    https://docs.pytest.org/en/stable/example/simple.html#pytest-current-test-environment-variable
-    """
+    """Return the id of the item that runs in this process; empty outside of one."""
+    # https://docs.pytest.org/en/stable/example/simple.html#pytest-current-test-environment-variable
     return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]

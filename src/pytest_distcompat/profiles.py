@@ -170,10 +170,8 @@ def _smoke(
 def _pairwise(
     claimed: Collection[tuple[str, str]], world_size: int, driver: type[Driver], supported: Callable[[Cell], bool]
 ) -> Iterator[Cell]:
-    """Yield a covering array of strength 2 by covertable; allpairspy leaves out pairs where there are constraints.
-
-    ``claimed`` are the strategies and precisions that occur together.
-    """
+    """Yield a covering array of strength 2 by covertable; allpairspy leaves out pairs where there are constraints."""
+    # ``claimed`` are the strategies and precisions that occur together.
     try:
         from covertable import make
     except ImportError:

@@ -140,11 +140,9 @@ class Runner:
         return trace, ending.command
 
     def _directory(self, driver: str, cell: Cell, run: Run) -> Path:
-        """Return the directory of a run, which two checks share if it runs in the same cell for as many ranks.
-
-        A run that loads the checkpoint of another one belongs to that one's cell. The name ends with a hash, since a
-        driver's name may contain any character.
-        """
+        """Return the directory of a run, which two checks share if it runs in the same cell for as many ranks."""
+        # A run that loads the checkpoint of another one belongs to that one's cell. The name ends with a hash, since a
+        # driver's name may contain any character.
         run_cell = run.cell(cell)
         ranks = f"-of_{cell.world_size}" if run_cell.world_size != cell.world_size else ""
         origin = f"-after_{cell.id}" if run.after and run_cell != cell else ""
@@ -155,11 +153,9 @@ class Runner:
 
 
 def _threads(cell: Cell, device: str) -> dict[str, str]:
-    """Return OMP_NUM_THREADS=1 for a single rank on the CPU, unless the user has set it.
-
-    torchrun gives a single rank all cores: on a busy machine threads that wait for one another take a hundred times as
-    long. It must be in the environment, since accelerate would give the rank its cores back.
-    """
+    """Return OMP_NUM_THREADS=1 for a single rank on the CPU, unless the user has set it."""
+    # torchrun gives a single rank all cores: on a busy machine threads that wait for one another take a hundred times as
+    # long. It must be in the environment, since accelerate would give the rank its cores back.
     is_set = cell.world_size > 1 or device != "cpu" or "OMP_NUM_THREADS" in os.environ
     return {} if is_set else {"OMP_NUM_THREADS": "1"}
 

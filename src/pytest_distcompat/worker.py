@@ -52,11 +52,9 @@ def run(payload: Mapping[str, Any], log: RankLog) -> None:
 
 
 def _capture_log(level: str, log: RankLog) -> None:
-    """Write log records without a handler to a file, as pytest writes them; the root logger gets no handler of its own.
-
-    With one ``logging.basicConfig`` of the trainer would do nothing
-    (https://docs.python.org/3/library/logging.html#logging.lastResort).
-    """
+    """Write log records without a handler to a file, as pytest writes them; the root logger gets no handler of its own."""
+    # With one ``logging.basicConfig`` of the trainer would do nothing
+    # (https://docs.python.org/3/library/logging.html#logging.lastResort).
     from pytest_distcompat.launch.files import log_file
 
     if level:
@@ -288,10 +286,8 @@ def _number(value: Any, name: str) -> float | None:
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[object]:
-    """Run compiled modules eagerly: to compile a graph for one batch takes as long as the whole training.
-
-    https://docs.pytorch.org/docs/stable/generated/torch.compiler.set_stance.html
-    """
+    """Run compiled modules eagerly: to compile a graph for one batch takes as long as the whole training."""
+    # https://docs.pytorch.org/docs/stable/generated/torch.compiler.set_stance.html
     if "torch._dynamo" not in sys.modules:
         # ``torch.compiler`` would import it, which takes seconds on a rank that compiles nothing.
         return contextlib.nullcontext()
@@ -308,11 +304,9 @@ OBSERVED_STEP = 3
 
 
 def _end_process_group(driver: Driver) -> None:
-    """Destroy the process group of a rank that is done; otherwise NCCL warns.
-
-    The driver outlives the group: DDP's reducer holds the last reference to a gloo group, whose destructor may join a
-    thread that waits for the GIL.
-    """
+    """Destroy the process group of a rank that is done; otherwise NCCL warns."""
+    # The driver outlives the group: DDP's reducer holds the last reference to a gloo group, whose destructor may join a
+    # thread that waits for the GIL.
     from torch import distributed
 
     _alive.append(driver)

@@ -122,10 +122,8 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
 def _each_once(
     strategy: Strategy, cell: Cell, unwrapped: UnwrappedInfo, built: list[Snapshot], left_out: Callable[[str], bool]
 ) -> Iterator[str]:
-    """Yield a finding for each parameter that the ranks do not store once: a small one hardly shows in the sum.
-
-    Flat parameters have no names to compare by. A parameter without a live counterpart is a finding of the check ``names``.
-    """
+    """Yield a finding for each parameter that the ranks do not store once: a small one hardly shows in the sum."""
+    # Flat parameters have no names to compare by. A parameter without a live counterpart is a finding of the check ``names``.
     whole = {info.name: math.prod(info.shape) for info in unwrapped.parameters}
     stored: Counter[str] = Counter()
     for snapshot in built:

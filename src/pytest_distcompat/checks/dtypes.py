@@ -110,19 +110,15 @@ def _computed(row: Dtypes, snapshot: Snapshot) -> Iterator[str]:
 
 
 def _smallest_gradient(cell: Cell, unwrapped: UnwrappedInfo | None) -> int:
-    """Return the size from which on a reduction is one of gradients, not of a norm, a metric or a flag.
-
-    ZeRO reduces a parameter that spans two partitions in slices, hence the division.
-    """
+    """Return the size from which on a reduction is one of gradients, not of a norm, a metric or a flag."""
+    # ZeRO reduces a parameter that spans two partitions in slices, hence the division.
     sizes = (math.prod(info.shape) for info in (unwrapped.parameters if unwrapped else ()) if info.trainable)
     return max(2, min(sizes, default=0) // cell.world_size)
 
 
 def _reduced(row: Dtypes, cell: Cell, snapshot: Snapshot, smallest: int, *, dtype_requested: bool) -> Iterator[str]:
-    """Yield a finding if gradients are reduced in a wrong dtype.
-
-    A wider one is wrong only if the dtype was requested: torch's autocast around FSDP2 reduces so.
-    """
+    """Yield a finding if gradients are reduced in a wrong dtype."""
+    # A wider one is wrong only if the dtype was requested: torch's autocast around FSDP2 reduces so.
     expected = "float32" if cell.option("reduce_dtype") == "fp32" else row.reduce
     found = {
         info.dtype

@@ -37,10 +37,8 @@ def optimizer(cell: Cell, trace: Trace) -> Iterator[str]:
 
 
 def _trainable(cell: Cell, run: RunTrace, built: tuple[Snapshot, ...]) -> Mapping[str, bool]:
-    """Return, for each live name, whether it should be trained: as in the unwrapped model, not as in the trainer.
-
-    The live parameter decides where it has no counterpart there: a flat or a renamed one.
-    """
+    """Return, for each live name, whether it should be trained: as in the unwrapped model, not as in the trainer."""
+    # The live parameter decides where it has no counterpart there: a flat or a renamed one.
     unwrapped = {info.name: info.trainable for info in (run.unwrapped.parameters if run.unwrapped else ())}
     strategy = STRATEGIES.get(cell.strategy)
     return {
@@ -84,11 +82,9 @@ def _partitions(built: tuple[Snapshot, ...], trainable: Mapping[str, bool]) -> I
 def _moves(
     built: tuple[Snapshot, ...], trained: tuple[Snapshot, ...], trainable: Mapping[str, bool], unused: frozenset[str]
 ) -> Iterator[str]:
-    """Yield findings for trainable parameters that no rank changed, unless unused, and for frozen ones that changed.
-
-    Of a master its change is enough, if any live parameter changed: a bfloat16 copy near 1 takes more than three steps
-    to change.
-    """
+    """Yield findings for trainable parameters that no rank changed, unless unused, and for frozen ones that changed."""
+    # Of a master its change is enough, if any live parameter changed: a bfloat16 copy near 1 takes more than three steps
+    # to change.
     before, after = _digests(built), _digests(trained)
     ranks = {snapshot.rank for snapshot in trained if snapshot.model} & {
         snapshot.rank for snapshot in built if snapshot.model

@@ -75,10 +75,8 @@ def tolerances(cell: Cell, trace: Trace) -> tuple[list[float], list[float]]:
 
 
 def _allowed(table: float, trace: Trace, number: Callable[[Snapshot], float | None]) -> list[float]:
-    """Return for each step how far the number may be from the reference, relative to it: by the table, or as measured.
-
-    Measured up to that step and a little beyond, for the trainer's rounding may show earlier; later steps do not count.
-    """
+    """Return for each step how far the number may be from the reference, relative to it: by the table, or as measured."""
+    # Measured up to that step and a little beyond, for the trainer's rounding may show earlier; later steps do not count.
     rounded, reference = trace.runs.get("rounded"), trace.run("reference")
     if rounded is None:
         return [table] * STEPS

@@ -105,11 +105,9 @@ def _weights(train: RunTrace, port: RunTrace) -> Iterator[str]:
 
 
 def _losses(cell: Cell, train: RunTrace, port: RunTrace, when: str) -> Iterator[str]:
-    """Yield findings for losses that differ by more than twice the tolerance: each is within it of one reference.
-
-    In lower precision, where each strategy rounds in other places, only those of flat parameters are compared, which
-    have no names.
-    """
+    """Yield findings for losses that differ by more than twice the tolerance: each is within it of one reference."""
+    # In lower precision, where each strategy rounds in other places, only those of flat parameters are compared, which
+    # have no names.
     precision = PRECISIONS.get(cell.precision)
     if precision.compute != "float32" and not flat_parameters(train.at("save")):
         for nth in range(2):

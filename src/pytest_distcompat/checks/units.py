@@ -96,10 +96,8 @@ def _cut(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Iterator[str
 
 
 def _adapted(unwrapped: UnwrappedInfo) -> set[str]:
-    """Return the trained layers of blocks that are frozen otherwise.
-
-    PEFT's policy for FSDP1 makes a unit of each, apart from the frozen ones: https://huggingface.co/docs/peft/accelerate/fsdp.
-    """
+    """Return the trained layers of blocks that are frozen otherwise."""
+    # PEFT's policy for FSDP1 makes a unit of each, apart from the frozen ones: https://huggingface.co/docs/peft/accelerate/fsdp.
     owners: set[str] = set()
     for block in unwrapped.blocks:
         held = [info for info in unwrapped.parameters if info.name.startswith(f"{block}.")]

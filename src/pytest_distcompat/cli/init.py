@@ -186,10 +186,8 @@ def _settings_lines(found: Repository, chosen: str) -> Iterator[tuple[str, str]]
 
 
 def _missing_directory(found: Repository, chosen: str) -> str:
-    """Return the directory that ``sys.path`` lacks for the driver or its trainer; empty if it lacks none.
-
-    ``python -m pytest`` puts the working directory there, ``pytest`` does not.
-    """
+    """Return the directory that ``sys.path`` lacks for the driver or its trainer; empty if it lacks none."""
+    # ``python -m pytest`` puts the working directory there, ``pytest`` does not.
     loop = found.loop if _loop(found, chosen) else None
     modules = [(one.module, one.top) for one in (found.driver, found.trainer, loop) if one is not None]
     if chosen:

@@ -136,11 +136,9 @@ class DeepSpeedDriver(TinyDriver):
             torch.set_rng_state(torch.load(state, weights_only=True))
 
     def _convert(self, directory: Path, universal: Path) -> None:
-        """Do what ``python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`` does, on rank 0.
-
-        https://www.deepspeed.ai/tutorials/universal-checkpointing/; the flag says that tensor parallelism split
-        nothing.
-        """
+        """Do what ``python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`` does, on rank 0."""
+        # https://www.deepspeed.ai/tutorials/universal-checkpointing/; the flag says that tensor parallelism split
+        # nothing.
         from argparse import Namespace
 
         from deepspeed.checkpoint.ds_to_universal import main

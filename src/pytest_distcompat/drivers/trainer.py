@@ -144,10 +144,8 @@ class TrainerDriver(TinyDriver):
         return self.cell.with_settings("TrainingArguments", settings)
 
     def _backend_config(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the strategy as TrainingArguments, and as environment variables what those have no argument for.
-
-        Both are for the installed release; tested with transformers 4.50 to 5.23.
-        """
+        """Return the strategy as TrainingArguments, and as environment variables what those have no argument for."""
+        # Both are for the installed release; tested with transformers 4.50 to 5.23.
         import transformers
         from packaging.version import Version
 

@@ -36,10 +36,8 @@ def _make(*, tied: bool) -> Module:
 
 
 def _batch(step: int, rank: int) -> Batch:
-    """Return two rows of 16 tokens; how many of them are trained on differs between ranks and between batches.
-
-    Equal numbers would hide a trainer that averages averages (https://github.com/huggingface/transformers/pull/34191).
-    """
+    """Return two rows of 16 tokens; how many of them are trained on differs between ranks and between batches."""
+    # Equal numbers would hide a trainer that averages averages (https://github.com/huggingface/transformers/pull/34191).
     import torch
 
     generator = torch.Generator().manual_seed(1000 * step + rank)

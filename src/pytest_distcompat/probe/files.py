@@ -189,10 +189,8 @@ def _shapes(state: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _load(path: Path) -> Any:
-    """Return the file's content with its tensors memory-mapped; None if torch cannot load it.
-
-    The trainer under test has just written the file, so unpickling it adds no danger.
-    """
+    """Return the file's content with its tensors memory-mapped; None if torch cannot load it."""
+    # The trainer under test has just written the file, so unpickling it adds no danger.
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     except (RuntimeError, pickle.UnpicklingError, EOFError):

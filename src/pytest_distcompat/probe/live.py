@@ -162,19 +162,15 @@ def compiled_modules(model: Module) -> Iterator[str]:
 
 
 def _is_te_linear(module: Module) -> bool:
-    """Tell whether it is a linear layer of Transformer Engine, which need not be installed.
-
-    ``in_features`` marks a linear layer. Its weight does not, because it may be a flat shard.
-    """
+    """Tell whether it is a linear layer of Transformer Engine, which need not be installed."""
+    # ``in_features`` marks a linear layer. Its weight does not, because it may be a flat shard.
     return type(module).__module__.startswith("transformer_engine") and hasattr(module, "in_features")
 
 
 def _graph_count() -> int:
-    """Return how many graphs torch.compile has made in this process.
-
-    A model can be wrapped by torch.compile and run uncompiled all the same. The counter is private;
-    ``tests/launch/test_private_names.py`` fails when it changes.
-    """
+    """Return how many graphs torch.compile has made in this process."""
+    # A model can be wrapped by torch.compile and run uncompiled all the same. The counter is private;
+    # ``tests/launch/test_private_names.py`` fails when it changes.
     if "torch._dynamo" not in sys.modules:
         return 0
     from torch._dynamo.utils import counters

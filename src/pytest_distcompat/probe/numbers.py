@@ -35,11 +35,9 @@ def read_scaler(scaler: Any, optimizer: Any) -> dict[str, float]:
 
 
 def _hysteresis(optimizer: Any) -> dict[str, float]:
-    """Return ``hysteresis``: the number of further overflows until the scale shrinks; empty without such a number.
-
-    DeepSpeed's ZeRO optimizers keep it in ``loss_scaler``, which is not documented; ``tests/launch/test_private_names.py``
-    fails when it changes.
-    """
+    """Return ``hysteresis``: the number of further overflows until the scale shrinks; empty without such a number."""
+    # DeepSpeed's ZeRO optimizers keep it in ``loss_scaler``, which is not documented; ``tests/launch/test_private_names.py``
+    # fails when it changes.
     hysteresis = getattr(getattr(optimizer, "loss_scaler", None), "cur_hysteresis", None)
     return {} if hysteresis is None else {"hysteresis": float(hysteresis)}
 

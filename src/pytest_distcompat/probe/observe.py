@@ -225,11 +225,9 @@ class Observer:
         return hook
 
     def _pre_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Record what the optimizer steps on; return the arguments with a closure wrapped, to record again after it.
-
-        A step inside a step belongs to the outer one: ZeroRedundancyOptimizer lets another optimizer step on this
-        rank's part.
-        """
+        """Record what the optimizer steps on; return the arguments with a closure wrapped, to record again after it."""
+        # A step inside a step belongs to the outer one: ZeroRedundancyOptimizer lets another optimizer step on this
+        # rank's part.
         if not self._active:
             return None
         if self._step is not None and self._step.optimizer != id(optimizer):

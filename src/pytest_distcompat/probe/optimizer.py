@@ -45,10 +45,8 @@ def chain(optimizer: Any) -> list[Any]:
 
 
 def _delegate(optimizer: Any) -> Any:
-    """Return the optimizer that a torch optimizer delegates its step to, or the optimizer itself.
-
-    ZeroRedundancyOptimizer's ``optim`` holds this rank's parameters and their state; its own state is what was loaded.
-    """
+    """Return the optimizer that a torch optimizer delegates its step to, or the optimizer itself."""
+    # ZeroRedundancyOptimizer's ``optim`` holds this rank's parameters and their state; its own state is what was loaded.
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
@@ -158,12 +156,10 @@ def _state(owner: str, key: str, value: Any) -> StateInfo:
 
 
 def _partitioned(model: Module) -> dict[str, int]:
-    """Return how many elements of each live parameter this rank's flat masters hold, where DeepSpeed has such masters.
-
-    ZeRO-3 has ``safe_get_local_fp32_param`` and the public ``ds_tensor`` and ``ds_numel`` for it. ZeRO-1 and 2 have only the
-    private ``_hp_mapping``: the public accessors (``deepspeed.utils.safe_get_full_fp32_param``) take part in an all_reduce,
-    which a probe must not, and always return float32. ``tests/launch/test_private_names.py`` fails when it changes.
-    """
+    """Return how many elements of each live parameter this rank's flat masters hold, where DeepSpeed has such masters."""
+    # ZeRO-3 has ``safe_get_local_fp32_param`` and the public ``ds_tensor`` and ``ds_numel`` for it. ZeRO-1 and 2 have only the
+    # private ``_hp_mapping``: the public accessors (``deepspeed.utils.safe_get_full_fp32_param``) take part in an all_reduce,
+    # which a probe must not, and always return float32. ``tests/launch/test_private_names.py`` fails when it changes.
     numels: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -171,16 +167,14 @@ def _partitioned(model: Module) -> dict[str, int]:
         if hasattr(parameter, "ds_tensor"):
             numels[name] = zero3_shard(parameter).numel() if _has_master(parameter) else 0
         elif hasattr(parameter, "_hp_mapping"):
-            mapping = parameter._hp_mapping  # noqa: SLF001 - see the docstring
+            mapping = parameter._hp_mapping  # noqa: SLF001 - see above
             numels[name] = 0 if mapping is None else int(mapping.lp_fragment_address.numel)
     return numels
 
 
 def _accumulation_dtype(optimizer: Any) -> str:
-    """Return the dtype in which DeepSpeed accumulates gradients; empty without DeepSpeed.
-
-    The attributes are private; ``tests/launch/test_private_names.py`` fails when they change.
-    """
+    """Return the dtype in which DeepSpeed accumulates gradients; empty without DeepSpeed."""
+    # The attributes are private; ``tests/launch/test_private_names.py`` fails when they change.
     for link in links(optimizer):
         for attribute in ("gradient_accumulation_dtype", "grad_acc_dtype"):
             if isinstance(dtype := getattr(link, attribute, None), torch.dtype):
@@ -189,10 +183,8 @@ def _accumulation_dtype(optimizer: Any) -> str:
 
 
 def _masters(model: Module, inner: Any) -> Iterator[StateInfo]:
-    """Yield this rank's part of each parameter's flat master and moments, where DeepSpeed has them; see ``_partitioned``.
-
-    The parts of all ranks, concatenated in the order of the ranks, are the parameter.
-    """
+    """Yield this rank's part of each parameter's flat master and moments, where DeepSpeed has them; see ``_partitioned``."""
+    # The parts of all ranks, concatenated in the order of the ranks, are the parameter.
     keys = sorted({key for state in inner.state.values() for key, value in state.items() if _is_flat(value)})
     for name, parameter, master in flat_masters(model):
         yield _state(name, "master", master)

@@ -72,12 +72,10 @@ def _read_without_children(module: Module) -> UnwrappedInfo:
 
 
 def _not_saved(module: Module) -> Collection[str]:
-    """Return the names of the module's own buffers that its state dict leaves out.
-
-    Comparing with ``state_dict()`` is no alternative, because it lets wrapped children gather theirs in a collective. The
-    attribute is private; ``tests/launch/test_private_names.py`` fails when it changes.
-    """
-    return module._non_persistent_buffers_set  # noqa: SLF001 - see the docstring
+    """Return the names of the module's own buffers that its state dict leaves out."""
+    # Comparing with ``state_dict()`` is no alternative, because it lets wrapped children gather theirs in a collective. The
+    # attribute is private; ``tests/launch/test_private_names.py`` fails when it changes.
+    return module._non_persistent_buffers_set  # noqa: SLF001 - see above
 
 
 def _under(prefix: str, info: ParameterInfo) -> ParameterInfo:

@@ -84,10 +84,8 @@ def _of_values(flat: torch.Tensor) -> str:
 
 
 def _hash(words: torch.Tensor) -> tuple[int, int]:
-    """Return the hashes modulo both primes of words, float64 of shape (n, 2): lower and upper 16-bit halves.
-
-    Both come from one matrix product, because a probe hashes hundreds of small tensors a step.
-    """
+    """Return the hashes modulo both primes of words, float64 of shape (n, 2): lower and upper 16-bit halves."""
+    # Both come from one matrix product, because a probe hashes hundreds of small tensors a step.
     powers = _powers()
     if len(words) <= _CHUNK:
         chunks = [torch.mm(words.t(), powers[_CHUNK - len(words) :]).tolist()]

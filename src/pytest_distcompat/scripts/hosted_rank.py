@@ -148,10 +148,8 @@ class HostedRank:
 
 
 def _ends_process(trace: TracebackType | None) -> bool:
-    """Tell whether an exception with that traceback reached the main module. C code prints exceptions that end nothing.
-
-    A ``sys.exit(3)`` that the main module itself catches looks the same, and counts as an end.
-    """
+    """Tell whether an exception with that traceback reached the main module. C code prints exceptions that end nothing."""
+    # A ``sys.exit(3)`` that the main module itself catches looks the same, and counts as an end.
     return trace is None or trace.tb_frame.f_code.co_name in _OUTERMOST
 
 

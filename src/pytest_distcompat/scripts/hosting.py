@@ -196,10 +196,8 @@ def _exit_code(hosted: Hosted, rank: int, events: Sequence[Event], text: str, pi
 def _launch_problem(
     hosted: Hosted, ending: Ending, ended: Mapping[str, Any] | None, surviving: Sequence[int], text: str
 ) -> str:
-    """Return what went wrong apart from the ranks: in the launcher, in the probe of another process, in the number of ranks.
-
-    The last line is the headline, and the end of the launcher's output stands before it. Empty if nothing went wrong.
-    """
+    """Return what went wrong apart from the ranks: in the launcher, in the probe of another process, in the number of ranks."""
+    # The last line is the headline, and the end of the launcher's output stands before it. Empty if nothing went wrong.
     code = ended["code"] if ended else None
     headline = ""
     failed = sorted(hosted.directory.glob("probe-*.failed"))

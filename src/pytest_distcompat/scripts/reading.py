@@ -103,10 +103,8 @@ def _load_final_model(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _files_of_model(infos: Iterable[FileInfo], path: Path, checkpoints: Collection[Path]) -> list[FileInfo]:
-    """Return the files of the model at ``path``: that file, or those in that directory and its module directories.
-
-    If they hold no model, it is all files below the directory, except for the checkpoints that the run wrote there.
-    """
+    """Return the files of the model at ``path``: that file, or those in that directory and its module directories."""
+    # If they hold no model, it is all files below the directory, except for the checkpoints that the run wrote there.
     from pytest_distcompat.checks.export import PREFIX
     from pytest_distcompat.probe.files import module_directories
 

@@ -138,11 +138,9 @@ class Recorder:
             self._hooks.pop().remove()
 
     def _forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """Record the inputs of the outermost model: the first wrapped model that computes in training.
-
-        ``kwargs`` is None if an earlier hook of the same call removed this one: torch iterates over a copy of the
-        hooks.
-        """
+        """Record the inputs of the outermost model: the first wrapped model that computes in training."""
+        # ``kwargs`` is None if an earlier hook of the same call removed this one: torch iterates over a copy of the
+        # hooks.
         import torch
 
         if kwargs is None or not (torch.is_grad_enabled() and module.training):

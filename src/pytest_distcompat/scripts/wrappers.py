@@ -32,10 +32,8 @@ def probe_config() -> ProbeConfig:
 
 @functools.cache
 def _recorder_of(pid: int) -> Recorder | None:
-    """Return the recorder of the process ``pid``, None if it is no rank or the probe is off.
-
-    A process without RANK that reaches a wrapper runs alone, so it becomes rank 0.
-    """
+    """Return the recorder of the process ``pid``, None if it is no rank or the probe is off."""
+    # A process without RANK that reaches a wrapper runs alone, so it becomes rank 0.
     del pid
     rank, config = current_rank() or claim(0), probe_config()
     return Recorder(rank, config) if rank is not None and config.steps else None

@@ -94,10 +94,8 @@ def plugin(version: int, precision: Precision, cell: Cell, wrap: WrapSpec) -> di
 
 
 def _parallelism_config(cell: Cell) -> dict[str, Any]:
-    """Return hybrid sharding for accelerate and Trainer, which have it for FSDP2 alone.
-
-    https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism
-    """
+    """Return hybrid sharding for accelerate and Trainer, which have it for FSDP2 alone."""
+    # https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism
     sizes = parallelism(cell)
     if not sizes:
         return {}

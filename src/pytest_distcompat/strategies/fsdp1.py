@@ -37,10 +37,8 @@ def _torch(model: Module, precision: Precision, cell: Cell, device: torch.device
 
 
 def _dtypes(precision: Precision) -> Dtypes:
-    """Return FSDP2's row with buffers in the compute dtype, from the first forward on.
-
-    ``MixedPrecision(buffer_dtype=...)`` does that; accelerate sets it too.
-    """
+    """Return FSDP2's row with buffers in the compute dtype, from the first forward on."""
+    # ``MixedPrecision(buffer_dtype=...)`` does that; accelerate sets it too.
     return dataclasses.replace(_fsdp.dtypes(precision), buffer=precision.compute if precision.mixed else "")
 
 

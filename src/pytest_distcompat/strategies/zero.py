@@ -14,11 +14,9 @@ if TYPE_CHECKING:
 
 
 def _dtypes(precision: Precision) -> Dtypes:
-    """Return the dtype row: parameters and reductions in the compute dtype, masters and state in the master dtype.
-
-    DeepSpeed always keeps float32 masters (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Since 0.18 it has a
-    low-precision mode too (``bf16_master_weights_and_grads``), which is what bf16_pure asks for.
-    """
+    """Return the dtype row: parameters and reductions in the compute dtype, masters and state in the master dtype."""
+    # DeepSpeed always keeps float32 masters (https://huggingface.co/blog/deepspeed-to-fsdp-and-back). Since 0.18 it has a
+    # low-precision mode too (``bf16_master_weights_and_grads``), which is what bf16_pure asks for.
     master, compute = precision.master, precision.compute
     return Dtypes(storage=compute, compute=compute, reduce=compute, gradient=master, master=master, state=master)
 
