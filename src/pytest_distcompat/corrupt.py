@@ -14,11 +14,7 @@ TENSOR_SUFFIXES = PICKLED | {".safetensors", ".distcp"}
 def corrupt(directory: Path, how: str) -> FileInfo:
     """Corrupt the largest file of a checkpoint: ``truncate`` cuts it to half its size, ``remove`` deletes it.
 
-    Returns:
-        The corrupted file: its path relative to ``directory``, and ``how`` as its ``holds``.
-
-    Raises:
-        FileNotFoundError: If the directory has no file with weights or optimizer state.
+    Return its path, with ``how`` as its ``holds``. Raises FileNotFoundError if no file has weights or optimizer state.
     """
     candidates = (path for path in directory.rglob("*") if path.suffix in TENSOR_SUFFIXES)
     files = sorted(candidates, key=lambda path: (path.stat().st_size, path))

@@ -79,14 +79,9 @@ class Done(Event, name="done"):
 
 @dataclass(frozen=True)
 class Raised(Event):
-    """The rank raised an exception.
+    """The rank raised an exception. ``lost``: it only says that another rank is gone.
 
-    Attributes:
-        kind: The exception's type.
-        message: Its message.
-        text: The whole text to show.
-        lost: Whether it only says that another rank is gone.
-        cut: Whether the rank's connections were cut to make it finish.
+    ``cut``: the rank's connections were cut to make it finish.
     """
 
     kind: str

@@ -58,13 +58,7 @@ def cells(
 ) -> list[Cell]:
     """Return the cells of a session, in a fixed order.
 
-    Args:
-        profile: A name of PROFILES.
-        matrix: The suite's matrix.
-        driver: The suite's driver.
-        names: All strategies and all precisions, for a matrix that names none.
-        world_size: The world size, for a matrix that names none.
-        device: ``cpu`` or ``cuda``.
+    ``names`` are all strategies and all precisions; they and ``world_size`` are for a matrix that names none.
     """
     # Imported late: modules that only list the profiles do not need drivers.
     from pytest_distcompat.drivers._declared import unsupported_reason

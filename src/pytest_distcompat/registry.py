@@ -72,9 +72,8 @@ class Registry(Generic[T]):
     def by_name(self) -> dict[str, T]:
         """Return each item under its name.
 
-        Raises:
-            TypeError: If a module of the package defines no item, or one whose name is taken.
-            UsageProblem: If an entry point cannot be loaded, holds no item, or one whose name is taken.
+        Raises TypeError if a module of the package defines no item, or one whose name is taken; UsageProblem for an
+        entry point.
         """
         found: dict[str, T] = {}
         for module, item in self._own_items():

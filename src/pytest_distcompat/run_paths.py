@@ -15,13 +15,9 @@ from pytest_distcompat.scenario import Run
 class SuitePayload:
     """The payload of the request for one run of a suite.
 
-    Attributes:
-        driver: A name or ``module:attribute``.
-        cell: The id of the run's cell.
-        ranks: The number of ranks of the cell that the run is for.
-        device: ``cpu`` or ``cuda``.
-        run: The run. One with damage has a copy of ``load_from`` in ``save_to``, and loads that.
-        log_level: pytest's, or empty.
+    ``driver`` is a name or ``module:attribute``, ``cell`` the id of the run's cell, ``ranks`` the number of ranks of
+    the cell that it is for. A run with damage has a copy of ``load_from`` in ``save_to``, and loads that. ``log_level``
+    is pytest's, or empty.
     """
 
     driver: str

@@ -12,26 +12,16 @@ from pytest_distcompat.cell import OPTIONS, Cell
 class Run:
     """One process group from start to end, on which every rank performs the ``actions`` in order.
 
-        - ``build_model`` makes the model, unwrapped; ``reload`` makes it from what ``export`` wrote;
-        - ``build``, ``step`` (one optimizer step), ``overflow`` (one with infinite gradients on one rank), ``save``,
-        ``load``, ``export``: methods of the trainer;
-        - ``files`` (rank 0 reads what was saved), ``damage`` (rank 0 corrupts the checkpoint), ``evaluate`` (on a fixed
-        batch);
-        - ``reference``: a step of the same training in one process, in float32, unwrapped; ``rounded``: the same under
-        autocast.
+    - ``build_model`` makes the model, unwrapped; ``reload`` makes it from what ``export`` wrote;
+    - ``build``, ``step`` (one optimizer step), ``overflow`` (one with infinite gradients on one rank), ``save``, ``load``,
+      ``export``: methods of the trainer;
+    - ``files`` (rank 0 reads what was saved), ``damage`` (rank 0 corrupts the checkpoint), ``evaluate`` (on a fixed batch);
+    - ``reference``: a step of the same training in one process, in float32, unwrapped; ``rounded``: the same under autocast.
 
-    <<<<<<< HEAD
-        ``first_step`` is the number of the first step. ``after`` names the run whose checkpoint this one finds.
-        ``strategy`` and ``world_size`` say where the run's cell differs from the check's; ``only`` which options it keeps
-        (None: all). ``directory`` is the checkpoint's name, ``damage`` what is done to it. ``same_as`` is the name under
-        which other checks know the very same run.
-    =======
-        ``first_step`` is the number of the first step, so that a resumed run takes the batches that the first one took.
-        ``after`` names the run whose checkpoint this one finds. ``strategy`` and ``world_size`` say where the run's cell
-        differs from the check's; ``only`` which options it keeps (None: all), ``follows`` which objects' settings (None: all).
-        ``directory`` is the checkpoint's name, and ``damage`` what is done to it. ``same_as`` is the name under which other
-        checks know the very same run.
-    >>>>>>> dd0b32a (Sweep the settings of the installed libraries, as a profile)
+    ``first_step`` is the number of the first step. ``after`` names the run whose checkpoint this one finds. ``strategy`` and
+    ``world_size`` say where the run's cell differs from the check's; ``only`` which options it keeps (None: all), ``follows``
+    which objects' settings (None: all). ``directory`` is the checkpoint's name, ``damage`` what is done to it. ``same_as`` is
+    the name under which other checks know the very same run.
     """
 
     name: str

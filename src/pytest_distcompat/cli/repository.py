@@ -31,10 +31,9 @@ class Class:
 class Repository:
     """Facts about a repository; ``tests`` is relative to ``root``.
 
-    ``imports`` are the libraries of DRIVERS that the code imports. ``driver`` is its first subclass of Driver and ``trainer``
-    its first of ``transformers.Trainer``, in the order of their paths, tests last. ``loop`` is its first plain training loop,
-    and ``scaffold`` the driver around it. ``nameless`` are messages about such classes in files that no import can name.
-    ``pythonpath`` are the directories that pytest already puts on ``sys.path``.
+    ``driver`` is the first subclass of Driver, ``trainer`` of ``transformers.Trainer``, ``loop`` the first plain
+    training loop, tests last, and ``scaffold`` the driver around it. ``nameless`` are messages about such classes that
+    no import can name. ``pythonpath`` are the directories that pytest already puts on ``sys.path``.
     """
 
     root: Path

@@ -13,17 +13,8 @@ class Precision:
     """Dtypes, by torch's names, and tolerances.
 
     A precision is mixed if ``compute`` and ``master`` differ; the strategy then decides what it stores and reduces in.
-
-    Attributes:
-        name: The precision's name in a cell's id.
-        load: The dtype of the model that the trainer gets.
-        compute: The dtype of the forward and backward pass.
-        master: The dtype of the values that the optimizer updates, and of its state.
-        meaning: One line for the documentation.
-        loss_tolerance: How far losses may be from a float32 reference over 20 steps, relative to it: docs/checks.md.
-        norm_tolerance: The same for gradient norms.
-        float8: Whether linear layers multiply in 8 bits; their output is in ``compute``.
-        order: Where the precision stands in lists.
+    The trainer gets a model in ``load``. ``master`` is also the dtype of optimizer state. Tolerances are relative, over
+    20 steps: docs/checks.md. With ``float8`` linear layers multiply in 8 bits; their output is in ``compute``.
     """
 
     name: str

@@ -23,17 +23,11 @@ def read_snapshot_fields(
     whole: bool,
     without_gradient: frozenset[int] = frozenset(),
 ) -> dict[str, Any]:
-    """Return the fields of a Snapshot that come from a live trainer.
+    """Return the fields of a Snapshot that come from a live trainer, with all values or (not ``whole``) only numbers.
 
-    Args:
-        model: The model as the trainer has it.
-        optimizer: The optimizer as the trainer has it, a list of several, or None.
-        device: This rank's own device: ``cpu``, ``cuda:1``.
-        scheduler: The learning rate scheduler, a list of several, or None.
-        scaler: The gradient scaler, or None.
-        trainer_world_size: The number of ranks that the trainer believes it has; None if it does not say.
-        whole: Read all values. If False, only numbers are read: memory, scheduler and parameter groups.
-        without_gradient: The ``id`` of each tensor that had no gradient in the optimizer's steps.
+    ``optimizer`` and ``scheduler`` may be lists of several. ``device`` is this rank's own: ``cuda:1``.
+    ``without_gradient`` has the ``id`` of each tensor that had no gradient in the optimizer's steps. Raises TypeError
+    for something else.
     """
     require_module(model, "the driver's self.model", "build() is to set it to the model as the trainer has it")
     fields: dict[str, Any] = {"scheduler": read_scheduler(scheduler), "memory": peak_memory(device)}

@@ -49,13 +49,8 @@ def find_configuration(given: str | Path | None, cell: Cell, directory: Path, bl
 def write_configuration(cell: Cell, directory: Path, blocks: Sequence[str] = ()) -> Path:
     """Write the cell's YAML file, and the DeepSpeed JSON file that it refers to; return the path of the YAML file.
 
-    Args:
-        cell: What is to be running.
-        directory: Where the files are written.
-        blocks: Class names of the modules that FSDP wraps one by one; if empty, those that the model declares.
-
-    Raises:
-        UsageProblem: If no file can describe the cell.
+    ``blocks`` are class names of the modules that FSDP wraps one by one; if empty, those that the model declares.
+    Raises UsageProblem if no file can describe the cell.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{cell.strategy}-{cell.precision}.yaml"

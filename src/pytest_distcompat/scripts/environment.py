@@ -35,12 +35,9 @@ def with_probe(environment: dict[str, str], directory: Path) -> dict[str, str]:
 class ProbeConfig:
     """What the probe records in each rank of a script.
 
-    Attributes:
-        steps: How many optimizer steps are recorded in full. Of later ones only losses and learning rates are recorded,
-            so that a long run is not slowed down. With 0 there is no probe, and ranks only log how they ended.
-        device: ``cpu`` or ``cuda``.
-        stop_after: All ranks exit after the checkpoint of that step, as if preempted. With 0 they run to their end.
-        blocks: Class names of the modules that are sharded one by one; if empty, those that the model declares.
+    ``steps`` optimizer steps are recorded in full, of later ones only losses and learning rates; with 0 there is no
+    probe. All ranks exit after the checkpoint of step ``stop_after``, as if preempted, unless it is 0. ``blocks`` are
+    class names of the modules that are sharded one by one; if empty, those that the model declares.
     """
 
     steps: int = 5

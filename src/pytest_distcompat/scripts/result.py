@@ -45,14 +45,9 @@ MODEL_CALLS = (
 class ScriptRun:
     """One run of a script on all its ranks.
 
-    Attributes:
-        ending: How the launcher and each rank ended.
-        cell: What should have been running, None if ``launch`` was given no strategy.
-        directory: Holds the logs and the snapshots of the ranks.
-        device: ``cpu`` or ``cuda``.
-        output: Where the script should leave its model, None if ``launch`` got no ``output``.
-        saved_name: Returns the unwrapped name of a key in the script's files.
-
+    ``cell`` is what should have been running, None if ``launch`` was given no strategy. ``directory`` holds the logs
+    and snapshots of the ranks. ``output`` is where the script should leave its model, if given. ``saved_name`` returns
+    the unwrapped name of a key in the script's files.
     """
 
     ending: Ending
