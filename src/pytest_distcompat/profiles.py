@@ -102,7 +102,7 @@ def left_out(
     found: dict[tuple[Cell, str], str] = {}
     if profile == "zoo":
         others = ((cell, check) for cell, checks in applicable.items() for check in checks if check not in ZOO_CHECKS)
-        return dict.fromkeys(others, f"the zoo profile asks {', '.join(ZOO_CHECKS)} only")
+        return dict.fromkeys(others, f"the zoo profile runs {', '.join(ZOO_CHECKS)} only")
     if profile == "sweep":
         for cell, checks in applicable.items():
             asked = [rules.rule_of(one.partition("=")[0]) for one in cell.set]
@@ -115,7 +115,7 @@ def left_out(
                     )
     for check in costly if profile == "smoke" else ():
         cells = [cell for cell, checks in applicable.items() if check in checks]
-        found |= {(cell, check): f"the smoke profile asks it of {cells[-1]} only" for cell in cells[:-1]}
+        found |= {(cell, check): f"the smoke profile runs it in {cells[-1]} only" for cell in cells[:-1]}
     return found
 
 

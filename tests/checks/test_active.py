@@ -165,7 +165,7 @@ def test_zero3_may_pad_its_shards(sound: Sound) -> None:
 @pytest.mark.parametrize("unwrapped", [None, UnwrappedInfo(())])
 def test_no_unwrapped_model_to_compare_with(sound: Sound, unwrapped: UnwrappedInfo | None) -> None:
     story = sound("ddp-fp32-w2").snapshot("build_model", {"unwrapped": unwrapped})
-    assert story.findings("active") == ["the unwrapped model has no parameters, or was not seen"]
+    assert story.findings("active") == ["the unwrapped model has no parameters, or was not recorded"]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_no_unwrapped_model_to_compare_with(sound: Sound, unwrapped: UnwrappedIn
 def test_gradients_must_be_reduced(sound: Sound, cell: str, collectives: tuple[CollectiveInfo, ...], seen: str) -> None:
     story = sound(cell).snapshot("step", {"collectives": collectives}, nth=2, rank=1)
     assert story.findings("active") == [
-        f"rank 1: no gradient was reduced in a step (collectives seen: {seen}); ranks train on their own"
+        f"rank 1: no gradient was reduced in a step (collectives: {seen}); ranks train on their own"
     ]
 
 

@@ -50,7 +50,7 @@ def test_a_name_with_a_segment_too_many(runs_of: RunsOf, cell: str, prefix: str,
     story = with_file(runs_of(cell, "export"), keys=keys)
     assert story.findings("export") == [
         f"file {FILE!r}: key '{prefix}outlet.weight' is none of the model's own{hint}",
-        "1 of 5 names stand in no exported file, first 'outlet.weight'",
+        "1 of 5 names are in no exported file, first 'outlet.weight'",
     ]
 
 
@@ -60,7 +60,7 @@ def test_one_of_tied_names_is_enough(runs_of: RunsOf) -> None:
         keys = (kept, "frozen.weight", "outlet.weight", "scale")
         assert with_file(story, keys=keys, shapes={}).findings("export") == []
     assert with_file(story, keys=("frozen.weight", "outlet.weight"), shapes={}).findings("export") == [
-        "3 of 5 names stand in no exported file, first 'head.weight', 'inlet.weight', 'scale'"
+        "3 of 5 names are in no exported file, first 'head.weight', 'inlet.weight', 'scale'"
     ]
 
 
@@ -84,7 +84,7 @@ def test_an_optimizer_in_it(runs_of: RunsOf) -> None:
 
 def test_nothing_was_written(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "export").snapshot("files", {"files": ()}, rank=0)
-    assert story.findings("export")[0].startswith("5 of 5 names stand in no exported file")
+    assert story.findings("export")[0].startswith("5 of 5 names are in no exported file")
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -147,7 +147,7 @@ def test_outputs(runs_of: RunsOf) -> None:
 
 def test_no_unwrapped_model(runs_of: RunsOf) -> None:
     story = runs_of("ddp-fp32-w2", "export").without("reload", run="reload")
-    assert story.findings("export") == ["the unwrapped model was not seen"]
+    assert story.findings("export") == ["the unwrapped model was not recorded"]
 
 
 def test_cells_to_which_it_does_not_apply() -> None:

@@ -85,5 +85,5 @@ def test_a_silent_rank(sound: Sound) -> None:
 
 def test_other_precisions_require_no_8_bit_layers(sound: Sound) -> None:
     check = CHECKS.get("float8")
-    assert check.not_applicable(sound("ddp-fp32-w2").cell, TorchDriver) == "fp32 asks for no 8 bits"
+    assert check.not_applicable(sound("ddp-fp32-w2").cell, TorchDriver) == "fp32 has no 8-bit layers"
     assert not check.not_applicable(sound("ddp-fp8-w2").cell, TorchDriver)

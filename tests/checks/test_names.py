@@ -86,7 +86,7 @@ def test_no_unwrapped_model(sound: Sound) -> None:
         sound("ddp-fp32-w2").without("build_model"),
         sound("ddp-fp32-w2").snapshot("build_model", {"unwrapped": None}),
     ):
-        assert story.findings("names") == ["the unwrapped model was not seen"]
+        assert story.findings("names") == ["the unwrapped model was not recorded"]
 
 
 @pytest.mark.parametrize("cell", ["ddp-fp32-w2", "fsdp2-fp32-w2"])
@@ -141,7 +141,7 @@ def test_a_key_in_a_model_file(sound: Sound, cell: str, key: str, hint: str) -> 
     story = sound(cell).file(0, keys=("inlet.weight", "frozen.weight", "scale", key))
     assert story.findings("names") == [
         f"file 'model.safetensors': key {key!r} is no name of the unwrapped model{hint}",
-        "1 of 3 parameters stand in no saved file, first 'outlet.weight'",
+        "1 of 3 parameters are in no saved file, first 'outlet.weight'",
     ]
 
 
@@ -171,16 +171,16 @@ def test_a_tied_parameter_may_be_saved_under_either_name(sound: Sound) -> None:
 def test_nothing_was_saved(sound: Sound, cell: str) -> None:
     for story in (sound(cell).snapshot("files", {"files": ()}), sound(cell).without("files")):
         assert story.findings("names") == [
-            "3 of 3 parameters stand in no saved file, first 'frozen.weight', 'inlet.weight', 'outlet.weight'",
-            "1 of 1 persistent buffers stand in no saved file, first 'scale'",
+            "3 of 3 parameters are in no saved file, first 'frozen.weight', 'inlet.weight', 'outlet.weight'",
+            "1 of 1 persistent buffers are in no saved file, first 'scale'",
             NO_READABLE_FILE,
         ]
 
 
 def test_an_optimizer_file_holds_no_model(sound: Sound) -> None:
     assert sound("ddp-fp32-w2").file(0, keys=("outlet.weight",), holds="optimizer").findings("names") == [
-        "3 of 3 parameters stand in no saved file, first 'frozen.weight', 'inlet.weight', 'outlet.weight'",
-        "1 of 1 persistent buffers stand in no saved file, first 'scale'",
+        "3 of 3 parameters are in no saved file, first 'frozen.weight', 'inlet.weight', 'outlet.weight'",
+        "1 of 1 persistent buffers are in no saved file, first 'scale'",
         NO_READABLE_FILE,
     ]
 
@@ -188,13 +188,13 @@ def test_an_optimizer_file_holds_no_model(sound: Sound) -> None:
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_buffer_was_not_saved(sound: Sound, cell: str) -> None:
     story = sound(cell).file(0, keys=("inlet.weight", "frozen.weight", "outlet.weight"))
-    assert story.findings("names") == ["1 of 1 persistent buffers stand in no saved file, first 'scale'"]
+    assert story.findings("names") == ["1 of 1 persistent buffers are in no saved file, first 'scale'"]
 
 
 def test_state_of_a_parameter_was_not_saved(sound: Sound) -> None:
     story = sound("fsdp2-fp32-w2").file(1, keys=("inlet.weight",))
     assert story.findings("names") == [
-        "1 of 2 trainable parameters' optimizer states stand in no saved file, first 'outlet.weight'"
+        "1 of 2 trainable parameters' optimizer states are in no saved file, first 'outlet.weight'"
     ]
     # Some formats number their parameters: no key is no claim.
     assert sound("fsdp2-fp32-w2").file(1, keys=()).findings("names") == []

@@ -121,7 +121,7 @@ def test_an_adapter_under_another_name(sound: Sound, key: str) -> None:
     story = adapted(sound).file(0, keys=(key, "outlet.lora_B.weight"), shapes={})
     assert story.findings("names") == [
         f"file 'model.safetensors': key {key!r} is no name of the unwrapped model",
-        f"1 of 2 parameters stand in no saved file, first {LORA[0]!r}",
+        f"1 of 2 parameters are in no saved file, first {LORA[0]!r}",
     ]
 
 

@@ -79,7 +79,7 @@ def test_one_of_tied_names_is_enough(runs_of: RunsOf) -> None:
 def test_more_than_the_model(runs_of: RunsOf, holds: str, what: str) -> None:
     story, weights = saved(runs_of, CELLS[0])
     assert findings(story, model(weights), FileInfo("checkpoint-3/state.pt", "", holds, ("state",))) == [
-        f"state of {what} stands in 'checkpoint-3/state.pt'; the checkpoint is of the model alone"
+        f"state of {what} is in 'checkpoint-3/state.pt'; the checkpoint is of the model alone"
     ]
 
 

@@ -86,7 +86,9 @@ def with_inner(story: Story) -> Story:
 
 def test_recomputing_without_the_option_is_a_finding(sound: Sound) -> None:
     story = sound("fsdp2-fp32-w2").model({"checkpointed": ("inlet",)}, **LAST, rank=1)
-    assert story.findings("units") == ["rank 1: the activations of 'inlet' are recomputed; nobody asked for it"]
+    assert story.findings("units") == [
+        "rank 1: the activations of 'inlet' are recomputed without activation_checkpointing"
+    ]
 
 
 def test_a_parent_of_blocks_may_be_marked_as_recomputing(sound: Sound) -> None:
@@ -206,7 +208,7 @@ def with_blocks(story: Story, *blocks: str, classes: tuple[str, ...] = ()) -> St
 
 def test_silence_is_no_proof(sound: Sound) -> None:
     assert sound("fsdp2-fp32-w2").snapshot("build_model", {"unwrapped": None}).findings("units") == [
-        "the unwrapped model was not seen"
+        "the unwrapped model was not recorded"
     ]
     assert sound("fsdp2-fp32-w2").snapshot("step", {"model": None}, nth=2, rank=0).findings("units") == [
         "rank 0: no model to read units from"

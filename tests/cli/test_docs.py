@@ -198,7 +198,7 @@ def test_the_matrix_of_the_readme_is_consistent() -> None:
     for cell, *words in rows:
         assert Cell.parse(cell).id == cell
         assert set(words) <= {status.word for status in Status}
-    verdicts, counted = (next(line for line in lines if end in line) for end in ("runs", "asked"))
+    verdicts, counted = (next(line for line in lines if end in line) for end in ("runs", "selected"))
     assert verdicts.split()[0] == counted.split()[0]
 
 

@@ -112,14 +112,14 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
             {"torch": "1.13.0"},
             [
                 "problem: torch 1.13.0 is older than what pytest-distcompat was tried with: torch>=2.6",
-                "problem: accelerate 1.15.0 asks for torch>=2.0, and torch 1.13.0 is installed",
+                "problem: accelerate 1.15.0 requires torch>=2.0, and torch 1.13.0 is installed",
             ],
         ),
         ({"accelerate": "1.5.2"}, ["problem: accelerate 1.5.2 cannot run FSDP2 on CPU ranks; 1.6 or newer is needed"]),
         (
             {"accelerate": "2.0"},
             [
-                "warning: accelerate 2.0: that it runs on CPU what it is asked for was tried below 2 only; believe the check 'active'"
+                "warning: accelerate 2.0: running FSDP and DeepSpeed on CPU was tested below 2 only; believe the check 'active'"
             ],
         ),
     ],

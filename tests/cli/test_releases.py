@@ -241,9 +241,9 @@ def test_the_table_has_red_releases_and_causes(
     out = capsys.readouterr().out
     assert code == 1
     assert out.splitlines()[:3] == [
-        "madeup==1.0: 2 asked, 2 ran, 0 skipped: 2 failed",
-        "madeup==1.1: 2 asked, 2 ran, 0 skipped: 2 passed",
-        "installed: 2 asked, 2 ran, 0 skipped: 2 passed",
+        "madeup==1.0: 2 selected, 2 ran, 0 skipped: 2 failed",
+        "madeup==1.1: 2 selected, 2 ran, 0 skipped: 2 passed",
+        "installed: 2 selected, 2 ran, 0 skipped: 2 passed",
     ]
     written = page.read_text(encoding="utf-8")
     assert written in out

@@ -119,10 +119,10 @@ def test_diff_shows_changes_and_versions(write: Any, capsys: pytest.CaptureFixtu
         "1 newly broken, 2 newly missing, 1 newly fixed, 0 still broken, 0 new",
         "versions: torch 2.12.0 -> 2.13.0, deepspeed none -> 0.19.8",
         "settings: profile default -> smoke",
-        "asked 6 -> 5, ran 6 -> 4, skipped 0 -> 1, unreached 0, red 1, known 1, fixed? 0",
+        "selected 6 -> 5, ran 6 -> 4, skipped 0 -> 1, unreached 0, red 1, known 1, fixed? 0",
         "newly broken: fsdp1-fp32-w2:names (d): ok -> FAIL: rank 0: is wrong",
         "newly missing: zero2-fp32-w2 (d): names: 2 ranks need 2 GPUs, 1 to use",
-        "newly missing: zero1-fp32-w2 (d): names: not asked for",
+        "newly missing: zero1-fp32-w2 (d): names: not selected",
         "newly fixed: fsdp2-fp32-w2:names (d): FAIL -> ok",
     ]
 
@@ -231,7 +231,7 @@ def test_a_merged_report_is_as_the_schema_says(tmp_path: Path, capsys: pytest.Ca
     assert {run for cell in data["cells"] for run in cell["runs"]} == {run["id"] for run in data["runs"]}
     assert len(data["runs"]) == 2 * len(real.runs)
     assert "<title>Distributed compatibility: 49 failed" in (tmp_path / "both.html").read_text(encoding="utf-8")
-    assert capsys.readouterr().out.startswith("96 asked, 94 ran, 2 skipped: ")
+    assert capsys.readouterr().out.startswith("96 selected, 94 ran, 2 skipped: ")
 
 
 def test_a_report_in_other_formats(tmp_path: Path) -> None:

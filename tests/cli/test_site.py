@@ -165,7 +165,7 @@ def test_the_recorded_run_is_that_of_the_sample() -> None:
     expected = (
         f"{counted['ok']} passed, {counted['refused']} refused, {counted['known']} known, {counted['FAIL']} failed"
     )
-    assert f"{len(words)} asked, " in text
+    assert f"{len(words)} selected, " in text
     assert expected in text
 
 

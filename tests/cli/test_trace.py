@@ -42,7 +42,7 @@ def test_a_cell_as_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     place = lines.index("check dtypes: known")
     assert "never upcasts" in lines[place + 1]
     # As in the suite: there is no such item.
-    assert lines[lines.index("check float8: not applicable") + 1] == "bf16_mixed asks for no 8 bits"
+    assert lines[lines.index("check float8: not applicable") + 1] == "bf16_mixed has no 8-bit layers"
     assert "check throughput: not applicable" in lines
     assert list((tmp_path / "kept").glob("*/run.json"))
 

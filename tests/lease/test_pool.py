@@ -85,7 +85,7 @@ def test_a_request_that_waits_for_its_own_devices_fails_at_once(arena: Field) ->
     """As a test on all GPUs that starts a script, which wants two of them."""
     with arena.pool.lease(3, who="test_on_three", timeout=0):
         with pytest.raises(
-            UsageProblem, match=r"^script: 2 are needed, and 3 of the 4 GPUs are lent to what asks already$"
+            UsageProblem, match=r"^script: 2 are needed, and 3 of the 4 GPUs are held by the same test already$"
         ):
             lease_patiently(arena.pool, 2)
         assert lease_patiently(arena.pool, 1) == ("GPU-d",)

@@ -137,12 +137,12 @@ def test_an_override_is_a_collection_error(body: str, pytester: pytest.Pytester)
         ),
         ("driver = 'pathlib:Path'", "driver 'pathlib:Path' is *; expected a subclass of pytest_distcompat.Driver"),
         ("driver = Matrix", "TestY.driver is *; expected a str"),
-        ("expects = (fails('names', reason='x'),)", "TestY.expects is read by nobody; did you mean expect?"),
-        ("matrx = Matrix(strategies=('fsdp2',))", "TestY.matrx is read by nobody; did you mean matrix?"),
-        ("drivers = ('accelerate',)", "TestY.drivers is read by nobody; did you mean driver?"),
+        ("expects = (fails('names', reason='x'),)", "TestY.expects is no attribute of a suite; did you mean expect?"),
+        ("matrx = Matrix(strategies=('fsdp2',))", "TestY.matrx is no attribute of a suite; did you mean matrix?"),
+        ("drivers = ('accelerate',)", "TestY.drivers is no attribute of a suite; did you mean driver?"),
         (
             "strategies = ('fsdp2',)",
-            "TestY.strategies is read by nobody; expected matrix = Matrix(strategies=('fsdp2',))",
+            "TestY.strategies is no attribute of a suite; expected matrix = Matrix(strategies=('fsdp2',))",
         ),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_misspelt_driver_is_no_base_class(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("from pytest_distcompat import CompatSuite\nclass Mine(CompatSuite):\n    drivr = 'torch'")
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*Mine.drivr is read by nobody; did you mean driver?"])
+    result.stdout.fnmatch_lines(["*Mine.drivr is no attribute of a suite; did you mean driver?"])
 
 
 def test_a_suite_has_attributes_of_its_own(pytester: pytest.Pytester, concerned: Concerned) -> None:

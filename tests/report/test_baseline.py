@@ -57,7 +57,7 @@ def test_a_fixed_failure_is_reported(session: Session, last: Path) -> None:
 def test_a_suite_that_goes_dark_makes_the_run_fail(session: Session, last: Path) -> None:
     done = session("--distcompat-baseline=last.json", "--distcompat-strategies=ddp", runs=RIGHT)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
-    assert "newly missing: fsdp1-fp32-w2 (test_mine:Mine): claim: not asked for" in done.stdout
+    assert "newly missing: fsdp1-fp32-w2 (test_mine:Mine): claim: not selected" in done.stdout
     assert "settings: strategies all -> ddp" in done.stdout
 
 
@@ -76,7 +76,7 @@ def test_a_session_without_any_suite_fails(
         assert (tmp_path / "last.json").read_text(encoding="utf-8") == before
     done = session(*files, *narrow)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
-    assert "newly missing: fsdp1-fp32-w2 (test_mine:Mine): claim: not asked for" in done.stdout
+    assert "newly missing: fsdp1-fp32-w2 (test_mine:Mine): claim: not selected" in done.stdout
     assert "1 passed" in done.stdout
     assert json.loads((tmp_path / "last.json").read_text(encoding="utf-8"))["results"] == []
 

@@ -248,7 +248,7 @@ def test_counts_of_a_suite_that_goes_dark() -> None:
     ]
     found = counts(Report(results=results, unreached=["a", "b"]))
     assert {name: count for name, count in found.items() if count} == {
-        "asked": 7,
+        "selected": 7,
         "ran": 3,
         "unreached": 2,
         "red": 1,

@@ -90,8 +90,8 @@ def test_the_json_of_a_crashed_cell(session: Session, tmp_path: Path) -> None:
     other = next(found for found in data["cells"] if found["cell"] == "ddp-fp32-w2")
     assert other["steps"]["loss"] == [4.0]
     counts = data["session"]["counts"]
-    expected = {name: counts[name] for name in ("asked", "ran", "unreached", "red", "skipped", "known")}
-    assert expected == {"asked": 9, "ran": 6, "unreached": 0, "red": 2, "skipped": 3, "known": 1}
+    expected = {name: counts[name] for name in ("selected", "ran", "unreached", "red", "skipped", "known")}
+    assert expected == {"selected": 9, "ran": 6, "unreached": 0, "red": 2, "skipped": 3, "known": 1}
     assert {entry["who"] for entry in data["session"]["timeline"]}, "no lease was recorded"
 
 
@@ -219,7 +219,7 @@ def test_ctrl_c_writes_the_results_so_far(tmp_path: Path, workers: tuple[str, ..
     assert found["ddp-fp32-w2"] == "passed"
     assert "fsdp1-fp32-w2" not in found
     assert data["session"]["ending"] == "interrupted"
-    assert data["session"]["counts"]["asked"] == 9
+    assert data["session"]["counts"]["selected"] == 9
     assert "test_mine.py::TestMine::test[fsdp1-fp32-w2:claim]" in data["unreached"]
     assert {run["ending"] for run in data["runs"] if run["cell"] == "fsdp1-fp32-w2"} == {"unfinished"}
     assert "**Interrupted**" in (tmp_path / "out.md").read_text(encoding="utf-8")
@@ -325,4 +325,4 @@ def test_a_worker_that_dies_is_an_error_of_its_item(session: Session, tmp_path: 
     data = load(tmp_path / "out.json")
     (dead,) = [result for result in data["results"] if result["status"] == "error"]
     assert (dead["cell"], "crashed while running" in dead["message"]) == ("fsdp2-fp32-w2", True)
-    assert data["session"]["counts"]["asked"] == 9
+    assert data["session"]["counts"]["selected"] == 9

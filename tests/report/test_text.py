@@ -207,9 +207,9 @@ def test_the_rank_of_the_cause(message: str, rank: int | None) -> None:
 
 
 def test_counts_name_every_status(real: Report) -> None:
-    assert counts_text(Report()) == "0 asked, 0 ran, 0 skipped: nothing"
+    assert counts_text(Report()) == "0 selected, 0 ran, 0 skipped: nothing"
     line = counts_text(real)
-    assert line.startswith("96 asked, 94 ran, 2 skipped: ")
+    assert line.startswith("96 selected, 94 ran, 2 skipped: ")
     assert "12 crashed" in line
     assert "late" not in line
 
@@ -231,7 +231,7 @@ def test_a_chat_message_is_short(real: Report, tmp_path: Path) -> None:
     write_report(tmp_path / "chat.txt", real)
     text = (tmp_path / "chat.txt").read_text(encoding="utf-8")
     assert len(text) < 3000
-    assert text.startswith("Distributed compatibility: 199 failed\n199 asked, 199 ran")
+    assert text.startswith("Distributed compatibility: 199 failed\n199 selected, 199 ran")
     assert "more causes" in text
 
 

@@ -211,7 +211,7 @@ def test_the_users_own_sitecustomize_still_comes(host: Host, tmp_path: Path) -> 
         ({"cwd": "no/such"}, "cwd='no/such': there is no such directory"),
         ({"environment": {"A": 1}}, "environment={'A': 1}: expected texts"),
         ({"environment": "A=1"}, "environment='A=1': expected a mapping of names to texts"),
-        ({"configuration": "fsdp2.yaml"}, "configuration='fsdp2.yaml' reaches nobody: launcher 'torchrun' takes none"),
+        ({"configuration": "fsdp2.yaml"}, "configuration='fsdp2.yaml' is not used: launcher 'torchrun' takes none"),
         ({"timeout": -1}, "a number of seconds above 0"),
     ],
 )

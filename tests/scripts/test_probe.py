@@ -228,11 +228,11 @@ def test_a_check_that_does_not_apply_is_named_and_is_no_pass(run: Launch) -> Non
     found = torch_loop(run, "ddp")
     found.check("active", "units", "float8")
     assert [(one.check, one.status, one.reason) for one in found.verdicts("units", "float8")] == [
-        ("units", "skipped", "the check says nothing here: ddp cuts no units, and nothing is recomputed or compiled"),
-        ("float8", "skipped", "the check says nothing here: fp32 asks for no 8 bits"),
+        ("units", "skipped", "the check does not apply: ddp cuts no units, and nothing is recomputed or compiled"),
+        ("float8", "skipped", "the check does not apply: fp32 has no 8-bit layers"),
     ]
     with pytest.raises(
-        Incompatible, match=r"units \(ddp-fp32-w2\): skipped\nthe check says nothing here: ddp cuts no units"
+        Incompatible, match=r"units \(ddp-fp32-w2\): skipped\nthe check does not apply: ddp cuts no units"
     ):
         found.check("units", "float8")
     with pytest.raises(UsageProblem, match="no check is named"):

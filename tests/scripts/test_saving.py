@@ -36,7 +36,7 @@ def test_a_sound_script(run: Launch, how: str) -> None:
 def test_a_script_that_leaves_no_model(run: Launch) -> None:
     """The files that are there are what was left."""
     saving(run, "renamed at once", output="{output}").check("names", "final_model_loadable")
-    with pytest.raises(Incompatible, match="4 of 4 parameters stand in no saved file"):
+    with pytest.raises(Incompatible, match="4 of 4 parameters are in no saved file"):
         saving(run, "nothing", output="{output}").check("names")
 
 
@@ -56,7 +56,7 @@ def test_a_model_that_is_saved_module_by_module(run: Launch, output: str) -> Non
 
 
 def test_a_model_of_which_a_part_is_saved(run: Launch) -> None:
-    with pytest.raises(Incompatible, match=r"2 of 4 parameters stand in no saved file, first 'layers\.1\.bias'"):
+    with pytest.raises(Incompatible, match=r"2 of 4 parameters are in no saved file, first 'layers\.1\.bias'"):
         saving(run, "one part").check("names")
 
 

@@ -34,7 +34,7 @@ class Exports(Torch):
     "export",
     "ddp-fp32-w2",
     match=r"key 'module\.lm_head\.weight' and 20 others are none of the model's own; expected 'lm_head\.weight'\n"
-    r"21 of 21 names stand in no exported file(?s:.*)parameter 'lm_head\.weight' and \d+ others: other values after the reload",
+    r"21 of 21 names are in no exported file(?s:.*)parameter 'lm_head\.weight' and \d+ others: other values after the reload",
     also={"names": r"key 'module\.lm_head\.weight' is no name of the unwrapped model; expected 'lm_head\.weight'"},
 )
 class WrappersNamesExported(Exports):

@@ -129,7 +129,7 @@ class Renamed(Torch):
         return super().wrap(model, precision, cell, device)
 
 
-@twin("names", "fsdp2-fp32-w2-model_mlp", match=r"1 of 14 parameters stand in no saved file, first 'outlet\.weight'")
+@twin("names", "fsdp2-fp32-w2-model_mlp", match=r"1 of 14 parameters are in no saved file, first 'outlet\.weight'")
 class ParameterNotSaved(Torch):
     """The file lacks a parameter; a loader that is not strict will not mind."""
 
@@ -139,7 +139,7 @@ class ParameterNotSaved(Torch):
         return state
 
 
-@twin("names", "ddp-fp32-w2-model_mlp", match=r"1 of 1 persistent buffers stand in no saved file, first 'scale'")
+@twin("names", "ddp-fp32-w2-model_mlp", match=r"1 of 1 persistent buffers are in no saved file, first 'scale'")
 class BufferNotSaved(Torch):
     """The file has the parameters alone, and running statistics are lost."""
 
@@ -153,7 +153,7 @@ class BufferNotSaved(Torch):
     "names",
     "zero1-fp32-w2-model_mlp",
     "zero3-bf16_mixed-w2-model_mlp",
-    match=r"2 of 14 parameters stand in no saved file, first 'frozen\.bias', 'frozen\.weight'",
+    match=r"2 of 14 parameters are in no saved file, first 'frozen\.bias', 'frozen\.weight'",
 )
 class FrozenNotSaved(AccelerateDriver):
     """DeepSpeed excludes frozen parameters: the base model is in no file."""
@@ -206,7 +206,7 @@ class OptimizerNumbers(Torch):
 @twin(
     "names",
     "fsdp1-fp32-w2-model_mlp",
-    match=r"1 of 12 trainable parameters' optimizer states stand in no saved file, first 'outlet\.weight'",
+    match=r"1 of 12 trainable parameters' optimizer states are in no saved file, first 'outlet\.weight'",
 )
 class OptimizerStateNotSaved(Torch):
     """The file lacks the state of one parameter."""

@@ -141,12 +141,12 @@ class AloneUnderDeepSpeed(TrainerDriver):
 @twin(
     "save_only_model",
     "ddp-fp32-w2-model_mlp-save_only_model",
-    match=r"^state of an optimizer stands in 'checkpoint-3/optimizer\.pt'; .*\nstate of a scheduler stands in 'checkpoint-3/sched",
+    match=r"^state of an optimizer is in 'checkpoint-3/optimizer\.pt'; .*\nstate of a scheduler is in 'checkpoint-3/sched",
 )
 @twin(
     "save_only_model",
     "zero2-fp32-w2-model_mlp-save_only_model",
-    match=r"^state of an optimizer stands in 'checkpoint-3/global_step3/.*_optim_states\.pt'",
+    match=r"^state of an optimizer is in 'checkpoint-3/global_step3/.*_optim_states\.pt'",
 )
 class SavesItAll(TrainerDriver):
     """The argument went astray."""
@@ -176,7 +176,7 @@ class SavesOther(Trainers):
     "ddp-fp32-w2-model_mlp-save_only_model",
     "zero3-fp32-w2-model_mlp-save_only_model",
     match=r"^1 of 15 weights are not saved, first 'outlet\.bias'$",
-    also={"names": r"1 of 14 parameters stand in no saved file, first 'outlet\.bias'"},
+    also={"names": r"1 of 14 parameters are in no saved file, first 'outlet\.bias'"},
 )
 class LosesTheLast(SavesOther):
     """One weight falls off."""

@@ -71,7 +71,7 @@ def test_more_ranks_than_gpus_and_an_unknown_device_are_usage_errors() -> None:
 def test_a_cell_that_cannot_run_has_a_verdict_with_the_reason() -> None:
     found = check_driver(HERE, Matrix(("ddp", "fsdp2"), ("fp32",)), ["float8", "throughput"], device="cpu")
     assert [(one.cell, one.check, one.status, one.reason) for one in found] == [
-        ("ddp-fp32-w2", "float8", "skipped", "fp32 asks for no 8 bits"),
+        ("ddp-fp32-w2", "float8", "skipped", "fp32 has no 8-bit layers"),
         ("ddp-fp32-w2", "throughput", "skipped", "no limit was given: --distcompat-throughput"),
         ("fsdp2-fp32-w2", "float8", "skipped", "this trainer speaks DDP only"),
     ]

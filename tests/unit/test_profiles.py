@@ -59,7 +59,7 @@ def test_smoke_stays_inside_the_matrix() -> None:
 def test_smoke_runs_a_costly_check_in_one_cell_with_a_reason_in_the_others() -> None:
     ddp, fsdp2, zero3 = (Cell(strategy, "fp32") for strategy in ("ddp", "fsdp2", "zero3"))
     checks = {ddp: ["names", "reshard"], fsdp2: ["names", "reshard"], zero3: ["names"]}
-    message = "the smoke profile asks it of fsdp2-fp32-w2 only"
+    message = "the smoke profile runs it in fsdp2-fp32-w2 only"
     assert left_out("smoke", checks, ["reshard", "paths"]) == {(ddp, "reshard"): message}
     assert not left_out("default", checks, ["reshard", "paths"])
 

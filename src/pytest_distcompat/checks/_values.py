@@ -81,7 +81,7 @@ class Names:
 def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
     """Return what all ranks together hold at these snapshots of that run."""
     if run.unwrapped is None:
-        return Values({}, ("the unwrapped model was not seen",))
+        return Values({}, ("the unwrapped model was not recorded",))
     names = Names(run, run.unwrapped)
     parts: dict[tuple[Kind, str], list[_Part]] = defaultdict(list)
     for snapshot in snapshots:

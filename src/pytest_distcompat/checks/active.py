@@ -93,7 +93,7 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
     built, unwrapped, left_out = run.at("build"), run.unwrapped, _left_out(strategy, cell, run)
     total = sum(math.prod(info.shape) for info in unwrapped.parameters if not left_out(info.name)) if unwrapped else 0
     if not total or unwrapped is None:
-        yield "the unwrapped model has no parameters, or was not seen"
+        yield "the unwrapped model has no parameters, or was not recorded"
         return
 
     def stored(ranks: tuple[int, ...]) -> float:
@@ -141,7 +141,7 @@ def _reduced(snapshot: Snapshot, trainable: int) -> Iterator[str]:
     reductions = [info for info in snapshot.collectives if info.op in REDUCTIONS and info.numel > 1]
     if not reductions:
         ops = ", ".join(sorted({info.op for info in snapshot.collectives})) or "none"
-        yield f"rank {snapshot.rank}: no gradient was reduced in a step (collectives seen: {ops}); ranks train on their own"
+        yield f"rank {snapshot.rank}: no gradient was reduced in a step (collectives: {ops}); ranks train on their own"
         return
     most = sum(info.calls * info.numel for info in reductions if "float" in info.dtype)
     if most < MIN_REDUCED_FRACTION * trainable:

@@ -35,7 +35,7 @@ def export(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     train, reload = trace.run("train"), trace.run("reload")
     if train.unwrapped is None or reload.unwrapped is None:
-        yield "the unwrapped model was not seen"
+        yield "the unwrapped model was not recorded"
         return
     yield from every_rank(train.at("export"), cell.world_size, "export")
     files = [file for snapshot in train.at("files", 1) for file in snapshot.files if file.path.startswith(PREFIX)]
@@ -72,7 +72,7 @@ def names_in(cell: Cell, unwrapped: UnwrappedInfo, files: list[FileInfo]) -> Ite
     missing = sorted(name for name in wanted - found if not tied.get(name, set()) & found)
     if missing:
         first = ", ".join(repr(name) for name in missing[:3])
-        yield f"{len(missing)} of {len(wanted)} names stand in no exported file, first {first}"
+        yield f"{len(missing)} of {len(wanted)} names are in no exported file, first {first}"
 
 
 def same_values(train: RunTrace, reload: RunTrace, *, only: Collection[str] | None = None) -> Iterator[str]:

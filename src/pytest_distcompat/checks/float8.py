@@ -17,7 +17,7 @@ UNCONVERTED_LAYERS = 2
 
 
 def _no_float8(cell: Cell, driver: type[Driver]) -> str | None:
-    return None if PRECISIONS.get(cell.precision).float8 else f"{cell.precision} asks for no 8 bits"
+    return None if PRECISIONS.get(cell.precision).float8 else f"{cell.precision} has no 8-bit layers"
 
 
 @check(scenario=TRAIN, until=(("train", "step", 2),), order=18, not_applicable=_no_float8)

@@ -27,7 +27,7 @@ def names(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     run = trace.run()
     if run.unwrapped is None:
-        yield "the unwrapped model was not seen"
+        yield "the unwrapped model was not recorded"
         return
     expected = _Expected(cell, run.unwrapped, unused(run))
     for snapshot in run.at("build"):
@@ -186,4 +186,4 @@ def _missing(kind: str, wanted: set[str], covered: set[str]) -> Iterator[str]:
     missing = sorted(wanted - covered)
     if missing:
         names = ", ".join(repr(name) for name in missing[:3])
-        yield f"{len(missing)} of {len(wanted)} {kind} stand in no saved file, first {names}"
+        yield f"{len(missing)} of {len(wanted)} {kind} are in no saved file, first {names}"

@@ -35,7 +35,7 @@ def save_only_model(cell: Cell, trace: Trace) -> Iterator[str]:
     for owner, holds in (("an optimizer", "optimizer"), ("a scheduler", "scheduler")):
         paths = [repr(file.path) for file in written.saved if file.holds == holds]
         if paths:
-            yield f"state of {owner} stands in {', '.join(paths[:3])}; the checkpoint is of the model alone"
+            yield f"state of {owner} is in {', '.join(paths[:3])}; the checkpoint is of the model alone"
     names = _required(cell, unwrapped)
     saved: dict[str, set[str]] = {}
     for key, digest in (pair for file in written.saved for pair in file.digests.items()):

@@ -35,7 +35,7 @@ def units(cell: Cell, trace: Trace) -> Iterator[str]:
     """
     run, unwrapped = trace.run(), trace.run().unwrapped
     if unwrapped is None:
-        yield "the unwrapped model was not seen"
+        yield "the unwrapped model was not recorded"
         return
     unknown = _unknown(cell, unwrapped)
     if unknown:
@@ -111,7 +111,7 @@ def _recomputed(cell: Cell, unwrapped: UnwrappedInfo, model: ModelInfo) -> Itera
     if not cell.option("activation_checkpointing"):
         # A script may turn it on by itself; a driver that supports the option was given the cell's value.
         if found and requested(cell, unwrapped, "activation_checkpointing"):
-            yield f"the activations of {_list(found)} are recomputed; nobody asked for it"
+            yield f"the activations of {_list(found)} are recomputed without activation_checkpointing"
         return
     yield from _compare("the activations are recomputed of", found, set(unwrapped.blocks))
 

@@ -65,7 +65,7 @@ def _doctor(options: argparse.Namespace) -> int:
             *_nothing_to_run(cells),
         ],
     )
-    print("\n".join(result.lines(whole=options.all)))  # noqa: T201 - a command speaks
+    print("\n".join(result.lines(whole=options.all)))  # noqa: T201 - a command prints
     failing = {"problem", "warning"} if options.strict else {"problem"}
     return int(any(finding.level in failing for finding in result.findings))
 

@@ -91,18 +91,18 @@ def _init(options: argparse.Namespace) -> int:
     files = dict(_files(found, options.driver))
     for path, text in files.items():
         exists = (found.root / path).exists()
-        print(f"{'kept' if exists else 'would write' if options.dry_run else 'wrote'} {path}")  # noqa: T201 - a command speaks
+        print(f"{'kept' if exists else 'would write' if options.dry_run else 'wrote'} {path}")  # noqa: T201 - a command prints
         if not exists and not options.dry_run:
             _write(found.root / path, text)
     top = _missing_directory(found, options.driver)
     for line in _notes(found, top, options.driver):
-        print(line)  # noqa: T201 - a command speaks
+        print(line)  # noqa: T201 - a command prints
     suite = found.tests / "test_distcompat.py"
     change_directory = (
         "" if options.directory.resolve() == Path.cwd() else f"cd {shlex.quote(str(options.directory))} && "
     )
-    print("a red cell prints the line that declares it: paste that into expect, or mend the trainer")  # noqa: T201 - a command speaks
-    print(f"now: {change_directory}pytest {shlex.quote(str(suite))}")  # noqa: T201 - a command speaks
+    print("a red cell prints the line that declares it: paste that into expect, or mend the trainer")  # noqa: T201 - a command prints
+    print(f"now: {change_directory}pytest {shlex.quote(str(suite))}")  # noqa: T201 - a command prints
     return 0
 
 

@@ -67,7 +67,7 @@ def findings() -> Iterator[Finding]:
     for package in STACK:
         for requirement in _requirements(package, found) if package in found else ():
             if not _fits(requirement, found):
-                problem = f"{package} {found[package]} asks for {requirement}"
+                problem = f"{package} {found[package]} requires {requirement}"
                 yield Finding("problem", f"{problem}, and {requirement.name} {found[requirement.name]} is installed")
 
 

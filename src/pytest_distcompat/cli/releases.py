@@ -84,9 +84,9 @@ def _releases(options: argparse.Namespace) -> int:
     runs = []
     for release, variables in {**environments, INSTALLED: dict(os.environ)}.items():
         runs.append(_run(release, variables, directory, arguments))
-        print(f"{release}: {runs[-1].summary}", flush=True)  # noqa: T201 - a command speaks
+        print(f"{release}: {runs[-1].summary}", flush=True)  # noqa: T201 - a command prints
     page = "\n".join(table(runs)) + "\n"
-    print(f"\n{page}", end="")  # noqa: T201 - a command speaks
+    print(f"\n{page}", end="")  # noqa: T201 - a command prints
     if options.output:
         try:
             replace_file(options.output, page)
@@ -111,7 +111,7 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
     yield f"| | {' | '.join(run.release for run in runs)} |"
     yield "|" + " --- |" * (len(runs) + 1)
     counted = [counts(run.report) if run.report else {} for run in runs]
-    for name in ("asked", "ran", "passed", "known", "refused", "red"):
+    for name in ("selected", "ran", "passed", "known", "refused", "red"):
         figures = (str(one.get(name, "-")) for one in counted)
         yield f"| {name} | {' | '.join(figures)} |"
     columns = [run.causes for run in runs]
@@ -129,7 +129,7 @@ def _run(release: str, variables: Mapping[str, str], directory: Path, arguments:
     report_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", *arguments, f"--distcompat-report={report_file}"]
     # A session takes minutes and prints nothing here.
-    print(f"{release}: pytest writes to {log}", file=sys.stderr, flush=True)  # noqa: T201 - a command speaks
+    print(f"{release}: pytest writes to {log}", file=sys.stderr, flush=True)  # noqa: T201 - a command prints
     with (
         log.open("wb") as out,
         subprocess.Popen(command, env=variables, stdout=out, stderr=subprocess.STDOUT) as pytest,

@@ -52,9 +52,9 @@ def _output(text: str) -> Path:
 def _diff(options: argparse.Namespace) -> int:
     found = compare(Report.read(options.before), Report.read(options.after))
     if options.json:
-        print(json.dumps(found.to_json(str(options.before)), indent=1))  # noqa: T201 - a command speaks
+        print(json.dumps(found.to_json(str(options.before)), indent=1))  # noqa: T201 - a command prints
     else:
-        print("\n".join(found.lines()))  # noqa: T201 - a command speaks
+        print("\n".join(found.lines()))  # noqa: T201 - a command prints
     return int(bool(found.broken or (found.missing and not options.allow_missing)))
 
 
@@ -66,5 +66,5 @@ def _merge(options: argparse.Namespace) -> int:
             write_report(path, report)
         except OSError as error:
             raise UsageProblem(f"{path}: {error.strerror}") from None
-    print(counts_text(report))  # noqa: T201 - a command speaks
+    print(counts_text(report))  # noqa: T201 - a command prints
     return 0

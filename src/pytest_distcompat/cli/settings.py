@@ -45,9 +45,9 @@ def _list(driver: str) -> int:
     states = ("swept", "hinted", "excluded", "unknown")
     counts = {state: sum(one.state == state for one in found) for state in states}
     cells = sum(len(one.values) * len(one.strategies) for one in found)
-    print("\n".join(table(("setting", "state", "values", "reason"), rows)))  # noqa: T201 - a command speaks
+    print("\n".join(table(("setting", "state", "values", "reason"), rows)))  # noqa: T201 - a command prints
     counted = ", ".join(f"{number} {state}" for state, number in counts.items())
-    print(f"{driver}: {len(found)} settings, {counted}; {cells} cells")  # noqa: T201 - a command speaks
+    print(f"{driver}: {len(found)} settings, {counted}; {cells} cells")  # noqa: T201 - a command prints
     return int(counts["unknown"] > 0)
 
 
@@ -77,7 +77,7 @@ def _pairs(driver: str, strategy: str, report: Path | None) -> int:
             found = [one for one in setting.values if not report or passed.get(cell_of((f"{setting.name}={one}",)).id)]
             values |= {setting.name: found} if found else {}
     rows = covering_rows(values)
-    print(f"{driver}: {len(rows)} rows of {len(values)} settings under {strategy}")  # noqa: T201 - a command speaks
+    print(f"{driver}: {len(rows)} rows of {len(values)} settings under {strategy}")  # noqa: T201 - a command prints
     red: set[tuple[str, ...]] = set()
     known = applying(shipped(), concerned(kind), "cpu")
     with local_runner(kind, map(cell_of, rows), device="cpu") as runner:
@@ -96,7 +96,7 @@ def _pairs(driver: str, strategy: str, report: Path | None) -> int:
             for part, how in reduced_failures(row, outcome):
                 if part not in red:
                     red.add(part)
-                    print(f"{' + '.join(part)}\n    {how}")  # noqa: T201 - a command speaks
+                    print(f"{' + '.join(part)}\n    {how}")  # noqa: T201 - a command prints
                     check = how.partition(":")[0]
                     print(f"    distcompat trace {driver} {shlex.quote(cell_of(part).id)} --check {check}", flush=True)  # noqa: T201
     return int(any(": refused: " not in outcome(part) for part in red))

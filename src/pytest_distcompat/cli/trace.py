@@ -86,12 +86,12 @@ def _run(options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
         for scenario in scenarios:
             runner.forget(options.driver, cell, scenario)
         trace = runner.trace(options.driver, cell, TRAIN)
-        print("\n".join(map(visible, lines(cell, trace))))  # noqa: T201 - a command speaks
+        print("\n".join(map(visible, lines(cell, trace))))  # noqa: T201 - a command prints
         known = applying(shipped(), concerned(driver), device)
         passed = []
         for check in checks:
             if reasons[check.name]:
-                print(f"\ncheck {check.name}: not applicable\n  {reasons[check.name]}")  # noqa: T201 - a command speaks
+                print(f"\ncheck {check.name}: not applicable\n  {reasons[check.name]}")  # noqa: T201 - a command prints
             else:
                 passed.append(_print_verdict(run_check(runner, options.driver, cell, check, known)[0]))
     return int(trace.run().end is not None or not all(passed))
@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace, driver: type[Driver], cell: Cell, checks: 
 def _print_verdict(verdict: Verdict) -> bool:
     """Print a verdict; return whether a session would stay green with it."""
     head = [f"\ncheck {verdict.check}: {verdict.status}", *([verdict.reason] if verdict.reason else [])]
-    print("\n  ".join([*head, *map(visible, verdict.message.splitlines())]))  # noqa: T201 - a command speaks
+    print("\n  ".join([*head, *map(visible, verdict.message.splitlines())]))  # noqa: T201 - a command prints
     return not verdict.status.red
 
 
@@ -155,7 +155,7 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
             (row["kind"], row["expected"] or "any", found, no)
             for (row, found), no in zip(recorded, differs, strict=True)
         ]
-        yield from table(("kind", "expected", "seen", ""), kinds)
+        yield from table(("kind", "expected", "actual", ""), kinds)
     if evidence.steps.get("loss"):
         yield ""
         names = [name for name in ("loss", "grad_norm", "seconds") if name in evidence.steps]

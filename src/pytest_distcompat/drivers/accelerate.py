@@ -239,7 +239,7 @@ def check_version(version: str) -> None:
     if Version(version) < Version(first):
         raise RuntimeError(f"accelerate {version} cannot run FSDP2 on CPU ranks; {first} or newer is needed")
     if Version(version) >= Version(after):
-        problem = f"accelerate {version}: that it runs on CPU what it is asked for was tried below {after} only"
+        problem = f"accelerate {version}: running FSDP and DeepSpeed on CPU was tested below {after} only"
         warnings.warn(f"{problem}; believe the check 'active'", stacklevel=2)
 
 

@@ -134,7 +134,9 @@ class Pool:
         count = self.inventory.needed(ranks)
         mine = tuple(name for name in self.inventory.ids if self._path(name, "lock") in _this_thread.held)
         if timeout > 0 and count > len(self.inventory.ids) - len(mine):
-            lent = f"{len(mine)} of the {len(self.inventory.ids)} {self.inventory.words} are lent to what asks already"
+            lent = (
+                f"{len(mine)} of the {len(self.inventory.ids)} {self.inventory.words} are held by the same test already"
+            )
             raise UsageProblem(f"{who}: {count} are needed, and {lent}")
         requested = now()
         with contextlib.ExitStack() as held:

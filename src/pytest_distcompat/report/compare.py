@@ -17,7 +17,7 @@ from pytest_distcompat.report.result import Change, Result
 #: The settings that select cells.
 SELECTING = ("strategies", "precisions", "drivers", "profile", "world_size", "device", "gpus", "budget")
 #: The counts in the last line: a suite that stops running shows in the first three.
-COUNTED = ("asked", "ran", "skipped", "unreached", "red", "known", "fixed?")
+COUNTED = ("selected", "ran", "skipped", "unreached", "red", "known", "fixed?")
 
 
 @dataclass
@@ -108,7 +108,7 @@ def compare(before: Report, after: Report) -> Comparison:
     paired = {id(was) for was in earlier_of.values()}
     for was in before.results:
         if id(was) not in paired and was.status != "skipped":
-            why = "not reached" if was.nodeid in unreached else "not asked for"
+            why = "not reached" if was.nodeid in unreached else "not selected"
             found.missing.append(_change(was, was.status, "", why))
     return found
 

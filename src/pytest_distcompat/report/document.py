@@ -194,16 +194,16 @@ class Report:
 
 
 def counts(report: Report) -> dict[str, int]:
-    """Count the verdicts that were asked for, that ran and that were not reached; and those of each status.
+    """Count the verdicts that were selected, that ran and that were not reached; and those of each status.
 
-    ``ran`` shows a suite that stops running: it is ``asked`` without what was skipped and what was not reached.
+    ``ran`` shows a suite that stops running: it is ``selected`` without what was skipped and what was not reached.
     """
     found = Counter(result.status for result in report.results)
-    asked = len(report.results) + len(report.unreached)
+    selected = len(report.results) + len(report.unreached)
     by_status = {status.value: found[status] for status in Status}
     ran = len(report.results) - found["skipped"]
     red = sum(result.red for result in report.results)
-    return {"asked": asked, "ran": ran, "unreached": len(report.unreached), "red": red, **by_status}
+    return {"selected": selected, "ran": ran, "unreached": len(report.unreached), "red": red, **by_status}
 
 
 def facets(cell: str) -> dict[str, Any]:

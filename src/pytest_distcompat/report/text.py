@@ -138,7 +138,7 @@ def runs_text(
 def counts_text(report: Report) -> str:
     """Return the counts in one line; counts of 0 are left out, except those that show a suite that stopped running."""
     found = counts(report)
-    parts = [f"{found['asked']} asked", f"{found['ran']} ran", f"{found['skipped']} skipped"]
+    parts = [f"{found['selected']} selected", f"{found['ran']} ran", f"{found['skipped']} skipped"]
     if found["unreached"]:
         parts.append(f"{found['unreached']} not reached")
     statuses = [f"{found[status]} {status}" for status in Status if found[status] and status is not Status.SKIPPED]

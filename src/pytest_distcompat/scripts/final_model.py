@@ -48,7 +48,7 @@ def _compare(run: RunTrace, cell: Cell, read: Mapping[str, Any], saved_name: Cal
             yield f"from_pretrained: {title} key {key!r}{f' and {len(others)} others' if others else ''}"
     first, unwrapped = run.first("build_model"), run.unwrapped
     if first is None or unwrapped is None:
-        yield "the unwrapped model was not seen"
+        yield "the unwrapped model was not recorded"
         return
     files = tuple(decode(FileInfo, file).renamed(saved_name) for file in read["files"])
     yield from names_in(cell, unwrapped, list(files))

@@ -150,7 +150,7 @@ def launch(
     uses_file = launcher == "accelerate" or any("{configuration}" in argument for argument in arguments)
     if configuration and not uses_file:
         raise UsageProblem(
-            f"configuration={str(configuration)!r} reaches nobody: launcher {launcher!r} takes none, and no argument has "
+            f"configuration={str(configuration)!r} is not used: launcher {launcher!r} takes none, and no argument has "
             "{configuration} in it"
         )
     if "{configuration}" in "".join(arguments) and not (strategy or configuration):

@@ -174,7 +174,7 @@ class ScriptRun:
         check = CHECKS.get(name)
         reason = check.not_applicable(cell, Driver)
         if reason:
-            return skipped(name, cell, f"the check says nothing here: {reason}")
+            return skipped(name, cell, f"the check does not apply: {reason}")
         short = self._too_short()
         if short:
             return Verdict(name, cell.id, Status.FAILED, short)

@@ -207,13 +207,13 @@ def _is_list(value: object) -> bool:
 
 def _missing_checkpoint(run: ScriptRun, save_at: int) -> str:
     """Return a message that there is no checkpoint after that step, with what was saved instead."""
-    lines = [f"no checkpoint was seen after step {save_at}; expected one by {CHECKPOINT_CALLS}"]
+    lines = [f"no checkpoint was found after step {save_at}; expected one by {CHECKPOINT_CALLS}"]
     steps = sorted({event.index // STRIDE for event in run.saved() if event.everyone})
     if steps:
-        lines.append(f"seen after step {', '.join(map(str, steps))}")
+        lines.append(f"found after step {', '.join(map(str, steps))}")
     files = [event.path for event in run.saved() if not event.everyone and event.index // STRIDE == save_at]
     if files:
-        reason = "of which nobody can say that training goes on from them alone"
+        reason = "which may not hold all that training needs"
         lines.append(f"then there were files of torch.save and save_pretrained, {reason}: {', '.join(files)}")
     return "\n".join(lines)
 

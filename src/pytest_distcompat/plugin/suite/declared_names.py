@@ -38,8 +38,8 @@ def check_attributes(suite: type[CompatSuite]) -> None:
         values = value if isinstance(value, (tuple, list)) else (value,)
         if name in _MATRIX_FIELDS and isinstance(value, (tuple, list)):
             raise UsageProblem(
-                f"{suite.__name__}.{name} is read by nobody; expected matrix = Matrix({name}={value!r:.100})"
+                f"{suite.__name__}.{name} is no attribute of a suite; expected matrix = Matrix({name}={value!r:.100})"
             )
         close = difflib.get_close_matches(name, _ATTRIBUTES, n=1, cutoff=0.75)
         if close and any(isinstance(each, _ATTRIBUTES[close[0]]) for each in values):
-            raise UsageProblem(f"{suite.__name__}.{name} is read by nobody; did you mean {close[0]}?")
+            raise UsageProblem(f"{suite.__name__}.{name} is no attribute of a suite; did you mean {close[0]}?")

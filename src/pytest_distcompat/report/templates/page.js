@@ -246,8 +246,8 @@
 
   const dtypes = (row) => {
     if (!row.dtypes.length) return;
-    put(dialog, "h3", "Dtypes, expected and seen on all ranks");
-    const body = table(["of", "expected", "seen"]);
+    put(dialog, "h3", "Dtypes, expected and actual on all ranks");
+    const body = table(["of", "expected", "actual"]);
     for (const { kind, expected, seen } of row.dtypes) {
       const line = put(body, "tr");
       put(line, "th", kind, { scope: "row" });
