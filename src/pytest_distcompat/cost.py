@@ -61,10 +61,8 @@ def cost(trace: Trace, device: str = "", run: str = "train") -> Cost | None:
 
 
 def state_bytes(run: RunTrace, nth: int = 2) -> float:
-    """Return the bytes of masters and optimizer state on all ranks per trained parameter, after step ``nth``.
-
-    Float32 masters and two moments are 12 bytes: https://huggingface.co/blog/deepspeed-to-fsdp-and-back.
-    """
+    """Return the bytes of masters and optimizer state on all ranks per trained parameter, after step ``nth``."""
+    # Float32 masters and two moments are 12 bytes: https://huggingface.co/blog/deepspeed-to-fsdp-and-back.
     kept = (item for snapshot in run.at("step", nth) for item in state_elements(snapshot).items())
     held = sum(numel * BYTES.get(dtype, 4) for (_, dtype), numel in kept)
     trained = trained_elements(run.unwrapped)

@@ -47,10 +47,8 @@ class RunPaths:
     ranks: int
 
     def clear(self, run: Run, rank: int, directory: Path) -> None:
-        """Restore the directories to their state before the run, for ranks that are started again by hand.
-
-        A trainer may refuse to overwrite a checkpoint. The one that the run loads stays as it is.
-        """
+        """Restore the directories to their state before the run, for ranks that are started again by hand."""
+        # A trainer may refuse to overwrite a checkpoint. The one that the run loads stays as it is.
         cleared = directory / f"cleared-{os.environ['TORCHELASTIC_RUN_ID']}"
         if rank == 0:
             shutil.rmtree(self.save_to)

@@ -152,10 +152,8 @@ def finite_losses(snapshots: Iterable[Snapshot], step: str) -> Iterator[str]:
 
 
 def trained_again(loaded: Iterable[Snapshot], trained: Iterable[Snapshot]) -> Iterator[str]:
-    """Yield a finding for each rank that took as many steps during its load as before the save: it may have retrained.
-
-    torch itself takes one step in a load, with zero gradients, to create the optimizer's state.
-    """
+    """Yield a finding for each rank that took as many steps during its load as before the save: it may have retrained."""
+    # torch itself takes one step in a load, with zero gradients, to create the optimizer's state.
     before: Counter[int] = Counter()
     for snapshot in trained:
         before[snapshot.rank] += len(snapshot.steps)
@@ -176,10 +174,8 @@ def only_where_it_differs(cell: Cell, driver: type[Driver]) -> str | None:
 
 
 def saved_as_elsewhere(cell: Cell) -> str | None:
-    """Return why another cell tests the claim; None if this one does.
-
-    Runs at other world sizes are the most expensive ones.
-    """
+    """Return why another cell tests the claim; None if this one does."""
+    # Runs at other world sizes are the most expensive ones.
     others = [name for name, _ in cell.options if name not in CHECKPOINT_OPTIONS]
     if others:
         return (

@@ -108,11 +108,9 @@ def values(run: RunTrace, snapshots: tuple[Snapshot, ...]) -> Values:
 
 
 def not_elementwise_kinds(snapshots: tuple[Snapshot, ...]) -> frozenset[Kind]:
-    """Return the kinds of state that never have as many elements as the rank holds of the parameter.
-
-    Such state is one number (NAdam's ``mu_product``), or a factor of a moment (Adafactor). Parameters of one element
-    are passed over: for them the sizes always agree.
-    """
+    """Return the kinds of state that never have as many elements as the rank holds of the parameter."""
+    # Such state is one number (NAdam's ``mu_product``), or a factor of a moment (Adafactor). Parameters of one element
+    # are passed over: for them the sizes always agree.
     states: set[Kind] = set()
     by_element: set[Kind] = set()
     for snapshot in snapshots:
@@ -143,10 +141,8 @@ def _held(snapshot: Snapshot, names: Names) -> Iterator[tuple[Kind, str, str, in
 
 
 def held_states(optimizer: OptimizerInfo) -> Iterator[StateInfo]:
-    """Yield a rank's optimizer states, without those of parameters of which it holds no element.
-
-    Those say nothing: torch creates them at the first save, by a step of a fresh optimizer.
-    """
+    """Yield a rank's optimizer states, without those of parameters of which it holds no element."""
+    # Those say nothing: torch creates them at the first save, by a step of a fresh optimizer.
     empty: dict[str, bool] = {}
     for state in optimizer.states:
         if state.key != "step":
@@ -263,11 +259,9 @@ def flat_parameters(snapshots: tuple[Snapshot, ...]) -> bool:
 
 
 def unused(run: RunTrace) -> frozenset[str]:
-    """Return the live names of parameters that nothing updates: empty ones, and those that autograd never reached.
-
-    As BERT's pooler in three steps: they are trainable, an optimizer that steps holds them, and no rank has a gradient. If
-    all are so, gradients were lost: then it is of none.
-    """
+    """Return the live names of parameters that nothing updates: empty ones, and those that autograd never reached."""
+    # As BERT's pooler in three steps: they are trainable, an optimizer that steps holds them, and no rank has a gradient. If
+    # all are so, gradients were lost: then it is of none.
     gradients: dict[str, set[bool]] = defaultdict(set)
     empty: set[str] = set()
     for snapshot in (one for nth in range(3) for one in run.at("step", nth)):
@@ -283,10 +277,8 @@ def unused(run: RunTrace) -> frozenset[str]:
 
 
 def step_counts(source: RunTrace, run: RunTrace, when: str) -> Iterator[str]:
-    """Yield a finding for each step count that, one step later, is not that of the run that never stopped.
-
-    A step count that several parameters share is counted up more than once a step.
-    """
+    """Yield a finding for each step count that, one step later, is not that of the run that never stopped."""
+    # A step count that several parameters share is counted up more than once a step.
     save = source.at("save")
     later = [one for one in source.snapshots if save and one.action == "step" and one.index == save[0].index + 1]
     expected, found = values(source, tuple(later)), values(run, run.at("step"))
@@ -295,18 +287,14 @@ def step_counts(source: RunTrace, run: RunTrace, when: str) -> Iterator[str]:
 
 
 def adapter_name(name: str) -> str:
-    """Return the name under which PEFT saves a parameter of an adapter; loading puts the adapter's name back in.
-
-    Layers that are trained as a whole beside it (``modules_to_save``) are saved under the names that they had before.
-    """
+    """Return the name under which PEFT saves a parameter of an adapter; loading puts the adapter's name back in."""
+    # Layers that are trained as a whole beside it (``modules_to_save``) are saved under the names that they had before.
     return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
 
 
 def exported_weights(train: RunTrace, reload: RunTrace) -> Mapping[str, tuple[str, ...]]:
-    """Return the values that the export should hold: masters, or the copies in a lower dtype where it has that dtype.
-
-    Each tensor's own dtype decides: trained weights may be exported in float32 beside frozen ones in bfloat16.
-    """
+    """Return the values that the export should hold: masters, or the copies in a lower dtype where it has that dtype."""
+    # Each tensor's own dtype decides: trained weights may be exported in float32 beside frozen ones in bfloat16.
     trained = values(train, train.at("export"))
     model = next((snapshot.model for snapshot in train.at("export") if snapshot.model), None)
     if not trained.of("master") or reload.unwrapped is None or model is None:

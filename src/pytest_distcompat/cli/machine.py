@@ -109,11 +109,9 @@ def _torch_infos() -> dict[str, Any]:
 
 
 def names_loopback(hosts: str) -> bool:
-    """Tell whether the text of ``/etc/hosts`` names ::1.
-
-    torch looks for an IPv6 address of localhost first. Without one it takes ``::ffff:127.0.0.1``, which no such file has, and
-    looks up the name of every address that connects.
-    """
+    """Tell whether the text of ``/etc/hosts`` names ::1."""
+    # torch looks for an IPv6 address of localhost first. Without one it takes ``::ffff:127.0.0.1``, which no such file has, and
+    # looks up the name of every address that connects.
     lines = (line.partition("#")[0].split() for line in hosts.splitlines())
     return any(line and line[0] == "::1" and "localhost" in line[1:] for line in lines)
 

@@ -44,10 +44,8 @@ def recompute_by_model(model: Any, blocks: Iterable[Module]) -> None:
 
 
 def merge_shards(accelerator: Any, model: Any, directory: Path) -> None:
-    """Write FSDP1's weights into one file: a sharded checkpoint, then accelerate's documented merge.
-
-    For CPU ranks, where gathering crashes torch: https://huggingface.co/docs/accelerate/usage_guides/fsdp
-    """
+    """Write FSDP1's weights into one file: a sharded checkpoint, then accelerate's documented merge."""
+    # For CPU ranks, where gathering crashes torch: https://huggingface.co/docs/accelerate/usage_guides/fsdp
     from accelerate.utils import merge_fsdp_weights, save_fsdp_model
 
     shards = directory.parent / "shards"
@@ -64,11 +62,9 @@ def whole_state(model: Module) -> dict[str, Any]:
 
 
 def recompute(model: Module, blocks: Iterable[Module]) -> None:
-    """Wrap each block in activation checkpointing, in place.
-
-    torch has the wrapper under a private path only, which its own FSDP tutorial uses;
-    ``tests/launch/test_private_names.py`` fails when it goes away.
-    """
+    """Wrap each block in activation checkpointing, in place."""
+    # torch has the wrapper under a private path only, which its own FSDP tutorial uses;
+    # ``tests/launch/test_private_names.py`` fails when it goes away.
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         apply_activation_checkpointing,
     )
@@ -97,10 +93,8 @@ def compiled(model: Any, cell: Cell) -> Any:
 
 
 def in_8_bits(model: Module, device: str) -> Module:
-    """Convert every linear layer but the last to torchao's float8 layer, and return the model.
-
-    Emulated on the CPU: https://github.com/pytorch/ao/blob/main/torchao/float8/README.md.
-    """
+    """Convert every linear layer but the last to torchao's float8 layer, and return the model."""
+    # Emulated on the CPU: https://github.com/pytorch/ao/blob/main/torchao/float8/README.md.
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     last = list(model.named_modules())[-1][0]

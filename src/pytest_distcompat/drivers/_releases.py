@@ -79,11 +79,9 @@ release = cache(version_of)
 
 
 def fsdp_for_release(settings: Mapping[str, Any], release: Version) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return overriding arguments and environment variables for FSDP in that release of transformers.
-
-    The variables are those of ``accelerate launch``.
-    https://huggingface.co/docs/transformers/v4.57.1/en/main_classes/trainer
-    """
+    """Return overriding arguments and environment variables for FSDP in that release of transformers."""
+    # The variables are those of ``accelerate launch``.
+    # https://huggingface.co/docs/transformers/v4.57.1/en/main_classes/trainer
     if release >= FSDP_BY_CONFIG or not settings.get("fsdp"):
         return {}, {}
     config = dict(settings["fsdp_config"])

@@ -122,10 +122,8 @@ class TinyDriver(Driver):
         return adapted
 
     def make_optimizer(self, model: Module) -> torch.optim.Optimizer:
-        """Return AdamW on the trainable parameters; option ``param_groups`` exempts biases and norms from weight decay.
-
-        Fused, as in transformers.Trainer: unfused, its operations take a fifth of a suite on the CPU.
-        """
+        """Return AdamW on the trainable parameters; option ``param_groups`` exempts biases and norms from weight decay."""
+        # Fused, as in transformers.Trainer: unfused, its operations take a fifth of a suite on the CPU.
         from torch.optim import AdamW
 
         # FSDP1's gradient scaler does not support a fused optimizer: https://github.com/pytorch/pytorch/issues/140514

@@ -15,11 +15,9 @@ class PlanDoneError(Exception):
 
 
 def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:
-    """Return a callback that reports each action, and requests a checkpoint where the plan saves.
-
-    It reports a step from ``on_log``, when optimizer and scheduler have stepped and no checkpoint is saved yet, and
-    ``build`` or ``load`` at the beginning of the first step, when random states are restored.
-    """
+    """Return a callback that reports each action, and requests a checkpoint where the plan saves."""
+    # It reports a step from ``on_log``, when optimizer and scheduler have stepped and no checkpoint is saved yet, and
+    # ``build`` or ``load`` at the beginning of the first step, when random states are restored.
     from transformers import TrainerCallback
 
     save_after_steps = {

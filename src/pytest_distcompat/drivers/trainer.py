@@ -186,11 +186,9 @@ class TrainerDriver(TinyDriver):
         return InOrder(**settings)
 
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
-        """Do the plan in one call of ``Trainer.train``; a callback reports the actions, see ``make_callback``.
-
-        An error while the Trainer is created is one of the build; with a checkpoint all up to the first step is the
-        load.
-        """
+        """Do the plan in one call of ``Trainer.train``; a callback reports the actions, see ``make_callback``."""
+        # An error while the Trainer is created is one of the build; with a checkpoint all up to the first step is the
+        # load.
         import os
 
         from transformers import PrinterCallback, TrainingArguments
@@ -241,10 +239,8 @@ class TrainerDriver(TinyDriver):
         self.scaler = trainer.accelerator.scaler
 
     def export(self, directory: Path) -> None:
-        """Write the weights by ``save_model``; FSDP1 on CPU ranks, where gathering crashes, merges shards.
-
-        With sharded state dicts ``save_model`` silently writes nothing, so FSDP gathers full ones.
-        """
+        """Write the weights by ``save_model``; FSDP1 on CPU ranks, where gathering crashes, merges shards."""
+        # With sharded state dicts ``save_model`` silently writes nothing, so FSDP gathers full ones.
         accelerator = self.trainer.accelerator
         if self.cell.strategy == "fsdp1" and self.world.device == "cpu":
             self._gather(directory)
@@ -269,11 +265,9 @@ class TrainerDriver(TinyDriver):
 
 
 def on_cpu(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that make ``TrainingArguments(**settings)`` run the requested strategy on CPU.
-
-    ``use_cpu`` alone silently turns FSDP into plain DDP; without it DeepSpeed assumes a world size of 1. For FSDP
-    ``use_configured_state``, a public option, makes Trainer use the state that ``drivers.accelerate.on_cpu`` sets.
-    """
+    """Return the arguments that make ``TrainingArguments(**settings)`` run the requested strategy on CPU."""
+    # ``use_cpu`` alone silently turns FSDP into plain DDP; without it DeepSpeed assumes a world size of 1. For FSDP
+    # ``use_configured_state``, a public option, makes Trainer use the state that ``drivers.accelerate.on_cpu`` sets.
     from pytest_distcompat.drivers import accelerate
 
     if not settings.get("fsdp"):

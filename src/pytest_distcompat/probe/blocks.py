@@ -15,11 +15,9 @@ def is_a(module: Module, *names: str) -> bool:
 
 
 def unwrapped(module: Module) -> Module:
-    """Return the module inside torch's wrappers, however many there are; the module itself if nothing wraps it.
-
-    torch.compile and activation checkpointing have no public attribute for the module that they wrap;
-    ``tests/scripts/test_private_names.py`` fails when the private ones change.
-    """
+    """Return the module inside torch's wrappers, however many there are; the module itself if nothing wraps it."""
+    # torch.compile and activation checkpointing have no public attribute for the module that they wrap;
+    # ``tests/scripts/test_private_names.py`` fails when the private ones change.
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
@@ -27,20 +25,18 @@ def unwrapped(module: Module) -> Module:
         if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
             module = cast("Module", module.module)
         elif is_a(module, "OptimizedModule"):
-            module = cast("Module", module._orig_mod)  # noqa: SLF001 - see the docstring
+            module = cast("Module", module._orig_mod)  # noqa: SLF001 - see above
         elif is_a(module, "ActivationWrapper"):
-            module = cast("Module", module._checkpoint_wrapped_module)  # noqa: SLF001 - see the docstring
+            module = cast("Module", module._checkpoint_wrapped_module)  # noqa: SLF001 - see above
         else:
             return module
 
 
 def declared_blocks(model: Module) -> tuple[str, ...]:
-    """Return the sorted class names of the blocks that the model declares, or else those that its submodules declare.
-
-    ``_no_split_modules`` of transformers and diffusers is private, but accelerate and transformers wrap by it
-    (https://huggingface.co/docs/accelerate/usage_guides/fsdp). ``tests/scripts/test_private_names.py`` fails when it
-    changes.
-    """
+    """Return the sorted class names of the blocks that the model declares, or else those that its submodules declare."""
+    # ``_no_split_modules`` of transformers and diffusers is private, but accelerate and transformers wrap by it
+    # (https://huggingface.co/docs/accelerate/usage_guides/fsdp). ``tests/scripts/test_private_names.py`` fails when it
+    # changes.
     declared = set(getattr(model, "_no_split_modules", None) or ())
     return tuple(sorted(declared or {name for child in model.children() for name in declared_blocks(child)}))
 

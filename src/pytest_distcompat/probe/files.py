@@ -44,11 +44,9 @@ def _infos(path: Path, root: Path, prefix: str) -> Iterator[FileInfo]:
 
 
 def module_directories(directory: Path) -> dict[str, str]:
-    """Map the name of each module directory of a composite model to its module's name; empty for another directory.
-
-    sentence-transformers writes each module of its Sequential into a directory of its own, the first one (its name is empty)
-    into the model's, and lists them in modules.json: https://sbert.net/docs/sentence_transformer/usage/custom_models.html.
-    """
+    """Map the name of each module directory of a composite model to its module's name; empty for another directory."""
+    # sentence-transformers writes each module of its Sequential into a directory of its own, the first one (its name is empty)
+    # into the model's, and lists them in modules.json: https://sbert.net/docs/sentence_transformer/usage/custom_models.html.
     try:
         listed = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -13,10 +13,8 @@ DEPTH = 6
 
 
 def tensors_fed(arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors with at least one dimension in mappings, sequences and dataclasses.
-
-    If there are none, attributes of other objects are searched too: the batches of torch_geometric keep their tensors there.
-    """
+    """Return the tensors with at least one dimension in mappings, sequences and dataclasses."""
+    # If there are none, attributes of other objects are searched too: the batches of torch_geometric keep their tensors there.
     values = list(arguments)
     return list(_tensors_in(values, attributes=False)) or list(_tensors_in(values, attributes=True))
 

@@ -151,11 +151,9 @@ def _checkpointed(model: Module) -> Iterator[str]:
 
 
 def compiled_modules(model: Module) -> Iterator[str]:
-    """Yield the names of the modules that torch.compile wraps, or that were compiled in place.
-
-    Compilation in place leaves only a private mark, ``_compiled_call_impl``; ``tests/launch/test_private_names.py`` fails
-    when it changes.
-    """
+    """Yield the names of the modules that torch.compile wraps, or that were compiled in place."""
+    # Compilation in place leaves only a private mark, ``_compiled_call_impl``; ``tests/launch/test_private_names.py`` fails
+    # when it changes.
     for name, module in model.named_modules():
         if is_a(module, "OptimizedModule") or getattr(module, "_compiled_call_impl", None) is not None:
             yield name

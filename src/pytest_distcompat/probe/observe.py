@@ -154,12 +154,10 @@ class Observer:
             self.record_operators(on=False)
 
     def record_operators(self, *, on: bool) -> None:
-        """Turn the recording of single operators on or off: while on, a tiny model's step takes four times as long.
-
-        Our dispatch mode goes below those of the trainer, which can then leave its own, and is removed only when none
-        lies above it. The two functions that move modes are private; ``tests/launch/test_private_names.py`` fails when
-        they change.
-        """
+        """Turn the recording of single operators on or off: while on, a tiny model's step takes four times as long."""
+        # Our dispatch mode goes below those of the trainer, which can then leave its own, and is removed only when none
+        # lies above it. The two functions that move modes are private; ``tests/launch/test_private_names.py`` fails when
+        # they change.
         if on and self._mode is None:
             above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()[self._outer_modes :]]
             self._mode = _OperatorMode(self)
@@ -172,10 +170,8 @@ class Observer:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Disable dispatch modes inside: operators there belong to the probe, and must not all go through Python.
-
-        ``_disable_current_modes`` is private; ``tests/launch/test_private_names.py`` fails when it changes.
-        """
+        """Disable dispatch modes inside: operators there belong to the probe, and must not all go through Python."""
+        # ``_disable_current_modes`` is private; ``tests/launch/test_private_names.py`` fails when it changes.
         with _disable_current_modes():
             yield
 
@@ -191,10 +187,8 @@ class Observer:
         self.float8 = 0
 
     def without_gradient(self) -> frozenset[int]:
-        """Return the ``id`` of each tensor that optimizers stepped on, and always without a gradient.
-
-        DeepSpeed's step on flat partitions, which always have one: there the parameters count that autograd did not reach.
-        """
+        """Return the ``id`` of each tensor that optimizers stepped on, and always without a gradient."""
+        # DeepSpeed's step on flat partitions, which always have one: there the parameters count that autograd did not reach.
         partitioned = {tensor: had for tensor, had in self._reached.items() if tensor not in self._stepped}
         found = {**self._stepped, **(partitioned if self._stepped else {})}
         return frozenset(id(tensor) for tensor, had_gradient in found.items() if not had_gradient)
@@ -325,11 +319,9 @@ def _tensors(args: Any) -> list[torch.Tensor]:
 
 
 def with_closure(args: Any, kwargs: Any, then: Callable[[], None]) -> tuple[Any, Any] | None:
-    """Return the arguments of ``step(closure)`` with ``then`` called after the closure; None for a step without one.
-
-    https://docs.pytorch.org/docs/stable/optim.html (optimizer.step(closure)). Lightning's Trainer takes every step like
-    this.
-    """
+    """Return the arguments of ``step(closure)`` with ``then`` called after the closure; None for a step without one."""
+    # https://docs.pytorch.org/docs/stable/optim.html (optimizer.step(closure)). Lightning's Trainer takes every step like
+    # this.
     closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
     if not callable(closure):
         return None

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 
 def several(optimizer: Any) -> list[Any]:
-    """Return the trainer's optimizers or schedulers as a list: one, those of an iterable, or none for None.
-
-    ``torch.optim.Muon`` needs a second one for parameters that are no matrices.
-    """
+    """Return the trainer's optimizers or schedulers as a list: one, those of an iterable, or none for None."""
+    # ``torch.optim.Muon`` needs a second one for parameters that are no matrices.
     if optimizer is None:
         return []
     return list(optimizer) if isinstance(optimizer, Iterable) and not isinstance(optimizer, str) else [optimizer]
@@ -34,10 +32,8 @@ def entries(optimizer: Any) -> list[torch.Tensor]:
 
 
 def chain(optimizer: Any) -> list[Any]:
-    """Return the wrappers of one optimizer, the outermost first, and at the end the torch optimizer.
-
-    AcceleratedOptimizer, DeepSpeedOptimizerWrapper and DeepSpeed's ZeRO optimizers all have the inner one as ``.optimizer``.
-    """
+    """Return the wrappers of one optimizer, the outermost first, and at the end the torch optimizer."""
+    # AcceleratedOptimizer, DeepSpeedOptimizerWrapper and DeepSpeed's ZeRO optimizers all have the inner one as ``.optimizer``.
     links = [optimizer]
     while (inner := getattr(links[-1], "optimizer", None)) is not None and inner not in links:
         links.append(inner)
@@ -62,11 +58,9 @@ def torch_optimizer(optimizer: Any) -> Any:
 
 
 def master_copies(optimizer: Any) -> dict[int, torch.Tensor]:
-    """Map the ``id`` of each float32 master copy to the parameter in low precision that it is a copy of.
-
-    DeepSpeed has them where it runs without ZeRO (``FP16_UnfusedOptimizer``), in two lists that are not documented;
-    ``tests/launch/test_private_names.py`` fails when they change.
-    """
+    """Map the ``id`` of each float32 master copy to the parameter in low precision that it is a copy of."""
+    # DeepSpeed has them where it runs without ZeRO (``FP16_UnfusedOptimizer``), in two lists that are not documented;
+    # ``tests/launch/test_private_names.py`` fails when they change.
     for link in links(optimizer):
         low, high = getattr(link, "fp16_groups", None), getattr(link, "fp32_groups", None)
         if low and high:

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 
 def read_parts(model: Module, known: Mapping[int, UnwrappedInfo], blocks: tuple[str, ...] = ()) -> UnwrappedInfo:
-    """Return the unwrapped model, taking parts that were wrapped since from ``known``, by the ``id`` of the module.
-
-    ``fully_shard`` is called for blocks before it is called for the root, and FSDP1 may be too.
-    """
+    """Return the unwrapped model, taking parts that were wrapped since from ``known``, by the ``id`` of the module."""
+    # ``fully_shard`` is called for blocks before it is called for the root, and FSDP1 may be too.
     if not any(id(part) in known for part in model.modules()):
         return _partitioned(model, read_unwrapped(model, blocks))
     merged = UnwrappedInfo(())

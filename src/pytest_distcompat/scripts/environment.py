@@ -22,10 +22,8 @@ _PROBE = "probe.json"
 
 
 def with_probe(environment: dict[str, str], directory: Path) -> dict[str, str]:
-    """Return the environment with the variables that start the probe in every Python process.
-
-    Every process inherits them: through torchrun, accelerate, deepspeed, ``mp.spawn``, shells and ``uv run``.
-    """
+    """Return the environment with the variables that start the probe in every Python process."""
+    # Every process inherits them: through torchrun, accelerate, deepspeed, ``mp.spawn``, shells and ``uv run``.
     own = environment.get("PYTHONPATH")
     path = f"{SITE}{os.pathsep}{own}" if own else str(SITE)
     return {**environment, "PYTHONPATH": path, RUN: str(directory)}

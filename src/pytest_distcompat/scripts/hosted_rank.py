@@ -177,10 +177,8 @@ def current_rank() -> HostedRank | None:
 
 
 def claim(rank: int) -> HostedRank | None:
-    """Make this process that rank and return it; None for a child of a rank, or if another process is it already.
-
-    Several processes, or programs in one process (``os.execv``), may be the rank one after the other if each ends well.
-    """
+    """Make this process that rank and return it; None for a child of a rank, or if another process is it already."""
+    # Several processes, or programs in one process (``os.execv``), may be the rank one after the other if each ends well.
     global _current  # noqa: PLW0603 - a process is one rank
     if current_rank() is not None:
         return _current

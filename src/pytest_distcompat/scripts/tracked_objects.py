@@ -65,11 +65,9 @@ class TrackedObjects:
         return alive[-1] if alive else None
 
     def optimizers_with(self, optimizer: Any, model: Module | None) -> Any:
-        """Return the optimizer, or a list of it and all others that train the model, in the order they were made.
-
-        The latest are chosen first: an optimizer that was dropped holds the same parameters as the one that replaced
-        it.
-        """
+        """Return the optimizer, or a list of it and all others that train the model, in the order they were made."""
+        # The latest are chosen first: an optimizer that was dropped holds the same parameters as the one that replaced
+        # it.
         from pytest_distcompat.probe.optimizer import entries, torch_optimizer
 
         inner = torch_optimizer(optimizer)

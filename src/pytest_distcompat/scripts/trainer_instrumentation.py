@@ -20,10 +20,8 @@ LIGHTNING = ("pytorch_lightning", "lightning.pytorch")
 
 
 def wrap_lightning(module: ModuleType) -> None:
-    """Wrap ``Trainer.save_checkpoint``, which all ranks call and which writes through a file system of Lightning's own.
-
-    https://lightning.ai/docs/pytorch/stable/common/trainer.html
-    """
+    """Wrap ``Trainer.save_checkpoint``, which all ranks call and which writes through a file system of Lightning's own."""
+    # https://lightning.ai/docs/pytorch/stable/common/trainer.html
     save = wrappers.saves(lambda _result, args, kwargs: wrappers.second(args, kwargs, "filepath"))
     wrappers.wrap_attribute(module.Trainer, "save_checkpoint", save)
 

@@ -45,10 +45,8 @@ def current_recorder() -> Recorder | None:
 
 
 def wrap_attribute(owner: Any, name: str, wrapper: Wrapper) -> None:
-    """Replace ``owner.name``, if it exists, by a function that runs the wrapper around it.
-
-    In a process without a recorder the function only calls the original.
-    """
+    """Replace ``owner.name``, if it exists, by a function that runs the wrapper around it."""
+    # In a process without a recorder the function only calls the original.
     original = getattr(owner, name, None)
     if original is None:
         return

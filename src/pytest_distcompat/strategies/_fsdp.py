@@ -20,11 +20,9 @@ STATE_DICT_TYPES = {"sharded": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"}
 
 
 def dtypes(precision: Precision) -> Dtypes:
-    """Return the dtype row: shards and optimizer in the master dtype, products and reductions in the compute dtype.
-
-    As in the table of https://huggingface.co/blog/deepspeed-to-fsdp-and-back; accelerate sets the reduce dtype to the
-    compute dtype (``FullyShardedDataParallelPlugin.set_mixed_precision``).
-    """
+    """Return the dtype row: shards and optimizer in the master dtype, products and reductions in the compute dtype."""
+    # As in the table of https://huggingface.co/blog/deepspeed-to-fsdp-and-back; accelerate sets the reduce dtype to the
+    # compute dtype (``FullyShardedDataParallelPlugin.set_mixed_precision``).
     master, compute = precision.master, precision.compute
     return Dtypes(storage=master, compute=compute, reduce=compute, gradient=master, master=master, state=master)
 
