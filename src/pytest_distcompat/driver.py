@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pytest_distcompat.calls import CALL
 from pytest_distcompat.settings.fields import Source
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Plan:
     """Actions of one training, in order.
 
     Attributes:
-        actions: Names out of ``build``, ``load``, ``step``, ``overflow`` and ``save``.
+        actions: Names out of ``build``, ``load``, ``step``, ``overflow`` and ``save``; in a walk also ``call`` and a call.
         first_step: The number of the first step.
         save_to: The directory to save into; it exists and is the same for all ranks.
         load_from: The directory to load from; it exists and is the same for all ranks.
@@ -87,6 +88,10 @@ class Driver:
     #: The objects of libraries that this driver makes, whose fields option ``set`` of a cell can set.
     sources: ClassVar[tuple[Source, ...]] = ()
     order: ClassVar[int] = 100
+    #: What users call on the live trainer, for walks: a subclass of ``drivers._calls.Calls``.
+    walk_calls: ClassVar[Any] = None
+    #: An instance of ``calls``, in a run that is a walk.
+    walker: Any = None
 
     model: Any = None
     optimizer: Any = None
@@ -170,6 +175,9 @@ class Driver:
             if action in STEP_ACTIONS:
                 report(action, getattr(self, action)(number))
                 number += 1
+                continue
+            if action.startswith(CALL):
+                report(action, self.walker.perform(action.removeprefix(CALL)))
                 continue
             if action == "build":
                 self.build(model)

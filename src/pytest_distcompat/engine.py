@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_distcompat.cell import Cell, Matrix
-from pytest_distcompat.checks import CHECKS, Check
+from pytest_distcompat.checks import CHECKS, WALK, Check
 from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver, preload_of
@@ -27,6 +27,7 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.runner import Runner
 from pytest_distcompat.status import Verdict
 from pytest_distcompat.strategies import STRATEGIES
+from pytest_distcompat.walk.explore import WALKS, Explorer
 
 if TYPE_CHECKING:
     from pytest_distcompat.trace import Trace
@@ -76,7 +77,10 @@ def check_driver(
     name = _importable(driver)
     kind = find_driver(name)
     limits = dict(limits or {})
-    wanted = [CHECKS.get(check) for check in ([checks] if isinstance(checks, str) else checks or CHECKS.names())]
+    wanted = [
+        WALK if check == WALK.name else CHECKS.get(check)
+        for check in ([checks] if isinstance(checks, str) else checks or CHECKS.names())
+    ]
     chosen = _cells(cells, device)
     if not chosen:
         raise UsageProblem(f"cells={cells!r:.200}: expected at least one cell")
@@ -107,7 +111,10 @@ def run_check(
     runner: Runner, driver: str, cell: Cell, check: Check, expectations: Iterable[Expectation]
 ) -> tuple[Verdict, Trace]:
     """Run what a check needs in a cell; return its verdict and the trace that it was judged on."""
-    trace = runner.trace(driver, cell, check.runs(cell, find_driver(driver)))
+    if check is WALK:
+        trace = Explorer(runner, driver, cell).explore(WALKS)
+    else:
+        trace = runner.trace(driver, cell, check.runs(cell, find_driver(driver)))
     return judge(check, cell, trace, expectations), trace
 
 

@@ -19,6 +19,7 @@ PROFILES = {
     "pairwise": "the suite's matrix, and every pair of strategy, precision and option values that the driver can do",
     "zoo": "every causal language model of transformers and one model of each other task, under DDP, FSDP2 and ZeRO-3",
     "sweep": "every setting of the installed libraries that the driver makes objects with, one at a time (distcompat settings)",
+    "walk": "each strategy of the matrix in fp32, model `mlp`: calls of a live trainer in drawn order, against one process",
     "full": "every strategy with every precision that the suite's matrix has together, with every option value by itself",
 }
 
@@ -81,6 +82,9 @@ def cells(
         return [Cell.of(strategy, "fp32", world_sizes[0], model=model) for model in models for strategy in chosen]
     if profile == "sweep":
         return list(_sweep(driver, strategies, world_sizes[0]))
+    if profile == "walk":
+        own = [Cell.of(strategy, "fp32", world_sizes[0], model="mlp") for strategy, _ in claimed if driver.walk_calls]
+        return list(dict.fromkeys(own))
     if profile == "pairwise":
         # Keep the suite's own cells too: a bug may need a strategy, a precision and an option together, and some checks need
         # cells without options.

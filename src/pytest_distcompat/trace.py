@@ -188,6 +188,26 @@ class FileInfo:
         )
 
 
+#: How many elements of a tensor are here, their sum, and the sum of their squares.
+Sums = tuple[int, float, float]
+
+
+@dataclass(frozen=True)
+class CallInfo:
+    """What a walk compares after a call of the live trainer, beside what any snapshot has.
+
+    ``observes``: the call must change nothing. ``gradients`` are digests by live name, empty for none; ``evaluating`` the
+    modules in evaluation mode. ``sums`` are this rank's part of what is optimized, by live name; ``returned`` the whole tensors
+    that the call returned.
+    """
+
+    observes: bool
+    gradients: Mapping[str, str]
+    evaluating: tuple[str, ...]
+    sums: Mapping[str, Sums]
+    returned: Mapping[str, Sums] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """Record of one rank's probe after one action.
@@ -223,6 +243,7 @@ class Snapshot:
     collectives: tuple[CollectiveInfo, ...] = ()
     files: tuple[FileInfo, ...] = ()
     saved: tuple[FileInfo, ...] = ()
+    call: CallInfo | None = None
 
     @property
     def parameters(self) -> tuple[ParameterInfo, ...]:

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_distcompat import clock
+from pytest_distcompat.calls import CALL, REFERENCE_CALL, Call, kind_of
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.decode import decode
 from pytest_distcompat.driver import STEP_ACTIONS, Driver, Plan
 from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.events import Action, SnapshotTaken
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.registry import installed_entry_points
@@ -32,6 +34,11 @@ installed_entry_points()
 
 #: The actions that are methods of the trainer, which may do several of them in one call.
 TRAINING = STEP_ACTIONS | {"build", "load", "save"}
+
+
+def is_training(action: str) -> bool:
+    """Tell whether an action is one of the trainer, which may do several of them in one call."""
+    return action in TRAINING or action.startswith(CALL)
 
 
 def run(payload: Mapping[str, Any], log: RankLog) -> None:
@@ -101,7 +108,7 @@ class _Rank:
         """Perform all actions of the run."""
         self._begin()
         while self.index < len(self.run.actions):
-            if self.run.actions[self.index] in TRAINING:
+            if is_training(self.run.actions[self.index]):
                 self._train()
             else:
                 self._perform_own()
@@ -121,18 +128,23 @@ class _Rank:
         self._begin()
 
     def _perform_own(self) -> None:
-        infos = getattr(self, f"_{self.run.actions[self.index]}")()
+        action = self.run.actions[self.index]
+        infos = self._reference_call() if action.startswith(REFERENCE_CALL) else getattr(self, f"_{action}")()
         self._end(infos, clock.now() - self.began)
 
     def _train(self) -> None:
         """Hand the trainer its methods, up to the next action of the worker's own, as one plan; read files in between."""
         rest = self.run.actions[self.index :]
-        length = next((n for n, action in enumerate(rest) if action not in TRAINING | {"files"}), len(rest))
-        actions = tuple(action for action in rest[:length] if action in TRAINING)
+        length = next((n for n, action in enumerate(rest) if not is_training(action) and action != "files"), len(rest))
+        actions = tuple(filter(is_training, rest[:length]))
         self.end = self.index + length
         unwrapped, self.unwrapped = self.unwrapped, None
         load_from = self.run_paths.save_to if self.run.damage else self.run_paths.load_from
         plan = Plan(actions, self.number, self.run_paths.save_to, load_from)
+        if self.driver.walk_calls is not None:
+            self.driver.walker = self.driver.walk_calls(
+                self.driver, self.run_paths.save_to / "called", (self.driver.world.rank,), self.number
+            )
         with self.observer.watching():
             self.observer.record_operators(on=self._observes_operators)
             self.driver.train(unwrapped, plan, self._record_action)  # type: ignore[arg-type]  # a plan without build needs no model
@@ -150,8 +162,8 @@ class _Rank:
         # The accumulation check counts collectives in every step; all others read one step.
         return self.number == min(OBSERVED_STEP, steps) - 1 or self.driver.cell.option("grad_accum") != 1
 
-    def _record_action(self, action: str, loss: float | None = None) -> None:
-        """Record an action that ``Driver.train`` reports as done."""
+    def _record_action(self, action: str, loss: Any = None) -> None:
+        """Record an action that ``Driver.train`` reports as done, with the loss, or with what a call returned."""
         # Before the probe reads anything, which is not the trainer's time.
         seconds = clock.now() - self.began
         expected = self.run.actions[self.index] if self.index < self.end else ""
@@ -160,6 +172,7 @@ class _Rank:
             raise RuntimeError(f"the driver's train() reported {action!r}; {state}")
         with self.observer.aside():
             infos = self._snapshot(whole=action not in STEP_ACTIONS or self.number < self.run.first_step + WHOLE_STEPS)
+            infos |= self._called(loss) if self.walks else {}
         if action in STEP_ACTIONS:
             driver = self.driver
             infos |= {"loss": _number(loss, "the loss"), "grad_norm": _number(driver.grad_norm, "grad_norm")}
@@ -173,6 +186,43 @@ class _Rank:
             # All ranks have left ``save``: they took collective steps since.
             self._perform_own()
         self.observer.record_operators(on=self._observes_operators)
+
+    @property
+    def walks(self) -> bool:
+        """Tell whether the run is a walk."""
+        return any(action.startswith((CALL, REFERENCE_CALL)) for action in self.run.actions)
+
+    def _called(self, result: Any) -> dict[str, Any]:
+        """Return what a walk compares after an action, which returned a loss, outputs, whole tensors or nothing."""
+        from torch import Tensor
+
+        from pytest_distcompat.probe import sample
+        from pytest_distcompat.probe.calls import read_call
+
+        action, calls = self.run.actions[self.index], type(self.driver.walker)
+        observes = action.startswith(CALL) and kind_of(calls, Call.parse(action.removeprefix(CALL)).name) == "observer"
+        infos: dict[str, Any] = {"call": read_call(self.driver.model, result, observes=observes)}
+        infos["grad_norm"] = _number(self.driver.grad_norm, "grad_norm")
+        if isinstance(result, Tensor):
+            infos["outputs"] = sample(result)
+        elif isinstance(result, float):
+            infos["loss"] = result
+        return infos | self.observer.infos()
+
+    def _reference_call(self) -> dict[str, Any]:
+        """Do a call of a walk in one process, on the batches of all ranks."""
+        driver = self.driver
+        if driver.walker is None:
+            assert self.unwrapped is not None
+            driver.model = self.unwrapped.float()
+            driver.optimizer = driver.make_optimizer(driver.model)
+            driver.scheduler = driver.make_scheduler(driver.optimizer)
+            driver.walker = Calls(driver, self.run_paths.save_to, range(self.run_paths.ranks))
+        with self.observer.watching():
+            result = driver.walker.perform(self.run.actions[self.index].removeprefix(REFERENCE_CALL))
+            if not isinstance(result, float):
+                result = driver.walker.outputs()
+        return self._snapshot(whole=True) | self._called(result)
 
     def _build_model(self) -> dict[str, Any]:
         self.unwrapped = self.driver.build_model()
@@ -270,7 +320,8 @@ class _Rank:
             device=driver.world.device,
             scheduler=driver.scheduler,
             scaler=driver.scaler,
-            trainer_world_size=driver.trainer_world_size(),
+            # The reference of a walk has no trainer.
+            trainer_world_size=None if type(driver.walker) is Calls else driver.trainer_world_size(),
             whole=whole,
             without_gradient=self.observer.without_gradient(),
         )

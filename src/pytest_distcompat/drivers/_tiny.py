@@ -202,8 +202,16 @@ class TinyDriver(Driver):
                 rows += [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
         return rows
 
-    def evaluate(self, model: Module) -> torch.Tensor:
+    def loss(self, model: Module, number: int, rank: int) -> torch.Tensor:
+        """Return the loss on a micro-batch, counted over epochs."""
+        return self.tiny.loss(model, self.batch_of(number % self.epoch, rank))
+
+    def outputs(self, model: Module) -> torch.Tensor:
         """Return the logits on a batch that no step trains on."""
+        return self.tiny.outputs(model, self.batch_of(HELD_OUT_BATCH, 0))
+
+    def evaluate(self, model: Module) -> torch.Tensor:
+        """Return the logits on a batch that no step trains on, in evaluation mode."""
         import torch
 
         model.eval()
@@ -211,7 +219,7 @@ class TinyDriver(Driver):
             # Trained weights in float32 beside frozen ones in bfloat16 cannot be multiplied.
             model.float()
         with torch.no_grad():
-            return self.tiny.outputs(model, self.batch_of(HELD_OUT_BATCH, 0))
+            return self.outputs(model)
 
     def reload(self, directory: Path) -> Module:
         """Load the exported files: ``from_pretrained`` for transformers' and PEFT's models, else the state dict."""

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from pytest_distcompat.calls import CALL
 from pytest_distcompat.driver import OnAction, Plan
 
 
@@ -30,12 +31,22 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:
         def __init__(self) -> None:
             self.first = "load" if "load" in plan.actions else "build"
             self.step = contextlib.ExitStack()
+            self.calls = list(plan.actions)
+
+        def report(self, action: str, *result: Any) -> None:
+            """Report an action, then do the calls of a walk that follow it."""
+            report(action, *result)
+            self.calls = self.calls[self.calls.index(action) + 1 :]
+            while self.calls and self.calls[0].startswith(CALL):
+                call = self.calls.pop(0)
+                report(call, driver.walker.perform(call.removeprefix(CALL)))
+                driver.read_trainer()
 
         def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
             if self.first:
                 driver.read_trainer()
                 action, self.first = self.first, ""
-                report(action)
+                self.report(action)
                 if not plan.steps:
                     raise PlanDoneError
             if plan.steps[state.global_step - plan.first_step] == "overflow":
@@ -51,9 +62,9 @@ def make_callback(driver: Any, plan: Plan, report: OnAction) -> Any:
                 driver.grad_norm = logs.get("grad_norm")
                 batches = (driver.batch_of(index, driver.world.rank) for index in driver.micros(state.global_step - 1))
                 driver.tokens = sum(map(driver.tiny.count, batches))
-                report(plan.steps[state.global_step - 1 - plan.first_step], logs["loss"])
+                self.report(plan.steps[state.global_step - 1 - plan.first_step], logs["loss"])
 
         def on_save(self, *_: Any, **__: Any) -> None:
-            report("save")
+            self.report("save")
 
     return _Reporter()

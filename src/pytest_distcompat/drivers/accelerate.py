@@ -5,11 +5,15 @@ https://huggingface.co/docs/accelerate/usage_guides/fsdp, https://huggingface.co
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pytest_distcompat.calls import observer
 from pytest_distcompat.drivers import _options, _preload
+from pytest_distcompat.drivers._calls import CLIP_VALUE, Calls
 from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.settings.fields import Source
@@ -21,6 +25,155 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.models._base import Batch
+
+
+#: What ``accelerator.backward`` does alone under DeepSpeed.
+_ENGINE = {
+    **dict.fromkeys(
+        ("step(clip*", "step(zero*", "zero_grad*"), "DeepSpeed's engine clips and zeroes gradients in backward"
+    ),
+    "micro*": "under DeepSpeed accelerate counts micro-batches itself, by gradient_accumulation_steps",
+    **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "DeepSpeed's optimizer partitions what it was built with"),
+    "load*": "DeepSpeed loads into a new engine only",
+}
+_FSDP1 = {
+    "get_state_dict*": "accelerate offloads: a segmentation fault, https://github.com/pytorch/pytorch/issues/188989",
+    "export*": "accelerate offloads: a segmentation fault, https://github.com/pytorch/pytorch/issues/188989",
+}
+_WRAPPED = dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "what was trainable when it was wrapped stays so")
+_VALUE = {"step(clip='value'*": "accelerate raises: use clip_grad_norm_ instead"}
+
+
+_SCRIPT = """
+    import deepspeed
+    from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin, PartialState
+    from torch.utils.data import DataLoader
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    PLUGIN
+    optimizer, scheduler = optimizer_of(model, every=RANKS)
+    data = [row for n in range(EPOCH) for r in range(RANKS) for row in zip(*batch(n, r))]
+    parts = accelerator.prepare(DataLoader(data, batch_size=4), model, optimizer, scheduler)
+    trainer = trainer_of(*parts[1:], accelerator=accelerator, stream=None)
+    trainer.tiny = SimpleNamespace(loss=lambda model, rows: functional.cross_entropy(model(rows[0]), rows[1]))
+
+    def batches(done):
+        yield from accelerator.skip_first_batches(parts[0], done) if done else ()
+        while True:
+            yield from parts[0]
+
+    def next_batch(done):
+        trainer.stream = trainer.stream or batches(done % EPOCH)
+        return next(trainer.stream)
+
+    trainer.next_batch, trainer.forget_stream = next_batch, lambda: setattr(trainer, "stream", None)
+    return trainer
+"""
+#: On CPU ranks accelerate runs DDP instead of FSDP without this: see ``on_cpu``.
+_FSDP_PLUGIN = """
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=VERSION, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"],
+        state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False, **MORE)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+"""
+_ZERO_PLUGIN = """
+    zero = {"stage": STAGE, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": MAX_NORM, "zero_optimization": zero}
+    from accelerate import InitProcessGroupKwargs
+    handlers = [InitProcessGroupKwargs(backend="gloo")]
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=handlers)
+"""
+_PLUGINS = {
+    "ddp": "\n    accelerator = Accelerator(cpu=True)",
+    "fsdp1": _FSDP_PLUGIN.replace("VERSION", "1").replace(
+        "MORE", "{'use_orig_params': True, 'sync_module_states': False}"
+    ),
+    "fsdp2": _FSDP_PLUGIN.replace("VERSION", "2").replace("MORE", "{}"),
+    **{f"zero{stage}": _ZERO_PLUGIN.replace("STAGE", str(stage)) for stage in (1, 2, 3)},
+}
+
+
+class AccelerateCalls(Calls):
+    """Calls of an ``Accelerator``."""
+
+    script: ClassVar[Mapping[str, str]] = {
+        name: _SCRIPT.replace("\n    PLUGIN", text) for name, text in _PLUGINS.items()
+    }
+    refused: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "*": {"load_weights*": "load_state loads everything"},
+        "ddp": _WRAPPED,
+        "fsdp1": _WRAPPED | _VALUE | _FSDP1,
+        "fsdp2": _VALUE,
+        **dict.fromkeys(("zero1", "zero2", "zero3"), _ENGINE),
+    }
+
+    @property
+    def accelerator(self) -> Any:
+        """Return the ``Accelerator``."""
+        return self.trainer.accelerator
+
+    def backward(self, last: bool) -> float:
+        """Run forward and backward of the next batch of the prepared loader."""
+        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+            loss = self.trainer.tiny.loss(self.model, self.trainer.next_batch(self.position))
+            self.accelerator.backward(loss)
+        self.position += 1
+        return float(loss.detach())
+
+    def clip_norm(self) -> Any:
+        """Clip by the Accelerator; under DeepSpeed that returns the engine's norm."""
+        return self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM) or math.nan
+
+    def clip_value(self) -> None:
+        """Clip by the Accelerator."""
+        self.accelerator.clip_grad_value_(self.model.parameters(), CLIP_VALUE)
+
+    def skip(self) -> None:
+        """Skip a batch by ``skip_first_batches``, as a resumed run does."""
+        super().skip()
+        self.trainer.forget_stream()
+
+    def new_epoch(self) -> None:
+        """Begin the loader again."""
+        super().new_epoch()
+        self.trainer.forget_stream()
+
+    @observer
+    def save(self) -> None:
+        """Save by ``save_state``."""
+        self.accelerator.save_state(str(self.directory))
+
+    def load(self) -> None:
+        """Load by ``load_state``."""
+        self.accelerator.load_state(str(self.directory))
+
+    @observer
+    def evaluate(self, context: Literal["no_grad", "inference_mode"] = "no_grad") -> Any:
+        """Evaluate without gradients and go back to training."""
+        return self.outputs(context)
+
+    @observer
+    def gather_for_metrics(self) -> Any:
+        """Evaluate and gather what all ranks found."""
+        found = self.outputs()
+        gathered = self.accelerator.gather_for_metrics(found)
+        return gathered[: len(found)]
+
+    @observer
+    def unwrap_model(self, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> None:
+        """Take all wrappers off."""
+        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper, keep_torch_compile)
+
+    @observer
+    def get_state_dict(self, unwrap: bool = True) -> Any:
+        """Take the model's whole state dict, which FSDP gives to rank 0 alone."""
+        return self.accelerator.get_state_dict(self.model, unwrap=unwrap)
+
+    @observer
+    def export(self, safe_serialization: bool = True) -> None:
+        """Write the weights by ``save_model``."""
+        self.accelerator.save_model(self.model, str(self.directory), safe_serialization=safe_serialization)
 
 
 class AccelerateDriver(TinyDriver):
@@ -66,6 +219,7 @@ class AccelerateDriver(TinyDriver):
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
     portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2", "zero1": "fsdp2", "zero2": "fsdp2", "zero3": "fsdp2"}
     order: ClassVar[int] = 1
+    walk_calls: ClassVar[type[Calls]] = AccelerateCalls
 
     accelerator: Any = None
     _stream: Iterator[Batch] | None = None
@@ -163,9 +317,17 @@ class AccelerateDriver(TinyDriver):
 
     def _next(self, number: int) -> Batch:
         """Return the next batch of the prepared loader, epoch after epoch; a resumed run skips those of the first."""
+        return self.next_batch(self.micros(number)[0])
+
+    def next_batch(self, done: int) -> Batch:
+        """Return the next batch of the prepared loader; the first time, skip so many batches of the epoch."""
         if self._stream is None:
-            self._stream = self._batches(self.micros(number)[0])
+            self._stream = self._batches(done % self.epoch)
         return next(self._stream)
+
+    def forget_stream(self) -> None:
+        """Iterate over the loader anew at the next batch."""
+        self._stream = None
 
     def _batches(self, done: int) -> Iterator[Batch]:
         if done:

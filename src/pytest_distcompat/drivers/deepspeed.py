@@ -5,10 +5,13 @@ https://deepspeed.readthedocs.io/en/latest/initialize.html, https://deepspeed.re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pytest_distcompat.calls import observer
 from pytest_distcompat.drivers import _options, _preload
+from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.launch.deepspeed_cpu import without_shared_memory
 from pytest_distcompat.precisions import PRECISIONS
@@ -20,6 +23,126 @@ if TYPE_CHECKING:
 
     from pytest_distcompat.cell import Cell
     from pytest_distcompat.driver import OnAction, Plan
+
+
+_WHOLE_PARAMETERS = {
+    "gather*": "it keeps whole parameters",
+    "accessors(of='grad')": "gradients are there before step() alone",
+}
+_WITHOUT_ZERO = dict.fromkeys(("gather*", "accessors*"), "it is an interface of ZeRO")
+
+
+_SCRIPT = """
+    import deepspeed
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    optimizer, scheduler = optimizer_of(model)
+    zero = {"stage": STAGE, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": MAX_NORM, "zero_optimization": zero}
+    parts = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    return trainer_of(parts[0], parts[1], parts[3], strategy=SimpleNamespace(shards=STAGE == 3))
+"""
+
+
+class DeepSpeedCalls(Calls):
+    """Calls of a DeepSpeed engine, which clips and zeroes gradients itself."""
+
+    script: ClassVar[Mapping[str, str]] = {f"zero{stage}": _SCRIPT.replace("STAGE", str(stage)) for stage in range(4)}
+    refused: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "*": {
+            **dict.fromkeys(
+                ("step(clip*", "step(zero*"), "the engine clips as its JSON says, and zeroes gradients in step()"
+            ),
+            **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "the engine partitions what it was built with"),
+        },
+        "zero0": _WITHOUT_ZERO,
+        **{f"zero{stage}": _WHOLE_PARAMETERS for stage in (1, 2)},
+        "zero3": {
+            "load*": "under ZeRO-3 a checkpoint cannot be loaded after one was saved, says load_checkpoint's documentation"
+        },
+    }
+
+    def backward(self, last: bool) -> float:
+        """Run forward and backward; the boundary says whether the engine reduces and steps."""
+        self.model.set_gradient_accumulation_boundary(last)
+        loss = self.trainer.loss(self.model, self.position, self.ranks[0])
+        self.model.backward(loss)
+        self.position += 1
+        return float(loss.detach())
+
+    def micro(self) -> float:
+        """Add the gradients of a batch up; ``step`` does nothing where no accumulation ends."""
+        loss = super().micro()
+        self.model.step()
+        return loss
+
+    def update(self, clip: str, zero: str) -> None:  # noqa: ARG002 - see ``refused``
+        """Step; the engine clips, steps the scheduler and zeroes gradients."""
+        self.model.step()
+        self.trainer.grad_norm = self.model.get_global_grad_norm()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients: by the optimizer, or by the engine."""
+        if set_to_none:
+            self.model.optimizer.zero_grad()
+        else:
+            self.model.zero_grad()
+
+    @observer
+    def save(self) -> None:
+        """Save by ``save_checkpoint``."""
+        self.model.save_checkpoint(str(self.directory))
+
+    def load(self) -> None:
+        """Load by ``load_checkpoint``."""
+        self.model.load_checkpoint(str(self.directory))
+
+    def load_weights(self) -> None:
+        """Load the weights alone, by an argument of ``load_checkpoint``."""
+        self.model.load_checkpoint(str(self.directory), load_module_only=True)
+
+    @observer
+    def evaluate(self, context: Literal["no_grad", "inference_mode"] = "no_grad") -> Any:
+        """Evaluate without gradients and go back to training."""
+        return self.outputs(context)
+
+    @observer
+    def gather(self) -> Any:
+        """Look at whole parameters by ``GatheredParameters``."""
+        import deepspeed
+
+        parameters = dict(self.model.module.named_parameters())
+        with deepspeed.zero.GatheredParameters(list(parameters.values())):
+            return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+    @observer
+    def accessors(self, of: Literal["fp32_param", "optimizer_state", "grad"] = "fp32_param") -> Any:
+        """Read by ``safe_get_full_fp32_param`` and its like."""
+        from deepspeed import utils
+
+        read = getattr(utils, f"safe_get_full_{of}")
+        more = ["exp_avg"] if of == "optimizer_state" else []
+        trained = [(name, one) for name, one in self.model.module.named_parameters() if one.requires_grad]
+        found = {name: read(one, *more) for name, one in trained}
+        return found if of == "fp32_param" else None
+
+    @observer
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        """Take the module's state dict, which ZeRO-3 has shards of."""
+        state = self.model.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        return None if self.trainer.strategy.shards else state
+
+    @observer
+    def export(self, exclude_frozen_parameters: bool = False) -> None:
+        """Write the weights by ``save_16bit_model``."""
+        self.model.save_16bit_model(str(self.directory), exclude_frozen_parameters=exclude_frozen_parameters)
+
+    @observer
+    def memory(self) -> None:
+        """Print how much memory is used."""
+        from deepspeed.runtime.utils import see_memory_usage
+
+        see_memory_usage("walk", force=True)
 
 
 class DeepSpeedDriver(TinyDriver):
@@ -54,6 +177,7 @@ class DeepSpeedDriver(TinyDriver):
     #: By way of a universal checkpoint.
     reshards: ClassVar[tuple[str, ...]] = ("zero1", "zero2", "zero3")
     order: ClassVar[int] = 2
+    walk_calls: ClassVar[type[Calls]] = DeepSpeedCalls
 
     #: The directory of the universal checkpoint, if one of another world size is loaded.
     universal: Path | None = None

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pytest_distcompat.calls import observer
 from pytest_distcompat.drivers import _options, _preload
+from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers._tiny import TinyDriver
 from pytest_distcompat.settings.fields import Source
 from pytest_distcompat.strategies import STRATEGIES
@@ -21,6 +23,159 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pytest_distcompat.cell import Cell
+
+
+#: Why parameters of a wrapped model cannot be frozen: DDP's, and FSDP1's, which are one flat tensor.
+_FIXED = (
+    "DDP reduces what was trainable when it wrapped the model: DistributedDataParallel's documentation warns of changes"
+)
+_NO_FSDP1 = "FSDP1 flattens what was trainable when it wrapped the model"
+
+
+_BUILT = """
+    return trainer_of(model, *optimizer_of(model))
+"""
+
+
+class TorchCalls(Calls):
+    """Calls on a model that DDP or FSDP wraps."""
+
+    script: ClassVar[Mapping[str, str]] = {
+        "ddp": """
+    model = nn.parallel.DistributedDataParallel(model)
+"""
+        + _BUILT,
+        "fsdp1": """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    policy = ModuleWrapPolicy({Block})
+    model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+"""
+        + _BUILT,
+        "fsdp2": """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+"""
+        + _BUILT,
+    }
+    refused: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "ddp": {
+            **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), _FIXED),
+            "gather*": "DDP shards nothing",
+        },
+        "fsdp1": {
+            **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), _NO_FSDP1),
+            "gather(how='uns*": "FSDP2's method",
+            "gather(how='full*": "FSDP1 has no DTensors",
+            "state_dict(how='cpu_offload')": "a segmentation fault: https://github.com/pytorch/pytorch/issues/188989",
+            "unwrap*": "FSDP1's wrapper is not taken off",
+        },
+        "fsdp2": {"gather()": "FSDP1's method", "unwrap*": "FSDP2 wraps nothing"},
+    }
+
+    def sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Return ``no_sync`` for all but the last pass; FSDP2 has a switch instead."""
+        if hasattr(self.model, "set_requires_gradient_sync"):
+            self.model.set_requires_gradient_sync(last)
+            return contextlib.nullcontext()
+        return contextlib.nullcontext() if last else self.model.no_sync()
+
+    def clip_norm(self) -> Any:
+        """Clip by FSDP1's own method, else by torch's function."""
+        own = getattr(self.model, "clip_grad_norm_", None)
+        return own(MAX_NORM) if own else super().clip_norm()
+
+    def _state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.trainer.optimizer)
+        return {"model": model, "optimizer": optimizer, "scheduler": self.trainer.scheduler.state_dict()}
+
+    @observer
+    def save(self) -> None:
+        """Save by ``torch.distributed.checkpoint``."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        save(self._state(), checkpoint_id=self.directory)
+
+    def load(self) -> None:
+        """Load in place, then set the state."""
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        state = self._state()
+        load(state, checkpoint_id=self.directory)
+        found = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.trainer.optimizer, **found)
+        self.trainer.scheduler.load_state_dict(state["scheduler"])
+
+    def load_weights(self) -> None:
+        """Load the model alone, and set it."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        state = {"model": get_model_state_dict(self.model)}
+        load(state, checkpoint_id=self.directory)
+        set_model_state_dict(self.model, state["model"])
+
+    @observer
+    def evaluate(self, context: Literal["no_grad", "inference_mode"] = "no_grad") -> Any:
+        """Evaluate without gradients and go back to training."""
+        return self.outputs(context)
+
+    @observer
+    def unwrap(self) -> Any:
+        """Take the wrapper off."""
+        return dict(self.model.module.named_parameters())
+
+    @observer
+    def state_dict(self, how: Literal["full_state_dict", "cpu_offload", "ignore_frozen_params", "own"] = "own") -> Any:
+        """Take the model's state dict: its own, or by ``get_model_state_dict`` with an option."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        if how == "own":
+            self.model.state_dict()
+            return None
+        chosen: dict[str, Any] = {"full_state_dict": True, how: True}
+        whole = get_model_state_dict(self.model, options=StateDictOptions(**chosen))
+        return {name: tensor for name, tensor in whole.items() if how != "ignore_frozen_params" or "frozen" not in name}
+
+    @observer
+    def optimizer_state(self, how: Literal["full_state_dict", "flatten_optimizer_state_dict", "own"] = "own") -> None:
+        """Take the optimizer's state dict: its own, or by ``get_optimizer_state_dict`` with an option."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+        if how == "own":
+            self.trainer.optimizer.state_dict()
+        else:
+            chosen: dict[str, Any] = {how: True}
+            get_optimizer_state_dict(self.model, self.trainer.optimizer, options=StateDictOptions(**chosen))
+
+    @observer
+    def gather(self, how: Literal["summon_full_params", "full_tensor", "unshard"] = "summon_full_params") -> Any:
+        """Look at whole parameters."""
+        import torch
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        if how == "full_tensor":
+            with torch.no_grad():
+                return {name: parameter.full_tensor() for name, parameter in self.model.named_parameters()}
+        if how == "unshard":
+            units = [module for module in self.model.modules() if hasattr(module, "unshard")]
+            for unit in units:
+                unit.unshard()
+            found = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+            for unit in units:
+                unit.reshard()
+            return found
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
+            return {
+                name.replace("_fsdp_wrapped_module.", ""): parameter.detach().clone()
+                for name, parameter in self.model.named_parameters()
+            }
 
 
 class TorchDriver(TinyDriver):
@@ -67,6 +222,7 @@ class TorchDriver(TinyDriver):
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
     portable: ClassVar[Mapping[str, str]] = {"ddp": "fsdp2", "fsdp1": "fsdp2", "fsdp2": "ddp"}
     order: ClassVar[int] = 0
+    walk_calls: ClassVar[type[Calls]] = TorchCalls
 
     #: The model inside torch.compile's wrapper, with the methods of its strategy.
     wrapped: Any = None

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pytest_distcompat.calls import observer
 from pytest_distcompat.driver import OnAction, Plan
 from pytest_distcompat.drivers import _options, _preload, _releases
+from pytest_distcompat.drivers._calls import Calls
 from pytest_distcompat.drivers._tiny import DECAY, LEARNING_RATE, TinyDriver
 from pytest_distcompat.drivers._trainer_callback import PlanDoneError, make_callback
 from pytest_distcompat.models import model_of
@@ -29,6 +31,57 @@ if TYPE_CHECKING:
 #: The only decaying schedule that does not depend on how many steps are left. Before transformers 5 the time scale is not
 #: passed on, and the rate hardly changes.
 SCHEDULE: dict[str, Any] = {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 10}}
+
+
+class TrainerCalls(Calls):
+    """Calls of a callback while Trainer trains."""
+
+    own: ClassVar[tuple[str, ...]] = ("step", "save")
+    refused: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "*": {
+            **dict.fromkeys(
+                ("step(clip*", "step(zero*", "micro*", "zero_grad*"), "Trainer clips and zeroes gradients itself"
+            ),
+            **dict.fromkeys(("skip*", "new_epoch*", "mode*", "load*"), "Trainer's own loop decides that"),
+            **dict.fromkeys(("freeze*", "unfreeze*", "add_group*"), "what was trainable when it was wrapped stays so"),
+        },
+        "fsdp1": {
+            "get_state_dict*": "accelerate offloads: a segmentation fault, https://github.com/pytorch/pytorch/issues/188989",
+        },
+    }
+
+    @observer
+    def evaluate(self) -> None:
+        """Evaluate by ``Trainer.evaluate``."""
+        rows = self.trainer.dataset(self.trainer.world.size)
+        # Trainer looks for labels among the arguments of the model's forward, and model mlp has none.
+        self.trainer.trainer.label_names = ["labels"]
+        self.trainer.trainer.evaluate(rows[: self.trainer.world.size * 4])
+        # As Trainer does it, in the next step.
+        self.model.train()
+        if hasattr(self.model, "reshard"):
+            self.model.reshard()
+
+    @observer
+    def save_model(self) -> None:
+        """Write the weights by ``Trainer.save_model``."""
+        self.trainer.trainer.save_model(str(self.directory))
+
+    @observer
+    def unwrap_model(self, keep_fp32_wrapper: bool = True) -> None:
+        """Take all wrappers off."""
+        accelerator = self.trainer.trainer.accelerator
+        accelerator.unwrap_model(self.trainer.trainer.model_wrapped, keep_fp32_wrapper)
+
+    @observer
+    def get_state_dict(self) -> Any:
+        """Take the model's whole state dict."""
+        return self.trainer.trainer.accelerator.get_state_dict(self.trainer.trainer.model_wrapped)
+
+    @observer
+    def save_state(self) -> None:
+        """Write the Trainer's own state, as example scripts do at the end."""
+        self.trainer.trainer.save_state()
 
 
 class TrainerDriver(TinyDriver):
@@ -66,6 +119,7 @@ class TrainerDriver(TinyDriver):
     reshards: ClassVar[tuple[str, ...]] = ("ddp", "fsdp1", "fsdp2")
     portable: ClassVar[Mapping[str, str]] = {"fsdp1": "fsdp2"}
     order: ClassVar[int] = 3
+    walk_calls: ClassVar[type[Calls]] = TrainerCalls
 
     trainer: Any = None
 

@@ -203,7 +203,7 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             "distcompat_profile",
-            "smoke|default|pairwise|sweep|zoo|full",
+            "smoke|default|pairwise|sweep|zoo|walk|full",
             "default",
             "Run so many cells of each suite: each strategy once, its matrix, a covering array of pairs, every option.",
             _profile,

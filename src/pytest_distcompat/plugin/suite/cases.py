@@ -13,7 +13,7 @@ import pytest
 
 from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
-from pytest_distcompat.checks import CHECKS, Check
+from pytest_distcompat.checks import CHECKS, WALK, Check
 from pytest_distcompat.cost import cost
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver, preload_of
@@ -124,6 +124,8 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     names = (STRATEGIES.names(), PRECISIONS.names())
     here: dict[str, Any] = {"world_size": session.world_size, "device": session.device}
     cells = profiles.cells(profile, suite.matrix, driver=driver, names=names, **here)
+    if profile == "walk":
+        return [Case(suite, cell, WALK) for cell in cells if not strategies or cell.strategy in strategies]
     reasons_by_cell = {
         cell: not_applicable_checks(cell, driver, session)
         for cell in cells

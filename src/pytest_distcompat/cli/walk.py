@@ -1,0 +1,75 @@
+"""``walk``: calls a live trainer in drawn sequences, and compares it with one process that does the same."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.cli.drivers import named
+from pytest_distcompat.failures import UsageProblem
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand to the parser's."""
+    parser = commands.add_parser(
+        "walk",
+        help="call a live trainer in drawn sequences, compare with one process",
+        description="Replay the walks that failed once, then draw new ones; shrink the first that fails. Exit code 1: one fails.",
+    )
+    parser.add_argument("--driver", default="torch", metavar="DRIVER", help="a driver with calls (default: torch)")
+    parser.add_argument("--strategy", default="fsdp2", help="the strategy (default: fsdp2)")
+    parser.add_argument("--precision", default="fp32", help="the precision (default: fp32)")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="calls of a walk at most (default: 10)")
+    parser.add_argument("--seed", type=int, metavar="S", help="of what is drawn (default: the time; it is printed)")
+    parser.add_argument("--examples", type=int, default=20, metavar="N", help="walks to draw (default: 20)")
+    parser.add_argument("--calls", metavar="CALLS", help="this walk alone: \"step(), micro(), step(clip='no')\"")
+    parser.add_argument(
+        "--script", type=Path, metavar="FILE", help="write a script that shows the failure without the plugin"
+    )
+    parser.add_argument("--world-size", type=int, default=2, metavar="N", help="ranks (default: 2)")
+    parser.set_defaults(call=_walk)
+
+
+def _walk(options: argparse.Namespace) -> int:
+    from pytest_distcompat.calls import Call, refused
+    from pytest_distcompat.drivers._declared import unsupported_reason
+    from pytest_distcompat.engine import local_runner
+    from pytest_distcompat.walk.explore import Explorer
+    from pytest_distcompat.walk.script import script
+    from pytest_distcompat.walk.sequence import Walk, valid
+
+    driver = named(options.driver)
+    cell = Cell.of(options.strategy, options.precision, options.world_size, model="mlp")
+    if reason := unsupported_reason(driver, cell, "cpu") or ("" if driver.walk_calls else "it declares no calls"):
+        raise UsageProblem(f"{options.driver} in {cell}: {reason}")
+    seed = int(time.time()) if options.seed is None else options.seed
+
+    def note(walk: Walk, wrong: Sequence[str]) -> None:
+        print(f"{'FAIL' if wrong else 'ok'}: {walk}", *wrong, sep="\n     ", flush=True)  # noqa: T201 - a command speaks
+
+    with local_runner(driver, [cell], device="cpu", timeout=60) as runner:
+        explorer = Explorer(runner, options.driver, cell, note)
+        if options.calls:
+            calls = [Call.parse(f"{text})".lstrip(", ")) for text in options.calls.split(")")[:-1]]
+            if not valid(calls, driver.walk_calls.own):
+                raise UsageProblem(f"--calls {options.calls}: a call may not follow those before it")
+            explorer.check(calls)
+        else:
+            print(f"distcompat walk --driver {options.driver} --strategy {options.strategy} --seed {seed}")  # noqa: T201
+            for call, why in refused(driver.walk_calls, cell.strategy).items():
+                print(f"refused: {call}: {why}")  # noqa: T201 - a command speaks
+            explorer.explore(options.examples, seed, options.steps)
+    if not explorer.failed:
+        return 0
+    shortest = min(explorer.failed, key=len)
+    wrong, walk = explorer.failed[shortest], Walk(shortest, driver.walk_calls)
+    print(f"\n{walk}:", *wrong, sep="\n  ")  # noqa: T201 - a command speaks
+    text = script(cell, walk, "\n".join(wrong))
+    if options.script and text:
+        options.script.write_text(text, encoding="utf-8")
+        print(f"torchrun --nproc-per-node {cell.world_size} {options.script}")  # noqa: T201 - a command speaks
+    return 1

@@ -1,0 +1,194 @@
+"""Calls of a live trainer in one process, in plain torch: the reference of walks, and what drivers derive theirs from."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pytest_distcompat.calls import Call, observer, training
+from pytest_distcompat.strategies._base import MAX_NORM
+
+#: The value to which calls clip gradients, and what learning rates are multiplied by.
+CLIP_VALUE, SLOWER = 0.01, 0.5
+
+
+class Calls:
+    """Calls in one process, without a strategy: the model of a walk, and what drivers derive theirs from.
+
+    Arguments have annotations ``bool`` or ``Literal``, whose values are drawn. A driver that has fewer values overrides the
+    method, and lists in ``refused`` what it does not have: strategy (``*`` for all) -> pattern of calls -> reason.
+
+    Args:
+        trainer: Has ``model``, ``optimizer``, ``scheduler``, ``epoch``, ``loss(model, number, rank)``, ``outputs(model)``.
+        directory: Where calls may write; all ranks share it.
+        ranks: The ranks whose batches this process trains on.
+        position: The number of the next batch.
+    """
+
+    refused: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    #: The calls that the trainer does itself, as actions of its plan.
+    own: ClassVar[tuple[str, ...]] = ()
+    #: Strategy -> code that makes the trainer of ``model``, for the script that shows a walk without this plugin.
+    script: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, trainer: Any, directory: Path, ranks: Sequence[int], position: int = 0) -> None:
+        self.trainer, self.directory, self.ranks, self.position = trainer, directory, ranks, position
+        self.saved: Any = None
+
+    @property
+    def model(self) -> Any:
+        """Return the model as the trainer has it."""
+        return self.trainer.model
+
+    def perform(self, text: str) -> Any:
+        """Do a call and return its result; one that this class lacks does nothing: the reference has no observers."""
+        call = Call.parse(text)
+        method = getattr(self, call.name, None)
+        return method(**dict(call.arguments)) if method else None
+
+    def sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002 - for those who override it
+        """Return the context of a forward and backward pass, in which gradients are reduced if it is the last one."""
+        return contextlib.nullcontext()
+
+    def backward(self, last: bool) -> float:
+        """Run forward and backward of the next batch and return the loss."""
+        total = 0.0
+        for rank in self.ranks:
+            with self.sync(last):
+                loss = self.trainer.loss(self.model, self.position, rank) / len(self.ranks)
+                loss.backward()
+            total += float(loss.detach())
+        self.position += 1
+        return total
+
+    def clip_norm(self) -> Any:
+        """Clip gradients by their norm and return it."""
+        from torch.nn.utils import clip_grad_norm_
+
+        return clip_grad_norm_(self.model.parameters(), MAX_NORM)
+
+    def clip_value(self) -> None:
+        """Clip gradients by value."""
+        from torch.nn.utils import clip_grad_value_
+
+        clip_grad_value_(self.model.parameters(), CLIP_VALUE)
+
+    @training
+    def step(
+        self, clip: Literal["norm", "value", "no"] = "norm", zero: Literal["none", "zeros", "keep"] = "none"
+    ) -> float:
+        """Train on a batch: forward, backward, clip, step optimizer and scheduler, zero gradients or keep them."""
+        loss = self.backward(last=True)
+        self.update(clip, zero)
+        return loss
+
+    def update(self, clip: str, zero: str) -> None:
+        """Do all of a step that follows the backward pass."""
+        if clip == "norm":
+            norm = self.clip_norm()
+            self.trainer.grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        elif clip == "value":
+            self.clip_value()
+        self.trainer.optimizer.step()
+        self.trainer.scheduler.step()
+        if zero != "keep":
+            self.zero_grad(set_to_none=zero == "none")
+
+    @training
+    def micro(self) -> float:
+        """Add the gradients of a batch up, without reducing them."""
+        return self.backward(last=False)
+
+    @training
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients."""
+        self.trainer.optimizer.zero_grad(set_to_none=set_to_none)
+
+    @training
+    def slower(self) -> None:
+        """Lower the learning rate by hand."""
+        for group in self.trainer.optimizer.param_groups:
+            group["lr"] *= SLOWER
+
+    def part(self, name: str) -> Iterator[Any]:
+        """Yield the parameters of a module of the unwrapped model, wherever wrappers have put it."""
+        for live, parameter in self.model.named_parameters():
+            if f".{name}." in f".{live.replace('_fsdp_wrapped_module.', '')}":
+                yield parameter
+
+    @training
+    def add_group(self) -> None:
+        """Unfreeze the layer that was frozen from the beginning, and give it to the optimizer as a group of its own."""
+        added = list(self.part("frozen"))
+        for parameter in added:
+            parameter.requires_grad_(requires_grad=True)
+        self.trainer.optimizer.add_param_group({"params": added, "lr": 1e-3})
+
+    @training
+    def freeze(self, part: Literal["inlet", "blocks.1"] = "inlet") -> None:
+        """Freeze a part of the model between two steps."""
+        for parameter in self.part(part):
+            parameter.requires_grad_(requires_grad=False)
+
+    @training
+    def unfreeze(self, part: Literal["inlet", "blocks.1"] = "inlet") -> None:
+        """Train a part again that was frozen."""
+        for parameter in self.part(part):
+            parameter.requires_grad_(requires_grad=True)
+
+    @training
+    def mode(self, train: bool = True) -> None:
+        """Switch to training mode or evaluation mode."""
+        self.model.train(train)
+
+    @training
+    def skip(self) -> None:
+        """Skip a batch."""
+        self.position += 1
+
+    @training
+    def new_epoch(self) -> None:
+        """Begin the next epoch before this one is at its end."""
+        self.position += self.trainer.epoch - self.position % self.trainer.epoch
+
+    @training
+    def resume(self) -> None:
+        """Save, and go on in a new process group; the walk does that. What is not saved is lost."""
+        self.zero_grad()
+        self.model.train()
+
+    @observer
+    def save(self) -> None:
+        """Save a checkpoint."""
+        self.saved = copy.deepcopy([one.state_dict() for one in (self.model, *self._stateful())])
+
+    @training
+    def load(self) -> None:
+        """Load the last checkpoint in the same process group."""
+        for one, state in zip((self.model, *self._stateful()), copy.deepcopy(self.saved), strict=True):
+            one.load_state_dict(state)
+
+    @training
+    def load_weights(self) -> None:
+        """Load nothing but the weights of the last checkpoint."""
+        self.model.load_state_dict(self.saved[0])
+
+    def _stateful(self) -> tuple[Any, Any]:
+        return self.trainer.optimizer, self.trainer.scheduler
+
+    def outputs(self, context: str = "no_grad") -> Any:
+        """Return what the model computes in evaluation mode, and leave it in the mode that it was in."""
+        import torch
+
+        was = self.model.training
+        self.model.eval()
+        with getattr(torch, context)():
+            found = self.trainer.outputs(self.model)
+        if hasattr(self.model, "reshard"):
+            # FSDP2 expects a backward pass, for which it keeps the root's parameters whole.
+            self.model.reshard()
+        self.model.train(was)
+        return found

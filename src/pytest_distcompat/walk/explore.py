@@ -1,0 +1,145 @@
+"""Exploration: replay the walks that failed once, draw new ones, and shrink the first that fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_distcompat.calls import Call, offered, refused
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks._walk import findings
+from pytest_distcompat.driver import Driver
+from pytest_distcompat.drivers import find_driver
+from pytest_distcompat.failures import UsageProblem
+from pytest_distcompat.installed import version_of
+from pytest_distcompat.runner import Runner
+from pytest_distcompat.trace import RunTrace, Trace
+from pytest_distcompat.walk.sequence import Walk, allowed
+
+#: Walks that failed once: driver, strategies, calls. ``avoid`` matches the walks that a bug, not mended yet, makes fail.
+CORPUS = Path(__file__).with_name("corpus.json")
+#: How many calls a walk has at most, and how many walks the profile draws in a cell.
+LENGTH, WALKS = 10, 20
+
+
+class WalkFailed(Exception):
+    """Raised for a walk that fails."""
+
+
+@dataclass
+class Explorer:
+    """Walks of one driver in one cell.
+
+    Args:
+        runner: What runs them.
+        driver: The driver's name.
+        cell: The cell.
+        note: Called with each walk that has run, and what is wrong with it.
+    """
+
+    runner: Runner
+    driver: str
+    cell: Cell
+    note: Callable[[Walk, Sequence[str]], None] = lambda walk, wrong: None  # noqa: ARG005
+    #: The calls of walks that failed, up to the call that did, with what is wrong; and of beginnings that passed.
+    failed: dict[tuple[Call, ...], list[str]] = field(default_factory=dict)
+    passed: set[tuple[Call, ...]] = field(default_factory=set)
+    #: The runs of the walks that failed, by those calls.
+    runs: dict[tuple[Call, ...], dict[str, RunTrace]] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> type[Driver]:
+        """Return the driver's class."""
+        return find_driver(self.driver)
+
+    def check(self, calls: Sequence[Call]) -> tuple[Call, ...]:
+        """Run a walk; return its calls up to the one that failed, or nothing.
+
+        One that begins like another that failed, or is the beginning of one that passed, is not run.
+        """
+        walk = Walk(tuple(calls), self.kind.walk_calls)
+        for length in range(1, len(walk.calls) + 1):
+            if walk.calls[:length] in self.failed:
+                return walk.calls[:length]
+        if walk.calls in self.passed:
+            return ()
+        scenario = walk.scenario()
+        trace = self.runner.trace(self.driver, self.cell, scenario)
+        sound, wrong = findings(self.cell, trace, scenario.runs[-1].name)
+        for directory in self.runner.directories(self.driver, self.cell, scenario):
+            shutil.rmtree(directory, ignore_errors=True)
+        self.passed |= {walk.calls[:length] for length in range(sound + 1)}
+        self.note(walk, wrong)
+        if not wrong:
+            return ()
+        found = walk.calls[: sound + 1]
+        self.failed[found], self.runs[found] = wrong, dict(trace.runs)
+        return found
+
+    def corpus(self) -> Iterator[tuple[tuple[Call, ...], Mapping[str, Any]]]:
+        """Yield the walks that failed once in this driver and strategy."""
+        for entry in json.loads(CORPUS.read_text(encoding="utf-8")):
+            if entry["driver"] == self.kind.name and self.cell.strategy in entry["strategies"]:
+                yield tuple(map(Call.parse, entry["calls"])), entry
+
+    def explore(self, examples: int, seed: int | None = None, length: int = LENGTH) -> Trace:
+        """Replay the corpus, then draw; return the runs of the walks that fail.
+
+        Args:
+            examples: How many walks to draw.
+            seed: What they are drawn by; None for another one with each release of the driver's libraries.
+            length: How many calls a walk has at most.
+        """
+        replayed = [self.check(calls) for calls, entry in self.corpus() if "hangs" not in entry]
+        versions = " ".join(str(version_of(name)) for name in self.kind.libraries)
+        drawn = self.draw(examples, zlib.crc32(versions.encode()) if seed is None else seed, length)
+        runs = [run for calls in (*replayed, drawn) for run in self.runs.get(calls, {}).values()]
+        return Trace.of(self.driver, runs)
+
+    def draw(self, examples: int, seed: int, length: int = LENGTH) -> tuple[Call, ...]:
+        """Run drawn walks until one fails; return the shortest that Hypothesis makes of it, or nothing."""
+        try:
+            from hypothesis import HealthCheck, Phase, Verbosity, given, settings, strategies
+            from hypothesis import seed as seeded
+        except ImportError:
+            raise UsageProblem("walks need hypothesis: pip install 'pytest-distcompat[walk]'") from None
+
+        reasons, own = refused(self.kind.walk_calls, self.cell.strategy), self.kind.walk_calls.own
+        possible = [call for call in offered(self.kind.walk_calls) if call not in reasons]
+        known = [re.compile(entry["avoid"]) for _, entry in self.corpus() if "avoid" in entry]
+        failed: set[tuple[Call, ...]] = set()
+
+        @seeded(seed)
+        @settings(
+            max_examples=examples,
+            phases=(Phase.generate, Phase.shrink),
+            deadline=None,
+            database=None,
+            print_blob=False,
+            report_multiple_bugs=False,
+            verbosity=Verbosity.quiet,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(strategies.lists(strategies.sampled_from(possible), max_size=length + length // 2))
+        def run(drawn: list[Call]) -> None:
+            calls: list[Call] = []
+            for call in drawn:
+                # What is known to be broken would be all that is found.
+                text = ", ".join(map(str, [*calls, call]))
+                if allowed(calls, call, own) and not any(one.search(text) for one in known):
+                    calls.append(call)
+            if found := self.check(calls[:length]):
+                failed.add(found)
+                raise WalkFailed
+
+        try:
+            run()
+        except WalkFailed:
+            return min(failed, key=lambda calls: (len(calls), len(str(calls))))
+        return ()

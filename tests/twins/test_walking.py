@@ -1,0 +1,47 @@
+"""Walks on real gloo ranks: sound trainers pass, and one wrong call is found and shrunk."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_distcompat.calls import Call
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.runner import Runner
+from pytest_distcompat.walk.explore import Explorer
+
+pytestmark = pytest.mark.spawn
+DDP = Cell.parse("ddp-fp32-w2-model_mlp")
+
+
+def calls(text: str) -> list[Call]:
+    return [Call.parse(f"{one})".lstrip(", ")) for one in text.split(")")[:-1]]
+
+
+def test_one_wrong_call_is_told_from_all_sound_ones(runner: Runner) -> None:
+    walk = calls("step(), micro(), evaluate(), save(), step(clip='no')")
+    sound = Explorer(runner, "torch", DDP)
+    assert sound.check([*walk[:3], walk[4]]) == ()
+    wrong = Explorer(runner, "twins.walking:Casting", DDP)
+    assert wrong.check(calls("step(), unwrap(), step()")) == tuple(calls("step(), unwrap()"))
+    (findings,) = wrong.failed.values()
+    assert any("blocks.0" in text and "bfloat16" in text for text in findings)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("driver", "named"), [("Casting", "unwrap"), ("Detaching", "state_dict"), ("Missing", "step, micro or zero_grad")]
+)
+def test_a_wrong_call_is_drawn_and_shrunk_to_at_most_three(runner: Runner, driver: str, named: str) -> None:
+    found = Explorer(runner, f"twins.walking:{driver}", DDP).draw(examples=60, seed=1)
+    assert 1 <= len(found) <= 3
+    assert any(call.name in named for call in found)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("driver", "strategy"),
+    [("torch", "fsdp1"), ("torch", "fsdp2"), ("accelerate", "fsdp2"), ("trainer", "ddp"), ("deepspeed", "zero3")],
+)
+def test_a_sound_trainer_passes_a_long_walk_and_a_resume(runner: Runner, driver: str, strategy: str) -> None:
+    explorer = Explorer(runner, driver, Cell.of(strategy, "fp32", model="mlp"))
+    assert explorer.check(calls("step(), evaluate(), slower(), step(), resume(), step(), step()")) == ()
