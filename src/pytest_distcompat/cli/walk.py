@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import time
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,18 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--driver", default="torch", metavar="DRIVER", help="a driver with calls (default: torch)")
     parser.add_argument("--strategy", default="fsdp2", help="the strategy (default: fsdp2)")
-    parser.add_argument("--precision", default="fp32", help="the precision (default: fp32)")
+    parser.add_argument(
+        "--cell", metavar="CELL", help="instead of a strategy, a cell with model_mlp, as the matrix names it"
+    )
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="calls of a walk at most (default: 10)")
-    parser.add_argument("--seed", type=int, metavar="S", help="of what is drawn (default: the time; it is printed)")
+    parser.add_argument(
+        "--seed", type=int, metavar="S", help="of what is drawn (default: another one each time; it is printed)"
+    )
     parser.add_argument("--examples", type=int, default=20, metavar="N", help="walks to draw (default: 20)")
     parser.add_argument("--calls", metavar="CALLS", help="this walk alone: \"step(), micro(), step(clip='no')\"")
     parser.add_argument(
         "--script", type=Path, metavar="FILE", help="write a script that shows the failure without the plugin"
     )
-    parser.add_argument("--world-size", type=int, default=2, metavar="N", help="ranks (default: 2)")
     parser.set_defaults(call=_walk)
 
 
@@ -43,10 +46,10 @@ def _walk(options: argparse.Namespace) -> int:
     from pytest_distcompat.walk.sequence import Walk, valid
 
     driver = named(options.driver)
-    cell = Cell.of(options.strategy, options.precision, options.world_size, model="mlp")
+    cell = Cell.parse(options.cell or f"{options.strategy}-fp32-w2-model_mlp")
     if reason := unsupported_reason(driver, cell, "cpu") or ("" if driver.walk_calls else "it declares no calls"):
         raise UsageProblem(f"{options.driver} in {cell}: {reason}")
-    seed = int(time.time()) if options.seed is None else options.seed
+    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
 
     def note(walk: Walk, wrong: Sequence[str]) -> None:
         print(f"{'FAIL' if wrong else 'ok'}: {walk}", *wrong, sep="\n     ", flush=True)  # noqa: T201 - a command speaks
@@ -59,7 +62,7 @@ def _walk(options: argparse.Namespace) -> int:
                 raise UsageProblem(f"--calls {options.calls}: a call may not follow those before it")
             explorer.check(calls)
         else:
-            print(f"distcompat walk --driver {options.driver} --strategy {options.strategy} --seed {seed}")  # noqa: T201
+            print(f"distcompat walk --driver {options.driver} --cell {cell} --seed {seed}")  # noqa: T201
             for call, why in refused(driver.walk_calls, cell.strategy).items():
                 print(f"refused: {call}: {why}")  # noqa: T201 - a command speaks
             explorer.explore(options.examples, seed, options.steps)

@@ -1,0 +1,173 @@
+"""The claim of a walk, on hand-made traces of two ranks under DDP and of the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pytest_distcompat.cell import Cell
+from pytest_distcompat.checks import WALK
+from pytest_distcompat.trace import (
+    CallInfo,
+    ModelInfo,
+    OptimizerInfo,
+    ParameterInfo,
+    RunFailure,
+    RunTrace,
+    Snapshot,
+    Trace,
+    UnwrappedInfo,
+)
+
+CELL = Cell.parse("ddp-fp32-w2-model_mlp")
+CALLS = ("step()", "evaluate()", "resume()", "step()")
+PARAMETER = ParameterInfo("weight", (4,), "float32", local_numel=4, digest="4:1", held=1)
+SUMS = (4, 2.0, 3.0)
+
+Change = Callable[[Snapshot], Snapshot]
+
+
+def snapshot(rank: int, index: int, action: str, *, observes: bool = False) -> Snapshot:
+    live = "" if action.startswith("reference") else "module."
+    parameter = dataclasses.replace(PARAMETER, name=f"{live}weight")
+    return Snapshot(
+        rank,
+        "",
+        action,
+        index,
+        loss=0.5 if "step" in action else None,
+        grad_norm=1.0,
+        outputs=(1.0, 2.0),
+        rng="rng",
+        unwrapped=UnwrappedInfo((PARAMETER,), state_dict=("weight",)) if action == "build_model" else None,
+        model=ModelInfo("DDP", {}, (parameter,)),
+        optimizer=OptimizerInfo(("AdamW",), 1, param_groups=({"lr": 0.1},)),
+        call=CallInfo(observes, {f"{live}weight": "4:2"}, (), {f"{live}weight": SUMS}),
+    )
+
+
+def run(name: str, ranks: int, *actions: str) -> RunTrace:
+    snapshots = [
+        snapshot(rank, index, action, observes="evaluate" in action)
+        for rank in range(ranks)
+        for index, action in enumerate(actions)
+    ]
+    return RunTrace(name, ranks, tuple(snapshots), cell=CELL.id)
+
+
+def walked(change: Change = lambda one: one, *, of: str = "walk-1-0") -> Trace:
+    runs = [
+        run("walk-1-0", 2, "build_model", "build", "call step()", "call evaluate()", "save"),
+        run("walk-1-1", 2, "build_model", "build", "load", "call step()"),
+        run("walk-1-reference", 1, "build_model", *(f"reference {call}" for call in CALLS)),
+    ]
+    changed = [
+        dataclasses.replace(one, snapshots=tuple(map(change, one.snapshots))) if one.name == of else one for one in runs
+    ]
+    return Trace.of("torch", changed)
+
+
+def found(trace: Trace) -> list[str]:
+    return WALK.findings(CELL, trace)
+
+
+def at(action: str, **fields: Any) -> Change:
+    def change(one: Snapshot) -> Snapshot:
+        return dataclasses.replace(one, **fields) if one.action == action and one.rank == 1 else one
+
+    return change
+
+
+def test_a_walk_that_does_what_the_reference_does_passes() -> None:
+    assert found(walked()) == []
+
+
+@pytest.mark.parametrize(
+    ("action", "fields", "finding"),
+    [
+        ("call step()", {"loss": 0.7}, "step(): step(): the loss is 0.6; 0.5 in the reference"),
+        ("call step()", {"grad_norm": 2.0}, "step(): step(): rank 1: the gradient norm is 2; 1 in the reference"),
+        (
+            "call evaluate()",
+            {"rng": "other"},
+            "step(), evaluate(): evaluate(): rank 1: the rng changed: 'other'; expected 'rng'",
+        ),
+        (
+            "call evaluate()",
+            {"outputs": (1.0, 2.5)},
+            "step(), evaluate(): evaluate(): rank 1: outputs are up to 0.5 off the reference's, which are up to 2",
+        ),
+    ],
+)
+def test_what_is_off_is_named_after_the_calls_that_lead_there(
+    action: str, fields: dict[str, Any], finding: str
+) -> None:
+    assert found(walked(at(action, **fields))) == [finding]
+
+
+def test_parameters_that_are_not_the_references_are_named() -> None:
+    off = CallInfo(False, {"module.weight": "4:2"}, (), {"module.weight": (4, 2.5, 3.0)})
+    (finding,) = found(walked(at("call step()", call=off)))
+    assert finding.startswith("step(): step(): parameters are not the reference's: 'weight': (4, 2.5, 3.0)")
+
+
+def test_shards_are_added_up_before_they_are_compared() -> None:
+    def half(one: Snapshot) -> Snapshot:
+        if one.call is None or one.action == "build_model":
+            return one
+        part = (2, 0.5, 1.0) if one.rank else (2, 1.5, 2.0)
+        return dataclasses.replace(one, call=dataclasses.replace(one.call, sums={"module.weight": part}))
+
+    assert found(walked(half)) == []
+
+
+def test_an_observer_may_change_no_gradient_and_no_mode() -> None:
+    other = CallInfo(True, {"module.weight": "4:9"}, ("module",), {"module.weight": SUMS})
+    findings = found(walked(at("call evaluate()", call=other)))
+    assert any("gradients changed: 'module.weight': '4:9'; expected '4:2'" in text for text in findings)
+    assert any("1 modules are in evaluation mode; 0 were" in text for text in findings)
+
+
+def test_a_call_that_changes_a_dtype_is_named_though_it_trains() -> None:
+    cast = ModelInfo("DDP", {}, (dataclasses.replace(PARAMETER, name="module.weight", dtype="bfloat16"),))
+    (finding,) = found(walked(at("call step()", model=cast)))
+    assert "parameters are not as built: 'module.weight'" in finding
+
+
+def test_what_a_resumed_group_loaded_is_compared_too() -> None:
+    slower = OptimizerInfo(("AdamW",), 1, param_groups=({"lr": 0.2},))
+    (finding,) = found(walked(at("load", optimizer=slower), of="walk-1-1"))
+    assert finding == "step(), evaluate(), resume(): resume(): rank 1: the learning rates are 0.2; 0.1 in the reference"
+
+
+def test_an_exception_is_a_finding_of_the_call_that_raised() -> None:
+    trace = walked()
+    broken = trace.runs["walk-1-0"]
+    end = RunFailure("raised", "rank 1 raised ValueError: no", "", "call evaluate()", 3, 1)
+    kept = tuple(one for one in broken.snapshots if one.index < 3)
+    runs = {**trace.runs, "walk-1-0": dataclasses.replace(broken, snapshots=kept, end=end)}
+    assert found(dataclasses.replace(trace, runs=runs)) == ["step(), evaluate(): evaluate(): raised: ValueError: no"]
+
+
+def test_a_reference_that_raised_is_no_pass() -> None:
+    trace = walked()
+    reference = trace.runs["walk-1-reference"]
+    end = RunFailure("raised", "rank 0 raised NameError: x", "", "reference step()", 1, 0)
+    runs = {
+        **trace.runs,
+        "walk-1-reference": dataclasses.replace(reference, snapshots=reference.snapshots[:1], end=end),
+    }
+    (finding,) = found(dataclasses.replace(trace, runs=runs))
+    assert "the reference: rank 0 raised NameError: x" in finding
+
+
+def test_a_cell_of_another_model_or_driver_has_no_walk() -> None:
+    from pytest_distcompat.driver import Driver
+    from pytest_distcompat.drivers.torch import TorchDriver
+
+    assert "declares no calls" in str(WALK.not_applicable(CELL, Driver))
+    assert "model mlp" in str(WALK.not_applicable(Cell.parse("ddp-fp32-w2"), TorchDriver))
+    assert WALK.not_applicable(CELL, TorchDriver) is None
