@@ -112,7 +112,7 @@ def script(cell: Cell, walk: Walk, finding: str) -> str | None:
     built = walk.kind.script.get(cell.strategy)
     if built is None:
         return None
-    from pytest_distcompat.models import _mlp_module
+    from pytest_distcompat.models import _modules
 
     calls = [*map(str, walk.calls), *["step()"] * 2]
     numbers = {"max_norm": MAX_NORM, "clip_value": CLIP_VALUE, "slower": SLOWER, "epoch": EPOCH_STEPS}
@@ -125,7 +125,7 @@ def script(cell: Cell, walk: Walk, finding: str) -> str | None:
         decay=DECAY,
         gamma=GAMMA,
     )
-    model = inspect.getsource(_mlp_module).partition("from torch import nn")[2].strip()
+    model = "\n\n".join(map(inspect.getsource, (_modules.Block, _modules.MLP)))
     return "\n\n".join((head.rstrip(), *_classes(walk.kind, [call.partition("(")[0] for call in calls]), model)) + tail
 
 
