@@ -93,16 +93,8 @@ def environment(target: Path) -> dict[str, str]:
 
 
 def _pip(wanted: Sequence[str], target: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--upgrade",
-    ]
+    options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade")
+    command = [sys.executable, "-m", "pip", "install", *options]
     done = subprocess.run([*command, "--target", str(target), *wanted], capture_output=True, text=True, check=False)
     if done.returncode:
         errors = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]

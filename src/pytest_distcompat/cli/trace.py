@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,46 +115,30 @@ def lines(cell: Cell, trace: Trace) -> Iterator[str]:
     yield from _model(run)
     if evidence.names:
         local = _local(run)
-        heads = (
-            "unwrapped name",
-            "shape",
-            "live name",
-            "loaded",
-            "local dtype",
-            "kind",
-            "placement",
-            "of each rank",
-            "held",
-            "files",
-        )
-        rows = [
-            (
-                row["unwrapped"] or "none",
-                " x ".join(map(str, row["shape"])),
-                "=" if row["live"] == row["unwrapped"] else row["live"] or row.get("key", "none"),
-                row["loaded"],
-                row["dtype"],
-                row["kind"],
-                row.get("placement", ""),
-                local.get(row["live"], ""),
-                "flat" if row["held"] is None else row["held"],
-                len(row["files"]),
-            )
-            for row in evidence.names
-        ]
+        columns: dict[str, Callable[[dict[str, Any]], object]] = {
+            "unwrapped name": lambda row: row["unwrapped"] or "none",
+            "shape": lambda row: " x ".join(map(str, row["shape"])),
+            "live name": lambda row: "=" if row["live"] == row["unwrapped"] else row["live"] or row.get("key", "none"),
+            "loaded": lambda row: row["loaded"],
+            "local dtype": lambda row: row["dtype"],
+            "kind": lambda row: row["kind"],
+            "placement": lambda row: row.get("placement", ""),
+            "of each rank": lambda row: local.get(row["live"], ""),
+            "held": lambda row: "flat" if row["held"] is None else row["held"],
+            "files": lambda row: len(row["files"]),
+        }
         yield from (
             "",
             "names and placements (= the unwrapped name; held: how often by the optimizer; files: how many have the name)",
         )
-        yield from table(heads, rows)
+        yield from table([*columns], [[entry(row) for entry in columns.values()] for row in evidence.names])
     if evidence.dtypes:
         yield from ("", "dtypes after three steps")
-        recorded = [(row, ", ".join(row["seen"]) or "nothing") for row in evidence.dtypes]
-        differs = ("" if not row["expected"] or row["seen"] == [row["expected"]] else "differs" for row, _ in recorded)
-        kinds = [
-            (row["kind"], row["expected"] or "any", found, no)
-            for (row, found), no in zip(recorded, differs, strict=True)
-        ]
+        kinds = []
+        for row in evidence.dtypes:
+            differs = row["expected"] and row["seen"] != [row["expected"]]
+            actual = ", ".join(row["seen"]) or "nothing"
+            kinds.append((row["kind"], row["expected"] or "any", actual, "differs" if differs else ""))
         yield from table(("kind", "expected", "actual", ""), kinds)
     if evidence.steps.get("loss"):
         yield ""
