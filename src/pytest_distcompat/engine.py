@@ -89,7 +89,8 @@ def check_driver(
         STRATEGIES.get(cell.strategy)
         PRECISIONS.get(cell.precision)
         reasons[cell] = {check: not_applicable(check, cell, kind, limits) for check in wanted}
-    sizes = (_ranks(check, cell, kind) for cell in chosen for check in wanted if not reasons[cell][check])
+    asked = [(cell, check) for cell in chosen for check in wanted if not reasons[cell][check]]
+    sizes = (run.cell(cell).world_size for cell, check in asked for run in check.runs(cell, kind).runs)
     device = choose_device(device, max(sizes, default=1))
     known = applying(shipped(), concerned(kind), device)
     verdicts: list[Verdict] = []
@@ -168,11 +169,6 @@ def choose_device(option: str, ranks: int) -> str:
 
 def _print_notice(text: str) -> None:
     print(f"distcompat: {text}", file=sys.stderr)  # noqa: T201 - there is no pytest whose warnings could hold it
-
-
-def _ranks(check: Check, cell: Cell, driver: type[Driver]) -> int:
-    """Return the number of ranks of the largest run that a check needs in a cell."""
-    return max(run.cell(cell).world_size for run in check.runs(cell, driver).runs)
 
 
 def _importable(driver: str | type[Driver]) -> str:

@@ -33,7 +33,7 @@ def judge(check: Check, cell: Cell, trace: Trace, expectations: Iterable[Expecta
     end = _broken_off(check, trace)
     if end is not None and end.kind != "raised":
         return Verdict(check.name, cell.id, Status(end.kind), end.text)
-    failure = end or _any_end(trace)
+    failure = end or next((run.end for run in trace if run.end is not None), None)
     if cell.set:
         # A swept setting is accepted or refused, and may mend what is known to fail without it.
         covering = [*(replace(one, strict=False) for one in covering), *_refused_setting(failure)]
@@ -90,10 +90,6 @@ def _index(run: RunTrace, action: str, nth: int) -> int:
     """Return the index of the nth such action in the run, -1 if no rank reached it."""
     snapshots = run.at(action, nth)
     return snapshots[0].index if snapshots else -1
-
-
-def _any_end(trace: Trace) -> RunFailure | None:
-    return next((run.end for run in trace if run.end is not None), None)
 
 
 def _expected_refusal(covering: Iterable[Expectation], end: RunFailure | None) -> Expectation | None:

@@ -127,11 +127,8 @@ def _devices(here: Machine) -> Iterator[str]:
     torch = here.torch
     if "error" in torch:
         return
+    names = f" ({', '.join(dict.fromkeys(torch['gpus']))})" if torch["gpus"] else ""
     built = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "the CPU only"
-    yield f"torch is built for {built}; it can use {len(torch['gpus'])} GPUs{_named(torch['gpus'])}"
+    yield f"torch is built for {built}; it can use {len(torch['gpus'])} GPUs{names}"
     nccl = f"NCCL {torch['nccl']}".strip() if torch["has_nccl"] else "no NCCL"
     yield f"ranks talk through {'gloo' if torch['gloo'] else 'no gloo'} on the CPU; for GPUs there is {nccl}"
-
-
-def _named(gpus: list[str]) -> str:
-    return f" ({', '.join(dict.fromkeys(gpus))})" if gpus else ""

@@ -14,7 +14,7 @@ from typing import Any
 from pytest_distcompat import __version__
 from pytest_distcompat.cli.loop import Scaffold
 from pytest_distcompat.cli.pytest_settings import relative
-from pytest_distcompat.cli.repository import DRIVERS, Class, Repository, inspect_repository
+from pytest_distcompat.cli.repository import DRIVERS, Repository, inspect_repository
 from pytest_distcompat.failures import UsageProblem
 
 #: A link, since the installed package has no docs/.
@@ -135,7 +135,7 @@ def _files(found: Repository, chosen: str) -> Iterator[tuple[Path, str]]:
         driver = f"{found.driver.module}:{found.driver.name}"
     elif not chosen and found.trainer is not None:
         driver = f"{_driver_module(found)}:Driver"
-        yield driver_file, _driver(found.trainer)
+        yield driver_file, DRIVER.format(module=found.trainer.module, name=found.trainer.name)
     strategies = STRATEGIES.get(library, ("ddp", "fsdp2", *(("zero2",) if "deepspeed" in found.imports else ())))
     precisions: tuple[str, ...] = ("fp32", "bf16_mixed")
     loop = _loop(found, chosen)
@@ -164,10 +164,6 @@ def _loop(found: Repository, chosen: str) -> Scaffold | None:
 
 def _tuple(names: tuple[str, ...]) -> str:
     return f"({json.dumps(names)[1:-1]}{',' * (len(names) == 1)})"
-
-
-def _driver(trainer: Class) -> str:
-    return DRIVER.format(module=trainer.module, name=trainer.name)
 
 
 def _driver_module(found: Repository) -> str:
