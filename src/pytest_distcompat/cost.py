@@ -63,10 +63,10 @@ def cost(trace: Trace, device: str = "", run: str = "train") -> Cost | None:
 def state_bytes(run: RunTrace, nth: int = 2) -> float:
     """Return the bytes of masters and optimizer state on all ranks per trained parameter, after step ``nth``."""
     # Float32 masters and two moments are 12 bytes: https://huggingface.co/blog/deepspeed-to-fsdp-and-back.
-    kept = (item for snapshot in run.at("step", nth) for item in state_elements(snapshot).items())
-    held = sum(numel * BYTES.get(dtype, 4) for (_, dtype), numel in kept)
+    stored = (item for snapshot in run.at("step", nth) for item in state_elements(snapshot).items())
+    size = sum(numel * BYTES.get(dtype, 4) for (_, dtype), numel in stored)
     trained = trained_elements(run.unwrapped)
-    return held / trained if trained else 0.0
+    return size / trained if trained else 0.0
 
 
 def state_elements(snapshot: Snapshot) -> Mapping[tuple[str, str], int]:
@@ -90,16 +90,16 @@ def tensor_bytes(run: RunTrace, nth: int = 2) -> dict[str, list[int]]:
     """
     found: dict[str, list[int]] = {}
     for snapshot in run.at("step", nth):
-        live, kept = snapshot.parameters, state_elements(snapshot)
+        live, stored = snapshot.parameters, state_elements(snapshot)
         flat = any(state.key == "master" for state in snapshot.states)
         without = snapshot.optimizer.without_gradient if snapshot.optimizer else ()
-        updated = sum(numel for (key, _), numel in kept.items() if key == "master")
+        updated = sum(numel for (key, _), numel in stored.items() if key == "master")
         updated -= 0 if flat else sum(info.local_numel for info in live if info.held and info.name in without)
         width = max((BYTES.get(dtype, 4) for step in snapshot.steps for dtype in step.gradient), default=0)
         sizes = {
             "parameters": sum(info.local_numel * BYTES.get(info.dtype, 4) for info in live),
             "gradients": updated * width,
-            "optimizer": sum(n * BYTES.get(dtype, 4) for (key, dtype), n in kept.items() if flat or key != "master"),
+            "optimizer": sum(n * BYTES.get(dtype, 4) for (key, dtype), n in stored.items() if flat or key != "master"),
         }
         for name, size in sizes.items():
             found.setdefault(name, []).append(size)
@@ -107,5 +107,5 @@ def tensor_bytes(run: RunTrace, nth: int = 2) -> dict[str, list[int]]:
 
 
 def trained_elements(unwrapped: UnwrappedInfo | None) -> int:
-    """Return the number of trained elements of the unwrapped model; 0 if it was not seen."""
+    """Return the number of trained elements of the unwrapped model; 0 if it was not recorded."""
     return sum(math.prod(info.shape) for info in (unwrapped.parameters if unwrapped else ()) if info.trainable)

@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def last_step(self) -> int:
-        """Return how many steps have been taken when the plan is done, including those before it."""
+        """Return the number of steps taken at the end of the plan, including those before it."""
         return self.first_step + len(self.steps)
 
     @property
@@ -87,6 +87,7 @@ class Driver:
     portable: ClassVar[Mapping[str, str]] = {}
     #: The objects of libraries that this driver makes, whose fields option ``set`` of a cell can set.
     sources: ClassVar[tuple[Source, ...]] = ()
+    #: Position in lists of drivers.
     order: ClassVar[int] = 100
     #: What users call on the live trainer, for walks: a subclass of ``drivers._calls.Calls``.
     walk_calls: ClassVar[Any] = None
@@ -130,7 +131,7 @@ class Driver:
 
     @classmethod
     def can(cls, action: str) -> bool:
-        """Tell whether the driver has that optional method, or those from which it is derived."""
+        """Return whether the driver has that optional method, or those from which it is derived."""
         if action == "reference" and cls.reference is Driver.reference:
             return cls.can("loss") and cls.can("make_optimizer")
         return getattr(cls, action) is not getattr(Driver, action)
@@ -160,14 +161,14 @@ class Driver:
         raise NotImplementedError(_missing(self, "load"))
 
     def train(self, model: Module, plan: Plan, report: OnAction) -> None:
-        """Do the plan's actions in order and report each when it is done.
+        """Perform the plan's actions in order and report each when it is done.
 
         Override this instead of the single methods for a trainer that does several actions in one call and reports them
         by callbacks.
 
         Args:
             model: The model that ``build_model`` returned.
-            plan: The actions to do, and where to save and load.
+            plan: The actions, and where to save and load.
             report: Called as ``report(action)`` after each action, after a step as ``report("step", loss)``.
         """
         number = plan.first_step
@@ -251,5 +252,5 @@ class Driver:
         return key
 
     def trainer_world_size(self) -> int | None:
-        """Return how many ranks the trainer assumes there are; None if it does not say."""
+        """Return the number of ranks that the trainer assumes; None if unknown."""
         return None

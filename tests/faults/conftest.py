@@ -226,7 +226,7 @@ def run_faults(start: Start) -> RunFaults:
     return run
 
 
-@pytest.fixture(scope="module", params=forms("alone", "workers", "kept", "alone at 4", "kept at 4"))
+@pytest.fixture(scope="module", params=forms("alone", "workers", "reused", "alone at 4", "reused at 4"))
 def form(request: pytest.FixtureRequest) -> Form:
     found: Form = request.param
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-KEPT = "--distcompat-reuse=session"
+REUSE = "--distcompat-reuse=session"
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Form:
     nightly: bool = False
 
     @property
-    def kept(self) -> bool:
+    def reuses_ranks(self) -> bool:
         """Return whether tests share ranks; then each fault happens on ranks that have run a test."""
-        return KEPT in self.args
+        return REUSE in self.args
 
     @property
     def size(self) -> Mapping[str, str]:
@@ -33,8 +33,8 @@ class Form:
 
     @property
     def more(self) -> Mapping[str, str]:
-        """With tests that pass around each fault, where ranks are kept."""
-        return {**self.size, "conftest": "faults_neighbours.py"} if self.kept else self.size
+        """With tests that pass around each fault, where ranks are reused."""
+        return {**self.size, "conftest": "faults_neighbours.py"} if self.reuses_ranks else self.size
 
 
 #: In some form of the daily run each fault is on 2 ranks, in some form of the nightly one on 4.
@@ -46,8 +46,8 @@ FORMS: Mapping[str, Form] = MappingProxyType(
             Form("alone at 2", (), 2),
             Form("alone at 4", (), 4, nightly=True),
             Form("workers", ("-n", "2"), nightly=True),
-            Form("kept", (KEPT,), 2, nightly=True),
-            Form("kept at 4", (KEPT,), 4, nightly=True),
+            Form("reused", (REUSE,), 2, nightly=True),
+            Form("reused at 4", (REUSE,), 4, nightly=True),
         )
     }
 )

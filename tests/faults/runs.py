@@ -89,7 +89,7 @@ class Run(RunOfPytest):
 
     @property
     def processes(self) -> dict[str, dict[int, int]]:
-        """By test, in order: by rank its process. Where ranks are kept."""
+        """By test, in order: by rank its process. Where ranks are reused."""
         found: dict[str, dict[int, int]] = {}
         with contextlib.suppress(FileNotFoundError):
             for line in (self.directory / "processes.jsonl").read_text(encoding="utf-8").splitlines():
@@ -115,7 +115,7 @@ class Run(RunOfPytest):
             assert bool(same) == (self.outcome(name) in {"passed", "skipped"} or name in well), name
 
     def collectives_before(self, name: str) -> int:
-        """How many there were in the default process group: the fixture's barrier, and on kept ranks two of each test before."""
+        """How many there were in the default process group: the fixture's barrier, and on reused ranks two of each test before."""
         order = list(self.processes)
         if name not in order:
             return 1

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.spawn
 
-KEPT = "--distcompat-reuse=session"
+REUSE = "--distcompat-reuse=session"
 #: By what the ranks do: arguments of pytest, and what is said in the environment.
 HOW: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "alone": ((), {}),
     "workers": (("-n", "2"), {}),
-    "kept": ((KEPT,), {}),
+    "reused": ((REUSE,), {}),
     # After one test that passed, before the next one.
-    "idle": ((KEPT, "-p", "test_midway"), {"FAULTY_IDLE": "yes"}),
+    "idle": ((REUSE, "-p", "test_midway"), {"FAULTY_IDLE": "yes"}),
 }
 #: How long the end may take, in seconds. No time limit is so short, and on a busy machine nothing takes longer.
 SOON = 20.0

@@ -66,8 +66,8 @@ FAULTS: dict[str, dict[int, tuple[str, list[str]]]] = {
     "test_thread_at_exit": {1: SLEEPS},
     "test_finalizer_at_exit": {1: SLEEPS},
 }  # fmt: skip
-#: What ranks that live on do otherwise: they have a process group already, and whoever waits for a peer that is done does not lose it.
-KEPT = {
+#: Differences on reused ranks: they have a process group already, and a rank that waits for a finished peer does not lose it.
+OF_REUSED_RANKS = {
     "test_setup": {1: (ASLEEP, ["fall_asleep", "hangs_up"])},
     "test_nobody_joins": {-2: REDUCES},
     "test_nobody_joins_with_a_number": {
@@ -101,13 +101,13 @@ FEW = (
 FULL = (
     Form("three workers", ("-n", "3"), nightly=True),
     Form("three workers at 4", ("-n", "3"), 4, nightly=True),
-    *(replace(FORMS[name], nightly=True) for name in ("alone", "workers", "kept", "kept at 4")),
+    *(replace(FORMS[name], nightly=True) for name in ("alone", "workers", "reused", "reused at 4")),
 )
 OF_FEW = tuple(
     replace(
         FORMS[name], name=f"few {name}", args=(*FORMS[name].args, "-k", " or ".join(("test_well", *FEW))), nightly=False
     )
-    for name in ("alone", "kept")
+    for name in ("alone", "reused")
 )
 
 
@@ -140,7 +140,7 @@ def run(run_faults: RunFaults, form: Form) -> Run:
 def hanging(name: str, run: Run) -> dict[int, tuple[str, list[str]]]:
     """By rank what is expected of that test in that run; nothing, if none is to hang until the time limit."""
     size = run.world_size or SIZES.get(name, 2)
-    expected = KEPT.get(name) if run.shares_ranks else None
+    expected = OF_REUSED_RANKS.get(name) if run.shares_ranks else None
     expected = expected or FAULTS.get(name, {})
     named = {rank % size: each for rank, each in expected.items() if -size <= rank < size}
     if OTHERS in expected:
@@ -201,7 +201,7 @@ def test_hangs_are_reported_soon_after_their_time_limit(run: Run) -> None:
     expect_soon(run, {name: own.get(name, 0.0) for name in run.outcomes if name not in at_limit}, 60)
 
 
-@in_forms(*(form for form in (*FULL, *OF_FEW) if form.kept))
+@in_forms(*(form for form in (*FULL, *OF_FEW) if form.reuses_ranks))
 def test_faults_happen_on_ranks_that_ran_a_test_before(run: Run) -> None:
     run.shows_used_ranks()
 

@@ -58,7 +58,7 @@ def test_fails(rank, process_group, number):
     process_group.barrier().wait()
 """
 MANY_FAILING = FAILING.replace("range(4)", "range(20)")
-KEPT = "--distcompat-reuse=session"
+REUSE = "--distcompat-reuse=session"
 SLOW = """
 import time
 import pytest
@@ -160,7 +160,7 @@ def test_maxfail(start: Start) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("args", [(), pytest.param((KEPT,), marks=pytest.mark.nightly)], ids=["fresh", "kept"])
+@pytest.mark.parametrize("args", [(), pytest.param((REUSE,), marks=pytest.mark.nightly)], ids=["fresh", "reused"])
 def test_maxfail_with_xdist(start: Start, args: tuple[str, ...]) -> None:
     run = start(MANY_FAILING, "-n", "2", "--maxfail=2", *args).finish()
     assert "stopping after 2 failures" in run.out
@@ -172,7 +172,7 @@ def test_maxfail_with_xdist(start: Start, args: tuple[str, ...]) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("args", [(), pytest.param((KEPT,), marks=pytest.mark.nightly)], ids=["fresh", "kept"])
+@pytest.mark.parametrize("args", [(), pytest.param((REUSE,), marks=pytest.mark.nightly)], ids=["fresh", "reused"])
 def test_workers_of_xdist_die(start: Start, args: tuple[str, ...]) -> None:
     run = start(KILLS_ITS_WORKER, "-n", "2", *args).finish(killed=True)
     assert run.code == pytest.ExitCode.TESTS_FAILED

@@ -30,7 +30,7 @@ PASSED = {
     "test_memory_of_the_parent_before",
     "test_memory_of_the_parent_after",
 }
-#: The first line of the report, and more of its lines.
+#: By test: the first line of its failure, and more of its lines.
 FAILED: dict[str, tuple[str, list[str]]] = {
     "test_flood": ("rank 1 failed: ValueError: after the flood", ["consequences:"]),
     "test_much_and_fail": ("rank 1 failed: ValueError: after much", ["consequences:"]),
@@ -44,7 +44,7 @@ FAILED: dict[str, tuple[str, list[str]]] = {
     ),
     "test_no_more_files": ("rank 1 failed: ValueError: without files", ["consequences:"]),
     "test_large_exception": ("rank 1 failed: ValueError: xxx*", ["consequences:"]),
-    # A limit on the size of files holds for what a rank reports too.
+    # A limit on the size of files also cuts the rank's own report.
     "test_disk_quota": ("rank 1 exited with code 1 without a report", ["consequences:"]),
     "test_silent_disk_quota": ("rank 1 exited with code 1 without a report", ["consequences:", "  rank 0 *"]),
     "test_disk_quota_and_fail": ("rank 1 exited with code 1 without a report", ["consequences:"]),
@@ -84,7 +84,7 @@ def test_a_large_result_is_cut_in_the_middle(run: Run) -> None:
 
 
 def test_large_output_and_results_take_no_memory_of_the_parent(run: Run) -> None:
-    # In KiB: the most that the process ever had.
+    # Peak memory of the process, in KiB.
     before, after = (run.properties(f"test_memory_of_the_parent_{when}")["peak"] for when in ("before", "after"))
     assert after - before < 2**15
 
@@ -92,7 +92,7 @@ def test_large_output_and_results_take_no_memory_of_the_parent(run: Run) -> None
 def test_unpicklable_results_keep_their_text(run: Run) -> None:
     found = run.properties("test_unpicklable_results")
     assert found["plain"] == 0
-    # A lock, a function, a stream and bytes are no plain data, and come as pytest writes them into JUnit's file; not a number is.
+    # A lock, a function, a stream and bytes come as the text that pytest writes into JUnit's file; NaN stays a number.
     assert {name for name in found if name.startswith("odd") and "rank" not in name} == {f"odd {n}" for n in range(5)}
     assert [type(found[f"odd {n}"]) for n in (0, 1, 2, 4)] == [str] * 4
     assert found["odd 4"] == str(b"bytes")
@@ -113,7 +113,7 @@ def test_no_process_file_or_lease_remains(run: Run) -> None:
     assert not run.leftovers
 
 
-# A disk that is full, or read-only, for the whole run.
+# The disk is full, or read-only, for the whole session.
 
 FULL = """
 import os
@@ -163,7 +163,7 @@ def test_a_full_disk(start: Start, mounts: None) -> None:
     run.shows("test_fills_the_disk", "rank 1 failed: OSError: [[]Errno 28[]] No space left on device", "consequences:")
     assert {run.outcome(f"test_on_a_full_disk[{number}]") for number in range(2)} == {"failed"}
     for number in range(2):
-        # There is no room for the run's own files: pytest itself says so.
+        # There is no room for the run's own files: the failure is pytest's.
         assert run.lines(f"test_on_a_full_disk[{number}]")[0] == "OSError: [Errno 28] No space left on device"
     assert (run.causes("test_fills_the_disk"), run.consequences("test_fills_the_disk")) == ([1], {0})
     assert run.code == pytest.ExitCode.TESTS_FAILED
@@ -172,7 +172,7 @@ def test_a_full_disk(start: Start, mounts: None) -> None:
 
 @pytest.mark.nightly
 def test_a_read_only_temporary_directory(start: Start, mounts: None, tmp_path: Path) -> None:
-    # Python then takes another one, as it does for everybody.
+    # Python then takes another temporary directory.
     mount = ["sh", "-c", 'mount -t tmpfs -o ro none temporary && exec "$@"', "sh"]
     run = start(WELL, wrap=mount, TEMP=str(tmp_path)).finish()
     assert run.outcomes == {"test_well": "passed"}, run.out

@@ -90,7 +90,7 @@ def test_failures_are_reported_soon(run: Run) -> None:
 
 
 def test_faults_happen_on_ranks_that_ran_a_test_before(run: Run, form: Form) -> None:
-    if form.kept:
+    if form.reuses_ranks:
         run.shows_used_ranks()
 
 

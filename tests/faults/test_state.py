@@ -106,7 +106,7 @@ PATCHES = (
 )
 
 
-KEPT = "--distcompat-reuse=session"
+REUSE = "--distcompat-reuse=session"
 #: Changes of ``change`` in faults_state.py that the report names so; its other changes are not compared.
 NAMED_CHANGES = (
     *(
@@ -123,7 +123,7 @@ NAMED_CHANGES = (
 )
 
 
-@pytest.fixture(scope="module", params=[(), pytest.param((KEPT,), marks=pytest.mark.nightly)], ids=["fresh", "kept"])
+@pytest.fixture(scope="module", params=[(), pytest.param((REUSE,), marks=pytest.mark.nightly)], ids=["fresh", "reused"])
 def ranks(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """Return whether each test has fresh ranks, or shares those of the previous test if it left nothing."""
     found: tuple[str, ...] = request.param
@@ -166,7 +166,7 @@ def test_changes_do_not_reach_the_next_test(name: str, run: Run) -> None:
     assert state(run, name) == state(run, "test_before")
 
 
-@pytest.mark.parametrize("ranks", [(KEPT,)], ids=["kept"], indirect=True)
+@pytest.mark.parametrize("ranks", [(REUSE,)], ids=["reused"], indirect=True)
 def test_shared_ranks_with_changed_state_end_and_say_why(run: Run) -> None:
     why = run.properties("test_changes")["distcompat: ranks left"]
     assert " it left " in why, why
@@ -186,7 +186,7 @@ def test_ranks_draw_different_numbers_unless_they_seed(name: str, run: Run) -> N
     assert first[name] != second[name]
 
 
-@pytest.mark.parametrize("args", [(), pytest.param((KEPT,), marks=pytest.mark.nightly)], ids=["fresh", "kept"])
+@pytest.mark.parametrize("args", [(), pytest.param((REUSE,), marks=pytest.mark.nightly)], ids=["fresh", "reused"])
 def test_a_seed_at_import_holds_on_all_ranks(args: tuple[str, ...], run_faults: RunFaults) -> None:
     run = run_faults(SEEDED, *args)
     assert run.outcomes == {"test_seeded[0]": "passed", "test_seeded[1]": "passed"}, run.out

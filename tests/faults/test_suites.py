@@ -58,7 +58,7 @@ def item(suite: str, check: str, world_size: int = 2) -> str:
     return f"Test{suite}::test[ddp-fp32-w{world_size}:{check}]"
 
 
-@pytest.fixture(scope="module", params=forms("alone", "workers", "kept"))
+@pytest.fixture(scope="module", params=forms("alone", "workers", "reused"))
 def run(run_faults: RunFaults, request: pytest.FixtureRequest) -> Run:
     return run_faults(
         "faults_suite.py",

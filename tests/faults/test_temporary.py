@@ -111,7 +111,7 @@ def test_it(number):
 
 @pytest.mark.nightly
 @pytest.mark.spawn
-@pytest.mark.parametrize("args", [(), ("--distcompat-reuse=session",)], ids=["fresh", "kept"])
+@pytest.mark.parametrize("args", [(), ("--distcompat-reuse=session",)], ids=["fresh", "reused"])
 def test_a_directory_with_a_long_name_is_used_for_all_but_sockets(start: Start, args: tuple[str, ...]) -> None:
     done = start(LONG, *args, name="of-job-" + "1" * 100).finish()
     assert done.outcomes == {"test_it[1]": "passed", "test_it[2]": "passed"}, done.out

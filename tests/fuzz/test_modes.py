@@ -18,7 +18,7 @@ pytestmark = pytest.mark.spawn
 #: How ranks come to be: the command line in front of pytest, and pytest's options.
 MODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "warm": ((), ()),
-    "kept": ((), ("--distcompat-reuse=session",)),
+    "reused": ((), ("--distcompat-reuse=session",)),
     "xdist": ((), ("-n", "2")),
     "inside": (("torch.distributed.run", "--nproc-per-node", "2", "-m"), ()),
     "cold": ((), ("--distcompat-launcher=torchrun",)),
@@ -125,7 +125,7 @@ def describe(written: Sequence[Module], mode: str, wrong: Mapping[str, str], fuz
 
 
 @pytest.mark.parametrize(
-    "mode", ["warm", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("kept", "inside"))]
+    "mode", ["warm", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("reused", "inside"))]
 )
 def test_a_few(mode: str, fuzz: Fuzz) -> None:
     written = modules(0, 4)

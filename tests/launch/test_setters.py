@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 from tests.launch import setters
-from tests.launch.kept_changes import CHANGES
+from tests.launch.state_changes import CHANGES
 
 pytestmark = pytest.mark.spawn
 
 PAGE = Path(__file__).parents[2] / "docs" / "marker.md"
 
-#: Patterns of setters, and under which name what they set is compared: ``test_kept`` proves each name by a change.
+#: Patterns of setters, and under which name what they set is compared: ``test_reused_ranks`` proves each name by a change.
 COMPARED = {
     "asyncio.set_event_loop*": "asyncio's event loops",
     "atexit.*": "what is to be done at exit",

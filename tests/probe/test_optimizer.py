@@ -1,4 +1,4 @@
-"""Reading optimizers of any kind, and schedulers of any library."""
+"""The probe reads optimizers of any kind and schedulers of any library."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_wrong_optimizer_is_an_error() -> None:
 
 @pytest.mark.parametrize("wrong", [None, {"model": 1}])
 def test_a_wrong_model_is_an_error(wrong: Any) -> None:
-    """It was an AttributeError of the probe's: 'NoneType' object has no attribute 'named_parameters'."""
+    """The message names the driver's attribute, not one of the probe."""
     with pytest.raises(
         TypeError, match=r"^the driver's self\.model is .*; expected a torch\.nn\.Module, build\(\) is to "
     ):
@@ -78,7 +78,7 @@ def test_several_schedulers_are_read_in_turn() -> None:
 
 
 class Own:
-    """A schedule that somebody wrote himself."""
+    """A scheduler of a user, without ``get_last_lr`` and ``state_dict``."""
 
     def __init__(self, last_epoch: int) -> None:
         self.last_epoch = last_epoch
@@ -149,7 +149,7 @@ def test_a_failing_closure_raises_its_own_exception() -> None:
 
 
 class Delegates(torch.optim.Optimizer):
-    """One that has another step for it, on a part of what it was given, as torch's ZeroRedundancyOptimizer does."""
+    """Steps through an inner optimizer on a part of its parameters, as torch's ZeroRedundancyOptimizer does."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -176,7 +176,7 @@ def test_the_state_of_a_nested_optimizer_is_read() -> None:
     one = Delegates(list(model.parameters()))
     model.weight.grad = torch.ones(1, 2)
     one.step()
-    # What was loaded lies in the outer one, None where another rank has it.
+    # Loaded state is in the outer optimizer, None where another rank has it.
     one.state[model.bias] = None
     found = read_optimizer(model, one)
     assert (found.chain, found.entries, found.foreign) == (("Delegates", "AdamW"), 2, 0)
@@ -186,7 +186,7 @@ def test_the_state_of_a_nested_optimizer_is_read() -> None:
 
 
 def test_parameters_without_a_gradient_are_named() -> None:
-    """Those that the optimizer steps on: None, not zero, in all steps since the last snapshot."""
+    """A gradient of None, not of zero, in all steps since the last snapshot."""
     model = torch.nn.ModuleDict(
         {name: torch.nn.Linear(1, 1, bias=False) for name in ("used", "zero", "unused", "other")}
     )
@@ -213,7 +213,7 @@ def test_parameters_without_a_gradient_are_named() -> None:
 
 
 def test_parameters_that_autograd_does_not_reach_are_named() -> None:
-    """DeepSpeed's optimizers step on other tensors than the model's parameters, which have a gradient in any case."""
+    """DeepSpeed's optimizers step on tensors of their own, which always have a gradient."""
     model = torch.nn.ModuleDict(
         {name: torch.nn.Linear(1, 1, bias=False) for name in ("used", "zero", "unused", "frozen")}
     )

@@ -1,4 +1,4 @@
-"""Which release can say what: the words of TrainingArguments, release by release, and cells that an old one cannot say."""
+"""Older releases: how TrainingArguments are translated for them, and which cells they do not support."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_current_transformers_need_no_translation(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", ["4.51.0", "5.9.0"])
-def test_no_other_strategy_has_words(release: str) -> None:
+def test_other_strategies_need_no_translation(release: str) -> None:
     assert translated("ddp-fp32-w2", release) == ({}, {})
     assert translated("zero2-fp32-w2", release) == ({}, {})
 
 
 @pytest.mark.parametrize(
-    ("cell", "words"),
+    ("cell", "fsdp"),
     [
         ("fsdp2-fp32-w2", "full_shard auto_wrap"),
         ("fsdp1-fp32-w2", "full_shard auto_wrap"),
@@ -51,11 +51,11 @@ def test_no_other_strategy_has_words(release: str) -> None:
     ],
 )
 @pytest.mark.parametrize("release", ["4.57.6", "5.0.0", "5.9.0"])
-def test_older_transformers_take_fsdp_as_a_text(cell: str, words: str, release: str) -> None:
+def test_older_transformers_take_fsdp_as_a_text(cell: str, fsdp: str, release: str) -> None:
     arguments, variables = translated(cell, release)
-    assert arguments["fsdp"] == words
+    assert arguments["fsdp"] == fsdp
     assert "cpu_offload" not in arguments["fsdp_config"]
-    # Else blocks are cut nowhere: https://huggingface.co/docs/transformers/v5.5.4/en/main_classes/trainer.
+    # Without it FSDP wraps no block: https://huggingface.co/docs/transformers/v5.5.4/en/main_classes/trainer.
     assert arguments["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["LlamaDecoderLayer"]
     assert variables["FSDP_STATE_DICT_TYPE"] == "SHARDED_STATE_DICT"
 
@@ -76,13 +76,13 @@ def test_weights_of_rank_0_are_broadcast_with_the_option() -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has other releases installed than those that are."""
+    """Return a function that replaces the installed versions of packages."""
     others: dict[str, str] = {}
     monkeypatch.setattr(_releases, "release", lambda name: others.get(name) or version_of(name))
     return others.update
 
 
-#: Driver, cell, package, the last release that cannot say it and the first that can.
+#: Driver, cell, package, the last release without support and the first with it.
 FIRST = [
     (AccelerateDriver, "fsdp2-fp32-w4-dp_replicate_2", "accelerate", "1.9.0 1.10.0"),
     (AccelerateDriver, "fsdp2-fp32-w2-compile_regional", "accelerate", "1.6.0 1.7.0"),

@@ -14,7 +14,7 @@ from pytest_distcompat.trace import RunTrace, Trace
 
 
 def _not_by_name(cell: Cell) -> str | None:
-    """Return why shards cannot be combined by name and trained on; None if they can."""
+    """Return why shards of two world sizes cannot be compared by name; None if they can."""
     if cell.option("save_only_model"):
         return "checkpoints hold the model alone: there is no training to resume"
     if not cell.option("use_orig_params"):
@@ -25,12 +25,14 @@ def _not_by_name(cell: Cell) -> str | None:
 
 
 def _not_resharded(cell: Cell, driver: type[Driver]) -> str | None:
+    """Return why the check does not apply to the cell; None if it does."""
     if cell.strategy not in driver.reshards:
         return f"the driver does not claim that {cell.strategy} loads a checkpoint of another world size"
     return _not_by_name(cell) or saved_as_elsewhere(cell)
 
 
 def _runs(cell: Cell, driver: type[Driver]) -> Scenario:
+    """Return the runs ``train``, ``up``, ``back`` and ``one``, whose world sizes depend on the cell's."""
     return scenario.reshard(cell.world_size)
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def named(name: str) -> type[Driver]:
-    """Return a built-in driver, or ``module:attribute``, which may be in the working directory. Raises UsageProblem."""
+    """Return a built-in driver or ``module:attribute``; modules of the working directory are found. Raises UsageProblem."""
     from pytest_distcompat.drivers import find_driver
 
     here = str(Path.cwd())

@@ -32,8 +32,8 @@ class Repository:
     """Facts about a repository; ``tests`` is relative to ``root``.
 
     ``driver`` is the first subclass of Driver, ``trainer`` of ``transformers.Trainer``, ``loop`` the first plain
-    training loop, tests last, and ``scaffold`` the driver around it. ``nameless`` are messages about such classes that
-    no import can name. ``pythonpath`` are the directories that pytest already puts on ``sys.path``.
+    training loop, tests last, and ``scaffold`` the driver around it. ``nameless`` are messages about classes in files
+    that cannot be imported. ``pythonpath`` are the directories that pytest already puts on ``sys.path``.
     """
 
     root: Path
@@ -95,11 +95,12 @@ def inspect_repository(root: Path) -> Repository:
 
 
 def _below(settings: Settings, above: Path) -> tuple[str, ...]:
-    """Return ``testpaths``; those in settings of a directory above concern other directories."""
+    """Return ``testpaths``; empty if the settings belong to a directory above."""
     return settings.listed("testpaths") if above == Path() else ()
 
 
 def _own(root: Path) -> Iterator[Path]:
+    """Yield the repository's own Python files: none of virtual environments, build and hidden directories."""
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts[:-1]
         environment = any((root.joinpath(*parts[: n + 1]) / "pyvenv.cfg").exists() for n in range(len(parts)))
@@ -108,6 +109,7 @@ def _own(root: Path) -> Iterator[Path]:
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
+    """Yield the top-level names of the packages that a module imports."""
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -116,7 +118,7 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 
 
 def _classes(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield (``trainer`` or ``driver``, name) for such classes at the top level of a module."""
+    """Yield (kind, name) for each subclass of a ``trainer`` or ``driver`` at the top level of a module."""
     from_us = "pytest_distcompat" in _imports(tree)
     trainers = set(_trainers(tree))
     for node in tree.body:

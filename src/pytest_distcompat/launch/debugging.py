@@ -1,4 +1,4 @@
-"""A debugger in one rank of a run that a user starts by hand: it stops where the rank failed, while the other ranks wait."""
+"""A debugger in one rank of a run at the user's terminal: it stops where the rank failed, while the other ranks wait."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ _FLAGS = (
     "jit.onednn_fusion_enabled",
     "hub._hub_dir",
     "nn.attention.current_flash_attention_impl",
-    # Private names; ``tests/launch/kept_changes.py`` changes each setting that is read by one.
+    # Private names; ``tests/launch/state_changes.py`` changes each setting that is read by one.
     "_C._is_fwd_grad_enabled",
     "_C._autograd._profiler_enabled",
     "_C._autograd._saved_tensors_hooks_get_disabled_error_message",

@@ -1,6 +1,6 @@
-"""The main loop of a reused rank: it does request after request, and reports what each left changed.
+"""The main loop of a reused rank: run each request and report the state that it changed.
 
-``reused_ranks`` is the parent's part.
+``reused_ranks`` is the counterpart in the parent.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pytest_distcompat.launch.process_state import ProcessState, Sizes
 from pytest_distcompat.launch.rank_log import RankLog
 from pytest_distcompat.launch.request import Request
 
-#: How long the check of the process group may take, in seconds, and at most which part of its request's time limit: the
-#: request must not look as if it hung.
+#: Time limits of the check of the process group: in seconds, and as a fraction of the request's own limit, so that a slow
+#: check does not look like a request that hangs.
 GROUP_CHECK_TIMEOUT_S, GROUP_CHECK_PART_OF_LIMIT = 5.0, 0.25
-#: How long the destruction of the process group may take, in seconds: it waits for collectives that a peer never joins. At
-#: the end of the process it may take less, because that end destroys the group too.
+#: Time limits of destroying the process group, in seconds: it waits for collectives that a peer never joins. The second is
+#: shorter, because the end of the process destroys the group too.
 DESTROY_TIMEOUT_S, DESTROY_TIMEOUT_AT_END_S = 5.0, 1.0
 
 _CLEARED = "distcompat/cleared/"
@@ -48,7 +48,7 @@ class Store:
         self._requests = 0
 
     def announce_done(self) -> Callable[[], None]:
-        """Tell the other ranks that this one has done its request; return a function that waits until all have."""
+        """Announce that this rank has finished the request; return a function that waits until all ranks have."""
         self._requests += 1
         count, all_done = f"{_DONE}count", f"{_DONE}{self._requests}"
         if self._store.add(count, 1) == self._requests * self._ranks:
@@ -73,12 +73,12 @@ class Store:
         self._store.wait([done])
 
     def has_leftover_keys(self) -> bool:
-        """Tell whether there are keys that ``clear`` cannot remove."""
+        """Return whether there are keys that ``clear`` cannot remove."""
         return not self._can_list and self._store.num_keys() > self._initial_keys + self._clears + self._requests + 1
 
 
 class ReusedRank:
-    """State that this process keeps from one request to the next. The directory is that of its run."""
+    """State that this process keeps between requests; ``directory`` is that of its run."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -92,23 +92,22 @@ class ReusedRank:
         self.reset_baseline()
 
     def reset_baseline(self) -> None:
-        """Take this process's present state as that which requests must leave: no test has caused the changes so far."""
+        """Record the current state as the one to compare with: no test has caused the changes so far."""
         self._baseline = ProcessState.now()
         #: ``sys.path`` as it is between two requests.
         self.path = list(sys.path)
 
     def begin(self, request: Request) -> None:
-        """Record this process's state, which ``rank.prepare`` has just brought to what the request wants.
+        """Record the state after ``rank.prepare``, if this request has other settings than the last.
 
-        The last request left the state as it found it, or the ranks would have ended. So it is recorded again only if this
-        request wants another one.
+        With the same settings the recorded state is still right: a request that changes it ends the ranks.
         """
         settings = (request.set, request.unset, request.cwd, request.import_path)
         if settings != self._settings:
             self._settings, self._baseline = settings, ProcessState.now()
 
     def changes(self) -> list[str]:
-        """Return the names of what the request left changed, and of what has grown too much.
+        """Return the names of the state that the request changed, and of what has grown too much.
 
         State that cannot be read counts as a change, and the verdict stands.
         """
@@ -118,7 +117,7 @@ class ReusedRank:
             return [f"state that cannot be read ({rank.message_of(error)})"]
 
     def process_group(self, backend: str) -> Any:
-        """Return the default process group, which the first call makes."""
+        """Return the default process group; the first call creates it."""
         from torch import distributed
 
         if self.group is None:
@@ -137,7 +136,7 @@ class ReusedRank:
             self.store.clear()
 
     def release_group(self) -> None:
-        """Destroy the process group at the end of this process, if it is sound: otherwise that could last for ever."""
+        """Destroy the process group at the end of this process, unless it is broken: destroying that could hang."""
         if self.group is not None and not (self.sound and self._destroy_group(DESTROY_TIMEOUT_AT_END_S)):
             # A forked rank ends by os._exit anyway; in a spawned one the interpreter would destroy the group.
             atexit.register(os._exit, 0)
@@ -153,7 +152,7 @@ class ReusedRank:
         def destroy() -> None:
             try:
                 distributed.destroy_process_group()
-            except BaseException as error:  # whatever it is, it is raised below
+            except BaseException as error:  # raised again below
                 problems.append(error)
 
         # A thread that hangs can be left behind: the end of the process does not wait for it.
@@ -165,13 +164,12 @@ class ReusedRank:
         return not thread.is_alive()
 
     def begin_group_check(self) -> Callable[[float], bool]:
-        """Start a collective of ours on the process group, once all ranks have done the request.
+        """Start a collective on the process group; call it when all ranks have finished the request.
 
-        The group must still be ours, and work: a collective that a request left half done would pair with this one.
-        Returns a function that waits up to so many seconds, and tells whether the collective gave the right result.
+        A collective that the request left unmatched would pair with this one. Returns a function that waits up to so many
+        seconds and returns whether the group is the original one and the collective gave the right result.
         """
-        # A test may have left another default group, a mode, or a function of its own in place of torch's. Those may do
-        # anything, and torch may not even be importable.
+        # A test may have replaced the default group, a mode or a function of torch, so any of these calls may raise.
         try:
             import torch
             from torch import distributed
@@ -204,9 +202,9 @@ reused: ReusedRank | None = None
 
 
 def serve(payload: Mapping[str, Any], log: RankLog) -> None:
-    """Do the requests that arrive on the socket ``payload["socket"]``, one line each, until it is closed.
+    """Run the requests that arrive on the socket ``payload["socket"]``, one line each, until it is closed.
 
-    A request that fails ends this process, as it ends any rank. After any other, report what it left changed.
+    A request that fails ends this process, as it ends any rank. After any other, send the names of changed state.
     """
     global reused  # noqa: PLW0603 - what runs in this process looks it up here
     reused = ReusedRank(log.path.parent)
@@ -223,7 +221,7 @@ def serve(payload: Mapping[str, Any], log: RankLog) -> None:
 
 
 def _serve(reused: ReusedRank, socket_path: str, number: int, requests: list[Request]) -> None:
-    """Do what ``serve`` does; ``requests`` holds the last request."""
+    """Run the requests; ``requests`` holds the last one."""
     with socket.socket(socket.AF_UNIX) as channel:
         channel.connect(socket_path)
         for line in channel.makefile("r", encoding="utf-8"):
@@ -238,7 +236,7 @@ def _serve(reused: ReusedRank, socket_path: str, number: int, requests: list[Req
 
 
 def _perform(reused: ReusedRank, request: Request) -> list[str]:
-    """Do one request, and return what it left changed."""
+    """Run one request; return the names of the state that it changed."""
     if reused.group is None:
         reused.store.clear()
     with _restored_afterwards(reused, request):
@@ -247,8 +245,8 @@ def _perform(reused: ReusedRank, request: Request) -> list[str]:
         rank.perform(request)
         # What comes next in this run's logs is the next request's.
         rank.flush()
-        # The check starts only when all ranks have done the request. Otherwise it could pair with a collective that a test
-        # left unmatched, and let that pass.
+        # The check starts only when all ranks have finished the request, so that it cannot pair with a collective that a
+        # test left unmatched.
         wait_for_all = reused.store.announce_done()
         changed = reused.changes()
         wait_for_all()

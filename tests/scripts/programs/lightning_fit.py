@@ -1,4 +1,4 @@
-"""A script of Lightning's Trainer, with its arguments on the command line."""
+"""Script: train a small module with Lightning's Trainer under DDP or FSDP2; save and resume on request."""
 
 import argparse
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--save-at", type=int, default=0)
 parser.add_argument("--resume", type=Path)
 parser.add_argument("--strategy", default="ddp")
-parser.add_argument("--from-the-start", action="store_true", help="the batches, after a load in mid-epoch")
+parser.add_argument("--from-the-start", action="store_true", help="repeat the batches of the epoch after a load")
 arguments = parser.parse_args()
 
 
 class Rows:
-    """The batches of a rank, and how many of them were given out."""
+    """The batches of a rank; a checkpoint keeps how many of them were yielded."""
 
     def __init__(self, rank: int) -> None:
         self.generator, self.given = torch.Generator().manual_seed(rank), 0

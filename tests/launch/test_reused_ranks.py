@@ -11,13 +11,13 @@ from typing import Any
 import psutil
 import pytest
 from tests.launch.conftest import notes
-from tests.launch.kept_changes import CHANGES
+from tests.launch.state_changes import CHANGES
 
 from pytest_distcompat.launch import Ending, Request, Reuse, WarmLauncher, Warmth
 
 pytestmark = pytest.mark.spawn
 
-#: Runs ``kept_bodies:<body>`` on ranks that may be those of the request before.
+#: Runs ``reused_bodies:<body>`` on ranks that may be those of the request before.
 Send = Callable[..., Ending]
 
 
@@ -36,7 +36,7 @@ def send(supervisor: WarmLauncher, tmp_path: Path, importable: None) -> Iterator
     def send(body: str, world_size: int = 2, *, timeout: float = 30.0, keep: Any = (), **payload: Any) -> Ending:
         where = tmp_path / str(len(endings))
         keeping = keep if keep is None else Reuse(**{"scope": f"{world_size}", "uses": 100, **dict(keep)})
-        module = "" if ":" in body else "kept_bodies:"
+        module = "" if ":" in body else "reused_bodies:"
         endings.append(supervisor.run(Request(f"{module}{body}", payload, world_size, str(where), timeout), keeping))
         return endings[-1]
 
@@ -177,7 +177,7 @@ def test_changed_state_ends_shared_ranks_and_is_named(what: str, send: Send, sup
     if what.startswith("accelerate"):
         pytest.importorskip("accelerate")
     first = send("report_process")
-    ending = send("kept_changes:change", what=what)
+    ending = send("state_changes:change", what=what)
     assert ending.kind == "ok", ending.text()
     assert ending.left.startswith("on rank 1 it left "), ending.left
     assert what.partition(":")[0] in ending.left

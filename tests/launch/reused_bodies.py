@@ -1,4 +1,4 @@
-"""Functions that shared ranks run, one request after the other. Only ranks import them, as ``kept_bodies``."""
+"""Functions that shared ranks run, one request after the other. Only ranks import them, as ``reused_bodies``."""
 
 from __future__ import annotations
 
