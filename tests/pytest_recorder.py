@@ -42,6 +42,7 @@ class OfReports:
             sections=report.sections,
             properties=report.user_properties,
             xfail=getattr(report, "wasxfail", None),
+            subtest=type(report).__name__ == "SubtestReport",
         )
 
 

@@ -37,7 +37,8 @@ class Run:
         """Return the report with the outcome of the test of that name (all after the file)."""
         found = [report for report in self._outcome_reports if report["nodeid"].partition("::")[2] == name]
         assert found, f"no test {name}:\n{self.out}"
-        return next((report for report in found if report["outcome"] == "failed"), found[0])
+        # A subtest fails its test; if all pass, the outcome is the test's own.
+        return min(found, key=lambda report: (report["outcome"] != "failed", report["subtest"]))
 
     def outcome(self, name: str) -> str:
         report = self.of(name)
