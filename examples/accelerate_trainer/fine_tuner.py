@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Layer(nn.Module):
-    """What FSDP wraps, by its class's name."""
+    """A residual layer: FSDP wraps it by its class name."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What pytest-distcompat needs to know of the trainer."""
+"""Driver for the trainer ``fine_tuner.FineTuner``."""
 
 from __future__ import annotations
 

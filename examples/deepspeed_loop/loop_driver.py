@@ -1,4 +1,4 @@
-"""What pytest-distcompat needs to know of the loop: five methods."""
+"""Driver for the loop: five methods."""
 
 from __future__ import annotations
 

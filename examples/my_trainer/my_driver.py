@@ -1,4 +1,4 @@
-"""What pytest-distcompat needs to know of the trainer: five methods. torch is imported inside them: collection is fast."""
+"""Driver for the trainer: five methods. They import torch inside, so that collection is fast."""
 
 from __future__ import annotations
 

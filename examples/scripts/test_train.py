@@ -1,4 +1,4 @@
-"""What its repository's tests say of it: not that it ends with code 0, but that it does what it is for."""
+"""Tests of a script: not only its exit code, but what it trains and saves."""
 
 from pathlib import Path
 from typing import Any

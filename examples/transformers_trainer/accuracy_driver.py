@@ -1,4 +1,4 @@
-"""What pytest-distcompat needs to know: the built-in driver of transformers.Trainer does the rest, by its callbacks."""
+"""Driver for a subclass of transformers.Trainer: the built-in driver does the rest, by its callbacks."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ Sums = tuple[int, float, float]
 
 @dataclass(frozen=True)
 class CallInfo:
-    """What a walk compares after a call of the live trainer, beside what any snapshot has.
+    """Data that a walk compares after a call of the live trainer, besides that of any snapshot.
 
     ``observes``: the call must change nothing. ``gradients`` are digests by live name, empty for none; ``evaluating`` the
     modules in evaluation mode. ``sums`` are this rank's part of what is optimized, by live name; ``returned`` the whole tensors

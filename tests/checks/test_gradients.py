@@ -86,7 +86,7 @@ def test_parts_that_do_not_make_a_whole_gradient(sound: Sound) -> None:
 
 
 def compared(story: Story, norms: dict[str, tuple[float, float]]) -> list[str]:
-    """What is found of parameters of one element with these norms in the first step: the trainer's, and the reference's."""
+    """Return the findings for one-element parameters with these norms in the first step: the trainer's and the reference's."""
     infos = tuple(ParameterInfo(name, (1,), "float32") for name in norms)
     for run, action, which in (("train", "step", 0), ("reference", "reference", 1)):
 

@@ -1,4 +1,4 @@
-"""What there is to see on a GPU, as stages in the order of their value: ``run.sh`` installs what they need and starts this.
+"""Stages of the GPU run, in the order of their value: ``run.sh`` installs their packages and starts this.
 
 Each stage is a command that users have too: ``pytest tests/gpu``, the built-in suite, the scripts in ``benchmarks``. With
 ``--cpu`` the same commands run on the CPU with tiny models, to find what is wrong with them before a GPU waits.

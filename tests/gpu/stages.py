@@ -63,7 +63,7 @@ class Stage:
 
 @dataclass
 class Outcome:
-    """What became of a stage: its status, how many times it was cut off, and the seconds of its last run."""
+    """Outcome of a stage: its status, how many times it was interrupted, and the seconds of its last run."""
 
     status: str
     cut_off: int = 0

@@ -28,7 +28,7 @@ def note(log: RankLog, event: str, **data: Any) -> None:
 
 
 def noted(event: str, directory: Path, rank: int) -> bool:
-    """Whether that rank has logged such an event."""
+    """Return whether that rank has logged such an event."""
     return any(isinstance(one, Note) and one.event == event for one in read_events(directory, rank))
 
 

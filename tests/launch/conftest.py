@@ -91,7 +91,7 @@ def run(tmp_path: Path, warm: WarmLauncher, importable: None) -> Run:
 
 
 def notes(ending: Ending, event: str) -> list[Mapping[str, Any]]:
-    """What the ranks logged in events of that name, which are the test's own."""
+    """Return the fields of the events of that name that the test's body logged on all ranks."""
     logged = [one for events in ending.events.values() for one in events]
     return [one.data for one in logged if isinstance(one, Note) and one.event == event]
 

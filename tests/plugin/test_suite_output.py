@@ -1,4 +1,4 @@
-"""What a trainer prints and logs on its ranks is seen where pytest shows what a test printed and logged."""
+"""Output and logs of a trainer's ranks appear where pytest shows those of a test."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def calls(text: str) -> list[Call]:
     return [Call.parse(f"{one})".lstrip(", ")) for one in text.split(")")[:-1]]
 
 
-def test_one_wrong_call_is_told_from_all_sound_ones(runner: Runner) -> None:
+def test_only_the_wrong_call_fails(runner: Runner) -> None:
     walk = calls("step(), micro(), evaluate(), save(), step(clip='no')")
     sound = Explorer(runner, "torch", DDP)
     assert sound.check([*walk[:3], walk[4]]) == ()

@@ -43,7 +43,7 @@ class SumsOneBiasZero(AccelerateDriver):
     also=PARITY | CLIPPING,
 )
 class SumsOneBias(Torch):
-    """The same without flat masters. In float16, which rounds less, the norms show it some steps later."""
+    """Twin of the one above without flat masters. In float16, which rounds less, the norms show it some steps later."""
 
     def update(self) -> None:
         for name, parameter in self.model.named_parameters():

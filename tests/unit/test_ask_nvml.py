@@ -1,4 +1,4 @@
-"""What libraries ask torch when they are imported must not give a fork server a CUDA context."""
+"""Libraries that query the GPU at import give a fork server no CUDA context."""
 
 from __future__ import annotations
 

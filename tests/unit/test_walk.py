@@ -39,7 +39,7 @@ def test_a_text_that_is_no_call_is_refused(text: str) -> None:
         Call.parse(text)
 
 
-def test_the_values_of_arguments_come_from_annotations_and_defaults_are_left_out() -> None:
+def test_values_of_arguments_come_from_annotations_and_defaults_are_omitted() -> None:
     found = list(map(str, offered(Calls)))
     assert found.index("step()") < found.index("step(clip='no', zero='keep')")
     assert {"zero_grad()", "zero_grad(set_to_none=False)", "freeze(part='blocks.1')"} < set(found)

@@ -1,4 +1,4 @@
-"""What a GPU can do, found out without a CUDA context, which would not survive the fork of a rank."""
+"""Queries of GPU capabilities through NVML: a CUDA context would not survive the fork of a rank."""
 
 from __future__ import annotations
 

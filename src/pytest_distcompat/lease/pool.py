@@ -171,7 +171,7 @@ class Pool:
 
     @property
     def waits(self) -> str:
-        """What a request of this process waits for, who has it and since when; empty if none waits for long."""
+        """Devices that a request of this process waits for, with holder and time; empty if none waits for long."""
         return self._watch.text if self._watch is not None else ""
 
     def holders(self) -> list[Holder]:

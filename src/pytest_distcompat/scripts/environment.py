@@ -1,4 +1,4 @@
-"""What the parent tells every process of a launched script: by environment variables, and by a file for the probe."""
+"""Environment variables and probe file that the parent gives to every process of a launched script."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_probe(environment: dict[str, str], directory: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """What the probe records in each rank of a script.
+    """Settings of the probe in each rank of a script.
 
     ``steps`` optimizer steps are recorded in full, of later ones only losses and learning rates; with 0 there is no
     probe. All ranks exit after the checkpoint of step ``stop_after``, as if preempted, unless it is 0. ``blocks`` are

@@ -1,4 +1,4 @@
-"""What is known about settings, from ``rules.json``: values to try, what they change on purpose, and what is left out."""
+"""Rules for settings, from ``rules.json``: values to try, intended changes, and settings to skip."""
 
 from __future__ import annotations
 
