@@ -14,7 +14,7 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.report import Row
 from pytest_distcompat.scenario import SAVED
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import ParameterInfo, RunTrace, Snapshot, Trace
+from pytest_distcompat.trace import RunTrace, Snapshot, Trace
 
 #: The step after which names and dtypes are read: by then every optimizer has its state.
 STEP = 2
@@ -92,7 +92,12 @@ def _dtypes(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
         return []
     row = STRATEGIES.get(cell.strategy).dtypes(PRECISIONS.get(cell.precision))
     recorded: Mapping[str, Iterable[str]] = {
-        "storage": (info.dtype for info in _parameters(trained) if info.trainable and info.local_numel),
+        "storage": (
+            info.dtype
+            for snapshot in trained
+            for info in (snapshot.model.parameters if snapshot.model else ())
+            if info.trainable and info.local_numel
+        ),
         "compute": (info.output for snapshot in trained for info in snapshot.compute),
         "reduce": (dtype for snapshot in trained for dtype in _reduced(snapshot)),
         "gradient": (dtype for snapshot in trained for step in snapshot.steps for dtype in step.gradient),
@@ -103,10 +108,6 @@ def _dtypes(cell: Cell, run: RunTrace) -> list[dict[str, Any]]:
         {"kind": name, "expected": getattr(row, name), "seen": sorted(set(dtypes))} for name, dtypes in recorded.items()
     ]
     return [one for one in found if one["seen"] or one["expected"]]
-
-
-def _parameters(snapshots: Iterable[Snapshot]) -> Iterable[ParameterInfo]:
-    return (info for snapshot in snapshots if snapshot.model for info in snapshot.model.parameters)
 
 
 def _reduced(snapshot: Snapshot) -> Iterable[str]:

@@ -105,12 +105,14 @@ class ProcessState:
             "how numbers are rounded": _libm.fegetround(),
             "which operations on numbers raise a signal": _libm.fegetexcept(),
             "its personality and its turn to be killed": (_libc.personality(_READ_PERSONALITY), _oom_score()),
-            "the CPUs it may use": (os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), *_scheduling()),
+            "the CPUs it may use": (
+                *(os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
+                *(os.sched_getparam(0).sched_priority, _process(os.getpid()).ionice()),
+            ),
             "the standard streams": (sys.stdin, sys.stdout, sys.stderr, _descriptors()),
             "threads": set(threading.enumerate()),
             "garbage collection": (
-                *(gc.isenabled(), gc.get_threshold(), gc.get_debug(), list(gc.callbacks)),
-                _has_frozen_objects(),
+                *(gc.isenabled(), gc.get_threshold(), gc.get_debug(), list(gc.callbacks), _has_frozen_objects()),
             ),
             "import hooks": (list(sys.meta_path), list(sys.path_hooks)),
             "the interpreter's settings": _interpreter(),
@@ -240,11 +242,6 @@ def _file_mode_mask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _scheduling() -> tuple[object, ...]:
-    """Return how the kernel schedules this process: its policy and priority, and its priority at the disk."""
-    return os.sched_getscheduler(0), os.sched_getparam(0).sched_priority, _process(os.getpid()).ionice()
 
 
 #: The process of that number; a fork has another number.

@@ -94,7 +94,11 @@ class Watch:
         self.waited_for.update(dict.fromkeys(one.who for one in blockers))
         self.text = self._text(blockers, waited)
         stuck = {one for one in blockers if self._stuck(one)}
-        if self.inventory.kind == "cpu" and self._too_few_without(stuck):
+        held = sum(isinstance(one, Holder) for one in stuck)
+        # Whether the request cannot be served although all other holders return their devices. A stuck ticket blocks it however
+        # many devices are free.
+        too_few = len(self.inventory.ids) - len(self.mine) - held < self.count or held < len(stuck)
+        if self.inventory.kind == "cpu" and too_few:
             known = stuck <= self.given_up
             if known or waited >= GIVE_UP_AFTER_S:
                 if not known and self.notify is not None:
@@ -106,12 +110,6 @@ class Watch:
         if self.notify is not None and now >= self._next_notice and (noteworthy or waited >= NOTIFY_INTERVAL_S):
             self._next_notice = now + NOTIFY_INTERVAL_S
             self.notify(self.text)
-
-    def _too_few_without(self, stuck: set[Blocker]) -> bool:
-        """Tell whether the request cannot be served although all other holders return their devices."""
-        held = sum(isinstance(one, Holder) for one in stuck)
-        # A stuck ticket blocks the request however many devices are free.
-        return len(self.inventory.ids) - len(self.mine) - held < self.count or held < len(stuck)
 
     def _stuck(self, one: Blocker) -> bool:
         if _suspended(one.pid):

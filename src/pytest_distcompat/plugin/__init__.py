@@ -135,6 +135,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if mark is not None:
         _generate_marked(metafunc, mark)
     elif "distcompat_case" in metafunc.fixturenames and metafunc.cls is not None:
+        from pytest_distcompat.drivers import find_driver, preload_of
         from pytest_distcompat.failures import UsageProblem
         from pytest_distcompat.plugin.suite import cases
 
@@ -144,7 +145,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         except UsageProblem as problem:
             raise pytest.Collector.CollectError(str(problem)) from None
         if selected:
-            session.modules += tuple(cases.modules_of(metafunc.cls, selected))
+            session.modules += preload_of(find_driver(metafunc.cls.driver), (case.cell for case in selected))
         cells: list[Any] = list(selected)
         if not cells and cases.is_suite(metafunc.cls):
             cells = [cases.NoCell(cases.why_no_cell(metafunc.cls, session))]

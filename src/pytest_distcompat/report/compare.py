@@ -96,8 +96,16 @@ def compare(before: Report, after: Report) -> Comparison:
     for index, result in enumerate(after.results):
         was = earlier_of.get(index)
         change = _change(result, was.status if was else "", result.status, result.why)
-        if result.red:
-            _broken(found, was, result, change)
+        if result.red and result.teardown and not (was and was.teardown):
+            why = f"{result.why}; and in its teardown: {result.teardown}"
+            found.broken.append(dataclasses.replace(change, why=why))
+        elif result.red and (was is None or was.status != result.status):
+            found.broken.append(change)
+        elif result.red and was is not None:
+            found.still.append(change)
+            # Names of temporary directories are no difference.
+            if len({re.sub(r"\S*/\S*", "", wording(one)) for one in (was, result)}) > 1:
+                found.otherwise.append(dataclasses.replace(change, why=f"{result.why}; it was: {was.why}"))
         elif was is None:
             found.new.append(change)
         elif result.status == "skipped":
@@ -113,23 +121,6 @@ def compare(before: Report, after: Report) -> Comparison:
     return found
 
 
-def _broken(found: Comparison, was: Result | None, now: Result, change: Change) -> None:
-    if now.teardown and not (was and was.teardown):
-        found.broken.append(dataclasses.replace(change, why=f"{now.why}; and in its teardown: {now.teardown}"))
-    elif was is None or was.status != now.status:
-        found.broken.append(change)
-    else:
-        found.still.append(change)
-        if not _alike(was, now):
-            found.otherwise.append(dataclasses.replace(change, why=f"{now.why}; it was: {was.why}"))
-
-
-def _alike(was: Result, now: Result) -> bool:
-    """Tell whether the messages are the same, names of temporary directories aside."""
-    one, other = (re.sub(r"\S*/\S*", "", wording(result)) for result in (was, now))
-    return one == other
-
-
 def _change(result: Result, before: str, after: str, why: str) -> Change:
     return Change(result.suite, result.driver, result.cell, result.check, before, after, why)
 
@@ -140,10 +131,10 @@ def _earlier(before: Report, after: Report) -> dict[int, Result]:
     Verdicts pair by node id, else by suite. A suite that moved is found by its name; of several of one name the first becomes
     the first.
     """
-    suites_after = {nodeid.rpartition("::test")[0] for nodeid in after.unreached} | {one.place for one in after.results}
-    suites_before = {nodeid.rpartition("::test")[0] for nodeid in before.unreached} | {
-        one.place for one in before.results
-    }
+    suites_before, suites_after = (
+        {nodeid.rpartition("::test")[0] for nodeid in (*one.unreached, *(result.nodeid for result in one.results))}
+        for one in (before, after)
+    )
     # Sorted, so that the pairs do not depend on the order of the run.
     old = sorted(before.results, key=lambda one: (one.place, one.nodeid))
     now = sorted(enumerate(after.results), key=lambda one: (one[1].place, one[1].nodeid))

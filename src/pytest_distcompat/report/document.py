@@ -163,7 +163,7 @@ class Report:
         except MalformedError as problem:
             raise UsageProblem(f"is no report: {problem}") from None
         results = [decode(Result, one) for one in data["results"]]
-        rows = [Row(**_known(Row, one)) for one in data.get("cells", ())]
+        rows = [decode(Row, one) for one in data.get("cells", ())]
         # Reject an unknown status: a comparison would take it for neither red nor missing.
         known = [status.value for status in Status]
         unknown = [result.status for result in results if result.status not in known]
@@ -217,32 +217,19 @@ def facets(cell: str) -> dict[str, Any]:
 
 
 def _result(result: Result) -> dict[str, Any]:
-    data = dataclasses.asdict(result)
-    return {
-        **data,
-        "message": excerpt(result.message, MAX_MESSAGE),
-        "seconds": round(result.seconds, 3),
-        "facets": facets(result.cell),
-    }
+    texts = {"message": excerpt(result.message, MAX_MESSAGE), "facets": facets(result.cell)}
+    return {**dataclasses.asdict(result), **texts, "seconds": round(result.seconds, 3)}
 
 
 def _too_deep(data: Any) -> bool:
     """Tell whether the JSON is nested deeper than any report, and too deep for recursive functions."""
     level = [data]
     for _ in range(MAX_DEPTH):
-        level = [one for part in level for one in (part.values() if isinstance(part, Mapping) else part) if _nests(one)]
+        parts = (one for part in level for one in (part.values() if isinstance(part, Mapping) else part))
+        level = [one for one in parts if isinstance(one, (Mapping, list))]
         if not level:
             return False
     return True
-
-
-def _nests(value: Any) -> bool:
-    return isinstance(value, (Mapping, list))
-
-
-def _known(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {name: value for name, value in data.items() if name in names}
 
 
 def _lines(data: Mapping[str, Any]) -> Iterator[str]:

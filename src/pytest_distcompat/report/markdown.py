@@ -123,14 +123,11 @@ def _cost(rows: Iterable[Row]) -> Iterator[str]:
     yield "| driver | cell | step, ms | tokens/s a rank | bytes of master and state a parameter | peak memory, MiB |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for row in costs:
-        numbers = (_number(row.cost[name], scale, digits) for name, scale, digits in _COST)
+        values = ((row.cost[name], scale, digits) for name, scale, digits in _COST)
+        # None is a number that JSON does not have, such as infinity.
+        numbers = ("" if value is None else f"{value * scale:.{digits}f}" for value, scale, digits in values)
         yield f"| {escape(row.driver)} | {escape(row.cell)} | {' | '.join(numbers)} |"
 
 
 #: The columns of the table of costs: field, factor, digits.
 _COST = (("step_seconds", 1000.0, 1), ("tokens_per_second", 1.0, 0), ("state_bytes", 1.0, 1), ("memory", 1 / 2**20, 0))
-
-
-def _number(value: float | None, scale: float, digits: int) -> str:
-    """Return the number; an empty text for one that JSON does not have, such as infinity."""
-    return "" if value is None else f"{value * scale:.{digits}f}"

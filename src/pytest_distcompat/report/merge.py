@@ -55,27 +55,25 @@ def _richer(one: Row, other: Row) -> Row:
 
 def _session(sessions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     settings = {name: setting for session in sessions for name, setting in session.get("settings", {}).items()}
+    of_sessions = [session.get("settings", {}) for session in sessions]
     joined = {
-        name: {
-            "value": _join(
-                str(session["settings"][name]["value"]) for session in sessions if name in session.get("settings", {})
-            ),
-            "from": setting["from"],
-        }
+        name: {"value": _join(str(one[name]["value"]) for one in of_sessions if name in one), "from": setting["from"]}
         for name, setting in settings.items()
     }
     names = dict.fromkeys(name for session in sessions for name in session.get("versions", {}))
     versions = {name: _join(session.get("versions", {}).get(name, "none") for session in sessions) for name in names}
-    timeline = [
-        {**entry, "device": f"{number}/{entry['device']}", "who": _who(entry["who"], number)}
-        for number, session in enumerate(sessions, 1)
-        for entry in session.get("timeline", ())
-    ]
-    gaps = [
-        {**gap, "device": f"{number}/{gap['device']}"}
-        for number, session in enumerate(sessions, 1)
-        for gap in session.get("gaps", ())
-    ]
+    timeline, gaps = (
+        [
+            {**entry, "device": f"{number}/{entry['device']}"}
+            for number, session in enumerate(sessions, 1)
+            for entry in session.get(name, ())
+        ]
+        for name in ("timeline", "gaps")
+    )
+    for entry in timeline:
+        # The id of a run differs between jobs; a node id is the same in all.
+        if "::" not in entry["who"]:
+            entry["who"] = f"{entry['device'].partition('/')[0]}/{entry['who']}"
     sizes = dict.fromkeys(session.get("world_size", "?") for session in sessions)
     return {
         "versions": versions,
@@ -96,11 +94,6 @@ def _session(sessions: Sequence[dict[str, Any]]) -> dict[str, Any]:
             {name: value for name, value in session.items() if name not in {"timeline", "gaps"}} for session in sessions
         ],
     }
-
-
-def _who(who: str, number: int) -> str:
-    """Number the id of a run, which differs between jobs; a node id is the same in all."""
-    return who if "::" in who else f"{number}/{who}"
 
 
 def _join(values: Any) -> str:

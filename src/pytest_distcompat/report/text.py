@@ -67,7 +67,8 @@ def _blocks(table: Table, width: int) -> Iterator[Line]:
         block, columns = columns[:taken], columns[taken:]
         yield _row(" " * label, [(check, "") for check, _ in block], block)
         for cell in table.cells:
-            words = [(table.word(cell, check), _style(table.found.get((cell, check)))) for check, _ in block]
+            verdicts = [table.found.get((cell, check)) for check, _ in block]
+            words = [(one.word, one.style) if one else ("", "") for one in verdicts]
             # A further block leaves out cells without a verdict in it.
             if taken == len(table.checks) or any(text for text, _ in words):
                 yield _row(cell.ljust(label), words, block)
@@ -80,10 +81,6 @@ def _row(label: str, words: list[Span], block: list[tuple[str, int]]) -> Line:
     while spans and not spans[-1][0].strip():
         spans.pop()
     return tuple(span for span in spans if span[0])
-
-
-def _style(result: Result | None) -> str:
-    return result.style if result else ""
 
 
 def causes_text(results: Iterable[Result]) -> Iterator[Line]:

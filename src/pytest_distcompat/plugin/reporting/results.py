@@ -185,7 +185,9 @@ class Results:
         if self._progress is not None:
             self._progress.stop()
         suites = self.results or self.collected or self.without_cells
-        if not self._running or not (suites or self._lacks_suites(session.config)):
+        # A report or a baseline needs suites, unless a selection explains that none was collected.
+        needed = self.session.setting("report").value or self.session.setting("baseline").value
+        if not self._running or not (suites or (needed and not is_narrowed(session.config))):
             return
         self.report = self._report(exitstatus)
         fold_failures(session.config, self.report.results)
@@ -205,11 +207,6 @@ class Results:
                     session.exitstatus = pytest.ExitCode.TESTS_FAILED
             else:
                 self._written += [f"report: {path}"] if write is write_report else []
-
-    def _lacks_suites(self, config: pytest.Config) -> bool:
-        """Tell whether a report or a baseline needs suites, and no selection explains that none was collected."""
-        needed = self.session.setting("report").value or self.session.setting("baseline").value
-        return bool(needed) and not is_narrowed(config)
 
     def _report(self, exitstatus: int) -> Report:
         from pytest_distcompat.evidence import add_evidence, read_store

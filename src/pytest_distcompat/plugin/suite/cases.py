@@ -15,8 +15,7 @@ from pytest_distcompat import profiles
 from pytest_distcompat.cell import Cell, Matrix
 from pytest_distcompat.checks import CHECKS, WALK, Check
 from pytest_distcompat.cost import cost
-from pytest_distcompat.driver import Driver
-from pytest_distcompat.drivers import find_driver, preload_of
+from pytest_distcompat.drivers import find_driver
 from pytest_distcompat.drivers._declared import unsupported_reason
 from pytest_distcompat.engine import not_applicable, run_check
 from pytest_distcompat.excerpt import excerpt
@@ -127,7 +126,11 @@ def cases(suite: type[CompatSuite], session: DistcompatSession) -> list[Case]:
     if profile == "walk":
         return [Case(suite, cell, WALK) for cell in cells if not strategies or cell.strategy in strategies]
     reasons_by_cell = {
-        cell: not_applicable_checks(cell, driver, session)
+        cell: {
+            name: reason
+            for name, check in CHECKS.by_name.items()
+            if (reason := not_applicable(check, cell, driver, session.limits))
+        }
         for cell in cells
         if not (strategies and cell.strategy not in strategies)
         and not (precisions and cell.precision not in precisions)
@@ -172,12 +175,6 @@ def why_no_cell(suite: type[CompatSuite], session: DistcompatSession) -> str:
     return f"no cell of {suite.__name__} is selected: {'; '.join(reasons) or 'its matrix is empty'}"
 
 
-def not_applicable_checks(cell: Cell, driver: type[Driver], session: DistcompatSession) -> dict[str, str]:
-    """Return the checks that have no item in a cell, with the reason."""
-    reasons = {name: not_applicable(check, cell, driver, session.limits) for name, check in CHECKS.by_name.items()}
-    return {name: reason for name, reason in reasons.items() if reason}
-
-
 def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
     """Sort the items of suites by the order of the session's budget, after all others."""
     order = session.setting("budget").value.order(session.last_report)
@@ -187,11 +184,6 @@ def put_in_order(items: list[pytest.Item], session: DistcompatSession) -> None:
         return order.key(case.suite.driver, case.cell.id) if isinstance(case, Case) else ()
 
     items.sort(key=key)
-
-
-def modules_of(suite: type[CompatSuite], selected: list[Case]) -> tuple[str, ...]:
-    """Return the modules that the fork server should import for the suite."""
-    return preload_of(find_driver(suite.driver), (case.cell for case in selected))
 
 
 class BoundCase:
