@@ -83,7 +83,12 @@ class KnownIssue:
     def waits_for(self, device: str) -> tuple[str, ...]:
         """Return why it does not apply here: requirements that are not met, and its device."""
         pairs = zip(self.packages, self.requirements, strict=True)
-        missing = [text for text, one in pairs if not (_marked(one) and fits(one, version_of(one.name)))]
+        # A marker is a condition such as python_version or sys_platform.
+        missing = [
+            text
+            for text, one in pairs
+            if (one.marker and not one.marker.evaluate({"extra": ""})) or not fits(one, version_of(one.name))
+        ]
         return (*missing, *([self.device] if self.device not in {"", device} else []))
 
     @functools.cached_property
@@ -214,11 +219,6 @@ def _sets(cells: Any) -> list[Mapping[str, Any]]:
     if not isinstance(found, list) or not found or not all(isinstance(one, Mapping) for one in found):
         raise UsageProblem(f"cells={cells!r}: expected a table of facets, or a list of such")
     return found
-
-
-def _marked(requirement: Requirement) -> bool:
-    """Tell whether the environment marker of a requirement holds here: python_version, sys_platform."""
-    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 
 def _facets(entry: Mapping[str, Any]) -> dict[str, FacetValue]:

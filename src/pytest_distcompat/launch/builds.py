@@ -16,16 +16,10 @@ import psutil
 from pytest_distcompat import clock
 from pytest_distcompat.launch.stacks import Frame
 
-#: The function of torch that waits for a lock.
-_WAIT_FILE_AND_FUNCTION = ("/torch/utils/file_baton.py", "wait")
-
 
 def is_waiting(frames: Iterable[Frame]) -> bool:
-    """Tell whether a thread with these frames waits for another build."""
-    return any(
-        frame.file.endswith(_WAIT_FILE_AND_FUNCTION[0]) and frame.function == _WAIT_FILE_AND_FUNCTION[1]
-        for frame in frames
-    )
+    """Tell whether a thread with these frames waits for another build, in a function of torch."""
+    return any(frame.file.endswith("/torch/utils/file_baton.py") and frame.function == "wait" for frame in frames)
 
 
 def remove_abandoned(seconds: float, environment: Mapping[str, str]) -> None:

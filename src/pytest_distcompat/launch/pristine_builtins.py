@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from traceback import format_exception, format_exception_only
+import traceback
 
 #: Convert plain data to a line of JSON, and back.
 encode = json.JSONEncoder().encode
@@ -21,17 +21,5 @@ status_of = os.fstat
 
 own_pid = os.getpid
 exit_now = os._exit
-
-__all__ = [
-    "close_descriptor",
-    "decode",
-    "encode",
-    "exit_now",
-    "format_exception",
-    "format_exception_only",
-    "open_descriptor",
-    "open_file",
-    "own_pid",
-    "status_of",
-    "write_to",
-]
+format_exception = traceback.format_exception
+format_exception_only = traceback.format_exception_only

@@ -19,16 +19,11 @@ class Request:
     """One run: what to call on every rank, and where its files go.
 
     Attributes:
-        target: ``module:function``, called with ``payload`` and the rank's log.
-        payload: Plain data for the target.
-        world_size: The number of ranks.
+        target: ``module:function``, called with ``payload``, which is plain data, and the rank's log.
         directory: Where the request, the ranks' logs and their output are written.
         timeout: The time limit, in seconds.
         set: Environment variables that the rank needs set, to have the environment of the process that sends the request.
         unset: Environment variables that it needs unset for that.
-        cwd: The rank's working directory.
-        argv: Its command line.
-        import_path: What it imports from.
         collected: The test module, collected beforehand, whose tests the ranks run: ``ANY_MODULE`` for several, empty for none.
         turn: Says by its parity from which of the warm interpreters rank 0 comes; runs that follow each other count it up.
     """

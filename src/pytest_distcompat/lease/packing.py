@@ -21,8 +21,6 @@ class Demand:
     """Devices and time that a test needs.
 
     Attributes:
-        id: Names the test.
-        world_size: How many devices.
         seconds: How long, None if unknown.
         items: How many pytest items one worker runs in a row for it: the checks of a suite's cell are one demand.
     """

@@ -94,12 +94,28 @@ class Queue:
             TakenError: At ``deadline``, in monotonic seconds.
             DeadlockError: At once, if it can never be served.
         """
-        with self._enqueued(ids, count, who, deadline, poll=poll, holds=holds) as mine:
+        joining = self._await_lock(f"{QUEUE}/joining.lock", deadline, _POLL_JOINING, lambda: poll(None))
+        with contextlib.closing(joining):
+            # All processes of a machine share this clock, so numbers grow and are never used twice, not even when a process
+            # still waits for a ticket whose owner is gone.
+            mine = Ticket(clock.now_ns(), ids, count, who, os.getpid(), holds)
+            self._own[mine.number] = self._directory.lock(self._name(mine, "lock"))
+            try:
+                # After the lock, because a visible ticket without a lock belongs to a dead process.
+                self._directory.write(self._name(mine, "json"), json.dumps(asdict(mine)))
+            except BaseException:
+                self._own.pop(mine.number).close()
+                raise
+        try:
             # The last ticket of a deadlock sees all others: none of them leaves the queue before it is served.
             if holds and (others := deadlocked_with(mine, self.waiting())):
                 raise DeadlockError(others)
             self.await_turn(mine, deadline, poll)
             yield mine
+        finally:
+            # Before the lock is released.
+            self._remove(mine)
+            self._own.pop(mine.number).close()
 
     def overtaken(self, mine: Ticket) -> bool:
         """Tell whether another ticket is to be served first."""
@@ -120,29 +136,6 @@ class Queue:
     def waiting(self) -> list[Ticket]:
         """Return the tickets whose owners are alive, in order."""
         return [ticket for ticket in self._tickets() if not self._ended(ticket)]
-
-    @contextlib.contextmanager
-    def _enqueued(
-        self, ids: tuple[str, ...], count: int, who: str, deadline: float, *, poll: Poll, holds: tuple[str, ...]
-    ) -> Iterator[Ticket]:
-        joining = self._await_lock(f"{QUEUE}/joining.lock", deadline, _POLL_JOINING, lambda: poll(None))
-        with contextlib.closing(joining):
-            # All processes of a machine share this clock, so numbers grow and are never used twice, not even when a process
-            # still waits for a ticket whose owner is gone.
-            mine = Ticket(clock.now_ns(), ids, count, who, os.getpid(), holds)
-            self._own[mine.number] = self._directory.lock(self._name(mine, "lock"))
-            try:
-                # After the lock, because a visible ticket without a lock belongs to a dead process.
-                self._directory.write(self._name(mine, "json"), json.dumps(asdict(mine)))
-            except BaseException:
-                self._own.pop(mine.number).close()
-                raise
-        try:
-            yield mine
-        finally:
-            # Before the lock is released.
-            self._remove(mine)
-            self._own.pop(mine.number).close()
 
     def _restore(self, mine: Ticket) -> None:
         """Restore the ticket if it was removed, so that a later request cannot overtake it."""

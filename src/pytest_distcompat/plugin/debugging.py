@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,8 +13,7 @@ import pytest
 _NAME = "pdbinvoke"
 
 
-@dataclass(frozen=True)
-class FailedRun:
+class FailedRun(NamedTuple):
     """The run that an item failed in: the command that repeats it, and the rank that raised; None if none did."""
 
     command: str

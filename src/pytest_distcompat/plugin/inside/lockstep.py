@@ -47,10 +47,7 @@ class Step:
     Attributes:
         number: Counts phases; the same on all ranks.
         location: The phase and the node id of the test; the same on all ranks.
-        deadline: The end of this rank's time limit, by CLOCK_MONOTONIC.
-        limit: The time limit in seconds.
-        reported: Whether this rank has reported on the phase.
-        cut: Whether this rank's connections were cut.
+        deadline: The end of this rank's time limit, by CLOCK_MONOTONIC; ``limit`` is in seconds.
         waiting: Whether this rank was last seen waiting in torch.
     """
 

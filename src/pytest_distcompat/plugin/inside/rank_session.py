@@ -292,11 +292,8 @@ class ItemPayload:
     """The payload of the request for one item.
 
     Attributes:
-        nodeid: The item.
         next: The node id of the item that these ranks run after it, if they do.
         device: ``cpu`` or ``cuda``.
-        directory: The directory of the run.
-        world_size: The number of ranks.
         session: A file with the return value of ``describe``.
     """
 
@@ -440,7 +437,8 @@ class _Reporter:
         phase = self.phases.of(report)
         self.log.write(phase)
         if phase.ending is not None and (phase.outcome == "failed" or not self._wait_for_others(*phase.ending, phase)):
-            self._end_rank(*phase.ending, phase)
+            self.log.write(Error(*phase.ending, phase.text, lost=phase.lost))
+            self._rank.leave_failed(self.directory, self.world_size)
 
     def _wait_for_others(self, kind: str, message: str, phase: Phase) -> bool:
         """Wait for the outcomes of the other ranks; return whether all ranks go on to their teardowns.
@@ -479,7 +477,3 @@ class _Reporter:
         if of_kind(Error, events):
             return "failed"
         return "passed" if of_kind(Done, events) or ("teardown" if when == "teardown" else "call") in phases else ""
-
-    def _end_rank(self, kind: str, message: str, phase: Phase) -> None:
-        self.log.write(Error(kind, message, phase.text, lost=phase.lost))
-        self._rank.leave_failed(self.directory, self.world_size)

@@ -57,10 +57,7 @@ class Phases:
     def of(self, report: pytest.TestReport) -> Phase:
         """Return the phase of a report; for the report of a subtest, a phase that names it."""
         phase = phase_of(report, self._subtests)
-        if phase.subtest:
-            self._subtests.append(phase)
-        else:
-            self._subtests = []
+        self._subtests = [*self._subtests, phase] if phase.subtest else []
         return phase
 
 
@@ -77,7 +74,8 @@ def phase_of(report: pytest.TestReport, subtests: Sequence[Phase] = ()) -> Phase
     elif report.outcome == "failed" and text.startswith(STRICT_XPASS):
         outcome = "passed"
     elif report.outcome == "failed":
-        location = _crash_location(report, message)
+        crash = getattr(report.longrepr, "reprcrash", None)
+        location = (str(crash.path), int(crash.lineno), message) if crash is not None else None
     elif report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         path, line, reason = report.longrepr
         location, message = (str(path), int(line), str(reason)), str(reason).removeprefix("Skipped: ")
@@ -109,11 +107,6 @@ def _serializable(value: Any) -> Any:
         except Exception as error:
             value = f"{type(value).__name__}, whose text cannot be made: {type(error).__name__}"
     return excerpt(value, TEXT_CHARACTERS) if isinstance(value, str) else value
-
-
-def _crash_location(report: pytest.TestReport, message: str) -> tuple[str, int, str] | None:
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return (str(crash.path), int(crash.lineno), message) if crash is not None else None
 
 
 def _last_line(report: pytest.TestReport, text: str) -> str:

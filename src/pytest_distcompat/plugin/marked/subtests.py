@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from pytest_distcompat.launch import Ending, RankEnd
+    from pytest_distcompat.launch import Ending
     from pytest_distcompat.plugin.marked.phase import Phase
 
 #: The title of the section that lists subtests that were skipped or failed as expected.
@@ -75,13 +75,14 @@ def count_subtests(ending: Ending, phases: Mapping[int, Phase]) -> Ending:
 
     Such a rank may have been stopped because of another rank's xfail.
     """
-    failed = {rank: phase for rank, phase in phases.items() if phase.outcome == "failed"}
-    ranks = tuple(_count_subtests_of_rank(end, failed[end.rank]) if end.rank in failed else end for end in ending.ranks)
-    return dataclasses.replace(ending, ranks=ranks)
-
-
-def _count_subtests_of_rank(end: RankEnd, phase: Phase) -> RankEnd:
-    if end.status == "done" or (end.status in {"stopped", "lost peer"} and not phase.lost):
-        message = f"raised failed: {phase.message}"
-        return dataclasses.replace(end, status="raised", kind="failed", message=message, text=phase.text)
-    return dataclasses.replace(end, text="\n\n".join(filter(None, (phase.text, end.text))))
+    ranks = []
+    for end in ending.ranks:
+        phase = phases.get(end.rank)
+        if phase is None or phase.outcome != "failed":
+            ranks.append(end)
+        elif end.status == "done" or (end.status in {"stopped", "lost peer"} and not phase.lost):
+            message = f"raised failed: {phase.message}"
+            ranks.append(dataclasses.replace(end, status="raised", kind="failed", message=message, text=phase.text))
+        else:
+            ranks.append(dataclasses.replace(end, text="\n\n".join(filter(None, (phase.text, end.text)))))
+    return dataclasses.replace(ending, ranks=tuple(ranks))
