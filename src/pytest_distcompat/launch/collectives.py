@@ -174,13 +174,13 @@ def describe_wait_states(wait_states: Mapping[int, WaitState | None]) -> str:
     ranks_by_description: dict[str, list[int]] = {}
     for rank, one in wait_states.items():
         ranks_by_description.setdefault(one.description() if one else "", []).append(rank)
-    parts = []
-    for ranks in list(ranks_by_description.values())[:_DESCRIPTIONS_SHOWN]:
+    parts, groups = [], list(ranks_by_description.values())
+    for ranks in groups[:_DESCRIPTIONS_SHOWN]:
         one = wait_states[ranks[0]]
-        plural = len(ranks) > 1
-        parts.append(f"{_ranks(ranks)} {one.description(plural=plural) if one else 'gave no stack'}")
-    rest = [rank for ranks in list(ranks_by_description.values())[_DESCRIPTIONS_SHOWN:] for rank in ranks]
-    return "; ".join([*parts, *([f"{_ranks(rest)} elsewhere"] if rest else [])])
+        parts.append(f"{_ranks(ranks)} {one.description(plural=len(ranks) > 1) if one else 'gave no stack'}")
+    if rest := [rank for ranks in groups[_DESCRIPTIONS_SHOWN:] for rank in ranks]:
+        parts.append(f"{_ranks(rest)} elsewhere")
+    return "; ".join(parts)
 
 
 def first_mismatch(wait_states: Mapping[int, WaitState | None]) -> tuple[str, str]:

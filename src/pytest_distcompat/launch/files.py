@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,19 +36,16 @@ class Files:
         """
         lines: list[str] = []
         for path in (*captured_files(self.run, rank), *_logs(self.run, rank), log_file(self.run, rank)):
-            lines += _excerpt(read_end(path, BYTES_READ, self.since.get(path, 0)).splitlines())
+            found = read_end(path, BYTES_READ, self.since.get(path, 0)).splitlines()
+            # Of a crash the first lines are shown, with the innermost frames, where it happened.
+            begins = next((number for number, line in enumerate(found) if line.startswith(CRASH)), len(found))
+            lines += [*found[:begins][-LINES_SHOWN:], *without_launcher_in_crash(found[begins:])[:LINES_SHOWN]]
         return "\n".join(lines)
 
 
 def read_file(path: Path) -> str:
     """Return the text of a file; empty if the rank has made none."""
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-
-def _excerpt(lines: Sequence[str]) -> list[str]:
-    """Return the last of the lines; of a crash the first ones, with the innermost frames, where it happened."""
-    begins = next((number for number, line in enumerate(lines) if line.startswith(CRASH)), len(lines))
-    return [*lines[:begins][-LINES_SHOWN:], *without_launcher_in_crash(lines[begins:])[:LINES_SHOWN]]
 
 
 def log_sizes(run: Path, world_size: int) -> dict[Path, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,13 +57,9 @@ def now() -> Instant:
 def append(directory: Path, span: Span) -> None:
     """Add one line to the timeline in that directory, which is made if it is missing."""
     directory.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(asdict(span)) + "\n"
     # A single write to a file in append mode, so that lines of several processes do not mix.
-    file = os.open(directory / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(file, line.encode())
-    finally:
-        os.close(file)
+    with (directory / FILE).open("ab", buffering=0) as file:
+        file.write(f"{json.dumps(asdict(span))}\n".encode())
 
 
 def read_timeline(directory: Path) -> list[Span]:

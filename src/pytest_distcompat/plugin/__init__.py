@@ -6,6 +6,7 @@ A session without distributed tests imports this file, ``options`` and what thes
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Generator
 from typing import Any
@@ -31,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Take the terminal from all ranks of an external launch but rank 0."""
-    if launched.is_rank() and not launched.is_rank_zero():
+    if launched.is_rank() and os.environ["RANK"] != "0":
         from pytest_distcompat.plugin.inside.rank_output import no_terminal
 
         no_terminal(early_config)

@@ -32,7 +32,6 @@ class PhaseReport:
     Attributes:
         location: The phase and the node id of the test.
         time: When it was made, by CLOCK_MONOTONIC.
-        phase: The phase, if the rank finished it.
         stuck: Whether the time limit found the rank in the phase; ``stack`` is then its stack.
         group: Whether the rank has a process group.
         cut: Whether its connections were cut to make it finish.

@@ -15,11 +15,6 @@ def is_rank() -> bool:
     return all(name in os.environ for name in _VARIABLES) and _HIDDEN not in os.environ
 
 
-def is_rank_zero() -> bool:
-    """Tell whether this rank is rank 0."""
-    return os.environ["RANK"] == "0"
-
-
 def hide_from_children() -> None:
     """Have the processes that this one starts not take themselves for ranks."""
     os.environ[_HIDDEN] = "1"
