@@ -68,7 +68,8 @@ def _walk(options: argparse.Namespace) -> int:
             explorer.explore(options.examples, seed, options.steps)
     if not explorer.failed:
         return 0
-    shortest = min(explorer.failed, key=len)
+    replayed = {calls for calls, _ in explorer.corpus()}
+    shortest = min(explorer.failed, key=lambda calls: (calls in replayed, len(calls)))
     wrong, walk = explorer.failed[shortest], Walk(shortest, driver.walk_calls)
     print(f"\n{walk}:", *wrong, sep="\n  ")  # noqa: T201 - a command speaks
     text = script(cell, walk, "\n".join(wrong))
