@@ -70,6 +70,8 @@ def test_every_refusal_is_of_a_declared_call_and_says_why(driver: str) -> None:
         ("add_group(), add_group()", False),
         ("add_group(), resume()", False),
         ("save(), resume(), load()", False),
+        ("accessors(of='optimizer_state')", False),
+        ("step(), accessors(of='optimizer_state')", True),
     ],
 )
 def test_calls_follow_one_another_as_a_user_may_call_them(walk: str, expected: bool) -> None:

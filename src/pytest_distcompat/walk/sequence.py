@@ -48,8 +48,11 @@ def allowed(calls: Sequence[Call], call: Call, own: Sequence[str] = ()) -> bool:
         # A new process group builds the trainer as it was in the beginning.
         "resume": not (frozen or added),
     }
+    # Before a step there is no state to read.
+    reads_state = ("of", "optimizer_state") in call.arguments and not any(one.name == "step" for one in calls)
     return (
         fits.get(call.name, True)
+        and not reads_state
         and not (pending and call.name in _WHOLE)
         and (stepped or not own or call.name not in {"save", "resume"})
     )
