@@ -43,15 +43,21 @@ def recompute_by_model(model: Any, blocks: Iterable[Module]) -> None:
         recompute(model, blocks)
 
 
-def merge_shards(accelerator: Any, model: Any, directory: Path) -> None:
-    """Write FSDP1's weights into one file: a sharded checkpoint, then accelerate's documented merge."""
-    # For CPU ranks, where gathering crashes torch: https://huggingface.co/docs/accelerate/usage_guides/fsdp
+def merge_shards(accelerator: Any, model: Any, directory: Path, *, lora: bool) -> None:
+    """Write FSDP1's weights on CPU ranks, where gathering crashes torch, by accelerate's merge of a sharded checkpoint."""
+    # https://huggingface.co/docs/accelerate/usage_guides/fsdp
     from accelerate.utils import merge_fsdp_weights, save_fsdp_model
 
+    unwrapped, main = accelerator.unwrap_model(model), accelerator.is_main_process
+    if lora:
+        unwrapped.save_pretrained(directory, is_main_process=main, state_dict=whole_state(model))
+        return
     shards = directory.parent / "shards"
     save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, str(shards), 0)
     # On every rank: the merge has a barrier.
     merge_fsdp_weights(str(shards / "pytorch_model_fsdp_0"), str(directory))
+    if main and hasattr(unwrapped, "config"):
+        unwrapped.config.save_pretrained(directory)
 
 
 def whole_state(model: Module) -> dict[str, Any]:

@@ -363,24 +363,19 @@ class AccelerateDriver(TinyDriver):
         self.accelerator.load_state(str(directory))
 
     def export(self, directory: Path) -> None:
-        """Write the weights by ``save_model``; FSDP1 on CPU ranks, where gathering crashes, merges a sharded checkpoint."""
-        unwrapped = self.accelerator.unwrap_model(self.model)
-        main = self.accelerator.is_main_process
-        if self.cell.option("lora"):
-            unwrapped.save_pretrained(directory, is_main_process=main, state_dict=self._whole_state())
-            return
+        """Write the weights by ``save_model``, those of FSDP1 on CPU ranks by ``merge_shards``."""
+        lora = bool(self.cell.option("lora"))
         if self.cell.strategy == "fsdp1" and self.world.device == "cpu":
-            _options.merge_shards(self.accelerator, self.model, directory)
-        else:
-            self.accelerator.save_model(self.model, str(directory))
+            _options.merge_shards(self.accelerator, self.model, directory, lora=lora)
+            return
+        unwrapped, main = self.accelerator.unwrap_model(self.model), self.accelerator.is_main_process
+        if lora:
+            state = self.accelerator.get_state_dict(self.model)
+            unwrapped.save_pretrained(directory, is_main_process=main, state_dict=state)
+            return
+        self.accelerator.save_model(self.model, str(directory))
         if main and hasattr(unwrapped, "config"):
             unwrapped.config.save_pretrained(directory)
-
-    def _whole_state(self) -> Any:
-        """Return ``get_state_dict``; for FSDP1 on CPU ranks torch's, without the offload that crashes it."""
-        if self.cell.strategy != "fsdp1" or self.world.device != "cpu":
-            return self.accelerator.get_state_dict(self.model)
-        return _options.whole_state(self.model)
 
     def trainer_world_size(self) -> int | None:
         """Return accelerate's number of processes."""

@@ -293,25 +293,16 @@ class TrainerDriver(TinyDriver):
         self.scaler = trainer.accelerator.scaler
 
     def export(self, directory: Path) -> None:
-        """Write the weights by ``save_model``; FSDP1 on CPU ranks, where gathering crashes, merges shards."""
-        # With sharded state dicts ``save_model`` silently writes nothing, so FSDP gathers full ones.
+        """Write the weights by ``save_model``, those of FSDP1 on CPU ranks by ``merge_shards``."""
         accelerator = self.trainer.accelerator
         if self.cell.strategy == "fsdp1" and self.world.device == "cpu":
-            self._gather(directory)
+            lora = bool(self.cell.option("lora"))
+            _options.merge_shards(accelerator, self.trainer.model_wrapped, directory, lora=lora)
             return
         if "fsdp" in self.cell.strategy:
+            # With sharded state dicts ``save_model`` silently writes nothing.
             accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         self.trainer.save_model(str(directory))
-
-    def _gather(self, directory: Path) -> None:
-        accelerator, model = self.trainer.accelerator, self.trainer.model_wrapped
-        unwrapped, main = accelerator.unwrap_model(self.trainer.model), self.world.rank == 0
-        if self.cell.option("lora"):
-            unwrapped.save_pretrained(directory, is_main_process=main, state_dict=_options.whole_state(model))
-            return
-        _options.merge_shards(accelerator, self.trainer.model, directory)
-        if main and hasattr(unwrapped, "config"):
-            unwrapped.config.save_pretrained(directory)
 
     def trainer_world_size(self) -> int | None:
         """Return Trainer's world size."""
