@@ -154,6 +154,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "--distcompat-precisions",
         "--distcompat-drivers",
         "--distcompat-profile",
+        "--distcompat-budget",
         "--distcompat-known",
         "--distcompat-throughput",
         "--distcompat-timeout",
