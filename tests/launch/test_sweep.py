@@ -1,0 +1,75 @@
+"""The profile ``sweep``, from the fields of what is installed to the verdicts of their cells."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_distcompat import check_driver
+from pytest_distcompat.status import Status
+
+pytestmark = pytest.mark.spawn
+
+
+def test_a_setting_is_accepted_and_changes_nothing_or_is_refused() -> None:
+    cells = [
+        "fsdp2-fp32-w2-model_mlp-set_fully_shard.reshard_after_forward=2",
+        "fsdp2-fp32-w2-model_mlp-set_fully_shard.reshard_after_forward=0",
+    ]
+    accepted, refused = check_driver("torch", cells, ["parity"], device="cpu")
+    assert accepted.status is Status.PASSED
+    assert refused.status is Status.REFUSED
+    assert "should be a factor of 2, not 0" in refused.reason
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Path:
+    """A copy of accelerate whose FSDP plugin has two new fields: one changes nothing, one doubles the loss."""
+    spec = importlib.util.find_spec("accelerate")
+    assert spec is not None
+    assert spec.origin is not None
+    copy = tmp_path / "stack" / "accelerate"
+    shutil.copytree(Path(spec.origin).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, pattern, new in (
+        (
+            "utils/dataclasses.py",
+            r"(class FullyShardedDataParallelPlugin:.*?)(    def __post_init__)",
+            r"\1    new_and_sound: bool = False\n    new_and_wrong: bool = False\n\n\2",
+        ),
+        (
+            "accelerator.py",
+            r"(    def backward\(self, loss, \*\*kwargs\):\n.*?\"\"\".*?\"\"\"\n)",
+            r"\1        loss = loss * (1 + getattr(self.state.fsdp_plugin, 'new_and_wrong', False))\n",
+        ),
+    ):
+        text = (copy / name).read_text(encoding="utf-8")
+        changed, count = re.subn(pattern, new, text, count=1, flags=re.DOTALL)
+        assert count == 1, name
+        (copy / name).write_text(changed, encoding="utf-8")
+    return copy.parent
+
+
+@pytest.mark.nightly
+def test_a_field_of_a_new_release_is_swept_without_a_line_of_ours(stack: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "--pyargs", "pytest_distcompat.suite", "-q", "-p", "no:cacheprovider"]
+    command += ["--distcompat-profile=sweep", "--distcompat-drivers=accelerate", "--distcompat-strategies=fsdp2"]
+    command += ["--distcompat-report=report.json", "--distcompat-budget=1h", "-k", "new_and", f"--rootdir={tmp_path}"]
+    path = os.pathsep.join(filter(None, [str(stack), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    results = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["results"]
+    red = {one["check"] for one in results if "new_and_wrong" in one["cell"] and one["status"] == "failed"}
+    sound = {one["status"] for one in results if "new_and_sound" in one["cell"]}
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert {"parity", "clipping"} <= red
+    assert sound == {"passed"}
+    assert "budget 3600 s in order @" in done.stdout
