@@ -31,10 +31,12 @@ class Expectation:
         if self.check not in ("*", check):
             return False
         values = cell.facets()
-        return all(
-            values[name] in expected if isinstance(expected, tuple) else values[name] == expected
-            for name, expected in self.facets
-        )
+        for name, expected in self.facets:
+            wanted = expected if isinstance(expected, tuple) else (expected,)
+            # A cell may have several settings, and a bug is about one of them.
+            if not any(one in wanted for one in ((*cell.set, values[name]) if name == "set" else (values[name],))):
+                return False
+        return True
 
     def matches(self, message: str) -> bool:
         """Tell whether the message is the declared one."""

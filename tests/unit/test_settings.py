@@ -17,6 +17,7 @@ from pytest_distcompat.cell import Cell, setting_value
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.cli.main import main
 from pytest_distcompat.drivers import DRIVERS
+from pytest_distcompat.expect import fails
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.judge import judge
 from pytest_distcompat.profiles import left_out
@@ -54,6 +55,7 @@ def read_config(config: dict[str, Any]) -> None:
     if "outer" in config:
         config["outer"].get("inner", True)
     config.get("size", 3)
+    assert "size" not in config.keys() or config["size"]  # noqa: SIM118 - as libraries spell it
     config.setdefault("name", "x")
 
 
@@ -258,3 +260,10 @@ def test_a_refusal_does_not_hide_another_failure() -> None:
         (("A.a=1", "A.b=1"), "refused"),
         (("A.c=1", "A.d=1"), "parity: failed"),
     ]
+
+
+def test_a_known_bug_of_a_setting_covers_it_among_others() -> None:
+    known = fails("resume", reason="a bug", set="A.b=1")
+    assert known.covers(Cell.of("ddp", "fp32", set="A.b=1+A.c=2"), "resume")
+    assert not known.covers(Cell.of("ddp", "fp32", set="A.b=11"), "resume")
+    assert not known.covers(Cell("ddp", "fp32"), "resume")

@@ -189,6 +189,10 @@ class _Recorder(dict[str, Any]):
         self.get(key, default)
         return super().setdefault(key, default)
 
+    def keys(self) -> Any:
+        # ``key in config.keys()`` is a lookup too.
+        return self
+
     def __contains__(self, key: object) -> bool:
         self.read.setdefault(str(key), None)
         return super().__contains__(key)
@@ -208,8 +212,9 @@ def _keys(reader: Callable[[dict[str, Any]], Any]) -> Iterator[tuple[str, Any, A
             error = _call(reader, {key: {_UNKNOWN_KEY: 1}})
             model = _model_named(getattr(error, "title", ""))
             if model is not None:
-                # One model may hold several keys (DeepSpeed's monitors).
-                model = model.model_fields[key].annotation if key in model.model_fields else model
+                # One model may hold several keys (DeepSpeed's monitors): the place of the error says which.
+                for outer in error.errors()[0]["loc"][:-1]:  # type: ignore[union-attr]
+                    model = model.model_fields[outer].annotation
                 yield from ((f"{key}.{name}", *more) for name, *more in _members(model))
                 continue
             _call(reader, {key: _Recorder({"enabled": True}, nested)})
