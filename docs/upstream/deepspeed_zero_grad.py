@@ -3,6 +3,7 @@
 A user who finds a micro-batch bad, and calls ``engine.zero_grad()``, or ``engine.optimizer.zero_grad()``, keeps its gradient:
 both clear ``parameter.grad`` alone, while ZeRO-2 adds up in ``averaged_gradients`` and ZeRO-3 in partitions of its own (of which
 the optimizer's ``zero_grad``, not the engine's, begins anew). Expected: the norm of the second batch's gradient alone.
+Seen: the norm of both batches' sum.
 """
 
 import os

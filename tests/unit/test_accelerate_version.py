@@ -22,5 +22,5 @@ def test_a_too_old_version_is_refused() -> None:
 
 
 def test_a_new_major_version_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"accelerate 2.0.1: .* was tried below 2 only; believe the check 'active'"):
+    with pytest.warns(UserWarning, match=r"accelerate 2.0.1: .* was tested below 2 only; believe the check 'active'"):
         check_version("2.0.1")

@@ -91,8 +91,14 @@ def make(kind: str, **facets: Any) -> Expectation:
             {"stratgy": "ddp"},
             f"no facet named 'stratgy'. Known: {', '.join(FACETS)}",
         ),
-        ({"model": "gpt"}, "model has no value 'gpt'. Known: 'llama', 'llama_tied', 'mlp'"),
-        ({"model": ("llama", "gpt")}, "model has no value 'gpt'. Known: 'llama', 'llama_tied', 'mlp'"),
+        (
+            {"model": "gpt"},
+            "model has no value 'gpt'. Known: 'llama', 'llama_tied', 'mlp', 'twice', 'odd', 'scalar', 'transposed'",
+        ),
+        (
+            {"model": ("llama", "gpt")},
+            "model has no value 'gpt'. Known: 'llama', 'llama_tied', 'mlp', 'twice', 'odd', 'scalar', 'transposed'",
+        ),
         ({"compile": "yes"}, "compile has no value 'yes'. Known: False, True, 'aot_eager', 'regional', 'partial'"),
         ({"match": "("}, "match='(' is no regular expression: missing ), unterminated subpattern at position 0"),
         ({"strategy": ["ddp", "fsdp2"]}, "strategy takes one value or a tuple of them, got ['ddp', 'fsdp2']"),
