@@ -228,9 +228,12 @@ def _end(process: subprocess.Popen[Any]) -> None:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE * 2 / 3)
-        for one in (*tree, *_descendants(process.pid)):
+        below = [*tree, *_descendants(process.pid)]
+        for one in below:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
+        # The next stage needs the memory that a killed one gives back only when it is gone.
+        psutil.wait_procs(below, GRACE)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
