@@ -256,7 +256,7 @@ class DeepSpeedDriver(TinyDriver):
         _, own = self.model.load_checkpoint(str(self.universal or directory), **self.cell.settings("load_checkpoint"))
         state = directory / f"rng_{self.world.rank}.pt"
         # A rank that there was not when it was saved has no random state.
-        if state.exists() or own.get("ranks") == self.world.size:
+        if state.exists() or (own or {}).get("ranks") == self.world.size:
             torch.set_rng_state(torch.load(state, weights_only=True))
 
     def _convert(self, directory: Path, universal: Path) -> None:
