@@ -91,7 +91,7 @@ class Driver:
     order: ClassVar[int] = 100
     #: What users call on the live trainer, for walks: a subclass of ``drivers._calls.Calls``.
     walk_calls: ClassVar[Any] = None
-    #: An instance of ``calls``, in a run that is a walk.
+    #: An instance of ``walk_calls``, in a run that is a walk.
     walker: Any = None
 
     model: Any = None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_distcompat.cell import Cell, Matrix
-from pytest_distcompat.checks import CHECKS, WALK, Check
+from pytest_distcompat.checks import CHECKS, WALK, Check, find_check
 from pytest_distcompat.devices import CPU_WORLD_SIZE, visible_gpus
 from pytest_distcompat.driver import Driver
 from pytest_distcompat.drivers import find_driver, preload_of
@@ -77,10 +77,7 @@ def check_driver(
     name = _importable(driver)
     kind = find_driver(name)
     limits = dict(limits or {})
-    wanted = [
-        WALK if check == WALK.name else CHECKS.get(check)
-        for check in ([checks] if isinstance(checks, str) else checks or CHECKS.names())
-    ]
+    wanted = [find_check(check) for check in ([checks] if isinstance(checks, str) else checks or CHECKS.names())]
     chosen = _cells(cells, device)
     if not chosen:
         raise UsageProblem(f"cells={cells!r:.200}: expected at least one cell")

@@ -8,4 +8,14 @@ CHECKS: Registry[Check] = Registry(__name__, Check, "check")
 #: The check of profile ``walk``, whose runs are drawn.
 WALK: Check = _walk.walk
 
-__all__ = ["CHECKS", "WALK", "Check", "check"]
+__all__ = ["CHECKS", "WALK", "Check", "all_check_names", "check", "find_check"]
+
+
+def all_check_names() -> tuple[str, ...]:
+    """Return the names of all checks, that of profile ``walk`` too."""
+    return (*CHECKS.names(), WALK.name)
+
+
+def find_check(name: str) -> Check:
+    """Return the check of that name. Raises UsageProblem, with the names, if there is none."""
+    return WALK if name == WALK.name else CHECKS.get(name)

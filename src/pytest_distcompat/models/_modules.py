@@ -51,14 +51,18 @@ class MLP(nn.Module):
         return logits
 
 
-class Twice(nn.Module):
-    """Classifier that runs one block two times, and uses a weight by ``functional.linear``."""
+class OneBlock(nn.Module):
+    """The layers of a classifier with one block; a subclass says how they are used."""
 
     def __init__(self, features: int, width: int, classes: int) -> None:
         super().__init__()
         self.inlet = nn.Linear(features, width)
         self.block = Block(width)
         self.outlet = nn.Linear(width, classes)
+
+
+class Twice(OneBlock):
+    """Classifier that runs one block two times, and uses a weight by ``functional.linear``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits in the dtype of the last product."""
@@ -98,14 +102,11 @@ class Odd(nn.Module):
         return logits
 
 
-class Scalar(nn.Module):
+class Scalar(OneBlock):
     """Classifier whose logits a parameter of no dimension scales."""
 
     def __init__(self, features: int, width: int, classes: int) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(features, width)
-        self.block = Block(width)
-        self.outlet = nn.Linear(width, classes)
+        super().__init__(features, width, classes)
         self.temperature = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

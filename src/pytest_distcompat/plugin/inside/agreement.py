@@ -20,7 +20,6 @@ from pytest_distcompat.plugin.reporting.representation import represent
 SAME = "same"
 #: The outcome of a setup that raised as expected on some ranks only: the others may still fail in the call, so those raise there.
 POSTPONED = "postponed"
-PASSING = ("passed", POSTPONED)
 #: The problem of a rank that the time limit found in the phase, and of one that the launcher ended there.
 STUCK, ENDED = "stuck", "ended"
 
@@ -98,7 +97,9 @@ def impose(report: pytest.TestReport, outcome: Outcome, command: str) -> None:
         return
     if hasattr(report, "wasxfail"):
         del report.wasxfail
-    report.outcome = "failed" if outcome.kind == "failed" else "passed" if outcome.kind in PASSING else "skipped"
+    report.outcome = (
+        "failed" if outcome.kind == "failed" else "passed" if outcome.kind in ("passed", POSTPONED) else "skipped"
+    )
     report.longrepr = None
     if outcome.kind == "failed":
         represent(report, f"{outcome.text}\nreproduce: {command}", outcome.location)

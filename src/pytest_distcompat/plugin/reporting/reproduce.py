@@ -18,8 +18,13 @@ ARGUMENTS = "distcompat_arguments"
 #: pytest's own options, with and without a value, that set configuration, plugins and warning filters, or how modules are
 #: imported. All others select tests, report, or belong to a conftest.
 _WITH_VALUE = (
-    *(("-c", "--config-file"), ("-o", "--override-ini"), ("-W", "--pythonwarnings"), ("-p",)),
-    *(("--rootdir",), ("--confcutdir",), ("--import-mode",)),
+    ("-c", "--config-file"),
+    ("--rootdir",),
+    ("--confcutdir",),
+    ("--import-mode",),
+    ("-p",),
+    ("-o", "--override-ini"),
+    ("-W", "--pythonwarnings"),
 )
 _FLAGS = ("--noconftest",)
 #: One-letter flags that may be joined with one of those: ``-qp plugin``.

@@ -269,11 +269,11 @@ class Results:
 
     def ordered(self) -> list[Result]:
         """Return the results in the order of the matrix, independent of the order in which items ran."""
-        from pytest_distcompat.checks import CHECKS, WALK
+        from pytest_distcompat.checks import all_check_names
         from pytest_distcompat.precisions import PRECISIONS
         from pytest_distcompat.strategies import STRATEGIES
 
-        strategies, precisions, checks = STRATEGIES.names(), PRECISIONS.names(), (*CHECKS.names(), WALK.name)
+        strategies, precisions, checks = STRATEGIES.names(), PRECISIONS.names(), all_check_names()
 
         def matrix_order(result: Result) -> tuple[object, ...]:
             cell = Cell.parse(result.cell)
@@ -316,6 +316,6 @@ def _parse_suite_item(nodeid: str) -> tuple[str, ...]:
     match = _ITEM.fullmatch(nodeid)
     if match is None or not facets(match["cell"]):
         return ()
-    from pytest_distcompat.checks import CHECKS, WALK
+    from pytest_distcompat.checks import all_check_names
 
-    return match.groups() if match["check"] in {*CHECKS.by_name, WALK.name} else ()
+    return match.groups() if match["check"] in all_check_names() else ()

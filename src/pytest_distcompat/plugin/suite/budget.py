@@ -27,22 +27,21 @@ class Budget:
         """Return the order of cells after that report."""
         results = last.results if last else ()
         ran = {(one.driver, one.cell) for one in results if one.status != "skipped"}
-        return Order(self.seed, frozenset(ran), frozenset((one.driver, one.cell) for one in results if one.red))
+        red = {(one.driver, one.cell) for one in results if one.red}
+        return Order(self.seed, frozenset(ran - red))
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of cells by a seed and an earlier report."""
+    """The order of cells by a seed, and those that an earlier report has green, as (driver, cell)."""
 
     seed: int
-    ran: frozenset[tuple[str, str]]
-    red: frozenset[tuple[str, str]]
+    green: frozenset[tuple[str, str]]
 
     def key(self, driver: str, cell: str) -> tuple[bool, int, str]:
         """Return what to sort by: cells that never ran or were red come first."""
-        known = (driver, cell) in self.ran - self.red
         # Not hash(): all xdist workers must have one order, and each has its own hash seed.
-        return known, zlib.crc32(f"{self.seed} {driver} {cell}".encode()), cell
+        return (driver, cell) in self.green, zlib.crc32(f"{self.seed} {driver} {cell}".encode()), cell
 
 
 def read_budget(text: str) -> Budget | None:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from pytest_distcompat.cell import Matrix
-from pytest_distcompat.checks import CHECKS, WALK
+from pytest_distcompat.checks import find_check
 from pytest_distcompat.expect import Expectation
 from pytest_distcompat.failures import UsageProblem
 from pytest_distcompat.precisions import PRECISIONS
@@ -22,8 +22,8 @@ _MATRIX_FIELDS = tuple(field.name for field in fields(Matrix))
 
 def check_names(expectation: Expectation) -> None:
     """Raise UsageProblem, with the known names, for an unknown check, strategy or precision."""
-    if expectation.check not in {"*", WALK.name}:
-        CHECKS.get(expectation.check)
+    if expectation.check != "*":
+        find_check(expectation.check)
     known: dict[str, Registry[Any]] = {"strategy": STRATEGIES, "precision": PRECISIONS}
     for name, wanted in expectation.facets:
         if name in known:
