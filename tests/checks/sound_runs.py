@@ -12,10 +12,13 @@ from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.scenario import REFERENCE_RUN, RESUME_RUN, TRAIN_RUN, Run
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
+    FLAT,
     CollectiveInfo,
     ComputeInfo,
     FileInfo,
     GradientInfo,
+    Layout,
+    MeshDim,
     ModelInfo,
     OptimizerInfo,
     ParameterInfo,
@@ -89,7 +92,7 @@ def _snapshot(cell: Cell, run: Run, index: int, done: int, rank: int) -> Snapsho
     snapshot = replace(snapshot, scheduler=f"last_epoch={done}", memory=2**20)
     if action == "step":
         fed = tuple(f"batch {done}.{micro} of rank {rank}" for micro in range(_micros(cell, done)))
-        snapshot = replace(snapshot, loss=1 / done + rank, grad_norm=2.0, inputs=fed, **_watched(cell, len(fed)))
+        snapshot = replace(snapshot, loss=1 / done + rank, grad_norm=2.0, inputs=fed, **_watched(cell, len(fed), rank))
         # Both factors of the product of two layers.
         eight_bits = 4 if PRECISIONS.get(cell.precision).float8 else 0
         snapshot = replace(snapshot, tokens=8 * len(fed), float8=eight_bits * len(fed))
@@ -129,7 +132,7 @@ def _unwrapped(cell: Cell) -> UnwrappedInfo:
 
 
 def _scale() -> ParameterInfo:
-    return ParameterInfo("scale", (4,), "float32", False, placement="persistent", local_numel=4, digest="scale")
+    return ParameterInfo("scale", (4,), "float32", False, persistent=True, local_numel=4, digest="scale")
 
 
 def _model(cell: Cell, done: int, rank: int) -> ModelInfo:
@@ -148,6 +151,7 @@ def _model(cell: Cell, done: int, rank: int) -> ModelInfo:
             kind=strategy.kind if shards or strategy.kind != "DTensor" else "Tensor",
             local_numel=math.prod(shape) // (shared_by(cell) if shards else 1),
             digest=f"{name} after {done * train}{part}",
+            layout=layout(cell, rank) if shards else Layout(),
         )
         parameters.append(replace(info, held=None) if strategy.flat_masters else info)
     wrappers = {strategy.wrapper: 1, **({"OptimizedModule": 1} if _wrapped_by_compile(cell) else {})}
@@ -166,7 +170,6 @@ def _model(cell: Cell, done: int, rank: int) -> ModelInfo:
         compiled=("",) if _wrapped_by_compile(cell) else blocks[: {"regional": 2, "partial": 1}.get(str(how), 0)],
         float8=2 if PRECISIONS.get(cell.precision).float8 else 0,
         graphs=int(bool(how)),
-        shard_group=shard_group(cell, rank) if strategy.shards else (),
     )
 
 
@@ -175,10 +178,12 @@ def shared_by(cell: Cell) -> int:
     return cell.world_size // int(cell.option("dp_replicate"))
 
 
-def shard_group(cell: Cell, rank: int) -> tuple[int, ...]:
-    """They: neighbours, as a mesh of copies and shards has them."""
-    first = rank - rank % shared_by(cell)
-    return tuple(range(first, first + shared_by(cell)))
+def layout(cell: Cell, rank: int) -> Layout:
+    """The shard of a rank: neighbours hold a copy, as a mesh of copies and shards has them."""
+    size, at = shared_by(cell), rank % shared_by(cell)
+    placement = "Shard(0)" if cell.strategy == "fsdp2" else FLAT
+    holders = tuple(range(rank - at, rank - at + size)) if size > 1 else ()
+    return Layout((MeshDim("dp_shard", size, at, placement),), holders)
 
 
 def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerInfo:
@@ -193,7 +198,8 @@ def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerInfo:
             key,
             row.state,
             1 if key == "step" else numel // split,
-            f"{owner} {key} after {done} of rank {rank % shared_by(cell)}",
+            f"{owner} {key} after {done}" + ("" if key == "step" else f" of rank {rank % split}"),
+            layout(cell, rank) if split > 1 and key != "step" else Layout(),
         )
         for owner in owners
         for key in (*(("master",) if strategy.flat_masters else ()), "exp_avg", "exp_avg_sq", "step")
@@ -205,7 +211,7 @@ def _optimizer(cell: Cell, done: int, rank: int) -> OptimizerInfo:
     )
 
 
-def _watched(cell: Cell, micros: int) -> dict[str, Any]:
+def _watched(cell: Cell, micros: int, rank: int) -> dict[str, Any]:
     strategy = STRATEGIES.get(cell.strategy)
     row = strategy.dtypes(PRECISIONS.get(cell.precision))
     reduction = "reduce_scatter_base" if strategy.shards else "allreduce"
@@ -223,8 +229,9 @@ def _watched(cell: Cell, micros: int) -> dict[str, Any]:
     together = strategy.shards or strategy.flat_masters
     # Clipped to 1.
     holders = shared_by(cell) if together else 1
-    gradients = tuple(GradientInfo(live_name(cell, name), 8 // holders, 0.5 / holders) for name in TRAINABLE)
-    step = StepInfo("AdamW", (row.master,), (row.gradient,), (row.state,), square=1 / holders, gradients=gradients)
+    part = layout(cell, rank) if together else Layout()
+    gradients = tuple(GradientInfo(live_name(cell, name), 8 // holders, 0.5 / holders, part) for name in TRAINABLE)
+    step = StepInfo("AdamW", (row.master,), (row.gradient,), (row.state,), 1 / holders, gradients, part.holders)
     return {"steps": (step,), "compute": compute, "collectives": collectives}
 
 

@@ -10,7 +10,7 @@ import pytest
 from pytest_distcompat.checks import CHECKS
 from pytest_distcompat.precisions import PRECISIONS
 from pytest_distcompat.strategies import STRATEGIES
-from pytest_distcompat.trace import CollectiveInfo, Snapshot, UnwrappedInfo
+from pytest_distcompat.trace import CollectiveInfo, Layout, MeshDim, Snapshot, UnwrappedInfo
 
 if TYPE_CHECKING:
     from tests.checks.traces import Sound
@@ -231,21 +231,24 @@ def test_the_number_of_replicas_is_the_requested_one(sound: Sound) -> None:
         lambda snapshot: replace(snapshot, unwrapped=snapshot.unwrapped and replace(snapshot.unwrapped, obeyed=()))
     )
     assert quiet.findings("active") == []
-    alone = sound("fsdp2-fp32-w2").alter(
-        lambda snapshot: replace(
-            snapshot,
-            unwrapped=snapshot.unwrapped and replace(snapshot.unwrapped, obeyed=()),
-            model=snapshot.model and replace(snapshot.model, shard_group=(snapshot.rank,)),
+    alone = (
+        sound("fsdp2-fp32-w2")
+        .alter(
+            lambda snapshot: replace(
+                snapshot,
+                unwrapped=snapshot.unwrapped and replace(snapshot.unwrapped, obeyed=()),
+            )
         )
+        .parameters({"layout": Layout()})
     )
     assert alone.findings("active")[0] == "shards are in 2 copies (rank 0; rank 1); expected 1, of several ranks"
 
 
 def test_a_rank_with_a_whole_model_holds_no_shard_of_replicas(sound: Sound) -> None:
-    story = sound("fsdp2-fp32-w4").model({"shard_group": (0, 1)}, rank=0).model({"shard_group": (0, 1)}, rank=1)
-    story = story.model({"shard_group": ()}, rank=2).model({"shard_group": ()}, rank=3)
-    assert story.trace.run().replicas == ((0, 1), (2, 3))
-    assert story.findings("active")[0] == "shards are in 2 copies (ranks 0, 1; ranks 2, 3); expected 1"
+    layout = Layout((MeshDim("dp_shard", 2, 0, "Shard(0)"),), (0, 1))
+    story = sound("fsdp2-fp32-w4").parameters({"layout": Layout()})
+    story = story.parameters({"layout": layout}, rank=0).parameters({"layout": layout}, rank=1)
+    assert story.findings("active")[0] == "shards are in 3 copies (ranks 0, 1; rank 2; rank 3); expected 1"
 
 
 def test_each_copy_is_one(sound: Sound) -> None:

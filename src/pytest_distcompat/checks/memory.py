@@ -37,7 +37,7 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
     copies, padding = cell.world_size, 0
     if strategy.shards or strategy.flat_masters:
         declared = requested(cell, unwrapped, "dp_replicate")
-        copies, padding = int(cell.option("dp_replicate")) if declared else len(run.replicas), MAX_PADDING
+        copies, padding = int(cell.option("dp_replicate")) if declared else _copies(run.at("build"), cell), MAX_PADDING
     state_sharded = any(ZERO_OPTIMIZER in snapshot.optimizer.chain for snapshot in snapshots if snapshot.optimizer)
     found: Counter[str] = Counter()
     tensors: Counter[str] = Counter()
@@ -56,6 +56,12 @@ def memory(cell: Cell, trace: Trace) -> Iterator[str]:
             yield f"all ranks together keep {found[key]} elements of {key!r}; {context}, expected {expected}"
     if not found:
         yield "no rank's optimizer keeps anything after three steps"
+
+
+def _copies(built: tuple[Snapshot, ...], cell: Cell) -> int:
+    """Return in how many copies the shards are."""
+    holders = (info.layout.holders for snapshot in built for info in snapshot.parameters)
+    return cell.world_size // (max(map(len, holders), default=0) or cell.world_size)
 
 
 def _without_state(snapshots: tuple[Snapshot, ...], key: str, unused: frozenset[str]) -> int:
