@@ -16,6 +16,7 @@ from pytest_distcompat.cost import BYTES
 from pytest_distcompat.digests import combine, concatenate
 from pytest_distcompat.strategies import STRATEGIES
 from pytest_distcompat.trace import (
+    REPLICATE,
     Layout,
     OptimizerInfo,
     ParameterInfo,
@@ -152,6 +153,12 @@ def _held(snapshot: Snapshot, names: Names) -> Iterator[tuple[Kind, str, Paramet
                 yield state.key, names(state.owner), state, state.numel
             elif state.key == "step":
                 yield "step", "partitions", state, state.numel
+
+
+def tp_sharded(info: ParameterInfo) -> bool:
+    """Tell whether tensor parallelism has cut the parameter."""
+    dim = info.layout.dim("tp")
+    return dim is not None and dim.placement not in {REPLICATE, "Partial"}
 
 
 def held_states(optimizer: OptimizerInfo) -> Iterator[StateInfo]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 
 from pytest_distcompat.cell import Cell
 from pytest_distcompat.checks._base import REDUCTIONS, check, every_rank, named_ranks, requested
-from pytest_distcompat.checks._values import held_states, unused
+from pytest_distcompat.checks._values import held_states, tp_sharded, unused
 from pytest_distcompat.cost import trained_elements
 from pytest_distcompat.scenario import TRAIN
 from pytest_distcompat.strategies import STRATEGIES, Strategy
-from pytest_distcompat.trace import ModelInfo, RunTrace, Snapshot, Trace, UnwrappedInfo, shard_groups
+from pytest_distcompat.trace import ModelInfo, ParameterInfo, RunTrace, Snapshot, Trace, UnwrappedInfo, shard_groups
 
 #: The least part of the trainable elements that gradients are; even compressed ones are more, metrics and norms are less.
 MIN_REDUCED_FRACTION = 0.1
@@ -37,16 +37,17 @@ def active(cell: Cell, trace: Trace) -> Iterator[str]:
             continue
         yield from _wrapped(strategy, snapshot.rank, snapshot.model, _left_out(strategy, cell, run))
         yield from _worlds(cell, snapshot.rank, snapshot.model)
+        yield from _tensor_parallel(cell, run.unwrapped, snapshot)
     yield from _shards(strategy, cell, run)
     trained = run.at("step", 2)
     yield from every_rank(trained, cell.world_size, "three steps")
-    if cell.world_size > 1:
+    if cell.dp_size > 1:
         live, without = trained[0].model.parameters if trained and trained[0].model else (), unused(run)
         trainable = trained_elements(run.unwrapped)
         trainable -= sum(math.prod(info.shape) for info in live if info.name in without)
         for snapshot in trained:
-            yield from _reduced(snapshot, trainable)
-        yield from _same_everywhere(trained)
+            yield from _reduced(snapshot, trainable // cell.tp)
+    yield from _same_everywhere(trained)
 
 
 def _left_out(strategy: Strategy, cell: Cell, run: RunTrace) -> Callable[[str], bool]:
@@ -79,6 +80,16 @@ def _wrapped(strategy: Strategy, rank: int, model: ModelInfo, left_out: Callable
         yield f"rank {rank}: {len(wrong)} of {total} parameters are not of kind {strategy.kind}, {example}"
 
 
+def _tensor_parallel(cell: Cell, unwrapped: UnwrappedInfo | None, snapshot: Snapshot) -> Iterator[str]:
+    """Yield findings unless layers are cut along a dimension ``tp`` of the size that was asked for."""
+    if not requested(cell, unwrapped, "tp"):
+        return
+    sizes = {dim.size for info in snapshot.parameters if tp_sharded(info) and (dim := info.layout.dim("tp"))}
+    if sizes - {1} != {cell.tp} - {1}:
+        found = f"in {', '.join(map(str, sorted(sizes)))} parts" if sizes else "whole on each rank"
+        yield f"rank {snapshot.rank}: layers are {found}; expected {cell.tp} parts of tensor parallelism"
+
+
 def _worlds(cell: Cell, rank: int, model: ModelInfo) -> Iterator[str]:
     if model.world_size != cell.world_size:
         yield f"rank {rank}: the process group has {model.world_size} ranks; expected {cell.world_size}"
@@ -106,14 +117,20 @@ def _shards(strategy: Strategy, cell: Cell, run: RunTrace) -> Iterator[str]:
         more = ", of several ranks" if alone else ""
         yield f"shards are in {len(groups)} copies ({found}); expected {expected}{more}"
     for ranks in groups if cell.world_size > 1 else ():
-        held = [(snapshot, info) for snapshot in built if snapshot.rank in ranks for info in snapshot.parameters]
-        copies = sum(info.local_numel for _, info in held if not left_out(info.name)) / total
+        held = [info for snapshot in built if snapshot.rank in ranks for info in snapshot.parameters]
+        # What tensor parallelism has not cut, each of its ranks has.
+        copies = sum(_part(info, cell.tp) for info in held if not left_out(info.name)) / total
         # More than one copy may be padding: ZeRO-3 pads every shard, which shows on tiny parameters.
         if not 0.99 <= copies < max(1.01, (1 + len(ranks)) / 2):
             holders = named_ranks(ranks, cell.world_size)
             yield f"{holders} together store {copies:.2f} copies of the parameters; expected 1, each rank its shard"
         else:
             yield from _each_once(strategy, cell, unwrapped, [one for one in built if one.rank in ranks], left_out)
+
+
+def _part(info: ParameterInfo, tp: int) -> float:
+    """Return the elements that the rank stores, divided by how many ranks of tensor parallelism store the same."""
+    return info.local_numel / (1 if tp_sharded(info) else tp)
 
 
 def _groups(
@@ -143,15 +160,19 @@ def _each_once(
     """Yield a finding for each parameter that the ranks do not store once: a small one hardly shows in the sum."""
     # Flat parameters have no names to compare by. A parameter without a live counterpart is a finding of the check ``names``.
     whole = {info.name: math.prod(info.shape) for info in unwrapped.parameters}
-    stored: Counter[str] = Counter()
+    stored: dict[str, float] = defaultdict(float)
+    flat: set[str] = set()
     for snapshot in built:
         for info in snapshot.parameters:
-            stored[strategy.canonical(info.name, cell, whole)] += info.local_numel
+            name = strategy.canonical(info.name, cell, whole)
+            stored[name] += _part(info, cell.tp)
+            flat |= {name} if info.layout.flat else set()
     ranks = tuple(snapshot.rank for snapshot in built)
     for name, numel in whole.items():
-        most = max(numel + len(ranks) - 1, numel * (1 + len(ranks)) / 2)
+        # Only what is cut flat is padded.
+        most = max(numel + len(ranks) - 1, numel * (1 + len(ranks)) / 2) if name in flat else numel
         if name in stored and not numel <= stored[name] <= most and not left_out(name):
-            found = f"{stored[name]} elements of {name!r}, which has {numel}"
+            found = f"{stored[name]:g} elements of {name!r}, which has {numel}"
             yield f"{named_ranks(ranks, cell.world_size)} together store {found}; expected each one once"
 
 
