@@ -34,7 +34,9 @@ TENSOR = ["fsdp2-fp32-w2-tp_2", "fsdp2-fp32-w4-tp_2", "fsdp2-fp32-w8-dp_replicat
 
 
 @pytest.mark.parametrize("check", CHECKS.names())
-@pytest.mark.parametrize("cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.nightly) for cell in OTHERS), *HYBRID, *TENSOR])
+@pytest.mark.parametrize(
+    "cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.nightly) for cell in OTHERS), *HYBRID, *TENSOR]
+)
 def test_a_sound_trace_has_no_findings(sound: Sound, cell: str, check: str) -> None:
     story = sound(cell)
     assert not story.judges(check) or story.findings(check) == []
